@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pydoc_data.topics import topics
 from tempfile import TemporaryDirectory
@@ -24,6 +23,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 from transformers.utils.logging import disable_progress_bar
 
 from amp_plugin import GradScaler, autocast, store_weights
+from amp_plugin.weights.store import in_fp32
 from recipes.bounds import number
 from recipes.catalogue import run
 from recipes.config import ConfigError
@@ -107,12 +107,13 @@ def _fine_tune(
 ) -> None:
     is_ours, mixed = way != AS_LOADED, {"dtype": config.precision.dtype, "enabled": config.precision.mixed}
     optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, weight_decay=0.0)
-    store = store_weights(model, optimizer, weights=way) if is_ours else None  # type: ignore[arg-type]
+    if is_ours:
+        store_weights(model, optimizer, weights=way)  # type: ignore[arg-type]
     region = (autocast if is_ours else torch.autocast)(config.device, **mixed)
     scaler = GradScaler(config.device, **asdict(config.loss_scale), enabled=config.precision.scaled)
 
     def weights() -> Tensor:
-        with nullcontext() if store is None else store.in_fp32():
+        with in_fp32(model):
             return torch.cat([param.detach().float().flatten() for param in model.parameters()])
 
     first, losses, moved = weights(), [], []

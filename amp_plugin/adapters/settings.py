@@ -23,9 +23,9 @@ from amp_plugin.precision import (
     refuse_other_precision,
 )
 from amp_plugin.scaling.grad_scaler import GradScaler
-from amp_plugin.sharding.fsdp1 import add_up_in_fp32
+from amp_plugin.sharding.fully_shard import add_up_in_fp32
 from amp_plugin.sharding.plan import DtypePlan
-from amp_plugin.sharding.report import check_against_plan, is_sharded
+from amp_plugin.sharding.report import check_against_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +74,8 @@ class AdapterSettings(PrecisionOptions):
 
         Warns where nothing shards it, and gradients are to be reduced in another dtype: ``for_ddp`` does.
         """
-        if is_sharded(model):
+        if check_against_plan(model, self.dtype_plan):
             self.check_sharded()
-            check_against_plan(model, self.dtype_plan)
             add_up_in_fp32(model)
         elif self.reduce != "fp32":
             warn(

@@ -19,7 +19,7 @@ from amp_plugin.kernels.build import native_core
 from amp_plugin.patterns import clean_name
 from amp_plugin.precision import short_name
 from amp_plugin.sharding.report import ModuleDtypes, module_calls
-from amp_plugin.weights.compressed_state import local_of
+from amp_plugin.weights.compressed_state import bytes_of, local_of
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,11 +83,11 @@ class Survey:
         self._open.close()
         for param in self._model.parameters():
             if param.grad is not None:
-                self._gradients[id(param)] = param.grad.dtype, _bytes([param.grad])
+                self._gradients[id(param)] = param.grad.dtype, bytes_of(param.grad)
         for row in self._rows:
             name = clean_name(row.module)
             self._calls[name] += 1
-            floats = [dtype for dtype in row.outputs if dtype.is_floating_point]
+            floats = [dtype for dtype in row.outputs or () if dtype.is_floating_point]
             self._computes.update({name: floats[0]} if floats else {})
         kind = type(self._model).__name__
         for cast in self._log.records() if self._log is not None else ():
@@ -140,7 +140,7 @@ class Survey:
             gradients=_named(dtype for dtype, _ in grads),
             state=_named(tensor.dtype for tensor in kept if tensor.dim()),
             parameters=sum(local_of(param).numel() for param in params) + sum(b.parameters for b in inside),
-            held=_bytes([*params, *kept])
+            held=bytes_of([*params, *kept])
             + sum(size for _, size in grads)
             + sum(branch.held for branch in inside),
             casts=casts + sum(branch.casts or 0 for branch in inside) if self.sees_casts else None,
@@ -162,7 +162,3 @@ def _tensors(entry: dict[str, object] | None) -> Iterator[Tensor]:
 
 def _named(dtypes: Iterable[torch.dtype]) -> str:
     return " ".join(dict.fromkeys(map(short_name, dtypes)))
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(local_of(tensor).numel() * tensor.element_size() for tensor in tensors)

@@ -54,10 +54,6 @@ class CollectiveLog(list[Collective]):
             table.add_row(call.op, call.dtype, *sizes, str(count))
         return table
 
-    def __repr__(self) -> str:
-        """Return how many there are, in words."""
-        return f"CollectiveLog({len(self)} collectives)"
-
 
 @contextmanager
 def log_collectives() -> Iterator[CollectiveLog]:
@@ -104,32 +100,18 @@ def _op_of(func: Any) -> str | None:
 
 
 def _collective(op: str, args: list[Any], output: Any) -> Collective:
-    dtype = next(leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-    functional = [] if any(_is_group(value) for value in args) else [output]  # else ``args`` hold it too
-    elements = max(_total(side) for side in [*args, *functional])
-    return Collective(
-        op=op,
-        dtype=short_name(dtype),
-        elements=elements,
-        ranks=_group_size(args),
-        bytes=elements * dtype.itemsize,
-    )
-
-
-def _total(value: Any) -> int:
-    return sum(leaf.numel() for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-
-
-def _is_group(value: Any) -> bool:
-    return isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())
-
-
-def _group_size(args: list[Any]) -> int:
     import torch.distributed as dist  # noqa: PLC0415 -- not there in every build of torch
 
-    group = next((value for value in args if _is_group(value)), None)
-    if group is not None:
-        return dist.ProcessGroup.unbox(group).size()
-    name = [value for value in args if isinstance(value, str)][-1]  # the last text is the group's
-    resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]
-    return int(resolve(name).size())
+    groups = [value for value in args if isinstance(value, torch.ScriptObject)]
+    groups = [value for value in groups if "ProcessGroup" in str(value._type())]
+    if groups:
+        group = dist.ProcessGroup.unbox(groups[0])
+    else:  # a functional collective: the last text is the group's name, and args do not hold the output
+        name = [value for value in args if isinstance(value, str)][-1]
+        group = vars(dist.distributed_c10d)["_resolve_process_group"](name)
+        args = [*args, output]
+    sides = [[leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)] for side in args]
+    dtype = next(leaf.dtype for side in sides for leaf in side)
+    elements = max(sum(leaf.numel() for leaf in side) for side in sides)
+    total = elements * dtype.itemsize
+    return Collective(op=op, dtype=short_name(dtype), elements=elements, ranks=group.size(), bytes=total)

@@ -1,8 +1,8 @@
-"""FSDP2 by a plan of dtypes: torch's ``fully_shard`` with the policy each module needs."""
+"""What torch's FSDP is told for a plan of dtypes: ``fully_shard``, and FullyShardedDataParallel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from amp_plugin.sharding.plan import DtypePlan
 from amp_plugin.weights.ddp import refuse_sharded
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 _OVERRIDE = "param_dtype_override_fn"
 
@@ -87,12 +87,18 @@ def shard_unit(
     from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 -- loads torch.distributed
 
     members = unit if isinstance(unit, list) else [unit]
-    apart, policy = _apart(_outermost(members, in_fp32), members, mp_policy)
+    apart = _outermost(members, in_fp32)
+    if has_dtypes_by_parameter():  # torch keeps a weight in the dtype it is stored in, or lowers it
+        beside = [module for module in apart if module not in members and _is_stored_in_fp32(module)]
+        apart = [module for module in apart if module not in beside]
+        kept = {id(param) for module in beside for param in module.parameters()}
+        override: dict[str, Any] = {_OVERRIDE: lambda param: torch.float32 if id(param) in kept else None}
+        mp_policy = replace(mp_policy, **override) if kept else mp_policy
     for module in apart:
         if not isinstance(module, FSDPModule):
             shard(module, mp_policy=policy_of(plan, in_fp32=True), **options)
     rest = [member for member in members if not isinstance(member, FSDPModule)]
-    return shard(rest if isinstance(unit, list) else unit, mp_policy=policy, **options) if rest else unit
+    return shard(rest if isinstance(unit, list) else unit, mp_policy=mp_policy, **options) if rest else unit
 
 
 def policy_of(
@@ -130,36 +136,55 @@ def _outermost(modules: Iterable[nn.Module], in_fp32: set[nn.Module]) -> list[nn
     return found
 
 
-def _apart(
-    in_fp32: list[nn.Module], members: Sequence[nn.Module], policy: MixedPrecisionPolicy
-) -> tuple[list[nn.Module], MixedPrecisionPolicy]:
-    """Return the modules that need units of their own, and a policy that gathers the others' weights in fp32.
-
-    torch keeps a weight in the dtype it is stored in, or lowers it, but raises none.
-    """
-    if not has_dtypes_by_parameter():
-        return in_fp32, policy
-    apart = [m for m in in_fp32 if m in members or any(p.dtype is not torch.float32 for p in m.parameters())]
-    kept = {id(param) for module in in_fp32 if module not in apart for param in module.parameters()}
-    if not kept:
-        return apart, policy
-    override: dict[str, Any] = {_OVERRIDE: lambda param: torch.float32 if id(param) in kept else None}
-    return apart, replace(policy, **override)
+def _is_stored_in_fp32(module: nn.Module) -> bool:
+    return all(param.dtype is torch.float32 for param in module.parameters())
 
 
 def _refuse_misfits(
     model: nn.Module, chosen: set[nn.Module], root: nn.Module, options: dict[str, Any]
 ) -> None:
-    msg, inside = "", set(model.modules())
+    msg, outside = "", chosen - {*model.modules()}
     if "mp_policy" in options:
         msg = "mp_policy is made from the plan; give DtypePlan(compute=..., reduce=...) instead"
-    elif model not in set(root.modules()):
+    elif model not in {*root.modules()}:
         msg = f"root={type(root).__name__} does not hold this {type(model).__name__}; leave it out"
-    elif outside := [type(unit).__name__ for unit in chosen if unit not in inside]:
-        msg = (
-            f"a {outside[0]} among units is not a module of {type(model).__name__}; "
-            "give modules it holds, for example units=model.layers"
-        )
+    elif outside:
+        unit, name = type(outside.pop()).__name__, type(model).__name__
+        msg = f"a {unit} among units is not a module of {name}; give its own, as in units=model.layers"
     if msg:
         msg = f"fully_shard: {msg}"
         raise ValueError(msg)
+
+
+# -- FSDP's first version ------------------------------------------------------------------------
+
+
+def fsdp1_policy(plan: DtypePlan) -> MixedPrecision:
+    """Return the policy of FullyShardedDataParallel, FSDP's first version, for a plan.
+
+    It has one dtype for all weights, so with ``fp32_modules`` they are gathered in fp32, twice the bytes, and
+    the region casts them. Inputs stay as they are, and buffers such as a batch norm's statistics in fp32.
+    """
+    from torch.distributed.fsdp import MixedPrecision  # noqa: PLC0415 -- loads torch.distributed
+
+    refuse_sharded(plan.weights, f"precision {plan.compute!r}, in which they are gathered")
+    return MixedPrecision(
+        param_dtype=torch.float32 if plan.fp32_modules else plan.compute_dtype,
+        reduce_dtype=plan.reduce_dtype,
+        buffer_dtype=torch.float32,
+        cast_forward_inputs=False,
+        cast_root_forward_inputs=False,
+    )
+
+
+def add_up_in_fp32(model: nn.Module) -> None:
+    """Add gradients of micro-batches under ``no_sync()`` up in fp32, where they are reduced in fp32.
+
+    Without it FSDP1 adds them up in the dtype that weights are gathered in.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 -- loads torch.distributed
+
+    for module in FullyShardedDataParallel.fsdp_modules(model):
+        flat = module._flat_param
+        if flat is not None and flat.requires_grad and module.mixed_precision.reduce_dtype is torch.float32:
+            flat.grad_dtype = torch.float32

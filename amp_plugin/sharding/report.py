@@ -22,7 +22,8 @@ from amp_plugin.patterns import clean_name
 from amp_plugin.precision import short_name
 from amp_plugin.sharding.fully_shard import has_dtypes_by_parameter
 from amp_plugin.sharding.plan import DtypePlan
-from amp_plugin.weights.compressed_state import asked_for, local_of
+from amp_plugin.weights.compressed_state import asked_for, bytes_of, local_of
+from amp_plugin.weights.formats import HALVES
 
 Engine = Literal["fsdp2", "fsdp1", "ddp", "none"]
 Dtypes = tuple[torch.dtype, ...]
@@ -54,13 +55,6 @@ class ShardUnit:
     state: str
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether FSDP, of either version, shards a model or a part of it."""
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # noqa: PLC0415
-
-    return any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
-
-
 def shard_units(model: nn.Module) -> list[ShardUnit]:
     """Return the units of a model, those that hold others last but one: the model itself is the last."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # noqa: PLC0415
@@ -70,15 +64,15 @@ def shard_units(model: nn.Module) -> list[ShardUnit]:
     units = [_fsdp2(name, module) for name, module in named if isinstance(module, FSDPModule)]
     units += [_fsdp1(name, module) for name, module in named if isinstance(module, FullyShardedDataParallel)]
     if not units:
-        wrappers = [pair for pair in named if isinstance(pair[1], DistributedDataParallel)]
-        units = [_whole(*pair, "ddp") for pair in wrappers] or [_whole("", model, "none")]
+        ddps = [(name, module) for name, module in named if isinstance(module, DistributedDataParallel)]
+        units = [_unit(name, "ddp", [*module.parameters()]) for name, module in ddps]
+        units = units or [_unit("", "none", [*model.parameters()])]
     return [unit for unit in reversed(units) if unit is not None]
 
 
 def _fsdp2(name: str, module: Any) -> ShardUnit | None:
     state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    groups = [state._fsdp_param_group] if groups is None else groups
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     params = [param for group in groups if group is not None for param in group.fsdp_params]
     policy = state._mp_policy
     own = [getattr(param, "mp_policy", policy) for param in params]  # torch 2.15 has dtypes by parameter
@@ -97,23 +91,15 @@ def _fsdp1(name: str, module: Any) -> ShardUnit | None:
     flat, policy = module._flat_param, module.mixed_precision
     if flat is None:
         return None
-    gathered = policy.param_dtype or flat.dtype
-    elements = sum(size.numel() for size in flat._shapes)
-    reduced = policy.reduce_dtype or gathered
-    return _unit(name, "fsdp1", [flat], elements=elements, gathered={gathered}, reduced=reduced)
-
-
-def _whole(name: str, model: nn.Module, engine: Engine) -> ShardUnit | None:
-    params = list(model.parameters())
-    return _unit(name, engine, params, elements=sum(local_of(param).numel() for param in params))
+    gathered, elements = policy.param_dtype or flat.dtype, sum(size.numel() for size in flat._shapes)
+    return _unit(name, "fsdp1", [flat], elements, {gathered}, policy.reduce_dtype or gathered)
 
 
 def _unit(
     name: str,
     engine: Engine,
     params: Sequence[Tensor],
-    *,
-    elements: int,
+    elements: int | None = None,
     gathered: Iterable[torch.dtype] = (),
     reduced: torch.dtype | None = None,
 ) -> ShardUnit | None:
@@ -121,7 +107,7 @@ def _unit(
     if not params:
         return None
     trained = [param for param in params if param.requires_grad]
-    stored, parts = (trained or params)[0].dtype, [local_of(param) for param in params]
+    stored = (trained or params)[0].dtype
     dtypes = [*gathered] or [stored]
     return ShardUnit(
         name=name,
@@ -129,8 +115,8 @@ def _unit(
         stored=stored,
         gathered=dtypes[0] if len(dtypes) == 1 else torch.uint8,
         reduced=reduced or stored if trained and engine != "none" else None,
-        parameters=elements,
-        local_bytes=sum(part.numel() * part.element_size() for part in parts),
+        parameters=elements or sum(local_of(param).numel() for param in params),
+        local_bytes=bytes_of(params),
         state=" ".join(dict.fromkeys(asked_for(param) or "fp32" for param in trained or params)),
     )
 
@@ -138,7 +124,7 @@ def _unit(
 # -- shown ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class ModuleDtypes:
     """One call of one module.
 
@@ -152,7 +138,7 @@ class ModuleDtypes:
     module: str
     kind: str
     inputs: Dtypes
-    outputs: Dtypes
+    outputs: Dtypes | None = None  # while it runs
     weights: Dtypes
 
 
@@ -163,19 +149,18 @@ class ModelDtypes:
         units: Weights that travel together, the model itself last; one unit where nothing is sharded.
     """
 
-    def __init__(self, rows: Iterable[ModuleDtypes], units: Iterable[ShardUnit]) -> None:
-        self._rows = tuple(rows)
-        self.units = tuple(units)
+    def __init__(self, units: Sequence[ShardUnit], calls: Sequence[ModuleDtypes] = ()) -> None:
+        self.units, self._calls = units, calls
 
     def rows(self) -> list[ModuleDtypes]:
         """Return one entry per call of a module, in the order they were entered."""
-        return list(self._rows)
+        return list(self._calls)
 
     def table(self) -> Table:
         """Return a rich table of what went into and came out of modules."""
         table = Table("module", "class", "in", "out", "weights", title="Dtypes")
-        for row in self._rows:
-            cells = (" ".join(map(short_name, dtypes)) for dtypes in (row.inputs, row.outputs, row.weights))
+        for row in self._calls:
+            cells = (_text(dtypes) for dtypes in (row.inputs, row.outputs, row.weights))
             table.add_row(FoldedName(row.module or "(model)"), FoldedName(row.kind), *cells)
         return table
 
@@ -184,15 +169,14 @@ class ModelDtypes:
         columns = ("unit", "parameters", "stored", "gathered", "reduced", "bytes here", "moments")
         table = Table(*columns, title="Weights")
         for unit in self.units:
-            reduced = "-" if unit.reduced is None else short_name(unit.reduced)
-            dtypes = short_name(unit.stored), short_name(unit.gathered), reduced
+            dtypes = map(_text, ((unit.stored,), (unit.gathered,), (unit.reduced,)))
             name = FoldedName(unit.name or "(model)")
             table.add_row(name, f"{unit.parameters:,}", *dtypes, f"{unit.local_bytes:,}", unit.state)
-        return Group(table, *([self.table()] if self._rows else []))
+        return Group(table, *([self.table()] if self._calls else []))
 
-    def __repr__(self) -> str:
-        """Return how much it holds, in words."""
-        return f"ModelDtypes({len(self.units)} units, {len(self._rows)} module calls)"
+
+def _text(dtypes: Iterable[torch.dtype | None] | None) -> str:
+    return " ".join("-" if dtype is None else short_name(dtype) for dtype in dtypes or ())
 
 
 def dtype_report(model: nn.Module, *inputs: Any, **named: Any) -> ModelDtypes:
@@ -216,53 +200,41 @@ def dtype_report(model: nn.Module, *inputs: Any, **named: Any) -> ModelDtypes:
         >>> [(unit.stored, unit.parameters) for unit in report.units]
         [(torch.float32, 20)]
     """
-    return ModelDtypes(_calls(model, inputs, named) if inputs or named else [], shard_units(model))
-
-
-def _calls(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> list[ModuleDtypes]:
-    """Run a model once, without gradients, and return what goes into and comes out of each module."""
-    with module_calls(model) as rows, torch.no_grad():
+    if not inputs and not named:
+        return ModelDtypes(shard_units(model))
+    with module_calls(model) as calls, torch.no_grad():
         model(*inputs, **named)
-    return rows
+    return ModelDtypes(shard_units(model), calls)
 
 
 @contextmanager
 def module_calls(model: nn.Module) -> Iterator[list[ModuleDtypes]]:
     """Collect what goes into and comes out of each module that is called, in the order they were entered.
 
-    The list is complete when the block has ended.
+    When the block has ended the list is complete, without calls that an error has ended.
     """
-    rows: list[ModuleDtypes | None] = []
-    open_calls: list[tuple[nn.Module, int, Dtypes]] = []
+    calls: list[ModuleDtypes] = []
     names = {module: name for name, module in model.named_modules()}
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        open_calls.append((module, len(rows), _dtypes((args, kwargs))))
-        rows.append(None)
+        weights = tuple(dict.fromkeys(param.dtype for param in module.parameters(recurse=False)))
+        kind, inputs = type(module).__name__, _dtypes((args, kwargs))
+        calls.append(ModuleDtypes(module=names[module], kind=kind, inputs=inputs, weights=weights))
 
     def leave(module: nn.Module, _: Any, output: Any) -> None:
-        if not any(entered is module for entered, _, _ in open_calls):
-            return  # it was entered before the block
-        entered, place, taken = open_calls.pop()
-        while entered is not module:  # an error has ended its calls
-            entered, place, taken = open_calls.pop()
-        rows[place] = ModuleDtypes(
-            module=names[module],
-            kind=type(module).__name__,
-            inputs=taken,
-            outputs=_dtypes(output),
-            weights=tuple(dict.fromkeys(param.dtype for param in module.parameters(recurse=False))),
-        )
+        for call in reversed(calls):
+            if call.outputs is None and call.module == names[module]:
+                call.outputs = _dtypes(output)
+                return  # else it was entered before the block
 
     hooks = [module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True) for module in names]
     hooks += [module.register_forward_hook(leave) for module in names]
-    collected: list[ModuleDtypes] = []
     try:
-        yield collected
+        yield calls
     finally:
         for hook in hooks:
             hook.remove()
-        collected += [row for row in rows if row is not None]
+        calls[:] = [call for call in calls if call.outputs is not None]
 
 
 def _dtypes(values: Any) -> Dtypes:
@@ -271,7 +243,6 @@ def _dtypes(values: Any) -> Dtypes:
 
 # -- checked -------------------------------------------------------------------------------------
 
-_HALVES: Final = {torch.float16, torch.bfloat16}
 _SET: Final = {
     "fsdp2": "MixedPrecisionPolicy(reduce_dtype=torch.float32), or amp_plugin.fully_shard(model, plan)",
     "fsdp1": "MixedPrecision(reduce_dtype=torch.float32), or leave the policy out",
@@ -280,10 +251,10 @@ _SET: Final = {
 
 def check_against_plan(model: nn.Module, plan: DtypePlan) -> bool:
     """Compare what FSDP was told with a plan; return whether FSDP shards the model at all."""
-    units = [unit for unit in shard_units(model) if unit.engine in _SET] if is_sharded(model) else []
+    units = [unit for unit in shard_units(model) if unit.engine in _SET]
     if units and plan.fp32_modules:
         _refuse_rounded_weights(model, plan.in_fp32(model), units)
-    rounded = [unit for unit in units if unit.reduced in _HALVES and plan.reduce == "fp32"]
+    rounded = [unit for unit in units if unit.reduced in HALVES and plan.reduce == "fp32"]
     for unit in rounded[:1]:
         warn_user(
             f"{len(rounded)} of {len(units)} units of {type(model).__name__}, {unit.name or 'the model'!r} "
@@ -295,14 +266,13 @@ def check_against_plan(model: nn.Module, plan: DtypePlan) -> bool:
 
 def _refuse_rounded_weights(model: nn.Module, in_fp32: set[nn.Module], units: list[ShardUnit]) -> None:
     for path, module in model.named_modules():
-        weights, owner = dict(module.named_parameters(recurse=False)), clean_name(path)
+        owner, has_weights = clean_name(path), any(True for _ in module.parameters(recurse=False))
         holders = [unit for unit in units if not unit.name or f"{owner}.".startswith(f"{unit.name}.")]
         unit = max(holders, key=lambda holder: len(holder.name), default=None)
-        if module in in_fp32 and weights and unit is not None and unit.gathered in _HALVES:
-            weight, param = next(iter(weights.items()))
+        if module in in_fp32 and has_weights and unit is not None and unit.gathered in HALVES:
             msg = (
                 f"fp32_modules names {owner!r}, but the {unit.engine} unit {unit.name or 'model'!r} gathers "
-                f"its {tuple(param.shape)} {weight} in {unit.gathered}: shard with "
-                "amp_plugin.fully_shard(model, plan), which gives it a unit in fp32, or leave param_dtype out"
+                f"its weights in {unit.gathered}: shard by amp_plugin.fully_shard(model, plan), which gives "
+                "it a unit in fp32, or leave param_dtype out"
             )
             raise ValueError(msg)

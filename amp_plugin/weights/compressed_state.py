@@ -12,12 +12,12 @@ The format is asked for by parameter (:func:`ask_for`), so that optimizers made 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from typing_extensions import Self
 
 from amp_plugin.kernels.state_codes import (
@@ -77,12 +77,13 @@ class CompressedState(Tensor):
         flat, signed, drawn = in_memory_order(dense), name in _SIGNED, None
         if step is not None and not signed:
             drawn = draws(dense.numel(), step, _NUMBERS[name], dense.device)
-        if form == _KEY and loaded:
-            return CompressedState(encode_exactly(flat, signed=signed), dense, signed=signed)
-        if form == _KEY:
-            return CompressedState(encode(flat, signed=signed, drawn=drawn), dense, signed=signed)
-        kept = torch.empty_like(dense, dtype=torch.bfloat16)
-        in_memory_order(kept).copy_(to_bf16(flat, drawn))
+        if form == "bf16":
+            kept = torch.empty_like(dense, dtype=torch.bfloat16)
+            in_memory_order(kept).copy_(to_bf16(flat, drawn))
+        elif loaded:
+            kept = encode_exactly(flat, signed=signed)
+        else:
+            kept = encode(flat, signed=signed, drawn=drawn)
         return CompressedState(kept, dense, signed=signed)
 
     @property
@@ -92,15 +93,11 @@ class CompressedState(Tensor):
 
     def decoded(self) -> Tensor:
         """Return a float32 copy."""
-        if self.kept.dtype is not torch.uint8:
+        if self.form == "bf16":
             return self.kept.float()
         value = torch.empty_strided(self.size(), self.stride(), dtype=torch.float32, device=self.kept.device)
         in_memory_order(value).copy_(decode(self.kept, value.numel(), signed=self.signed))
         return value
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Return its values, and how they are kept."""
-        return f"CompressedState({self.decoded()!r}, kept as {self.form!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Return a float32 tensor."""
@@ -123,11 +120,9 @@ class CompressedState(Tensor):
         decoded: dict[int, Tensor] = {}
 
         def widened(value: Any) -> Any:
-            if isinstance(value, cls):
-                return decoded.setdefault(id(value), value.decoded())
-            return value
+            return decoded.setdefault(id(value), value.decoded())
 
-        result = func(*tree_map(widened, args), **tree_map(widened, kwargs))
+        result = func(*tree_map_only(cls, widened, args), **tree_map_only(cls, widened, kwargs))
         given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
         for argument in func._schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -143,8 +138,7 @@ class CompressedState(Tensor):
         self.kept.copy_(CompressedState.of(value, self.form, name).kept)
 
 
-_ATEN: Final = torch.ops.aten
-_KEEPING: Final = {_ATEN.detach.default, _ATEN.clone.default, _ATEN._to_copy.default}
+_KEEPING: Final = {getattr(torch.ops.aten, op).default for op in ("detach", "clone", "_to_copy")}
 
 
 # -- which parameters ---------------------------------------------------------------------------------
@@ -166,16 +160,19 @@ def asked_for(param: Tensor) -> str | None:
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor: of a DTensor its shard, of any other all of it."""
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def bytes_of(values: Any) -> int:
+    """Return what this rank holds of all tensors in lists and dicts."""
+    parts = [local_of(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return sum(getattr(part, "kept", part).nbytes for part in parts)
 
 
 def _with_local(value: Any, local: Tensor) -> Tensor:
     """Return a state with other contents: of a DTensor this rank's part."""
-    if local_of(value) is value:
-        return local
-    made: Tensor = type(value)(local, value._spec, requires_grad=False)
-    return made
+    is_whole = local_of(value) is value
+    return local if is_whole else type(value)(local, value._spec, requires_grad=False)
 
 
 def _decoded(value: Any) -> Any:
@@ -196,9 +193,8 @@ def compress(state: Mapping[Any, Any], *, loaded: bool = False) -> list[str]:
             decompress({param: entry})
             continue
         for name, value in list(entry.items()):
-            if getattr(value, "dtype", None) is not torch.float32 or value.shape != param.shape:
-                continue
-            if getattr(local_of(value), "form", None) == form:
+            is_float32 = getattr(value, "dtype", None) is torch.float32 and value.shape == param.shape
+            if not is_float32 or getattr(local_of(value), "form", None) == form:
                 continue
             if name in MOMENTS:
                 step, local = None if loaded else entry.get("step"), local_of(_decoded(value))
@@ -219,17 +215,9 @@ def decompress(state: Mapping[Any, Any]) -> None:
 # -- state dicts ---------------------------------------------------------------------------------------
 
 
-def _with_values(state: Mapping[Any, Any], change: Callable[[Any], Any]) -> dict[Any, Any]:
-    """Return a copy of the state of a state dict, each value changed."""
-    return {
-        key: {name: change(value) for name, value in entry.items()} if isinstance(entry, dict) else entry
-        for key, entry in state.items()
-    }
-
-
-def packed(state: Mapping[Any, Any]) -> dict[Any, Any]:
+def packed(state: Mapping[Any, Any]) -> Any:
     """Return the state of an optimizer's state dict in plain tensors, as it is kept."""
-    return _with_values(state, _packed)
+    return tree_map(_packed, state)
 
 
 def _packed(value: Any) -> Any:
@@ -240,21 +228,20 @@ def _packed(value: Any) -> Any:
     return {_KEY: value.kept, "size": [*value.size()], "stride": [*value.stride()], "signed": value.signed}
 
 
-def unpacked(state: Mapping[Any, Any]) -> dict[Any, Any]:
+def unpacked(state: Mapping[Any, Any]) -> Any:
     """Return the state of a state dict as an optimizer holds it; torch itself widens bfloat16."""
-    return _with_values(state, _unpacked)
+    return tree_map(_unpacked, state, is_leaf=_is_packed)
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, dict) and _KEY in value
 
 
 def _unpacked(value: Any) -> Any:
-    if not isinstance(value, dict) or _KEY not in value:
+    if not _is_packed(value):
         return value
     like = torch.empty_strided(value["size"], value["stride"], device="meta")
     return CompressedState(value[_KEY], like, signed=value["signed"])
-
-
-def decoded(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the state of a state dict in float32, but for bfloat16."""
-    return _with_values(state, lambda value: _decoded(_unpacked(value)))
 
 
 def fp32_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -272,9 +259,9 @@ def fp32_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         {}
     """
     state_dict = optimizer.state_dict()
-    state_dict["state"] = decoded(state_dict["state"])
-    for entry in state_dict["state"].values():
-        for name in entry if isinstance(entry, dict) else ():
-            if name in MOMENTS and entry[name].dtype is torch.bfloat16:
-                entry[name] = entry[name].float()
+    state = state_dict["state"] = unpacked(state_dict["state"])
+    decompress(state)
+    for entry in state.values():
+        for name in entry.keys() & MOMENTS if isinstance(entry, dict) else ():
+            entry[name] = entry[name].float() if isinstance(entry[name], Tensor) else entry[name]
     return state_dict

@@ -17,10 +17,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_plugin.messages import warn_user
-from amp_plugin.weights.weight import fp32_shown, is_shown, stored_params, stored_weight
+from amp_plugin.weights.weight import fp32_shown, stored_params, stored_weight
 
 _DONE = "_amp_plugin_reduces_in_fp32"
-_COALESCED = 250 * 2**20  # bytes per broadcast, as DDP has it
 
 
 def reduce_in_fp32(model: nn.Module) -> None:
@@ -51,7 +50,7 @@ def reduce_in_fp32(model: nn.Module) -> None:
         if stored:
             with torch.no_grad(), fp32_shown(stored):
                 masters = [param.data for param in stored]
-                dist._broadcast_coalesced(ddp.process_group, masters, _COALESCED, 0)  # type: ignore[attr-defined]
+                dist._broadcast_coalesced(ddp.process_group, masters, 250 * 2**20, 0)  # type: ignore[attr-defined]
             ddp.reducer._set_mixed_precision_param_dtype(torch.float32)  # type: ignore[attr-defined]
             if ddp._comm_hooks:
                 warn_user(
@@ -68,11 +67,11 @@ def _refuse_different_ranks(ddp: DistributedDataParallel) -> None:
     ways = [(str(param.dtype), getattr(stored_weight(param), "name", None)) for param in ddp.parameters()]
     of_ranks: list[Any] = [None] * dist.get_world_size(ddp.process_group)
     dist.all_gather_object(of_ranks, ways, group=ddp.process_group)
-    for number, of_param in enumerate(zip(*of_ranks, strict=False)):
-        for rank, way in enumerate(of_param):
-            if way != of_param[0]:
+    for rank, others in enumerate(of_ranks):
+        for number, (first, other) in enumerate(zip(of_ranks[0], others, strict=False)):
+            if first != other:
                 msg = (
-                    f"parameter {number} is stored as {of_param[0]} on rank 0 and as {way} on rank {rank}: "
+                    f"parameter {number} is stored as {first} on rank 0 and as {other} on rank {rank}: "
                     "convert or store the model alike on all ranks, before DistributedDataParallel"
                 )
                 raise RuntimeError(msg)
@@ -80,11 +79,12 @@ def _refuse_different_ranks(ddp: DistributedDataParallel) -> None:
 
 def _refuse_shown(ddp: nn.Module, _args: object) -> None:
     """Refuse to train on float32 weights, whose gradients DDP would not see."""
-    if torch.is_grad_enabled() and any(map(is_shown, stored_params(ddp.parameters())[:1])):
+    weights = filter(None, map(stored_weight, ddp.parameters()))
+    if torch.is_grad_enabled() and any(weight.shows for weight in weights):
         msg = (
             "a forward pass under DistributedDataParallel within in_fp32, or after an optimizer step that an "
-            "exception has ended and that still holds the weights: its gradients would not be reduced. Train "
-            "outside the block, and drop the exception"
+            "exception has ended: its gradients would not be reduced. Train outside the block, and run the "
+            "step again first"
         )
         raise RuntimeError(msg)
 
@@ -98,26 +98,17 @@ def _all_reduce_in_fp32(
     A rank that has joined (``DDP.join``) calls it outside backward, and contributes zeros.
     """
     params = bucket.parameters()
-    flat = torch.zeros(sum(param.numel() for param in params), dtype=torch.float32, device=params[0].device)
+    sizes = [param.numel() for param in params]
+    flat = torch.zeros(sum(sizes), dtype=torch.float32, device=params[0].device)
     has_joined = torch._C._current_graph_task_id() == -1
-    start = 0
-    for param in params:
+    for param, part in zip(params, torch.split(flat, sizes), strict=True):
         if param.grad is not None and not has_joined:
-            _view_like(flat[start : start + param.numel()], param).copy_(param.grad)
-        start += param.numel()
+            dense = torch.empty_like(param, device="meta").stride() == param.stride()
+            strides = param.stride() if dense else torch.empty(param.shape, device="meta").stride()
+            part.as_strided(param.size(), strides).copy_(param.grad)
     flat.mul_(1.0 / group.size())
     future: Future[list[Tensor]] = dist.all_reduce(flat, group=group, async_op=True).get_future()
     return future.then(lambda reduced: reduced.value()[0])
-
-
-def _view_like(flat: Tensor, param: Tensor) -> Tensor:
-    """A part of a flat tensor in a parameter's shape, and in its memory order where that is dense."""
-    dense = torch.empty_like(param, device="meta").stride() == param.stride()
-    return (
-        flat.as_strided(param.size(), param.stride(), flat.storage_offset())
-        if dense
-        else flat.view(param.shape)
-    )
 
 
 def _join_hook(ddp: DistributedDataParallel, **kwargs: Any) -> Any:
@@ -146,14 +137,17 @@ def refuse_sharded(weights: str, setting: str | None = "DtypePlan(compute='bf16'
         raise TypeError(msg)
 
 
+_FSDP2 = "fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
+_CASTS_BY = {
+    "FSDPModule": _FSDP2,
+    "DTensor": _FSDP2,
+    "FullyShardedDataParallel": "FSDP(model, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))",
+    "DeepSpeedEngine": 'DeepSpeed\'s config {"bf16": {"enabled": true}}',
+}
+
+
 def sharded_by(model: nn.Module) -> str | None:
     """Return by which setting an engine that shards a model casts its weights; None if it is whole."""
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    has_shards = any(type(param).__name__ == "DTensor" for param in model.parameters())
-    if has_shards or "FSDPModule" in kinds:
-        return "fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
-    if "FullyShardedDataParallel" in kinds:
-        return "FSDP(model, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))"
-    if "DeepSpeedEngine" in kinds:
-        return 'DeepSpeed\'s config {"bf16": {"enabled": true}}'
-    return None
+    kinds |= {type(param).__name__ for param in model.parameters()}
+    return next((setting for kind, setting in _CASTS_BY.items() if kind in kinds), None)

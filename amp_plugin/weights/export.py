@@ -17,7 +17,6 @@ from amp_plugin.weights.formats import FORMATS, HALVES
 from amp_plugin.weights.optimizer_hooks import ENTRY_OF_0_2
 
 _KEYS: Final = ("state_dict", "model", "model_state_dict")  # of Lightning, and of plain loops
-_COMPILED: Final = "_orig_mod."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,17 +66,15 @@ def export(
 
     weights, optimizers = _read(source, key, trust=trust)
     named = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
-    left_out = tuple(name for name in weights if name not in named)
     restored = _restore(named, optimizers)
-    chosen = _named(named, prefix)
-    made = {name: _in_dtype(value, dtype) for name, value in chosen.items()}
+    made = {name: _in_dtype(value, dtype) for name, value in _named(named, prefix).items()}
     save_file(made, target, metadata={"format": "pt"})
     return Exported(
         tensors=len(made),
         elements=sum(value.numel() for value in made.values()),
         size=target.stat().st_size,
         restored=restored,
-        left_out=left_out,
+        left_out=tuple(name for name in weights if name not in named),
     )
 
 
@@ -91,19 +88,14 @@ def _read(source: Path, key: str, *, trust: bool) -> tuple[Mapping[str, Any], Se
     if not source.is_file():
         msg = f"checkpoint {str(source)!r} does not exist"
         raise FileNotFoundError(msg)
-    if source.suffix == ".safetensors":
-        return _load(source, trust=trust), ()
-    saved = _load(source, trust=trust)
-    found = next((saved[name] for name in (key, *_KEYS) if _is_state_dict(saved.get(name))), None)
-    if key and not _is_state_dict(saved.get(key)):
-        msg = (
-            f"{source} holds no state dict under {key!r}; it holds {_listed(saved)}{did_you_mean(key, saved)}"
-        )
-        raise ValueError(msg)
-    if found is None and _is_state_dict(saved):
+    saved, names = _load(source, trust=trust), (key,) if key else _KEYS
+    found = next((saved[name] for name in names if _is_state_dict(saved.get(name))), None)
+    if found is None and not key and _is_state_dict(saved):
         found = saved
     if found is None:
-        msg = f"{source} holds no state dict under {', '.join(_KEYS)}; give --key, one of {_listed(saved)}"
+        held = ", ".join(map(repr, saved)) or "nothing"
+        hint = did_you_mean(key, saved) if key else ""
+        msg = f"{source} holds no state dict under {', '.join(names)}; give --key, one of {held}{hint}"
         raise ValueError(msg)
     return found, saved.get("optimizer_states", ())
 
@@ -119,13 +111,10 @@ def _read_folder(folder: Path, *, trust: bool) -> tuple[Mapping[str, Any], Seque
     if not models:
         msg = f"{folder} holds no model.safetensors and no pytorch_model.bin; give the file itself"
         raise FileNotFoundError(msg)
-    shards = [file for file in models if "-of-" in file.name]
-    if len(models) > 1 and models != shards:
-        msg = f"{folder} holds several models: export {' or '.join(str(file) for file in models)}"
+    if len(models) > 1 and not all("-of-" in file.name for file in models):
+        msg = f"{folder} holds several models: export {' or '.join(map(str, models))}"
         raise ValueError(msg)
-    weights: dict[str, Any] = {}
-    for file in models:
-        weights.update(_load(file, trust=trust))
+    weights = {name: value for file in models for name, value in _load(file, trust=trust).items()}
     return weights, [_load(file, trust=trust) for file in sorted(folder.glob("optimizer*.bin"))]
 
 
@@ -151,10 +140,6 @@ def _is_state_dict(value: object) -> bool:
     return isinstance(value, Mapping) and any(isinstance(entry, Tensor) for entry in value.values())
 
 
-def _listed(saved: Mapping[str, Any]) -> str:
-    return ", ".join(map(repr, saved)) or "nothing"
-
-
 # -- what is written -----------------------------------------------------------------------------------
 
 
@@ -167,10 +152,8 @@ def _restore(named: dict[str, Tensor], optimizers: Sequence[Mapping[str, Any]]) 
     Raises:
         ValueError: they do not.
     """
-    rests: list[Tensor] = []
-    for optimizer in optimizers:
-        kept = optimizer.get(ENTRY_OF_0_2, {}).get("rests", {})
-        rests += [kept[number] for number in sorted(kept)]
+    kept = [optimizer.get(ENTRY_OF_0_2, {}).get("rests", {}) for optimizer in optimizers]
+    rests = [rest for numbered in kept for _, rest in sorted(numbered.items())]
     stored = [name for name, value in named.items() if value.dtype in HALVES]
     if rests and [named[name].shape for name in stored] != [rest.shape for rest in rests]:
         msg = (
@@ -186,15 +169,11 @@ def _restore(named: dict[str, Tensor], optimizers: Sequence[Mapping[str, Any]]) 
 
 
 def _named(named: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    chosen = {
-        name.removeprefix(prefix).replace(_COMPILED, ""): value
-        for name, value in named.items()
-        if name.startswith(prefix)
-    }
+    chosen = [name for name in named if name.startswith(prefix)]
     if not chosen:
         msg = f"no weight's name begins with {prefix!r}; the names are {', '.join(list(named)[:3])}, ..."
         raise ValueError(msg)
-    return chosen
+    return {name.removeprefix(prefix).replace("_orig_mod.", ""): named[name] for name in chosen}
 
 
 def _in_dtype(value: Tensor, dtype: str) -> Tensor:

@@ -87,12 +87,8 @@ class StochasticBf16(SplitBf16):
         torch.ops.amp_plugin.round_weights_(masters, weights, seed, step)
 
 
-_PAIR: Final = SplitBf16()
-_MASTER: Final = Fp16WithMaster()
-FORMATS: Final[dict[str, SplitBf16]] = {
-    "bf16": _PAIR,
-    "fp16": _MASTER,
+FORMATS: Final = {
+    **dict.fromkeys(("bf16", "bf16-true"), SplitBf16()),
+    **dict.fromkeys(("fp16", "fp16-true"), Fp16WithMaster()),
     "bf16-stochastic": StochasticBf16(),
-    "bf16-true": _PAIR,
-    "fp16-true": _MASTER,
 }

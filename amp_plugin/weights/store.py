@@ -2,48 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from amp_plugin.kernels.build import native_core
-from amp_plugin.messages import warn_user
 from amp_plugin.patterns import matched_modules, require_matches
 from amp_plugin.precision import StateName, WeightsName, checked_state, checked_weights, stores_all
-from amp_plugin.weights.compressed_state import CompressedState, ask_for, local_of
+from amp_plugin.weights.compressed_state import ask_for, bytes_of, local_of
 from amp_plugin.weights.ddp import refuse_sharded, sharded_by
 from amp_plugin.weights.formats import HALVES
-from amp_plugin.weights.optimizer_hooks import add_late_optimizers, add_optimizer, warn_of_16_bits
+from amp_plugin.weights.optimizer_hooks import add_late_optimizers, add_optimizer
 from amp_plugin.weights.weight import (
+    FrozenParameter,
     StoredParameter,
     export_as_is,
     export_fp32,
+    forget_way_,
     fp32_shown,
     is_unstored_half,
-    is_whole,
     store_,
+    store_once_trained_,
     stored_params,
     stored_weight,
     widen_,
 )
-
-SetUp = Callable[[nn.Module, list[nn.Parameter]], None]
 
 
 class WeightStore:
     """What :func:`store_weights` has done to a model."""
 
     def __init__(self, model: nn.Module, state: StateName = "fp32") -> None:
-        self._model = model
-        self._state = state
+        self._model, self._state = model, state
 
     def __len__(self) -> int:
         """Return the number of parameters that are stored in 16 bits."""
@@ -52,14 +49,7 @@ class WeightStore:
     def add(self, *optimizers: Optimizer) -> None:
         """Let optimizers step float32 weights; before they load a state dict. See :func:`store_weights`."""
         for optimizer in optimizers:
-            if len(self) or self._state != "fp32":
-                add_optimizer(optimizer, self._state)
-            else:
-                warn_of_16_bits(optimizer)
-
-    def in_fp32(self) -> AbstractContextManager[None]:
-        """Return a block in which the model's weights are float32; see :func:`in_fp32`."""
-        return in_fp32(self._model)
+            add_optimizer(optimizer, self._state)
 
 
 def store_weights(
@@ -100,7 +90,7 @@ def store_weights(
         seed: Of stochastic rounding; the same on all ranks.
 
     Returns:
-        The store: ``add(optimizer)``, ``in_fp32()``.
+        The store: ``add(optimizer)``, and how many weights are stored, ``len(store)``.
 
     Raises:
         ValueError: ``weights`` or ``state`` is unknown, a pattern matches no module, or an optimizer has
@@ -126,19 +116,15 @@ def store_weights(
     if torch.__future__.get_swap_module_params_on_conversion():
         msg = "torch.__future__.set_swap_module_params_on_conversion(True) replaces parameters: unset it"
         raise RuntimeError(msg)
-    set_up: SetUp = widen_unfrozen
     if name == "fp32":
         restore_weights(model)
-        convert_to_fp32(model)
     else:
-        _forget_frozen(model)
         native_core()  # in plain torch ops a step takes nine times that of float32 weights, not 1.5
-        set_up = partial(_store, name=name, patterns=tuple(fp32_modules), seed=seed)
-        set_up(model, list(model.parameters()))
+        _store(model, name, tuple(fp32_modules), seed)
+    convert_to_fp32(model)
     if name != "fp32" or state != "fp32":
         add_late_optimizers()
     ask_for(model.parameters(), state)
-    set_up_when_unfrozen(model, set_up)
     store = WeightStore(model, state)
     store.add(*optimizers)
     return store
@@ -153,7 +139,7 @@ def restore_weights(model: nn.Module) -> None:
         model: The model.
 
     Raises:
-        RuntimeError: Something has converted a stored weight, or it is called within :func:`in_fp32`.
+        RuntimeError: Something has converted a stored weight.
 
     Example:
         >>> import torch
@@ -164,10 +150,11 @@ def restore_weights(model: nn.Module) -> None:
         torch.float32
     """
     ask_for(model.parameters(), "fp32")
-    for param in stored_params(model.parameters()):
-        widen_(param)
+    for param in model.parameters():
+        forget_way_(param)
+        if stored_weight(param) is not None:
+            widen_(param)
     export_as_is(model)
-    _forget_frozen(model)
 
 
 def in_fp32(model: nn.Module) -> AbstractContextManager[None]:
@@ -200,32 +187,6 @@ _CAST: Final[dict[type[nn.Module], tuple[str, ...]]] = {
 _CAST_BY_NAME: Final = {"transformers.pytorch_utils.Conv1D": ("weight", "bias")}
 
 
-def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a model that require gradients, tied ones once."""
-    return [param for param in model.parameters() if param.requires_grad]
-
-
-def _wanted(model: nn.Module, name: str, patterns: tuple[str, ...]) -> dict[nn.Parameter, None]:
-    """Return the parameters to store, in the model's order."""
-    require_matches([model], patterns)
-    in_fp32 = {param for module in matched_modules(model, patterns).values() for param in module.parameters()}
-    for module in model.modules():
-        own = module._parameters
-        names = own if stores_all(name) else _cast_names(module)
-        if isinstance(module, _NormBase):  # its statistics are float32, and torch wants one dtype
-            names = ()
-        in_fp32.update(param for key, param in own.items() if param is not None and key not in names)
-    frozen = {torch.float32} if stores_all(name) else ()  # those in 16 bits stay as they are
-    return dict.fromkeys(
-        param
-        for param in model.parameters()
-        if param not in in_fp32
-        and param.dtype in {torch.float32, *HALVES}
-        and type(param) in {nn.Parameter, StoredParameter}
-        and (param.requires_grad or param.dtype in frozen or stored_weight(param) is not None)
-    )
-
-
 def _cast_names(module: nn.Module) -> Iterable[str]:
     """Return the names of a module's own parameters that autocast casts wherever it runs."""
     kind = type(module)
@@ -238,96 +199,57 @@ def _cast_names(module: nn.Module) -> Iterable[str]:
     return _CAST_BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}", ())
 
 
-def _store(
-    model: nn.Module, params: list[nn.Parameter], *, name: str, patterns: tuple[str, ...], seed: int
-) -> None:
-    """Store those of a model's trainable parameters that are to be, and make the others float32."""
-    wanted = _wanted(model, name, patterns)
-    for param in params:
-        if param in wanted:
+def _store(model: nn.Module, name: str, patterns: tuple[str, ...], seed: int) -> None:
+    """Store those of a model's parameters that are to be: weights frozen in 16 bits once they are trained."""
+    require_matches([model], patterns)
+    in_fp32 = {param for module in matched_modules(model, patterns).values() for param in module.parameters()}
+    for module in model.modules():
+        own = module._parameters
+        names = own if stores_all(name) else _cast_names(module)
+        if isinstance(module, _NormBase):  # its statistics are float32, and torch wants one dtype
+            names = ()
+        in_fp32.update(param for key, param in own.items() if param is not None and key not in names)
+    for param in model.parameters():
+        known = type(param) in {nn.Parameter, FrozenParameter, StoredParameter}
+        fits = known and param.dtype in {torch.float32, *HALVES} and param not in in_fp32
+        if is_unstored_half(param) and not param.requires_grad:
+            store_once_trained_(param, name if fits else "fp32", seed=seed)
+        elif fits and (param.requires_grad or stored_weight(param) is not None or stores_all(name)):
             store_(param, name, seed=seed)
         elif stored_weight(param) is not None:
             widen_(param)
-    convert_to_fp32(model, only=[param for param in params if param.requires_grad and param not in wanted])
     export_fp32(model)
-
-
-def has_fp32_buffers(model: nn.Module) -> bool:
-    """Whether a model's activations may meet float32 buffers; the statistics of norms do no harm."""
-    modules = (module for module in model.modules() if not isinstance(module, _NormBase))
-    return any(
-        buffer.dtype is torch.float32 for module in modules for buffer in module.buffers(recurse=False)
-    )
 
 
 # -- models that come in 16 bits ---------------------------------------------------------------------
 
 
-def convert_to_fp32(model: nn.Module, *, only: Iterable[nn.Parameter] | None = None) -> str:
-    """Convert parameters in 16 bits (``only``, or all trainable ones) to float32, with their buffers.
+def convert_to_fp32(model: nn.Module) -> str:
+    """Convert a model's trainable parameters in 16 bits to float32, frozen ones once they are trained.
 
-    Return what was converted, in one line, with the alternative; empty if nothing was.
+    Buffers of their modules follow. Return what was converted, in one line; empty if nothing was.
     """
-    wanted = trainable(model) if only is None else list(only)
-    params = [param for param in wanted if is_unstored_half(param)]
-    if not params:
-        return ""
-    dtype, total = params[0].dtype, _bytes(params)
-    for param in params:
-        widen_(param)
+    found: dict[nn.Parameter, torch.dtype] = {}
     for module in model.modules():
-        if not {*module.parameters(recurse=False)}.isdisjoint(params):
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.dtype in HALVES:
-                    module._buffers[name] = buffer.float()
-    name, form = str(dtype).removeprefix("torch."), "bf16" if dtype is torch.bfloat16 else "fp16"
-    size = f"{total / 1e6:.1f} MB" if total >= 1e5 else f"{total} bytes"
+        halves = [param for param in module.parameters(recurse=False) if is_unstored_half(param)]
+        is_norm = isinstance(module, _NormBase)  # torch wants one dtype of its weights and statistics
+        trained = {param: param.dtype for param in halves if param.requires_grad or is_norm}
+        for name, buffer in module.named_buffers(recurse=False):
+            if trained and buffer.dtype in HALVES:
+                module._buffers[name] = buffer.float()
+        for param in halves:
+            if param not in trained and not isinstance(param, FrozenParameter):
+                store_once_trained_(param, "fp32")
+        found |= trained
+    for param in found:
+        widen_(param)
+    if not found:
+        return ""
+    name = "bf16" if torch.bfloat16 in found.values() else "fp16"
     return (
-        f"{len(params)} trainable parameters came in {name} ({size}) and are float32 now ({size} more), "
-        f"since 16 bits lose small updates. weights={form!r} keeps them in {name}, as exactly"
+        f"{len(found)} parameters came in {name} and are float32 now, since 16 bits lose small updates. "
+        f"weights={name!r} keeps them in 16 bits, as exactly"
     )
-
-
-def widen_unfrozen(model: nn.Module, params: list[nn.Parameter]) -> None:
-    """Make float32 of weights that were frozen in 16 bits and are trained now, and say so."""
-    warn_user(convert_to_fp32(model, only=params))
-
-
-class FrozenWeights:
-    """A forward pre-hook of a model: sets up, by ``set_up``, its weights in 16 bits that are trained now."""
-
-    def __init__(self, set_up: SetUp) -> None:
-        self._set_up = set_up
-
-    def __call__(self, model: nn.Module, args: object = ()) -> None:
-        """Set up those that are trained now."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        params = [param for param in trainable(model) if is_unstored_half(param) and is_whole(param)]
-        if params:
-            self._set_up(model, params)
-
-
-def set_up_when_unfrozen(model: nn.Module, set_up: SetUp) -> None:
-    """Let a model's frozen weights in 16 bits be set up when they are trained; any number of calls."""
-    if not _frozen(model) and any(map(is_unstored_half, model.parameters())):
-        model.register_forward_pre_hook(FrozenWeights(set_up))
-
-
-def set_up_unfrozen(model: nn.Module) -> None:
-    """Do now what :func:`set_up_when_unfrozen` does before a forward pass, for training without one."""
-    for hook in _frozen(model).values():
-        hook(model)
-
-
-def _frozen(model: nn.Module) -> dict[int, FrozenWeights]:
-    hooks = model._forward_pre_hooks.items()
-    return {number: hook for number, hook in hooks if isinstance(hook, FrozenWeights)}
-
-
-def _forget_frozen(model: nn.Module) -> None:
-    for number in _frozen(model):
-        del model._forward_pre_hooks[number]
 
 
 # -- bytes -------------------------------------------------------------------------------------------
@@ -361,11 +283,9 @@ class WeightBytes:
 
     def __str__(self) -> str:
         """Say it in one line."""
-        weights, masters, gradients, state, total = self.per_parameter().values()
-        return (
-            f"{total:.3g} bytes per parameter (weights {weights:.3g}, masters {masters:.3g}, "
-            f"gradients {gradients:.3g}, optimizer state {state:.3g}) for {self.parameters} parameters"
-        )
+        *parts, (_, total) = self.per_parameter().items()
+        kinds = ", ".join(f"{kind.replace('_', ' ')} {size:.3g}" for kind, size in parts)
+        return f"{total:.3g} bytes per parameter ({kinds}) for {self.parameters} parameters"
 
 
 def weight_bytes(model: nn.Module, *optimizers: Optimizer) -> WeightBytes:
@@ -385,22 +305,10 @@ def weight_bytes(model: nn.Module, *optimizers: Optimizer) -> WeightBytes:
         4 bytes per parameter (weights 4, masters 0, gradients 0, optimizer state 0) for 4 parameters
     """
     params = list(model.parameters())
-    kept = (weight.kept for param in params if (weight := stored_weight(param)) is not None)
-    state = (
-        entry for optimizer in optimizers for entry in optimizer.state.values() if isinstance(entry, dict)
-    )
     return WeightBytes(
         parameters=sum(local_of(param).numel() for param in params),
-        weights=_bytes(params),
-        masters=_bytes(kept),
-        gradients=_bytes(param.grad for param in params if param.grad is not None),
-        optimizer_state=_bytes(
-            value for entry in state for value in entry.values() if isinstance(value, Tensor)
-        ),
+        weights=bytes_of(params),
+        masters=bytes_of([weight.kept for param in params if (weight := stored_weight(param)) is not None]),
+        gradients=bytes_of([param.grad for param in params]),
+        optimizer_state=bytes_of([dict(optimizer.state) for optimizer in optimizers]),
     )
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    parts = (local_of(tensor) for tensor in tensors)
-    kept = (part.kept if isinstance(part, CompressedState) else part for part in parts)
-    return sum(tensor.numel() * tensor.element_size() for tensor in kept)

@@ -8,48 +8,40 @@
 
 So optimizers, their groups and their state know one parameter, which is float32 whenever they look, while
 autograd and DDP hold the 16-bit tensor. The record is an attribute of the parameter; copies and pickles of a
-parameter are float32 parameters.
+parameter are float32 parameters. A parameter that is frozen in 16 bits is stored once it is to be trained.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final, cast
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from amp_plugin.messages import warn_user
-from amp_plugin.weights.formats import FORMATS, HALVES
+from amp_plugin.weights.formats import FORMATS, HALVES, SplitBf16
 
 _ATTRIBUTE: Final = "_amp_plugin_stored"
 _GRAD: Final[Any] = Tensor.grad  # descriptors
 _DATA: Final[Any] = Tensor.data
+_REQUIRES_GRAD: Final[Any] = Tensor.requires_grad
 
 
+@dataclass(eq=False, slots=True)
 class StoredWeight:
-    """The record of a stored parameter.
+    """The record of a stored parameter."""
 
-    Attributes:
-        name, format: How it is stored, as users write it and as it is done.
-        seed: For stochastic rounding.
-        kept: What its 16 bits lack; on its device from the next use on.
-        steps: Optimizer steps that it has taken.
-        shows: How many want it in float32 now.
-        hidden: Holds the 16-bit tensor meanwhile.
-        exported: The state dict that a float32 copy was last put into, and that copy.
-    """
-
-    __slots__ = ("exported", "format", "hidden", "kept", "name", "seed", "shows", "steps")
-
-    def __init__(self, name: str, kept: Tensor, seed: int, steps: int = 0) -> None:
-        self.name, self.format, self.kept, self.seed, self.steps = name, FORMATS[name], kept, seed, steps
-        self.shows = 0
-        self.hidden: nn.Parameter | None = None
-        self.exported: tuple[ref[Any], ref[Tensor]] | None = None
+    name: str  # how it is stored, as users write it
+    format: SplitBf16
+    kept: Tensor  # what its 16 bits lack; on its device from the next use on
+    seed: int  # of stochastic rounding
+    steps: int = 0  # optimizer steps that it has taken
+    shows: int = 0  # how many want it in float32 now
+    hidden: nn.Parameter | None = None  # holds the 16-bit tensor meanwhile
+    exported: str = ""  # its name in the last state dict
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave nothing in a pickle of a parameter that is shown, which is a float32 one there."""
@@ -79,17 +71,35 @@ class StoredParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a float32 parameter."""
-        if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(exact_value(self), self.requires_grad)
-        return memo[id(self)]  # type: ignore[no-any-return]
+        return nn.Parameter(exact_value(self), self.requires_grad)
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         """Pickle a float32 parameter, which loads without this package."""
-        arguments: tuple[Any, ...] = (exact_value(self), self.requires_grad, OrderedDict())
-        attributes = {name: value for name, value in vars(self).items() if name != _ATTRIBUTE}
-        if attributes:
-            return torch._utils._rebuild_parameter_with_state, (*arguments, attributes)
-        return torch._utils._rebuild_parameter, arguments
+        made: Any = nn.Parameter(exact_value(self), self.requires_grad)
+        vars(made).update({name: value for name, value in vars(self).items() if name != _ATTRIBUTE})
+        return made.__reduce_ex__(protocol)  # type: ignore[no-any-return]
+
+
+def _set_requires_grad(param: nn.Parameter, wanted: bool) -> None:
+    """Store a frozen parameter as set-up asked for it; of a copy nobody did, and it becomes float32."""
+    if wanted:
+        name, seed = vars(param).get("once_trained", ("fp32", 0))
+        forget_way_(param)
+        size = param.numel() * param.element_size()
+        if param.untyped_storage().nbytes() == size:  # a part of FSDP's flat tensor must keep its memory
+            store_(param, name, seed=seed)
+    _REQUIRES_GRAD.__set__(param, wanted)
+
+
+class FrozenParameter(nn.Parameter):
+    """The class of a parameter that is frozen in 16 bits, until it is to be trained."""
+
+    requires_grad: Any = property(_REQUIRES_GRAD.__get__, _set_requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> FrozenParameter:
+        """Freeze it, or have it trained."""
+        self.requires_grad = requires_grad
+        return self
 
 
 def stored_weight(param: Tensor) -> StoredWeight | None:
@@ -99,13 +109,7 @@ def stored_weight(param: Tensor) -> StoredWeight | None:
 
 def stored_params(params: Iterable[Tensor]) -> list[Tensor]:
     """Return those that are stored in 16 bits, each once."""
-    return list({id(param): param for param in params if param.__dict__.get(_ATTRIBUTE)}.values())
-
-
-def is_shown(param: Tensor) -> bool:
-    """Whether a stored parameter is float32 at present."""
-    weight = stored_weight(param)
-    return weight is not None and weight.shows > 0
+    return list(dict.fromkeys(param for param in params if param.__dict__.get(_ATTRIBUTE)))
 
 
 def is_unstored_half(param: Tensor) -> bool:
@@ -113,44 +117,49 @@ def is_unstored_half(param: Tensor) -> bool:
     return param.dtype in HALVES and stored_weight(param) is None
 
 
-def is_whole(param: Tensor) -> bool:
-    """Whether a parameter is a tensor of its own; a part of FSDP's flat one must keep its memory."""
-    size = param.numel() * param.element_size()
-    return type(param).__name__ != "DTensor" and param.untyped_storage().nbytes() == size
-
-
 # -- storing and giving back -------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def store_(param: nn.Parameter, name: str, *, seed: int = 0) -> None:
-    """Store a parameter as ``FORMATS[name]`` says, in place; exactly if it is stored in another way."""
+    """Store a parameter as ``FORMATS[name]`` says, in place and exactly; ``"fp32"``: as float32."""
     known = stored_weight(param)
-    if known is not None:
-        if known.name == name:
-            return
+    if known is not None and known.name == name:
+        return
+    if known is not None or (name == "fp32" and param.dtype in HALVES):
         widen_(param)
+    if name == "fp32":
+        return
     grad, param.grad = param.grad, None
     value, kept = FORMATS[name].split(param.detach().float())
-    if param.dtype is value.dtype:
-        param.copy_(value)
-    else:
-        param.data = value
+    param.data = value
     param.grad_dtype = torch.float32
     param.__class__ = StoredParameter
-    setattr(param, _ATTRIBUTE, StoredWeight(name, kept, seed))
+    setattr(param, _ATTRIBUTE, StoredWeight(name, FORMATS[name], kept, seed))
     if grad is not None:
         param.grad = grad.float()
+
+
+def store_once_trained_(param: Tensor, name: str, *, seed: int = 0) -> None:
+    """Leave a parameter that is frozen in 16 bits as it is, and store it when it is to be trained."""
+    if type(param) in {nn.Parameter, FrozenParameter}:
+        param.__class__ = FrozenParameter
+        vars(param)["once_trained"] = name, seed
+
+
+def forget_way_(param: Tensor) -> None:
+    """End :func:`store_once_trained_`."""
+    if isinstance(param, FrozenParameter):
+        vars(param).pop("once_trained", None)
+        param.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 @torch.no_grad()
 def widen_(param: Tensor) -> None:
     """Make a parameter in 16 bits an ordinary float32 one, in place: a stored one with all its bits."""
-    if is_shown(param):
-        msg = "restore_weights within in_fp32, or within an optimizer step: call it after the block"
-        raise RuntimeError(msg)
     value, grad = exact_value(param), param.grad
     param.grad = None
+    forget_way_(param)
     if param.__dict__.pop(_ATTRIBUTE, None) is not None:
         param.__class__ = nn.Parameter
     param.data = value
@@ -181,9 +190,9 @@ def has_room(param: Tensor) -> bool:
 
 
 def remainder_of(param: Tensor) -> Tensor | None:
-    """Return what a parameter lacks of float32, of its shape: a low half (int16) or a master (float32).
+    """Return what a parameter lacks of float32: a low half (int16), a master, or None if it lacks nothing.
 
-    None if the parameter, as it is now, is all there is; ValueError if no op steps what is stored so.
+    Raise ValueError if no op steps what is stored so.
     """
     weight = stored_weight(param)
     if weight is None or weight.shows:
@@ -223,28 +232,30 @@ def _settled(param: Tensor) -> StoredWeight:
 @torch.no_grad()
 def show_fp32(params: Iterable[Tensor]) -> list[Tensor]:
     """Make stored parameters float32 until :func:`hide_fp32` is called as often; return them, for it."""
-    stored = [(param, _settled(param)) for param in stored_params(params)]
-    for alike, weights in _alike((param, weight) for param, weight in stored if not weight.shows):
+    stored = {param: _settled(param) for param in stored_params(params)}
+    for alike, weights in _alike({p: weight for p, weight in stored.items() if not weight.shows}):
         masters = weights[0].format.join(alike, [weight.kept for weight in weights])
         for param, weight, master in zip(alike, weights, masters, strict=True):
             weight.hidden = nn.Parameter(master, param.requires_grad)
             _exchange(param, weight.hidden, nn.Parameter)
-    for _, weight in stored:
+    for weight in stored.values():
         weight.shows += 1
-    return [param for param, _ in stored]
+    return list(stored)
 
 
 @torch.inference_mode(mode=False)
 @torch.no_grad()
 def hide_fp32(params: Iterable[Tensor], *, steps: int = 0) -> None:
     """Store what :func:`show_fp32` has returned, ``steps`` later, unless somebody still wants it."""
-    ended = [(param, _settled(param)) for param in stored_params(params)]
-    for _, weight in ended:
+    ended = {param: weight for param in stored_params(params) if (weight := _settled(param)).shows}
+    for weight in ended.values():
         weight.shows -= 1
         weight.steps += steps
-    for alike, weights in _alike((param, weight) for param, weight in ended if not weight.shows):
-        halves = [_moved(cast("nn.Parameter", w.hidden), p) for p, w in zip(alike, weights, strict=True)]
-        kept = [weight.kept for weight in weights]
+    for alike, weights in _alike({p: weight for p, weight in ended.items() if not weight.shows}):
+        halves, kept = [cast("nn.Parameter", w.hidden) for w in weights], [w.kept for w in weights]
+        for param, half in zip(alike, halves, strict=True):
+            if half.device != param.device or half.shape != param.shape:  # it has moved meanwhile
+                half.data = torch.empty_like(param, dtype=half.dtype)
         weights[0].format.store(alike, halves, kept, weights[0].seed, weights[0].steps)
         for param, weight, half in zip(alike, weights, halves, strict=True):
             half.requires_grad_(param.requires_grad)
@@ -262,24 +273,13 @@ def fp32_shown(params: Iterable[Tensor]) -> Iterator[None]:
         hide_fp32(shown)
 
 
-def _alike(
-    stored: Iterable[tuple[Tensor, StoredWeight]],
-) -> Iterable[tuple[list[Tensor], list[StoredWeight]]]:
+def _alike(stored: dict[Tensor, StoredWeight]) -> Iterator[tuple[list[Tensor], list[StoredWeight]]]:
     """Group parameters that one call of an op takes."""
-    groups: dict[Any, tuple[list[Tensor], list[StoredWeight]]] = {}
-    for param, weight in stored:
-        step = 0 if weight.format.kept_bytes else weight.steps
-        params, weights = groups.setdefault((weight.name, weight.seed, step, param.device), ([], []))
-        params.append(param)
-        weights.append(weight)
-    return groups.values()
-
-
-def _moved(half: nn.Parameter, param: Tensor) -> nn.Parameter:
-    """Return the 16-bit tensor, where the parameter is and of its shape."""
-    if half.device != param.device or half.shape != param.shape:
-        half.data = torch.empty_like(param, dtype=half.dtype)
-    return half
+    groups: dict[Any, list[Tensor]] = {}
+    for param, weight in stored.items():
+        key = weight.name, param.device, () if weight.format.kept_bytes else (weight.seed, weight.steps)
+        groups.setdefault(key, []).append(param)
+    return ((params, [stored[param] for param in params]) for params in groups.values())
 
 
 def _exchange(param: Tensor, other: Tensor, kind: type) -> None:
@@ -287,19 +287,17 @@ def _exchange(param: Tensor, other: Tensor, kind: type) -> None:
     grad, param.grad = param.grad, None
     torch._C._swap_tensor_impl(param, other)
     param.__class__ = kind
-    made_meanwhile = param.grad
-    if grad is not None:
-        param.grad = grad.float() if made_meanwhile is None else made_meanwhile + grad.float()
+    if grad is not None:  # one may have been made meanwhile
+        param.grad = grad.float() if param.grad is None else param.grad + grad.float()
 
 
 # -- state dicts: float32 in both directions, copies of what the model holds ---------------------------
 
 
 def export_fp32(model: nn.Module) -> None:
-    """Let the modules of a model that own stored parameters save and load them in float32."""
+    """Let the modules of a model save and load stored parameters in float32."""
     for module in model.modules():
-        known = _after_state_dict in module._state_dict_hooks.values()
-        if stored_params(module.parameters(recurse=False)) and not known:
+        if module._parameters and _after_state_dict not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(_after_state_dict)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
 
@@ -318,25 +316,16 @@ def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) -
     for name, param in module._parameters.items():
         key = prefix + name
         if isinstance(param, StoredParameter) and not isinstance(state_dict.get(key, param), nn.Parameter):
-            state_dict[key] = _exported(param, state_dict)
-
-
-def _exported(param: StoredParameter, state_dict: Any) -> Tensor:
-    """Return the float32 copy of a parameter, the same one for all its names in a state dict."""
-    weight = _settled(param)
-    if weight.exported is not None:
-        into, copy = (reference() for reference in weight.exported)
-        if into is state_dict and copy is not None:
-            return copy
-    if not has_room(param):
-        warn_user(
-            f"the state dict is made on the host, tensor by tensor: {param.device} has no room for a float32 "
-            "copy of the weights that leaves an eighth of its memory to the run"
-        )
-    value = exact_value(param)
-    if type(state_dict) is not dict:  # of which no weak reference can be had
-        weight.exported = ref(state_dict), ref(value)
-    return value
+            weight = _settled(param)
+            copy = state_dict.get(weight.exported)
+            if copy is None or copy.dtype is not torch.float32:  # else the one copy has another name, too
+                copy, weight.exported = exact_value(param), key
+                if not has_room(param):
+                    warn_user(
+                        f"the state dict is made on the host, tensor by tensor: {param.device} has no room "
+                        "for a float32 copy of the weights that leaves an eighth of its memory to the run"
+                    )
+            state_dict[key] = copy
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from amp_plugin import AmpKwargs, AmpPrecision, FabricAmpPrecision, GradScaler, autocast, fully_shard
 from amp_plugin.adapters.accelerate import AmpAccelerator
-from amp_plugin.sharding.fsdp1 import add_up_in_fp32, fsdp1_policy
+from amp_plugin.sharding.fully_shard import add_up_in_fp32, fsdp1_policy
 from amp_plugin.sharding.report import shard_units
 from tests.adapters.accelerate_pair import reset
 from tests.sharding.models import DTYPES, IN_FP32, STEPS, Net, flat, loss_of, optimizer_of, plan

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from amp_plugin import autocast, log_collectives
-from amp_plugin.sharding.fsdp1 import fsdp1_policy
+from amp_plugin.sharding.fully_shard import fsdp1_policy
 from amp_plugin.sharding.report import shard_units
 from tests.sharding.checkpoints import resume, save
 from tests.sharding.expected_collectives import planned

@@ -13,8 +13,7 @@ from amp_plugin import AmpKwargs, AmpPrecision, DtypePlan, FabricAmpPrecision, f
 from amp_plugin.adapters.accelerate import sharding
 from amp_plugin.adapters.accelerate.settings import resolve
 from amp_plugin.adapters.settings import AdapterSettings
-from amp_plugin.sharding.fsdp1 import add_up_in_fp32, fsdp1_policy
-from amp_plugin.sharding.fully_shard import has_dtypes_by_parameter, policy_of
+from amp_plugin.sharding.fully_shard import add_up_in_fp32, fsdp1_policy, has_dtypes_by_parameter, policy_of
 from amp_plugin.sharding.report import check_against_plan, shard_units
 from tests.process_groups import group_of_one
 from tests.sharding.models import Net
@@ -322,4 +321,4 @@ def test_a_log_of_collectives_counts_equal_calls_in_one_row(mesh):
         ("broadcast", "bf16", 2, 4, 1),
     ]
     assert log.table().row_count == 2
-    assert (len(log), repr(log)) == (3, "CollectiveLog(3 collectives)")
+    assert len(log) == 3

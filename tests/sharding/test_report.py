@@ -29,7 +29,7 @@ class TestDtypeReport:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             report = dtype_report(Net(), torch.ones(2, 5))
         assert {row.kind for row in report.rows()} == {"Net", "Block", "LayerNorm", "Linear"}
-        assert repr(report) == "ModelDtypes(1 units, 11 module calls)"
+        assert len(report.rows()) == 11
 
     def test_it_is_shown_as_tables(self):
         with group_of_one():

@@ -25,6 +25,7 @@ from amp_plugin.weights.compressed_state import local_of
 from amp_plugin.weights.ddp import reduce_in_fp32
 from tests.adapters.accelerate_pair import ours
 from tests.process_groups import leave
+from tests.weights.twins import give_gradients
 
 STEPS, MICRO_BATCHES, ROWS = 20, 2, 4
 
@@ -81,19 +82,11 @@ def train(weights, ranks, *, ddp):
 def compare_with_one_process(weights, ranks):
     together = train(weights, ranks, ddp=True)
     alone = train(weights, ranks, ddp=False)
-    gathered = [torch.empty_like(together) for _ in range(ranks)]
-    dist.all_gather(gathered, together)
     return {
-        "same_on_all_ranks": all(torch.equal(part, together) for part in gathered),
+        "same_on_all_ranks": is_same_on_all_ranks(together),
         "distance": (together - alone).abs().mean().item(),
-        "moved": (alone - exact_start(weights)).abs().mean().item(),
+        "moved": (alone - exact(Net())).abs().mean().item(),
     }
-
-
-def exact_start(weights):
-    model = Net()
-    store_weights(model, weights=weights, fp32_modules=["norm"])
-    return exact(model)
 
 
 def reduced_gradients(ranks):
@@ -135,6 +128,15 @@ def refusals():
         warnings.simplefilter("always")
         reduce_in_fp32(net)
     found["own_hook"] = str(caught[0].message)
+    model = Net()
+    if dist.get_rank() == 1:
+        store_weights(model, weights="bf16-true")
+    else:
+        model.bfloat16()
+    try:
+        reduce_in_fp32(DistributedDataParallel(model))
+    except RuntimeError as error:
+        found["one_rank"] = str(error)
     return found
 
 
@@ -176,26 +178,11 @@ def with_zero():
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
         store = store_weights(model, optimizer, weights=weights)
         store.add(optimizer.optim) if weights == "bf16" else None
-        for step in range(50):
-            generator = torch.Generator().manual_seed(step)
-            for param in model.parameters():
-                param.grad = torch.randn(param.shape, generator=generator).bfloat16().float()
+        for number in range(50):
+            give_gradients(number, model)
             optimizer.step()
         ends.append(exact(model))
     return {"same": is_same_on_all_ranks(ends[0]), "equal": torch.equal(*ends)}
-
-
-def converted_on_one_rank():
-    model = Net()
-    if dist.get_rank() == 1:
-        store_weights(model, weights="bf16-true")
-    else:
-        model.bfloat16()
-    try:
-        reduce_in_fp32(DistributedDataParallel(model))
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 class Module(LightningModule):
@@ -232,26 +219,33 @@ def in_fabric(ranks):
         strategy="ddp", accelerator="cpu", devices=ranks, plugins=FabricAmpPrecision("bf16", weights="bf16")
     )
     fabric.launch()
-    inner = Net()
-    net, optimizer = fabric.setup(inner, torch.optim.AdamW(inner.parameters(), lr=1e-3))
-    for step in range(3):
-        x, y = batch(step, 0, fabric.global_rank)
-        optimizer.zero_grad()
-        fabric.backward(nn.functional.mse_loss(net(x).float(), y))
-        optimizer.step()
-    return inner
+    return three_steps(fabric.setup, fabric.backward)
 
 
 def in_accelerate(_):
     accelerator = ours(precision="bf16", weights="bf16")
+    return three_steps(accelerator.prepare, accelerator.backward)
+
+
+def three_steps(prepare, backward):
     inner = Net()
-    net, optimizer = accelerator.prepare(inner, torch.optim.AdamW(inner.parameters(), lr=1e-3))
+    net, optimizer = prepare(inner, torch.optim.AdamW(inner.parameters(), lr=1e-3))
     for step in range(3):
-        x, y = batch(step, 0, accelerator.process_index)
+        x, y = batch(step, 0, dist.get_rank())
         optimizer.zero_grad()
-        accelerator.backward(nn.functional.mse_loss(net(x).float(), y))
+        backward(nn.functional.mse_loss(net(x).float(), y))
         optimizer.step()
     return inner
+
+
+def described(model):
+    first = next(model.parameters())
+    return {
+        "halves": first.dtype is torch.bfloat16,
+        "same": is_same_on_all_ranks(exact(model)),
+        "gradients": str(first.grad.dtype) if first.grad is not None else None,
+        "sum": exact(model).double().sum().item(),
+    }
 
 
 def forms_of(optimizer):
@@ -287,30 +281,20 @@ def main(folder):
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
+    compared = {w: compare_with_one_process(w, ranks) for w in ("fp32", "bf16", "bf16-stochastic")}
+    states = {
+        f"{form} {engine}": compressed_states(form, sharded=engine == "fsdp2")
+        for form in ("bf16", "8bit")
+        for engine in ("ddp", "fsdp2")
+    }
     report = {
-        "against_one_process": {
-            w: compare_with_one_process(w, ranks) for w in ("fp32", "bf16", "bf16-stochastic")
-        },
+        "against_one_process": compared,
         "reduced": reduced_gradients(ranks),
         "refusals": refusals(),
+        "joined": joined(),
+        "zero": with_zero(),
+        "states": states,
+        "frameworks": [described(run(ranks)) for run in (in_trainer, in_fabric, in_accelerate)],
     }
-    if ranks == 2:
-        report["joined"] = joined()
-        report["zero"] = with_zero()
-        report["one_rank"] = converted_on_one_rank()
-        report["states"] = {
-            f"{form} {engine}": compressed_states(form, sharded=engine == "fsdp2")
-            for form in ("bf16", "8bit")
-            for engine in ("ddp", "fsdp2")
-        }
-        for run in (in_trainer, in_fabric, in_accelerate):
-            model = run(ranks)
-            params = list(model.parameters())
-            report[run.__name__] = {
-                "halves": params[0].dtype is torch.bfloat16,
-                "same": is_same_on_all_ranks(exact(model)),
-                "gradients": str(params[0].grad.dtype) if params[0].grad is not None else None,
-                "sum": exact(model).double().sum().item(),
-            }
     Path(folder, f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
     leave()

@@ -21,7 +21,7 @@ from amp_plugin.kernels.state_codes import (
     to_bf16,
 )
 from amp_plugin.weights.compressed_state import CompressedState, fp32_state_dict
-from amp_plugin.weights.store import in_fp32, weight_bytes
+from amp_plugin.weights.store import weight_bytes
 
 FORMS = ("bf16", "8bit")
 OPTIMIZERS = {
@@ -54,8 +54,7 @@ def take_steps(model, optimizer, steps, scaler=None):
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         for param in model.parameters():
-            grad = torch.randn(param.shape, generator=generator)
-            param.grad = grad.double() if param.dtype is torch.float64 else grad
+            param.grad = torch.randn(param.shape, generator=generator)
         scaler.step(optimizer)
 
 
@@ -78,54 +77,33 @@ def all_equal(ones, others):
 # -- codes --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("numel", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 1000])
+@pytest.mark.parametrize("numel", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 200 * BLOCK])
 @pytest.mark.parametrize("signed", [True, False])
-def test_codes_of_decoded_numbers_are_near_them(numel, signed):
+def test_codes_are_near_the_numbers_and_decoded_ones_keep_their_bits(numel, signed):
     torch.manual_seed(numel)
     value = torch.randn(numel) * torch.rand(numel) ** 4
+    value *= 10.0 ** torch.randint(-9, 3, (numel // BLOCK + 1, 1)).expand(-1, BLOCK).flatten()[:numel]
+    value[:BLOCK] *= numel < 1000
     value = value if signed else value.square()
-    codes = encode(value, signed=signed)
-    assert codes.numel() == coded_bytes(numel)
-    got = decode(codes, numel, signed=signed)
-    largest = value.abs().max() if numel else 0
-    root, got_root = value.abs().sqrt(), got.abs().sqrt()
-    most = 127 if signed else 255
-    step = torch.as_tensor(largest).sqrt() / most
-    assert ((root - got_root).abs() <= step * (0.51 if signed else 1.0)).all()
-    assert torch.equal(got.sign()[got != 0], value.sign()[got != 0])
-
-
-@pytest.mark.parametrize("signed", [True, False])
-def test_decoded_numbers_are_kept_to_the_bit(signed):
-    torch.manual_seed(0)
-    value = (
-        torch.randn(200 * BLOCK)
-        * torch.rand(200 * BLOCK) ** 4
-        * 10.0 ** torch.randint(-9, 3, (200, 1)).expand(-1, BLOCK).flatten()
-    )
-    value[:BLOCK] = 0
-    value = value if signed else value.square()
-    for step in range(5):
-        drawn = None if signed else draws(value.numel(), step, 1, value.device)
+    for step in [None, *range(4)]:
+        drawn = None if signed or step is None else draws(numel, step, 1, value.device)
         codes = encode(value, signed=signed, drawn=drawn)
-        decoded = decode(codes, value.numel(), signed=signed)
+        assert codes.numel() == coded_bytes(numel)
+        decoded = decode(codes, numel, signed=signed)
+        assert torch.equal(decoded.sign()[decoded != 0], value.sign()[decoded != 0])
+        assert signed or torch.equal(decoded > 0, value > 0), "second moments are 0 only of 0"
         again = encode_exactly(decoded, signed=signed)
-        assert torch.equal(decode(again, value.numel(), signed=signed), decoded)
-
-
-def test_second_moments_are_never_0_and_zeros_stay():
-    value = torch.tensor([1.0, 1e-12, 0.0, 1e-30])
-    for step in range(50):
-        got = decode(encode(value, signed=False, drawn=draws(4, step, 1, value.device)), 4, signed=False)
-        assert (got[[0, 1, 3]] > 0).all()
-        assert got[2] == 0
+        assert torch.equal(decode(again, numel, signed=signed), decoded)
+        for start in range(0, numel, BLOCK):
+            roots = [part[start : start + BLOCK].abs().sqrt() for part in (value, decoded)]
+            unit = roots[0].max() / (127 if signed else 255)
+            assert ((roots[0] - roots[1]).abs() <= unit * (0.51 if signed else 1.01)).all()
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_second_moments_are_rounded_without_bias(form):
     torch.manual_seed(0)
-    value = torch.rand(1000) + 0.1
-    total = torch.zeros(1000, dtype=torch.float64)
+    value, total = torch.rand(1000) + 0.1, torch.zeros(1000, dtype=torch.float64)
     for step in range(1, 2001):
         drawn = draws(1000, step, 1, value.device)
         if form == "bf16":
@@ -145,29 +123,6 @@ def test_second_moments_are_rounded_without_bias(form):
 @pytest.mark.parametrize(
     ("name", "form", "weights"), list(itertools.product(OPTIMIZERS, FORMS, ["fp32", "bf16"]))
 )
-def test_one_step_with_given_moments_is_that_of_float64(name, form, weights):
-    make = OPTIMIZERS[name]
-    model, optimizer = trained(make, form, weights)
-    twin = network().double()
-    twin.load_state_dict({key: value.double() for key, value in model.state_dict().items()})
-    other = make(twin.parameters())
-    take_steps(twin, other, [0])
-    twin.load_state_dict({key: value.double() for key, value in model.state_dict().items()})
-    for mine, theirs in zip(optimizer.state.values(), other.state.values(), strict=True):
-        for key, value in mine.items():
-            theirs[key].copy_(value)
-    scaler = GradScaler("cpu", enabled=False)
-    take_steps(model, optimizer, [7], scaler)
-    assert scaler.last_step(optimizer).one_pass
-    take_steps(twin, other, [7])
-    for ours, theirs in zip(exact(model), twin.state_dict().values(), strict=True):
-        torch.testing.assert_close(ours.double(), theirs, rtol=2.0**-22, atol=2.0**-26)
-
-
-@pytest.mark.native
-@pytest.mark.parametrize(
-    ("name", "form", "weights"), list(itertools.product(OPTIMIZERS, FORMS, ["fp32", "bf16"]))
-)
 def test_one_step_with_given_moments_has_the_bits_of_float32_state(name, form, weights):
     make = OPTIMIZERS[name]
     model, optimizer = trained(make, form, weights)
@@ -179,8 +134,7 @@ def test_one_step_with_given_moments_has_the_bits_of_float32_state(name, form, w
         scaler = GradScaler("cpu", enabled=False)
         take_steps(one, its_optimizer, [7], scaler)
         assert scaler.last_step(its_optimizer).one_pass
-    for ours, theirs in zip(exact(model), twin.state_dict().values(), strict=True):
-        assert torch.equal(ours, theirs)
+    assert all_equal(exact(model), exact(twin))
 
 
 @pytest.mark.native
@@ -323,18 +277,11 @@ def test_a_resumed_run_is_the_same_to_the_bit(name, form, weights):
 def test_checkpoints_load_into_runs_of_another_format(saves, loads):
     _, optimizer = trained(OPTIMIZERS["AdamW"], saves)
     model, other = trained(OPTIMIZERS["AdamW"], loads, steps=0)
-    before = [state.clone() for state in states(copy.deepcopy(optimizer))]
-    store_weights(model, other, weights="fp32", state=loads)
     other.load_state_dict(optimizer.state_dict())
-    after = states(other)
-    assert {getattr(state, "form", "fp32") for state in after} == {loads}
-    for old, new in zip(before, after, strict=True):
-        torch.testing.assert_close(
-            new.sqrt() if (old >= 0).all() else new,
-            old.sqrt() if (old >= 0).all() else old,
-            rtol=0.05,
-            atol=0.02,
-        )
+    assert {getattr(state, "form", "fp32") for state in states(other)} == {loads}
+    for pair in zip(states(copy.deepcopy(optimizer)), states(other), strict=True):
+        old, new = (part.sqrt() for part in pair) if (pair[0] >= 0).all() else pair
+        torch.testing.assert_close(new + 0, old, rtol=0.05, atol=0.02)
     take_steps(model, other, [1])
 
 
@@ -344,9 +291,7 @@ def test_torch_s_own_layout_loads_without_this_package():
     other = OPTIMIZERS["AdamW"](plain.parameters())
     other.load_state_dict(fp32_state_dict(optimizer))
     assert {type(state) for state in states(other)} == {torch.Tensor}
-    assert all(
-        torch.equal(one, two.decoded()) for one, two in zip(states(other), states(optimizer), strict=True)
-    )
+    assert all_equal(states(other), [state.decoded() for state in states(optimizer)])
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -382,44 +327,16 @@ def test_bytes():
         assert weight_bytes(model, optimizer).per_parameter()["total"] <= most
 
 
-# -- averages and compiled steps ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("weights", ["fp32", "bf16"])
-@pytest.mark.parametrize("form", FORMS)
-def test_an_average_of_the_weights_is_that_of_exact_ones(form, weights):
-    model, optimizer = trained(OPTIMIZERS["AdamW"], form, weights)
-    ema = torch.optim.swa_utils.AveragedModel(
-        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
-    )
-    expected = [value.double() for value in exact(model)]
-    for step in range(3):
-        take_steps(model, optimizer, [step])
-        with in_fp32(model):
-            ema.update_parameters(model)
-        if step > 0:
-            expected = [0.5 * old + 0.5 * new for old, new in zip(expected, exact(model), strict=True)]
-        else:
-            expected = [value.double() for value in exact(model)]
-    for average, value in zip(ema.module.state_dict().values(), expected, strict=True):
-        torch.testing.assert_close(average.double(), value, rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_a_compiled_step_keeps_the_state_compressed_and_learns_as_the_eager_one(name, form):
     runs = []
     for compiled in (False, True):
         model, optimizer = trained(OPTIMIZERS[name], form, steps=2)
-        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
-        for number in range(3):
-            generator = torch.Generator().manual_seed(number)
-            for param in model.parameters():
-                param.grad = torch.randn(param.shape, generator=generator)
-            step()
+        if compiled:
+            optimizer.step = torch.compile(optimizer.step, backend="eager")
+        take_steps(model, optimizer, range(3))
         runs.append((exact(model), kept(optimizer)))
     for eager, compiled in zip(runs[0][0], runs[1][0], strict=True):
-        torch.testing.assert_close(
-            compiled, eager, rtol=1e-5, atol=1e-6
-        )  # compiled, beta**step is a tensor's
+        torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)  # beta**step is a tensor's
     assert [part.dtype for part in runs[1][1]] == [part.dtype for part in runs[0][1]]

@@ -1,4 +1,7 @@
-"""Weights in 16 bits under DistributedDataParallel: reduced in float32, the same on all ranks."""
+"""Weights in 16 bits under DistributedDataParallel: reduced in float32, the same on all ranks.
+
+On four ranks: tests/sharding/test_ranks.py.
+"""
 
 import json
 
@@ -7,86 +10,70 @@ import pytest
 from tests.warm_processes import call_on_ranks
 from tests.weights.ranks import main
 
+pytestmark = pytest.mark.dist
 
-def run(count, folder):
-    for rank in call_on_ranks(count, 400, main, folder, CUDA_VISIBLE_DEVICES=""):
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each of two ranks reports."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for rank in call_on_ranks(2, 400, main, folder, CUDA_VISIBLE_DEVICES=""):
         assert rank.returncode == 0, rank.stderr
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(count)]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.whole_run])],
-    ids="{}-ranks".format,
+@pytest.mark.parametrize("weights", ["bf16", "bf16-stochastic"])
+def test_ranks_have_the_same_weights_as_near_to_one_process_as_in_float32(ranks, weights):
+    for report in ranks:
+        found, plain = report["against_one_process"][weights], report["against_one_process"]["fp32"]
+        assert found["same_on_all_ranks"]
+        if weights == "bf16":
+            assert found["moved"] > 100 * found["distance"]
+            assert found["distance"] <= 1.5 * plain["distance"] + 1e-6
+
+
+def test_gradients_of_a_window_are_averaged_in_float32(ranks):
+    assert all(all(report["reduced"]) for report in ranks)
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("bucket_views", "gradient_as_bucket_view=True) keeps gradients in the 16 bits"),
+        ("own_hook", "has a communication hook, which reduces gradients in the 16 bits"),
+        (
+            "one_rank",
+            "is stored as ('torch.bfloat16', None) on rank 0 and as ('torch.bfloat16', 'bf16-true')",
+        ),
+    ],
 )
-def ranks(request, tmp_path_factory):
-    return run(request.param, tmp_path_factory.mktemp("ranks"))
+def test_what_would_reduce_in_16_bits_is_told_on_all_ranks(ranks, case, text):
+    assert all(text in report["refusals"][case] for report in ranks)
 
 
-@pytest.mark.dist
-class TestDistributedDataParallel:
-    def test_ranks_have_the_same_weights(self, ranks):
-        for report in ranks:
-            assert {w: found["same_on_all_ranks"] for w, found in report["against_one_process"].items()} == {
-                "fp32": True,
-                "bf16": True,
-                "bf16-stochastic": True,
-            }
+def test_a_joined_rank_contributes_zeros(ranks):
+    for report in ranks:
+        assert report["joined"]["same"], "all bits"
+        assert report["joined"]["moved"] > 50 * report["joined"]["distance"]
 
-    def test_they_are_as_near_to_one_process_as_with_float32_weights(self, ranks):
-        found = ranks[0]["against_one_process"]
-        assert found["bf16"]["moved"] > 100 * found["bf16"]["distance"]
-        assert found["bf16"]["distance"] <= 1.5 * found["fp32"]["distance"] + 1e-6
 
-    def test_gradients_of_a_window_are_averaged_in_float32(self, ranks):
-        assert all(all(report["reduced"]) for report in ranks)
+def test_an_optimizer_that_is_sharded_equals_the_float32_run(ranks):
+    assert [report["zero"] for report in ranks] == [{"same": True, "equal": True}] * 2
 
-    def test_what_would_reduce_in_16_bits_is_told(self, ranks):
-        told = ranks[0]["refusals"]
-        assert "gradient_as_bucket_view=True) keeps gradients in the 16 bits" in told["bucket_views"]
-        assert "has a communication hook, which reduces gradients in the 16 bits" in told["own_hook"]
 
-    def test_a_joined_rank_contributes_zeros(self, ranks):
-        if len(ranks) > 2:
-            pytest.skip("run on two ranks")
-        for report in ranks:
-            assert report["joined"]["same"], "all bits"
-            assert report["joined"]["moved"] > 50 * report["joined"]["distance"]
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("form", ["bf16", "8bit"])
+def test_compressed_states_are_kept_and_gone_on_with_to_the_bit(ranks, form, engine):
+    for report in ranks:
+        found = report["states"][f"{form} {engine}"]
+        assert found["forms"] == [form]
+        assert found["same"] in {True, None}
+        assert found["one_pass"] == (engine == "ddp")
 
-    def test_an_optimizer_that_is_sharded_equals_the_float32_run(self, ranks):
-        if len(ranks) > 2:
-            pytest.skip("run on two ranks")
-        assert [report["zero"] for report in ranks] == [{"same": True, "equal": True}] * 2
 
-    def test_a_conversion_on_one_rank_is_an_error_on_all(self, ranks):
-        if len(ranks) > 2:
-            pytest.skip("run on two ranks")
-        for report in ranks:
-            assert (
-                "parameter 0 is stored as ('torch.bfloat16', None) on rank 0 and as ('torch.bfloat16', 'bf16-true')"
-                in report["one_rank"]
-            )
-
-    @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-    @pytest.mark.parametrize("form", ["bf16", "8bit"])
-    def test_compressed_states_are_kept_and_gone_on_with_to_the_bit(self, ranks, form, engine):
-        if len(ranks) > 2:
-            pytest.skip("run on two ranks")
-        for report in ranks:
-            found = report["states"][f"{form} {engine}"]
-            assert found["forms"] == [form]
-            assert found["same"] in {True, None}
-            assert found["one_pass"] == (engine == "ddp")
-
-    @pytest.mark.parametrize("framework", ["in_trainer", "in_fabric", "in_accelerate"])
-    def test_frameworks_reduce_in_float32_by_themselves(self, ranks, framework):
-        if len(ranks) > 2:
-            pytest.skip("run on two ranks")
-        for report in ranks:
-            assert report[framework]["halves"] is (framework != "in_trainer"), (
-                "the Trainer gives float32 back"
-            )
-            assert report[framework]["same"]
-            assert report[framework]["gradients"] in {"torch.float32", None}
-        sums = {run: ranks[0][run]["sum"] for run in ("in_trainer", "in_fabric", "in_accelerate")}
-        assert len(set(sums.values())) == 1, sums
+def test_frameworks_reduce_in_float32_by_themselves(ranks):
+    for report in ranks:
+        runs = report["frameworks"]
+        assert [run["halves"] for run in runs] == [False, True, True], "the Trainer gives float32 back"
+        assert all(run["same"] and run["gradients"] in {"torch.float32", None} for run in runs)
+        assert len({run["sum"] for run in runs}) == 1

@@ -176,7 +176,7 @@ def test_what_cannot_be_exported_says_what_to_do(tmp_path, target):
     torch.save({"net": Tied().state_dict(), "epoch": 1}, tmp_path / "a.pt")
     assert "give --key, one of 'net', 'epoch'" in export(tmp_path / "a.pt", target)[1]
     assert (
-        "under 'ne'; it holds 'net', 'epoch'; did you mean net?"
+        "under ne; give --key, one of 'net', 'epoch'; did you mean net?"
         in export(tmp_path / "a.pt", target, "--key", "ne")[1]
     )
     assert export(tmp_path / "a.pt", target, "--key", "net")[0] == 0

@@ -3,7 +3,6 @@
 import copy
 import gc
 import pickle
-import warnings
 import weakref
 
 import pytest
@@ -14,9 +13,9 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 from transformers.optimization import Adafactor as TransformersAdafactor
 
-from amp_plugin import GradScaler, store_weights
-from amp_plugin.weights.optimizer_hooks import accept_entries_of_0_2
-from amp_plugin.weights.weight import is_shown
+from amp_plugin import GradScaler, restore_weights, store_weights
+from amp_plugin.weights.optimizer_hooks import add_optimizer
+from amp_plugin.weights.store import in_fp32
 from tests.weights.twins import (
     assert_same,
     assert_steps_and_resumes,
@@ -85,14 +84,8 @@ def test_200_steps_equal_the_float32_run(name, weights):
     (reference, stored), optimizers = stepped_twins(OPTIMIZERS[name], weights)
     train((reference, stored), optimizers, 200)
     (assert_within_a_bit if "fused" in name else assert_same)(reference, stored)
-    states = [o.state_dict() for o in optimizers]
-    assert states[0]["param_groups"] == states[1]["param_groups"]
-    for theirs, mine in zip(states[0]["state"].values(), states[1]["state"].values(), strict=True):
-        assert theirs.keys() == mine.keys()
-        for key, value in theirs.items():
-            if isinstance(value, torch.Tensor):
-                assert mine[key].dtype is value.dtype
-                torch.testing.assert_close(mine[key], value, rtol=2.0**-23, atol=0)
+    theirs, mine = (optimizer.state_dict() for optimizer in optimizers)
+    torch.testing.assert_close(mine, theirs, rtol=2.0**-23, atol=0)
 
 
 def test_an_optimizer_that_steps_others():
@@ -103,15 +96,9 @@ def test_an_optimizer_that_steps_others():
     assert_same(reference, stored)
 
 
-def with_a_hook_that_replaces_arguments(optimizer):
-    optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: (tuple(args), dict(kwargs)))
-    return optimizer
-
-
-@pytest.mark.parametrize("change", [copy.copy, with_a_hook_that_replaces_arguments])
-def test_an_optimizer_that_is_changed_after_it_was_added(change):
+def test_a_copy_of_an_optimizer():
     models, (theirs, ours) = stepped_twins(lambda p: SGD(p, lr=1e-4))
-    train(models, (theirs, change(ours)), 4)
+    train(models, (theirs, copy.copy(ours)), 4)
     assert_same(*models)
 
 
@@ -173,35 +160,22 @@ def test_a_closure_sees_the_model_and_a_step_sees_masters():
     (_, stored), (_, optimizer) = stepped_twins(lambda p: SGD(p, lr=0.1))
     seen = []
 
-    def closure():
+    def note(*_):
         seen.append({param.dtype for param in stored.parameters()})
-        optimizer.zero_grad()
-        loss = stored(torch.ones(2, 7, dtype=torch.bfloat16)).float().square().sum()
-        loss.backward()
-        return loss
 
-    optimizer.register_step_pre_hook(
-        lambda o, *_: seen.append({p.dtype for p in o.param_groups[0]["params"]})
-    )
+    def closure():
+        note()
+        return loss_of(stored)
+
+    optimizer.register_step_pre_hook(note)
     for call in (optimizer.step, lambda c: optimizer.step(closure=c)):
         assert isinstance(call(closure), torch.Tensor)
-    assert seen == [{torch.float32}, {torch.bfloat16}] * 2
-    assert {p.dtype for p in optimizer.param_groups[0]["params"]} == {torch.bfloat16}
+    note()
+    assert seen == [{torch.float32}, {torch.bfloat16}] * 2 + [{torch.bfloat16}]
 
 
-def test_without_it_small_updates_are_lost():
-    moved = {}
-    for is_stored in (False, True):
-        model = network().bfloat16()
-        optimizer = AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
-        if is_stored:
-            store_weights(model, optimizer)
-        before = exact(model)
-        train((model,), [optimizer], 50)
-        same = [torch.eq(before[name], value).flatten() for name, value in exact(model).items()]
-        moved[is_stored] = 1 - torch.cat(same).float().mean().item()
-    assert moved[False] < 0.1
-    assert moved[True] == 1.0
+def loss_of(model):
+    return model(torch.ones(2, 7, dtype=torch.bfloat16)).float().square().sum()
 
 
 def test_stochastic_rounding_follows_the_float32_run_and_is_reproducible():
@@ -271,7 +245,7 @@ def test_tied_weights_are_stored_if_all_uses_are_cast():
     state = model.state_dict()
     assert state["first.weight"] is state["second.weight"], "safetensors looks for shared memory"
     assert model.state_dict()["first.weight"] is not state["first.weight"], "a new one each time"
-    with store.in_fp32():
+    with in_fp32(model):
         assert model.second.weight is model.first.weight
         assert model.second.weight.dtype is torch.float32
     (model.first.weight.sum() + model.second.weight.sum()).float().backward()
@@ -307,9 +281,8 @@ def test_one_optimizer_of_two_stored_models():
     store_weights(fresh[0], optimizers[2])
     optimizers[2].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
     train((*references, *models, *fresh), optimizers, 10, first=10)
-    for reference, model, resumed in zip(references, models, fresh, strict=True):
-        assert_same(reference, model)
-        assert_same(reference, resumed)
+    for others in (models, fresh):
+        assert_same(nn.ModuleList(references), nn.ModuleList(others))
 
 
 def test_a_parameter_of_two_models_and_two_optimizers():
@@ -318,13 +291,11 @@ def test_a_parameter_of_two_models_and_two_optimizers():
         return [nn.ModuleDict({"shared": shared, "own": network(seed)[0]}) for seed in (1, 2)]
 
     references, models = pair(), pair()
-    stores = [store_weights(model) for model in models]
     optimizers = [SGD(model.parameters(), lr=1e-4) for model in (*references, *models)]
-    for store, optimizer in zip(stores, optimizers[2:], strict=True):
-        store.add(optimizer)
+    for model, optimizer in zip(models, optimizers[2:], strict=True):
+        store_weights(model, optimizer)
     train((*references, *models), optimizers, 20)
-    for reference, model in zip(references, models, strict=True):
-        assert_same(reference, model)
+    assert_same(nn.ModuleList(references), nn.ModuleList(models))
 
 
 # -- errors, exceptions, writes of others ---------------------------------------------------------
@@ -346,8 +317,9 @@ def test_an_exception_in_a_step_leaves_what_torch_leaves():
             with pytest.raises(KeyError):
                 optimizer.step()
         assert_same(*models)
-        assert not is_shown(models[1][0].weight), "16 bits again once the exception is dropped"
-        assert models[1][0].weight.dtype is torch.bfloat16
+    restore_weights(models[1])  # with the weights still shown
+    assert type(models[1][0].weight) is nn.Parameter
+    assert_same(*models)
 
 
 def test_state_in_16_bits_is_an_error_before_anything_is_written():
@@ -362,10 +334,10 @@ def test_state_in_16_bits_is_an_error_before_anything_is_written():
     step(0, (stored,), [early])
     late = SGD(stored.parameters(), lr=1.0, momentum=0.9)
     late.load_state_dict(early.state_dict())
-    before = exact(stored)
+    before = copy.deepcopy(stored)
     with pytest.raises(ValueError, match="the state 'momentum_buffer' of this SGD is in torch.bfloat16"):
         late.step()
-    assert all(torch.equal(exact(stored)[name], value) for name, value in before.items())
+    assert_same(stored, before)
 
 
 @pytest.mark.parametrize(("weights", "error"), [("bf16", 2.0**-8), ("fp16", 0.0)])
@@ -402,6 +374,7 @@ class LOMO(Optimizer):
         """What the LOMO optimizers are called by."""
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True")
 def test_what_cannot_be_exact_is_refused_with_the_way_out():
     _, stored, store = twins()
     with pytest.raises(TypeError, match=r"Lookahead .*without Optimizer.__init__.*hand over the optimizer"):
@@ -411,13 +384,10 @@ def test_what_cannot_be_exact_is_refused_with_the_way_out():
     plain = network()
     for optimizer in (Lookahead(SGD(plain.parameters(), lr=0.1)), LOMO(plain)):
         store_weights(plain, optimizer, weights="fp32")
-        accept_entries_of_0_2(optimizer)  # what adapters do
+        add_optimizer(optimizer, "fp32")  # what adapters do
     optimizer = SGD(stored.parameters(), lr=0.1)
     store.add(optimizer)
-    loss = stored(torch.ones(2, 7, dtype=torch.bfloat16)).float().square().sum()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a reference cycle
-        loss.backward(create_graph=True)
+    loss_of(stored).backward(create_graph=True)
     with pytest.raises(RuntimeError, match=r"SGD .*create_graph=True.*weights='fp32'"):
         optimizer.step()
     for param in stored.parameters():
@@ -470,7 +440,7 @@ def test_overflows_are_skipped_and_clipping_is_the_same(make, options, weights):
 def test_the_hooks_do_not_keep_a_clip_from_being_folded():
     (_, model), (_, optimizer) = stepped_twins(lambda p: AdamW(p, fused=True))
     scaler = GradScaler("cpu")
-    scaler.scale(model(torch.ones(2, 7, dtype=torch.bfloat16)).float().sum()).backward()
+    scaler.scale(loss_of(model)).backward()
     before = model[0].weight.grad.clone()
     scaler.clip_grad_norm_(optimizer, 1e-3, fold=True)
     assert torch.equal(model[0].weight.grad, before), "left to the kernel"
@@ -486,7 +456,7 @@ def test_an_overflow_within_a_closure_restores_both_halves():
     def closure():
         calls.append(exact(stored)["0.weight"])
         optimizer.zero_grad()
-        loss = stored(torch.ones(2, 7, dtype=torch.bfloat16)).float().square().sum()
+        loss = loss_of(stored)
         scaler.scale(loss).backward()
         if len(calls) == 4:
             stored[0].weight.grad.fill_(torch.nan)

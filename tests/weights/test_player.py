@@ -214,7 +214,6 @@ class Player:
         self.model.share_memory()
 
 
-@pytest.mark.filterwarnings("ignore:.*were frozen, or not made yet:UserWarning")
 @pytest.mark.parametrize(
     "part", [0, 1, *(pytest.param(n, marks=pytest.mark.whole_run) for n in range(2, 25))]
 )

@@ -1,21 +1,20 @@
-"""Weights in 16 bits that are frozen when a model is set up under "fp32", and trained later."""
+"""Weights in 16 bits that are frozen when a model is set up, and trained later."""
 
 import copy
-import pickle
 
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
 
 from amp_plugin import AmpPrecision, FabricAmpPrecision, autocast, store_weights
-from amp_plugin.weights.store import FrozenWeights, set_up_when_unfrozen, widen_unfrozen
 from amp_plugin.weights.weight import stored_weight
 from tests.adapters.accelerate_pair import ours, reset
+from tests.adapters.lightning_models import QUIET, fit
+from tests.weights.twins import assert_same, train
 
-THAWED = "2 trainable parameters came in bfloat16 .* and are float32 now .* since 16 bits lose small updates"
 X = torch.linspace(-1, 1, 28).reshape(4, 7)
 
 
@@ -33,47 +32,39 @@ def network(first=torch.bfloat16):
     return model
 
 
-def trained_plainly(model, optimizer, steps, forward=None):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        with autocast("cpu", dtype=torch.bfloat16):
-            loss = (forward or model)(X).float().square().mean()
-        loss.backward()
-        optimizer.step()
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-5)
 
 
 def in_a_plain_loop(model):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    optimizer = adamw(model)
     store_weights(model, optimizer, weights="fp32")
-    return lambda steps: trained_plainly(model, optimizer, steps)
+    return autocast_module(model), optimizer, torch.Tensor.backward
+
+
+def autocast_module(model):
+    def forward(x):
+        with autocast("cpu", dtype=torch.bfloat16):
+            return model(x)
+
+    return forward
 
 
 def in_fabric(model):
     fabric = Fabric(accelerator="cpu", plugins=FabricAmpPrecision("bf16"))
-    net, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-5))
-
-    def train(steps):
-        for _ in range(steps):
-            optimizer.zero_grad()
-            fabric.backward(net(X).square().mean())
-            optimizer.step()
-
-    return train
+    return *fabric.setup(model, adamw(model)), fabric.backward
 
 
 def in_accelerate(model):
     accelerator = ours(precision="bf16")
-    net, optimizer, _ = accelerator.prepare(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-5), DataLoader([0])
-    )
+    return *accelerator.prepare(model, adamw(model)), accelerator.backward
 
-    def train(steps):
-        for _ in range(steps):
-            optimizer.zero_grad()
-            accelerator.backward(net(X).square().mean())
-            optimizer.step()
 
-    return train
+def take_steps(net, optimizer, backward, count):
+    for _ in range(count):
+        optimizer.zero_grad()
+        backward(net(X).float().square().mean())
+        optimizer.step()
 
 
 @pytest.mark.parametrize("program", [in_a_plain_loop, in_fabric, in_accelerate])
@@ -81,112 +72,102 @@ def test_they_are_trained_as_in_float32(program):
     runs = []
     for first in (torch.float32, torch.bfloat16):
         model = network(first)
-        train = program(model)
-        train(2)
+        loop = program(model)
+        take_steps(*loop, 2)
         assert model[0].weight.dtype is first, "as long as it is frozen"
         start = model[0].weight.detach().float().clone()
         model[0].requires_grad_(True)
-        if first is torch.bfloat16:
-            with pytest.warns(UserWarning, match=THAWED):
-                train(1)
-        else:
-            train(1)
-        train(3)
+        take_steps(*loop, 4)
         assert model[0].weight.dtype is model[0].weight.grad.dtype is torch.float32
         assert (model[0].weight != start).float().mean() > 0.9
-        runs.append(model.state_dict())
-    assert all(torch.equal(value, runs[1][name]) for name, value in runs[0].items())
+        runs.append(model)
+    assert_same(*runs)
 
 
 def test_they_become_what_the_last_set_up_asked_for():
-    model = network()
+    plain, model = models = network(torch.float32), network()
     store_weights(model, weights="fp16")
     store = store_weights(model, weights="bf16")
-    model[0].requires_grad_(True)
-    with autocast("cpu", dtype=torch.bfloat16):
-        model(X)
+    assert model.state_dict()["0.weight"].dtype is torch.bfloat16, "as they came"
+    optimizers = [adamw(model) for model in models]
+    store.add(optimizers[1])
+    for net in models:
+        net[0].weight.requires_grad = net[0].bias.requires_grad = True
     assert len(store) == 4
-    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    train(models, optimizers, 20)
+    assert_same(plain, model)
 
 
-def test_an_evaluation_converts_nothing():
+def test_state_of_weights_that_were_trained_is_loaded_in_float32():
+    loops = [(model, in_a_plain_loop(model)) for model in (network(), network())]
+    (saved, loop), (other, others) = loops
+    saved[0].requires_grad_(True)
+    take_steps(*loop, 2)
+    others[1].load_state_dict(loop[1].state_dict())
+    assert other[0].weight.dtype is torch.float32
+    assert not other[0].weight.requires_grad
+    moments = [[state["exp_avg"] for state in optimizer.state.values()] for _, optimizer, _ in (loop, others)]
+    assert [moment.dtype for moment in moments[1]] == [torch.float32] * 4
+    assert all(map(torch.equal, *moments))
+    other[0].requires_grad_(True)
+    take_steps(*others, 1)
+
+
+def test_a_copy_that_is_trained_is_float32():
     model = network()
-    store_weights(model, weights="fp32")
-    model[0].requires_grad_(True)
-    with torch.no_grad(), autocast("cpu", dtype=torch.bfloat16):
-        model(X)
+    store_weights(model, weights="bf16")
+    twin = copy.deepcopy(model).requires_grad_(True)
+    assert {param.dtype for param in twin.parameters()} == {torch.float32}
     assert model[0].weight.dtype is torch.bfloat16
 
 
-def test_state_of_weights_that_had_become_float32_is_loaded_in_float32():
-    saved, other = network(), network()
-    runs = []
-    for model in (saved, other):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-        store_weights(model, optimizer, weights="fp32")
-        runs.append(optimizer)
-    saved[0].requires_grad_(True)
-    with pytest.warns(UserWarning, match=THAWED):
-        trained_plainly(saved, runs[0], 2)
-    runs[1].load_state_dict(runs[0].state_dict())
-    assert other[0].weight.dtype is torch.float32
-    moments = [state["exp_avg"] for state in runs[1].state.values()]
-    assert [moment.dtype for moment in moments] == [torch.float32] * 4
-    assert all(
-        torch.equal(moment, state["exp_avg"])
-        for moment, state in zip(moments, runs[0].state.values(), strict=True)
-    )
-    other[0].requires_grad_(True)
-    trained_plainly(other, runs[1], 1)
-
-
-def test_it_is_one_hook_that_goes_with_copies():
-    model = network()
-    whole = nn.Linear(2, 2)
-    for given in (model, model, whole):
-        set_up_when_unfrozen(given, widen_unfrozen)
-    assert (len(model._forward_pre_hooks), len(whole._forward_pre_hooks)) == (1, 0)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        (copied,) = twin._forward_pre_hooks.values()
-        assert isinstance(copied, FrozenWeights)
-        twin[0].requires_grad_(True)
-        with pytest.warns(UserWarning, match=THAWED), autocast("cpu", dtype=torch.bfloat16):
-            twin(X)
-        assert twin[0].weight.dtype is torch.float32
-        assert model[0].weight.dtype is torch.bfloat16
+def test_a_frozen_norm_and_its_statistics_are_float32():
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2)).bfloat16().requires_grad_(False)
+    store_weights(model, weights="fp32")
+    assert [model[0].weight.dtype, model[1].weight.dtype, model[1].running_mean.dtype] == [
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    ]
+    model.requires_grad_(True)
+    with autocast("cpu", dtype=torch.bfloat16):
+        model(torch.ones(2, 1, 3, 3)).sum().backward()
 
 
 def test_a_part_of_a_flat_tensor_is_left():
     model = network()
     flat = torch.zeros(72, dtype=torch.bfloat16)
     model[0].weight.data, model[0].bias.data = flat[:63].view(9, 7), flat[63:]
-    set_up_when_unfrozen(model, widen_unfrozen)
+    store_weights(model, weights="fp32")
     model[0].requires_grad_(True)
-    with autocast("cpu", dtype=torch.bfloat16):
-        model(X)
     assert model[0].weight.dtype is torch.bfloat16
     assert model[0].weight.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    with pytest.warns(UserWarning, match="AdamW steps 2 parameters in 16 bits: updates below 1/256"):
+        store_weights(nn.Linear(1, 1), adamw(model), weights="fp32")
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*(workers|logging interval|eval mode)")
-def test_under_bf16_weights_the_trainer_stores_them_before_their_first_step():
-    class Module(LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.model, self.low_halves = network(), []
+class Thawed(LightningModule):
+    """Its first layer is frozen for the first batch."""
 
-        def on_train_batch_start(self, batch, batch_idx):
-            self.model[0].requires_grad_(batch_idx > 0)
+    def __init__(self):
+        super().__init__()
+        self.model, self.low_halves = network(), []
 
-        def training_step(self, batch, batch_idx):
-            self.low_halves.append(stored_weight(self.model[0].weight) is not None)
-            return self.model(batch).square().mean()
+    def on_train_batch_start(self, batch, batch_idx):
+        self.model[0].requires_grad_(batch_idx > 0)
 
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
+    def training_step(self, batch, batch_idx):
+        self.low_halves.append(stored_weight(self.model[0].weight) is not None)
+        return self.model(batch).square().mean()
 
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    module, plugin = Module(), AmpPrecision("bf16", weights="bf16")
-    trainer = Trainer(max_epochs=1, accelerator="cpu", plugins=[plugin], enable_model_summary=False, **quiet)
-    trainer.fit(module, DataLoader(X, batch_size=2))
-    assert module.low_halves == [False, True]
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class TestUnderTheTrainer:
+    pytestmark = QUIET
+
+    def test_they_are_stored_before_their_first_step(self):
+        module = Thawed()
+        fit(module, AmpPrecision("bf16", weights="bf16"), steps=2, data=DataLoader(X, batch_size=2))
+        assert module.low_halves == [False, True]

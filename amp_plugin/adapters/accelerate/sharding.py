@@ -12,8 +12,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 
 from amp_plugin.patterns import found_patterns
-from amp_plugin.sharding.fsdp1 import fsdp1_policy
-from amp_plugin.sharding.fully_shard import policy_of, shard_unit
+from amp_plugin.sharding.fully_shard import fsdp1_policy, policy_of, shard_unit
 from amp_plugin.sharding.plan import DtypePlan
 
 

@@ -23,7 +23,7 @@ from amp_plugin.messages import warn_user
 from amp_plugin.options import LightningOptions, takes
 from amp_plugin.precision import STOCK_NAMES, TRAINING_DTYPES, warn_of_slow_fp16
 from amp_plugin.scaling.grad_scaler import GradScaler
-from amp_plugin.sharding.fsdp1 import fsdp1_policy
+from amp_plugin.sharding.fully_shard import fsdp1_policy
 from amp_plugin.sharding.plan import DtypePlan
 from amp_plugin.weights.ddp import refuse_sharded
 

@@ -147,7 +147,6 @@ class TrainerPrecision(PrecisionCore):
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
         """Run ``training_step``; in manual optimization its end is the end of the iteration."""
-        self._weights.set_up_unfrozen()
         self._in_train_step = True
         try:
             with self.forward_context():
