@@ -18,6 +18,9 @@
 
 namespace amp_plugin {
 
+// As many elements as Floats holds, as bits.
+using Words = uint32_t [[gnu::vector_size(sizeof(Floats))]];
+
 // The numbers 0, 1, 2 ... below the size of a vector.
 [[gnu::always_inline]] inline Words counted() {
   Words words;
