@@ -9,8 +9,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "cuda_layout.h"
 #include "step_rows.h"
-#include "weight_pair.h"
 
 namespace amp_plugin {
 
@@ -114,6 +114,54 @@ struct Fp32Weight {
   }
 };
 
+// As many elements as Floats holds, as bits; and as many as a Block holds, as 16 bits.
+using Words = uint32_t [[gnu::vector_size(sizeof(Floats))]];
+using Shorts = uint16_t [[gnu::vector_size(sizeof(Floats))]];
+
+[[gnu::always_inline]] inline Words bits_of(const Floats& floats) {
+  Words words;
+  floats.store(&words);
+  return words;
+}
+
+#if defined(CPU_CAPABILITY_AVX2)
+// Of four parts the middle ones change places, as around instructions that work on halves of a vector.
+[[gnu::always_inline]] inline __m256i in_order(__m256i parts) {
+  return _mm256_permute4x64_epi64(parts, 0b11011000);
+}
+#endif
+
+// The halves of 32 bits; the compiler makes twice as many instructions of the general form.
+struct Halves {
+  Shorts high, low;
+
+  [[gnu::always_inline]] explicit Halves(const Words (&words)[2]) {
+#if defined(CPU_CAPABILITY_AVX512)
+    const __m512i order =
+        _mm512_broadcast_i32x4(_mm_set_epi8(15, 14, 11, 10, 7, 6, 3, 2, 13, 12, 9, 8, 5, 4, 1, 0));
+    const __m512i first = _mm512_shuffle_epi8(reinterpret_cast<__m512i>(words[0]), order);
+    const __m512i second = _mm512_shuffle_epi8(reinterpret_cast<__m512i>(words[1]), order);
+    const __m512i even = _mm512_set_epi64(14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i odd = _mm512_set_epi64(15, 13, 11, 9, 7, 5, 3, 1);
+    low = reinterpret_cast<Shorts>(_mm512_permutex2var_epi64(first, even, second));
+    high = reinterpret_cast<Shorts>(_mm512_permutex2var_epi64(first, odd, second));
+#elif defined(CPU_CAPABILITY_AVX2)
+    const __m256i order =
+        _mm256_broadcastsi128_si256(_mm_set_epi8(15, 14, 11, 10, 7, 6, 3, 2, 13, 12, 9, 8, 5, 4, 1, 0));
+    const __m256i first = _mm256_shuffle_epi8(reinterpret_cast<__m256i>(words[0]), order);
+    const __m256i second = _mm256_shuffle_epi8(reinterpret_cast<__m256i>(words[1]), order);
+    low = reinterpret_cast<Shorts>(in_order(_mm256_unpacklo_epi64(first, second)));
+    high = reinterpret_cast<Shorts>(in_order(_mm256_unpackhi_epi64(first, second)));
+#else
+    for (int64_t i = 0; i < Block::kSize; ++i) {
+      const uint32_t word = words[i / Block::kHalf][i % Block::kHalf];
+      high[i] = static_cast<uint16_t>(word >> 16);
+      low[i] = static_cast<uint16_t>(word);
+    }
+#endif
+  }
+};
+
 // A bfloat16 parameter with the 16 bits that make it a float32.
 //
 // Whole vectors in registers: through arrays in memory the compiler writes halves of a vector and reads the
@@ -147,7 +195,7 @@ struct PairedWeight {
         _mm256_castsi256_ps(_mm256_sub_epi32(_mm256_unpackhi_epi16(turned, highs), excess))};
 #else
     alignas(64) uint32_t bits[Block::kSize];
-    for (int64_t i = 0; i < Block::kSize; ++i) bits[i] = unpack_weight(high[i], static_cast<int16_t>(low[i]));
+    for (int64_t i = 0; i < Block::kSize; ++i) bits[i] = cuda::unpack_weight(high[i], low[i]);
     return {Floats::loadu(bits), Floats::loadu(bits + Block::kHalf)};
 #endif
   }
@@ -164,52 +212,22 @@ struct PairedWeight {
     const bool not_finite = (block.low + block.high).has_inf_nan();
 #endif
     if (__builtin_expect(not_finite, false)) return store_each(block.low, block.high, high, low);
-#if defined(CPU_CAPABILITY_AVX512)
-    const __m512i order =
-        _mm512_broadcast_i32x4(_mm_set_epi8(15, 14, 11, 10, 7, 6, 3, 2, 13, 12, 9, 8, 5, 4, 1, 0));
-    const __m512i half = _mm512_set1_epi32(0x8000);
-    const __m512i first = _mm512_shuffle_epi8(_mm512_add_epi32(_mm512_castps_si512(block.low), half), order);
-    const __m512i second =
-        _mm512_shuffle_epi8(_mm512_add_epi32(_mm512_castps_si512(block.high), half), order);
-    const __m512i even = _mm512_set_epi64(14, 12, 10, 8, 6, 4, 2, 0);
-    const __m512i odd = _mm512_set_epi64(15, 13, 11, 9, 7, 5, 3, 1);
-    const __m512i lows = _mm512_permutex2var_epi64(first, even, second);
-    _mm512_storeu_si512(low, _mm512_xor_si512(lows, _mm512_set1_epi16(INT16_MIN)));
-    _mm512_storeu_si512(high, _mm512_permutex2var_epi64(first, odd, second));
-#elif defined(CPU_CAPABILITY_AVX2)
-    const __m256i order = _mm256_broadcastsi128_si256(
-        _mm_set_epi8(15, 14, 11, 10, 7, 6, 3, 2, 13, 12, 9, 8, 5, 4, 1, 0));
-    const __m256i half = _mm256_set1_epi32(0x8000);
-    const __m256i first = _mm256_shuffle_epi8(_mm256_add_epi32(_mm256_castps_si256(block.low), half), order);
-    const __m256i second =
-        _mm256_shuffle_epi8(_mm256_add_epi32(_mm256_castps_si256(block.high), half), order);
-    const __m256i lows = in_order(_mm256_unpacklo_epi64(first, second));
-    const __m256i highs = in_order(_mm256_unpackhi_epi64(first, second));
-    _mm256_storeu_si256(
-        reinterpret_cast<__m256i*>(low), _mm256_xor_si256(lows, _mm256_set1_epi16(INT16_MIN)));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(high), highs);
-#else
-    store_each(block.low, block.high, high, low);
-#endif
+    Halves halves({bits_of(block.low) + 0x8000U, bits_of(block.high) + 0x8000U});
+    halves.low ^= 0x8000;
+    std::memcpy(low, &halves.low, sizeof(halves.low));
+    std::memcpy(high, &halves.high, sizeof(halves.high));
   }
 
  private:
-#if defined(CPU_CAPABILITY_AVX2)
-  // Of four parts the middle ones change places, as around instructions that work on halves of a vector.
-  [[gnu::always_inline]] static __m256i in_order(__m256i parts) {
-    return _mm256_permute4x64_epi64(parts, 0b11011000);
-  }
-#endif
-
   [[gnu::noinline, gnu::cold]] static void store_each(
       Floats first, Floats second, uint16_t* high, uint16_t* low) {
     alignas(64) uint32_t bits[Block::kSize];
     first.store(bits);
     second.store(bits + Block::kHalf);
     for (int64_t i = 0; i < Block::kSize; ++i) {
-      const WeightPair pair = pack_weight(bits[i]);
-      high[i] = pair.high;
-      low[i] = static_cast<uint16_t>(pair.low);
+      const uint32_t halves = cuda::pack_weight(bits[i]);
+      high[i] = static_cast<uint16_t>(halves >> 16);
+      low[i] = static_cast<uint16_t>(halves);
     }
   }
 };

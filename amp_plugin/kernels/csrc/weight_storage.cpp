@@ -14,9 +14,9 @@
 #include <vector>
 
 #include "cpu_ops.h"
+#include "cuda_layout.h"
 #include "memory_order.h"
 #include "versions.h"
-#include "weight_pair.h"
 
 namespace amp_plugin {
 namespace {
@@ -159,11 +159,11 @@ void pack_weights_(at::TensorList masters, at::TensorList high, at::TensorList l
   for_each_piece(from, [&](const Piece& piece) {
     const auto* bits = static_cast<const uint32_t*>(from[piece.tensor].const_data_ptr());
     auto* upper = to_high.data<uint16_t>(piece.tensor);
-    auto* lower = to_low.data<int16_t>(piece.tensor);
+    auto* lower = to_low.data<uint16_t>(piece.tensor);
     for (int64_t i = piece.begin; i < piece.end; ++i) {
-      const WeightPair pair = pack_weight(bits[i]);
-      upper[i] = pair.high;
-      lower[i] = pair.low;
+      const uint32_t halves = cuda::pack_weight(bits[i]);
+      upper[i] = static_cast<uint16_t>(halves >> 16);
+      lower[i] = static_cast<uint16_t>(halves);
     }
   });
   to_high.finish();
@@ -184,10 +184,10 @@ void unpack_weights_(at::TensorList high, at::TensorList low, at::TensorList mas
   const Written to(masters, upper);
   for_each_piece(upper, [&](const Piece& piece) {
     const auto* high_bits = static_cast<const uint16_t*>(upper[piece.tensor].const_data_ptr());
-    const auto* low_bits = static_cast<const int16_t*>(lower[piece.tensor].const_data_ptr());
+    const auto* low_bits = static_cast<const uint16_t*>(lower[piece.tensor].const_data_ptr());
     auto* bits = to.data<uint32_t>(piece.tensor);
     for (int64_t i = piece.begin; i < piece.end; ++i) {
-      bits[i] = unpack_weight(high_bits[i], low_bits[i]);
+      bits[i] = cuda::unpack_weight(high_bits[i], low_bits[i]);
     }
   });
   to.finish();
