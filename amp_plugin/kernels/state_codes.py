@@ -41,12 +41,17 @@ def draws(numel: int, step: Tensor | float, state: int, device: torch.device) ->
     """
     number = step.to(torch.int64).reshape(()) if isinstance(step, Tensor) else int(step)
     places = torch.arange(numel, device=device)
-    start = (places // BLOCK * 0x9E3779B1 + (number & _WORD) * 0x85EBCA77) & _WORD
-    start = ((start ^ (start >> 15)) * 0x2C1B3C6D) & _WORD
-    start = ((start ^ (start >> 12)) * 0x297A2D39) & _WORD
-    bits = (start ^ (start >> 15)) >> (0 if state == 1 else 16)
+    bits = random_bits(places // BLOCK, (number & _WORD) * 0x85EBCA77) >> (0 if state == 1 else 16)
     high = (bits + places % BLOCK) * _STRIDE & 0xFF
     return (high << 8) | (bits >> 8 & 0xFF)
+
+
+def random_bits(numbers: Tensor, seed: Tensor | int) -> Tensor:
+    """Return 32 random bits, int64, of each number."""
+    bits = (numbers * 0x9E3779B1 + seed) & _WORD
+    bits = ((bits ^ (bits >> 15)) * 0x2C1B3C6D) & _WORD
+    bits = ((bits ^ (bits >> 12)) * 0x297A2D39) & _WORD
+    return bits ^ (bits >> 15)
 
 
 def to_bf16(flat: Tensor, drawn: Tensor | None = None) -> Tensor:

@@ -72,6 +72,14 @@ struct SgdOptions {
   u32 nesterov, maximize, first_step, unused;
 };
 
+// 32 random bits of a number; after Wellons, "Hash Function Prospector", 2018.
+inline u32 random_bits(u32 number, u32 seed) {
+  u32 bits = number * 0x9E3779B1u + seed;
+  bits = (bits ^ (bits >> 15)) * 0x2C1B3C6Du;
+  bits = (bits ^ (bits >> 12)) * 0x297A2D39u;
+  return bits ^ (bits >> 15);
+}
+
 // 16 random bits for each element of a block of codes, of a state after the first. Of the block only the
 // start is random; from there the high bytes are spread evenly, by steps of kStride.
 constexpr u32 kStride = 159;
@@ -82,10 +90,7 @@ struct Draws {
 
   Draws() = default;
   Draws(u32 block, u32 seed, u32 state) {
-    u32 bits = block * 0x9E3779B1u + seed;
-    bits = (bits ^ (bits >> 15)) * 0x2C1B3C6Du;
-    bits = (bits ^ (bits >> 12)) * 0x297A2D39u;
-    bits = (bits ^ (bits >> 15)) >> (state == 1 ? 0 : 16);
+    const u32 bits = random_bits(block, seed) >> (state == 1 ? 0 : 16);
     first = bits & 0xFFu;
     low = bits >> 8 & 0xFFu;
   }
