@@ -105,8 +105,7 @@ def kernels(setting: Setting, name: str) -> Iterator[Comparison]:
     grads = [torch.randn(shape, device=setting.device) for shape in shapes_of(name, setting)]
     numel = sum(grad.numel() for grad in grads)
     flat = grads[0] if len(grads) == 1 else torch.randn(numel, device=setting.device)
-    copied, half = torch.empty_like(flat), [torch.empty_like(grad, dtype=torch.bfloat16) for grad in grads]
-    flat_half = torch.empty_like(flat, dtype=torch.bfloat16)
+    copied = torch.empty_like(flat)
     factor = torch.tensor(SCALE, device=setting.device)
     calls = {
         "norm_check / torch.sum": (lambda: OP.norm_check(grads, factor), flat.sum, 1.15),
@@ -117,11 +116,6 @@ def kernels(setting: Setting, name: str) -> Iterator[Comparison]:
             1.1,
         ),
         "multiply_ / mul_": (lambda: OP.multiply_(grads, factor), lambda: flat.mul_(SCALE), 1.1),
-        "cast to bf16 / copy_ to bf16": (
-            lambda: OP.cast(grads, half),
-            lambda: flat_half.copy_(flat),
-            1.1,
-        ),
     }
     for label, (ours, limit, ratio) in calls.items():
         yield Comparison(

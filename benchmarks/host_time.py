@@ -59,7 +59,7 @@ class HostTime(Section):
         """Yield each op."""
         if host_device.cannot():  # no g++, or a build with CUDA's own kernels
             return
-        for op in ("norm_check", "survey", "unscale_", "multiply_", "cast", "clip_factor"):
+        for op in ("norm_check", "survey", "unscale_", "multiply_", "clip_factor"):
             for count in (1,) if op == "clip_factor" else setting.sized((1, 400, 10_000), (1, 3)):
                 limit, name = MOST.get((op, count)), NAMES.get(op, op)
                 yield Comparison(

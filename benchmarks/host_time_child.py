@@ -30,14 +30,11 @@ def call_of(op: str, count: int) -> Callable[[], object]:
     params = [torch.nn.Parameter(torch.zeros(64, device="cuda")) for _ in range(count)]
     for param in params:
         param.grad = torch.ones_like(param)
-    half = [torch.empty_like(param, dtype=torch.bfloat16).detach() for param in params]
     factor = torch.tensor(0.5, device="cuda")
-    tensors = [param.detach() for param in params]
     calls: dict[str, Callable[[], object]] = {
         "norm_check": lambda: LEDGER.norm_check(params, factor, 2.0),
         "unscale_": lambda: LEDGER.unscale_(params, factor, 2.0),
         "multiply_": lambda: LEDGER.multiply_(params, factor),
-        "cast": lambda: OP.cast(tensors, half),
         "survey": lambda: LEDGER.survey(params),
         "clip_factor": lambda: OP.clip_factor(factor, 1.0, factor),
     }
@@ -58,7 +55,7 @@ def main() -> None:
     """Answer until the parent closes."""
     if not cuda_core(0).loaded:
         sys.exit(cuda_core(0).reason)
-    for op in ("norm_check", "unscale_", "multiply_", "cast", "survey", "clip_factor"):
+    for op in ("norm_check", "unscale_", "multiply_", "survey", "clip_factor"):
         call_of(op, 1)()  # loads the kernel
     torch.ops.host_device.launches_do_nothing(True)
     print("ready", flush=True)

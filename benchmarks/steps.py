@@ -12,16 +12,19 @@ from torch import Tensor
 from amp_plugin import GradScaler
 from amp_plugin.kernels import ops  # noqa: F401 -- defines the ops
 from amp_plugin.weights.store import store_weights
+from benchmarks.clocks import Sample, thread_time
 from benchmarks.gradient_path import PROMISED_ON_CUDA, shapes_of
 from benchmarks.harness import OURS, Comparison, Gate
 from benchmarks.models import Shapes
-from benchmarks.setting import Section, Setting
+from benchmarks.setting import Section, Setting, threads
 
 BARE = "bare optimizer step"
 IN_FP32 = "fp32 weights"
+UNCOMPRESSED = "fp32 state"
 TABLE = "Unscale + clip + step + update, each after a backward"
 TABLE_WITHOUT_SCALE = "Clip + step where nothing is scaled, each after a backward"
 TABLE_16_BITS = "The same step of weights stored in bf16, beside float32 weights"
+TABLE_8_BITS = "The same step of weights stored in bf16 with 8-bit state, one thread, beside float32 state"
 MAX_NORM = 0.1
 SCALE = 2.0**10
 PROMISED = {
@@ -64,6 +67,7 @@ class Steps(Section):
             yield whole_step(setting, name, optimizer)
         if setting.device == "cpu":
             yield in_16_bits(setting)
+            yield in_8_bits(setting)
             for optimizer in ("fused AdamW", "foreach AdamW"):
                 yield without_scale(setting, "ResNet-50", optimizer)
 
@@ -114,6 +118,41 @@ def in_16_bits(setting: Setting) -> Comparison:
     )
 
 
+def in_8_bits(setting: Setting) -> Comparison:
+    """Compare a step of one thread with compressed state with the uncompressed one and with torch's."""
+    steps: dict[str, Sample] = {}
+    for label, weights, state in (
+        (OURS, "bf16", "8bit"),
+        (UNCOMPRESSED, "bf16", "fp32"),
+        ("torch", None, "fp32"),
+    ):
+        trained = Trained(
+            shapes_of("1 x 100 MB", setting), setting.device, "fused AdamW", weights=weights, state=state
+        )
+        ours = weights is not None
+        steps[label] = thread_time(
+            in_one_thread(trained.step_ours if ours else trained.step_theirs),
+            prepare=partial(trained.backward, trained.ours if ours else trained.theirs),
+        )
+    return Comparison(
+        name="1 x 100 MB, fused AdamW",
+        table=TABLE_8_BITS,
+        samples=steps,
+        rounds=setting.rounds(21),
+        gates=(Gate(limit=1.1, against=UNCOMPRESSED), Gate(limit=1.7, measure="theirs / ours")),
+    )
+
+
+def in_one_thread(call: Callable[[], object]) -> Callable[[], object]:
+    """Return a call that leaves torch one thread."""
+
+    def run() -> None:
+        with threads(1):
+            call()
+
+    return run
+
+
 def without_scale(setting: Setting, name: str, optimizer: str) -> Comparison:
     """Compare clip and step where nothing is scaled (bf16, fp32), each after a backward that is not timed."""
     trained = Trained(shapes_of(name, setting), setting.device, optimizer, scaled=False)
@@ -137,7 +176,14 @@ class Trained:
     """Parameters, an optimizer that has stepped, and one scaler of each kind."""
 
     def __init__(
-        self, shapes: Shapes, device: str, optimizer: str, *, weights: Any = None, scaled: bool = True
+        self,
+        shapes: Shapes,
+        device: str,
+        optimizer: str,
+        *,
+        weights: Any = None,
+        state: Any = "fp32",
+        scaled: bool = True,
     ) -> None:
         self.model = torch.nn.ParameterList([torch.zeros(shape, device=device) for shape in shapes])
         self.params = list(self.model)
@@ -149,7 +195,7 @@ class Trained:
         else:
             self.optimizer = torch.optim.SGD(self.params, lr=1e-9, momentum=0.9, fused=kind == "fused")
         if weights is not None:
-            store_weights(self.model, self.optimizer, weights=weights)
+            store_weights(self.model, self.optimizer, weights=weights, state=state)
         self.ours = GradScaler(device, init_scale=SCALE, dynamic=False, enabled=scaled)
         self.theirs = torch.amp.GradScaler(device, init_scale=SCALE, growth_interval=10**9)
         self.backward(self.ours)

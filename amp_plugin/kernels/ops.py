@@ -12,7 +12,6 @@ op                      bytes (B = all gradients)   launches (CUDA)  host syncs
 norm_check              read B                      1                0
 unscale\_               read B, write B             1                0
 multiply\_              read B, write B; 0 if 1     1                0
-cast                    read src, write out         1                0
 update_scale\_          a few scalars               1                0
 clip_factor             a few scalars               1                0
 adam\_, sgd\_            read B, params and states,   1                0
@@ -74,7 +73,6 @@ SCHEMAS: Final = {
         " -> (Tensor norm, Tensor found_inf, Tensor flags)"
     ),
     "multiply_": "(Tensor(a!)[] grads, Tensor factor) -> Tensor found_inf",
-    "cast": "(Tensor[] src, Tensor(a!)[] out) -> ()",
     "update_scale_": (
         "(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) hysteresis_tracker, Tensor found_inf, "
         "float growth_factor, float backoff_factor, int growth_interval, float min_scale, float max_scale, "

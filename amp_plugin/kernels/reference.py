@@ -48,11 +48,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from amp_plugin.kernels.state_codes import decode, draws, encode, in_memory_order, to_bf16
+from amp_plugin.kernels.state_codes import decode, draws, encode, in_memory_order, random_bits, to_bf16
 
 INF_FLAG = 1
 NAN_FLAG = 2
-_DRAWS = 8  # numbers of 16 bits from one call of the generator
 _WORD = 0xFFFFFFFF
 
 
@@ -147,16 +146,6 @@ def multiply_(grads: Sequence[Tensor], factor: Tensor) -> Tensor:
     for grad in grads:
         _write(grad, value)
     return torch.where(value == 1, 0.0, _found(_flags(grads, factor.device))).to(torch.float32)
-
-
-@torch.no_grad()
-def cast(src: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    """Copy tensors into as many tensors of other dtypes and the same shapes, pair by pair."""
-    if len(src) != len(out):
-        msg = f"cast: {len(src)} tensors to copy and {len(out)} to write; give one output for each input"
-        raise ValueError(msg)
-    for source, copy in zip(src, out, strict=True):
-        copy.copy_(source)
 
 
 @torch.no_grad()
@@ -346,29 +335,12 @@ def round_weights_(masters: Sequence[Tensor], out: Sequence[Tensor], seed: int, 
     _refuse_counts("round_weights_", masters, outputs=out)
     for number, (master, rounded) in enumerate(zip(masters, out, strict=True)):
         bits = master.contiguous().view(torch.int32).to(torch.int64).flatten()
-        draws = _draws(bits.numel(), number, seed, step, master.device)
+        key = (step & _WORD) * 0x85EBCA77 + (seed & _WORD) * 0xC2B2AE3D + number * 0x27D4EB2F
+        drawn = random_bits(torch.arange(bits.numel(), device=master.device), key & _WORD) & 0xFFFF
         is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
         quiet = ((bits >> 16) & 0x8000) | 0x7FC0
-        halves = torch.where(is_nan, quiet, (bits + draws) >> 16)
+        halves = torch.where(is_nan, quiet, (bits + drawn) >> 16)
         rounded.copy_(halves.to(torch.int16).view(torch.bfloat16).view(master.shape))
-
-
-def _draws(numel: int, tensor: int, seed: int, step: int, device: torch.device) -> Tensor:
-    """Return ``numel`` numbers of 16 bits, int64: Philox 4x32-10 (Salmon et al., SC 2011)."""
-    block = torch.arange((numel + _DRAWS - 1) // _DRAWS, device=device)
-    words = [block & _WORD, block >> 32, torch.full_like(block, tensor), torch.zeros_like(block)]
-    key0, key1 = seed & _WORD, step & _WORD
-    for _ in range(10):
-        first, second = 0xD2511F53 * words[0], 0xCD9E8D57 * words[2]
-        words = [
-            ((second >> 32) & _WORD) ^ words[1] ^ key0,
-            second & _WORD,
-            ((first >> 32) & _WORD) ^ words[3] ^ key1,
-            first & _WORD,
-        ]
-        key0, key1 = (key0 + 0x9E3779B9) & _WORD, (key1 + 0xBB67AE85) & _WORD
-    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
-    return torch.stack(halves, dim=1).flatten()[:numel]
 
 
 @torch.no_grad()

@@ -21,10 +21,9 @@ from torch import Tensor
 BLOCK: Final = 128
 BLOCK_BYTES: Final = BLOCK + 4
 _WORD: Final = 0xFFFFFFFF
-_STRIDE: Final = 0x9E3779B1
+_STRIDE: Final = 159
 _LEAST_UNIT: Final = 2.0**-120
 _MOST_ROOT: Final = 2.0**63
-_FIXED: Final = 2.0**16 * (1 - 2.0**-21)  # 16 bits behind the point, and the largest code below 256
 _MOST_SIGNED: Final = 127
 _MOST_UNSIGNED: Final = 255
 
@@ -37,16 +36,22 @@ def coded_bytes(numel: int) -> int:
 def draws(numel: int, step: Tensor | float, state: int, device: torch.device) -> Tensor:
     """Return 16 random bits per element, int64, for the second moment in a place of an optimizer's states.
 
-    Of a block of elements only the start is random; from there they are spread evenly. ``state`` is 1 for
-    ``exp_avg_sq``, 2 for its maximum; the low 32 bits of ``step`` count.
+    Of a block of elements only the start is random; from there the high bytes are spread evenly. ``state`` is
+    1 for ``exp_avg_sq``, 2 for its maximum; the low 32 bits of ``step`` count.
     """
     number = step.to(torch.int64).reshape(()) if isinstance(step, Tensor) else int(step)
     places = torch.arange(numel, device=device)
-    start = (places // BLOCK * _STRIDE + (number & _WORD) * 0x85EBCA77) & _WORD
-    start = ((start ^ (start >> 15)) * 0x2C1B3C6D) & _WORD
-    start = ((start ^ (start >> 12)) * 0x297A2D39) & _WORD
-    bits = ((start ^ (start >> 15)) + places % BLOCK * _STRIDE) & _WORD
-    return bits >> 16 if state == 1 else bits & 0xFFFF
+    bits = random_bits(places // BLOCK, (number & _WORD) * 0x85EBCA77) >> (0 if state == 1 else 16)
+    high = (bits + places % BLOCK) * _STRIDE & 0xFF
+    return (high << 8) | (bits >> 8 & 0xFF)
+
+
+def random_bits(numbers: Tensor, seed: Tensor | int) -> Tensor:
+    """Return 32 random bits, int64, of each number."""
+    bits = (numbers * 0x9E3779B1 + seed) & _WORD
+    bits = ((bits ^ (bits >> 15)) * 0x2C1B3C6D) & _WORD
+    bits = ((bits ^ (bits >> 12)) * 0x297A2D39) & _WORD
+    return bits ^ (bits >> 15)
 
 
 def to_bf16(flat: Tensor, drawn: Tensor | None = None) -> Tensor:
@@ -73,8 +78,9 @@ def encode(flat: Tensor, *, signed: bool, drawn: Tensor | None = None, units: Te
         share = torch.full((blocks * BLOCK,), 0x8000, device=flat.device)
         if drawn is not None:
             share[: flat.numel()] = drawn
-        code = ((kept * (inverse * _FIXED)).to(torch.int64) + share.view_as(kept)) >> 16
-        codes = torch.where(kept == 0, 0, code.clamp_min(1)).to(torch.uint8)
+        high, low = (share >> 8).view_as(kept), (share & 0xFF).view_as(kept)
+        code = (kept.double() * inverse + low * 2.0**-16).float() + high * 2.0**-8  # a fused sum, and a sum
+        codes = torch.where(kept == 0, 0, code.clamp(1, _MOST_UNSIGNED)).to(torch.uint8)
     return torch.cat([codes, unit.flatten().view(torch.uint8).view(blocks, 4)], 1).flatten()
 
 

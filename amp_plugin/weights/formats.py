@@ -63,7 +63,7 @@ class Fp16WithMaster(SplitBf16):
 
     def store(self, masters: _Tensors, weights: _Tensors, kept: _Tensors, seed: int, step: int) -> None:
         """Write both."""
-        torch.ops.amp_plugin.cast(masters, weights)
+        torch._foreach_copy_(list(weights), list(masters))
         for master, own in zip(masters, kept, strict=True):
             if master.data_ptr() != own.data_ptr():
                 own.copy_(master)

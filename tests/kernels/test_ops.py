@@ -219,7 +219,6 @@ def test_no_tensors_and_empty_tensors(on):
                 assert norm.item() == found_inf.item() == 0.0
                 assert flags.tolist() == [0] * len(grads)
         assert on.ops.multiply_(grads, scalar(0.5, on)).item() == 0.0
-        on.ops.cast(grads, [grad.clone() for grad in grads])
 
 
 @pytest.mark.parametrize("magnitude", [1e30, 3e38, 1e-19, 1e-30, 1e-42])
@@ -300,49 +299,6 @@ def test_large_tensors_of_several_chunks(on):
     assert all(same(one, value) for one, value in zip(grads, expected, strict=True))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("source", "target"), list(itertools.product(DTYPES[:4], repeat=2)), ids=str)
-def test_cast_on_the_grid(on, source, target, layout):
-    sizes = sorted({*on.sizes(source), *on.sizes(target)})
-    guarded = [Guarded(random_values(n, source, n, 100.0), layout, on.device) for n in sizes]
-    out = [Guarded(torch.zeros(n, dtype=target), layout, on.device) for n in sizes]
-    on.ops.cast(tensors(guarded), tensors(out))
-    for one, other in zip(guarded, out, strict=True):
-        assert same(other.tensor, one.tensor.cpu().to(target))
-        assert other.untouched()
-
-
-@pytest.mark.parametrize("target", DTYPES[:3], ids=str)
-def test_casts_round_to_nearest_even(on, target):
-    every_half = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
-    halves = torch.cat([every_half.view(torch.float16).float(), every_half.view(torch.bfloat16).float()])
-    words = torch.randint(-(2**31), 2**31 - 1, (2**16,), generator=torch.Generator().manual_seed(0))
-    between = torch.cat(
-        [halves.view(torch.int32) + d for d in (-1, 0, 1, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000)]
-    )
-    values = torch.cat([words.to(torch.int32), between]).view(torch.float32).to(on.device)
-    for source in (values, values.to(torch.float16), values.to(torch.bfloat16)):
-        out = torch.empty(source.shape, dtype=target, device=on.device)
-        on.ops.cast([source], [out])
-        assert same(out, source.cpu().to(target))
-
-
-def test_cast_leaves_to_torch_what_it_cannot_do(on):
-    complex_one = torch.randn(9, dtype=torch.complex64, device=on.device)
-    grid_of_six = torch.arange(6.0, device=on.device).view(2, 3)
-    src = [complex_one, grid_of_six, torch.arange(3, device=on.device), torch.ones(5, device=on.device)]
-    out = [
-        torch.zeros(9, dtype=torch.complex128, device=on.device),
-        torch.zeros(3, 2, dtype=torch.float16, device=on.device).t(),
-        torch.zeros(3, device=on.device),
-        torch.zeros(5, dtype=torch.bfloat16, device=on.device),
-    ]
-    versions = [one._version for one in out]
-    on.ops.cast(src, out)
-    assert all(torch.equal(other, one.to(other.dtype)) for one, other in zip(src, out, strict=True))
-    assert all(one._version > old for one, old in zip(out, versions, strict=True))
-
-
 STEPS = list(itertools.product([0.0, 1.0], repeat=6))
 
 
@@ -414,11 +370,6 @@ def test_errors_name_what_is_wrong(on, kind, name, given, error, text):
         getattr(on.ops, name)(*given(on.device))
 
 
-def test_a_cast_needs_one_output_for_each_input(on):
-    with pytest.raises(ValueError, match="cast: 1 tensors to copy and 0 to write"):
-        on.ops.cast([torch.ones(3, device=on.device)], [])
-
-
 def test_gradients_made_in_inference_mode(on):
     with torch.inference_mode():
         grads = [torch.ones(9, device=on.device)]
@@ -458,7 +409,6 @@ OPCHECKS = {
     "norm_check": (GRADS, torch.tensor(0.5)),
     "unscale_": (GRADS, torch.tensor(0.5)),
     "multiply_": (GRADS, torch.tensor(0.5)),
-    "cast": (GRADS[:1], [torch.empty(5, dtype=torch.float16)]),
     "update_scale_": (torch.tensor(8.0), COUNTER, COUNTER.clone(), torch.tensor(1.0), *RULE),
     "clip_factor": (torch.tensor(3.0), 1.0, torch.tensor(8.0)),
 }

@@ -16,7 +16,6 @@ using OptionalTensor = std::optional<at::Tensor>;
 Measured norm_check(at::TensorList grads, const at::Tensor& inv_scale, double p, bool is_scale);
 Measured unscale_(at::TensorList grads, const at::Tensor& inv_scale, double p, bool is_scale);
 at::Tensor multiply_(at::TensorList grads, const at::Tensor& factor);
-void cast(at::TensorList src, at::TensorList out);
 
 at::Tensor clip_factor(
     const at::Tensor& norm, double max_norm, const OptionalTensor& scale, const OptionalTensor& found_inf);

@@ -115,7 +115,7 @@ SharedTable Device::table(at::TensorList tensors, Handle stream) {
     SharedTable kept = kept_table(tensors.size(), tensors[0], stream);
     if (kept && are_of(kept->rows.data(), tensors, device())) return kept;
   }
-  return table(rows_of(tensors, {}, device()), stream);
+  return table(rows_of(tensors, device()), stream);
 }
 
 SharedTable Device::kept_table(size_t count, const at::Tensor& first, Handle stream) {

@@ -1,4 +1,5 @@
-// What launches hand to kernels. g++ and NVRTC both read this file, so it includes nothing.
+// What launches hand to kernels, and what both sides compute to the bit. g++ and NVRTC both read this file,
+// so it includes nothing; NVRTC takes its functions for those of the device.
 #pragma once
 
 namespace amp_plugin::cuda {
@@ -70,6 +71,51 @@ struct SgdOptions {
   double lr, momentum, dampening, weight_decay;
   u32 nesterov, maximize, first_step, unused;
 };
+
+// 32 random bits of a number; after Wellons, "Hash Function Prospector", 2018.
+inline u32 random_bits(u32 number, u32 seed) {
+  u32 bits = number * 0x9E3779B1u + seed;
+  bits = (bits ^ (bits >> 15)) * 0x2C1B3C6Du;
+  bits = (bits ^ (bits >> 12)) * 0x297A2D39u;
+  return bits ^ (bits >> 15);
+}
+
+// 16 random bits for each element of a block of codes, of a state after the first. Of the block only the
+// start is random; from there the high bytes are spread evenly, by steps of kStride.
+constexpr u32 kStride = 159;
+
+struct Draws {
+  u32 first;  // times kStride, the high byte of the block's first element
+  u32 low;  // byte, of all
+
+  Draws() = default;
+  Draws(u32 block, u32 seed, u32 state) {
+    const u32 bits = random_bits(block, seed) >> (state == 1 ? 0 : 16);
+    first = bits & 0xFFu;
+    low = bits >> 8 & 0xFFu;
+  }
+  u32 high(u32 place) const { return (first + place) * kStride & 0xFFu; }
+};
+
+inline u32 seed_of(double step) { return u32(u64(step)) * 0x85EBCA77u; }
+
+// A float32 as bf16 bits and, in the low half, what is missing from them: a signed number of units in
+// float32's last place. Rounded to nearest, ties away from zero: unlike ties to even, it is reversible. A NaN
+// whose high half would not be a NaN (its payload is in the low bits, or rounds up) becomes the quiet NaN of
+// its sign.
+inline u32 pack_weight(u32 bits) {
+  const u32 magnitude = bits & 0x7FFFFFFFu;
+  const bool lost_nan = (magnitude > 0x7F800000u && magnitude < 0x7F808000u) || magnitude >= 0x7FFF8000u;
+  const u32 kept = lost_nan ? (bits & 0x80000000u) | 0x7FC00000u : bits;
+  return ((kept + 0x8000u) & 0xFFFF0000u) | (kept & 0xFFFFu);
+}
+
+// Beside a zero a low half counts for nothing: whoever writes a weight does not know of it, and a negative
+// one would make a NaN. So float32 numbers below 4.6e-41 come back as zeros.
+inline u32 unpack_weight(u16 high, u16 low) {
+  const u32 rest = (high & 0x7FFFu) == 0 ? 0u : (low ^ 0x8000u) - 0x8000u;  // with its sign
+  return (u32(high) << 16) + rest;
+}
 
 constexpr u32 kMostPacked = 32;  // measurements, flags and powers of one launch
 

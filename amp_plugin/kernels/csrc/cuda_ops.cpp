@@ -86,41 +86,6 @@ at::Tensor multiply_(at::TensorList grads, const at::Tensor& factor) {
   return found_inf;
 }
 
-// What the kernel takes: real, dense, laid out alike.
-bool is_castable(const at::Tensor& from, const at::Tensor& to) {
-  return from.is_non_overlapping_and_dense() && from.sizes() == to.sizes() &&
-      from.strides() == to.strides() && from.device() == to.device() && from.layout() == at::kStrided &&
-      code_of(from.scalar_type()) <= kLastCastable && code_of(to.scalar_type()) <= kLastCastable;
-}
-
-void cast(at::TensorList src, at::TensorList out) {
-  TORCH_CHECK_VALUE(
-      src.size() == out.size(), "cast: ", src.size(), " tensors to copy and ", out.size(),
-      " to write; give one output for each input");
-  if (src.empty()) return;
-  Device* device = Device::find(index_of(out[0], src));
-  if (device == nullptr) {
-    return call_op<cast>("amp_plugin::_plain_cast", src, out);
-  }
-  const at::AutoDispatchBelowADInplaceOrView below;
-  std::vector<at::Tensor> from, to;
-  for (size_t i = 0; i < src.size(); ++i) {
-    if (is_castable(src[i], out[i])) {
-      from.push_back(src[i]);
-      to.push_back(out[i]);
-    } else {
-      out[i].copy_(src[i]);
-    }
-  }
-  if (!from.empty()) {
-    const Rows rows = rows_of(from, to, device->device());
-    const Handle stream = device->stream();
-    const SharedTable table = device->table(rows, stream);
-    device->launch(kCast, device->blocks(table->table), stream, table->table);
-  }
-  increment_versions(out);
-}
-
 void update_scale_(
     const at::Tensor& scale, const at::Tensor& growth_tracker, const at::Tensor& hysteresis_tracker,
     const at::Tensor& found_inf, double growth_factor, double backoff_factor, int64_t growth_interval,
@@ -171,7 +136,6 @@ TORCH_LIBRARY_IMPL(amp_plugin, CUDA, m) {
   m.impl("norm_check", norm_check);
   m.impl("unscale_", unscale_);
   m.impl("multiply_", multiply_);
-  m.impl("cast", cast);
   m.impl("update_scale_", update_scale_);
   m.impl("clip_factor", clip_factor);
 }

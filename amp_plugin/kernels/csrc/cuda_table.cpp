@@ -18,34 +18,12 @@ constexpr uint8_t kSizes[] = {2, 2, 4, 8, 8, 16};  // of an element, by code
 
 size_t marks_bytes(size_t count) { return (4 * count + 15) / 16 * 16; }
 
-[[noreturn]] void refuse_device(size_t i, size_t count, c10::Device device) {
-  C10_THROW_ERROR(
-      ValueError,
-      c10::str(
-          "tensor ", i, " of ", count, " is not on ", device,
-          ", where the scale is; call the op once for each device"));
-}
-
-[[noreturn]] void refuse_dtype(size_t i, size_t count) {
-  C10_THROW_ERROR(
-      TypeError,
-      c10::str(
-          "tensor ", i, " of ", count,
-          ": the CUDA kernels take float16, bfloat16, float32, float64, complex64, complex128; convert it"));
-}
-
-void require_aligned(uint64_t address, uint64_t numel, size_t size, size_t i, size_t count) {
-  TORCH_CHECK_VALUE(
-      address % size == 0 || numel == 0, "tensor ", i, " of ", count, " begins at address ", address,
-      ", no multiple of its element size of ", size, " bytes; pass tensor.clone()");
-}
-
 bool is_of(const Row& row, const at::Tensor& tensor, c10::Device device) {
   if (!is_plain(tensor) || tensor.device() != device) return false;
   c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   if (code_of(tensor.scalar_type()) != row.dtype || static_cast<uint64_t>(impl.numel()) != row.numel)
     return false;
-  if (row.out_address != 0) return false;  // of a cast
+  if (row.out_address != 0) return false;  // of a step
   if (row.numel == 0) return true;
   if (!impl.is_non_overlapping_and_dense() || !impl.unsafe_storage()) return false;
   const auto offset = static_cast<uint64_t>(impl.storage_offset()) * kSizes[row.dtype];
@@ -118,7 +96,7 @@ u8 code_of(at::ScalarType type) {
   }
 }
 
-Rows rows_of(at::TensorList tensors, at::TensorList out, c10::Device device) {
+Rows rows_of(at::TensorList tensors, c10::Device device) {
   Rows result;
   result.rows.resize(tensors.size());
   result.count = static_cast<uint32_t>(tensors.size());
@@ -126,24 +104,23 @@ Rows rows_of(at::TensorList tensors, at::TensorList out, c10::Device device) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     const at::Tensor& tensor = tensors[i];
     Row& row = result.rows[i];
-    if (tensor.device() != device) refuse_device(i, tensors.size(), device);
+    TORCH_CHECK_VALUE(
+        tensor.device() == device, "tensor ", i, " of ", tensors.size(), " is not on ", device,
+        ", where the scale is; call the op once for each device");
     row.dtype = code_of(tensor.scalar_type());
-    if (row.dtype == kUnknownDtype) refuse_dtype(i, tensors.size());
+    TORCH_CHECK_TYPE(
+        row.dtype != kUnknownDtype, "tensor ", i, " of ", tensors.size(),
+        ": the CUDA kernels take float16, bfloat16, float32, float64, complex64, complex128; convert it");
     row.numel = static_cast<uint64_t>(tensor.numel());
     row.first_granule = static_cast<uint32_t>(granules);
     const size_t size = kSizes[row.dtype];
-    if (out.empty()) {  // mutable: a lazily cloned tensor gets memory of its own before it is written
-      row.address = reinterpret_cast<uint64_t>(tensor.mutable_data_ptr());
-      if (row.numel > 0)
-        granules += (row.address % 16 + row.numel * size + kGranuleBytes - 1) / kGranuleBytes;
-    } else {
-      row.address = reinterpret_cast<uint64_t>(tensor.const_data_ptr());
-      row.out_address = reinterpret_cast<uint64_t>(out[i].mutable_data_ptr());
-      row.out_dtype = code_of(out[i].scalar_type());
-      require_aligned(row.out_address, row.numel, kSizes[row.out_dtype], i, tensors.size());
-      granules += (row.numel + kGranuleElements - 1) / kGranuleElements;
-    }
-    require_aligned(row.address, row.numel, size, i, tensors.size());
+    // mutable: a lazily cloned tensor gets memory of its own before it is written
+    row.address = reinterpret_cast<uint64_t>(tensor.mutable_data_ptr());
+    if (row.numel > 0) granules += (row.address % 16 + row.numel * size + kGranuleBytes - 1) / kGranuleBytes;
+    TORCH_CHECK_VALUE(
+        row.address % size == 0 || row.numel == 0, "tensor ", i, " of ", tensors.size(),
+        " begins at address ", row.address, ", no multiple of its element size of ", size,
+        " bytes; pass tensor.clone()");
   }
   TORCH_CHECK_VALUE(granules < UINT32_MAX, "these tensors are too large for one call; split the list");
   result.granules = static_cast<uint32_t>(granules);

@@ -14,18 +14,18 @@
 
 namespace amp_plugin::cuda {
 
-constexpr u8 kUnknownDtype = 255, kLastCastable = kFloat64;
+constexpr u8 kUnknownDtype = 255;
 
 u8 code_of(at::ScalarType type);
 
-// The rows of dense tensors; `out` is empty or, for a cast, as long as `tensors`.
+// The rows of dense tensors.
 // Raises ValueError or TypeError for what the kernels do not take.
 struct Rows {
   std::vector<Row> rows;
   uint32_t count = 0;  // of tensors; a step has several rows for each
   uint32_t granules = 0;
 };
-Rows rows_of(at::TensorList tensors, at::TensorList out, c10::Device device);
+Rows rows_of(at::TensorList tensors, c10::Device device);
 
 // Whether tensors are what the rows were made of; false also where rows_of would raise, or copy first.
 bool are_of(const Row* rows, const at::Tensor* const* tensors, size_t count, c10::Device device);

@@ -233,7 +233,6 @@ TORCH_LIBRARY_IMPL(amp_plugin, CPU, m) {
   m.impl("norm_check", norm_check);
   m.impl("unscale_", unscale_);
   m.impl("multiply_", multiply_);
-  m.impl("cast", cast);
   m.impl("clip_factor", clip_factor);
   m.impl("update_scale_", update_scale_);
   m.impl("pack_measurements_", pack_measurements_);

@@ -78,7 +78,7 @@ template <typename Rule>
 void step_elements(const Row& row, int64_t begin, int64_t end, const Divisor& divisor, const Rule& rule) {
   const bool divided = !divisor.is_one();
   const auto step = divided ? range_function<Rule, true>(row) : range_function<Rule, false>(row);
-  const int64_t unit = row.state == State::codes ? kCodeBlock : Block::kSize;
+  const int64_t unit = row.state == State::fp32 ? Block::kSize : kCodeBlock;
   const int64_t whole = begin + (end - begin) / unit * unit;
   step(row, begin, whole, divisor, rule);
   if (whole == end) return;

@@ -12,72 +12,23 @@
 
 #include <array>
 #include <cmath>
+#include <utility>
 
 #include "step_rows.h"
 #include "step_weights.h"
 
 namespace amp_plugin {
 
-// The numbers 0, 1, 2 ... below the size of a vector.
-[[gnu::always_inline]] inline Words counted() {
-  Words words;
-  Floats::arange(0.0F, 1.0F).store(&words);
-  using Lanes = float [[gnu::vector_size(sizeof(Floats))]];
-  return __builtin_convertvector(reinterpret_cast<Lanes>(words), Words);
+// As many elements as Floats holds.
+using Numbers = int32_t [[gnu::vector_size(sizeof(Floats))]];
+// Four times as many bytes.
+using Bytes = uint8_t [[gnu::vector_size(sizeof(Floats))]];
+
+[[gnu::always_inline]] inline Numbers truncated(const Floats& floats) {
+  using Vector = float [[gnu::vector_size(sizeof(Floats))]];
+  return __builtin_convertvector(reinterpret_cast<Vector>(bits_of(floats)), Numbers);
 }
 
-// 16 random bits for each of the elements from `index` on: the upper half for exp_avg_sq, the lower for its
-// maximum. Of a block of elements only the start is random; from there they are spread evenly.
-class Draws {
- public:
-  Draws() = default;
-  [[gnu::always_inline]] Draws(int64_t index, uint32_t seed)
-      : start_(
-            start_of(static_cast<uint32_t>(static_cast<uint64_t>(index) / kCodeBlock), seed) +
-            static_cast<uint32_t>(static_cast<uint64_t>(index) % kCodeBlock) * kStride) {}
-
-  [[gnu::always_inline]] Words of(size_t state, int64_t place) const {
-    const Words bits = counted() * kStride + (start_ + static_cast<uint32_t>(place) * kStride);
-    return state == 1 ? bits >> 16 : bits & 0xFFFFU;
-  }
-
- private:
-  static constexpr uint32_t kStride = 0x9E3779B1U;
-
-  [[gnu::always_inline]] static uint32_t start_of(uint32_t block, uint32_t seed) {
-    uint32_t bits = block * kStride + seed;
-    bits = (bits ^ (bits >> 15)) * 0x2C1B3C6DU;
-    bits = (bits ^ (bits >> 12)) * 0x297A2D39U;
-    return bits ^ (bits >> 15);
-  }
-
-  uint32_t start_ = 0;
-};
-
-inline uint32_t seed_of(double step) {
-  return static_cast<uint32_t>(static_cast<uint64_t>(step)) * 0x85EBCA77U;
-}
-
-[[gnu::always_inline]] inline Words bits_of(const Floats& floats) {
-  Words words;
-  floats.store(&words);
-  return words;
-}
-
-using SignedWords = int32_t [[gnu::vector_size(sizeof(Floats))]];
-
-[[gnu::always_inline]] inline Floats floats_of(const SignedWords& numbers) {
-  using Lanes = float [[gnu::vector_size(sizeof(Floats))]];
-  const Lanes lanes = __builtin_convertvector(numbers, Lanes);
-  return Floats::loadu(&lanes);
-}
-
-[[gnu::always_inline]] inline SignedWords truncated(const Floats& floats) {
-  using Lanes = float [[gnu::vector_size(sizeof(Floats))]];
-  return __builtin_convertvector(reinterpret_cast<Lanes>(bits_of(floats)), SignedWords);
-}
-
-// The lowest bytes of 32-bit numbers, from and to memory.
 template <typename Byte>
 [[gnu::always_inline]] inline Floats load_bytes(const Byte* data) {
 #if defined(CPU_CAPABILITY_AVX512)
@@ -89,34 +40,58 @@ template <typename Byte>
   return _mm256_cvtepi32_ps(
       std::is_signed_v<Byte> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
 #else
-  int32_t numbers[Block::kHalf];
+  float numbers[Block::kHalf];
   for (int64_t i = 0; i < Block::kHalf; ++i) numbers[i] = data[i];
-  SignedWords words;
-  std::memcpy(&words, numbers, sizeof(words));
-  return floats_of(words);
+  return Floats::loadu(numbers);
 #endif
 }
 
-template <typename Narrow>
-[[gnu::always_inline]] inline void store_lowest(const SignedWords& words, Narrow* data) {
+// Four vectors of numbers as bytes, each cut off at what a byte holds. They are in the order that packing
+// leaves them in, which store_bytes() undoes.
+template <typename Byte>
+[[gnu::always_inline]] inline Bytes packed(const Numbers (&numbers)[4]) {
 #if defined(CPU_CAPABILITY_AVX512)
-  const auto wide = reinterpret_cast<__m512i>(words);
-  if constexpr (sizeof(Narrow) == 1) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(data), _mm512_cvtepi32_epi8(wide));
-  } else {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(data), _mm512_cvtepi32_epi16(wide));
-  }
+  const auto vector = [&](int i) { return reinterpret_cast<__m512i>(numbers[i]); };
+  const __m512i first = _mm512_packs_epi32(vector(0), vector(1));
+  const __m512i second = _mm512_packs_epi32(vector(2), vector(3));
+  return reinterpret_cast<Bytes>(
+      std::is_signed_v<Byte> ? _mm512_packs_epi16(first, second) : _mm512_packus_epi16(first, second));
+#elif defined(CPU_CAPABILITY_AVX2)
+  const auto vector = [&](int i) { return reinterpret_cast<__m256i>(numbers[i]); };
+  const __m256i first = _mm256_packs_epi32(vector(0), vector(1));
+  const __m256i second = _mm256_packs_epi32(vector(2), vector(3));
+  return reinterpret_cast<Bytes>(
+      std::is_signed_v<Byte> ? _mm256_packs_epi16(first, second) : _mm256_packus_epi16(first, second));
 #else
-  if constexpr (sizeof(Narrow) == 1) {
-    using Bytes = int8_t [[gnu::vector_size(sizeof(Floats) / 4)]];
-    const auto bytes = __builtin_convertvector(words, Bytes);
-    std::memcpy(data, &bytes, sizeof(bytes));
-  } else {
-    using Shorts = int16_t [[gnu::vector_size(sizeof(Floats) / 2)]];
-    const auto shorts = __builtin_convertvector(words, Shorts);
-    std::memcpy(data, &shorts, sizeof(shorts));
+  Bytes bytes;
+  for (size_t i = 0; i < sizeof(Bytes); ++i) {
+    const int32_t number = numbers[i / Block::kHalf][i % Block::kHalf];
+    bytes[i] = static_cast<uint8_t>(
+        std::clamp<int32_t>(number, std::numeric_limits<Byte>::min(), std::numeric_limits<Byte>::max()));
   }
+  return bytes;
 #endif
+}
+
+[[gnu::always_inline]] inline void store_bytes(Bytes bytes, uint8_t* data) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+  bytes = reinterpret_cast<Bytes>(_mm512_permutexvar_epi32(order, reinterpret_cast<__m512i>(bytes)));
+#elif defined(CPU_CAPABILITY_AVX2)
+  const __m256i order = _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0);
+  bytes = reinterpret_cast<Bytes>(_mm256_permutevar8x32_epi32(reinterpret_cast<__m256i>(bytes), order));
+#endif
+  std::memcpy(data, &bytes, sizeof(bytes));
+}
+
+using cuda::Draws, cuda::seed_of;
+
+// The high bytes of draws, in units: of a block from its `first` on.
+template <typename T>
+constexpr auto spread(T unit) {
+  std::array<T, 256 + kCodeBlock> draws{};
+  for (uint32_t i = 0; i < draws.size(); ++i) draws[i] = static_cast<T>(i * cuda::kStride % 256) * unit;
+  return draws;
 }
 
 // The states of a row. A unit of kUnit elements begins at `at`; then each of its blocks, at a `place` in it,
@@ -143,18 +118,18 @@ class Fp32States {
 template <size_t kStates>
 class Bf16States {
  public:
-  static constexpr int64_t kUnit = Block::kSize;
+  static constexpr int64_t kUnit = kCodeBlock;
 
   [[gnu::always_inline]] Bf16States(const Row& row, uint32_t seed) : row_(row), seed_(seed) {}
   [[gnu::always_inline]] void begin(int64_t at) {
     at_ = at;
-    draws_ = Draws(row_.offset + at, seed_);
+    for (size_t i = 1; i < kStates; ++i) draws_[i] = Draws((row_.offset + at) / kCodeBlock, seed_, i);
   }
-  [[gnu::always_inline]] Block load(size_t i, int64_t) const { return load_block(data(i)); }
-  [[gnu::always_inline]] void store(size_t i, int64_t, const Block& block) {
-    if (i == 0) return store_block(data(i), block);
-    round_at_random(i, block.low, 0);
-    round_at_random(i, block.high, Block::kHalf);
+  [[gnu::always_inline]] Block load(size_t i, int64_t place) const { return load_block(data(i) + place); }
+  [[gnu::always_inline]] void store(size_t i, int64_t place, const Block& block) {
+    if (i == 0) return store_block(data(i) + place, block);
+    const Halves halves({drawn(i, block.low, place), drawn(i, block.high, place + Block::kHalf)});
+    std::memcpy(data(i) + place, &halves.high, sizeof(halves.high));
   }
   [[gnu::always_inline]] void end() const {}
   [[gnu::always_inline]] void flush() const {}
@@ -163,19 +138,21 @@ class Bf16States {
   [[gnu::always_inline]] at::BFloat16* data(size_t i) const {
     return static_cast<at::BFloat16*>(row_.states[i]) + at_;
   }
-  [[gnu::always_inline]] void round_at_random(size_t i, const Floats& values, int64_t from) {
-    const Words bits = (bits_of(values) + draws_.of(i, from)) >> 16;
-    store_lowest(reinterpret_cast<SignedWords>(bits), reinterpret_cast<uint16_t*>(data(i) + from));
+  [[gnu::always_inline]] Words drawn(size_t i, const Floats& values, int64_t place) const {
+    static constexpr auto kSpread = spread<uint32_t>(0x100);
+    Words draws;
+    std::memcpy(&draws, &kSpread[draws_[i].first + place], sizeof(draws));
+    return bits_of(values) + draws + draws_[i].low;
   }
 
   const Row& row_;
   int64_t at_ = 0;
   uint32_t seed_;
-  Draws draws_;
+  Draws draws_[kStates] = {};
 };
 
-// A unit is encoded while the next one is computed: else the processor would wait for its largest element
-// (a fifth of a step).
+// A unit is encoded when the next one has been computed: else the processor would wait for its largest
+// element (a fifth of a step).
 template <size_t kStates>
 class CodedStates {
  public:
@@ -186,10 +163,11 @@ class CodedStates {
   }
 
   [[gnu::always_inline]] void begin(int64_t at) {
-    last_draws_ = draws_;
-    draws_ = Draws(row_.offset + at, seed_);
+    std::swap(kept_, last_kept_);
     for (size_t i = 0; i < kStates; ++i) {
       last_[i] = codes_[i];
+      last_draws_[i] = draws_[i];
+      draws_[i] = Draws((row_.offset + at) / kCodeBlock, seed_, i);
       codes_[i] = static_cast<uint8_t*>(row_.states[i]) + at / kCodeBlock * kCodeBlockBytes;
       float unit;
       std::memcpy(&unit, codes_[i] + kCodeBlock, sizeof(float));
@@ -205,37 +183,39 @@ class CodedStates {
   }
 
   [[gnu::always_inline]] void store(size_t i, int64_t place, const Block& block) {
-    encode(i, place);
-    encode(i, place + Block::kHalf);
     keep(i, place, block.low);
     keep(i, place + Block::kHalf, block.high);
   }
 
   [[gnu::always_inline]] void end() {
+    encode(last_kept_);
     for (size_t i = 0; i < kStates; ++i) {
-      const float unit = largest(largest_[i]) * (i == 0 ? kSignedUnit : kUnsignedUnit);
-      const float inverse = unit > kLeastUnit ? 1 / unit : 0;
-      inverses_[i] = Floats(i == 0 ? inverse : inverse * kFixed);
+      float most = largest(largest_[i]);
+      if (i > 0 && __builtin_expect(most > kMostRoot, false)) {
+        most = kMostRoot;
+        for (float& root : (*kept_)[i]) root = std::min(root, kMostRoot);
+      }
+      const float unit = most * (i == 0 ? kSignedUnit : kUnsignedUnit);
+      inverses_[i] = Floats(unit > kLeastUnit ? 1 / unit : 0);
       std::memcpy(codes_[i] + kCodeBlock, &unit, sizeof(float));
     }
   }
 
   [[gnu::always_inline]] void flush() {
-    last_draws_ = draws_;
     for (size_t i = 0; i < kStates; ++i) {
       last_[i] = codes_[i];
-      for (int64_t place = 0; place < kCodeBlock; place += Block::kHalf) encode(i, place);
+      last_draws_[i] = draws_[i];
     }
+    encode(kept_);
   }
 
  private:
-  static constexpr float kMostSigned = 127;
+  using Kept = std::array<std::array<float, kCodeBlock>, kStates>;
+
   static constexpr float kSignedUnit = static_cast<float>(1.0 / (127 * 127));
   static constexpr float kUnsignedUnit = static_cast<float>(1.0 / 255);
   static constexpr float kLeastUnit = 0x1p-120F;  // below, all are 0: its inverse might be infinite
   static constexpr float kMostRoot = 0x1p63F;  // of a second moment: an infinite unit times 0 would be nan
-  // 16 bits behind the point; less than 2^16, so that the largest code and what is drawn stay below 256.
-  static constexpr float kFixed = 0x1p16F * (1 - 0x1p-21F);
 
   [[gnu::always_inline]] Floats decoded(size_t i, int64_t place) const {
     if (i == 0) {
@@ -248,8 +228,8 @@ class CodedStates {
 
   // Until the unit's largest is known: the first state, or the root of a second moment.
   [[gnu::always_inline]] void keep(size_t i, int64_t place, const Floats& value) {
-    const Floats kept = i == 0 ? value : at::vec::clamp_max(value.sqrt(), Floats(kMostRoot));
-    kept.store(&kept_[i][place]);
+    const Floats kept = i == 0 ? value : value.sqrt();
+    kept.store(&(*kept_)[i][place]);
     largest_[i] = at::vec::clamp_min(i == 0 ? kept.abs() : kept, largest_[i]);
   }
 
@@ -258,26 +238,48 @@ class CodedStates {
         [](Floats& a, Floats& b) { return at::vec::clamp_min(a, b); }, lanes);
   }
 
-  // What keep() has left there.
-  [[gnu::always_inline]] void encode(size_t i, int64_t place) {
-    const Floats kept = Floats::loadu(&kept_[i][place]);
-    if (i == 0) {
-      const Floats root = (kept.abs() * inverses_[i]).sqrt() + Floats(0.5F);
-      const Floats code = at::vec::clamp_max(root, Floats(kMostSigned)) ^ (kept & Floats(-0.0F));
-      return store_lowest(truncated(code), reinterpret_cast<int8_t*>(last_[i]) + place);
+  // What was kept of the unit before.
+  [[gnu::always_inline]] void encode(const Kept* kept) {
+    for (size_t i = 0; i < kStates; ++i) {
+      for (int64_t place = 0; place < kCodeBlock; place += sizeof(Bytes)) {
+        Floats values[4];
+        for (int k = 0; k < 4; ++k) values[k] = Floats::loadu(&(*kept)[i][place + k * Block::kHalf]);
+        store_bytes(i == 0 ? signed_codes(values) : square_codes(i, place, values), last_[i] + place);
+      }
     }
-    const Words fixed = reinterpret_cast<Words>(truncated(kept * inverses_[i])) + last_draws_.of(i, place);
-    const SignedWords code = reinterpret_cast<SignedWords>(fixed >> 16);
-    const SignedWords least = (reinterpret_cast<SignedWords>(bits_of(kept)) != 0) & 1;  // true is -1
-    store_lowest(code > least ? code : least, last_[i] + place);
+  }
+
+  [[gnu::always_inline]] Bytes signed_codes(const Floats (&values)[4]) const {
+    Numbers codes[4];
+    for (int k = 0; k < 4; ++k) {
+      const Floats root = (values[k].abs() * inverses_[0]).sqrt() + Floats(0.5F);
+      codes[k] = truncated(root ^ (values[k] & Floats(-0.0F)));
+    }
+    return packed<int8_t>(codes);
+  }
+
+  // The bits of a number that is not 0 fill its byte.
+  [[gnu::always_inline]] Bytes square_codes(size_t i, int64_t place, const Floats (&roots)[4]) const {
+    static constexpr auto kSpread = spread<float>(0x1p-8F);
+    const Floats low(static_cast<float>(last_draws_[i].low) * 0x1p-16F);
+    const float* draws = &kSpread[last_draws_[i].first + place];
+    Numbers codes[4], bits[4];
+    for (int k = 0; k < 4; ++k) {
+      const Floats code = at::vec::fmadd(roots[k], inverses_[i], low);
+      codes[k] = truncated(code + Floats::loadu(draws + k * Block::kHalf));
+      bits[k] = reinterpret_cast<Numbers>(bits_of(roots[k]));
+    }
+    const Bytes code = packed<uint8_t>(codes), least = packed<uint8_t>(bits) & 1;
+    return code > least ? code : least;
   }
 
   const Row& row_;
   uint32_t seed_;
-  Draws draws_, last_draws_;
+  Draws draws_[kStates] = {}, last_draws_[kStates];
   uint8_t *codes_[kStates], *last_[kStates];
   Floats units_[kStates], inverses_[kStates], largest_[kStates];
-  alignas(64) float kept_[kStates][kCodeBlock] = {};
+  alignas(64) Kept memory_[2] = {};
+  Kept *kept_ = &memory_[0], *last_kept_ = &memory_[1];
   alignas(64) uint8_t nothing_[kCodeBlock];  // in the place of the codes before the first unit
 };
 

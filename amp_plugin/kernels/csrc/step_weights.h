@@ -9,8 +9,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "cuda_layout.h"
 #include "step_rows.h"
-#include "weight_pair.h"
 
 namespace amp_plugin {
 
@@ -85,14 +85,23 @@ class Divisor {
 // follow each other in pieces that the compiler does not order: a step of a pair then takes 1.4 of this.
 class Choice {
  public:
-  explicit Choice(bool first) : mask_(std::bit_cast<float>(first ? 0xFFFFFFFFU : 0U)) {}
+  explicit Choice(bool first) : mask_(first ? ~Mask{0} : Mask{0}) {}
 
   [[gnu::always_inline]] Floats of(const Floats& first, const Floats& second) const {
-    return Floats::blendv(second, first, Floats(mask_));
+#if defined(CPU_CAPABILITY_AVX512)
+    return _mm512_mask_blend_ps(mask_, second, first);
+#else
+    return Floats::blendv(second, first, Floats(std::bit_cast<float>(mask_)));
+#endif
   }
 
  private:
-  float mask_;
+#if defined(CPU_CAPABILITY_AVX512)
+  using Mask = __mmask16;
+#else
+  using Mask = uint32_t;
+#endif
+  Mask mask_;
 };
 
 // A float32 parameter.
@@ -105,58 +114,90 @@ struct Fp32Weight {
   }
 };
 
-// As many elements as Floats holds, as bits.
+// As many elements as Floats holds, as bits; and as many as a Block holds, as 16 bits.
 using Words = uint32_t [[gnu::vector_size(sizeof(Floats))]];
+using Shorts = uint16_t [[gnu::vector_size(sizeof(Floats))]];
 
-// The signed 16-bit numbers at `data`, each in 32 bits.
-[[gnu::always_inline]] inline Words widened(const int16_t* data) {
-#if defined(CPU_CAPABILITY_AVX512)  // of the general form GCC makes halves
-  const __m256i shorts = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data));
-  return reinterpret_cast<Words>(_mm512_cvtepi16_epi32(shorts));
-#else
-  using Shorts = int16_t [[gnu::vector_size(sizeof(Floats) / 2)]];
-  using Ints = int32_t [[gnu::vector_size(sizeof(Floats))]];
-  Shorts shorts;
-  std::memcpy(&shorts, data, sizeof(shorts));
-  return reinterpret_cast<Words>(__builtin_convertvector(shorts, Ints));
-#endif
+[[gnu::always_inline]] inline Words bits_of(const Floats& floats) {
+  Words words;
+  floats.store(&words);
+  return words;
 }
 
-// Of two vectors of 32 bits, the high halves to one place and the low ones, their highest bit turned, to
-// another.
-[[gnu::always_inline]] inline void store_halves(const Words (&words)[2], uint16_t* high, uint16_t* low) {
-#if defined(CPU_CAPABILITY_AVX512)  // of the general form GCC makes twice as many instructions
-  const __m512i low_first =
-      _mm512_broadcast_i32x4(_mm_set_epi8(15, 14, 11, 10, 7, 6, 3, 2, 13, 12, 9, 8, 5, 4, 1, 0));
-  const __m512i first = _mm512_shuffle_epi8(reinterpret_cast<__m512i>(words[0]), low_first);
-  const __m512i second = _mm512_shuffle_epi8(reinterpret_cast<__m512i>(words[1]), low_first);
-  const __m512i even = _mm512_set_epi64(14, 12, 10, 8, 6, 4, 2, 0);
-  const __m512i odd = _mm512_set_epi64(15, 13, 11, 9, 7, 5, 3, 1);
-  const __m512i lows = _mm512_permutex2var_epi64(first, even, second);
-  _mm512_storeu_si512(low, _mm512_xor_si512(lows, _mm512_set1_epi16(INT16_MIN)));
-  _mm512_storeu_si512(high, _mm512_permutex2var_epi64(first, odd, second));
+#if defined(CPU_CAPABILITY_AVX2)
+// Of four parts the middle ones change places, as around instructions that work on halves of a vector.
+[[gnu::always_inline]] inline __m256i in_order(__m256i parts) {
+  return _mm256_permute4x64_epi64(parts, 0b11011000);
+}
+#endif
+
+// The halves of 32 bits; the compiler makes twice as many instructions of the general form.
+struct Halves {
+  Shorts high, low;
+
+  [[gnu::always_inline]] explicit Halves(const Words (&words)[2]) {
+#if defined(CPU_CAPABILITY_AVX512)
+    const __m512i order =
+        _mm512_broadcast_i32x4(_mm_set_epi8(15, 14, 11, 10, 7, 6, 3, 2, 13, 12, 9, 8, 5, 4, 1, 0));
+    const __m512i first = _mm512_shuffle_epi8(reinterpret_cast<__m512i>(words[0]), order);
+    const __m512i second = _mm512_shuffle_epi8(reinterpret_cast<__m512i>(words[1]), order);
+    const __m512i even = _mm512_set_epi64(14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i odd = _mm512_set_epi64(15, 13, 11, 9, 7, 5, 3, 1);
+    low = reinterpret_cast<Shorts>(_mm512_permutex2var_epi64(first, even, second));
+    high = reinterpret_cast<Shorts>(_mm512_permutex2var_epi64(first, odd, second));
+#elif defined(CPU_CAPABILITY_AVX2)
+    const __m256i order =
+        _mm256_broadcastsi128_si256(_mm_set_epi8(15, 14, 11, 10, 7, 6, 3, 2, 13, 12, 9, 8, 5, 4, 1, 0));
+    const __m256i first = _mm256_shuffle_epi8(reinterpret_cast<__m256i>(words[0]), order);
+    const __m256i second = _mm256_shuffle_epi8(reinterpret_cast<__m256i>(words[1]), order);
+    low = reinterpret_cast<Shorts>(in_order(_mm256_unpacklo_epi64(first, second)));
+    high = reinterpret_cast<Shorts>(in_order(_mm256_unpackhi_epi64(first, second)));
 #else
-  using Shorts = uint16_t [[gnu::vector_size(sizeof(Floats) / 2)]];
-  for (int i = 0; i < 2; ++i) {
-    const auto highs = __builtin_convertvector(words[i] >> 16, Shorts);
-    const auto lows = __builtin_convertvector(words[i] ^ 0x8000U, Shorts);
-    std::memcpy(high + i * Block::kHalf, &highs, sizeof(highs));
-    std::memcpy(low + i * Block::kHalf, &lows, sizeof(lows));
+    for (int64_t i = 0; i < Block::kSize; ++i) {
+      const uint32_t word = words[i / Block::kHalf][i % Block::kHalf];
+      high[i] = static_cast<uint16_t>(word >> 16);
+      low[i] = static_cast<uint16_t>(word);
+    }
+#endif
   }
-#endif
-}
+};
 
 // A bfloat16 parameter with the 16 bits that make it a float32.
 //
 // Whole vectors in registers: through arrays in memory the compiler writes halves of a vector and reads the
 // whole, for which the processor waits until they are written (1.2 to 1.4 of the step of a float32).
 struct PairedWeight {
+  // unpack_weight of each: of a low half whose highest bit is turned, 0x8000 has to be taken off again.
   [[gnu::always_inline]] static Block load(const Row& row, int64_t at) {
-    const auto* high = static_cast<const int16_t*>(row.param) + at;
-    const auto* low = static_cast<const int16_t*>(row.remainder) + at;
+    const auto* high = static_cast<const uint16_t*>(row.param) + at;
+    const auto* low = static_cast<const uint16_t*>(row.remainder) + at;
     fetch_ahead(high);
     fetch_ahead(low);
-    return {joined(high, low), joined(high + Block::kHalf, low + Block::kHalf)};
+#if defined(CPU_CAPABILITY_AVX512)
+    const __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
+    const __m512i highs = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(high));
+    const __m512i lows = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(low));
+    const __m512i turn = _mm512_set1_epi16(INT16_MIN), excess = _mm512_set1_epi32(0x8000);
+    const __mmask32 counts = _mm512_test_epi16_mask(highs, _mm512_set1_epi16(0x7FFF));
+    const __m512i turned = _mm512_mask_add_epi16(turn, counts, lows, turn);
+    return {
+        _mm512_castsi512_ps(_mm512_sub_epi32(_mm512_unpacklo_epi16(turned, highs), excess)),
+        _mm512_castsi512_ps(_mm512_sub_epi32(_mm512_unpackhi_epi16(turned, highs), excess))};
+#elif defined(CPU_CAPABILITY_AVX2)
+    const __m256i highs = in_order(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(high)));
+    const __m256i lows = in_order(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(low)));
+    const __m256i excess = _mm256_set1_epi32(0x8000), zero = _mm256_setzero_si256();
+    const __m256i no_count = _mm256_cmpeq_epi16(_mm256_add_epi16(highs, highs), zero);
+    const __m256i turned =
+        _mm256_xor_si256(_mm256_andnot_si256(no_count, lows), _mm256_set1_epi16(INT16_MIN));
+    return {
+        _mm256_castsi256_ps(_mm256_sub_epi32(_mm256_unpacklo_epi16(turned, highs), excess)),
+        _mm256_castsi256_ps(_mm256_sub_epi32(_mm256_unpackhi_epi16(turned, highs), excess))};
+#else
+    alignas(64) uint32_t bits[Block::kSize];
+    for (int64_t i = 0; i < Block::kSize; ++i) bits[i] = cuda::unpack_weight(high[i], low[i]);
+    return {Floats::loadu(bits), Floats::loadu(bits + Block::kHalf)};
+#endif
   }
 
   // pack_weight of each. What is missing from the high half is the low 16 bits as they are; rounding turns
@@ -164,32 +205,29 @@ struct PairedWeight {
   [[gnu::always_inline]] static void store(const Row& row, int64_t at, const Block& block) {
     auto* high = static_cast<uint16_t*>(row.param) + at;
     auto* low = static_cast<uint16_t*>(row.remainder) + at;
+#if defined(CPU_CAPABILITY_AVX512)
+    constexpr int kInfinityOrNan = 0x99;
+    const bool not_finite = _mm512_fpclass_ps_mask(block.low + block.high, kInfinityOrNan) != 0;
+#else
     const bool not_finite = (block.low + block.high).has_inf_nan();
+#endif
     if (__builtin_expect(not_finite, false)) return store_each(block.low, block.high, high, low);
-    Words rounded[2];
-    block.low.store(&rounded[0]);
-    block.high.store(&rounded[1]);
-    for (Words& words : rounded) words += 0x8000U;
-    store_halves(rounded, high, low);
+    Halves halves({bits_of(block.low) + 0x8000U, bits_of(block.high) + 0x8000U});
+    halves.low ^= 0x8000;
+    std::memcpy(low, &halves.low, sizeof(halves.low));
+    std::memcpy(high, &halves.high, sizeof(halves.high));
   }
 
  private:
-  // unpack_weight of each; the shifts drop what widening put before a high half, and its sign.
-  [[gnu::always_inline]] static Floats joined(const int16_t* high, const int16_t* low) {
-    const Words highs = widened(high) << 16;
-    const Words bits = highs + (widened(low) & ((highs << 1) != 0));
-    return Floats::loadu(&bits);
-  }
-
   [[gnu::noinline, gnu::cold]] static void store_each(
       Floats first, Floats second, uint16_t* high, uint16_t* low) {
     alignas(64) uint32_t bits[Block::kSize];
     first.store(bits);
     second.store(bits + Block::kHalf);
     for (int64_t i = 0; i < Block::kSize; ++i) {
-      const WeightPair pair = pack_weight(bits[i]);
-      high[i] = pair.high;
-      low[i] = static_cast<uint16_t>(pair.low);
+      const uint32_t halves = cuda::pack_weight(bits[i]);
+      high[i] = static_cast<uint16_t>(halves >> 16);
+      low[i] = static_cast<uint16_t>(halves);
     }
   }
 };

@@ -1,10 +1,7 @@
-// cast, pack_weights_, unpack_weights_ and round_weights_ on the CPU: many tensors, one pass over all of
-// them.
+// pack_weights_, unpack_weights_ and round_weights_ on the CPU: many tensors, one pass over all of them.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/cpu/vec/functional.h>
-#include <ATen/cpu/vec/vec.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/util/FunctionRef.h>
 
@@ -14,14 +11,14 @@
 #include <vector>
 
 #include "cpu_ops.h"
+#include "cuda_layout.h"
 #include "memory_order.h"
 #include "versions.h"
-#include "weight_pair.h"
 
 namespace amp_plugin {
 namespace {
 
-constexpr int64_t kPiece = 32768;  // elements; a multiple of kDraws
+constexpr int64_t kPiece = 32768;  // elements
 
 // Elements [begin, end) of the tensors with this number.
 struct Piece {
@@ -99,51 +96,7 @@ void for_each_piece(const std::vector<at::Tensor>& tensors, c10::function_ref<vo
   });
 }
 
-using Copy = void (*)(const void* src, void* out, int64_t begin, int64_t count);
-
-template <typename From, typename To>
-void copy(const void* src, void* out, int64_t begin, int64_t count) {
-  at::vec::convert(static_cast<const From*>(src) + begin, static_cast<To*>(out) + begin, count);
-}
-
-// The casts of mixed precision; anything else goes through Tensor::copy_.
-Copy copy_for(at::ScalarType from, at::ScalarType to) {
-  if (from == at::kFloat && to == at::kHalf) return copy<float, at::Half>;
-  if (from == at::kFloat && to == at::kBFloat16) return copy<float, at::BFloat16>;
-  if (from == at::kHalf && to == at::kFloat) return copy<at::Half, float>;
-  if (from == at::kBFloat16 && to == at::kFloat) return copy<at::BFloat16, float>;
-  return nullptr;
-}
-
-bool casts_in_order(const at::Tensor& one, const at::Tensor& other) {
-  return one.layout() == at::kStrided && other.layout() == at::kStrided && one.sizes() == other.sizes() &&
-      one.strides() == other.strides() && one.is_non_overlapping_and_dense();
-}
-
 }  // namespace
-
-void cast(at::TensorList src, at::TensorList out) {
-  TORCH_CHECK_VALUE(
-      src.size() == out.size(), "cast: ", src.size(), " tensors to copy and ", out.size(),
-      " to write; give one output for each input.");
-  std::vector<at::Tensor> from, to;
-  std::vector<Copy> copies;
-  for (size_t i = 0; i < src.size(); ++i) {
-    const Copy run = copy_for(src[i].scalar_type(), out[i].scalar_type());
-    if (run == nullptr || !casts_in_order(src[i], out[i])) {
-      out[i].copy_(src[i]);
-      continue;
-    }
-    from.push_back(src[i]);
-    to.push_back(out[i]);
-    copies.push_back(run);
-  }
-  for_each_piece(from, [&](const Piece& piece) {
-    const size_t i = piece.tensor;
-    copies[i](from[i].const_data_ptr(), to[i].mutable_data_ptr(), piece.begin, piece.end - piece.begin);
-  });
-  increment_versions(to);
-}
 
 void pack_weights_(at::TensorList masters, at::TensorList high, at::TensorList low) {
   check_count("pack_weights_", masters.size(), high.size(), "high halves");
@@ -159,11 +112,11 @@ void pack_weights_(at::TensorList masters, at::TensorList high, at::TensorList l
   for_each_piece(from, [&](const Piece& piece) {
     const auto* bits = static_cast<const uint32_t*>(from[piece.tensor].const_data_ptr());
     auto* upper = to_high.data<uint16_t>(piece.tensor);
-    auto* lower = to_low.data<int16_t>(piece.tensor);
+    auto* lower = to_low.data<uint16_t>(piece.tensor);
     for (int64_t i = piece.begin; i < piece.end; ++i) {
-      const WeightPair pair = pack_weight(bits[i]);
-      upper[i] = pair.high;
-      lower[i] = pair.low;
+      const uint32_t halves = cuda::pack_weight(bits[i]);
+      upper[i] = static_cast<uint16_t>(halves >> 16);
+      lower[i] = static_cast<uint16_t>(halves);
     }
   });
   to_high.finish();
@@ -184,32 +137,16 @@ void unpack_weights_(at::TensorList high, at::TensorList low, at::TensorList mas
   const Written to(masters, upper);
   for_each_piece(upper, [&](const Piece& piece) {
     const auto* high_bits = static_cast<const uint16_t*>(upper[piece.tensor].const_data_ptr());
-    const auto* low_bits = static_cast<const int16_t*>(lower[piece.tensor].const_data_ptr());
+    const auto* low_bits = static_cast<const uint16_t*>(lower[piece.tensor].const_data_ptr());
     auto* bits = to.data<uint32_t>(piece.tensor);
     for (int64_t i = piece.begin; i < piece.end; ++i) {
-      bits[i] = unpack_weight(high_bits[i], low_bits[i]);
+      bits[i] = cuda::unpack_weight(high_bits[i], low_bits[i]);
     }
   });
   to.finish();
 }
 
 namespace {
-
-constexpr int kDraws = 8;  // numbers of 16 bits from one call of the generator
-
-// Philox 4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-std::array<uint32_t, 4> philox(std::array<uint32_t, 4> counter, uint32_t key0, uint32_t key1) {
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t first = uint64_t{0xD2511F53} * counter[0];
-    const uint64_t second = uint64_t{0xCD9E8D57} * counter[2];
-    counter = {
-        static_cast<uint32_t>(second >> 32) ^ counter[1] ^ key0, static_cast<uint32_t>(second),
-        static_cast<uint32_t>(first >> 32) ^ counter[3] ^ key1, static_cast<uint32_t>(first)};
-    key0 += 0x9E3779B9;
-    key1 += 0xBB67AE85;
-  }
-  return counter;
-}
 
 uint16_t round_weight(uint32_t bits, uint32_t draw) {
   const uint32_t magnitude = bits & 0x7FFFFFFFU;
@@ -230,21 +167,14 @@ void round_weights_(at::TensorList masters, at::TensorList out, int64_t seed, in
     from.push_back(master.contiguous());
   }
   const Written to(out, from);
-  const auto key0 = static_cast<uint32_t>(seed);
-  const auto key1 = static_cast<uint32_t>(step);
+  const uint32_t key = cuda::seed_of(step) + static_cast<uint32_t>(seed) * 0xC2B2AE3DU;
   for_each_piece(from, [&](const Piece& piece) {
     const auto* bits = static_cast<const uint32_t*>(from[piece.tensor].const_data_ptr());
     auto* rounded = to.data<uint16_t>(piece.tensor);
-    for (int64_t i = piece.begin; i < piece.end; i += kDraws) {
-      const auto block = static_cast<uint64_t>(i / kDraws);
-      const std::array<uint32_t, 4> drawn = philox(
-          {static_cast<uint32_t>(block), static_cast<uint32_t>(block >> 32),
-           static_cast<uint32_t>(piece.tensor), 0},
-          key0, key1);
-      for (int64_t j = 0; j < std::min<int64_t>(kDraws, piece.end - i); ++j) {
-        const uint32_t word = drawn[j / 2];
-        rounded[i + j] = round_weight(bits[i + j], j % 2 ? word >> 16 : word & 0xFFFFU);
-      }
+    const uint32_t salted = key + static_cast<uint32_t>(piece.tensor) * 0x27D4EB2FU;
+    for (int64_t i = piece.begin; i < piece.end; ++i) {
+      const uint32_t draw = cuda::random_bits(static_cast<uint32_t>(i), salted) & 0xFFFFU;
+      rounded[i] = round_weight(bits[i], draw);
     }
   });
   to.finish();

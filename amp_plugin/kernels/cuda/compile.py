@@ -49,6 +49,7 @@ def options_for(kernel: Kernel, architecture: str, tuning: Tuning = TUNING) -> P
         arch=architecture,
         std=STANDARD,
         fma=False,
+        device_as_default_execution_space=True,
         include_path=str(SOURCES),
         define_macro=[*tuning.macros(), *of_norm],
     )
@@ -99,7 +100,7 @@ def _file(kernel: Kernel, architecture: str, tuning: Tuning) -> Path:
     identity = {
         "norm": kernel.norm,
         "macros": repr(tuning.macros()),
-        "standard": f"{STANDARD} fmad=false",
+        "standard": f"{STANDARD} fmad=false default-device",
         "sources": _sources(),
         "nvrtc": nvrtc_version(),
     }

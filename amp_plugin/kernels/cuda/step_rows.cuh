@@ -101,19 +101,6 @@ __device__ inline void store_grad(const Parameter& parameter, u64 at, const Lane
   }
 }
 
-// A float32 as two halves, as in csrc/weight_pair.h.
-__device__ inline float joined(u16 high, u16 low) {
-  const u32 rest = (high & 0x7fffu) == 0 ? 0u : (low ^ 0x8000u) - 0x8000u;  // with its sign
-  return __uint_as_float((u32(high) << 16) + rest);
-}
-
-__device__ inline u32 halves_of(float value) {  // the high half above the low one
-  const u32 bits = __float_as_uint(value), magnitude = bits & 0x7fffffffu;
-  const bool lost_nan = (magnitude > 0x7f800000u && magnitude < 0x7f808000u) || magnitude >= 0x7fff8000u;
-  const u32 kept = lost_nan ? (bits & 0x80000000u) | 0x7fc00000u : bits;
-  return ((kept + 0x8000u) & 0xffff0000u) | (kept & 0xffffu);
-}
-
 // 16 bits as they are.
 struct Bits16 {
   u16 bits;
@@ -125,7 +112,8 @@ __device__ inline Lanes<kCount> load_pair(u64 high, u64 low, u64 at) {
   const auto lows = load_packet(reinterpret_cast<const Packet<Bits16, kCount>*>(low + 2 * at));
   Lanes<kCount> lanes;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) lanes.lane[i] = joined(highs.element[i].bits, lows.element[i].bits);
+  for (int i = 0; i < kCount; ++i)
+    lanes.lane[i] = __uint_as_float(unpack_weight(highs.element[i].bits, lows.element[i].bits));
   return lanes;
 }
 
@@ -134,7 +122,7 @@ __device__ inline void store_pair(u64 high, u64 low, u64 at, const Lanes<kCount>
   Packet<Bits16, kCount> highs, lows;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const u32 halves = halves_of(lanes.lane[i]);
+    const u32 halves = pack_weight(__float_as_uint(lanes.lane[i]));
     highs.element[i].bits = u16(halves >> 16);
     lows.element[i].bits = u16(halves & 0xffffu);
   }
@@ -180,18 +168,6 @@ __device__ inline void divide_grad(
   store_grad<kCount>(parameter, at, grad);
 }
 
-// What is drawn for an element of a second moment: as in csrc/step_states.h, to the bit.
-__device__ inline u32 drawn(u32 state, u64 index, u32 seed) {
-  constexpr u32 kStride = 0x9E3779B1u;
-  u32 start = u32(index / kCodeBlock) * kStride + seed;
-  start = (start ^ (start >> 15)) * 0x2C1B3C6Du;
-  start = (start ^ (start >> 12)) * 0x297A2D39u;
-  const u32 bits = (start ^ (start >> 15)) + u32(index % kCodeBlock) * kStride;
-  return state == 1 ? bits >> 16 : bits & 0xffffu;
-}
-
-__device__ inline u32 seed_of(double step) { return u32(u64(step)) * 0x85EBCA77u; }
-
 // States as they are, and in bfloat16; csrc/step_states.h says how they are rounded.
 struct Float32States {
   template <int kCount>
@@ -213,9 +189,11 @@ struct BFloat16States {
   __device__ static void store(u64 address, u64 at, const Lanes<kCount>& lanes, u32 state, u32 seed) {
     if (state == 0) return store_lanes<BFloat16, kCount>(address, at, lanes);
     Packet<Bits16, kCount> packet;
+    const Draws draws(u32(at / kCodeBlock), seed, state);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const u32 bits = __float_as_uint(lanes.lane[i]) + drawn(state, at + i, seed);
+      const u32 drawn = draws.high(u32(at % kCodeBlock) + i) << 8 | draws.low;
+      const u32 bits = __float_as_uint(lanes.lane[i]) + drawn;
       packet.element[i].bits = u16(bits >> 16);
     }
     store_packet(reinterpret_cast<Packet<Bits16, kCount>*>(address + 2 * at), packet);
@@ -310,11 +288,11 @@ struct CodedLanes {
     const float now = largest * (state == 0 ? float(1.0 / (127 * 127)) : float(1.0 / 255));
     const float inverse = now > kLeastUnit ? 1 / now : 0;
     Packet<u8, kGroup> packet;
+    const Draws draws(u32(at / kCodeBlock), seed, state);
 #pragma unroll
     for (int i = 0; i < kGroup; ++i)
-      packet.element[i] = state == 0
-          ? signed_code(lanes.lane[i], inverse)
-          : square_code(lanes.lane[i], inverse * kFixed, drawn(state, at + i, seed));
+      packet.element[i] = state == 0 ? signed_code(lanes.lane[i], inverse)
+                                     : square_code(lanes.lane[i], inverse, draws, u32(at % kCodeBlock) + i);
     store_packet(reinterpret_cast<Packet<u8, kGroup>*>(codes), packet);
     if (at % kCodeBlock == 0)
       store_packet(reinterpret_cast<Packet<Float32, 1>*>(block + kCodeBlock), Packet<Float32, 1>{{{now}}});
@@ -322,15 +300,15 @@ struct CodedLanes {
 
  private:
   static constexpr float kLeastUnit = 0x1p-120f, kMostRoot = 0x1p63f;
-  static constexpr float kFixed = 65536.0f * (1 - 0x1p-21f);
 
   __device__ static u8 signed_code(float value, float inverse) {
     const float root = fminf(sqrtf(fabsf(value) * inverse) + 0.5f, 127.0f);
     return u8(int(value < 0 ? -root : root));
   }
-  __device__ static u8 square_code(float root, float inverse, u32 draw) {
-    const u32 code = (u32(int(root * inverse)) + draw) >> 16;
-    return u8(root != 0 && code == 0 ? 1 : code);
+  __device__ static u8 square_code(float root, float inverse, const Draws& draws, u32 place) {
+    const float code = fmaf(root, inverse, draws.low * 0x1p-16f) + draws.high(place) * 0x1p-8f;
+    const u32 least = root != 0;
+    return u8(fminf(code < 1 ? least : code, 255.0f));
   }
 };
 
