@@ -97,7 +97,7 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
     ``torch.autocast`` blocks, checkpointing and ``torch.compile`` see it; the ops in
     the region follow ``rules`` through amp_plugin's kernels. One instance may be
     nested, entered again and used by several threads. As a decorator it covers
-    functions, generators, coroutines and asynchronous generators, each step of them.
+    functions, generators and coroutines, each step of them.
 
     Operations of a backward pass are not autocast by a region opened outside that
     backward pass: the region may stand around a whole training loop.
