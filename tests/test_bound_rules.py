@@ -97,6 +97,9 @@ def test_the_environment_binds_rules_where_torch_is_imported(files: Path, instal
     answer = python(files / "train.py", installed)
     assert answer.stdout == "finite []\n", answer.stderr
     assert answer.stderr == ""
+    (files / "ours.py").write_text(ATTENTION.replace("torch.autocast", "__import__('amp_plugin').autocast"))
+    answer = python(files / "ours.py", installed)
+    assert (answer.stdout, answer.stderr) == ("finite []\n", "")
     quiet = python(files / "quiet.py", installed)
     assert "nothing has read the rules of" in quiet.stderr
     plain = {name: value for name, value in installed.items() if name != "AMP_PLUGIN_RULES"}
@@ -141,10 +144,10 @@ def test_a_run_inside_leaves_the_rules_of_the_program() -> None:
     from amp_plugin.casting.dispatcher import KERNELS, set_default_rules
     from amp_plugin.casting.rules import OpRules
 
-    before = KERNELS.followed("cpu")
+    before = KERNELS.followed["cpu"]
     with ours_by_default():
-        ours = KERNELS.followed("cpu")
+        ours = KERNELS.followed["cpu"]
         set_default_rules(OpRules.default("cpu").with_rule("aten::mm", "fp32"))
         set_default_rules(None)  # as when Accelerate's or Lightning's run ends
-        assert KERNELS.followed("cpu") == ours != before
-    assert KERNELS.followed("cpu") == before
+        assert KERNELS.followed["cpu"] == ours != before
+    assert KERNELS.followed["cpu"] == before

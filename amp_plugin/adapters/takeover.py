@@ -169,7 +169,6 @@ class Takeover:
         def made(accelerator: Any) -> None:
             chosen = accelerator.mixed_precision
             used = self._set if chosen == self._precision else self._asked
-            self._autocast.mark_read()
             used[f"{type(accelerator).__name__.removeprefix('Amp')}(mixed_precision={chosen!r})"] += 1
 
         install(made=made)
@@ -182,7 +181,6 @@ class Takeover:
         from amp_plugin.adapters.lightning.installation import plugin_in_place_of_stock  # noqa: PLC0415
 
         def made(shown: str, by_program: bool) -> None:
-            self._autocast.mark_read()
             (self._asked if by_program else self._set)[shown] += 1
 
         return plugin_in_place_of_stock(module, self._precision, made)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,16 +46,16 @@ class BoundAutocast:
         self._rules, self._name, self._dtype = rules, name, dtype
         self.blocks: Counter[tuple[str, torch.dtype]] = Counter()
         self.off: set[str] = set()
-        self._is_read = False
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
         """Let autocast follow the rules and the dtype, and count which blocks are opened."""
         import torch  # noqa: PLC0415 - this module is loaded while torch is
 
-        from amp_plugin.casting.dispatcher import process_follows  # noqa: PLC0415
+        from amp_plugin.casting.dispatcher import KERNELS, process_follows  # noqa: PLC0415
 
         if self._rules is not None:
+            KERNELS.asked_by_regions.clear()
             self._undo.enter_context(process_follows(self._rules))
         entered = torch.autocast.__enter__
 
@@ -77,22 +76,17 @@ class BoundAutocast:
         self._undo.close()
         self.warn_if_unread()
 
-    def mark_read(self) -> None:
-        """Record that regions of ours follow the rules, which are not counted."""
-        self._is_read = True
-
     def warn_if_unread(self) -> None:
-        """Print a warning if no autocast block has followed the rules."""
-        if self._rules is None or self._is_read:
-            return
-        if any(device == self._rules.device_type for device, _ in self.blocks):
-            return
-        device = self._rules.device_type
-        print(
-            f"amp_plugin: no autocast block on {device} was opened, so nothing has read the rules of "
-            f"{self._name}; open torch.autocast({device!r}), or leave the file out",
-            file=sys.stderr,
-        )
+        """Print a warning if no autocast block or region of ours has followed the rules."""
+        from amp_plugin.casting.dispatcher import KERNELS  # noqa: PLC0415 - torch is loaded
+
+        device = None if self._rules is None else self._rules.device_type
+        if device not in {None, *KERNELS.asked_by_regions, *(device for device, _ in self.blocks)}:
+            print(
+                f"amp_plugin: no autocast block on {device} was opened, so nothing has read the rules of "
+                f"{self._name}; open torch.autocast({device!r}), or leave the file out",
+                file=sys.stderr,
+            )
 
 
 @contextmanager
@@ -115,8 +109,10 @@ def _dtype_left_open(dtype: torch.dtype) -> Iterator[None]:
     import inspect  # noqa: PLC0415 - a program's start is short
 
     import torch  # noqa: PLC0415
-    from torch.compiler import config  # noqa: PLC0415
 
+    from amp_plugin.casting.dispatcher import tag_compile_caches  # noqa: PLC0415
+
+    tag = "amp_plugin autocast "
     with ExitStack() as undo:
         for kind in (
             torch.cuda.amp.autocast,
@@ -133,31 +129,22 @@ def _dtype_left_open(dtype: torch.dtype) -> Iterator[None]:
 
         make.__signature__ = inspect.signature(made)  # type: ignore[attr-defined]
         undo.enter_context(replaced(torch.autocast, "__init__", make))
-        others, tag = config.cache_key_tag.split("|"), f"amp_plugin autocast {dtype}"
-        config.cache_key_tag = "|".join(part for part in (*others, tag) if part)
-        try:
-            yield
-        finally:
-            others = config.cache_key_tag.split("|")  # rules may have been tagged meanwhile
-            config.cache_key_tag = "|".join(part for part in others if part != tag)
+        undo.callback(tag_compile_caches, tag, "")
+        tag_compile_caches(tag, str(dtype))
+        yield
 
 
-@contextmanager
-def ours_by_default() -> Iterator[None]:
+def ours_by_default() -> AbstractContextManager[None]:
     """Let torch's autocast blocks follow the environment's rules or the default ones, on our kernels."""
     import torch  # noqa: PLC0415 - takes seconds
 
     from amp_plugin.casting.dispatcher import process_follows  # noqa: PLC0415
-    from amp_plugin.casting.rules import OpRules, environment_rules  # noqa: PLC0415
+    from amp_plugin.casting.rules import OpRules, read_environment_rules  # noqa: PLC0415
     from amp_plugin.casting.rules_files import TABLES  # noqa: PLC0415
 
-    with ExitStack() as undo:
-        for device_type in filter(torch.amp.is_autocast_available, TABLES):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the rules are for another device
-                rules = environment_rules(device_type)
-            undo.enter_context(process_follows(rules or OpRules.default(device_type)))
-        yield
+    defaults = map(OpRules.default, filter(torch.amp.is_autocast_available, TABLES))
+    path = os.environ.get("AMP_PLUGIN_RULES", "")
+    return process_follows(*defaults, *([read_environment_rules(path)] if path else []))
 
 
 def bind_environment() -> None:

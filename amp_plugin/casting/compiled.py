@@ -19,7 +19,7 @@ from torch.library import Library
 from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import Self
 
-from amp_plugin.casting.dispatcher import DEFAULT, DEVICE_NUMBERS, KERNELS, NO_RULES
+from amp_plugin.casting.dispatcher import DEFAULT, DEVICE_NUMBERS, KERNELS
 from amp_plugin.casting.generators import covers_each_step
 from amp_plugin.casting.rules import rules_with_content
 from amp_plugin.kernels.build import require_native
@@ -41,8 +41,7 @@ def _use_rules(device_type: str, content: str) -> None:
         if content:
             number = KERNELS.number_of(rules_with_content(content))
         else:
-            followed = KERNELS.followed(device_type)
-            number = DEFAULT if followed == NO_RULES else followed
+            number = max(DEFAULT, KERNELS.followed[device_type])
         region.show_rules(DEVICE_NUMBERS[device_type], number)
 
 

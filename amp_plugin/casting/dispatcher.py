@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,14 +45,17 @@ class AutocastKernels:
         leave: the one that closes a region; stays for those open at ``uninstall``.
         checked: arguments of a region that torch found nothing wrong with -> the number of its device,
             if our kernels stand there, whether autocast is on, and the number of its default rules.
+        followed: device type -> the rule set that torch's own blocks follow.
+        process_rules: the same, where no program has set others.
     """
 
     def __init__(self) -> None:
         self.are_native = False
         self.enter: Callable[[torch.autocast, tuple[Any, ...]], None] | None = None
         self.leave: Callable[[torch.autocast], bool] | None = None
-        self._followed: dict[str, int] = {}  # device type -> rule set of torch's own blocks
-        self.process_rules: dict[str, int] = {}  # which they follow unless an adapter asks for others
+        self.followed: dict[str, int] = defaultdict(lambda: NO_RULES)
+        self.process_rules: dict[str, int] = {}
+        self.asked_by_regions: set[str] = set()  # devices on which a region of ours was made
         self.checked: dict[tuple[str, torch.dtype | None, bool], tuple[int | None, bool, int]] = {}
         self._is_installed = False
         self._lock = threading.Lock()
@@ -125,12 +129,8 @@ class AutocastKernels:
         """Make autocast blocks outside our regions follow a rule set; ``NO_RULES`` for torch's kernels."""
         if self.are_native:
             torch.ops.amp_plugin._set_default_rules(device_type, number)
-            self._followed[device_type] = number
+            self.followed[device_type] = number
             self.checked.clear()  # regions made from now on ask again
-
-    def followed(self, device_type: str) -> int:
-        """Return the number of the rule set that blocks outside our regions follow."""
-        return self._followed.get(device_type, NO_RULES)
 
     def innermost_regions(self) -> list[tuple[int, int, bool]]:
         """Return this thread's innermost regions: device number, rule set, cache flag."""
@@ -234,9 +234,6 @@ def _is_watched(dispatcher_name: str) -> bool:
     return torch.Tag.inplace_view not in tags and torch.Tag.generated not in tags
 
 
-_TAG = "amp_plugin:"
-
-
 def number_of(rules: OpRules | None, device_type: str) -> int:
     """Return the number of a region's rule set, installing it if it is new; None means the default rules."""
     if rules is None:
@@ -249,7 +246,8 @@ def number_of(rules: OpRules | None, device_type: str) -> int:
     number = KERNELS.number_of(rules)
     if number not in KERNELS.tagged:
         KERNELS.tagged[number] = rules.fingerprint()
-        _tag_compile_caches()
+        meant = ",".join(f"{number}={fingerprint}" for number, fingerprint in sorted(KERNELS.tagged.items()))
+        tag_compile_caches("amp_plugin rules ", meant)
     return number
 
 
@@ -269,7 +267,8 @@ def number_by_default(device_type: str) -> int:
 
     From now on ``torch.autocast`` blocks follow the file that the environment names, too.
     """
-    if (followed := KERNELS.followed(device_type)) != NO_RULES:
+    KERNELS.asked_by_regions.add(device_type)
+    if (followed := KERNELS.followed[device_type]) != NO_RULES:
         return followed
     rules = environment_rules(device_type)
     if rules is None:
@@ -279,13 +278,12 @@ def number_by_default(device_type: str) -> int:
     return number
 
 
-def _tag_compile_caches() -> None:
-    """Record in torch.compile's disk caches what this process means by the numbers of its rule sets."""
+def tag_compile_caches(name: str, value: str) -> None:
+    """Make a value that graphs depend on part of the keys of torch.compile's disk caches; ``""`` for none."""
     from torch.compiler import config  # noqa: PLC0415 - read when rules differ from torch's
 
-    others = [part for part in config.cache_key_tag.split("|") if part and not part.startswith(_TAG)]
-    numbered = ",".join(f"{number}={fingerprint}" for number, fingerprint in sorted(KERNELS.tagged.items()))
-    config.cache_key_tag = "|".join([*others, _TAG + numbered])
+    others = [part for part in config.cache_key_tag.split("|") if part and not part.startswith(name)]
+    config.cache_key_tag = "|".join([*others, *([name + value] if value else [])])
 
 
 def rules_of(number: int) -> OpRules | None:
@@ -318,16 +316,19 @@ def set_default_rules(rules: OpRules | None) -> None:
 
 
 @contextmanager
-def process_follows(rules: OpRules) -> Iterator[None]:
+def process_follows(*rules: OpRules) -> Iterator[None]:
     """Set default rules that hold wherever nobody has set others, while the block runs; blocks may nest."""
-    before = dict(KERNELS.process_rules)
-    set_default_rules(rules)
-    KERNELS.process_rules[rules.device_type] = KERNELS.followed(rules.device_type)
+    process_rules, followed = KERNELS.process_rules, dict(KERNELS.followed)
+    chosen = {each.device_type: number_of(each, each.device_type) for each in rules}
+    KERNELS.process_rules = process_rules | chosen
+    for device_type, number in chosen.items():
+        KERNELS.follow_by_default(device_type, number)
     try:
         yield
     finally:
-        KERNELS.process_rules = before
-        set_default_rules(None)
+        KERNELS.process_rules = process_rules
+        for device_type in TABLES:
+            KERNELS.follow_by_default(device_type, followed.get(device_type, NO_RULES))
 
 
 def _check_is_rules(rules: object) -> None:
@@ -350,14 +351,10 @@ def rules_on_trial(rules: OpRules) -> Iterator[None]:
         given = f"{RULES_VARIABLE}={os.environ[RULES_VARIABLE]}"
         msg = f"{given} decides which rules regions follow; unset it to try others"
         raise ValueError(msg)
-    KERNELS.install()
-    device_type = rules.device_type
-    before = KERNELS.followed(device_type)
-    with torch.compiler.set_stance("force_eager"):
+    default = OpRules.default(rules.device_type)
+    with torch.compiler.set_stance("force_eager"), process_follows(default):
         KERNELS.put_default(rules)
-        KERNELS.follow_by_default(device_type, DEFAULT)
         try:
             yield
         finally:
-            KERNELS.put_default(OpRules.default(device_type))
-            KERNELS.follow_by_default(device_type, before)
+            KERNELS.put_default(default)

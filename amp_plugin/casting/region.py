@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -178,7 +179,8 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle by what the region was made with; a rule set's number is this process's."""
         _, dtype, enabled, cache_enabled, number, device_type = self._opening
-        return _remade, (type(self), device_type, dtype, enabled, cache_enabled, rules_of(number))
+        make = functools.partial(type(self), rules=rules_of(number))
+        return make, (device_type, dtype, enabled, cache_enabled)
 
     def traced_as(self) -> tuple[str, torch.dtype, bool, bool, str]:
         """Return device, dtype, whether it is on, cache flag, and the content of its rules."""
@@ -241,14 +243,3 @@ def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[
     if theirs._enabled == enabled:  # else it warned, and will again
         KERNELS.checked[device_type, dtype, enabled] = checked
     return checked
-
-
-def _remade(
-    cls: type[autocast],
-    device_type: str,
-    dtype: torch.dtype,
-    enabled: bool,
-    cache_enabled: bool,
-    rules: OpRules | None,
-) -> torch.autocast:
-    return cls(device_type, dtype, enabled, cache_enabled, rules=rules)
