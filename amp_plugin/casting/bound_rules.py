@@ -139,12 +139,11 @@ def ours_by_default() -> AbstractContextManager[None]:
     import torch  # noqa: PLC0415 - takes seconds
 
     from amp_plugin.casting.dispatcher import process_follows  # noqa: PLC0415
-    from amp_plugin.casting.rules import OpRules, read_environment_rules  # noqa: PLC0415
+    from amp_plugin.casting.rules import OpRules, environment_rules  # noqa: PLC0415
     from amp_plugin.casting.rules_files import TABLES  # noqa: PLC0415
 
     defaults = map(OpRules.default, filter(torch.amp.is_autocast_available, TABLES))
-    path = os.environ.get("AMP_PLUGIN_RULES", "")
-    return process_follows(*defaults, *([read_environment_rules(path)] if path else []))
+    return process_follows(*defaults, *filter(None, [environment_rules()]))
 
 
 def bind_environment() -> None:
@@ -158,9 +157,9 @@ def bind_environment() -> None:
         return
     import atexit  # noqa: PLC0415 - most processes stop above
 
-    from amp_plugin.casting.rules import read_environment_rules  # noqa: PLC0415
+    from amp_plugin.casting.rules import environment_rules  # noqa: PLC0415
 
-    bound = BoundAutocast(read_environment_rules(path), path).__enter__()
+    bound = BoundAutocast(environment_rules(), path).__enter__()
     if is_main_process():
         atexit.register(bound.warn_if_unread)
 

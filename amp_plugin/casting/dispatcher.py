@@ -24,6 +24,7 @@ from amp_plugin.casting.rules import RULES_VARIABLE, OpRule, OpRules, environmen
 from amp_plugin.casting.rules_files import TABLES
 from amp_plugin.kernels.build import NativeCore, native_core, require_native
 from amp_plugin.kernels.tracers import outside_tracers
+from amp_plugin.messages import warn_user
 
 DEFAULT = 0  # the number of the default rules
 MAX_RULE_SETS = 585
@@ -270,8 +271,15 @@ def number_by_default(device_type: str) -> int:
     KERNELS.asked_by_regions.add(device_type)
     if (followed := KERNELS.followed[device_type]) != NO_RULES:
         return followed
-    rules = environment_rules(device_type)
+    rules = environment_rules()
     if rules is None:
+        return DEFAULT
+    if rules.device_type != device_type:
+        warn_user(
+            f"{RULES_VARIABLE}={os.environ[RULES_VARIABLE]}: the rules are for {rules.device_type}; a region "
+            f"on {device_type} follows the default ones. For the same policy there, write device_type: "
+            f"{device_type} into a copy of it"
+        )
         return DEFAULT
     number = number_of(rules, device_type)
     KERNELS.follow_by_default(device_type, number)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_plugin.casting.op_names import nearest
 from amp_plugin.casting.region import autocast, call_in
-from amp_plugin.casting.rules_files import torch_older_than
+from amp_plugin.casting.rules_files import is_older, torch_release
 from amp_plugin.patterns import matched_modules, require_matches
 
 # (original class, settings) -> the methods that replace its own. An importable function: pickles name it.
@@ -210,7 +210,7 @@ def _apply_to_instance(module: nn.Module, settings: RunIn) -> nn.Module:
         )
         raise ValueError(msg)
     changed = change_class(module, _methods_in, settings)
-    if "torch._dynamo" in sys.modules and torch_older_than("2.12"):
+    if "torch._dynamo" in sys.modules and is_older(torch_release(), "2.12"):
         torch.compiler.reset()  # its guards do not see that a module's class changed
     return changed
 
