@@ -145,79 +145,6 @@ def _counts(totals: CastTotals) -> tuple[str, ...]:
 _OUTSIDE = -1
 
 
-class ModuleScopes:
-    """Number the modules that are called, and tell the native log which one runs in each thread.
-
-    ``when_done`` is called when an outermost module returns, while its arguments are alive.
-    """
-
-    def __init__(self, model: nn.Module | None, when_done: Callable[[], None]) -> None:
-        self._model = model
-        self._when_done = when_done
-        self._lock = threading.RLock()
-        self._paths: list[str] = []
-        self._numbers: dict[nn.Module, int] = {}
-        self._parameters: dict[int, str] = {}  # address of the TensorImpl -> path
-        self._inputs: Counter[int] = Counter()  # the same -> calls that hold it
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Follow every call of a module while the block runs."""
-        if self._model is not None:
-            self._number(self._model)
-        original = nn.Module.__call__
-
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling():  # Dynamo would trace the book-keeping
-                return original(module, *args, **kwargs)
-            with self._running(module, (args, kwargs)):
-                return original(module, *args, **kwargs)
-
-        with replaced(nn.Module, "__call__", call):
-            yield
-
-    @contextmanager
-    def _running(self, module: nn.Module, arguments: Any) -> Iterator[None]:
-        with self._lock:
-            if module not in self._numbers:
-                self._number(module)
-            previous = torch.ops.amp_plugin._cast_log_scope(self._numbers[module])
-            is_outermost = previous == _OUTSIDE
-            inputs = Counter(_addresses(arguments) if is_outermost else ())
-            self._inputs += inputs
-            if is_outermost:
-                root = module if self._model is None else self._model
-                weights = [*root.named_parameters(), *root.named_buffers()]  # where they are now
-                self._parameters.update((tensor._cdata, name) for name, tensor in weights)
-        try:
-            yield
-        finally:
-            torch.ops.amp_plugin._cast_log_scope(previous)
-            if is_outermost:
-                with self._lock:
-                    self._when_done()
-                    self._inputs -= inputs
-
-    def _number(self, root: nn.Module) -> None:
-        """Number a module and those inside it, but for the ones that are known."""
-        for name, module in root.named_modules():
-            if module not in self._numbers:
-                self._numbers[module] = len(self._paths)
-                self._paths.append(f"{type(root).__name__}.{name}".rstrip("."))
-
-    def path(self, scope: int) -> str:
-        """Return a module's path by its number."""
-        return self._paths[scope] if scope != _OUTSIDE else ""
-
-    def parameter(self, identity: int) -> str:
-        """Return the path of the parameter or buffer at an address, empty if there is none."""
-        return self._parameters.get(identity, "")
-
-    def is_input(self, identity: int) -> bool:
-        """Return whether the tensor is an argument of an outermost module that runs."""
-        return identity in self._inputs
-
-
 def _addresses(values: Any) -> list[int]:
     return [value._cdata for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
@@ -232,10 +159,15 @@ class CastLog:
     def __init__(self, model: nn.Module | None = None) -> None:
         require_native("log_casts")
         KERNELS.install()
-        self._scopes = ModuleScopes(model, when_done=self._collect)
+        self._model = model
         self._collected: list[Cast] = []
-        self._watching = self._scopes.watched()
         self._is_open = False
+        self._watching = self._watched()
+        self._lock = threading.RLock()
+        self._paths: list[str] = []  # of modules, by the numbers that the native log has for them
+        self._numbers: dict[nn.Module, int] = {}
+        self._parameters: dict[int, str] = {}  # address of the TensorImpl -> path
+        self._inputs: Counter[int] = Counter()  # the same -> calls that hold it
 
     def __enter__(self) -> Self:
         """Start logging; one log can be open in a process.
@@ -257,6 +189,51 @@ class CastLog:
         self._collect()
         self._is_open = False
 
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Follow every call of a module while the block runs."""
+        if self._model is not None:
+            self._name(self._model)
+        original = nn.Module.__call__
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling():  # Dynamo would trace the book-keeping
+                return original(module, *args, **kwargs)
+            with self._running(module, (args, kwargs)):
+                return original(module, *args, **kwargs)
+
+        with replaced(nn.Module, "__call__", call):
+            yield
+
+    @contextmanager
+    def _running(self, module: nn.Module, arguments: Any) -> Iterator[None]:
+        with self._lock:
+            if module not in self._numbers:
+                self._name(module)
+            previous = torch.ops.amp_plugin._cast_log_scope(self._numbers[module])
+            is_outermost = previous == _OUTSIDE
+            inputs = Counter(_addresses(arguments) if is_outermost else ())
+            self._inputs += inputs
+            if is_outermost:
+                root = module if self._model is None else self._model
+                weights = [*root.named_parameters(), *root.named_buffers()]  # where they are now
+                self._parameters.update((tensor._cdata, name) for name, tensor in weights)
+        try:
+            yield
+        finally:
+            torch.ops.amp_plugin._cast_log_scope(previous)
+            if is_outermost:
+                with self._lock:
+                    self._collect()
+                    self._inputs -= inputs
+
+    def _name(self, root: nn.Module) -> None:
+        """Number a module and those inside it, but for the ones that are known."""
+        for name, module in root.named_modules():
+            if module not in self._numbers:
+                self._numbers[module] = len(self._paths)
+                self._paths.append(f"{type(root).__name__}.{name}".rstrip("."))
+
     def _collect(self) -> None:
         """Take what the native log holds, while the tensors it names are still alive."""
         texts, numbers = torch.ops.amp_plugin._take_cast_log()
@@ -267,12 +244,12 @@ class CastLog:
     def _cast(self, texts: list[str], numbers: list[int]) -> Cast:
         op, device, before, after = texts
         argument, elements, size, cached, is_weight, scope, identity = numbers
-        parameter = self._scopes.parameter(identity)
+        parameter = self._parameters.get(identity, "")
         kind: Kind = "weight" if parameter or is_weight else "activation"
-        if not parameter and self._scopes.is_input(identity):
+        if not parameter and identity in self._inputs:
             kind = "input"
         return Cast(
-            module=self._scopes.path(scope),
+            module=self._paths[scope] if scope != _OUTSIDE else "",
             op=op,
             argument=argument_names(op)[argument],
             kind=kind,

@@ -76,15 +76,8 @@ def _blocks(
 class TracedRegion:
     """A region as tracers see it; ``content`` is that of its rules, empty for the default ones."""
 
-    def __init__(
-        self,
-        device_type: str,
-        dtype: torch.dtype | None,
-        enabled: bool,
-        cache_enabled: bool | None,
-        content: str,
-    ) -> None:
-        self._made_with = (device_type, dtype, enabled, cache_enabled, content)
+    def __init__(self, *made_with: Any) -> None:  # the arguments of _blocks
+        self._made_with = made_with
         self._open: list[Any] = []
 
     def __enter__(self) -> Self:
