@@ -32,7 +32,7 @@ class BoundAutocast:
 
     Args:
         rules: of their device.
-        name: of the file, for the warning if no block has followed it.
+        name: of their file, for the warning about blocks of another device.
         dtype: of blocks that name none.
 
     Attributes:
@@ -52,16 +52,18 @@ class BoundAutocast:
         """Let autocast follow the rules and the dtype, and count which blocks are opened."""
         import torch  # noqa: PLC0415 - this module is loaded while torch is
 
-        from amp_plugin.casting.dispatcher import KERNELS, process_follows  # noqa: PLC0415
+        from amp_plugin.casting.dispatcher import process_follows  # noqa: PLC0415
+        from amp_plugin.casting.rules import warn_of_device  # noqa: PLC0415
 
         if self._rules is not None:
-            KERNELS.asked_by_regions.clear()
             self._undo.enter_context(process_follows(self._rules))
-        entered = torch.autocast.__enter__
+        entered, rules = torch.autocast.__enter__, self._rules
 
         def enter(block: Any) -> Any:
             if block._enabled:
                 self.blocks[block.device, block.fast_dtype] += 1
+                if rules is not None and rules.device_type != block.device:
+                    warn_of_device(self._name, rules.device_type, block.device)
             else:
                 self.off.add(block.device)
             return entered(block)  # type: ignore[no-untyped-call]
@@ -74,19 +76,6 @@ class BoundAutocast:
     def __exit__(self, *exc_info: object) -> None:
         """Give torch its own rules and dtypes back."""
         self._undo.close()
-        self.warn_if_unread()
-
-    def warn_if_unread(self) -> None:
-        """Print a warning if no autocast block or region of ours has followed the rules."""
-        from amp_plugin.casting.dispatcher import KERNELS  # noqa: PLC0415 - torch is loaded
-
-        device = None if self._rules is None else self._rules.device_type
-        if device not in {None, *KERNELS.asked_by_regions, *(device for device, _ in self.blocks)}:
-            print(
-                f"amp_plugin: no autocast block on {device} was opened, so nothing has read the rules of "
-                f"{self._name}; open torch.autocast({device!r}), or leave the file out",
-                file=sys.stderr,
-            )
 
 
 @contextmanager
@@ -155,13 +144,9 @@ def bind_environment() -> None:
     path = os.environ.get("AMP_PLUGIN_RULES", "")
     if not path or is_launcher():
         return
-    import atexit  # noqa: PLC0415 - most processes stop above
+    from amp_plugin.casting.rules import environment_rules  # noqa: PLC0415 - most processes stop above
 
-    from amp_plugin.casting.rules import environment_rules  # noqa: PLC0415
-
-    bound = BoundAutocast(environment_rules(), path).__enter__()
-    if is_main_process():
-        atexit.register(bound.warn_if_unread)
+    BoundAutocast(environment_rules(), f"AMP_PLUGIN_RULES={path}").__enter__()
 
 
 def is_launcher() -> bool:
@@ -169,10 +154,3 @@ def is_launcher() -> bool:
     main = getattr(sys.modules.get("__main__"), "__spec__", None)
     names = {Path(sys.argv[0] if sys.argv else "").name, getattr(main, "name", "")}
     return bool(names & _LAUNCHERS)
-
-
-def is_main_process() -> bool:
-    """Return whether this is neither a child of multiprocessing nor another rank than 0."""
-    import multiprocessing  # noqa: PLC0415
-
-    return multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0"

@@ -20,11 +20,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from amp_plugin.casting.op_names import argument_names, dispatcher_name, written_arguments
-from amp_plugin.casting.rules import RULES_VARIABLE, OpRule, OpRules, environment_rules
+from amp_plugin.casting.rules import RULES_VARIABLE, OpRule, OpRules, environment_rules, warn_of_device
 from amp_plugin.casting.rules_files import TABLES
 from amp_plugin.kernels.build import NativeCore, native_core, require_native
 from amp_plugin.kernels.tracers import outside_tracers
-from amp_plugin.messages import warn_user
 
 DEFAULT = 0  # the number of the default rules
 MAX_RULE_SETS = 585
@@ -56,7 +55,6 @@ class AutocastKernels:
         self.leave: Callable[[torch.autocast], bool] | None = None
         self.followed: dict[str, int] = defaultdict(lambda: NO_RULES)
         self.process_rules: dict[str, int] = {}
-        self.asked_by_regions: set[str] = set()  # devices on which a region of ours was made
         self.checked: dict[tuple[str, torch.dtype | None, bool], tuple[int | None, bool, int]] = {}
         self._is_installed = False
         self._lock = threading.Lock()
@@ -133,13 +131,12 @@ class AutocastKernels:
             self.followed[device_type] = number
             self.checked.clear()  # regions made from now on ask again
 
-    def innermost_regions(self) -> list[tuple[int, int, bool]]:
-        """Return this thread's innermost regions: device number, rule set, cache flag."""
+    def innermost_regions(self) -> dict[str, tuple[int, bool]]:
+        """Return this thread's innermost region of each device: the number of its rules, its cache flag."""
         if not self.are_native:
-            return []
-        flat = torch.ops.amp_plugin._innermost_regions()
-        triples = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
-        return [(device, number, bool(cached)) for device, number, cached in triples]
+            return {}
+        flat, devices = torch.ops.amp_plugin._innermost_regions(), {n: d for d, n in DEVICE_NUMBERS.items()}
+        return {devices[flat[i]]: (flat[i + 1], bool(flat[i + 2])) for i in range(0, len(flat), 3)}
 
 
 KERNELS = AutocastKernels()
@@ -268,18 +265,13 @@ def number_by_default(device_type: str) -> int:
 
     From now on ``torch.autocast`` blocks follow the file that the environment names, too.
     """
-    KERNELS.asked_by_regions.add(device_type)
     if (followed := KERNELS.followed[device_type]) != NO_RULES:
         return followed
     rules = environment_rules()
     if rules is None:
         return DEFAULT
     if rules.device_type != device_type:
-        warn_user(
-            f"{RULES_VARIABLE}={os.environ[RULES_VARIABLE]}: the rules are for {rules.device_type}; a region "
-            f"on {device_type} follows the default ones. For the same policy there, write device_type: "
-            f"{device_type} into a copy of it"
-        )
+        warn_of_device(f"{RULES_VARIABLE}={os.environ[RULES_VARIABLE]}", rules.device_type, device_type)
         return DEFAULT
     number = number_of(rules, device_type)
     KERNELS.follow_by_default(device_type, number)

@@ -302,3 +302,12 @@ def environment_rules() -> OpRules | None:
     """Return the rules that the environment names, if it does; a ValueError names the variable."""
     path = os.environ.get(RULES_VARIABLE, "")
     return _read(path) if path else None
+
+
+@cache
+def warn_of_device(source: str, theirs: str, device_type: str) -> None:
+    """Warn, once per process, of autocast on a device for which a source has no rules."""
+    warn_user(
+        f"{source}: the rules are for {theirs}; autocast on {device_type} follows the default ones. For "
+        f"the same policy there, write device_type: {device_type} into a copy of it"
+    )

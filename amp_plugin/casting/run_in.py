@@ -224,21 +224,16 @@ def _function_in(function: Callable[..., Any], settings: RunIn) -> Callable[...,
     if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
         msg = f"run_in: {function.__name__} is a generator or coroutine function; decorate what it calls"
         raise TypeError(msg)
-    kept, rest_is_kept = _kept_positions(function, settings.keep)
     dtype, keep, cast_back = settings.dtype, settings.keep, settings.cast_back
-
-    def is_kept(position: int) -> bool:
-        return position in kept or (rest_is_kept is not None and position >= rest_is_kept)
+    names, rest = _names_by_position(function, keep)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        back = None
-        if cast_back:
-            candidates = [value for position, value in enumerate(args) if not is_kept(position)]
-            candidates += [value for name, value in kwargs.items() if name not in keep]
-            back = next((leaf.dtype for leaf in tree_leaves(candidates) if _castable(leaf)), None)
-        args = tuple(v if is_kept(position) else cast_tensors(v, dtype) for position, v in enumerate(args))
-        kwargs = {name: v if name in keep else cast_tensors(v, dtype) for name, v in kwargs.items()}
+        named = [*zip([*names, *[rest] * len(args)], args, strict=False), *kwargs.items()]
+        castable = [value for name, value in named if cast_back and name not in keep]
+        back = next((leaf.dtype for leaf in tree_leaves(castable) if _castable(leaf)), None)
+        values = [value if name in keep else cast_tensors(value, dtype) for name, value in named]
+        args, kwargs = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
         off = [autocast(device, enabled=False) for device in _DEVICES if torch.is_autocast_enabled(device)]
         output = call_in(off, function, args, kwargs)
         return output if back is None else cast_tensors(output, back)
@@ -263,27 +258,23 @@ def cast_tensors(value: Any, dtype: torch.dtype, device_type: str | None = None)
     return tree_map(lambda leaf: leaf.to(dtype) if _castable(leaf, device_type) else leaf, value)
 
 
-def _kept_positions(function: Callable[..., Any], keep: frozenset[str]) -> tuple[frozenset[int], int | None]:
-    """Return where the kept arguments stand, and from where on all are kept (``*args``)."""
+def _names_by_position(function: Callable[..., Any], keep: frozenset[str]) -> tuple[list[str], str]:
+    """Return the names of the arguments by position, and the one of ``*args``; none where none is kept."""
     if not keep:
-        return frozenset(), None
+        return [], ""
     name = getattr(function, "__qualname__", repr(function))
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        kinds = {name: parameter.kind for name, parameter in inspect.signature(function).parameters.items()}
     except ValueError as error:
         msg = f"run_in(keep=...): {name} does not tell the names of its arguments; wrap it in a function"
         raise ValueError(msg) from error
-    names = [parameter.name for parameter in parameters]
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    for unknown in sorted(keep - set(names)):
-        if not takes_any:
-            near = nearest(unknown, names)
-            msg = f"run_in(keep=...): {name} has no argument {unknown!r}{near}; it has {', '.join(names)}"
-            raise ValueError(msg)
-    by_position = [parameter for parameter in parameters if parameter.kind in _POSITIONAL]
-    kept = frozenset(index for index, parameter in enumerate(by_position) if parameter.name in keep)
-    rest = [parameter.name for parameter in parameters if parameter.kind is parameter.VAR_POSITIONAL]
-    return kept, len(by_position) if keep.intersection(rest) else None
+    unknown = sorted(keep - kinds.keys())
+    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds.values():
+        near = nearest(unknown[0], kinds)
+        msg = f"run_in(keep=...): {name} has no argument {unknown[0]!r}{near}; it has {', '.join(kinds)}"
+        raise ValueError(msg)
+    rest = [name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_POSITIONAL]
+    return [name for name, kind in kinds.items() if kind in _POSITIONAL], rest[0] if rest else ""
 
 
 def _check_is_called(kind: type[nn.Module]) -> None:

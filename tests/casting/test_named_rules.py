@@ -176,7 +176,7 @@ class TestEnvironment:
     def test_another_device_is_told(self, file):
         file.write_text("device_type: cuda")
         with pytest.warns(
-            UserWarning, match=r"AMP_PLUGIN_RULES=\S+: the rules are for cuda; a region on cpu"
+            UserWarning, match=r"AMP_PLUGIN_RULES=\S+: the rules are for cuda; autocast on cpu"
         ):
             region = amp_plugin.autocast("cpu")
         with region:
