@@ -6,17 +6,17 @@ imports torch: torch loads this module by its entry point ``torch.backends``.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from typing_extensions import Self
 
     from amp_plugin.casting.rules import OpRules
 
@@ -27,55 +27,35 @@ _LAUNCHERS = {
 }
 
 
-class BoundAutocast:
-    """Op rules and a dtype that ``torch.autocast`` follows while the region is open; counts its blocks.
+@contextmanager
+def bound_autocast(
+    rules: OpRules | None = None, name: str = "", *, dtype: torch.dtype | None = None
+) -> Iterator[Counter[tuple[str, torch.dtype]]]:
+    """Let ``torch.autocast`` follow rules, and a dtype where it names none; yield the number of its blocks.
 
-    Args:
-        rules: of their device.
-        name: of their file, for the warning about blocks of another device.
-        dtype: of blocks that name none.
-
-    Attributes:
-        blocks: device type and dtype -> number of blocks that were opened and on.
-        off: device types of blocks that were opened and off: ``enabled=False``, or no such device is here.
+    They are counted, but for those that are off, by device and dtype. ``name`` is that of the rules' file.
     """
+    import torch  # noqa: PLC0415 - this module is loaded while torch is
 
-    def __init__(
-        self, rules: OpRules | None = None, name: str = "", *, dtype: torch.dtype | None = None
-    ) -> None:
-        self._rules, self._name, self._dtype = rules, name, dtype
-        self.blocks: Counter[tuple[str, torch.dtype]] = Counter()
-        self.off: set[str] = set()
-        self._undo = ExitStack()
+    from amp_plugin.casting.dispatcher import process_follows  # noqa: PLC0415
+    from amp_plugin.casting.rules import warn_of_device  # noqa: PLC0415
 
-    def __enter__(self) -> Self:
-        """Let autocast follow the rules and the dtype, and count which blocks are opened."""
-        import torch  # noqa: PLC0415 - this module is loaded while torch is
+    entered = torch.autocast.__enter__
+    blocks: Counter[tuple[str, torch.dtype]] = Counter()
 
-        from amp_plugin.casting.dispatcher import process_follows  # noqa: PLC0415
-        from amp_plugin.casting.rules import warn_of_device  # noqa: PLC0415
+    def enter(block: Any) -> Any:
+        if block._enabled:
+            blocks[block.device, block.fast_dtype] += 1
+            if rules is not None and rules.device_type != block.device:
+                warn_of_device(name, rules.device_type, block.device)
+        return entered(block)  # type: ignore[no-untyped-call]
 
-        if self._rules is not None:
-            self._undo.enter_context(process_follows(self._rules))
-        entered, rules = torch.autocast.__enter__, self._rules
-
-        def enter(block: Any) -> Any:
-            if block._enabled:
-                self.blocks[block.device, block.fast_dtype] += 1
-                if rules is not None and rules.device_type != block.device:
-                    warn_of_device(self._name, rules.device_type, block.device)
-            else:
-                self.off.add(block.device)
-            return entered(block)  # type: ignore[no-untyped-call]
-
-        self._undo.enter_context(replaced(torch.autocast, "__enter__", enter))
-        if self._dtype is not None:
-            self._undo.enter_context(_dtype_left_open(self._dtype))
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Give torch its own rules and dtypes back."""
-        self._undo.close()
+    with (
+        nullcontext() if rules is None else process_follows(rules),
+        replaced(torch.autocast, "__enter__", enter),
+        nullcontext() if dtype is None else _dtype_left_open(dtype),
+    ):
+        yield blocks
 
 
 @contextmanager
@@ -146,7 +126,9 @@ def bind_environment() -> None:
         return
     from amp_plugin.casting.rules import environment_rules  # noqa: PLC0415 - most processes stop above
 
-    BoundAutocast(environment_rules(), f"AMP_PLUGIN_RULES={path}").__enter__()
+    bound = ExitStack()
+    bound.enter_context(bound_autocast(environment_rules(), f"AMP_PLUGIN_RULES={path}"))
+    atexit.register(bound.close)
 
 
 def is_launcher() -> bool:

@@ -7,7 +7,7 @@ the same in every process, and so do the keys of torch's compile caches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import Self
 
 from amp_plugin.casting.dispatcher import DEFAULT, DEVICE_NUMBERS, KERNELS
-from amp_plugin.casting.generators import covers_each_step
 from amp_plugin.casting.rules import rules_with_content
 from amp_plugin.kernels.build import require_native
 
@@ -90,10 +89,6 @@ class TracedRegion:
     def __exit__(self, *exc_info: object) -> None:
         """Close the blocks that were opened last."""
         self._open.pop().__exit__(*exc_info)
-
-    def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate a function, as ``autocast`` does."""
-        return covers_each_step(func, self)
 
 
 def _traced(*made_with: Any) -> TracedRegion:

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import FunctionCtx
@@ -17,15 +17,7 @@ from amp_plugin.casting.region import autocast, is_autocast_available
 from amp_plugin.casting.run_in import cast_tensors
 
 _CARRIER = "_amp_plugin_setup_context"
-_forward_state = threading.local()
-
-
-class _ForwardState(NamedTuple):
-    """What forward leaves for backward."""
-
-    used_autocast: bool
-    dtype: torch.dtype
-    device_type: str
+_forward_state = threading.local()  # what forward leaves for backward
 
 
 def custom_fwd(
@@ -85,7 +77,7 @@ def _follow_autocast(
     def forward(*args: Any, **kwargs: Any) -> Any:
         device = device_type or _device_type_of(method, (args, kwargs))
         enabled = torch.is_autocast_enabled(device)
-        state = _ForwardState(enabled and cast_inputs is None, torch.get_autocast_dtype(device), device)
+        state = (enabled and cast_inputs is None, torch.get_autocast_dtype(device), device)
         given_ctx = len(args) > 0 and _is_context(args[0])
         if given_ctx:
             _write(state, args[0])
@@ -172,7 +164,7 @@ def _reach_setup_context(frame: FrameType) -> None:
         frame.f_locals[_CARRIER] = _SetupContextCarrier()
 
 
-def _write(state: _ForwardState, ctx: Any) -> None:
+def _write(state: tuple[bool, torch.dtype, str], ctx: Any) -> None:
     ctx._fwd_used_autocast, ctx._dtype, ctx._device_type = state  # two as torch's decorators name them
 
 

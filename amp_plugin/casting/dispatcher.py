@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ class AutocastKernels:
         self.rule_sets: dict[int, OpRules] = {}  # in use besides the default ones, by their numbers
         self.tagged: dict[int, str] = {}  # what torch's compile caches know: number -> fingerprint
         self._step_hook: RemovableHandle | None = None
-        self._in_default: dict[str, set[str]] = {}  # device -> ops that the default's number ever named
+        self._named: dict[tuple[str, int], set[str]] = defaultdict(set)  # ops that a number ever named
 
     def install(self) -> NativeCore:
         """Install every device's default rules once per process, if the native core is loaded; return it."""
@@ -76,9 +76,7 @@ class AutocastKernels:
     def _install_native(self, region: Any) -> None:
         watched = watched_ops()
         for device_type in TABLES:
-            default = OpRules.default(device_type)
-            _define(default, DEFAULT)
-            self._in_default[device_type] = {*default.rules, *default.keep}
+            self._define(OpRules.default(device_type), DEFAULT)
             torch.ops.amp_plugin._watch_writes(device_type, watched)
         region.never_keep(_is_managed_by_fsdp)
         self._step_hook = register_optimizer_step_post_hook(_forgets_casts(region.forget_casts))
@@ -95,6 +93,7 @@ class AutocastKernels:
             self._step_hook.remove()
             self._step_hook = None
         self._numbers.clear()
+        self._named.clear()
         self.rule_sets.clear()
         self.process_rules.clear()
         self.tagged.clear()
@@ -110,7 +109,7 @@ class AutocastKernels:
                 msg = f"a process can use {MAX_RULE_SETS - 1} rule sets besides the default ones; reuse them"
                 raise ValueError(msg)
             number = len(self._numbers) + 1
-            _define(rules, number)
+            self._define(rules, number)
             self._numbers[rules], self.rule_sets[number] = number, rules
             return number
 
@@ -120,9 +119,23 @@ class AutocastKernels:
         Every region without rules of its own follows them at once; what is compiled does not.
         """
         with self._lock, outside_tracers():
-            named = self._in_default.setdefault(rules.device_type, set())
-            _define(rules, DEFAULT, cleared=named - {*rules.rules, *rules.keep})
-            named.update(rules.rules, rules.keep)
+            self._define(rules, DEFAULT)
+
+    def _define(self, rules: OpRules, number: int) -> None:
+        """Set the dispatcher's functors what a number means on a device."""
+        default = OpRules.default(rules.device_type).rules
+        named = self._named[rules.device_type, number]
+        named.update(rules.rules, rules.keep)
+        ops, codes, kept = sorted(named), [], []
+        for op in ops:
+            is_ours = op in rules.rules or op in rules.keep  # else it has no rule any more
+            written = frozenset() if op in default else written_arguments(op)
+            never_cast = rules.keep.get(op, frozenset()) | written if is_ours else frozenset()
+            codes.append(RULE_CODES[rules[op]] if is_ours else 0)
+            places = enumerate(argument_names(op)) if never_cast else ()
+            kept.append(sum(1 << place for place, name in places if name in never_cast))
+        names = [dispatcher_name(op) for op in ops]
+        torch.ops.amp_plugin._set_rules(rules.device_type, number, names, codes, kept)
 
     def follow_by_default(self, device_type: str, number: int) -> None:
         """Make autocast blocks outside our regions follow a rule set; ``NO_RULES`` for torch's kernels."""
@@ -154,10 +167,9 @@ def _forgets_casts(forget: Callable[[], None]) -> Callable[..., None]:
 
 
 def _is_managed_by_fsdp(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a parameter of a module under FSDP2, which frees and refills it.
+    """Return whether a tensor is a parameter under FSDP2, which refills it and moves no version counter.
 
-    While unsharded it is a plain leaf, at an address that comes back and with a version counter that stands
-    still; so the modules are asked. FSDP1's unsharded parameters are views, whose casts are never kept.
+    FSDP1's unsharded parameters are views, whose casts are never kept.
     """
     if not isinstance(tensor, torch.nn.Parameter):
         return False
@@ -168,23 +180,6 @@ def _is_managed_by_fsdp(tensor: torch.Tensor) -> bool:
     seen: set[torch.nn.Module] = set()  # the root holds the others
     modules = (module for outer in sharded for _, module in outer.named_modules(memo=seen))
     return any(parameter is tensor for module in modules for parameter in module._parameters.values())
-
-
-def _define(rules: OpRules, number: int, *, cleared: Iterable[str] = ()) -> None:
-    """Set the dispatcher's functors the rules of one set; it names the cleared ops no longer."""
-    ops = sorted({*rules.rules, *rules.keep})
-    codes = [RULE_CODES[rules[op]] for op in ops]
-    default = OpRules.default(rules.device_type).rules
-    written = {op: written_arguments(op) for op in ops if op not in default}
-    kept = [_bits(op, rules.keep.get(op, frozenset()) | written.get(op, frozenset())) for op in ops]
-    unnamed = [*cleared]
-    ops, codes, kept = [*ops, *unnamed], codes + [0] * len(unnamed), kept + [0] * len(unnamed)
-    names = [dispatcher_name(op) for op in ops]
-    torch.ops.amp_plugin._set_rules(rules.device_type, number, names, codes, kept)
-
-
-def _bits(op: str, kept: frozenset[str]) -> int:
-    return sum(1 << index for index, name in enumerate(argument_names(op)) if name in kept) if kept else 0
 
 
 # A functor costs an op some 0.1 us. These write activations in ordinary forward passes, and hardly a weight.
@@ -249,10 +244,14 @@ def number_of(rules: OpRules | None, device_type: str) -> int:
     return number
 
 
-def check_rules(rules: OpRules, device_type: str) -> None:
-    """Raise if these are not rules for regions on a device."""
-    _check_is_rules(rules)
-    if rules.device_type != device_type:
+def check_rules(rules: OpRules, device_type: str | None = None) -> None:
+    """Raise if these are not rules, or not for regions on a device."""
+    if not isinstance(rules, OpRules):
+        is_file = isinstance(rules, Path) or str(rules).endswith((".yaml", ".yml"))
+        read = f"OpRules.from_yaml({str(rules)!r})" if is_file else "OpRules.default('cpu')"
+        msg = f"rules={rules!r}: an amp_plugin.OpRules is wanted, for example {read}"
+        raise TypeError(msg)
+    if device_type not in {None, rules.device_type}:
         msg = (
             f"rules for {rules.device_type!r} were given to a region on {device_type!r}; "
             f"use rules.as_policy_of({device_type!r}) or OpRules.default({device_type!r})"
@@ -311,7 +310,7 @@ def set_default_rules(rules: OpRules | None) -> None:
         for device_type in TABLES:
             KERNELS.follow_by_default(device_type, KERNELS.process_rules.get(device_type, NO_RULES))
         return
-    _check_is_rules(rules)
+    check_rules(rules)
     KERNELS.follow_by_default(rules.device_type, number_of(rules, rules.device_type))
 
 
@@ -329,14 +328,6 @@ def process_follows(*rules: OpRules) -> Iterator[None]:
         KERNELS.process_rules = process_rules
         for device_type in TABLES:
             KERNELS.follow_by_default(device_type, followed.get(device_type, NO_RULES))
-
-
-def _check_is_rules(rules: object) -> None:
-    if not isinstance(rules, OpRules):
-        is_file = isinstance(rules, Path) or str(rules).endswith((".yaml", ".yml"))
-        read = f"OpRules.from_yaml({str(rules)!r})" if is_file else "OpRules.default('cpu')"
-        msg = f"rules={rules!r}: an amp_plugin.OpRules is wanted, for example {read}"
-        raise TypeError(msg)
 
 
 @contextmanager

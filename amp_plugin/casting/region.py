@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -24,7 +27,6 @@ from amp_plugin.casting.dispatcher import (
     number_of,
     rules_of,
 )
-from amp_plugin.casting.generators import covers_each_step
 from amp_plugin.kernels.tracers import untraced
 from amp_plugin.messages import warned_at_user
 from amp_plugin.precision import DTYPES, known_precision
@@ -210,14 +212,7 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
 
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """Decorate a function, generator or coroutine function."""
-        if not callable(func):
-            msg = (
-                f"autocast()(func) requires a callable, but got {type(func).__name__}. Did you mean to use "
-                "autocast as a context manager? For example:\n    with autocast(device_type=...):\n"
-                "        output = model(input)"
-            )
-            raise TypeError(msg)
-        return covers_each_step(func, self)
+        return covers_each_step(func, self) if callable(func) else super().__call__(func)
 
 
 def call_in(regions: Sequence[torch.autocast], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -243,3 +238,44 @@ def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[
     if theirs._enabled == enabled:  # else it warned, and will again
         KERNELS.checked[device_type, dtype, enabled] = checked
     return checked
+
+
+def covers_each_step(func: Callable[..., Any], context: AbstractContextManager[Any]) -> Callable[..., Any]:
+    """Return a function with a context open while its body runs, and only then; it is entered many times."""
+    covered: Any
+    if inspect.isasyncgenfunction(func):
+        msg = f"autocast: {func.__name__} is an asynchronous generator; open the region between its yields"
+        raise TypeError(msg)
+    if inspect.iscoroutinefunction(func):
+
+        async def covered(*args: Any, **kwargs: Any) -> Any:
+            return await _each_step(func(*args, **kwargs), context)
+    elif inspect.isgeneratorfunction(func):
+
+        def covered(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+            return (yield from _each_step(func(*args, **kwargs), context))
+    else:
+
+        def covered(*args: Any, **kwargs: Any) -> Any:
+            with context:
+                return func(*args, **kwargs)
+
+    functools.update_wrapper(covered, func)
+    covered.__script_unsupported = "@autocast() decorator is not supported in script mode"
+    return covered  # type: ignore[no-any-return]
+
+
+@types.coroutine
+def _each_step(inner: Any, context: AbstractContextManager[Any]) -> Generator[Any, Any, Any]:
+    """Drive a generator or coroutine, resuming it only inside the context."""
+    resume = functools.partial(inner.send, None)
+    while True:
+        try:
+            with context:
+                value = resume()
+        except StopIteration as done:
+            return done.value
+        try:
+            resume = functools.partial(inner.send, (yield value))
+        except BaseException as error:  # noqa: BLE001 - handed to the body, as GeneratorExit is
+            resume = functools.partial(inner.throw, error)
