@@ -101,7 +101,6 @@ def grouped(casts: Iterable[Cast], key: Callable[[Cast], Key]) -> dict[Key, Cast
 
 
 _COLUMNS = {"cast": ("module", "op", "argument", "dtypes"), "module": ("module",), "op": ("op",)}
-_NOTHING = "no casts: was the code in an amp_plugin.autocast region, and not compiled?"
 
 
 def cast_table(casts: list[Cast], by: Literal["cast", "module", "op"]) -> Table:
@@ -110,15 +109,7 @@ def cast_table(casts: list[Cast], by: Literal["cast", "module", "op"]) -> Table:
         msg = f"table(by={by!r}): allowed are {', '.join(_COLUMNS)}"
         raise ValueError(msg)
     columns = _COLUMNS[by]
-    table = Table(
-        title="Casts",
-        box=SIMPLE,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-        show_footer=True,
-        caption=None if casts else _NOTHING,
-    )
+    table = Table(title="Casts", box=SIMPLE, show_edge=False, pad_edge=False, show_footer=True)
     for column in columns:
         footer = "total" if column == columns[0] else ""
         table.add_column(column, overflow="fold", no_wrap=column == "dtypes", footer=footer)

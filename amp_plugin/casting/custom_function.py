@@ -6,7 +6,6 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from types import FrameType
 from typing import Any
 
 import torch
@@ -64,15 +63,13 @@ def custom_fwd(
         torch.float32
     """
     _check_device_type(device_type)
-    _reach_setup_context(sys._getframe(1))
+    scope = sys._getframe(1)
+    if "__qualname__" in scope.f_locals and scope.f_locals is not scope.f_globals:  # a class body
+        scope.f_locals[_CARRIER] = _SetupContextCarrier()  # forward itself never sees the context
     if fwd is None:
-        return functools.partial(_follow_autocast, device_type=device_type, cast_inputs=cast_inputs)
-    return _follow_autocast(fwd, device_type=device_type, cast_inputs=cast_inputs)
+        return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
+    method = fwd
 
-
-def _follow_autocast(
-    method: Callable[..., Any], *, device_type: str | None, cast_inputs: torch.dtype | None
-) -> Callable[..., Any]:
     @functools.wraps(method)
     def forward(*args: Any, **kwargs: Any) -> Any:
         device = device_type or _device_type_of(method, (args, kwargs))
@@ -156,12 +153,6 @@ class _SetupContextCarrier:
             return setup_context(ctx, inputs, output)
 
         owner.setup_context = staticmethod(with_state)  # type: ignore[attr-defined]
-
-
-def _reach_setup_context(frame: FrameType) -> None:
-    """Place a carrier if the caller is a class body: `forward` itself never sees the context."""
-    if "__qualname__" in frame.f_locals and frame.f_locals is not frame.f_globals:
-        frame.f_locals[_CARRIER] = _SetupContextCarrier()
 
 
 def _write(state: tuple[bool, torch.dtype, str], ctx: Any) -> None:

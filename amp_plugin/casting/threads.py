@@ -112,14 +112,12 @@ def autocast_module(module: Module, *states: RegionState) -> Module:
 
 
 def _methods_of_threads(original: type[nn.Module], states: tuple[RegionState, ...]) -> dict[str, Any]:
-    call, replicate = original.__call__, original._replicate_for_data_parallel
-
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         opened = [state.region() for state in _missing_states(self, states)]
-        return call_in(opened, call, (self, *args), kwargs)
+        return call_in(opened, original.__call__, (self, *args), kwargs)
 
     def _replicate_for_data_parallel(self: Any) -> Any:
-        replica = replicate(self)  # type: ignore[no-untyped-call]
+        replica = original._replicate_for_data_parallel(self)  # type: ignore[no-untyped-call]
         vars(replica)[_CARRIED] = (threading.get_ident(), current_state())
         return replica
 
@@ -134,13 +132,8 @@ def _missing_states(module: nn.Module, states: tuple[RegionState, ...]) -> tuple
     maker, carried = vars(module).get(_CARRIED, (None, ()))
     if carried:  # a replica: the block around it is DataParallel's, not the user's
         return () if maker == threading.get_ident() or has_region() else carried
-    return states if _nesting() == 0 else ()
-
-
-def _nesting() -> int:
-    inside = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
-    return inside - 1
+    torch.autocast_increment_nesting()
+    return states if torch.autocast_decrement_nesting() == 0 else ()
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[object]]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from amp_plugin import OpRules, autocast, dtype_report, log_casts, set_default_rules
+from amp_plugin import OpRules, autocast, autocast_module, dtype_report, log_casts, set_default_rules
 from amp_plugin.casting.cast_log import CastTotals
 from amp_plugin.casting.threads import checkpoint_contexts
 from amp_plugin.kernels.build import native_core
@@ -160,7 +160,7 @@ def test_threads_and_recomputation_know_their_module():
         with autocast("cpu", dtype=BF16):
             net(x)
 
-    with log_casts(net) as log:
+    with log_casts(autocast_module(net)) as log:
         thread = threading.Thread(target=run)
         thread.start()
         thread.join()
@@ -250,7 +250,6 @@ def test_tables():
         log.table("kind")
     with log_casts() as empty:
         pass
-    assert "no casts: was the code in an amp_plugin.autocast region" in " ".join(shown(empty.table()).split())
     assert repr(empty) == "CastLog(0 casts, 0 cached, 0 bytes moved)"
 
 
