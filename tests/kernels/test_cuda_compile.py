@@ -127,11 +127,10 @@ def test_a_gpu_that_is_too_new_for_nvrtc_is_refused():
 
 def test_all_are_compiled_with_one_line_and_only_once(cache, monkeypatch, capsys):
     monkeypatch.setattr(cuda_compile, "compile_cubin", lambda *_: ELF)
+    cuda_compile._announce.cache_clear()
     for _ in range(2):
         assert [*all_cubins("sm_90")] == [*all_kernels()]
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith("amp_plugin: compiling 16 CUDA kernels for sm_90 (once) ...")
+    assert capsys.readouterr().err == "amp_plugin: compiling CUDA kernels for sm_90 (once) ...\n"
 
 
 def test_what_decides_the_last_bits_has_a_number(monkeypatch):

@@ -18,8 +18,7 @@ from amp_plugin.kernels.cuda.register import CudaCore, cuda_core
 @pytest.fixture
 def undecided(monkeypatch):
     """A process in which no CUDA tensor has been seen, on a machine where cuda:0 exists."""
-    monkeypatch.setattr(register, "_reasons", {})
-    monkeypatch.setattr(register, "_opened", {})
+    monkeypatch.setattr(register, "_cores", {})
     monkeypatch.setattr(register, "_no_cuda", lambda: "")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="a GPU")
@@ -89,7 +88,9 @@ def test_native_code_turned_off_is_silent(monkeypatch):
 @pytest.mark.usefixtures("undecided")
 def test_a_device_is_opened_once(monkeypatch):
     opened = []
-    monkeypatch.setattr(register, "_open", lambda index: opened.append(index) or "")
+    monkeypatch.setattr(
+        register, "_open", lambda index: opened.append(index) or CudaCore(loaded=True, reason="")
+    )
     for _ in range(2):
         assert torch.ops.amp_plugin._cuda_prepare(0)
     assert opened == [0]
