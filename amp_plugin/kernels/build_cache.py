@@ -78,8 +78,7 @@ def obtain(file: Path, make: Callable[[Path], Path], *, rebuild: bool = False) -
 
 
 def _is_there(file: Path) -> bool:
-    if not file.exists():
-        return False
-    _require_private(file.parent)
-    _require_private(file)
-    return True
+    if found := file.exists():
+        _require_private(file.parent)
+        _require_private(file)
+    return found

@@ -273,9 +273,7 @@ def _refuse_shapes(
 
 def _power(norms: Sequence[Tensor], norm_type: float, like: Tensor) -> Tensor:
     """The sum of the norms' powers, 0-dim; what changes nothing if there are none."""
-    if not norms:
-        return like.new_full((), -math.inf if norm_type == -math.inf else 0.0)
-    wide = torch.stack([norm.reshape(()).to(like.dtype) for norm in norms])
+    wide = torch.stack([norm.reshape(()).to(like.dtype) for norm in norms]) if norms else like.new_empty(0)
     if norm_type == -math.inf:
         wide = -wide
     return _join(wide if norm_type in _NO_POWER else wide.pow(norm_type), norm_type)
@@ -408,7 +406,7 @@ def adam_(
         _write_state(exp_avgs[i], first, param, taken, 0, step)
         _write_state(exp_avg_sqs[i], second, param, taken, 1, step)
         _write_if(steps[i], step, taken)
-        _write_param(i, stepped, params, remainders, taken)
+        _write_param(params[i], remainders[i] if remainders else None, stepped, taken)
 
 
 @torch.no_grad()
@@ -449,7 +447,7 @@ def sgd_(
             moved = grad if first_step else momentum * before + (1 - dampening) * grad
             _write_state(buffer, moved, param, taken, 0, 0)
             direction = grad + momentum * moved if nesterov else moved
-        _write_param(i, param - rate * direction, params, remainders, taken)
+        _write_param(params[i], remainders[i] if remainders else None, param - rate * direction, taken)
 
 
 def _unscaled(
@@ -502,17 +500,10 @@ def _write_state(
     return _write_if(state, rounded, taken)
 
 
-def _write_param(
-    i: int,
-    value: Tensor,
-    params: Sequence[Tensor],
-    remainders: Sequence[Tensor],
-    taken: Tensor | bool,
-) -> None:
-    if remainders:
-        high, low = torch.empty_like(params[i]), torch.empty_like(remainders[i])
-        pack_weights_([value.to(torch.float32)], [high], [low])
-        _write_if(params[i], high, taken)
-        _write_if(remainders[i], low, taken)
-        return
-    _write_if(params[i], value, taken)
+def _write_param(param: Tensor, remainder: Tensor | None, value: Tensor, taken: Tensor | bool) -> None:
+    if remainder is None:
+        return _write_if(param, value, taken)
+    high, low = torch.empty_like(param), torch.empty_like(remainder)
+    pack_weights_([value.to(torch.float32)], [high], [low])
+    _write_if(param, high, taken)
+    return _write_if(remainder, low, taken)

@@ -1,8 +1,4 @@
-"""NVRTC: from a ``.cu`` file to a cubin, once per architecture, kept in the build cache.
-
-NVRTC comes with torch's CUDA wheels; ``cuda-core`` drives it. No nvcc, no header of a
-toolkit and no GPU are needed, so all architectures can be compiled on any machine.
-"""
+"""NVRTC, driven by ``cuda-core``: from a ``.cu`` file to a cubin, for any GPU on any machine."""
 
 from __future__ import annotations
 
@@ -140,8 +136,5 @@ def _sources() -> str:
 @functools.cache
 def nvrtc_version() -> str:
     """Return the version of the NVRTC library in use, as ``"13.0"``."""
-    error, major, minor = nvrtc.nvrtcVersion()
-    if int(error):
-        msg = f"NVRTC does not tell its version (error {int(error)}); reinstall nvidia-cuda-nvrtc"
-        raise RuntimeError(msg)
+    _, major, minor = nvrtc.nvrtcVersion()
     return f"{major}.{minor}"

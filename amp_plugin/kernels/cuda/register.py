@@ -1,7 +1,6 @@
 """Decide, at the first CUDA tensor, whether the CUDA kernels or plain torch serve a device.
 
-The C++ kernels on the CUDA key (``csrc/cuda_ops.cpp``) ask once for each device, for which all kernels
-are then compiled and loaded. Importing this starts neither CUDA nor NVRTC.
+The C++ kernels on the CUDA key (csrc/cuda_ops.cpp) ask once. Importing this starts neither CUDA nor NVRTC.
 """
 
 from __future__ import annotations
