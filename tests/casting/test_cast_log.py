@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from amp_plugin import OpRules, autocast, autocast_module, dtype_report, log_casts, set_default_rules
 from amp_plugin.casting.cast_log import CastTotals
 from amp_plugin.casting.threads import checkpoint_contexts
-from amp_plugin.kernels.build import native_core
 
 BF16, FP32 = torch.bfloat16, torch.float32
 native = pytest.mark.native
@@ -269,18 +268,6 @@ def test_pandas(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match=r"pip install pandas; records\(\) gives the same"):
         log.to_pandas()
-
-
-@native
-def test_a_whole_forward_in_a_region_of_the_models_device():
-    log = casts_of(nn.Linear(2, 2), torch.ones(1, 2), torch.float16)
-    assert {cast.after for cast in log.records()} == {torch.float16}
-
-
-@pytest.mark.skipif(native_core().loaded, reason="the native core is loaded")
-def test_without_the_native_core_it_says_how_to_get_it():
-    with pytest.raises(RuntimeError, match="log_casts needs the native core, which is not loaded"):
-        log_casts()
 
 
 def test_dtype_report():

@@ -38,16 +38,6 @@ def test_lists_equal_what_the_dispatcher_of_that_torch_registers(release, device
     assert set(listed_rules(device, release)) == registered_in(release, device)
 
 
-def test_releases_differ_where_torch_changed_its_lists():
-    older, newer = OpRules.named("torch-2.11", "cuda"), OpRules.named("torch-2.13", "cuda")
-    assert older.diff(newer) == {"aten::rms_norm.default": ("unchanged", "fp32")}
-    assert registered_in("2.13", "cuda") - registered_in("2.11", "cuda") == {"aten::rms_norm.default"}
-    assert registered_in("2.13", "cpu") - registered_in("2.15", "cpu") == {
-        "aten::cholesky.default",
-        "aten::qr.default",
-    }
-
-
 @pytest.mark.parametrize("device", TABLES)
 def test_the_installed_torch_by_name_is_the_default(device):
     if torch_release() not in RELEASES:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
-import warnings
 from copy import deepcopy
 
 import pytest
@@ -49,10 +48,6 @@ class TestLikeTorch:
                 assert not torch._C._is_any_autocast_enabled()
             assert mm_dtype() is torch.float16
         assert mm_dtype() is torch.float32
-
-    def test_default_dtype_is_torchs(self):
-        with amp_plugin.autocast("cpu"):
-            assert mm_dtype() is torch.bfloat16
 
     def test_errors_are_torchs(self):
         with pytest.raises(ValueError, match="Expected `device_type` of type `str`"):
@@ -108,10 +103,6 @@ class TestLikeTorch:
         region = amp_plugin.autocast("cpu")
         assert isinstance(region, torch.autocast)
         assert (region.device, region.fast_dtype, region._enabled) == ("cpu", torch.bfloat16, True)
-
-    def test_exception_leaves_nothing_behind(self):
-        with pytest.raises(KeyError), amp_plugin.autocast("cpu"):
-            raise KeyError
 
     def test_reference_pages_rules(self):
         x, out = torch.ones(2, 2), torch.ones(2, 2)
@@ -240,14 +231,6 @@ class TestTorchsDefects:
         assert forward.__doc__ == "Doc."
         assert forward(torch.ones(2, 2)).dtype is torch.bfloat16
 
-    def test_no_grad_first_then_grad(self):
-        w, x = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3)
-        with amp_plugin.autocast("cpu"):
-            with torch.no_grad():
-                x @ w
-            (x @ w).float().sum().backward()
-        assert w.grad is not None
-
     @pytest.mark.native
     def test_mixed_half_dtypes_are_promoted(self):
         half, bf16 = torch.ones(2, dtype=torch.float16), torch.ones(2, dtype=torch.bfloat16)
@@ -351,13 +334,6 @@ class TestTorchIsLeftAlone:
         KERNELS.install()
         assert "amp_plugin" in torch._C._dispatch_dump("aten::mm")
 
-    def test_installing_warns_of_nothing(self):
-        KERNELS.uninstall()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            KERNELS.install()
-        assert caught == []
-
 
 class TestCopies:
     """torch's regions can be copied and pickled, so ours can."""
@@ -375,7 +351,3 @@ class TestCopies:
         rules = amp_plugin.OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
         with pickle.loads(pickle.dumps(amp_plugin.autocast("cpu", rules=rules))):
             assert torch.softmax(torch.ones(2, dtype=torch.bfloat16), 0).dtype is torch.float32
-
-    def test_repr(self):
-        region = amp_plugin.autocast("cpu", dtype=torch.float16)
-        assert repr(region) == "autocast('cpu', dtype=torch.float16, enabled=True)"
