@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -80,12 +80,8 @@ class CastTotals:
         """Add up casts."""
         listed = list(casts)
         made = [cast for cast in listed if not cast.cached]
-        return CastTotals(
-            casts=len(made),
-            cached=len(listed) - len(made),
-            elements=sum(cast.elements for cast in made),
-            bytes=sum(cast.bytes for cast in made),
-        )
+        elements, size = sum(cast.elements for cast in made), sum(cast.bytes for cast in made)
+        return CastTotals(casts=len(made), cached=len(listed) - len(made), elements=elements, bytes=size)
 
 
 Key = TypeVar("Key")
@@ -93,9 +89,9 @@ Key = TypeVar("Key")
 
 def grouped(casts: Iterable[Cast], key: Callable[[Cast], Key]) -> dict[Key, CastTotals]:
     """Add up the casts that have a key in common; the most bytes come first."""
-    groups: dict[Key, list[Cast]] = {}
+    groups: dict[Key, list[Cast]] = defaultdict(list)
     for cast in casts:
-        groups.setdefault(key(cast), []).append(cast)
+        groups[key(cast)].append(cast)
     totals = {name: CastTotals.of(alike) for name, alike in groups.items()}
     return dict(sorted(totals.items(), key=lambda item: -item[1].bytes))
 
@@ -134,10 +130,6 @@ def _counts(totals: CastTotals) -> tuple[str, ...]:
 
 
 _OUTSIDE = -1
-
-
-def _addresses(values: Any) -> list[int]:
-    return [value._cdata for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 _TEXTS = 4  # op, device, dtype before, dtype after
@@ -203,7 +195,8 @@ class CastLog:
                 self._name(module)
             previous = torch.ops.amp_plugin._cast_log_scope(self._numbers[module])
             is_outermost = previous == _OUTSIDE
-            inputs = Counter(_addresses(arguments) if is_outermost else ())
+            leaves = tree_leaves(arguments) if is_outermost else ()
+            inputs = Counter(leaf._cdata for leaf in leaves if isinstance(leaf, torch.Tensor))
             self._inputs += inputs
             if is_outermost:
                 root = module if self._model is None else self._model

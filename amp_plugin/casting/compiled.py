@@ -1,8 +1,7 @@
 """Regions inside compiled code and exported programs, where op rules have to be seen by torch's tracers.
 
-Tracers know torch's own autocast blocks and ops, so a region is traced as a block of torch's, two blocks that
-restore whose rules are in force, and an op that says which rules they are, by their content: a graph means
-the same in every process, and so do the keys of torch's compile caches.
+A region is traced as torch's own blocks and an op that says which rules are in force, by their content: a
+graph means the same in every process, and so do the keys of torch's compile caches.
 """
 
 from __future__ import annotations

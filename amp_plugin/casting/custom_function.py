@@ -172,9 +172,7 @@ def _device_type_of(method: Callable[..., Any], given: Any) -> str:
 
 
 def _is_context(value: Any) -> bool:
-    return isinstance(value, FunctionCtx) or not (
-        isinstance(value, torch.Tensor) or not hasattr(value, "save_for_backward")
-    )
+    return isinstance(value, FunctionCtx) or hasattr(value, "save_for_backward")  # functorch's
 
 
 def _check_device_type(device_type: object) -> None:

@@ -11,7 +11,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,7 +73,7 @@ class AutocastKernels:
         return core
 
     def _install_native(self, region: Any) -> None:
-        watched = watched_ops()
+        watched = list(filter(_is_watched, torch._C._dispatch_get_all_op_names()))
         for device_type in TABLES:
             self._define(OpRules.default(device_type), DEFAULT)
             torch.ops.amp_plugin._watch_writes(device_type, watched)
@@ -202,21 +201,15 @@ UNWATCHED_OVERLOADS = frozenset(
 )
 
 
-def watched_ops() -> list[str]:
-    """Return the dispatcher's names of torch's ops that write, in place or by ``out=``, what they are given.
-
-    Left out are ``UNWATCHED`` and ``UNWATCHED_OVERLOADS``, ops that change a shape or the storage rather than
-    values, and the ``out=`` forms that only ``torch.ops`` reaches.
-    """
-    return [name for name in torch._C._dispatch_get_all_op_names() if _is_watched(name)]
-
-
 def _is_watched(dispatcher_name: str) -> bool:
+    """Return whether an op of torch's is watched that writes, in place or by ``out=``, what it is given.
+
+    Not so ops that change a shape or the storage, and ``out=`` forms that only ``torch.ops`` reaches.
+    """
     name, _, overload = dispatcher_name.partition(".")
     namespace, _, base = name.partition("::")
-    if namespace != "aten" or base in UNWATCHED or base.endswith("_backward"):
-        return False
-    if dispatcher_name.removeprefix("aten::") in UNWATCHED_OVERLOADS:
+    is_left_out = base in UNWATCHED or dispatcher_name.removeprefix("aten::") in UNWATCHED_OVERLOADS
+    if namespace != "aten" or base.endswith("_backward") or is_left_out:
         return False
     arguments = torch._C._get_schema(name, overload).arguments
     written = [given for given in arguments if given.alias_info is not None and given.alias_info.is_write]
@@ -227,10 +220,8 @@ def _is_watched(dispatcher_name: str) -> bool:
     return torch.Tag.inplace_view not in tags and torch.Tag.generated not in tags
 
 
-def number_of(rules: OpRules | None, device_type: str) -> int:
-    """Return the number of a region's rule set, installing it if it is new; None means the default rules."""
-    if rules is None:
-        return DEFAULT
+def number_of(rules: OpRules, device_type: str) -> int:
+    """Return the number of a rule set for regions on a device, installing it if it is new."""
     check_rules(rules, device_type)
     KERNELS.install()
     if rules == OpRules.default(device_type):
@@ -247,9 +238,7 @@ def number_of(rules: OpRules | None, device_type: str) -> int:
 def check_rules(rules: OpRules, device_type: str | None = None) -> None:
     """Raise if these are not rules, or not for regions on a device."""
     if not isinstance(rules, OpRules):
-        is_file = isinstance(rules, Path) or str(rules).endswith((".yaml", ".yml"))
-        read = f"OpRules.from_yaml({str(rules)!r})" if is_file else "OpRules.default('cpu')"
-        msg = f"rules={rules!r}: an amp_plugin.OpRules is wanted, for example {read}"
+        msg = f"rules={rules!r}: an amp_plugin.OpRules is wanted, for example OpRules.from_yaml('rules.yaml')"
         raise TypeError(msg)
     if device_type not in {None, rules.device_type}:
         msg = (

@@ -250,8 +250,7 @@ class OpRules:
         if self == OpRules.default(self.device_type):
             return f"OpRules.default({self.device_type!r})"
         changed = len(self.diff(OpRules.default(self.device_type)))
-        counts = f"{len(self.rules)} ops, {changed} unlike the default"
-        return f"<OpRules {self.device_type}: {counts}, {self.fingerprint()}>"
+        return f"<OpRules {self.device_type}: {len(self.rules)} ops, {changed} unlike the default>"
 
 
 @cache

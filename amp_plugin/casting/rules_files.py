@@ -65,9 +65,7 @@ def release_of(policy: str) -> str:
     names = [f"torch-{release}" for release in RELEASES]
     if policy in names:
         return policy.removeprefix("torch-")
-    release = re.fullmatch(r"(?:torch[-=]*)?v?(\d+\.\d+)\S*", str(policy))
-    meant = f"torch-{release[1]}" if release else str(policy)
-    near = did_you_mean(meant, names, separator=", ")
+    near = did_you_mean(policy, names, separator=", ")
     msg = f"unknown policy {policy!r}{near}; allowed: {', '.join(names)}"
     raise ValueError(msg)
 

@@ -148,10 +148,7 @@ class RunIn:
     def __post_init__(self) -> None:
         """Check the dtype."""
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
-            msg = f"run_in: {self.dtype!r} is not a floating-point dtype; use torch.float32, for example"
-            if callable(self.dtype):  # run_in(model)
-                kind = type(self.dtype).__name__
-                msg = f"run_in: the dtype comes first, got {kind}; write run_in(torch.float32)(target)"
+            msg = f"run_in: {self.dtype!r} is not a floating-point dtype; write run_in(torch.float32)(target)"
             raise ValueError(msg)
 
     def __call__(self, target: Target) -> Target:

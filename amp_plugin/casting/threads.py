@@ -1,8 +1,4 @@
-"""The autocast state of a thread, carried into other threads, processes and recomputations.
-
-A new thread starts with autocast off and the default dtypes. ``nn.DataParallel`` hands its threads torch's
-enabled flag for one device, but neither the dtype nor the cache flag, nor any rules.
-"""
+"""The autocast state of a thread, carried into other threads, processes and recomputations."""
 
 from __future__ import annotations
 

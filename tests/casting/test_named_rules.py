@@ -57,7 +57,7 @@ def test_a_policy_leaves_out_what_the_installed_torch_lacks_and_nothing_else(dev
 
 @pytest.mark.parametrize(
     ("given", "hint"),
-    [("torch-2.1", ", did you mean torch-2.1"), ("2.13.0", ", did you mean torch-2.13?"), ("xyz", ";")],
+    [("torch-2.1", ", did you mean torch-2.1"), ("xyz", ";")],
 )
 def test_an_unknown_policy_is_answered_with_those_there_are(given, hint):
     with pytest.raises(ValueError, match=re.escape(f"unknown policy {given!r}{hint}")) as error:

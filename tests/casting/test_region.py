@@ -64,10 +64,9 @@ class TestLikeTorch:
         [
             ({"dtype": "bf16"}, r"autocast\(dtype='bf16'\): a torch.dtype is wanted, give torch.bfloat16$"),
             ({"dtype": "fp8"}, r"give torch.float16 or torch.bfloat16$"),
-            ({"rules": "my.yaml"}, r"rules='my.yaml': .* wanted, for example OpRules.from_yaml\('my.yaml'\)"),
             (
-                {"rules": {}},
-                r"rules=\{\}: an amp_plugin.OpRules is wanted, for example OpRules.default\('cpu'\)",
+                {"rules": "my.yaml"},
+                r"rules='my.yaml': .* wanted, for example OpRules.from_yaml\('rules.yaml'\)",
             ),
         ],
     )

@@ -208,19 +208,6 @@ def test_no_sources(sources: Path) -> None:
 
 
 @needs_compiler
-def test_a_core_of_another_user_is_not_loaded(
-    sources: Path, cache: Path, small_core: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = place(small_core, cache)
-    if os.geteuid() == 0:
-        os.chown(file, 4321, -1)
-    else:
-        monkeypatch.setattr(os, "geteuid", lambda: 4321)
-    with pytest.warns(RuntimeWarning, match="belongs to user .*not to you .*; set AMP_PLUGIN_CACHE_DIR"):
-        assert not native_core().loaded
-
-
-@needs_compiler
 def test_a_whole_cache_on_a_read_only_file_system_is_used(
     no_compiler: None, cache: Path, small_core: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

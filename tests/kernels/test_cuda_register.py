@@ -58,20 +58,16 @@ def test_without_cuda_core_there_is_one_warning(monkeypatch):
 
 
 @pytest.mark.native
-def test_a_device_that_is_too_old_is_named(undecided):
-    undecided.major = 7
-    with pytest.warns(
-        RuntimeWarning, match=r"a GPU has compute capability \(7, 0\); the CUDA kernels need 7.5"
-    ):
-        assert not cuda_core(0).loaded
-
-
-@pytest.mark.usefixtures("undecided")
-def test_without_the_native_core_it_is_named(monkeypatch):
-    monkeypatch.setattr(register, "native_core", lambda: SimpleNamespace(loaded=False, reason="no compiler"))
-    with pytest.warns(
-        RuntimeWarning, match="the native core, which launches them, is not loaded: no compiler"
-    ):
+@pytest.mark.parametrize("missing", ["a newer GPU", "the core"])
+def test_what_is_missing_is_named(undecided, monkeypatch, missing):
+    text = "the native core, which launches them, is not loaded: no compiler"
+    if missing == "the core":
+        monkeypatch.setattr(
+            register, "native_core", lambda: SimpleNamespace(loaded=False, reason="no compiler")
+        )
+    else:
+        undecided.major, text = 7, r"a GPU has compute capability \(7, 0\); the CUDA kernels need 7.5"
+    with pytest.warns(RuntimeWarning, match=text):
         assert not cuda_core(0).loaded
 
 
