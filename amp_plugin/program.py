@@ -115,9 +115,7 @@ def _exit_code(stop: SystemExit) -> int:
 @contextmanager
 def default_rules(rules: Iterable[OpRules], around: AbstractContextManager[object]) -> Iterator[None]:
     """Open a region around a program in which torch's autocast blocks follow rules."""
-    from amp_plugin.casting.dispatcher import set_default_rules  # noqa: PLC0415 - loads torch
+    from amp_plugin.casting.dispatcher import process_follows  # noqa: PLC0415 - loads torch
 
-    for chosen in rules:
-        set_default_rules(chosen)
-    with around:
+    with process_follows(*rules), around:
         yield

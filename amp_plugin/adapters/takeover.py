@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from amp_plugin.adapters.stand_in import standing_in
-from amp_plugin.casting.bound_rules import BoundAutocast, is_launcher, ours_by_default, replaced
+from amp_plugin.casting.bound_rules import bound_autocast, is_launcher, ours_by_default, replaced
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -89,8 +89,7 @@ class Takeover:
             undo.enter_context(_set(self._environment))
             undo.enter_context(ours_by_default())
             dtype = None if self._precision is None else DTYPES[self._precision]
-            self._autocast = BoundAutocast(self._rules, self._rules_name, dtype=dtype)
-            undo.enter_context(self._autocast)
+            self._blocks = undo.enter_context(bound_autocast(self._rules, self._rules_name, dtype=dtype))
             undo.enter_context(self._noting(GradScaler))
             undo.enter_context(
                 standing_in(
@@ -169,7 +168,6 @@ class Takeover:
         def made(accelerator: Any) -> None:
             chosen = accelerator.mixed_precision
             used = self._set if chosen == self._precision else self._asked
-            self._autocast.mark_read()
             used[f"{type(accelerator).__name__.removeprefix('Amp')}(mixed_precision={chosen!r})"] += 1
 
         install(made=made)
@@ -182,7 +180,6 @@ class Takeover:
         from amp_plugin.adapters.lightning.installation import plugin_in_place_of_stock  # noqa: PLC0415
 
         def made(shown: str, by_program: bool) -> None:
-            self._autocast.mark_read()
             (self._asked if by_program else self._set)[shown] += 1
 
         return plugin_in_place_of_stock(module, self._precision, made)
@@ -212,7 +209,7 @@ class Takeover:
         """Say what the program used, and what of that the precision has set."""
         blocks = [
             f"torch.autocast on {device} in {str(dtype).removeprefix('torch.')} ({count} blocks)"
-            for (device, dtype), count in sorted(self._autocast.blocks.items(), key=str)
+            for (device, dtype), count in sorted(self._blocks.items(), key=str)
         ]
         by_us = [f"{name} by --precision" for name in _counted(self._set)]
         used = [*blocks, *_counted(self._asked), *by_us]
@@ -230,17 +227,14 @@ class Takeover:
                 text if self._precision is None else f"{text}, and --precision {self._precision} set nothing"
             )
         text = f"{self._program} used none of them and ran as without amp-plugin"
-        if self._autocast.off:
-            devices = " and ".join(sorted(self._autocast.off))
-            text += f"; its autocast blocks were all off (on {devices})"
-        elif self._precision is not None:
+        if self._precision is not None:
             text += "; in a plain loop, open torch.autocast(device) around the forward pass"
         return text
 
     def _warnings(self, *, is_used: bool) -> Iterator[str]:
         import torch  # noqa: PLC0415
 
-        dtypes = {dtype for _, dtype in self._autocast.blocks}
+        dtypes = {dtype for _, dtype in self._blocks}
         chosen = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self._precision or "")
         if is_used and chosen is not None and not self._set and chosen not in dtypes:
             its_own = f"{self._program} chooses its own, change it there"

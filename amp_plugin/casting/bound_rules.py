@@ -6,18 +6,17 @@ imports torch: torch loads this module by its entry point ``torch.backends``.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from typing_extensions import Self
 
     from amp_plugin.casting.rules import OpRules
 
@@ -28,71 +27,35 @@ _LAUNCHERS = {
 }
 
 
-class BoundAutocast:
-    """Op rules and a dtype that ``torch.autocast`` follows while the region is open; counts its blocks.
+@contextmanager
+def bound_autocast(
+    rules: OpRules | None = None, name: str = "", *, dtype: torch.dtype | None = None
+) -> Iterator[Counter[tuple[str, torch.dtype]]]:
+    """Let ``torch.autocast`` follow rules, and a dtype where it names none; yield the number of its blocks.
 
-    Args:
-        rules: of their device.
-        name: of the file, for the warning if no block has followed it.
-        dtype: of blocks that name none.
-
-    Attributes:
-        blocks: device type and dtype -> number of blocks that were opened and on.
-        off: device types of blocks that were opened and off: ``enabled=False``, or no such device is here.
+    They are counted, but for those that are off, by device and dtype. ``name`` is that of the rules' file.
     """
+    import torch  # noqa: PLC0415 - this module is loaded while torch is
 
-    def __init__(
-        self, rules: OpRules | None = None, name: str = "", *, dtype: torch.dtype | None = None
-    ) -> None:
-        self._rules, self._name, self._dtype = rules, name, dtype
-        self.blocks: Counter[tuple[str, torch.dtype]] = Counter()
-        self.off: set[str] = set()
-        self._is_read = False
-        self._undo = ExitStack()
+    from amp_plugin.casting.dispatcher import process_follows  # noqa: PLC0415
+    from amp_plugin.casting.rules import warn_of_device  # noqa: PLC0415
 
-    def __enter__(self) -> Self:
-        """Let autocast follow the rules and the dtype, and count which blocks are opened."""
-        import torch  # noqa: PLC0415 - this module is loaded while torch is
+    entered = torch.autocast.__enter__
+    blocks: Counter[tuple[str, torch.dtype]] = Counter()
 
-        from amp_plugin.casting.dispatcher import process_follows  # noqa: PLC0415
+    def enter(block: Any) -> Any:
+        if block._enabled:
+            blocks[block.device, block.fast_dtype] += 1
+            if rules is not None and rules.device_type != block.device:
+                warn_of_device(name, rules.device_type, block.device)
+        return entered(block)  # type: ignore[no-untyped-call]
 
-        if self._rules is not None:
-            self._undo.enter_context(process_follows(self._rules))
-        entered = torch.autocast.__enter__
-
-        def enter(block: Any) -> Any:
-            if block._enabled:
-                self.blocks[block.device, block.fast_dtype] += 1
-            else:
-                self.off.add(block.device)
-            return entered(block)  # type: ignore[no-untyped-call]
-
-        self._undo.enter_context(replaced(torch.autocast, "__enter__", enter))
-        if self._dtype is not None:
-            self._undo.enter_context(_dtype_left_open(self._dtype))
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Give torch its own rules and dtypes back."""
-        self._undo.close()
-        self.warn_if_unread()
-
-    def mark_read(self) -> None:
-        """Record that regions of ours follow the rules, which are not counted."""
-        self._is_read = True
-
-    def warn_if_unread(self) -> None:
-        """Print a warning if no autocast block has followed the rules."""
-        if self._rules is None or self._is_read:
-            return
-        if any(device == self._rules.device_type for device, _ in self.blocks):
-            return
-        device = self._rules.device_type
-        print(
-            f"amp_plugin: no autocast block on {device} was opened, so nothing has read the rules of "
-            f"{self._name}; open torch.autocast({device!r}), or leave the file out",
-            file=sys.stderr,
-        )
+    with (
+        nullcontext() if rules is None else process_follows(rules),
+        replaced(torch.autocast, "__enter__", enter),
+        nullcontext() if dtype is None else _dtype_left_open(dtype),
+    ):
+        yield blocks
 
 
 @contextmanager
@@ -115,8 +78,10 @@ def _dtype_left_open(dtype: torch.dtype) -> Iterator[None]:
     import inspect  # noqa: PLC0415 - a program's start is short
 
     import torch  # noqa: PLC0415
-    from torch.compiler import config  # noqa: PLC0415
 
+    from amp_plugin.casting.dispatcher import tag_compile_caches  # noqa: PLC0415
+
+    tag = "amp_plugin autocast "
     with ExitStack() as undo:
         for kind in (
             torch.cuda.amp.autocast,
@@ -133,17 +98,12 @@ def _dtype_left_open(dtype: torch.dtype) -> Iterator[None]:
 
         make.__signature__ = inspect.signature(made)  # type: ignore[attr-defined]
         undo.enter_context(replaced(torch.autocast, "__init__", make))
-        others, tag = config.cache_key_tag.split("|"), f"amp_plugin autocast {dtype}"
-        config.cache_key_tag = "|".join(part for part in (*others, tag) if part)
-        try:
-            yield
-        finally:
-            others = config.cache_key_tag.split("|")  # rules may have been tagged meanwhile
-            config.cache_key_tag = "|".join(part for part in others if part != tag)
+        undo.callback(tag_compile_caches, tag, "")
+        tag_compile_caches(tag, str(dtype))
+        yield
 
 
-@contextmanager
-def ours_by_default() -> Iterator[None]:
+def ours_by_default() -> AbstractContextManager[None]:
     """Let torch's autocast blocks follow the environment's rules or the default ones, on our kernels."""
     import torch  # noqa: PLC0415 - takes seconds
 
@@ -151,13 +111,8 @@ def ours_by_default() -> Iterator[None]:
     from amp_plugin.casting.rules import OpRules, environment_rules  # noqa: PLC0415
     from amp_plugin.casting.rules_files import TABLES  # noqa: PLC0415
 
-    with ExitStack() as undo:
-        for device_type in filter(torch.amp.is_autocast_available, TABLES):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the rules are for another device
-                rules = environment_rules(device_type)
-            undo.enter_context(process_follows(rules or OpRules.default(device_type)))
-        yield
+    defaults = map(OpRules.default, filter(torch.amp.is_autocast_available, TABLES))
+    return process_follows(*defaults, *filter(None, [environment_rules()]))
 
 
 def bind_environment() -> None:
@@ -169,13 +124,11 @@ def bind_environment() -> None:
     path = os.environ.get("AMP_PLUGIN_RULES", "")
     if not path or is_launcher():
         return
-    import atexit  # noqa: PLC0415 - most processes stop above
+    from amp_plugin.casting.rules import environment_rules  # noqa: PLC0415 - most processes stop above
 
-    from amp_plugin.casting.rules import read_environment_rules  # noqa: PLC0415
-
-    bound = BoundAutocast(read_environment_rules(path), path).__enter__()
-    if is_main_process():
-        atexit.register(bound.warn_if_unread)
+    bound = ExitStack()
+    bound.enter_context(bound_autocast(environment_rules(), f"AMP_PLUGIN_RULES={path}"))
+    atexit.register(bound.close)
 
 
 def is_launcher() -> bool:
@@ -183,10 +136,3 @@ def is_launcher() -> bool:
     main = getattr(sys.modules.get("__main__"), "__spec__", None)
     names = {Path(sys.argv[0] if sys.argv else "").name, getattr(main, "name", "")}
     return bool(names & _LAUNCHERS)
-
-
-def is_main_process() -> bool:
-    """Return whether this is neither a child of multiprocessing nor another rank than 0."""
-    import multiprocessing  # noqa: PLC0415
-
-    return multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0"

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import re
 import threading
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, TypeVar
 
 import torch
 from rich import filesize
 from rich.box import SIMPLE
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.measure import Measurement
 from rich.table import Table
-from rich.text import Text
 from torch import nn
 from torch.compiler import is_compiling
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
+from amp_plugin.casting.bound_rules import replaced
 from amp_plugin.casting.dispatcher import KERNELS
 from amp_plugin.casting.op_names import argument_names
 from amp_plugin.kernels.build import require_native
@@ -83,12 +80,8 @@ class CastTotals:
         """Add up casts."""
         listed = list(casts)
         made = [cast for cast in listed if not cast.cached]
-        return CastTotals(
-            casts=len(made),
-            cached=len(listed) - len(made),
-            elements=sum(cast.elements for cast in made),
-            bytes=sum(cast.bytes for cast in made),
-        )
+        elements, size = sum(cast.elements for cast in made), sum(cast.bytes for cast in made)
+        return CastTotals(casts=len(made), cached=len(listed) - len(made), elements=elements, bytes=size)
 
 
 Key = TypeVar("Key")
@@ -96,48 +89,14 @@ Key = TypeVar("Key")
 
 def grouped(casts: Iterable[Cast], key: Callable[[Cast], Key]) -> dict[Key, CastTotals]:
     """Add up the casts that have a key in common; the most bytes come first."""
-    groups: dict[Key, list[Cast]] = {}
+    groups: dict[Key, list[Cast]] = defaultdict(list)
     for cast in casts:
-        groups.setdefault(key(cast), []).append(cast)
+        groups[key(cast)].append(cast)
     totals = {name: CastTotals.of(alike) for name, alike in groups.items()}
     return dict(sorted(totals.items(), key=lambda item: -item[1].bytes))
 
 
 _COLUMNS = {"cast": ("module", "op", "argument", "dtypes"), "module": ("module",), "op": ("op",)}
-_NOTHING = "no casts: was the code in an amp_plugin.autocast region, and not compiled?"
-_PIECES = re.compile(r".+?(?=::|\.|\s|$)")  # of a dotted name, each with the dot before it
-_SMALLER_PIECES = re.compile(r".+?(?:_|(?<=[a-z0-9])(?=[A-Z])|$)")
-
-
-class FoldedName:
-    """A cell that breaks its lines at the dots of a name; inside a word only if that is too long."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def lines(self, width: int) -> list[str]:
-        """Return the name in lines of at most ``width`` characters."""
-        lines = [""]
-        for piece in self._pieces(width):
-            if len(lines[-1]) + len(piece) > width:
-                lines.append("")
-            lines[-1] += piece if lines[-1] else piece.lstrip()
-        return lines
-
-    def _pieces(self, width: int) -> Iterable[str]:
-        for piece in _PIECES.findall(self._name):
-            if len(piece.strip()) <= width:
-                yield piece
-                continue
-            for smaller in _SMALLER_PIECES.findall(piece):
-                yield from (smaller[start : start + width] for start in range(0, len(smaller), width))
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text("\n".join(self.lines(options.max_width)))
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        pieces = [len(piece.strip()) for piece in _PIECES.findall(self._name)]
-        return Measurement(min(max(pieces, default=0), options.max_width), len(self._name))
 
 
 def cast_table(casts: list[Cast], by: Literal["cast", "module", "op"]) -> Table:
@@ -146,22 +105,14 @@ def cast_table(casts: list[Cast], by: Literal["cast", "module", "op"]) -> Table:
         msg = f"table(by={by!r}): allowed are {', '.join(_COLUMNS)}"
         raise ValueError(msg)
     columns = _COLUMNS[by]
-    table = Table(
-        title="Casts",
-        box=SIMPLE,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-        show_footer=True,
-        caption=None if casts else _NOTHING,
-    )
+    table = Table(title="Casts", box=SIMPLE, show_edge=False, pad_edge=False, show_footer=True)
     for column in columns:
         footer = "total" if column == columns[0] else ""
-        table.add_column(column, no_wrap=column == "dtypes", footer=footer)
+        table.add_column(column, overflow="fold", no_wrap=column == "dtypes", footer=footer)
     for column, footer in zip(("casts", "cached", "moved"), _counts(CastTotals.of(casts)), strict=True):
         table.add_column(column, justify="right", no_wrap=True, footer=footer)
     for row, totals in grouped(casts, lambda cast: tuple(map(_shown(cast).__getitem__, columns))).items():
-        table.add_row(*map(FoldedName, row), *_counts(totals))
+        table.add_row(*row, *_counts(totals))
     return table
 
 
@@ -181,121 +132,6 @@ def _counts(totals: CastTotals) -> tuple[str, ...]:
 _OUTSIDE = -1
 
 
-class ModuleScopes:
-    """Number the modules that are called, and tell the native log which one runs in each thread.
-
-    ``when_done`` is called when an outermost module returns, while its arguments are alive.
-    """
-
-    def __init__(self, model: nn.Module | None, when_done: Callable[[], None]) -> None:
-        self._model = model
-        self._when_done = when_done
-        self._hooks: list[RemovableHandle] = []
-        self._lock = threading.RLock()
-        self._paths: list[str] = []
-        self._numbers: dict[nn.Module, int] = {}
-        self._parameters: dict[int, str] = {}  # address of the TensorImpl -> path
-        self._inputs: dict[int, int] = {}  # the same -> calls that hold it
-        self._calls = threading.local()
-
-    def open(self) -> None:
-        """Place the hooks."""
-        if self._model is None:
-            self._hooks = [
-                register_module_forward_pre_hook(self._enter),
-                register_module_forward_hook(self._leave, always_call=True),
-            ]
-            return
-        self._name_children(self._model)
-        for module in dict.fromkeys(self._model.modules()):
-            self._hooks.append(
-                module.register_forward_pre_hook(self._enter_with, prepend=True, with_kwargs=True)
-            )
-            self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def path(self, scope: int) -> str:
-        """Return a module's path by its number."""
-        return self._paths[scope] if scope != _OUTSIDE else ""
-
-    def parameter(self, identity: int) -> str:
-        """Return the path of the parameter or buffer at an address, empty if there is none."""
-        return self._parameters.get(identity, "")
-
-    def is_input(self, identity: int) -> bool:
-        """Return whether the tensor is an argument of an outermost module that runs."""
-        return identity in self._inputs
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        self._enter_with(module, args, {})
-
-    def _enter_with(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if is_compiling():  # Dynamo would trace the book-keeping
-            return
-        calls = self._open_calls()
-        with self._lock:
-            if not calls:
-                self._name_children(module)
-            number = self._numbers.get(module)
-            if number is None:  # not a child of the outermost module
-                number = self._number(module, type(module).__name__)
-            inputs = [] if calls else _addresses((args, kwargs))
-            for address in inputs:
-                self._inputs[address] = self._inputs.get(address, 0) + 1
-        calls.append((module, torch.ops.amp_plugin._cast_log_scope(number), inputs))
-
-    def _leave(self, module: nn.Module, *_: Any) -> None:
-        if is_compiling():
-            return
-        calls = self._open_calls()
-        if not any(entered is module for entered, _, _ in calls):
-            return  # it was entered before the hooks were placed
-        while calls:  # what an exception left open is closed with its caller
-            left, previous, inputs = calls.pop()
-            torch.ops.amp_plugin._cast_log_scope(previous)
-            if not calls:
-                self._finish(inputs)
-            if left is module:
-                return
-
-    def _finish(self, inputs: list[int]) -> None:
-        with self._lock:
-            self._when_done()
-            for address in inputs:
-                self._inputs[address] -= 1
-                if not self._inputs[address]:
-                    del self._inputs[address]
-
-    def _open_calls(self) -> list[tuple[nn.Module, int, list[int]]]:
-        if not hasattr(self._calls, "open"):
-            self._calls.open = []
-        calls: list[tuple[nn.Module, int, list[int]]] = self._calls.open
-        return calls
-
-    def _name_children(self, root: nn.Module) -> None:
-        """Name a module's tree, and its parameters where they are now."""
-        kind = type(root).__name__
-        if self._model is None or root is self._model:
-            for name, module in root.named_modules():
-                if module not in self._numbers:
-                    self._number(module, f"{kind}.{name}" if name else kind)
-        for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
-            self._parameters[tensor._cdata] = name
-
-    def _number(self, module: nn.Module, path: str) -> int:
-        self._paths.append(path)
-        self._numbers[module] = len(self._paths) - 1
-        return self._numbers[module]
-
-
-def _addresses(values: Any) -> list[int]:
-    return [value._cdata for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
-
-
 _TEXTS = 4  # op, device, dtype before, dtype after
 _NUMBERS = 7  # argument, elements, bytes, cached, is a weight, scope, identity
 
@@ -306,9 +142,15 @@ class CastLog:
     def __init__(self, model: nn.Module | None = None) -> None:
         require_native("log_casts")
         KERNELS.install()
-        self._scopes = ModuleScopes(model, when_done=self._collect)
+        self._model = model
         self._collected: list[Cast] = []
         self._is_open = False
+        self._watching = self._watched()
+        self._lock = threading.RLock()
+        self._paths: list[str] = []  # of modules, by the numbers that the native log has for them
+        self._numbers: dict[nn.Module, int] = {}
+        self._parameters: dict[int, str] = {}  # address of the TensorImpl -> path
+        self._inputs: Counter[int] = Counter()  # the same -> calls that hold it
 
     def __enter__(self) -> Self:
         """Start logging; one log can be open in a process.
@@ -320,15 +162,61 @@ class CastLog:
             msg = "log_casts: another log is open in this process; close it first"
             raise RuntimeError(msg)
         torch.ops.amp_plugin._take_cast_log()
-        self._scopes.open()
+        self._watching.__enter__()
         self._is_open = True
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._scopes.close()
+        self._watching.__exit__(None, None, None)
         torch.ops.amp_plugin._log_casts(False)
         self._collect()
         self._is_open = False
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Follow every call of a module while the block runs."""
+        if self._model is not None:
+            self._name(self._model)
+        original = nn.Module.__call__
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling():  # Dynamo would trace the book-keeping
+                return original(module, *args, **kwargs)
+            with self._running(module, (args, kwargs)):
+                return original(module, *args, **kwargs)
+
+        with replaced(nn.Module, "__call__", call):
+            yield
+
+    @contextmanager
+    def _running(self, module: nn.Module, arguments: Any) -> Iterator[None]:
+        with self._lock:
+            if module not in self._numbers:
+                self._name(module)
+            previous = torch.ops.amp_plugin._cast_log_scope(self._numbers[module])
+            is_outermost = previous == _OUTSIDE
+            leaves = tree_leaves(arguments) if is_outermost else ()
+            inputs = Counter(leaf._cdata for leaf in leaves if isinstance(leaf, torch.Tensor))
+            self._inputs += inputs
+            if is_outermost:
+                root = module if self._model is None else self._model
+                weights = [*root.named_parameters(), *root.named_buffers()]  # where they are now
+                self._parameters.update((tensor._cdata, name) for name, tensor in weights)
+        try:
+            yield
+        finally:
+            torch.ops.amp_plugin._cast_log_scope(previous)
+            if is_outermost:
+                with self._lock:
+                    self._collect()
+                    self._inputs -= inputs
+
+    def _name(self, root: nn.Module) -> None:
+        """Number a module and those inside it, but for the ones that are known."""
+        for name, module in root.named_modules():
+            if module not in self._numbers:
+                self._numbers[module] = len(self._paths)
+                self._paths.append(f"{type(root).__name__}.{name}".rstrip("."))
 
     def _collect(self) -> None:
         """Take what the native log holds, while the tensors it names are still alive."""
@@ -340,12 +228,12 @@ class CastLog:
     def _cast(self, texts: list[str], numbers: list[int]) -> Cast:
         op, device, before, after = texts
         argument, elements, size, cached, is_weight, scope, identity = numbers
-        parameter = self._scopes.parameter(identity)
+        parameter = self._parameters.get(identity, "")
         kind: Kind = "weight" if parameter or is_weight else "activation"
-        if not parameter and self._scopes.is_input(identity):
+        if not parameter and identity in self._inputs:
             kind = "input"
         return Cast(
-            module=self._scopes.path(scope),
+            module=self._paths[scope] if scope != _OUTSIDE else "",
             op=op,
             argument=argument_names(op)[argument],
             kind=kind,

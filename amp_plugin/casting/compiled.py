@@ -1,13 +1,12 @@
 """Regions inside compiled code and exported programs, where op rules have to be seen by torch's tracers.
 
-Tracers know torch's own autocast blocks and ops, so a region is traced as a block of torch's, two blocks that
-restore whose rules are in force, and an op that says which rules they are, by their content: a graph means
-the same in every process, and so do the keys of torch's compile caches.
+A region is traced as torch's own blocks and an op that says which rules are in force, by their content: a
+graph means the same in every process, and so do the keys of torch's compile caches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,8 +18,7 @@ from torch.library import Library
 from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import Self
 
-from amp_plugin.casting.dispatcher import DEFAULT, DEVICE_NUMBERS, KERNELS, NO_RULES
-from amp_plugin.casting.generators import covers_each_step
+from amp_plugin.casting.dispatcher import DEFAULT, DEVICE_NUMBERS, KERNELS
 from amp_plugin.casting.rules import rules_with_content
 from amp_plugin.kernels.build import require_native
 
@@ -41,8 +39,7 @@ def _use_rules(device_type: str, content: str) -> None:
         if content:
             number = KERNELS.number_of(rules_with_content(content))
         else:
-            followed = KERNELS.followed(device_type)
-            number = DEFAULT if followed == NO_RULES else followed
+            number = max(DEFAULT, KERNELS.followed[device_type])
         region.show_rules(DEVICE_NUMBERS[device_type], number)
 
 
@@ -77,15 +74,8 @@ def _blocks(
 class TracedRegion:
     """A region as tracers see it; ``content`` is that of its rules, empty for the default ones."""
 
-    def __init__(
-        self,
-        device_type: str,
-        dtype: torch.dtype | None,
-        enabled: bool,
-        cache_enabled: bool | None,
-        content: str,
-    ) -> None:
-        self._made_with = (device_type, dtype, enabled, cache_enabled, content)
+    def __init__(self, *made_with: Any) -> None:  # the arguments of _blocks
+        self._made_with = made_with
         self._open: list[Any] = []
 
     def __enter__(self) -> Self:
@@ -98,10 +88,6 @@ class TracedRegion:
     def __exit__(self, *exc_info: object) -> None:
         """Close the blocks that were opened last."""
         self._open.pop().__exit__(*exc_info)
-
-    def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate a function, as ``autocast`` does."""
-        return covers_each_step(func, self)
 
 
 def _traced(*made_with: Any) -> TracedRegion:

@@ -6,8 +6,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import FunctionCtx
@@ -17,15 +16,7 @@ from amp_plugin.casting.region import autocast, is_autocast_available
 from amp_plugin.casting.run_in import cast_tensors
 
 _CARRIER = "_amp_plugin_setup_context"
-_forward_state = threading.local()
-
-
-class _ForwardState(NamedTuple):
-    """What forward leaves for backward."""
-
-    used_autocast: bool
-    dtype: torch.dtype
-    device_type: str
+_forward_state = threading.local()  # what forward leaves for backward
 
 
 def custom_fwd(
@@ -72,20 +63,18 @@ def custom_fwd(
         torch.float32
     """
     _check_device_type(device_type)
-    _reach_setup_context(sys._getframe(1))
+    scope = sys._getframe(1)
+    if "__qualname__" in scope.f_locals and scope.f_locals is not scope.f_globals:  # a class body
+        scope.f_locals[_CARRIER] = _SetupContextCarrier()  # forward itself never sees the context
     if fwd is None:
-        return functools.partial(_follow_autocast, device_type=device_type, cast_inputs=cast_inputs)
-    return _follow_autocast(fwd, device_type=device_type, cast_inputs=cast_inputs)
+        return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
+    method = fwd
 
-
-def _follow_autocast(
-    method: Callable[..., Any], *, device_type: str | None, cast_inputs: torch.dtype | None
-) -> Callable[..., Any]:
     @functools.wraps(method)
     def forward(*args: Any, **kwargs: Any) -> Any:
         device = device_type or _device_type_of(method, (args, kwargs))
         enabled = torch.is_autocast_enabled(device)
-        state = _ForwardState(enabled and cast_inputs is None, torch.get_autocast_dtype(device), device)
+        state = (enabled and cast_inputs is None, torch.get_autocast_dtype(device), device)
         given_ctx = len(args) > 0 and _is_context(args[0])
         if given_ctx:
             _write(state, args[0])
@@ -166,13 +155,7 @@ class _SetupContextCarrier:
         owner.setup_context = staticmethod(with_state)  # type: ignore[attr-defined]
 
 
-def _reach_setup_context(frame: FrameType) -> None:
-    """Place a carrier if the caller is a class body: `forward` itself never sees the context."""
-    if "__qualname__" in frame.f_locals and frame.f_locals is not frame.f_globals:
-        frame.f_locals[_CARRIER] = _SetupContextCarrier()
-
-
-def _write(state: _ForwardState, ctx: Any) -> None:
+def _write(state: tuple[bool, torch.dtype, str], ctx: Any) -> None:
     ctx._fwd_used_autocast, ctx._dtype, ctx._device_type = state  # two as torch's decorators name them
 
 
@@ -189,9 +172,7 @@ def _device_type_of(method: Callable[..., Any], given: Any) -> str:
 
 
 def _is_context(value: Any) -> bool:
-    return isinstance(value, FunctionCtx) or not (
-        isinstance(value, torch.Tensor) or not hasattr(value, "save_for_backward")
-    )
+    return isinstance(value, FunctionCtx) or hasattr(value, "save_for_backward")  # functorch's
 
 
 def _check_device_type(device_type: object) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from amp_plugin.casting.op_names import argument_names, dispatcher_name, written_arguments
-from amp_plugin.casting.rules import RULES_VARIABLE, OpRule, OpRules, environment_rules
+from amp_plugin.casting.rules import RULES_VARIABLE, OpRule, OpRules, environment_rules, warn_of_device
 from amp_plugin.casting.rules_files import TABLES
 from amp_plugin.kernels.build import NativeCore, native_core, require_native
 from amp_plugin.kernels.tracers import outside_tracers
@@ -44,14 +44,16 @@ class AutocastKernels:
         leave: the one that closes a region; stays for those open at ``uninstall``.
         checked: arguments of a region that torch found nothing wrong with -> the number of its device,
             if our kernels stand there, whether autocast is on, and the number of its default rules.
+        followed: device type -> the rule set that torch's own blocks follow.
+        process_rules: the same, where no program has set others.
     """
 
     def __init__(self) -> None:
         self.are_native = False
         self.enter: Callable[[torch.autocast, tuple[Any, ...]], None] | None = None
         self.leave: Callable[[torch.autocast], bool] | None = None
-        self._followed: dict[str, int] = {}  # device type -> rule set of torch's own blocks
-        self.process_rules: dict[str, int] = {}  # which they follow unless an adapter asks for others
+        self.followed: dict[str, int] = defaultdict(lambda: NO_RULES)
+        self.process_rules: dict[str, int] = {}
         self.checked: dict[tuple[str, torch.dtype | None, bool], tuple[int | None, bool, int]] = {}
         self._is_installed = False
         self._lock = threading.Lock()
@@ -59,7 +61,7 @@ class AutocastKernels:
         self.rule_sets: dict[int, OpRules] = {}  # in use besides the default ones, by their numbers
         self.tagged: dict[int, str] = {}  # what torch's compile caches know: number -> fingerprint
         self._step_hook: RemovableHandle | None = None
-        self._in_default: dict[str, set[str]] = {}  # device -> ops that the default's number ever named
+        self._named: dict[tuple[str, int], set[str]] = defaultdict(set)  # ops that a number ever named
 
     def install(self) -> NativeCore:
         """Install every device's default rules once per process, if the native core is loaded; return it."""
@@ -71,11 +73,9 @@ class AutocastKernels:
         return core
 
     def _install_native(self, region: Any) -> None:
-        watched = watched_ops()
+        watched = list(filter(_is_watched, torch._C._dispatch_get_all_op_names()))
         for device_type in TABLES:
-            default = OpRules.default(device_type)
-            _define(default, DEFAULT)
-            self._in_default[device_type] = {*default.rules, *default.keep}
+            self._define(OpRules.default(device_type), DEFAULT)
             torch.ops.amp_plugin._watch_writes(device_type, watched)
         region.never_keep(_is_managed_by_fsdp)
         self._step_hook = register_optimizer_step_post_hook(_forgets_casts(region.forget_casts))
@@ -92,6 +92,7 @@ class AutocastKernels:
             self._step_hook.remove()
             self._step_hook = None
         self._numbers.clear()
+        self._named.clear()
         self.rule_sets.clear()
         self.process_rules.clear()
         self.tagged.clear()
@@ -107,7 +108,7 @@ class AutocastKernels:
                 msg = f"a process can use {MAX_RULE_SETS - 1} rule sets besides the default ones; reuse them"
                 raise ValueError(msg)
             number = len(self._numbers) + 1
-            _define(rules, number)
+            self._define(rules, number)
             self._numbers[rules], self.rule_sets[number] = number, rules
             return number
 
@@ -117,28 +118,37 @@ class AutocastKernels:
         Every region without rules of its own follows them at once; what is compiled does not.
         """
         with self._lock, outside_tracers():
-            named = self._in_default.setdefault(rules.device_type, set())
-            _define(rules, DEFAULT, cleared=named - {*rules.rules, *rules.keep})
-            named.update(rules.rules, rules.keep)
+            self._define(rules, DEFAULT)
+
+    def _define(self, rules: OpRules, number: int) -> None:
+        """Set the dispatcher's functors what a number means on a device."""
+        default = OpRules.default(rules.device_type).rules
+        named = self._named[rules.device_type, number]
+        named.update(rules.rules, rules.keep)
+        ops, codes, kept = sorted(named), [], []
+        for op in ops:
+            is_ours = op in rules.rules or op in rules.keep  # else it has no rule any more
+            written = frozenset() if op in default else written_arguments(op)
+            never_cast = rules.keep.get(op, frozenset()) | written if is_ours else frozenset()
+            codes.append(RULE_CODES[rules[op]] if is_ours else 0)
+            places = enumerate(argument_names(op)) if never_cast else ()
+            kept.append(sum(1 << place for place, name in places if name in never_cast))
+        names = [dispatcher_name(op) for op in ops]
+        torch.ops.amp_plugin._set_rules(rules.device_type, number, names, codes, kept)
 
     def follow_by_default(self, device_type: str, number: int) -> None:
         """Make autocast blocks outside our regions follow a rule set; ``NO_RULES`` for torch's kernels."""
         if self.are_native:
             torch.ops.amp_plugin._set_default_rules(device_type, number)
-            self._followed[device_type] = number
+            self.followed[device_type] = number
             self.checked.clear()  # regions made from now on ask again
 
-    def followed(self, device_type: str) -> int:
-        """Return the number of the rule set that blocks outside our regions follow."""
-        return self._followed.get(device_type, NO_RULES)
-
-    def innermost_regions(self) -> list[tuple[int, int, bool]]:
-        """Return this thread's innermost regions: device number, rule set, cache flag."""
+    def innermost_regions(self) -> dict[str, tuple[int, bool]]:
+        """Return this thread's innermost region of each device: the number of its rules, its cache flag."""
         if not self.are_native:
-            return []
-        flat = torch.ops.amp_plugin._innermost_regions()
-        triples = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
-        return [(device, number, bool(cached)) for device, number, cached in triples]
+            return {}
+        flat, devices = torch.ops.amp_plugin._innermost_regions(), {n: d for d, n in DEVICE_NUMBERS.items()}
+        return {devices[flat[i]]: (flat[i + 1], bool(flat[i + 2])) for i in range(0, len(flat), 3)}
 
 
 KERNELS = AutocastKernels()
@@ -156,10 +166,9 @@ def _forgets_casts(forget: Callable[[], None]) -> Callable[..., None]:
 
 
 def _is_managed_by_fsdp(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a parameter of a module under FSDP2, which frees and refills it.
+    """Return whether a tensor is a parameter under FSDP2, which refills it and moves no version counter.
 
-    While unsharded it is a plain leaf, at an address that comes back and with a version counter that stands
-    still; so the modules are asked. FSDP1's unsharded parameters are views, whose casts are never kept.
+    FSDP1's unsharded parameters are views, whose casts are never kept.
     """
     if not isinstance(tensor, torch.nn.Parameter):
         return False
@@ -170,23 +179,6 @@ def _is_managed_by_fsdp(tensor: torch.Tensor) -> bool:
     seen: set[torch.nn.Module] = set()  # the root holds the others
     modules = (module for outer in sharded for _, module in outer.named_modules(memo=seen))
     return any(parameter is tensor for module in modules for parameter in module._parameters.values())
-
-
-def _define(rules: OpRules, number: int, *, cleared: Iterable[str] = ()) -> None:
-    """Set the dispatcher's functors the rules of one set; it names the cleared ops no longer."""
-    ops = sorted({*rules.rules, *rules.keep})
-    codes = [RULE_CODES[rules[op]] for op in ops]
-    default = OpRules.default(rules.device_type).rules
-    written = {op: written_arguments(op) for op in ops if op not in default}
-    kept = [_bits(op, rules.keep.get(op, frozenset()) | written.get(op, frozenset())) for op in ops]
-    unnamed = [*cleared]
-    ops, codes, kept = [*ops, *unnamed], codes + [0] * len(unnamed), kept + [0] * len(unnamed)
-    names = [dispatcher_name(op) for op in ops]
-    torch.ops.amp_plugin._set_rules(rules.device_type, number, names, codes, kept)
-
-
-def _bits(op: str, kept: frozenset[str]) -> int:
-    return sum(1 << index for index, name in enumerate(argument_names(op)) if name in kept) if kept else 0
 
 
 # A functor costs an op some 0.1 us. These write activations in ordinary forward passes, and hardly a weight.
@@ -209,21 +201,15 @@ UNWATCHED_OVERLOADS = frozenset(
 )
 
 
-def watched_ops() -> list[str]:
-    """Return the dispatcher's names of torch's ops that write, in place or by ``out=``, what they are given.
-
-    Left out are ``UNWATCHED`` and ``UNWATCHED_OVERLOADS``, ops that change a shape or the storage rather than
-    values, and the ``out=`` forms that only ``torch.ops`` reaches.
-    """
-    return [name for name in torch._C._dispatch_get_all_op_names() if _is_watched(name)]
-
-
 def _is_watched(dispatcher_name: str) -> bool:
+    """Return whether an op of torch's is watched that writes, in place or by ``out=``, what it is given.
+
+    Not so ops that change a shape or the storage, and ``out=`` forms that only ``torch.ops`` reaches.
+    """
     name, _, overload = dispatcher_name.partition(".")
     namespace, _, base = name.partition("::")
-    if namespace != "aten" or base in UNWATCHED or base.endswith("_backward"):
-        return False
-    if dispatcher_name.removeprefix("aten::") in UNWATCHED_OVERLOADS:
+    is_left_out = base in UNWATCHED or dispatcher_name.removeprefix("aten::") in UNWATCHED_OVERLOADS
+    if namespace != "aten" or base.endswith("_backward") or is_left_out:
         return False
     arguments = torch._C._get_schema(name, overload).arguments
     written = [given for given in arguments if given.alias_info is not None and given.alias_info.is_write]
@@ -234,13 +220,8 @@ def _is_watched(dispatcher_name: str) -> bool:
     return torch.Tag.inplace_view not in tags and torch.Tag.generated not in tags
 
 
-_TAG = "amp_plugin:"
-
-
-def number_of(rules: OpRules | None, device_type: str) -> int:
-    """Return the number of a region's rule set, installing it if it is new; None means the default rules."""
-    if rules is None:
-        return DEFAULT
+def number_of(rules: OpRules, device_type: str) -> int:
+    """Return the number of a rule set for regions on a device, installing it if it is new."""
     check_rules(rules, device_type)
     KERNELS.install()
     if rules == OpRules.default(device_type):
@@ -249,14 +230,17 @@ def number_of(rules: OpRules | None, device_type: str) -> int:
     number = KERNELS.number_of(rules)
     if number not in KERNELS.tagged:
         KERNELS.tagged[number] = rules.fingerprint()
-        _tag_compile_caches()
+        meant = ",".join(f"{number}={fingerprint}" for number, fingerprint in sorted(KERNELS.tagged.items()))
+        tag_compile_caches("amp_plugin rules ", meant)
     return number
 
 
-def check_rules(rules: OpRules, device_type: str) -> None:
-    """Raise if these are not rules for regions on a device."""
-    _check_is_rules(rules)
-    if rules.device_type != device_type:
+def check_rules(rules: OpRules, device_type: str | None = None) -> None:
+    """Raise if these are not rules, or not for regions on a device."""
+    if not isinstance(rules, OpRules):
+        msg = f"rules={rules!r}: an amp_plugin.OpRules is wanted, for example OpRules.from_yaml('rules.yaml')"
+        raise TypeError(msg)
+    if device_type not in {None, rules.device_type}:
         msg = (
             f"rules for {rules.device_type!r} were given to a region on {device_type!r}; "
             f"use rules.as_policy_of({device_type!r}) or OpRules.default({device_type!r})"
@@ -269,23 +253,25 @@ def number_by_default(device_type: str) -> int:
 
     From now on ``torch.autocast`` blocks follow the file that the environment names, too.
     """
-    if (followed := KERNELS.followed(device_type)) != NO_RULES:
+    if (followed := KERNELS.followed[device_type]) != NO_RULES:
         return followed
-    rules = environment_rules(device_type)
+    rules = environment_rules()
     if rules is None:
+        return DEFAULT
+    if rules.device_type != device_type:
+        warn_of_device(f"{RULES_VARIABLE}={os.environ[RULES_VARIABLE]}", rules.device_type, device_type)
         return DEFAULT
     number = number_of(rules, device_type)
     KERNELS.follow_by_default(device_type, number)
     return number
 
 
-def _tag_compile_caches() -> None:
-    """Record in torch.compile's disk caches what this process means by the numbers of its rule sets."""
+def tag_compile_caches(name: str, value: str) -> None:
+    """Make a value that graphs depend on part of the keys of torch.compile's disk caches; ``""`` for none."""
     from torch.compiler import config  # noqa: PLC0415 - read when rules differ from torch's
 
-    others = [part for part in config.cache_key_tag.split("|") if part and not part.startswith(_TAG)]
-    numbered = ",".join(f"{number}={fingerprint}" for number, fingerprint in sorted(KERNELS.tagged.items()))
-    config.cache_key_tag = "|".join([*others, _TAG + numbered])
+    others = [part for part in config.cache_key_tag.split("|") if part and not part.startswith(name)]
+    config.cache_key_tag = "|".join([*others, *([name + value] if value else [])])
 
 
 def rules_of(number: int) -> OpRules | None:
@@ -313,29 +299,24 @@ def set_default_rules(rules: OpRules | None) -> None:
         for device_type in TABLES:
             KERNELS.follow_by_default(device_type, KERNELS.process_rules.get(device_type, NO_RULES))
         return
-    _check_is_rules(rules)
+    check_rules(rules)
     KERNELS.follow_by_default(rules.device_type, number_of(rules, rules.device_type))
 
 
 @contextmanager
-def process_follows(rules: OpRules) -> Iterator[None]:
+def process_follows(*rules: OpRules) -> Iterator[None]:
     """Set default rules that hold wherever nobody has set others, while the block runs; blocks may nest."""
-    before = dict(KERNELS.process_rules)
-    set_default_rules(rules)
-    KERNELS.process_rules[rules.device_type] = KERNELS.followed(rules.device_type)
+    process_rules, followed = KERNELS.process_rules, dict(KERNELS.followed)
+    chosen = {each.device_type: number_of(each, each.device_type) for each in rules}
+    KERNELS.process_rules = process_rules | chosen
+    for device_type, number in chosen.items():
+        KERNELS.follow_by_default(device_type, number)
     try:
         yield
     finally:
-        KERNELS.process_rules = before
-        set_default_rules(None)
-
-
-def _check_is_rules(rules: object) -> None:
-    if not isinstance(rules, OpRules):
-        is_file = isinstance(rules, Path) or str(rules).endswith((".yaml", ".yml"))
-        read = f"OpRules.from_yaml({str(rules)!r})" if is_file else "OpRules.default('cpu')"
-        msg = f"rules={rules!r}: an amp_plugin.OpRules is wanted, for example {read}"
-        raise TypeError(msg)
+        KERNELS.process_rules = process_rules
+        for device_type in TABLES:
+            KERNELS.follow_by_default(device_type, followed.get(device_type, NO_RULES))
 
 
 @contextmanager
@@ -350,14 +331,10 @@ def rules_on_trial(rules: OpRules) -> Iterator[None]:
         given = f"{RULES_VARIABLE}={os.environ[RULES_VARIABLE]}"
         msg = f"{given} decides which rules regions follow; unset it to try others"
         raise ValueError(msg)
-    KERNELS.install()
-    device_type = rules.device_type
-    before = KERNELS.followed(device_type)
-    with torch.compiler.set_stance("force_eager"):
+    default = OpRules.default(rules.device_type)
+    with torch.compiler.set_stance("force_eager"), process_follows(default):
         KERNELS.put_default(rules)
-        KERNELS.follow_by_default(device_type, DEFAULT)
         try:
             yield
         finally:
-            KERNELS.put_default(OpRules.default(device_type))
-            KERNELS.follow_by_default(device_type, before)
+            KERNELS.put_default(default)

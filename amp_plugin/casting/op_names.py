@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -12,15 +14,22 @@ from amp_plugin.messages import did_you_mean
 _WRITTEN_UNSAID = frozenset({"running_mean", "running_var"})
 
 
+def _registered() -> dict[str, list[str]]:
+    """Return the name of an op or of one overload -> the full names of the overloads that it stands for."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for full in map(full_name, torch._C._dispatch_get_all_op_names()):
+        names[full].append(full)
+        names[full.split(".")[0]].append(full)
+    return names
+
+
 def overloads_of(op: object) -> list[str]:
     """Return the full names of the overloads that a rule for an op or a name is for."""
-    name = _name_of(op)
-    registered = {full_name(name) for name in torch._C._dispatch_get_all_op_names()}
-    overloads = [name] if name in registered else [full for full in registered if full.split(".")[0] == name]
+    name, registered = _name_of(op), _registered()
+    overloads = registered.get(name, [])
     if not overloads:
-        functional = [full for full in registered if not _is_written_form(full)]
-        packets = {full.split(".")[0] for full in functional}
-        msg = f"unknown op {name!r}{nearest(name, [*functional, *packets])}"
+        usable = [known for known, fulls in registered.items() if not all(map(_is_written_form, fulls))]
+        msg = f"unknown op {name!r}{nearest(name, usable)}"
         raise ValueError(msg)
     functional = [full for full in overloads if not _is_written_form(full)]
     if not functional:
@@ -41,21 +50,12 @@ def _name_of(op: object) -> str:
         return str(op._qualified_op_name)
     if isinstance(op, str) and "::" in op:
         return op
-    msg = (
-        "an op is named like 'aten::softmax.int' or given as torch.ops.aten.softmax.int, "
-        f"got {op!r}{_in_full(op)}"
-    )
+    near = ""
+    if isinstance(op, str):  # mm, torch.mm or aten.mm.default
+        meant, known = f"aten::{re.sub(r'^(torch[.])?(ops[.])?(aten[.])?', '', op)}", _registered()
+        near = nearest(meant, [meant] if meant in known else known)
+    msg = f"an op is named like 'aten::softmax.int' or given as torch.ops.aten.softmax.int, got {op!r}{near}"
     raise ValueError(msg)
-
-
-def _in_full(op: object) -> str:
-    """Suggest the full name for ``mm``, ``torch.mm`` or ``aten.mm.default``."""
-    if not isinstance(op, str):
-        return ""
-    name = f"aten::{op.removeprefix('torch.').removeprefix('ops.').removeprefix('aten.')}"
-    known = {full_name(name) for name in torch._C._dispatch_get_all_op_names()}
-    names = known | {full.split(".")[0] for full in known}
-    return nearest(name, [name] if name in names else names)
 
 
 def _is_written_form(full: str) -> bool:
@@ -81,8 +81,7 @@ def schema_of(full: str) -> torch._C.FunctionSchema:
 
 def names_an_op(name: str) -> bool:
     """Return whether the installed torch has an op, or overloads, of a name as for ``overloads_of``."""
-    registered = map(full_name, torch._C._dispatch_get_all_op_names())
-    return any(name in {full, full.split(".")[0]} for full in registered)
+    return name in _registered()
 
 
 def is_registered(full: str) -> bool:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -23,7 +27,6 @@ from amp_plugin.casting.dispatcher import (
     number_of,
     rules_of,
 )
-from amp_plugin.casting.generators import covers_each_step
 from amp_plugin.kernels.tracers import untraced
 from amp_plugin.messages import warned_at_user
 from amp_plugin.precision import DTYPES, known_precision
@@ -97,7 +100,7 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
     ``torch.autocast`` blocks, checkpointing and ``torch.compile`` see it; the ops in
     the region follow ``rules`` through amp_plugin's kernels. One instance may be
     nested, entered again and used by several threads. As a decorator it covers
-    functions, generators, coroutines and asynchronous generators, each step of them.
+    functions, generators and coroutines, each step of them.
 
     Operations of a backward pass are not autocast by a region opened outside that
     backward pass: the region may stand around a whole training loop.
@@ -178,7 +181,8 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle by what the region was made with; a rule set's number is this process's."""
         _, dtype, enabled, cache_enabled, number, device_type = self._opening
-        return _remade, (type(self), device_type, dtype, enabled, cache_enabled, rules_of(number))
+        make = functools.partial(type(self), rules=rules_of(number))
+        return make, (device_type, dtype, enabled, cache_enabled)
 
     def traced_as(self) -> tuple[str, torch.dtype, bool, bool, str]:
         """Return device, dtype, whether it is on, cache flag, and the content of its rules."""
@@ -208,14 +212,7 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
 
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """Decorate a function, generator or coroutine function."""
-        if not callable(func):
-            msg = (
-                f"autocast()(func) requires a callable, but got {type(func).__name__}. Did you mean to use "
-                "autocast as a context manager? For example:\n    with autocast(device_type=...):\n"
-                "        output = model(input)"
-            )
-            raise TypeError(msg)
-        return covers_each_step(func, self)
+        return covers_each_step(func, self) if callable(func) else super().__call__(func)
 
 
 def call_in(regions: Sequence[torch.autocast], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -243,12 +240,42 @@ def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[
     return checked
 
 
-def _remade(
-    cls: type[autocast],
-    device_type: str,
-    dtype: torch.dtype,
-    enabled: bool,
-    cache_enabled: bool,
-    rules: OpRules | None,
-) -> torch.autocast:
-    return cls(device_type, dtype, enabled, cache_enabled, rules=rules)
+def covers_each_step(func: Callable[..., Any], context: AbstractContextManager[Any]) -> Callable[..., Any]:
+    """Return a function with a context open while its body runs, and only then; it is entered many times."""
+    covered: Any
+    if inspect.isasyncgenfunction(func):
+        msg = f"autocast: {func.__name__} is an asynchronous generator; open the region between its yields"
+        raise TypeError(msg)
+    if inspect.iscoroutinefunction(func):
+
+        async def covered(*args: Any, **kwargs: Any) -> Any:
+            return await _each_step(func(*args, **kwargs), context)
+    elif inspect.isgeneratorfunction(func):
+
+        def covered(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+            return (yield from _each_step(func(*args, **kwargs), context))
+    else:
+
+        def covered(*args: Any, **kwargs: Any) -> Any:
+            with context:
+                return func(*args, **kwargs)
+
+    functools.update_wrapper(covered, func)
+    covered.__script_unsupported = "@autocast() decorator is not supported in script mode"
+    return covered  # type: ignore[no-any-return]
+
+
+@types.coroutine
+def _each_step(inner: Any, context: AbstractContextManager[Any]) -> Generator[Any, Any, Any]:
+    """Drive a generator or coroutine, resuming it only inside the context."""
+    resume = functools.partial(inner.send, None)
+    while True:
+        try:
+            with context:
+                value = resume()
+        except StopIteration as done:
+            return done.value
+        try:
+            resume = functools.partial(inner.send, (yield value))
+        except BaseException as error:  # noqa: BLE001 - handed to the body, as GeneratorExit is
+            resume = functools.partial(inner.throw, error)

@@ -18,31 +18,19 @@ from amp_plugin.casting.op_names import (
     check_arguments,
     dtype_overload,
     is_registered,
-    names_an_op,
+    nearest,
     overloads_of,
 )
 from amp_plugin.casting.rules_files import (
     RELEASES,
     TABLES,
-    RulesFile,
     listed_rules,
     read_rules_file,
     release_of,
     torch_release,
 )
-from amp_plugin.messages import did_you_mean, warn_user
-
-# Names of dtypes that people write where a rule is wanted.
-_DTYPE_RULES = {
-    "fp32": "fp32",
-    "float": "fp32",
-    "float32": "fp32",
-    "fp16": "lower_precision",
-    "half": "lower_precision",
-    "float16": "lower_precision",
-    "bf16": "lower_precision",
-    "bfloat16": "lower_precision",
-}
+from amp_plugin.messages import warn_user
+from amp_plugin.precision import known_precision
 
 
 class OpRule(str, Enum):
@@ -71,8 +59,8 @@ class OpRule(str, Enum):
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:
         allowed = [rule.value for rule in cls]
-        word = str(value).lower().removeprefix("torch.")
-        near = did_you_mean(word, allowed, aliases=_DTYPE_RULES, at_most=3, separator=", ")
+        word = known_precision(str(value).lower()) or str(value)  # of a dtype
+        near = nearest({"fp16": "lower_precision", "bf16": "lower_precision"}.get(word, word), allowed)
         msg = f"unknown rule {value!r}{near}; allowed: {', '.join(allowed)}"
         raise ValueError(msg)
 
@@ -161,7 +149,7 @@ class OpRules:
     def from_yaml(path: str | Path) -> OpRules:
         """Read rules that change the default ones of a device.
 
-        Warns where the file says that it was written for another torch, and rules have changed since.
+        Warns where the file says that it was written for another torch, and default rules have changed since.
 
         Args:
             path: a YAML file with ``device_type`` and ``rules``: op -> rule, or
@@ -171,14 +159,18 @@ class OpRules:
         Raises:
             ValueError: a key, op, rule or argument is unknown; the text names the nearest.
         """
-        file = read_rules_file(path)
         try:
-            rules, changes = _rules_of(file)
-        except ValueError as error:
+            file = read_rules_file(path)
+            default = OpRules.default(file["device_type"])
+            rules = OpRules.named(file["base"], default.device_type) if file["base"] else default
+            for op, entry in file["rules"].items():
+                given = entry if isinstance(entry, Mapping) else {"rule": entry}
+                rules = rules.with_rule(op, given.get("rule"), keep=given.get("keep", ()))
+        except (ValueError, yaml.YAMLError) as error:
             msg = f"{path}: {error}"
             raise ValueError(msg) from error
-        if changes:
-            warn_user(f"{path} was written for torch {file.torch}; in torch {torch_release()} {changes}")
+        if file["torch"] and not file["base"]:
+            _warn_of_changes(path, ".".join(file["torch"].split(".")[:2]), default)
         return rules
 
     def to_yaml(self) -> str:
@@ -229,8 +221,7 @@ class OpRules:
 
     def fingerprint(self) -> str:
         """Return a hash of the content, stable between processes (hex, 16 digits)."""
-        content = [self.device_type, [*self.rules.items()], [(op, sorted(a)) for op, a in self.keep.items()]]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+        return hashlib.sha256(self.content.encode()).hexdigest()[:16]
 
     def described(self, op: str) -> str:
         """Return an op's rule and its kept arguments in words, ``"fp32, keep weight"`` for example."""
@@ -259,8 +250,7 @@ class OpRules:
         if self == OpRules.default(self.device_type):
             return f"OpRules.default({self.device_type!r})"
         changed = len(self.diff(OpRules.default(self.device_type)))
-        counts = f"{len(self.rules)} ops, {changed} unlike the default"
-        return f"<OpRules {self.device_type}: {counts}, {self.fingerprint()}>"
+        return f"<OpRules {self.device_type}: {len(self.rules)} ops, {changed} unlike the default>"
 
 
 @cache
@@ -284,65 +274,39 @@ def rules_with_content(content: str) -> OpRules:
     return OpRules(device_type=read["device_type"], rules=named, keep=read["keep"])
 
 
-def _rules_of(file: RulesFile) -> tuple[OpRules, str]:
-    """Return the rules of a file, and what has changed since it was written (``""`` if nothing has)."""
-    rules = OpRules.named(file.base, file.device_type) if file.base else OpRules.default(file.device_type)
-    is_of_another_torch = file.torch not in {"", torch_release()}
-    gone = []
-    for op, (rule, keep) in file.entries.items():
-        try:
-            rules = rules.with_rule(op, rule, keep=keep)
-        except ValueError:
-            if not is_of_another_torch or names_an_op(op):
-                raise
-            gone.append(op)
-    if not is_of_another_torch:
-        return rules, ""
-    changes = [f"there is no {op}, its rule is left out" for op in gone]
-    if not file.base:
-        changes += _changed_defaults(file)
-    return rules, "; ".join(changes)
-
-
-def _changed_defaults(file: RulesFile) -> list[str]:
-    """Describe the default rules that differ between the torch of a file and the installed one."""
-    then, now = _listed(file.device_type, file.torch), OpRules.default(file.device_type)
-    changed = [f"{op} is {new} and was {old}" for op, (old, new) in then.diff(now).items()]
-    if not changed:
-        return []
-    remedy = (
-        f" (base: torch-{file.torch} in the file keeps the old defaults)" if file.torch in RELEASES else ""
-    )
-    return [f"the default of {', of '.join(changed)}{remedy}"]
+def _warn_of_changes(path: str | Path, release: str, default: OpRules) -> None:
+    """Warn if default rules differ between the torch that a file was written for and the installed one."""
+    changed = _listed(default.device_type, release).diff(default)
+    if changed:
+        was = ", of ".join(f"{op} is {new} and was {old}" for op, (old, new) in changed.items())
+        remedy = f" (base: torch-{release} in the file keeps the old ones)" if release in RELEASES else ""
+        now = torch_release()
+        warn_user(f"{path} was written for torch {release}; in torch {now} the default of {was}{remedy}")
 
 
 RULES_VARIABLE: Final = "AMP_PLUGIN_RULES"
 
 
-def environment_rules(device_type: str) -> OpRules | None:
-    """Return the rules of a device that the environment names; None for the default ones.
-
-    Warns where they are for another device; a ValueError about the file names the variable.
-    """
-    path = os.environ.get(RULES_VARIABLE, "")
-    if not path:
-        return None
-    rules = read_environment_rules(path)
-    if rules.device_type == device_type:
-        return rules
-    warn_user(
-        f"{RULES_VARIABLE}={path}: the rules are for {rules.device_type}; a region on {device_type} follows "
-        f"the default ones. For the same policy there, write device_type: {device_type} into a copy of it"
-    )
-    return None
-
-
 @cache
-def read_environment_rules(path: str) -> OpRules:
-    """Return the rules of a file that the environment names; a ValueError names the variable."""
+def _read(path: str) -> OpRules:
     try:
         return OpRules.from_yaml(path)
     except (OSError, ValueError) as error:
         what = error.strerror if isinstance(error, OSError) else error
         msg = f"{RULES_VARIABLE}={path}: {what}; give the path of a YAML file of rules, or unset the variable"
         raise ValueError(msg) from error
+
+
+def environment_rules() -> OpRules | None:
+    """Return the rules that the environment names, if it does; a ValueError names the variable."""
+    path = os.environ.get(RULES_VARIABLE, "")
+    return _read(path) if path else None
+
+
+@cache
+def warn_of_device(source: str, theirs: str, device_type: str) -> None:
+    """Warn, once per process, of autocast on a device for which a source has no rules."""
+    warn_user(
+        f"{source}: the rules are for {theirs}; autocast on {device_type} follows the default ones. For "
+        f"the same policy there, write device_type: {device_type} into a copy of it"
+    )

@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import FrameType, MethodType
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_plugin.casting.op_names import nearest
 from amp_plugin.casting.region import autocast, call_in
-from amp_plugin.casting.rules_files import torch_older_than
+from amp_plugin.casting.rules_files import is_older, torch_release
 from amp_plugin.patterns import matched_modules, require_matches
 
 # (original class, settings) -> the methods that replace its own. An importable function: pickles name it.
@@ -24,15 +24,9 @@ Methods = Callable[[type[nn.Module], Any], dict[str, Any]]
 Change = tuple[Methods, Any]
 
 
+@functools.cache
 def made_class(original: type[nn.Module], methods: Methods, settings: Any) -> type[nn.Module]:
     """Return a subclass with other methods that shows the original's name; the same one each time."""
-    key: Any = (original, methods, settings)
-    kind: type[nn.Module] = _made_class(*key)
-    return kind
-
-
-@functools.cache
-def _made_class(original: Any, methods: Any, settings: Any) -> Any:
     namespace: dict[str, Any] = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -45,8 +39,9 @@ def _made_class(original: Any, methods: Any, settings: Any) -> Any:
     }
     if hasattr(original, "__deepcopy__"):
         namespace["__deepcopy__"] = _deepcopy
-    if getattr(original, "cls_to_become", None) is not None:  # a lazy module changes its class itself
-        namespace["cls_to_become"] = made_class(original.cls_to_become, methods, settings)
+    becomes = getattr(original, "cls_to_become", None)
+    if becomes is not None:  # a lazy module changes its class itself
+        namespace["cls_to_become"] = made_class(becomes, methods, settings)
     return type(original.__name__, (original,), namespace)
 
 
@@ -61,7 +56,7 @@ def change_class(module: nn.Module, methods: Methods, settings: Any) -> nn.Modul
     return module
 
 
-def _set_class(module: nn.Module, kind: type[nn.Module], changes: Iterable[Change]) -> None:
+def _set_class(module: nn.Module, kind: Any, changes: Iterable[Change]) -> None:
     for methods, settings in changes:
         kind = made_class(kind, methods, settings)
     object.__setattr__(module, "__class__", kind)
@@ -70,7 +65,7 @@ def _set_class(module: nn.Module, kind: type[nn.Module], changes: Iterable[Chang
 def _changes_of(kind: type[nn.Module]) -> tuple[type[nn.Module], list[Change]]:
     """Return the class that is under the made ones, and what they change, innermost first."""
     changes: list[Change] = []
-    while "_made_from" in vars(kind) and not _is_importable(kind):
+    while "_made_from" in vars(kind):
         made: Any = kind
         changes.insert(0, (made._made_by, made._made_with))
         kind = made._made_from
@@ -79,11 +74,10 @@ def _changes_of(kind: type[nn.Module]) -> tuple[type[nn.Module], list[Change]]:
 
 def _reduce(self: nn.Module, protocol: Any) -> Any:
     """Reduce as the original class does, then say how to change the class again."""
+    original: Any
     kind = type(self)
     original, changes = _changes_of(kind)
-    build, arguments, *rest = super(_last_made(kind), self).__reduce_ex__(protocol)  # type: ignore[arg-type]
-    if not changes:  # a class the user derived from a made one
-        return (build, arguments, *rest)
+    build, arguments, *rest = original.__reduce_ex__(self, protocol)
     plain = tuple(original if argument is kind else argument for argument in arguments)
     return (_remake, (original if build is kind else build, plain, changes), *rest)
 
@@ -95,25 +89,11 @@ def _remake(build: Callable[..., nn.Module], arguments: tuple[Any, ...], changes
 
 
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    _, changes = _changes_of(type(self))
-    below: Any = super(_last_made(type(self)), self)
-    copy: nn.Module = below.__deepcopy__(memo)
-    if changes:
-        _set_class(copy, _changes_of(type(copy))[0], changes)
+    original: Any
+    original, changes = _changes_of(type(self))
+    copy: nn.Module = original.__deepcopy__(self, memo)
+    _set_class(copy, _changes_of(type(copy))[0], changes)
     return copy
-
-
-def _last_made(kind: type) -> type:
-    """Return the made class nearest to the original: its methods for copying are the original's."""
-    return [base for base in kind.__mro__ if "_made_from" in vars(base)][-1]
-
-
-def _is_importable(made: type) -> bool:
-    """Return whether the class's name leads to the class itself, so that pickle can name it."""
-    found: Any = sys.modules.get(made.__module__)
-    for part in made.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is made
 
 
 Target = TypeVar("Target")
@@ -139,9 +119,8 @@ def run_in(dtype: torch.dtype, *, keep: Iterable[str] = (), cast_back: bool = Fa
             cast came in; without one they stay.
 
     Returns:
-        What decorates a module instance (changed in place and returned), a module class, a function
-        or a method. A class statement is decorated in place; for any other class a subclass is
-        returned, and the class itself stays as it is. See ``RunIn.__call__``.
+        What decorates a module instance or a class statement (changed in place and returned), or a
+        function. See ``RunIn.__call__``.
 
     Raises:
         ValueError: ``dtype`` is not a floating-point dtype.
@@ -169,59 +148,50 @@ class RunIn:
     def __post_init__(self) -> None:
         """Check the dtype."""
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
-            msg = f"run_in: {self.dtype!r} is not a floating-point dtype; use torch.float32, for example"
-            if callable(self.dtype):  # run_in(model)
-                kind = type(self.dtype).__name__
-                msg = f"run_in: the dtype comes first, got {kind}; write run_in(torch.float32)(target)"
+            msg = f"run_in: {self.dtype!r} is not a floating-point dtype; write run_in(torch.float32)(target)"
             raise ValueError(msg)
 
     def __call__(self, target: Target) -> Target:
         """Apply the settings.
 
         Args:
-            target: a module instance, a module class, a function or a bound method.
+            target: a module instance, a module class where it is defined, or a function.
 
         Raises:
-            TypeError: it is something else, a generator or coroutine function, a module that is
-                never called (``ModuleList``), or TorchScript.
+            TypeError: it is something else, such as a class that others use, a bound method, a generator or
+                coroutine function, a module that is never called (``ModuleList``), or TorchScript.
             ValueError: a name in ``keep`` is not an argument of it, or the module's forward was replaced
                 on the instance.
         """
-        return self._applied(target, sys._getframe(1))  # type: ignore[no-any-return]
+        return self._applied(target)  # type: ignore[no-any-return]
 
-    def _applied(self, target: Any, caller: FrameType) -> Any:
+    def _applied(self, target: Any) -> Any:
         if isinstance(target, nn.Module):
             return _apply_to_instance(target, self)
         if isinstance(target, type) and issubclass(target, nn.Module):
             _check_is_called(target)
-            if not _is_class_statement(target, caller):
-                return made_class(target, _methods_in, self)
+            if _is_bound(target):
+                name = target.__name__
+                msg = f"run_in: others use {name} too; derive a class, class Mine({name}), and decorate that"
+                raise TypeError(msg)
             target.forward = _function_in(target.forward, self)
             return target
         if isinstance(target, MethodType):
-            return RunInMethod(target, self)
+            name = target.__func__.__qualname__
+            msg = f"run_in: {name} is bound to an object, which has copies; decorate it in its class"
+            raise TypeError(msg)
         if callable(target) and not isinstance(target, type):
             return _function_in(target, self)
-        msg = f"run_in: {target!r} is not a module, module class, function or method"
+        msg = f"run_in: {target!r} is not a module, module class or function"
         raise TypeError(msg)
 
 
-class RunInMethod:
-    """A bound method that runs in one dtype; copied and pickled with the object it belongs to."""
-
-    def __init__(self, method: MethodType, settings: RunIn) -> None:
-        self._method = method
-        self._call = _function_in(method.__func__, settings)
-        self._settings = settings
-        functools.update_wrapper(self, method)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method in the dtype."""
-        return self._call(self._method.__self__, *args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Rebuild from the owner's class: on the instance this object may hide the method."""
-        return _bind, (self._method.__self__, self._method.__func__.__name__, self._settings)
+def _is_bound(kind: type) -> bool:
+    """Return whether a class's name leads to it, which is not so yet where it is defined."""
+    found: Any = sys.modules.get(kind.__module__)
+    for part in kind.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is kind
 
 
 def _apply_to_instance(module: nn.Module, settings: RunIn) -> nn.Module:
@@ -237,7 +207,7 @@ def _apply_to_instance(module: nn.Module, settings: RunIn) -> nn.Module:
         )
         raise ValueError(msg)
     changed = change_class(module, _methods_in, settings)
-    if "torch._dynamo" in sys.modules and torch_older_than("2.12"):
+    if "torch._dynamo" in sys.modules and is_older(torch_release(), "2.12"):
         torch.compiler.reset()  # its guards do not see that a module's class changed
     return changed
 
@@ -251,21 +221,16 @@ def _function_in(function: Callable[..., Any], settings: RunIn) -> Callable[...,
     if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
         msg = f"run_in: {function.__name__} is a generator or coroutine function; decorate what it calls"
         raise TypeError(msg)
-    kept, rest_is_kept = _kept_positions(function, settings.keep)
     dtype, keep, cast_back = settings.dtype, settings.keep, settings.cast_back
-
-    def is_kept(position: int) -> bool:
-        return position in kept or (rest_is_kept is not None and position >= rest_is_kept)
+    names, rest = _names_by_position(function, keep)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        back = None
-        if cast_back:
-            candidates = [value for position, value in enumerate(args) if not is_kept(position)]
-            candidates += [value for name, value in kwargs.items() if name not in keep]
-            back = _first_dtype(candidates)
-        args = tuple(v if is_kept(position) else cast_tensors(v, dtype) for position, v in enumerate(args))
-        kwargs = {name: v if name in keep else cast_tensors(v, dtype) for name, v in kwargs.items()}
+        named = [*zip([*names, *[rest] * len(args)], args, strict=False), *kwargs.items()]
+        castable = [value for name, value in named if cast_back and name not in keep]
+        back = next((leaf.dtype for leaf in tree_leaves(castable) if _castable(leaf)), None)
+        values = [value if name in keep else cast_tensors(value, dtype) for name, value in named]
+        args, kwargs = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
         off = [autocast(device, enabled=False) for device in _DEVICES if torch.is_autocast_enabled(device)]
         output = call_in(off, function, args, kwargs)
         return output if back is None else cast_tensors(output, back)
@@ -290,58 +255,29 @@ def cast_tensors(value: Any, dtype: torch.dtype, device_type: str | None = None)
     return tree_map(lambda leaf: leaf.to(dtype) if _castable(leaf, device_type) else leaf, value)
 
 
-def _first_dtype(values: list[Any]) -> torch.dtype | None:
-    for value in tree_leaves(values):
-        if _castable(value):
-            dtype: torch.dtype = value.dtype
-            return dtype
-    return None
-
-
-def _kept_positions(function: Callable[..., Any], keep: frozenset[str]) -> tuple[frozenset[int], int | None]:
-    """Return where the kept arguments stand, and from where on all are kept (``*args``)."""
+def _names_by_position(function: Callable[..., Any], keep: frozenset[str]) -> tuple[list[str], str]:
+    """Return the names of the arguments by position, and the one of ``*args``; none where none is kept."""
     if not keep:
-        return frozenset(), None
+        return [], ""
     name = getattr(function, "__qualname__", repr(function))
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        kinds = {name: parameter.kind for name, parameter in inspect.signature(function).parameters.items()}
     except ValueError as error:
         msg = f"run_in(keep=...): {name} does not tell the names of its arguments; wrap it in a function"
         raise ValueError(msg) from error
-    names = [parameter.name for parameter in parameters]
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    for unknown in sorted(keep - set(names)):
-        if not takes_any:
-            near = nearest(unknown, names)
-            msg = f"run_in(keep=...): {name} has no argument {unknown!r}{near}; it has {', '.join(names)}"
-            raise ValueError(msg)
-    by_position = [parameter for parameter in parameters if parameter.kind in _POSITIONAL]
-    kept = frozenset(index for index, parameter in enumerate(by_position) if parameter.name in keep)
-    rest = [parameter.name for parameter in parameters if parameter.kind is parameter.VAR_POSITIONAL]
-    return kept, len(by_position) if keep.intersection(rest) else None
+    unknown = sorted(keep - kinds.keys())
+    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds.values():
+        near = nearest(unknown[0], kinds)
+        msg = f"run_in(keep=...): {name} has no argument {unknown[0]!r}{near}; it has {', '.join(kinds)}"
+        raise ValueError(msg)
+    rest = [name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_POSITIONAL]
+    return [name for name, kind in kinds.items() if kind in _POSITIONAL], rest[0] if rest else ""
 
 
 def _check_is_called(kind: type[nn.Module]) -> None:
     if kind.forward is nn.Module.forward:
         msg = f"run_in: a {kind.__name__} has no forward and is never called; apply it to its children"
         raise TypeError(msg)
-
-
-def _is_class_statement(kind: type, caller: FrameType) -> bool:
-    """Return whether the caller is just defining the class: of that scope, and its name not bound yet."""
-    scope = caller.f_locals.get("__qualname__")  # of a class body
-    if scope is not None:
-        qualname = f"{scope}.{kind.__name__}"
-    elif caller.f_locals is caller.f_globals:
-        qualname = kind.__name__
-    else:
-        qualname = f"{caller.f_code.co_name}.<locals>.{kind.__name__}"
-    is_here = kind.__module__ == caller.f_globals.get("__name__") and kind.__qualname__.endswith(qualname)
-    return is_here and caller.f_locals.get(kind.__name__) is not kind
-
-
-def _bind(owner: Any, name: str, settings: RunIn) -> RunInMethod:
-    return RunInMethod(MethodType(getattr(type(owner), name), owner), settings)
 
 
 def apply_fp32_modules(

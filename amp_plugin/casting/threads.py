@@ -1,8 +1,4 @@
-"""The autocast state of a thread, carried into other threads, processes and recomputations.
-
-A new thread starts with autocast off and the default dtypes. ``nn.DataParallel`` hands its threads torch's
-enabled flag for one device, but neither the dtype nor the cache flag, nor any rules.
-"""
+"""The autocast state of a thread, carried into other threads, processes and recomputations."""
 
 from __future__ import annotations
 
@@ -16,13 +12,11 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from amp_plugin.casting.dispatcher import DEVICE_NUMBERS, KERNELS, rules_of
+from amp_plugin.casting.dispatcher import DEFAULT, KERNELS, rules_of
 from amp_plugin.casting.region import autocast, call_in, has_block
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.casting.rules_files import TABLES
 from amp_plugin.casting.run_in import change_class
-
-_DEVICES = {number: name for name, number in DEVICE_NUMBERS.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,24 +46,18 @@ def current_state() -> tuple[RegionState, ...]:
     """Return the autocast state of this thread, one entry per device where it is on or in a region."""
     if not KERNELS.are_native:
         KERNELS.install()
-    opened = _open_regions()
+    opened = KERNELS.innermost_regions()
     on = [device for device in TABLES if torch.is_autocast_enabled(device) or device in opened]
     return tuple(
         RegionState(
             device_type=device,
             dtype=torch.get_autocast_dtype(device),
             enabled=torch.is_autocast_enabled(device),
-            cache_enabled=opened.get(device, (None, torch.is_autocast_cache_enabled()))[1],
-            rules=opened.get(device, (None, True))[0],
+            cache_enabled=opened.get(device, (DEFAULT, torch.is_autocast_cache_enabled()))[1],
+            rules=rules_of(opened.get(device, (DEFAULT, True))[0]),
         )
         for device in on
     )
-
-
-def _open_regions() -> dict[str, tuple[OpRules | None, bool]]:
-    """Return the rules and the cache flag of this thread's innermost region of each device."""
-    regions = KERNELS.innermost_regions()
-    return {_DEVICES[device]: (rules_of(number), cached) for device, number, cached in regions}
 
 
 def has_region() -> bool:
@@ -80,7 +68,6 @@ def has_region() -> bool:
 Module = TypeVar("Module", bound=nn.Module)
 
 _CARRIED = "_amp_plugin_carried"
-_in_carried = threading.local()
 
 
 def autocast_module(module: Module, *states: RegionState) -> Module:
@@ -121,16 +108,12 @@ def autocast_module(module: Module, *states: RegionState) -> Module:
 
 
 def _methods_of_threads(original: type[nn.Module], states: tuple[RegionState, ...]) -> dict[str, Any]:
-    call, replicate = original.__call__, original._replicate_for_data_parallel
-
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        opened = _missing_states(self, states)
-        if not opened:
-            return call(self, *args, **kwargs)
-        return _call_in(opened, call, (self, *args), kwargs)
+        opened = [state.region() for state in _missing_states(self, states)]
+        return call_in(opened, original.__call__, (self, *args), kwargs)
 
     def _replicate_for_data_parallel(self: Any) -> Any:
-        replica = replicate(self)  # type: ignore[no-untyped-call]
+        replica = original._replicate_for_data_parallel(self)  # type: ignore[no-untyped-call]
         vars(replica)[_CARRIED] = (threading.get_ident(), current_state())
         return replica
 
@@ -142,29 +125,11 @@ def _missing_states(module: nn.Module, states: tuple[RegionState, ...]) -> tuple
     if is_compiling():
         on = any(torch.is_autocast_enabled(state.device_type) for state in states)
         return () if on else states
-    if getattr(_in_carried, "depth", 0):
-        return ()
     maker, carried = vars(module).get(_CARRIED, (None, ()))
     if carried:  # a replica: the block around it is DataParallel's, not the user's
         return () if maker == threading.get_ident() or has_region() else carried
-    return states if _nesting() == 0 else ()
-
-
-def _nesting() -> int:
-    inside = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
-    return inside - 1
-
-
-def _call_in(states: tuple[RegionState, ...], call: Any, args: Any, kwargs: Any) -> Any:
-    regions = [state.region() for state in states]
-    if is_compiling():
-        return call_in(regions, call, args, kwargs)
-    _in_carried.depth = 1
-    try:
-        return call_in(regions, call, args, kwargs)
-    finally:
-        _in_carried.depth = 0
+    torch.autocast_increment_nesting()
+    return states if torch.autocast_decrement_nesting() == 0 else ()
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[object]]:

@@ -6,19 +6,16 @@ its code, so the folder and the file must belong to the user alone.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import shutil
 import stat
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 _WAY_OUT = "set AMP_PLUGIN_CACHE_DIR to a folder of your own"
 
@@ -29,7 +26,12 @@ def cache_root() -> Path:
     It is ``$AMP_PLUGIN_CACHE_DIR``, else ``$XDG_CACHE_HOME/amp_plugin``, else ``~/.cache/amp_plugin``; an
     OSError or a ValueError says why it cannot be used.
     """
-    root = _configured_root()
+    shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    given = os.environ.get("AMP_PLUGIN_CACHE_DIR") or f"{shared}/amp_plugin"
+    root = Path(os.path.expanduser(given))  # noqa: PTH111 - it leaves a ~ where there is no home folder
+    if not root.is_absolute():
+        msg = f"the cache folder {given!r} is not an absolute path; {_WAY_OUT}"
+        raise ValueError(msg)
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -37,23 +39,6 @@ def cache_root() -> Path:
         raise OSError(msg) from error
     _require_private(root)
     return root
-
-
-def _configured_root() -> Path:
-    for variable, suffix in (("AMP_PLUGIN_CACHE_DIR", ""), ("XDG_CACHE_HOME", "amp_plugin")):
-        if value := os.environ.get(variable):
-            path = Path(value)
-            with contextlib.suppress(RuntimeError):  # no home folder: '~' stays and is refused below
-                path = path.expanduser()
-            if not path.is_absolute():
-                msg = f"{variable}={value!r} is not an absolute path; give the full path of a private folder"
-                raise ValueError(msg)
-            return path / suffix
-    try:
-        return Path.home() / ".cache" / "amp_plugin"
-    except RuntimeError as error:
-        msg = f"there is no home folder for the build cache; {_WAY_OUT}"
-        raise OSError(msg) from error
 
 
 def _require_private(path: Path) -> None:
@@ -80,7 +65,7 @@ def obtain(file: Path, make: Callable[[Path], Path], *, rebuild: bool = False) -
     """
     if not rebuild and _is_there(file):
         return file
-    with _locked(file):
+    with FileLock(file.with_name(file.name + ".lock"), mode=0o600):  # the system frees it if we are killed
         if not rebuild and _is_there(file):  # another process was faster
             return file
         for left_over in file.parent.glob(f"{file.name}.tmp-*"):  # of builds that were killed
@@ -93,35 +78,7 @@ def obtain(file: Path, make: Callable[[Path], Path], *, rebuild: bool = False) -
 
 
 def _is_there(file: Path) -> bool:
-    if not file.exists():
-        return False
-    _require_private(file.parent)
-    _require_private(file)
-    return True
-
-
-@contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Hold the file's inter-process lock; the system frees it if we are killed."""
-    lock = FileLock(file.with_name(file.name + ".lock"), mode=0o600)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        print("amp_plugin: waiting for another process to compile", file=sys.stderr, flush=True)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextlib.contextmanager
-def announced(text: str) -> Iterator[None]:
-    """Write a line such as ``compiling ... 12.3 s`` to stderr, with ``failed after`` if the block raises."""
-    started, outcome = time.perf_counter(), "failed after "
-    print(text, end="", file=sys.stderr, flush=True)
-    try:
-        yield
-        outcome = ""
-    finally:
-        print(f" {outcome}{time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
+    if found := file.exists():
+        _require_private(file.parent)
+        _require_private(file)
+    return found

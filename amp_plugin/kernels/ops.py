@@ -1,12 +1,9 @@
-r"""The ops of ``torch.ops.amp_plugin``: schemas, fake kernels and their cost.
+"""The ops of ``torch.ops.amp_plugin``: schemas, fake kernels and their cost.
 
-Every op takes all gradients of one optimizer on one device, dtypes mixed
-(float16, bfloat16, float32, float64, complex64, complex128), any strides, any
-sizes, empty ones included; no lazily conjugated or negated ones. Sparse gradients
-enter through their values, DTensors through their local tensors; the callers see
-to that.
+Every op takes all gradients of one optimizer on one device, dtypes mixed (float16, bfloat16, float32,
+float64, complex64, complex128), any strides and sizes; no lazily conjugated or negated ones. Sparse gradients
+enter through their values, DTensors through their local tensors.
 
-======================  ==========================  ===============  ==========
 op                      bytes (B = all gradients)   launches (CUDA)  host syncs
 ======================  ==========================  ===============  ==========
 norm_check              read B                      1                0
@@ -23,26 +20,24 @@ round_weights\_         read 4, write 2 a weight    per tensor       0
 pack_measurements\_     a few scalars               1                0
 unpack_measurements     a few scalars               1                0
 ======================  ==========================  ===============  ==========
+=======
+On a GPU each is one launch (``round_weights_`` one per tensor) without a host sync. For B bytes of gradients
+``norm_check`` reads B, ``unscale_`` and ``multiply_`` write it too, ``adam_`` and ``sgd_`` besides read and
+write parameters and states; a weight is 4 bytes read and 4 (rounded: 2) written; the others move scalars.
 
 Contract of every kernel, whatever the device:
 
-- ``inv_scale`` and ``factor`` have one element, float32 or float64, on the
-  gradients' device; they are read there, never on the host.
-- ``norm`` is a new float32 0-dim tensor: the ``norm_type`` norm of all gradients
-  together, taken as one flat vector, *multiplied by inv_scale* (not for
-  ``norm_type`` 0). Elements are summed in float32 over at most 65536 elements,
-  chunks in float64 or a fixed-order tree, so that it is correct to 1e-6 and the
-  same in every run. It is inf or nan if a gradient is.
-- ``found_inf`` is a new float32 0-dim tensor, exactly 0.0 or 1.0. It is 1.0 if
-  any element, or what is written for it, is not finite; the square is not tested.
+- ``inv_scale`` and ``factor`` have one element, float32 or float64, on the gradients' device; they are read
+  there, never on the host.
+- ``norm`` is a new float32 0-dim tensor: the ``norm_type`` norm of all gradients together, taken as one flat
+  vector, *multiplied by inv_scale* (not for ``norm_type`` 0). Elements are summed in float32 over at most
+  65536 elements, chunks in float64 or a fixed-order tree, so that it is correct to 1e-6 and the same in every
+  run. It is inf or nan if a gradient is.
+- ``found_inf`` is a new float32 0-dim tensor, exactly 0.0 or 1.0: 1.0 if any element, or what is written for
+  it, is not finite; the square is not tested.
 - ``flags`` is a new uint8 tensor ``[len(grads)]``: bit 0 inf, bit 1 nan.
 - The three ops on weights take float32, bfloat16 and int16 tensors, of any strides and sizes.
-- Mutating kernels increase the version counter of the tensors they write. A
-  factor of exactly 1 writes nothing.
-
-What ranks combine is packed by one op before the collective and read by one behind it. An optimizer's whole
-step is one op, ``adam_`` (Adam and AdamW) or ``sgd_``, which divides gradients by ``grad_scale`` in the pass
-that steps and leaves them divided.
+- Mutating kernels increase the version counter of what they write. A factor of exactly 1 writes nothing.
 
 Plain torch kernels (:mod:`amp_plugin.kernels.reference`) say exactly what each op does, and serve every
 device for which nothing faster is registered.

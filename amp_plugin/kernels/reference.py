@@ -1,7 +1,7 @@
 """Each op in plain torch: the oracle of the tests and the fallback everywhere.
 
-Written to be read, not to be fast: one tensor at a time, in float64 (float32 on devices without it), rounded
-once when written. The contract is in :mod:`amp_plugin.kernels.ops`.
+One tensor at a time, in float64 (float32 on devices without it), rounded once when written. The contract is
+in :mod:`amp_plugin.kernels.ops`.
 
 **Ranks.** Norms cannot be added up over ranks, but their powers can. So these numbers travel, in float64::
 
@@ -21,23 +21,15 @@ odd one 65535. Values that round beyond bfloat16's largest number have an infini
 A NaN whose high half would not be a NaN (131070 of the 16777214) becomes the quiet NaN of its sign. Next to a
 zero a low half counts for nothing, so that a written zero is one: numbers below 4.6e-41 are lost.
 
-**Steps.** ``adam_`` and ``sgd_`` take the tensors of one parameter group, lists with an entry per parameter:
+**Steps.** ``adam_`` and ``sgd_`` take lists with an entry per parameter of one group: ``params`` in float32,
+or in bfloat16 with ``remainders``, the low halves of their pairs; ``grads`` in float32, bfloat16 or float16;
+states in float32 or bfloat16 of the parameter's shape, or in 8-bit codes (see :mod:`.state_codes`); ``steps``
+in float32 or float64, one element each. ``lr_tensor`` (one element) takes the place of ``lr``.
 
-- ``params``: float32, or bfloat16 with ``remainders`` (below).
-- ``grads``: float32, bfloat16 or float16; written if ``grad_scale`` is not 1.
-- the optimizer's states: float32 or bfloat16, of the parameter's shape, or 8-bit codes
-  (:mod:`amp_plugin.kernels.state_codes`); ``steps`` float32 or float64, one element.
-- ``remainders``: empty, or int16: the low halves of pairs, whose high halves are ``params``.
-
-``grad_scale`` (one element) is what gradients are divided by: a loss scale, clipping. They are left
-divided, each rounded once to its dtype; the step itself takes the quotients in float32. ``maximize``
-and weight decay are not in what is written. Where ``found_inf`` (one element) is above 0 nothing else
-is written, step counters included. Without a ``grad_scale``, or where it is 1 in float32, gradients are
-not written; their versions then do not move, except that a GPU's host cannot know of the 1.
-``lr_tensor`` (one element) takes the place of ``lr``.
-
-Bytes for B of float32 gradients: Adam reads 4 B and writes 4 B, SGD with momentum reads 3 B and
-writes 3 B, each B less with a ``grad_scale`` of 1. One launch, no host sync.
+``grad_scale`` (one element) is what gradients are divided by: a loss scale, clipping. They are left divided,
+each rounded once to its dtype, without ``maximize`` and weight decay; the step takes quotients in float32.
+Without it, or where it is 1, gradients are not written and their versions do not move, except that a GPU's
+host cannot know of the 1. Where ``found_inf`` (one element) is above 0 nothing else is written, not counters.
 """
 
 from __future__ import annotations
@@ -53,6 +45,7 @@ from amp_plugin.kernels.state_codes import decode, draws, encode, in_memory_orde
 INF_FLAG = 1
 NAN_FLAG = 2
 _WORD = 0xFFFFFFFF
+_NO_POWER = {0, math.inf, -math.inf}  # norms that are combined as they are
 
 
 def _widest(device: torch.device) -> torch.dtype:
@@ -188,17 +181,13 @@ def update_scale_(
     lower = torch.maximum((wide * backoff_factor).float(), scale.clamp(max=min_scale))
     higher = (wide * growth_factor).float()
     higher = torch.where(higher.isfinite(), higher, scale)
-    higher = torch.minimum(higher, scale.clamp(min=_as_float32(max_scale)))
+    higher = torch.minimum(higher, scale.clamp(min=min(max_scale, torch.finfo(torch.float32).max)))
 
     restored = ~overflow if hysteresis_mode == 0 else grow
     left = hysteresis_tracker - (overflow & ~backoff if hysteresis_mode == 2 else overflow).to(torch.int32)
     hysteresis_tracker.copy_(torch.where(restored, hysteresis, left))
     growth_tracker.copy_(torch.where(grow, 0, steps))
     scale.copy_(torch.where(backoff, lower, torch.where(grow, higher, scale)))
-
-
-def _as_float32(value: float) -> float:
-    return min(value, torch.finfo(torch.float32).max) if not math.isnan(value) else value
 
 
 @torch.no_grad()
@@ -254,7 +243,7 @@ def unpack_measurements(packed: Sequence[Tensor], norm_type: float) -> tuple[Ten
     total = _join(torch.cat([values[:-1] for values in packed]), norm_type)
     if norm_type == -math.inf:
         total = -total
-    norm = total if _has_no_power(norm_type) else total.pow(1.0 / norm_type)
+    norm = total if norm_type in _NO_POWER else total.pow(1.0 / norm_type)
     return norm.to(torch.float32), (packed[-1][-1] > 0).to(torch.float32)
 
 
@@ -263,33 +252,26 @@ def _refuse_shapes(
 ) -> None:
     fits = len(norms) == len(slots) and all(0 <= slot < len(replicas) for slot in slots)
     if not fits or packed.shape != (len(replicas) + 1,):
-        count = len(replicas)
         msg = (
-            f"pack_measurements_: got {len(norms)} norms, slots {list(slots)}, {count} replicas and packed "
-            f"of shape {list(packed.shape)}; give one slot below {count} for each norm, and one element more "
-            "than there are replicas"
+            f"pack_measurements_: got {len(norms)} norms, slots {list(slots)}, {len(replicas)} replicas and "
+            f"packed of shape {list(packed.shape)}; give one slot below {len(replicas)} for each norm, and "
+            "one element more than there are replicas"
         )
         raise ValueError(msg)
 
 
 def _power(norms: Sequence[Tensor], norm_type: float, like: Tensor) -> Tensor:
     """The sum of the norms' powers, 0-dim; what changes nothing if there are none."""
-    if not norms:
-        return like.new_full((), -math.inf if norm_type == -math.inf else 0.0)
-    wide = torch.stack([norm.reshape(()).to(like.dtype) for norm in norms])
+    wide = torch.stack([norm.reshape(()).to(like.dtype) for norm in norms]) if norms else like.new_empty(0)
     if norm_type == -math.inf:
         wide = -wide
-    return _join(wide if _has_no_power(norm_type) else wide.pow(norm_type), norm_type)
+    return _join(wide if norm_type in _NO_POWER else wide.pow(norm_type), norm_type)
 
 
 def _join(powers: Tensor, norm_type: float) -> Tensor:
     if powers.numel() == 0:
         return powers.new_full((), -math.inf if norm_type == -math.inf else 0.0)
     return powers.max() if math.isinf(norm_type) else powers.sum()
-
-
-def _has_no_power(norm_type: float) -> bool:
-    return norm_type == 0 or math.isinf(norm_type)
 
 
 def _refuse_counts(op: str, masters: Sequence[Tensor], **others: Sequence[Tensor]) -> None:
@@ -396,7 +378,7 @@ def adam_(
         _write_state(exp_avgs[i], first, param, taken, 0, step)
         _write_state(exp_avg_sqs[i], second, param, taken, 1, step)
         _write_if(steps[i], step, taken)
-        _write_param(i, stepped, params, remainders, taken)
+        _write_param(params[i], remainders[i] if remainders else None, stepped, taken)
 
 
 @torch.no_grad()
@@ -437,7 +419,7 @@ def sgd_(
             moved = grad if first_step else momentum * before + (1 - dampening) * grad
             _write_state(buffer, moved, param, taken, 0, 0)
             direction = grad + momentum * moved if nesterov else moved
-        _write_param(i, param - rate * direction, params, remainders, taken)
+        _write_param(params[i], remainders[i] if remainders else None, param - rate * direction, taken)
 
 
 def _unscaled(
@@ -490,17 +472,10 @@ def _write_state(
     return _write_if(state, rounded, taken)
 
 
-def _write_param(
-    i: int,
-    value: Tensor,
-    params: Sequence[Tensor],
-    remainders: Sequence[Tensor],
-    taken: Tensor | bool,
-) -> None:
-    if remainders:
-        high, low = torch.empty_like(params[i]), torch.empty_like(remainders[i])
-        pack_weights_([value.to(torch.float32)], [high], [low])
-        _write_if(params[i], high, taken)
-        _write_if(remainders[i], low, taken)
-        return
-    _write_if(params[i], value, taken)
+def _write_param(param: Tensor, remainder: Tensor | None, value: Tensor, taken: Tensor | bool) -> None:
+    if remainder is None:
+        return _write_if(param, value, taken)
+    high, low = torch.empty_like(param), torch.empty_like(remainder)
+    pack_weights_([value.to(torch.float32)], [high], [low])
+    _write_if(param, high, taken)
+    return _write_if(remainder, low, taken)

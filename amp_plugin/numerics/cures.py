@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Container, Sequence
 
-from amp_plugin.casting.dispatcher import DEVICE_NUMBERS, KERNELS, rules_of
+from amp_plugin.casting.dispatcher import DEFAULT, KERNELS, rules_of
 from amp_plugin.casting.op_names import names_an_op
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.casting.rules_files import TABLES
@@ -52,8 +52,8 @@ def rule_of(op: str, device_type: str, *, is_transposed: bool = False) -> str:
     """Return the rule that autocast has for an op that ran: the open region's, else the default one."""
     if device_type not in TABLES:
         return "unchanged"
-    regions = {device: number for device, number, _ in reversed(KERNELS.innermost_regions())}
-    rules = (rules_of(regions.get(DEVICE_NUMBERS[device_type], -1)) or OpRules.default(device_type)).rules
+    number, _ = KERNELS.innermost_regions().get(device_type, (DEFAULT, True))
+    rules = (rules_of(number) or OpRules.default(device_type)).rules
     if op in rules:
         return rules[op].value
     own = op.partition(".")[0].rstrip("_")

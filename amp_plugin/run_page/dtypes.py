@@ -106,7 +106,7 @@ class Survey:
     def rules_unlike_torchs(self) -> dict[str, dict[str, tuple[str, str]]]:
         """Return, for each device, the ops that the region's rules treat unlike torch's: its rule, ours."""
         sets = {
-            state.device_type: state.rules or rules_of(KERNELS.followed(state.device_type))
+            state.device_type: state.rules or rules_of(KERNELS.followed[state.device_type])
             for state in self._states
         }
         found = {}

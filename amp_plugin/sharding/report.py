@@ -12,11 +12,10 @@ from typing import Any, Final, Literal
 
 import torch
 from rich.console import Group
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from amp_plugin.casting.cast_log import FoldedName
 from amp_plugin.messages import warn_user
 from amp_plugin.patterns import clean_name
 from amp_plugin.precision import short_name
@@ -158,19 +157,20 @@ class ModelDtypes:
 
     def table(self) -> Table:
         """Return a rich table of what went into and came out of modules."""
-        table = Table("module", "class", "in", "out", "weights", title="Dtypes")
+        names = (Column(name, overflow="fold") for name in ("module", "class"))
+        table = Table(*names, "in", "out", "weights", title="Dtypes")
         for row in self._calls:
             cells = (_text(dtypes) for dtypes in (row.inputs, row.outputs, row.weights))
-            table.add_row(FoldedName(row.module or "(model)"), FoldedName(row.kind), *cells)
+            table.add_row(row.module or "(model)", row.kind, *cells)
         return table
 
     def __rich__(self) -> Group:
         """Return the units and, if modules were called, what went through them."""
-        columns = ("unit", "parameters", "stored", "gathered", "reduced", "bytes here", "moments")
-        table = Table(*columns, title="Weights")
+        columns = ("parameters", "stored", "gathered", "reduced", "bytes here", "moments")
+        table = Table(Column("unit", overflow="fold"), *columns, title="Weights")
         for unit in self.units:
             dtypes = map(_text, ((unit.stored,), (unit.gathered,), (unit.reduced,)))
-            name = FoldedName(unit.name or "(model)")
+            name = unit.name or "(model)"
             table.add_row(name, f"{unit.parameters:,}", *dtypes, f"{unit.local_bytes:,}", unit.state)
         return Group(table, *([self.table()] if self._calls else []))
 

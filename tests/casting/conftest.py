@@ -12,5 +12,5 @@ from amp_plugin.casting.rules_files import TABLES
 @pytest.fixture(autouse=True)
 def blocks_are_torchs() -> None:
     """Give torch its kernels back: an Accelerator that no test has ended has `torch.autocast` run on ours."""
-    if any(KERNELS.followed(device) != NO_RULES for device in TABLES):
+    if any(KERNELS.followed[device] != NO_RULES for device in TABLES):
         set_default_rules(None)

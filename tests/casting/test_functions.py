@@ -81,13 +81,6 @@ def with_setup_context(fwd, bwd, cast_inputs=None):
     return Product
 
 
-def test_torchs_decorators_break_setup_context():
-    function = with_setup_context(torch.amp.custom_fwd, torch.amp.custom_bwd)
-    x = torch.randn(3, 3, requires_grad=True)
-    with pytest.raises(AttributeError, match="_fwd_used_autocast"):
-        function.apply(x, x).sum().backward()
-
-
 @pytest.mark.parametrize("cast_inputs", [None, torch.float32])
 def test_setup_context(cast_inputs):
     function = with_setup_context(custom_fwd, custom_bwd, cast_inputs)
@@ -144,26 +137,6 @@ def test_setup_context_under_functorch():
         batched = torch.vmap(function.apply, in_dims=(0, None))(torch.randn(2, 3, 3), w)
     assert grad.shape == (3, 3)
     assert batched.dtype is torch.float16
-
-
-def test_no_tensor_argument():
-    class Constant(torch.autograd.Function):
-        @staticmethod
-        @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
-        def forward(text, size):
-            return torch.ones(size)
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.text = inputs[0]
-
-        @staticmethod
-        @custom_bwd(device_type="cpu")
-        def backward(ctx, grad):
-            return None, None
-
-    with amp_plugin.autocast("cpu"):
-        assert Constant.apply("text", 2).shape == (2,)
 
 
 def test_every_kind_of_input_is_cast_or_passed():

@@ -95,20 +95,6 @@ def test_cpu_cases(name, dtype):
     check_same(ours, theirs)
 
 
-@pytest.mark.gpu
-@pytest.mark.native
-@pytest.mark.filterwarnings("ignore")  # deprecated ops
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", CUDA_LISTS)
-def test_cuda_cases(name, dtype):
-    lists = LISTS.AutocastTestLists(torch.device("cuda:0"))
-    ours, theirs = (
-        outcomes(lists, name, partial(autocast, "cuda", dtype=dtype))
-        for autocast in (amp_plugin.autocast, torch.autocast)
-    )
-    check_same(ours, theirs, not_run=len(ours) - 1)  # a device made of host memory lacks many ops
-
-
 @contextmanager
 def cuda_autocast(dtype, *, native):
     """Autocast's CUDA state without a CUDA device, where torch.autocast('cuda') turns itself off."""
@@ -139,13 +125,6 @@ def test_cuda_cases_with_fake_tensors(name):
             for native in (True, False)
         )
         check_same(ours, theirs, not_run=6)
-
-
-@pytest.mark.native
-def test_einsum():
-    with FakeTensorMode(), cuda_autocast(torch.bfloat16, native=True):
-        x = torch.randn(2, 3, 4, 5, device="cuda")
-        assert torch.einsum("bkhd,bqhd->bqkh", x, x).dtype is torch.bfloat16
 
 
 def test_binary_cross_entropy_is_banned_with_torchs_text():

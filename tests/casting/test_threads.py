@@ -65,11 +65,6 @@ def as_data_parallel(module, x, copies=3):
 X = torch.ones(2, 3)
 
 
-def test_torch_loses_the_dtype_of_replicas():
-    with torch.autocast("cpu", dtype=FP16):
-        assert as_data_parallel(Net(), X) == [(BF16, BF16)] * 3  # the default dtype, not fp16
-
-
 def test_replicas_run_in_the_state_of_the_caller():
     net = autocast_module(Net())
     with autocast("cpu", dtype=FP16):
@@ -180,19 +175,6 @@ def test_survives_copies(copied):
     assert in_thread(again, X) == (FP16, FP16)
 
 
-def test_gradients_of_threads_are_exact():
-    torch.manual_seed(0)
-    net = nn.Linear(8, 8)
-    x = torch.randn(16, 8)
-    with autocast("cpu", dtype=BF16):
-        expected = net(x)
-    (wanted,) = torch.autograd.grad(expected.sum(), net.weight)
-    threaded = autocast_module(copy.deepcopy(net), RegionState(device_type="cpu", dtype=BF16))
-    output = in_thread(threaded, x)
-    assert output.equal(expected)
-    assert torch.autograd.grad(output.sum(), threaded.weight)[0].equal(wanted)
-
-
 @pytest.mark.one_graph
 def test_compiled():
     torch.compiler.reset()
@@ -207,19 +189,6 @@ def test_compiled():
         assert in_thread(compiled, X).equal(expected)
         with autocast("cpu", dtype=BF16):
             assert compiled(X).dtype is BF16
-    torch.compiler.reset()
-
-
-@pytest.mark.native
-def test_rules_reach_compiled_code():
-    torch.compiler.reset()
-    rules = OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
-    state = RegionState(device_type="cpu", dtype=FP16, rules=rules)
-    module = nn.Sequential(nn.Linear(3, 3), nn.Softmax(-1))
-    outside = autocast_module(torch.compile(module, backend="aot_eager"), state)
-    assert in_thread(outside, X).dtype is FP32
-    inside = torch.compile(autocast_module(copy.deepcopy(module), state), fullgraph=True, backend="aot_eager")
-    assert in_thread(inside, X).dtype is FP32
     torch.compiler.reset()
 
 

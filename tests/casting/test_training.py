@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
 from functools import partial
 
@@ -78,24 +77,9 @@ def tiny(name):
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     ids = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
-    if name == "bert":
-        config = t.BertConfig(vocab_size=64, **sizes)
-        return t.BertForMaskedLM(config), {"input_ids": ids, "labels": ids}
-    if name == "gpt2":
-        config = t.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=32)
-        return t.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
     if name == "llama":
         config = t.LlamaConfig(vocab_size=64, num_key_value_heads=1, **sizes)
         return t.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
-    if name == "t5":
-        config = t.T5Config(
-            vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0
-        )
-        return t.T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids}
-    images = torch.randn(2, 3, 16, 16)
-    if name == "vit":
-        config = t.ViTConfig(image_size=16, patch_size=4, num_labels=4, **sizes)
-        return t.ViTForImageClassification(config), {"pixel_values": images, "labels": torch.tensor([1, 3])}
     config = t.WhisperConfig(
         vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, max_source_positions=25,
@@ -106,7 +90,7 @@ def tiny(name):
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own deprecations
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5", "vit", "whisper"])
+@pytest.mark.parametrize("name", ["llama", "whisper"])
 def test_transformers_models_give_the_same_bits(name):
     model, inputs = tiny(name)
     model.train()
@@ -178,15 +162,6 @@ class TestWholeLoop:
 
         self.check(lambda model, x: Square.apply(model(x)).float().sum())
 
-    def test_torchs_region_does_autocast_the_backward_pass(self):
-        w = torch.randn(3, 3, requires_grad=True)
-        seen = []
-        with torch.autocast("cpu"):
-            y = w @ w
-            y.register_hook(lambda g: seen.append((g.float() @ g.float()).dtype))
-            y.float().sum().backward()
-        assert seen == [torch.bfloat16]
-
     def test_a_region_opened_in_the_backward_pass_counts(self):
         w = torch.randn(3, 3, requires_grad=True)
         seen = []
@@ -219,10 +194,3 @@ class TestWholeLoop:
             del layer, replaced
             model(x)
             assert torch.ops.amp_plugin._kept_cast_count() <= 42
-
-
-def test_warnings_are_none():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        losses(amp_plugin.autocast, amp_plugin.GradScaler, torch.float16, steps=2)
-    assert caught == []

@@ -1,4 +1,4 @@
-"""Writes of a weight inside a region through an alias, by every way torch has: which are seen, and which not."""
+"""Writes of a weight inside a region through an alias, by each kind of way: which are seen, and which not."""
 
 from __future__ import annotations
 
@@ -16,67 +16,23 @@ X = torch.eye(3)
 OTHER = torch.tensor([[0.5, -2.0, 1.0], [3.0, 0.25, -1.0], [2.0, 1.5, -0.5]])
 INDEX = torch.tensor([2, 0])
 
-# Each writes a weight of 3 x 3 that holds no 0 and no 1.
+# One of each kind; each writes a weight of 3 x 3 that holds no 0 and no 1.
 SEEN = {
-    "addition to data": lambda w: w.data.add_(1),
     "operator on data": lambda w: w.data.__imul__(2),
     "item of data": lambda w: w.data.__setitem__(0, 5.0),
     "row of data": lambda w: w.data[1].copy_(OTHER[0]),
-    "copy": lambda w: w.data.copy_(OTHER),
-    "zero": lambda w: w.data.zero_(),
     "negation": lambda w: w.data.neg_(),
-    "negative": lambda w: w.data.negative_(),
-    "absolute": lambda w: w.data.abs_(),
-    "square": lambda w: w.data.square_(),
-    "square root": lambda w: w.data.sqrt_(),
-    "power": lambda w: w.data.pow_(2),
-    "reciprocal": lambda w: w.data.reciprocal_(),
-    "rounding": lambda w: w.data.round_(),
-    "sign": lambda w: w.data.sign_(),
-    "remainder": lambda w: w.data.remainder_(0.5),
-    "clamp": lambda w: w.data.clamp_(-0.1, 0.1),
-    "clip": lambda w: w.data.clip_(-0.1, 0.1),
-    "lerp": lambda w: w.data.lerp_(OTHER, 0.5),
-    "division": lambda w: w.data.div_(3),
-    "true division": lambda w: w.data.true_divide_(3),
-    "floor division": lambda w: w.data.floor_divide_(0.3),
-    "subtraction": lambda w: w.data.subtract_(3),
-    "multiplication": lambda w: w.data.multiply_(3),
-    "triangle": lambda w: w.data.tril_(),
     "product added": lambda w: w.data.addmm_(OTHER, OTHER),
-    "vector product added": lambda w: w.data[0].addmv_(OTHER, OTHER[0]),
-    "outer product added": lambda w: w.data.addr_(OTHER[0], OTHER[1]),
-    "batched products added": lambda w: w.data.addbmm_(OTHER[None], OTHER[None]),
-    "quotient added": lambda w: w.data.addcdiv_(OTHER, OTHER),
-    "indexed copy": lambda w: w.data.index_copy_(0, INDEX, OTHER[:2]),
-    "indexed addition": lambda w: w.data.index_add_(0, INDEX, OTHER[:2]),
-    "indexed fill": lambda w: w.data.index_fill_(0, INDEX, 7.0),
     "indexed put": lambda w: w.data.index_put_((INDEX,), OTHER[:2]),
-    "scattered tensor": lambda w: w.data.scatter_(0, INDEX[None], OTHER),
-    "scattered sum": lambda w: w.data.scatter_add_(0, INDEX[None], OTHER),
-    "put": lambda w: w.data.put_(INDEX, OTHER[0, :2]),
     "masked fill": lambda w: w.data.masked_fill_(OTHER > 0, 7.0),
-    "masked scatter": lambda w: w.data.masked_scatter_(OTHER > 0, OTHER),
-    "diagonal": lambda w: w.data.fill_diagonal_(7.0),
     "normal": lambda w: w.data.normal_(),
-    "uniform": lambda w: w.data.uniform_(),
-    "random": lambda w: w.data.random_(),
-    "exponential": lambda w: w.data.exponential_(),
-    "renorm": lambda w: w.data.renorm_(2, 0, 0.01),
-    "initialisation": lambda w: torch.nn.init.xavier_uniform_(w.data),
     "list of tensors": lambda w: torch._foreach_neg_([w.data]),
-    "list copied": lambda w: torch._foreach_copy_([w.data], [OTHER]),
-    "out= of an addition": lambda w: torch.add(OTHER, OTHER, out=w.data),
     "out= of a product": lambda w: torch.mm(OTHER, OTHER, out=w.data),
-    "out= of a unary op": lambda w: torch.neg(OTHER, out=w.data),
-    "out= of a concatenation": lambda w: torch.cat([OTHER[:1], OTHER[1:]], out=w.data),
     "out= of several": lambda w: torch.sort(OTHER, out=(w.data, torch.empty(3, 3, dtype=torch.long))),
     "swapped memory": lambda w: setattr(w, "data", OTHER.clone()),
     "no_grad": lambda w: torch.no_grad()(w.relu_)(),
-    "no_grad, addmm": lambda w: torch.no_grad()(w.addmm_)(OTHER, OTHER),
     "detached, no op of the region": lambda w: w.detach().tanh_(),
     "set": lambda w: torch.no_grad()(w.set_)(OTHER.clone()),
-    "version": lambda w: torch.no_grad()(w.mul_)(2),
     "view of other memory": lambda w: setattr(w, "data", torch.stack([OTHER, OTHER * 2])[1]),
     "transposed memory": lambda w: setattr(w, "data", w.data.t()),
     "loaded": lambda w: loaded(w, OTHER.clone()),
@@ -105,10 +61,10 @@ UNSEEN = {
 }
 
 
-def uses_new_values(write, autocast=amp_plugin.autocast) -> bool:
+def uses_new_values(write) -> bool:
     torch.manual_seed(0)
     w = torch.nn.Parameter(torch.linspace(-2.2, 2.9, 9).reshape(3, 3))
-    with autocast("cpu", dtype=torch.bfloat16):
+    with amp_plugin.autocast("cpu", dtype=torch.bfloat16):
         old = X @ w
         write(w)
         new = X @ w
@@ -127,10 +83,6 @@ def test_fewer_rows_of_the_same_memory_are_seen():
         assert (w @ X).shape == (3, 3)
         w.data = w.data[:2]
         assert (w @ X).shape == (2, 3)
-
-
-def test_torch_sees_none():
-    assert not uses_new_values(SEEN["version"], torch.autocast), "torch has mended this"
 
 
 @pytest.mark.parametrize("name", UNSEEN)

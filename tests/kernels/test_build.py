@@ -101,9 +101,7 @@ def load(folder: Path) -> None:
 def test_compiled_loaded_and_then_taken_from_the_cache(sources: Path, cache: Path) -> None:
     first, second = (call(load, sources, environment={"AMP_PLUGIN_NATIVE": "1"}) for _ in range(2))
     assert first.stdout == "True True 42 \n", first.stderr
-    assert re.fullmatch(
-        r"amp_plugin: compiling the native core \(once, about a minute\) \.\.\. \d+\.\d s\n", first.stderr
-    )
+    assert first.stderr == "amp_plugin: compiling the native core (once, about a minute) ...\n"
     assert (second.stdout, second.stderr) == ("True False 42 \n", "")
     core, lock = sorted(cache.iterdir())
     assert (core.name, lock.name) == (core_name(build.vector_widths()[0]), f"{core.name}.lock")
@@ -169,9 +167,7 @@ def test_a_compiler_that_is_not_there(sources: Path, monkeypatch: pytest.MonkeyP
 
 
 @needs_compiler
-def test_a_failing_source_names_the_first_error_and_the_log(
-    sources: Path, capfd: pytest.CaptureFixture[str], cache: Path
-) -> None:
+def test_a_failing_source_names_the_first_error_and_the_log(sources: Path, cache: Path) -> None:
     (sources / "all_small.cpp").write_text(
         "int answer() {\n  return unheard_of;\n}\nint other = also_wrong;\n"
     )
@@ -182,7 +178,6 @@ def test_a_failing_source_names_the_first_error_and_the_log(
     log = Path(str(caught[0].message).rpartition("full log: ")[2].rstrip(")")).read_text()
     assert "also_wrong" in log
     assert " ".join(build.compile_flags(build.vector_widths()[0])) in log
-    assert "failed after" in capfd.readouterr().err
     assert not list(cache.glob("*.tmp-*"))
 
 
@@ -206,37 +201,10 @@ def test_the_compiler_is_the_one_that_cxx_names(
         build_core()
 
 
-@needs_compiler
-def test_a_compiler_that_writes_nothing_is_named(
-    sources: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "silent-g++"
-    script.write_text("#!/bin/sh\ncase $1 in *version*|-v) echo g++ 13.2.0;; esac\nexit 0\n")
-    script.chmod(0o755)
-    monkeypatch.setenv("CXX", str(script))
-    text = r"CXX='.*silent-g\+\+' ended without an error and wrote no core; set CXX to a C\+\+20 compiler, or unset it"
-    with pytest.raises(RuntimeError, match=text):
-        build_core()
-    assert not list(cache.glob("*.so"))
-
-
 def test_no_sources(sources: Path) -> None:
     (sources / "all_small.cpp").unlink()
     with pytest.raises(FileNotFoundError, match="sources are missing .*; install amp-plugin again"):
         build.compile_core(sources, "AVX2")
-
-
-@needs_compiler
-def test_a_core_of_another_user_is_not_loaded(
-    sources: Path, cache: Path, small_core: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = place(small_core, cache)
-    if os.geteuid() == 0:
-        os.chown(file, 4321, -1)
-    else:
-        monkeypatch.setattr(os, "geteuid", lambda: 4321)
-    with pytest.warns(RuntimeWarning, match="belongs to user .*not to you .*; set AMP_PLUGIN_CACHE_DIR"):
-        assert not native_core().loaded
 
 
 @needs_compiler
@@ -276,6 +244,7 @@ def build_slowly(folder: Path, root: Path) -> None:
         raise RuntimeError(msg)
 
     build.SOURCES, build.compile_core = folder, fail
+    print("asks", file=sys.stderr, flush=True)
     try:
         build_core()
     except RuntimeError as error:
@@ -286,9 +255,10 @@ def build_slowly(folder: Path, root: Path) -> None:
 def test_processes_that_waited_for_a_failed_build_do_not_repeat_it(sources: Path, tmp_path: Path) -> None:
     processes = [WarmProcess(build_slowly, sources, tmp_path) for _ in range(3)]
     deadline = time.monotonic() + 120
-    while sum("waiting for another process" in process.errors() for process in processes) < 2:
+    while not all("asks" in process.errors() for process in processes):
         assert time.monotonic() < deadline, [process.errors() for process in processes]
         time.sleep(0.02)
+    time.sleep(0.5)  # until they wait
     (tmp_path / "go").touch()
     results = [process.wait(120) for process in processes]
     assert [result.returncode for result in results] == [1] * 3

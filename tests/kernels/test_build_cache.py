@@ -1,16 +1,14 @@
-"""The cache folder is private, its files are whole, what is old goes; and the line that shows progress."""
+"""The cache folder is private, its files are whole, and what is old goes."""
 
 from __future__ import annotations
 
 import os
-import re
 import time
 from pathlib import Path
 
 import pytest
 
-from amp_plugin.kernels import build_cache
-from amp_plugin.kernels.build_cache import announced, cache_root, digest, obtain
+from amp_plugin.kernels.build_cache import cache_root, digest, obtain
 from tests.warm_processes import WarmProcess
 
 
@@ -45,7 +43,7 @@ def test_where_it_is(
 def test_a_relative_folder_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AMP_PLUGIN_CACHE_DIR", value)
     with pytest.raises(
-        ValueError, match=rf"AMP_PLUGIN_CACHE_DIR='{value}' is not an absolute path; give the full path"
+        ValueError, match=rf"the cache folder '{value}' is not an absolute path; set AMP_PLUGIN_CACHE_DIR"
     ):
         cache_root()
 
@@ -102,15 +100,6 @@ def test_a_file_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         cache_root()
 
 
-def test_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_home() -> Path:
-        raise RuntimeError
-
-    monkeypatch.setattr(build_cache.Path, "home", no_home)
-    with pytest.raises(OSError, match="no home folder for the build cache; set AMP_PLUGIN_CACHE_DIR"):
-        cache_root()
-
-
 def test_digest_depends_on_every_part_and_not_on_order() -> None:
     parts = {"torch": "2.13.0", "cpu": "x"}
     assert digest(parts) == digest({"cpu": "x", "torch": "2.13.0"})
@@ -155,18 +144,6 @@ def test_what_others_can_write_to_is_refused(writable: str, tmp_path: Path) -> N
         obtain(file, write)
 
 
-def test_a_file_on_a_read_only_file_system_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = obtain(tmp_path / "core.so", write)
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(build_cache, "FileLock", refuse)
-    assert obtain(file, write) == file
-    with pytest.raises(OSError, match="Read-only file system"):
-        obtain(tmp_path / "other.so", write)
-
-
 def make_slowly(root: Path, seconds: float) -> None:
     """Obtain a file; whoever makes it says so and takes that long."""
 
@@ -183,7 +160,6 @@ def test_of_several_processes_one_makes_it(tmp_path: Path) -> None:
     results = [process.wait(120) for process in [WarmProcess(make_slowly, tmp_path, 1.0) for _ in range(4)]]
     assert [(result.returncode, result.stdout) for result in results] == [(0, "whole\n")] * 4
     assert (tmp_path / "calls").read_text() == "called\n"
-    assert sum("waiting for another process" in result.stderr for result in results) > 0
 
 
 def test_a_killed_build_leaves_nothing_that_is_used_or_waited_for(tmp_path: Path) -> None:
@@ -197,16 +173,3 @@ def test_a_killed_build_leaves_nothing_that_is_used_or_waited_for(tmp_path: Path
     done = WarmProcess(make_slowly, tmp_path, 0.0).wait(60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "whole\n", "")
     assert not list(tmp_path.glob("*.tmp-*"))
-
-
-def test_the_line_says_how_long_it_took(capsys: pytest.CaptureFixture[str]) -> None:
-    with announced("compiling ..."):
-        assert capsys.readouterr().err == "compiling ..."
-        time.sleep(0.1)
-    assert re.fullmatch(r" 0\.[1-9] s\n", capsys.readouterr().err)
-
-
-def test_a_failure_ends_the_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RuntimeError, match="broken"), announced("compiling ..."):
-        raise RuntimeError("broken")
-    assert re.fullmatch(r"compiling \.\.\. failed after 0\.\d s\n", capsys.readouterr().err)

@@ -244,26 +244,6 @@ def test_memory_does_not_grow():
     assert torch.cuda.memory_allocated() == before
 
 
-@pytest.mark.parametrize("factor", [1 / 65536, 1 / 3])
-def test_torch_unscales_to_the_same_bits(factor):
-    ours, theirs = some_grads(), some_grads()
-    norm, found_inf, _ = amp.unscale_(ours, scalar(factor))
-    found = scalar(0.0)
-    torch._amp_foreach_non_finite_check_and_unscale_(theirs, found, scalar(factor))
-    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
-    assert found.item() == found_inf.item()
-    torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(theirs), rtol=1e-5, atol=0.0)
-
-
-def test_torch_updates_the_scale_alike():
-    ours, (scale, tracker, _) = scale_state(), scale_state()
-    rule = (2.0, 0.5, 3, 0.0, float("inf"), 1, 0)
-    for found in (0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0):
-        amp.update_scale_(*ours, scalar(float(found)), *rule)
-        torch._amp_update_scale_(scale, tracker, scalar(float(found)), 2.0, 0.5, 3)
-        assert (ours[0].item(), ours[1].item()) == (scale.item(), tracker.item())
-
-
 @pytest.mark.filterwarnings("ignore")  # Dynamo's, on what it steps over
 def test_a_step_that_dynamo_runs_eagerly_is_not_traced_into_the_kernels():
     """backward() breaks the graph; the frames that the rest calls are Dynamo's, a kernel's must not be."""

@@ -18,8 +18,7 @@ from amp_plugin.kernels.cuda.register import CudaCore, cuda_core
 @pytest.fixture
 def undecided(monkeypatch):
     """A process in which no CUDA tensor has been seen, on a machine where cuda:0 exists."""
-    monkeypatch.setattr(register, "_reasons", {})
-    monkeypatch.setattr(register, "_opened", {})
+    monkeypatch.setattr(register, "_cores", {})
     monkeypatch.setattr(register, "_no_cuda", lambda: "")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="a GPU")
@@ -57,20 +56,16 @@ def test_without_cuda_core_there_is_one_warning(monkeypatch):
 
 
 @pytest.mark.native
-def test_a_device_that_is_too_old_is_named(undecided):
-    undecided.major = 7
-    with pytest.warns(
-        RuntimeWarning, match=r"a GPU has compute capability \(7, 0\); the CUDA kernels need 7.5"
-    ):
-        assert not cuda_core(0).loaded
-
-
-@pytest.mark.usefixtures("undecided")
-def test_without_the_native_core_it_is_named(monkeypatch):
-    monkeypatch.setattr(register, "native_core", lambda: SimpleNamespace(loaded=False, reason="no compiler"))
-    with pytest.warns(
-        RuntimeWarning, match="the native core, which launches them, is not loaded: no compiler"
-    ):
+@pytest.mark.parametrize("missing", ["a newer GPU", "the core"])
+def test_what_is_missing_is_named(undecided, monkeypatch, missing):
+    text = "the native core, which launches them, is not loaded: no compiler"
+    if missing == "the core":
+        monkeypatch.setattr(
+            register, "native_core", lambda: SimpleNamespace(loaded=False, reason="no compiler")
+        )
+    else:
+        undecided.major, text = 7, r"a GPU has compute capability \(7, 0\); the CUDA kernels need 7.5"
+    with pytest.warns(RuntimeWarning, match=text):
         assert not cuda_core(0).loaded
 
 
@@ -87,7 +82,9 @@ def test_native_code_turned_off_is_silent(monkeypatch):
 @pytest.mark.usefixtures("undecided")
 def test_a_device_is_opened_once(monkeypatch):
     opened = []
-    monkeypatch.setattr(register, "_open", lambda index: opened.append(index) or "")
+    monkeypatch.setattr(
+        register, "_open", lambda index: opened.append(index) or CudaCore(loaded=True, reason="")
+    )
     for _ in range(2):
         assert torch.ops.amp_plugin._cuda_prepare(0)
     assert opened == [0]

@@ -17,7 +17,7 @@ from amp_plugin.adapters.scaler import HasScaler, scaler_for, scaler_groups, tor
 from amp_plugin.adapters.weights import ModelWeights
 from amp_plugin.casting.dispatcher import set_default_rules
 from amp_plugin.casting.region import autocast
-from amp_plugin.casting.rules import OpRules, environment_rules
+from amp_plugin.casting.rules import OpRules
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.messages import warn_user
 from amp_plugin.options import LightningOptions, takes
@@ -186,10 +186,9 @@ class PrecisionCore(HasScaler):
         self.device = self.settings.device or device_type
         if self.settings.float8_config is not None:
             refuse_device(repr(self), self.device, self.settings.float8_config)
-        rules = self.settings.op_rules or environment_rules(self.device)
-        if rules is not None:
-            self._rules = rules
-            set_default_rules(rules)
+        self._rules = self.settings.op_rules
+        if self._rules is not None:
+            set_default_rules(self._rules)
         self._scaler.place(self.device, **scaler_groups(sharded_root))
         self.step_log.exact = self.settings.exact_schedulers
         self.package.utilities.rank_zero_only(warn_of_slow_fp16)(self.settings.precision, self.device)

@@ -59,7 +59,7 @@ class PrecisionSettings(AdapterSettings, LightningOptions):
         _refuse_options_of_scaler(owner, given)
         outside, sources = decided(outside_program(os.environ))
         if sources.get("rules") == RULES_VARIABLE:
-            del outside["rules"]  # a plugin reads them where it learns its device
+            del outside["rules"]  # its regions read them
         names = option_names(LightningOptions)
         for other in sorted(outside.keys() - {*names}):
             warn_user(f"{other} from {sources[other]} has no effect in Lightning, it is Accelerate's option")

@@ -15,28 +15,18 @@ _OF_EACH_NORM: Final = ("norm_check", "unscale")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """A kernel: the function ``name`` in ``name.cu``.
-
-    Attributes:
-        name: Of the file, without suffix, and of the function in it.
-        norm: One of `NORMS` if the file is compiled once for each norm; else empty.
-    """
+    """A kernel: the function ``name`` in ``name.cu``."""
 
     name: str
-    norm: str = ""
+    norm: str = ""  # one of NORMS if the file is compiled once for each norm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuning:
-    """How kernels that work on a table of tensors fill a GPU.
+    """How kernels that work on a table of tensors fill a GPU."""
 
-    Attributes:
-        blocks: Of 256 threads that share a multiprocessor.
-        in_flight: 16-byte loads that a thread issues before it uses the first.
-    """
-
-    blocks: int = 4
-    in_flight: int = 4
+    blocks: int = 4  # of 256 threads that share a multiprocessor
+    in_flight: int = 4  # 16-byte loads that a thread issues before it uses the first
 
     def macros(self) -> tuple[tuple[str, str], ...]:
         """Return what the sources take from the compiler's command line."""

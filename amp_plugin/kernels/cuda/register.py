@@ -1,7 +1,6 @@
 """Decide, at the first CUDA tensor, whether the CUDA kernels or plain torch serve a device.
 
-The C++ kernels on the CUDA key (``csrc/cuda_ops.cpp``) ask once for each device, for which all kernels
-are then compiled and loaded. Importing this starts neither CUDA nor NVRTC.
+The C++ kernels on the CUDA key (csrc/cuda_ops.cpp) ask once. Importing this starts neither CUDA nor NVRTC.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from amp_plugin.messages import warn_user
 PACKAGES: Final = "'cuda-core>=1.0.1' 'cuda-bindings>=12.9' nvidia-cuda-nvrtc"  # as in pyproject.toml
 OLDEST_CAPABILITY: Final = (7, 5)
 _lock = threading.Lock()
-_reasons: dict[int, str] = {}  # by device index: why plain torch serves it; empty if it does not
-_opened: dict[int, tuple[str, int]] = {}  # by device index: architecture and identity of its kernels
+_cores: dict[int, CudaCore] = {}  # by device index
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,11 +51,11 @@ def cuda_core(device: int | None = None) -> CudaCore:
     if reason := _no_cuda():
         return CudaCore(loaded=False, reason=reason)
     index = torch.cuda.current_device() if device is None else device
-    loaded = prepare(index)
-    if not loaded:
-        return CudaCore(loaded=False, reason=_reasons[index])
-    architecture, identity = _opened[index]
-    return CudaCore(loaded=True, reason="", architecture=architecture, identity=identity)
+    if index not in _cores:
+        with _lock:
+            if index not in _cores:
+                _cores[index] = _open(index)
+    return _cores[index]
 
 
 def _no_cuda() -> str:
@@ -68,38 +66,23 @@ def _no_cuda() -> str:
     return ""
 
 
-def prepare(index: int) -> bool:
-    """Open a device for the kernels, at the first call; return whether they serve it."""
-    if index not in _reasons:
-        with _lock:
-            if index not in _reasons:
-                _reasons[index] = _open(index)
-    return not _reasons[index]
-
-
-@untraced
-def _prepare(index: int) -> bool:
-    return prepare(index)
-
-
-def _open(index: int) -> str:
-    """Return why the kernels cannot serve the device, after a warning; empty if they can."""
+def _open(index: int) -> CudaCore:
+    """Open a device for the kernels, or warn that they cannot serve it."""
     if os.environ.get("AMP_PLUGIN_NATIVE") == "0":
-        return "AMP_PLUGIN_NATIVE=0 turns native code off; unset it"
+        return CudaCore(loaded=False, reason="AMP_PLUGIN_NATIVE=0 turns native code off; unset it")
     try:
         with outside_tracers():
-            _load_all(index)
+            return _load_all(index)
     except Exception as error:  # noqa: BLE001 - cuda-core has error types of its own
-        reason = _explain(error)
-        text = (
-            f"amp_plugin's CUDA kernels are not available on cuda:{index}, plain torch takes over: {reason}"
-        )
-        warn_user(text, RuntimeWarning)
-        return reason
-    return ""
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, ImportError):
+            reason = f"{error}; install or update cuda-core (pip install --upgrade {PACKAGES})"
+        text = f"amp_plugin's CUDA kernels are not available on cuda:{index}, plain torch takes over"
+        warn_user(f"{text}: {reason}", RuntimeWarning)
+        return CudaCore(loaded=False, reason=reason)
 
 
-def _load_all(index: int) -> None:
+def _load_all(index: int) -> CudaCore:
     """Compile and load every kernel, so that no later step can fail for want of one."""
     core = native_core()
     if not core.loaded:
@@ -128,13 +111,13 @@ def _load_all(index: int) -> None:
     except RuntimeError as error:
         msg = f"{error} (compiled by NVRTC {nvrtc_version()} for {architecture})"
         raise RuntimeError(msg) from error
-    _opened[index] = architecture, identity_of(architecture, blocks)
+    identity = identity_of(architecture, blocks)
+    return CudaCore(loaded=True, reason="", architecture=architecture, identity=identity)
 
 
-def _explain(error: Exception) -> str:
-    if isinstance(error, ImportError):
-        return f"{error}; install or update cuda-core (pip install --upgrade {PACKAGES})"
-    return f"{type(error).__name__}: {error}"
+@untraced
+def _prepare(index: int) -> bool:
+    return cuda_core(index).loaded
 
 
 def register(library: Library) -> None:
