@@ -11,7 +11,7 @@ import torch
 
 from amp_plugin.numerics.modules import Moment
 from amp_plugin.numerics.places import Place
-from amp_plugin.numerics.values import NonFinite, TensorSummary, as_json
+from amp_plugin.numerics.values import Held, TensorSummary, as_json
 from amp_plugin.precision import short_name
 
 Kind = Literal["made", "weight", "input", "unwritten", "collective", "constant", "function", "learning"]
@@ -79,12 +79,11 @@ class Finding:
         op: full name of the op, ``"aten::exp.default"``.
         direction: ``"forward"`` (and everything else outside a backward pass) or ``"backward"``.
         forward_op: of an op in a backward pass: the op of the forward pass it belongs to; else empty.
-        values: which numbers it made or read.
+        held: which numbers it made or read, of ``"nan"``, ``"inf"`` and ``"-inf"``.
         module: path of the module; empty outside of modules.
         place: the line that called the op, or that called its forward op; None if unknown.
         caller: the program's line that led there, if ``place`` is in an installed library.
         dtype: what the op computed in.
-        rule: the rule that autocast has for the op.
         output: the result.
         inputs: the tensors among the arguments.
         numbers: the Python numbers among them, by name.
@@ -107,12 +106,11 @@ class Finding:
     op: str = ""
     direction: Literal["forward", "backward"] = "forward"
     forward_op: str = ""
-    values: NonFinite = NonFinite()  # noqa: RUF009 - frozen
+    held: Held = ()
     module: str = ""
     place: Place | None = None
     caller: Place | None = None
     dtype: torch.dtype = torch.float32
-    rule: str = "unchanged"
     output: TensorSummary = TensorSummary()  # noqa: RUF009 - frozen
     inputs: tuple[TensorSummary, ...] = ()
     numbers: tuple[tuple[str, float], ...] = ()
@@ -129,17 +127,12 @@ class Finding:
     count: int = 1
 
     @property
-    def limit(self) -> float:
-        """The largest number of ``dtype``."""
-        return torch.finfo(self.dtype).max
-
-    @property
     def headline(self) -> str:
         """What happened, in one sentence."""
         culprit = next((given.name for given in self.inputs if given.nan or given.inf), "")
         return _HEADLINES[self.kind].format(
             op=self.op,
-            held=self.values,
+            held=" and ".join(self.held),
             where=f"in the backward pass of {self.forward_op}" if self.forward_op else f"in {self.direction}",
             dtype=short_name(self.dtype),
             source=self.source or culprit or "(without a name)",
@@ -160,9 +153,6 @@ class Finding:
         if self.kind == "made":
             first = f", first at {list(self.output.first)}" if self.output.first else ""
             yield "output", f"{self.output}{first}"
-        if self.kind != "learning":
-            limits = f"largest number {self.limit:.5g}; autocast rule {self.rule}"
-            yield "ran in", f"{short_name(self.dtype)}, {limits}"
         if self.reached:
             yield "then", self.reached
         if self.rank is not None:
@@ -172,7 +162,7 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as values that JSON has, nan and inf as words."""
-        return {"headline": self.headline, "when": str(self.moment), "limit": self.limit, **as_json(self)}
+        return {"headline": self.headline, "when": str(self.moment), **as_json(self)}
 
     def __str__(self) -> str:
         return laid_out(self.headline, self.rows())

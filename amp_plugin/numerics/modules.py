@@ -7,14 +7,14 @@ import threading
 import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 
-from amp_plugin.numerics.values import Storages, norm, storage_address
+from amp_plugin.numerics.values import Storages, norm
 
 # Modules around a model that are made after it -> the attribute that holds it.
 _WRAPPERS = {
@@ -25,13 +25,11 @@ _WRAPPERS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModuleAddress:
+class ModuleAddress(NamedTuple):
     """Where a module is found in its model."""
 
     model: str = ""  # class of the model; wrappers such as DistributedDataParallel are not counted
     path: str = ""  # as model.get_submodule takes it; empty for the model itself
-    is_of_lightning: bool = False  # the model is a LightningModule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +42,6 @@ class Moment:
         backward_pass: backward passes that have begun, those inside reentrant checkpoints included.
         optimizer_steps: steps that optimizers have finished, of all optimizers together. A step that a
             scaler skips before it reaches the optimizer is none.
-        since_step: calls of that module since the last of them.
         in_backward: whether the op ran in the last backward pass.
     """
 
@@ -52,23 +49,14 @@ class Moment:
     forward_pass: int = 0
     backward_pass: int = 0
     optimizer_steps: int = 0
-    since_step: int = 0
     in_backward: bool = False
 
     def __str__(self) -> str:
         forward = f"forward pass {self.forward_pass} of {self.model}" if self.model else ""
-        backward = f"backward pass {self.backward_pass}"
-        if self.in_backward:
-            passes = f"{backward}, after {forward}" if forward else backward
-        else:
-            before = (
-                f"after {backward}" if self.backward_pass else "before the first forward pass of a module"
-            )
-            passes = forward or before
-        if not self.optimizer_steps:
-            return f"{passes}, before the end of the first optimizer step"
-        step = f"optimizer step {self.optimizer_steps}"
-        return f"{passes} ({self.since_step} since {step})" if self.model else f"{passes}, after {step}"
+        backward = f"backward pass {self.backward_pass}" if self.in_backward or not forward else ""
+        return (
+            f"{', after '.join(filter(None, (backward, forward)))}, optimizer step {self.optimizer_steps + 1}"
+        )
 
 
 class Tracker:
@@ -85,11 +73,10 @@ class Tracker:
         self._model = model
         self._addresses: dict[str, ModuleAddress] = {}
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._weights: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # storage -> tensor, path
+        self._weights: Storages[tuple[weakref.ref[Tensor], str]] = Storages()  # with their paths
         self._norms: dict[str, float] = {}  # of parameters when they were first seen
         self._running = threading.local()
         self._calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        self._called_at_step: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._latest: weakref.ref[nn.Module] | None = None
         self._last_task = -1
         self._thread = 0
@@ -138,16 +125,14 @@ class Tracker:
         model, skipped = root, ""
         while (attribute := _WRAPPERS.get(type(model).__name__)) is not None:
             model, skipped = getattr(model, attribute), _joined(skipped, attribute)
-        is_of_lightning = any(kind.__name__ == "LightningModule" for kind in type(model).__mro__)
         for name, module in root.named_modules():
             path = self._names.setdefault(module, _joined(prefix, name))
             own = name.removeprefix(skipped).removeprefix(".")
-            address = ModuleAddress(model=type(model).__name__, path=own, is_of_lightning=is_of_lightning)
-            self._addresses.setdefault(path, address)
+            self._addresses.setdefault(path, ModuleAddress(type(model).__name__, own))
         for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
-            if (storage := storage_address(tensor)) and not self.weight(tensor):
+            if not self.weight(tensor):
                 path = _joined(prefix, name)
-                self._weights[storage] = (weakref.ref(tensor), path)
+                self._weights.set(tensor, (weakref.ref(tensor), path))
                 if _is_measurable(tensor):
                     self._norms.setdefault(path, norm(tensor))
 
@@ -155,10 +140,8 @@ class Tracker:
 
     def weight(self, tensor: Tensor) -> str:
         """Return the path of the parameter or buffer that has the tensor's storage; empty if none has."""
-        found = self._weights.get(storage_address(tensor))
-        owner = found[0]() if found else None
-        same = owner is not None and storage_address(owner) == storage_address(tensor)
-        return found[1] if found and same else ""
+        found = self._weights.get(tensor)
+        return found[1] if found else ""
 
     def growth(self) -> tuple[float, str]:
         """Return by which factor the weights that grew most have grown since they were first seen, and whose.
@@ -166,7 +149,7 @@ class Tracker:
         A tensor that began near 0 counts from the size that weights of its number of elements begin with.
         """
         most, grown = 1.0, ""
-        for reference, name in self._weights.values() if self.steps else ():
+        for reference, name in self._weights.alive() if self.steps else ():
             tensor = reference()
             if name not in self._norms or not _is_measurable(tensor):
                 continue
@@ -187,13 +170,11 @@ class Tracker:
     def now(self, *, in_backward: bool = False) -> Moment:
         """Return how far the program is."""
         model = self._latest() if self._latest is not None else None
-        calls = 0 if model is None else self._calls[model]
         return Moment(
             model="" if model is None else type(model).__name__,
-            forward_pass=calls,
+            forward_pass=0 if model is None else self._calls[model],
             backward_pass=self.backward_passes,
             optimizer_steps=self.steps,
-            since_step=0 if model is None else calls - self._called_at_step.get(model, 0),
             in_backward=in_backward,
         )
 
@@ -205,7 +186,6 @@ class Tracker:
         """Count a step."""
         self.in_step = False
         self.steps += 1
-        self._called_at_step.update(self._calls)
 
 
 def _is_measurable(tensor: Tensor | None) -> TypeGuard[Tensor]:

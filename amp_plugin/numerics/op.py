@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -26,7 +26,7 @@ from amp_plugin.casting.dispatcher import KERNELS
 from amp_plugin.casting.op_names import full_name, written_arguments
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.places import ForwardSites, Site
-from amp_plugin.numerics.values import is_low_precision, unwatched
+from amp_plugin.numerics.values import Held, is_low_precision, non_finite, real_values, unwatched
 
 # They share memory with an argument, though their schemas do not say so.
 _VIEWS = frozenset({"_reshape_alias", "_unsafe_view", "alias", "detach", "set_"})
@@ -66,41 +66,39 @@ class OpTraits:
     """What is known of an op before it runs, from its schema, its tags and a few lists of names."""
 
     def __init__(self, op: OpOverload) -> None:
-        self.name = full_name(op._name)  # full name, "aten::exp.default"
+        self.name = full_name(op._name)  # "aten::exp.default"
         packet = self.name.split("::")[1].split(".")[0]
         # the name alone, in-place forms and lists as the plain op: "exp"
         self.base = packet.removeprefix("_foreach_").removesuffix("_") or packet
-        # names of its arguments, in order
         self.arguments = tuple(argument.name for argument in op._schema.arguments)
         self.written = written_arguments(self.name)  # names of the arguments it writes into
         out = {argument.name for argument in op._schema.arguments if argument.kwarg_only}
         # those of them that it does not read
         self.overwritten = self.written if packet in _OVERWRITING else self.written & out
-        # it computes nothing, its results share memory with an argument
-        self.is_view = op.is_view or packet in _VIEWS
-        self.is_unwritten = packet in _UNWRITTEN  # its results are memory with whatever was there
-        # positions of results of which that is true in parts
-        self.partly_unwritten: frozenset[int] = _ROOM.get(packet, frozenset())
-        self.moves = packet in _MOVING  # it moves elements and computes none
-        # each element of a result depends on the elements in that place
+        self.is_view = op.is_view or packet in _VIEWS  # it computes nothing, its results share memory
+        self.is_unwritten = packet in _UNWRITTEN
+        self.partly_unwritten = _ROOM.get(packet, frozenset())
+        self.moves = packet in _MOVING
         self.is_pointwise = torch.Tag.pointwise in op.tags or self.base in _IN_PLACE_OF_EACH
         # it treats the elements of its lists one by one
         self.is_listwise = packet.startswith(("_foreach_", "_fused_"))
-        # it takes part in communication, perhaps still under way when it returns
+        # perhaps still under way when it returns
         self.is_collective = op.namespace in {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
-        self.is_random = torch.Tag.nondeterministic_seeded in op.tags  # it draws numbers
+        is_random = torch.Tag.nondeterministic_seeded in op.tags
+        # whether it makes the same of the same arguments
+        self.is_repeatable = not (is_random or self.is_collective or self.is_unwritten)
 
 
 traits_of = cache(OpTraits)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(eq=False)
 class Argument:
     """A tensor that an op was given, or one it returned."""
 
     name: str  # of the argument; empty for a result
     index: int | None  # its place in a list of tensors; None outside lists
-    tensor: Tensor  # the tensor
+    tensor: Tensor
 
     @property
     def label(self) -> str:
@@ -112,12 +110,27 @@ class Argument:
         """Whether it holds integers or booleans."""
         return not (self.tensor.is_floating_point() or self.tensor.is_complex())
 
+    @cached_property
+    def held(self) -> Held:
+        """The numbers in it that are not finite, as the op finds them."""
+        return non_finite(self.tensor)
 
-def _tensors(name: str, value: Any) -> Iterator[Argument]:
-    is_list = isinstance(value, (list, tuple))
-    for index, tensor in enumerate(value if is_list else (value,)):
-        if isinstance(tensor, Tensor):
-            yield Argument(name=name, index=index if is_list else None, tensor=tensor)
+    @cached_property
+    def values(self) -> Tensor | None:
+        """Its real values then; None if they cannot be read, or were finite and are written since."""
+        return real_values(self.tensor)
+
+    def keep(self, *, is_read: bool) -> None:
+        """Read it before the op writes into its memory; afterwards others can be read, too."""
+        self.held = non_finite(self.tensor) if is_read else ()
+        values = real_values(self.tensor) if self.held else None
+        self.values = None if values is None else values.clone()
+
+
+def _tensors(name: str, value: Any) -> list[Argument]:
+    if isinstance(value, (list, tuple)):
+        return [Argument(name, index, leaf) for index, leaf in enumerate(value) if isinstance(leaf, Tensor)]
+    return [Argument(name, None, value)] if isinstance(value, Tensor) else []
 
 
 class Call:
@@ -126,15 +139,13 @@ class Call:
     def __init__(self, func: OpOverload, args: Any, kwargs: Mapping[str, Any], recorder: Recorder) -> None:
         self._func, self._args, self._kwargs, self._recorder = func, args, kwargs, recorder
         self.traits = traits_of(func)
-        # what it was given, by the names of its arguments
         self.named = {**dict(zip(self.traits.arguments, args, strict=False)), **kwargs}
         unread = {"self"} if kwargs.get("beta") == 0 else ()  # what addmm and its kin would add
         read = [entry for entry in self.named.items() if entry[0] not in unread]
         self.given = [argument for entry in read for argument in _tensors(*entry)]  # the tensors among it
         # those of them that are floating-point or complex
         self.arguments = [argument for argument in self.given if not argument.is_discrete]
-        # the autograd node that runs it; None in a forward pass
-        self.node = torch._C._current_autograd_node()
+        self.node = torch._C._current_autograd_node()  # that runs it; None in a forward pass
         self.kept: Any = None  # what an observer notes before the op runs, for afterwards
         self.read: tuple[Any, ...] = ()  # fingerprints of its inputs, in a recorded run
 
@@ -147,12 +158,10 @@ class Call:
         results = [result for value in values for result in _tensors("", value)]
         return [*written, *(result for result in results if id(result.tensor) not in known)]
 
-    # -- where it runs -------------------------------------------------------------------------------------
-
     @property
     def is_backward(self) -> bool:
-        """Whether a backward pass runs the op; what checkpoint computes again belongs to the forward pass."""
-        return self.node is not None and not torch.is_grad_enabled()
+        """Whether a backward pass runs the op."""
+        return self.node is not None
 
     @property
     def direction(self) -> str:
@@ -190,8 +199,6 @@ class Call:
     def __str__(self) -> str:
         return f"{self.traits.name} at {self.site.place}" if self.site.place else self.traits.name
 
-    # -- what it was given ---------------------------------------------------------------------------------
-
     @property
     def numbers(self) -> dict[str, float]:
         """The Python numbers among the arguments by name, floats in lists too."""
@@ -209,15 +216,9 @@ class Call:
         return any(argument.name not in self.traits.overwritten for argument in self.arguments)
 
     @property
-    def is_transposed(self) -> bool:
-        """Whether this is a transposed convolution, or its backward pass."""
-        return self.named.get("transposed") is True
-
-    @property
     def is_repeatable(self) -> bool:
-        """Whether it makes the same of the same arguments: it draws no numbers and sends nothing."""
-        traits = self.traits
-        return bool(self.given) and not (traits.is_random or traits.is_collective or traits.is_unwritten)
+        """Whether it makes the same of the same arguments, and has any."""
+        return self.traits.is_repeatable and bool(self.given)
 
     def changed(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Any, Any]:
         """Return arguments for another run, each tensor changed once, narrower dtypes made ``dtype``.
@@ -256,7 +257,7 @@ class Call:
 
     def count_unmeasured(self) -> None:
         """Count the op as one whose numbers are taken as they are, since it does not run again."""
-        self._recorder.unmeasured[self.traits.name] += 1
+        self._recorder.unseen[self.traits.name] += 1
 
 
 class Observer:
@@ -290,15 +291,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.tracker, self._observers = tracker, observers
         self.sites = ForwardSites()  # where the ops of the forward passes ran
-        # names of ops whose inner ops could not be watched -> how often they ran
+        # names of ops that did not run once more, or whose inner ops could not be watched -> how often
         self.unseen: Counter[str] = Counter()
-        # names of ops that were to run once more and do not -> how often
-        self.unmeasured: Counter[str] = Counter()
-
-    def __enter__(self) -> Self:
-        self.sites.open()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None

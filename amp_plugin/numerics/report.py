@@ -1,20 +1,20 @@
-"""Describe a call of an op as a finding, and fold what is alike in modules alike."""
+"""Describe a call of an op as a finding."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from amp_plugin.numerics.advise import advised
-from amp_plugin.numerics.cures import callers_of, rule_of
+from amp_plugin.numerics.cures import callers_of
 from amp_plugin.numerics.finding import Finding, Kind
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Argument, Call
 from amp_plugin.numerics.places import Site
-from amp_plugin.numerics.values import NonFinite, TensorSummary, non_finite, summarise
+from amp_plugin.numerics.values import Held, TensorSummary, summarise
 
 _TRANSPARENT = ("Add", "Clamp", "Expand", "Unsqueeze", "View", "Reshape", "Broadcast", "Maximum")
 _VIEWS = ("View", "Expand", "Unsqueeze", "Transpose", "TBackward")
@@ -25,7 +25,7 @@ def finding_of(
     call: Call,
     kind: Kind,
     result: Tensor,
-    values: NonFinite,
+    held: Held,
     read: Argument | None = None,
     made: Site | None = None,
     *,
@@ -37,20 +37,18 @@ def finding_of(
     inputs = tuple(_summary(tracker, call, given) for given in ([read] if read else call.arguments))
     row = f"row {inputs[0].first[0]}" if kind == "input" and len(inputs[0].first) > 1 else ""
     growth, grown = tracker.growth()
-    finding = _described(
+    finding = described(
+        tracker,
         made or call.site,
         result,
         kind=kind,
-        values=values,
+        held=held,
         op=function_of(read.tensor) if kind == "function" and read else op,
-        direction="backward" if forward_op else "forward",
         forward_op=forward_op,
-        rule=rule_of(call.traits.name, result.device.type, is_transposed=call.is_transposed),
         inputs=inputs,
         numbers=tuple(call.numbers.items()),
-        rule_names=callers_of(forward_op or op, is_transposed=call.is_transposed),
+        rule_names=callers_of(forward_op or op, is_transposed=call.named.get("transposed") is True),
         source=", ".join(filter(None, (source, row))),
-        moment=tracker.now(in_backward=call.is_backward),
     )
     return advised(
         finding,
@@ -63,32 +61,18 @@ def finding_of(
     )
 
 
-def finding_of_function(tracker: Tracker, site: Site, output: Tensor, inputs: Sequence[Tensor]) -> Finding:
-    """Describe what a user's autograd function made outside of torch's ops."""
-    in_backward = torch._C._current_autograd_node() is not None
-    finding = _described(
-        site,
-        output,
-        kind="function",
-        values=non_finite(output),
-        op=site.op,
-        direction="backward" if in_backward else "forward",
-        forward_op=site.op if in_backward else "",
-        inputs=tuple(summarise(tensor, f"input {index}") for index, tensor in enumerate(inputs)),
-        moment=tracker.now(in_backward=in_backward),
-    )
-    return advised(finding, tracker.address(site.module), base=site.op)
-
-
-def _described(site: Site, result: Tensor, **known: Any) -> Finding:
+def described(tracker: Tracker, site: Site, result: Tensor, **known: Any) -> Finding:
+    """Return a finding of a result at a site, without its cause."""
     return Finding(
         module=site.module,
         place=site.place,
         caller=site.caller,
         in_block=site.in_block,
+        direction="backward" if known["forward_op"] else "forward",
         dtype=result.dtype,
         output=summarise(result),
         device_type=result.device.type,
+        moment=tracker.now(in_backward=torch._C._current_autograd_node() is not None),
         **known,
     )
 
@@ -117,21 +101,6 @@ def _maker(tensor: Tensor) -> str:
     return "linalg_vector_norm" if name == "LinalgVectorNorm" else name.lower()
 
 
-def fold(paths: Sequence[str]) -> str:
-    """Return one pattern for the paths of modules: siblings share it.
-
-    Example:
-        >>> fold(["Net.layers.0.attention", "Net.layers.1.attention"])
-        'Net.layers.*.attention'
-        >>> fold(["Net.head", "Net.body.out"])
-        'Net.head and 1 more'
-    """
-    unique = list(dict.fromkeys(paths))
-    parts = [path.split(".") for path in unique]
-    levels = [set(names) for names in zip(*parts, strict=False)]
-    are_siblings = len(set(map(len, parts))) == 1 and all(
-        len(names) == 1 or all(map(str.isdecimal, names)) for names in levels
-    )
-    if not are_siblings:
-        return f"{unique[0]} and {len(unique) - 1} more"
-    return ".".join(name if len(names) == 1 else "*" for name, names in zip(parts[0], levels, strict=True))
+def pattern_of(path: str) -> str:
+    """Return a module's path as a pattern that its siblings match: ``"Net.layers.*.attention"``."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", path)

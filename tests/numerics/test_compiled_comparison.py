@@ -100,11 +100,12 @@ def test_a_wrong_branch_is_named_at_any_depth(number: int, bf16: bool) -> None:
     with CompiledComparison() as comparison:
         train(Net(), changing("tanh", number, 1.2), bf16=bf16, steps=1)
     (found,) = comparison.differences
-    assert found.graph == 0
-    assert found.result == "result 0" or bf16  # where rounding may hide it in the result, not in a gradient
-    assert found.compiled > 4 * found.eager
+    assert (
+        found.result.startswith("result 0 of graph 0") or bf16
+    )  # where rounding hides it, not in a gradient
+    assert found.relative > found.allowed
     assert found.op == "tanh"
-    assert found.alone
+    assert not found.reason
     assert "x + torch.tanh(block(x))" in str(found)
     assert Path(__file__).name in str(found)
 
@@ -134,9 +135,9 @@ def test_a_wrong_gradient_is_named_by_its_parameter() -> None:
     with CompiledComparison() as comparison:
         train(Net(), wrong_backward, steps=1)
     (found,) = comparison.differences
-    assert found.result == "the gradient of head.weight"
-    assert found.compiled == pytest.approx(0.05, rel=1e-3)
-    assert not found.alone
+    assert found.result == "the gradient of head.weight of graph 0 (fp32)"
+    assert found.relative == pytest.approx(0.05, rel=1e-3)
+    assert found.reason
     assert "self.head(x)" in str(found)
 
 
@@ -154,7 +155,7 @@ def test_a_buffer_that_is_written_wrongly_is_named() -> None:
     with CompiledComparison() as comparison:
         torch.compile(model, backend=changing("exp", 0, 1.01))(torch.randn(3))
     (found,) = comparison.differences
-    assert found.result == "total, which it writes,"
+    assert found.result.startswith("total, which it writes,")
 
 
 def test_the_program_computes_what_it_computes_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_plugin import GradScaler, autocast, diagnose
 from amp_plugin.numerics.finding import NonFiniteError
-from amp_plugin.numerics.judge import GivenTensor, judge
+from amp_plugin.numerics.judge import judge
 from amp_plugin.numerics.op import Argument, traits_of
-from amp_plugin.numerics.values import non_finite
 
 HERE = Path(__file__).name
 
@@ -77,7 +76,7 @@ def test_an_fp16_product_that_overflows_is_named_though_softmax_made_the_nan():
     assert (finding.op, finding.kind, finding.direction) == ("aten::bmm.default", "made", "forward")
     assert finding.module == "Net.attention"
     assert line_of(finding) == "scores = query @ query.transpose(-1, -2)"
-    assert (finding.dtype, finding.limit, finding.rule) == (torch.float16, 65504.0, "lower_precision")
+    assert finding.dtype is torch.float16
     assert finding.inputs[0].largest > 100
     assert finding.output.inf
     assert finding.reached.startswith("nan in aten::_softmax.default at ")
@@ -138,8 +137,8 @@ def test_a_loss_scale_that_comes_down_is_no_fault_and_one_that_never_does_is():
     assert found(lambda: train(12, 2.0**20), strict=True).direction == "backward"
 
 
-@pytest.mark.parametrize("kind", [nn.Conv1d, nn.ConvTranspose1d])
-def test_a_convolution_has_the_rule_it_is_called_by(kind):
+@pytest.mark.parametrize(("kind", "name"), [(nn.Conv1d, "conv"), (nn.ConvTranspose1d, "conv_transpose")])
+def test_a_convolution_has_the_rule_it_is_called_by(kind, name):
     conv = kind(2, 2, 3)
     nn.init.constant_(conv.weight, 1.0)
 
@@ -148,7 +147,7 @@ def test_a_convolution_has_the_rule_it_is_called_by(kind):
             conv(torch.full((2, 2, 5), 6e4)).sum().backward()
 
     finding = found(program)
-    assert (finding.op, finding.rule) == ("aten::convolution.default", "lower_precision")
+    assert finding.rule_names == tuple(f"aten::{name}{n}d" for n in (1, 2, 3))
 
 
 def test_a_step_that_overflows_a_weight():
@@ -183,7 +182,10 @@ def test_an_infinity_that_is_left_at_the_end():
     kept = []
     finding = found(lambda: kept.append(torch.full((2,), 12.0, dtype=torch.float16).exp()))
     assert finding.reached == "still there at the end of the region"
-    assert "exp overflows fp16 above 11.09; give aten::exp the rule fp32" in finding.advice
+    assert (
+        "exp goes beyond 65504: scale or divide before, keep it in fp32, or give aten::exp the rule fp32"
+        in finding.advice
+    )
 
 
 def test_strict_stops_where_an_infinity_is_made():
@@ -222,7 +224,7 @@ def test_an_op_that_refuses_what_it_is_given():
 def test_an_overflow_beside_a_mask_is_no_mask():
     finding = found(lambda: torch.tensor([70000.0, 1.0, -math.inf]).half().softmax(-1))
     assert finding.op == "aten::_to_copy.default"
-    assert "70000 is beyond 65504" in finding.advice
+    assert "70000 goes beyond 65504" in finding.advice
 
 
 def test_an_op_that_writes_what_it_reads():
@@ -237,18 +239,15 @@ def test_an_op_that_writes_what_it_reads():
 def test_a_constant_of_one_sign_explains_none_of_the_other():
     traits = traits_of(torch.ops.aten.scalar_tensor.default)
     verdicts = {
-        made: judge(Argument(name="", index=None, tensor=torch.tensor(made)), [], traits, [-math.inf]).verdict
+        made: judge(Argument("", None, torch.tensor(made)), [], traits, [-math.inf]).verdict
         for made in (-math.inf, math.inf)
     }
     assert verdicts == {-math.inf: "on purpose", math.inf: "made"}
 
 
 def test_an_op_that_moves_elements_does_not_find_an_infinity_of_another_sign():
-    given = [
-        GivenTensor(argument=Argument(name="other", index=None, tensor=t), held=non_finite(t), values=t)
-        for t in (torch.ones(2), torch.tensor(-math.inf))
-    ]
-    result = Argument(name="", index=None, tensor=torch.tensor([1.0, math.inf]))
+    given = [Argument("other", None, t) for t in (torch.ones(2), torch.tensor(-math.inf))]
+    result = Argument("", None, torch.tensor([1.0, math.inf]))
     assert judge(result, given, traits_of(torch.ops.aten.where.self), []).verdict == "made"
 
 
@@ -277,7 +276,7 @@ def test_a_scaled_gradient_that_overflows_downwards_is_no_mask():
 
     finding = found(program, strict=True)
     assert (finding.op, finding.forward_op) == ("aten::mul.Tensor", "aten::mul.Tensor")
-    assert str(finding.values) == "-inf"
+    assert finding.held == ("-inf",)
 
 
 # -- what is left alone ------------------------------------------------------------------------------------
@@ -334,7 +333,7 @@ def test_two_gradients_of_one_op_are_one_finding():
     with diagnose(keep_going=True) as diagnosis:
         (x / (x - x)).tanh().float().sum().backward()
     (finding,) = diagnosis.findings
-    assert (finding.direction, finding.values.nan, finding.forward_op) == (
+    assert (finding.direction, "nan" in finding.held, finding.forward_op) == (
         "backward",
         True,
         "aten::div.Tensor",
@@ -370,12 +369,9 @@ def test_the_moment_is_told_in_passes_and_steps():
                 optimizer.zero_grad()
         torch.zeros(1, requires_grad=True).sqrt().sum().backward()
     forward, backward = diagnosis.findings
-    assert str(forward.moment) == "forward pass 6 of Sequential (3 since optimizer step 1)"
-    assert (
-        str(backward.moment)
-        == "backward pass 8, after forward pass 7 of Sequential (1 since optimizer step 2)"
-    )
-    assert "\n  when    forward pass 6 of Sequential (3 since optimizer step 1)\n" in str(forward)
+    assert str(forward.moment) == "forward pass 6 of Sequential, optimizer step 2"
+    assert str(backward.moment) == "backward pass 8, after forward pass 7 of Sequential, optimizer step 3"
+    assert "\n  when    forward pass 6 of Sequential, optimizer step 2\n" in str(forward)
     told = forward.to_dict()
     assert told["when"] == str(forward.moment)
     assert told["moment"] == {
@@ -383,7 +379,6 @@ def test_the_moment_is_told_in_passes_and_steps():
         "forward_pass": 6,
         "backward_pass": 5,
         "optimizer_steps": 1,
-        "since_step": 3,
         "in_backward": False,
     }
 
@@ -399,7 +394,7 @@ def test_a_pass_that_a_checkpoint_runs_again_is_not_counted_twice():
             checkpoint(root, x, use_reentrant=False).sum().backward()
         root(x - 1).sum().backward()
     assert str(diagnosis.findings[0].moment).startswith(
-        "backward pass 4, after forward pass 4 of Root, before"
+        "backward pass 4, after forward pass 4 of Root, optimizer step 1"
     )
 
 
@@ -410,8 +405,8 @@ def test_without_a_model_the_backward_passes_count():
         x.sum().backward()
         (x * torch.zeros(1).log()).backward()
     assert [str(finding.moment) for finding in diagnosis.findings] == [
-        "before the first forward pass of a module, before the end of the first optimizer step",
-        "after backward pass 2, before the end of the first optimizer step",
+        "backward pass 0, optimizer step 1",
+        "backward pass 2, optimizer step 1",
     ]
 
 
@@ -466,9 +461,8 @@ def test_the_text_has_everything():
         r"inputs +self fp16\[2x2\] 300 to 300",
         r"exponent=2",
         r"output +fp16\[2x2\] no finite element, 4 inf, first at \[0, 0\]",
-        r"ran in +fp16, largest number 65504; autocast rule unchanged",
         r"then +a number in Python",
-        r"do +pow overflows fp16 above 255\.9; give aten::pow the rule fp32",
+        r"do +pow goes beyond 65504: scale .* give aten::pow the rule fp32",
     ):
         assert re.search(row, text), text
 
@@ -498,13 +492,13 @@ def test_what_cannot_run_in_a_wider_dtype_is_counted_and_named(monkeypatch):
             (model(x).float() * 1e-7).sum().backward()
         return diagnosis.report()
 
-    assert "not seen" not in train()
+    assert "not looked into" not in train()
 
     def changed(call, change, dtype):
         return ("no", "arguments"), {}
 
     monkeypatch.setattr("amp_plugin.numerics.op.Call.changed", changed)
-    assert "not seen: what a wider dtype makes of aten::" in train()
+    assert "not looked into, or not in a wider dtype: aten::" in train()
 
 
 def test_a_buffer_that_arithmetic_has_spoilt():

@@ -108,7 +108,7 @@ def test_underflow_and_headroom():
     with shadow_run() as run:
         x.half()
     ((_, errors),) = run.errors().items()
-    assert (errors.underflowed, errors.subnormal, errors.elements) == (1, 1, 6)
+    assert (errors.underflowed, errors.elements) == (1, 6)
     assert errors.headroom == pytest.approx(14.0, abs=0.01)
     assert errors.own == pytest.approx(1 / 6)
 
@@ -117,7 +117,6 @@ def test_an_overflow_is_an_infinite_error():
     with shadow_run() as run:
         torch.tensor([70000.0, 1.0]).half()
     ((_, errors),) = run.errors().items()
-    assert errors.infinite == 1
     assert math.isinf(errors.arriving)
     json.dumps(run.to_dict())
 
