@@ -176,7 +176,7 @@ def _text(value: object) -> str:
 
 def _folded(made: Sequence[Cast]) -> list[Cast]:
     """Return casts with one name for sibling modules that cast alike: ``Net.blocks.*.mlp, x12``."""
-    from amp_plugin.numerics.report import pattern_of  # noqa: PLC0415 - loads torch
+    from amp_plugin.numerics.modules import pattern_of  # noqa: PLC0415 - loads torch
 
     def kind(cast: Cast) -> tuple[object, ...]:
         return pattern_of(cast.module), cast.op, cast.argument, cast.kind, cast.before, cast.after

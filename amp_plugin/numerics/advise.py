@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
-from amp_plugin.numerics.cures import cures_of
-from amp_plugin.numerics.finding import Cause, Finding
-from amp_plugin.numerics.modules import ModuleAddress
-from amp_plugin.numerics.values import TensorSummary
+from amp_plugin.numerics.cures import callers_of, cures_of
+from amp_plugin.numerics.finding import Cause, Finding, Kind
+from amp_plugin.numerics.modules import Tracker
+from amp_plugin.numerics.op import Argument, Call
+from amp_plugin.numerics.places import Site
+from amp_plugin.numerics.values import Held, TensorSummary, non_finite, summarise
 
 _GROWN = 8.0  # weights so many times as large as when they were first seen have diverged
 
@@ -27,6 +30,9 @@ _BOUNDED = frozenset({"acos", "asin", "atanh", "acosh", "erfinv"})
 _POLES = frozenset({"digamma", "lgamma", "polygamma", "mvlgamma", "special_zeta", "tan"})
 _AVERAGES = frozenset({"std", "var", "std_mean", "var_mean", "nll_loss_forward", "nll_loss2d_forward"})
 SOFTMAXES = frozenset({"_softmax", "_log_softmax", "_safe_softmax"})
+
+_TRANSPARENT = ("Add", "Clamp", "Expand", "Unsqueeze", "View", "Reshape", "Broadcast", "Maximum")
+_VIEWS = ("View", "Expand", "Unsqueeze", "Transpose", "TBackward")
 
 # Cause, and which case of it -> what to do; c is the case.
 _ADVICE = {
@@ -90,16 +96,16 @@ def _rows(c: _Case) -> Iterator[tuple[object, str]]:
     yield True, "size"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Case:
     """A finding without its cause, and what it does not hold of the program around the op."""
 
     finding: Finding
     base: str  # the op's plain name, "exp"
-    growth: float = 1.0  # by which factor the weights that grew most have grown
-    grown: str = ""  # their path
-    in_optimizer: bool = False  # a step of an optimizer of torch's made it
-    divisor: str = ""  # plain name of the op that made the divisor
+    growth: float  # by which factor the weights that grew most have grown
+    grown: str  # their path
+    in_optimizer: bool  # a step of an optimizer of torch's made it
+    divisor: str  # plain name of the op that made the divisor
 
     @property
     def is_narrow(self) -> bool:
@@ -165,20 +171,15 @@ def _reaches_zero(given: TensorSummary) -> bool:
     return given.lowest <= tiny and given.highest >= -tiny
 
 
-def advised(finding: Finding, module: ModuleAddress, **around: Any) -> Finding:
-    """Return a finding with its cause, what to do, and lines to paste where those cure it.
-
-    Args:
-        finding: without these.
-        module: in which the op ran.
-        around: the other fields of a case.
-    """
+def _advised(tracker: Tracker, finding: Finding, base: str, divisor: str = "") -> Finding:
+    """Return a finding with its cause, what to do, and lines to paste where those cure it."""
+    module = tracker.address(finding.module)
     cures = cures_of(module, finding.rule_names, finding.device_type) if finding.in_block else ()
-    case = _Case(finding=replace(finding, cures=cures), **around)
+    case = _Case(replace(finding, cures=cures), base, *tracker.growth(), tracker.in_step, divisor)
     key: str = "data" if finding.kind == "input" else finding.kind
     if finding.kind == "made":
         key = next(key for holds, key in _rows(case) if holds)
-        has_diverged = case.growth >= _GROWN and finding.moment.optimizer_steps > 0
+        has_diverged = case.growth >= _GROWN and tracker.steps > 0
         if has_diverged and not key.startswith(("mask", "empty", "pole")):
             key = "divergence"
     cause = cast("Cause", key.partition(",")[0])
@@ -187,3 +188,84 @@ def advised(finding: Finding, module: ModuleAddress, **around: Any) -> Finding:
     if cause == "pole" and torch.float16 in {finding.dtype, block, *(each.dtype for each in finding.inputs)}:
         advice += " In fp16 an eps below 6e-8 is 0: take a larger one, or call float() first."
     return replace(finding, cause=cause, advice=advice, cures=cures if cause == "range" else ())
+
+
+def finding_of(
+    tracker: Tracker,
+    call: Call,
+    kind: Kind,
+    result: Tensor,
+    held: Held,
+    read: Argument | None = None,
+    made: Site | None = None,
+    source: str = "",
+) -> Finding:
+    """Describe an origin that a call made, or was the first to read from an argument."""
+    op = made.op if made else call.traits.name
+    forward_op = call.forward_op if call.is_backward and not made else ""
+    inputs = tuple(_summary(tracker, call, given) for given in ([read] if read else call.arguments))
+    row = f"row {inputs[0].first[0]}" if kind == "input" and len(inputs[0].first) > 1 else ""
+    finding = _described(
+        tracker,
+        made or call.site,
+        result,
+        kind=kind,
+        held=held,
+        op=function_of(read.tensor) if kind == "function" and read else op,
+        forward_op=forward_op,
+        inputs=inputs,
+        numbers=tuple(call.numbers.items()),
+        rule_names=callers_of(forward_op or op, is_transposed=call.named.get("transposed") is True),
+        source=", ".join(filter(None, (source, row))),
+    )
+    divisor = _maker(call.arguments[-1].tensor) if call.arguments and not forward_op else ""
+    return _advised(tracker, finding, call.traits.base, divisor)
+
+
+def finding_of_function(
+    tracker: Tracker, site: Site, forward_op: str, output: Tensor, given: Sequence[Tensor]
+) -> Finding:
+    """Describe what a user's autograd function made outside of torch's ops."""
+    inputs = tuple(summarise(tensor, f"input {number}") for number, tensor in enumerate(given))
+    found: dict[str, Any] = {"kind": "function", "held": non_finite(output), "op": site.op, "inputs": inputs}
+    return _advised(tracker, _described(tracker, site, output, forward_op=forward_op, **found), site.op)
+
+
+def _described(tracker: Tracker, site: Site, result: Tensor, **known: Any) -> Finding:
+    """Return a finding of a result at a site, without its cause."""
+    return Finding(
+        module=site.module,
+        place=site.place,
+        caller=site.caller,
+        in_block=site.in_block,
+        direction="backward" if known["forward_op"] else "forward",
+        dtype=result.dtype,
+        output=summarise(result),
+        device_type=result.device.type,
+        when=tracker.now(in_backward=torch._C._current_autograd_node() is not None),
+        **known,
+    )
+
+
+def _summary(tracker: Tracker, call: Call, argument: Argument) -> TensorSummary:
+    name = tracker.weight(argument.tensor)
+    written = " (now)" if argument.name in call.traits.written else ""
+    return summarise(argument.tensor, (name or argument.label) + written)
+
+
+def function_of(tensor: Tensor) -> str:
+    """Return the name of the user's autograd function that made a tensor; empty if none did."""
+    node = tensor.grad_fn
+    while node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction):
+        is_view = any(name in node.name() for name in _VIEWS) and node.next_functions
+        node = node.next_functions[0][0] if is_view else None
+    return node.name().removesuffix("Backward") if node is not None else ""
+
+
+def _maker(tensor: Tensor) -> str:
+    """Return the plain name of the op that made a tensor, sums with an eps and changes of shape left out."""
+    node = tensor.grad_fn
+    while node is not None and node.name().startswith(_TRANSPARENT) and node.next_functions:
+        node = next((source for source, _ in node.next_functions if source is not None), None)
+    name = "" if node is None else node.name().rstrip("0123456789").removesuffix("Backward")
+    return "linalg_vector_norm" if name == "LinalgVectorNorm" else name.lower()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -12,9 +11,8 @@ from torch import nn
 from amp_plugin.numerics.compiled import has_compiled
 from amp_plugin.numerics.finding import Finding, NonFiniteError
 from amp_plugin.numerics.learning import Learning
-from amp_plugin.numerics.modules import Tracker
+from amp_plugin.numerics.modules import Tracker, pattern_of
 from amp_plugin.numerics.op import Region, listed
-from amp_plugin.numerics.report import pattern_of
 from amp_plugin.numerics.values import unwatched
 from amp_plugin.numerics.watch import Watch
 
@@ -30,12 +28,6 @@ _CHECKS = (ValueError, AssertionError, ArithmeticError)  # how programs refuse a
 
 class Diagnosis(Region):
     """A region in which every op is watched; see ``diagnose``.
-
-    Args:
-        model: as for ``diagnose``.
-        keep_going: as for ``diagnose``.
-        strict: as for ``diagnose``.
-        on_finding: called with each finding as soon as it is found.
 
     Attributes:
         findings: what was found, in order; one at most unless ``keep_going``, where those of one op and line
@@ -83,11 +75,6 @@ class Diagnosis(Region):
         lines = ["every number that mattered was finite"]
         if unseen := self.recorder.unseen:
             lines.append(f"not looked into, or not in a wider dtype: {listed(unseen)}")
-        if not self._watch.saw_fp16 and {"lightning", "accelerate"} & sys.modules.keys():
-            lines.append(
-                "nothing ran in fp16: on the CPU Lightning and Accelerate themselves compute in another "
-                "precision; `amp-plugin report train.py` runs the program in fp16"
-            )
         if has_compiled():
             lines.append(
                 "functions that torch.compile has made ran eagerly; `amp-plugin diagnose --compare eager` "

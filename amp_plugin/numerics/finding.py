@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 
-from amp_plugin.numerics.modules import Moment
 from amp_plugin.numerics.places import Place
 from amp_plugin.numerics.values import Held, TensorSummary, as_json
 from amp_plugin.precision import short_name
@@ -91,7 +90,7 @@ class Finding:
         reached: what the numbers did next: ``"nan in aten::_softmax.default ..."``, ``"the loss"``.
         advice: what to do.
         cures: lines to paste into the program, where computing in fp32 is a way out.
-        moment: when it happened.
+        when: how far the program was: calls of its model, backward passes, optimizer steps.
         device_type: of the tensors the op made, ``"cpu"``.
         in_block: whether an autocast block was open; for a backward op around its forward op.
         rule_names: the ops to give the rule fp32 where 16 bits are the reason, as ``OpRules.with_rule`` takes
@@ -118,7 +117,7 @@ class Finding:
     reached: str = ""
     advice: str = ""
     cures: tuple[Cure, ...] = ()
-    moment: Moment = Moment()  # noqa: RUF009 - frozen
+    when: str = ""
     device_type: str = "cpu"
     in_block: bool = False
     rule_names: tuple[str, ...] = ()
@@ -141,7 +140,7 @@ class Finding:
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yield what is known, as names and texts, for people."""
-        yield "when", str(self.moment) + (f", and {self.count - 1} times more" if self.count > 1 else "")
+        yield "when", self.when + (f", and {self.count - 1} times more" if self.count > 1 else "")
         if self.module:
             yield "module", self.module
         for name, place in (("line", self.place), ("called from", self.caller)):
@@ -162,7 +161,7 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as values that JSON has, nan and inf as words."""
-        return {"headline": self.headline, "when": str(self.moment), **as_json(self)}
+        return {"headline": self.headline, **as_json(self)}
 
     def __str__(self) -> str:
         return laid_out(self.headline, self.rows())

@@ -133,7 +133,7 @@ class Learning(Observer):
                 advice=advice,
                 place=at[0],
                 caller=at[1],
-                moment=self._tracker.now(),
+                when=self._tracker.now(),
             )
 
 

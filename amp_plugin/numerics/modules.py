@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 import weakref
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -30,33 +30,6 @@ class ModuleAddress(NamedTuple):
 
     model: str = ""  # class of the model; wrappers such as DistributedDataParallel are not counted
     path: str = ""  # as model.get_submodule takes it; empty for the model itself
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Moment:
-    """When an op ran, by what can be counted from outside of the program. All counts begin with the region.
-
-    Attributes:
-        model: class of the outermost module that was called last; empty before the first call.
-        forward_pass: how often this module has been called, that call included; in training or not.
-        backward_pass: backward passes that have begun, those inside reentrant checkpoints included.
-        optimizer_steps: steps that optimizers have finished, of all optimizers together. A step that a
-            scaler skips before it reaches the optimizer is none.
-        in_backward: whether the op ran in the last backward pass.
-    """
-
-    model: str = ""
-    forward_pass: int = 0
-    backward_pass: int = 0
-    optimizer_steps: int = 0
-    in_backward: bool = False
-
-    def __str__(self) -> str:
-        forward = f"forward pass {self.forward_pass} of {self.model}" if self.model else ""
-        backward = f"backward pass {self.backward_pass}" if self.in_backward or not forward else ""
-        return (
-            f"{', after '.join(filter(None, (backward, forward)))}, optimizer step {self.optimizer_steps + 1}"
-        )
 
 
 class Tracker:
@@ -167,16 +140,16 @@ class Tracker:
             self._last_task = task
             self.backward_passes += 1
 
-    def now(self, *, in_backward: bool = False) -> Moment:
-        """Return how far the program is."""
+    def now(self, *, in_backward: bool = False) -> str:
+        """Return how far the program is, by what can be counted from outside of it since the region began.
+
+        Forward passes are calls of the outermost module that was called last, in training or not. A step that
+        a scaler skips before it reaches the optimizer is none.
+        """
         model = self._latest() if self._latest is not None else None
-        return Moment(
-            model="" if model is None else type(model).__name__,
-            forward_pass=0 if model is None else self._calls[model],
-            backward_pass=self.backward_passes,
-            optimizer_steps=self.steps,
-            in_backward=in_backward,
-        )
+        forward = "" if model is None else f"forward pass {self._calls[model]} of {type(model).__name__}"
+        backward = f"backward pass {self.backward_passes}" if in_backward or not forward else ""
+        return f"{', after '.join(filter(None, (backward, forward)))}, optimizer step {self.steps + 1}"
 
     def step_begins(self, _: Optimizer) -> None:
         """Take note of an optimizer that is about to step."""
@@ -196,3 +169,8 @@ def _is_measurable(tensor: Tensor | None) -> TypeGuard[Tensor]:
 
 def _joined(prefix: str, name: str) -> str:
     return ".".join(filter(None, (prefix, name)))
+
+
+def pattern_of(path: str) -> str:
+    """Return a module's path as a pattern that its siblings match: ``"Net.layers.*.attention"``."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", path)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import BackwardCFunction
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -177,17 +178,15 @@ class Call:
     @cached_property
     def forward_site(self) -> Site | None:
         """Where the forward op of a backward op ran; None in a forward pass and where that is not known."""
-        return None if self.is_own_backward else self._recorder.sites.of(self.node)
-
-    @property
-    def is_own_backward(self) -> bool:
-        """Whether a line of the program called it, in the backward pass of an autograd function."""
-        return isinstance(self.node, torch.autograd.function.BackwardCFunction)
+        return None if isinstance(self.node, BackwardCFunction) else self._recorder.sites.of(self.node)
 
     @cached_property
     def site(self) -> Site:
-        """Where the op was called; in a backward pass, where its forward op was."""
-        around = self._recorder.sites.of(self.node) if self.is_own_backward else None
+        """Where the op was called; in a backward pass, where its forward op was.
+
+        In the backward pass of an autograd function of the program's, a line of the program called it.
+        """
+        around = self._recorder.sites.of(self.node)
         module = self._recorder.tracker.current() or (around.module if around else "")
         return self.forward_site or Site.here(self.traits.name, module)
 
@@ -209,11 +208,6 @@ class Call:
             elif isinstance(value, (int, float)) and not isinstance(value, bool):
                 found[name] = float(value)
         return found
-
-    @property
-    def reads(self) -> bool:
-        """Whether it computes with an argument, and not only writes into it."""
-        return any(argument.name not in self.traits.overwritten for argument in self.arguments)
 
     @property
     def is_repeatable(self) -> bool:

@@ -120,7 +120,9 @@ class WideRun(Region, Observer):
         if call.kept:
             own = call.again(call.kept[0], results)
             others = own and call.again(call.kept[1], results)
-        elif call.reads and not call.traits.is_unwritten:
+        elif not call.traits.is_unwritten and any(
+            a.name not in call.traits.overwritten for a in call.arguments
+        ):
             call.count_unmeasured()
         if others is None:  # it is taken as exact
             own, others = None, results

@@ -25,25 +25,17 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 from torch.utils.data import dataloader
 
-from amp_plugin.numerics.advise import SOFTMAXES, advised
+from amp_plugin.numerics.advise import SOFTMAXES, finding_of, finding_of_function, function_of
 from amp_plugin.numerics.finding import Finding, Kind
 from amp_plugin.numerics.judge import Judgement, judge
-from amp_plugin.numerics.modules import ModuleAddress, Tracker
+from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Argument, Call, Observer
 from amp_plugin.numerics.places import Site
-from amp_plugin.numerics.report import described, finding_of, function_of
-from amp_plugin.numerics.values import (
-    ShadowValues,
-    Storages,
-    is_finite,
-    non_finite,
-    storage_address,
-    summarise,
-    unwatched,
-)
+from amp_plugin.numerics.values import ShadowValues, Storages, is_finite, storage_address, unwatched
 
 _PATIENCE = 20  # backward passes in a row: from 2^16 the scale is below 1 then
 _ORDERS = frozenset({"ord", "p", "norm_type"})
+_SCALED = "made", "backward", torch.float16
 _TO_PYTHON = "aten::_local_scalar_dense.default"
 
 
@@ -70,14 +62,6 @@ class Origin:
         """Whether it is a fault, and so the reason of what arithmetic makes of it."""
         return self.kind != "constant"
 
-    @property
-    def is_scaled_gradient(self) -> bool:
-        """Whether it is a gradient in fp16 that overflowed, as a loss scale that is too large makes it."""
-        found = self.finding
-        if found is None or self.kind != "made":
-            return False
-        return found.direction == "backward" and found.dtype is torch.float16 and "nan" not in found.held
-
 
 _ON_PURPOSE = Origin("constant")
 
@@ -89,7 +73,6 @@ class Watch(Observer):
         self._tracker, self._found, self._strict = tracker, found, strict
         # backward passes in a row whose fp16 gradients overflowed, by number: a few find the loss scale
         self._overflowed: dict[int, Origin] = {}
-        self.saw_fp16 = False
         self._origins: Storages[Origin] = Storages()
         self._seen: list[Origin] = []
         self._first_at: dict[Site, Origin] = {}
@@ -143,17 +126,8 @@ class Watch(Observer):
                 given = list(_tensors(inputs))
                 origin = next((o for o in self._origins_of(iter(given)) if o.explains), None)
                 if origin is None:
-                    finding = described(
-                        self._tracker,
-                        site,
-                        output,
-                        kind="function",
-                        held=non_finite(output),
-                        op=site.op,
-                        forward_op=forward_op,
-                        inputs=tuple(summarise(tensor, f"input {n}") for n, tensor in enumerate(given)),
-                    )
-                    origin = Origin("function", advised(finding, ModuleAddress(), base=site.op))
+                    finding = finding_of_function(self._tracker, site, forward_op, output, given)
+                    origin = Origin("function", finding)
                     self._seen.append(origin)
                 self._origins.set(output, origin)
 
@@ -203,7 +177,6 @@ class Watch(Observer):
         for position in traits.partly_unwritten:
             self._origins.set(output[position], Origin("unwritten", site=call.site))
         results = [result for result in call.made(output) if not result.is_discrete]
-        self.saw_fp16 = self.saw_fp16 or any(result.tensor.dtype is torch.float16 for result in results)
         if traits.is_unwritten or traits.is_collective:  # what this rank sent is its own
             sent = next(self._read_by(call), None) if traits.is_collective else None
             kind: Kind = "collective" if traits.is_collective else "unwritten"
@@ -328,11 +301,9 @@ class Watch(Observer):
             for given in judged.of:
                 origin = self._origin_of(call, result, given)
                 if origin.explains:
-                    origin.became_nan = True
-                    if origin.finding is not None and not origin.finding.reached:
-                        origin.finding = replace(
-                            origin.finding, reached=f"{' and '.join(judged.held)} in {call}"
-                        )
+                    origin.became_nan, found = True, origin.finding
+                    if found is not None and not found.reached:
+                        origin.finding = replace(found, reached=f"{' and '.join(judged.held)} in {call}")
                     return origin
         if not call.is_backward:
             return self._new("made", call, result, judged, call.site)
@@ -380,27 +351,26 @@ class Watch(Observer):
         if passes:
             return
         alive = {id(origin) for origin in self._origins.alive()}
-        left: dict[object, list[Origin]] = {}
-        for origin, found in self._unreported():
-            held = origin.became_nan or "nan" in found.held or id(origin) in alive
-            if origin.explains and (origin.in_python or (held and not origin.is_absorbed)):
-                left.setdefault(_line_of(found), []).append(origin)
-        for first, *others in left.values():
-            more = f", and {len(others)} more that this line made" if others else ""
-            read, kept = "a number in Python (item, float, print)", f"still there at {until}"
-            self._report(first, f"{read if first.in_python else kept}{more}")
+        for origin in self._seen:
+            held = origin.finding.held if origin.finding is not None and origin.explains else ()
+            if held and origin.in_python:
+                self._report(origin, "a number in Python (item, float, print)")
+            elif (
+                held
+                and not origin.is_absorbed
+                and (origin.became_nan or "nan" in held or id(origin) in alive)
+            ):
+                self._report(origin, f"still there at {until}")
 
     def _weight(self, tensor: Tensor) -> str:
         """Return the path of a weight; empty if the tensor is not one."""
         return self._tracker.weight(tensor) or ("(a parameter)" if isinstance(tensor, nn.Parameter) else "")
 
-    def _unreported(self) -> Iterator[tuple[Origin, Finding]]:
-        for origin in self._seen:
-            if origin.finding is not None and not origin.is_reported:
-                yield origin, origin.finding
-
     def _reaches_gradient(self, origin: Origin, what: str) -> None:
-        if not origin.is_scaled_gradient or self._strict:
+        found = origin.finding
+        # as a loss scale that is too large makes it
+        is_scaled = found is not None and (found.kind, found.direction, found.dtype) == _SCALED
+        if found is None or not is_scaled or "nan" in found.held or self._strict:
             self._report(origin, what)
             return
         passes = self._tracker.backward_passes
@@ -430,11 +400,6 @@ def _is_another(result: Tensor, wide: Tensor) -> bool:
     info = torch.finfo(result.dtype)
     holds = (wide.abs() >= info.smallest_normal) & (wide.abs() <= info.max)
     return bool((holds & ((result.to(wide.dtype) - wide).abs() > 0.5 * wide.abs())).any())
-
-
-def _line_of(found: Finding) -> object:
-    """Return what the same op in the same line, as in a loop, has in common."""
-    return found.op, found.module, found.place
 
 
 def _tensors(values: object) -> Iterator[Tensor]:
