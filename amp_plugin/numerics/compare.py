@@ -33,27 +33,16 @@ _GROWTH = 3.0  # by which one op may enlarge differences that are there
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """A result that two runs of a program do not share.
+    """A result that two runs of a program do not share."""
 
-    Attributes:
-        result: which result, in words.
-        op: the op that made it.
-        module: path of the module; empty outside of modules.
-        line: the line of the program that calls the op; empty if unknown.
-        relative: the difference; of recorded runs that of what the results would be without rounding.
-        allowed: how large it may be.
-        reason: what is known of it besides.
-        is_rounding: whether rounding explains it.
-    """
-
-    result: str
-    op: str
-    module: str = ""
-    line: str = ""
-    relative: float
-    allowed: float
-    reason: str = ""
-    is_rounding: bool = False
+    result: str  # which, in words
+    op: str  # that made it
+    module: str = ""  # path of the module; empty outside of modules
+    line: str = ""  # of the program, that calls the op; empty if unknown
+    relative: float  # the difference; of recorded runs that of what the results would be without rounding
+    allowed: float  # how large it may be
+    reason: str = ""  # what is known of it besides
+    is_rounding: bool = False  # whether rounding explains it
 
     def __str__(self) -> str:
         explains = "explains it" if self.is_rounding else "does not explain it"
@@ -64,9 +53,6 @@ class Difference:
             "difference": f"{self.relative:.2g}, relative; rounding {explains}: {self.allowed:.2g}",
         }
         return laid_out(self.result, [(name, text) for name, text in rows.items() if text])
-
-
-# -- a run -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,10 +70,8 @@ class OpRecord:
     held: Fingerprint  # of what it would be without rounding
     reads: tuple[Fingerprint, ...]  # of the inputs without rounding
     eps: float  # of the coarsest dtype among result and inputs
-    # the op's own error over what rounding its result once and sums in fp32 may come to
-    excess: float
-    # how far the inputs are from those without rounding, where the result is taken as exact; else 0
-    taken: float
+    excess: float  # the op's own error over what rounding its result once and sums in fp32 may come to
+    taken: float  # rounding of the inputs, where the result is taken as exact; else 0
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "scalar"
@@ -231,9 +215,6 @@ def _excess(call: Call, result: Tensor, exact: Tensor, coarsest: torch.finfo) ->
 
 
 record_run = RunRecorder
-
-
-# -- two runs ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

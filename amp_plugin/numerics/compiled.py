@@ -26,7 +26,7 @@ from typing_extensions import Self
 
 from amp_plugin.numerics.compare import Difference
 from amp_plugin.numerics.modules import Tracker
-from amp_plugin.numerics.op import Call, Observer, Region, listed
+from amp_plugin.numerics.op import Call, Region, listed
 from amp_plugin.numerics.places import place_in_trace
 from amp_plugin.numerics.shadow import WideRun
 from amp_plugin.numerics.values import as_json, distance, unwatched
@@ -269,7 +269,7 @@ def _origin(
     return None
 
 
-class _Nudged(Region, Observer):
+class _Nudged(Region):
     """A region whose results are each off by an eps, up or down."""
 
     def __init__(self, seed: int) -> None:

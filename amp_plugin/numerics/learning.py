@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from amp_plugin.numerics.finding import Cause, Finding
 from amp_plugin.numerics.modules import Tracker
-from amp_plugin.numerics.op import Call, Observer
+from amp_plugin.numerics.op import Call
 from amp_plugin.numerics.places import Place, Site, called_from
 from amp_plugin.numerics.values import PLAIN, Storages, is_low_precision
 from amp_plugin.precision import short_name
@@ -42,7 +42,7 @@ _REASONS = {
 }
 
 
-class Learning(Observer):
+class Learning:
     """Count what steps and backward passes lose."""
 
     def __init__(self, tracker: Tracker) -> None:

@@ -62,8 +62,6 @@ class Tracker:
         stack.callback(register_module_forward_pre_hook(self._enter).remove)
         stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
 
-    # -- modules -------------------------------------------------------------------------------------------
-
     def current(self) -> str:
         """Return the path of the innermost module that runs in this thread; empty outside of modules."""
         modules = self._modules()
@@ -109,8 +107,6 @@ class Tracker:
                 if _is_measurable(tensor):
                     self._norms.setdefault(path, norm(tensor))
 
-    # -- weights -------------------------------------------------------------------------------------------
-
     def weight(self, tensor: Tensor) -> str:
         """Return the path of the parameter or buffer that has the tensor's storage; empty if none has."""
         found = self._weights.get(tensor)
@@ -131,8 +127,6 @@ class Tracker:
             if factor > most or (math.isnan(factor) and not math.isnan(begun) and not grown):
                 most, grown = math.inf if math.isnan(factor) else factor, name
         return most, grown
-
-    # -- passes and steps ----------------------------------------------------------------------------------
 
     def in_backward(self, task: int) -> None:
         """Count a backward pass by its first op; autograd's number of a later pass is larger."""

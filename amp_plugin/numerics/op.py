@@ -254,39 +254,35 @@ class Call:
         self._recorder.unseen[self.traits.name] += 1
 
 
-class Observer:
-    """What looks at each op, and at the program by hooks; by itself at nothing."""
+_EVENTS = ("open", "step_begins", "step_ended", "before", "after", "failed")
+"""What a region tells its observers, by the names of their methods; each has those that it needs.
 
-    def open(self, stack: ExitStack) -> None:
-        """Place hooks that a stack removes."""
-
-    def step_begins(self, optimizer: Optimizer) -> None:
-        """Look at an optimizer that is about to step."""
-
-    def step_ended(self, optimizer: Optimizer) -> None:
-        """Look at an optimizer that has stepped."""
-
-    def before(self, call: Call) -> None:
-        """Look at an op's arguments before it runs."""
-
-    def after(self, call: Call, output: Any) -> None:
-        """Look at what an op has returned and written."""
-
-    def failed(self, call: Call) -> None:
-        """Look at the arguments of an op that raised an error."""
+``open(stack)``: place hooks that the stack removes. ``step_begins(optimizer)``, ``step_ended(optimizer)``.
+``before(call)`` an op runs, ``after(call, output)``, and ``failed(call)`` where it raised an error.
+"""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hand each op of this thread, and of the backward passes it starts, to observers."""
+    """Tell observers of each op of this thread, and of the backward passes it starts."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, tracker: Tracker, observers: Sequence[Observer]) -> None:
+    def __init__(self, tracker: Tracker, observers: Sequence[object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tracker, self._observers = tracker, observers
+        self.tracker, told = tracker, (*observers, tracker)
+        self._hooks = {
+            event: [getattr(observer, event) for observer in told if hasattr(observer, event)]
+            for event in _EVENTS
+        }
         self.sites = ForwardSites()  # where the ops of the forward passes ran
         # names of ops that did not run once more, or whose inner ops could not be watched -> how often
         self.unseen: Counter[str] = Counter()
+
+    def tell(self, event: str, *what: Any) -> None:
+        """Call the observers' methods for an event, without watching what they do."""
+        with unwatched():
+            for hook in self._hooks[event]:
+                hook(*what)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -303,19 +299,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # the subclass's own ops come here one by one
         call = Call(func, args, kwargs, self)
         self.sites.record(call.traits.name, self.tracker.current())
-        with unwatched():
-            for observer in self._observers:
-                observer.before(call)
+        self.tell("before", call)
         try:
             output = func(*args, **kwargs)
         except Exception:  # it is raised again; what led to it is reported before
-            with unwatched():
-                for observer in self._observers:
-                    observer.failed(call)
+            self.tell("failed", call)
             raise
-        with unwatched():
-            for observer in self._observers:
-                observer.after(call, output)
+        self.tell("after", call, output)
         return output
 
 
@@ -328,9 +318,8 @@ def _dispatches(kind: type) -> bool:
 class Region:
     """A region of a program whose ops a recorder sees; compiled functions run eagerly in it."""
 
-    def __init__(self, tracker: Tracker, *observers: Observer) -> None:
+    def __init__(self, tracker: Tracker, *observers: object) -> None:
         self.recorder = Recorder(tracker, observers)  # the dispatch mode
-        self._observers = observers
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -338,14 +327,12 @@ class Region:
         KERNELS.install()
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            for observer in self._observers:
-                observer.open(stack)
-            self.recorder.tracker.open(stack)
+            self.recorder.tell("open", stack)
             for event, register in (
                 ("step_begins", register_optimizer_step_pre_hook),
                 ("step_ended", register_optimizer_step_post_hook),
             ):
-                hook = partial(self._tell, event)
+                hook = partial(self._step, event)
                 hook.leaves_gradients = hook.leaves_steps = True  # type: ignore[attr-defined] # of one pass
                 stack.callback(register(hook).remove)
             stack.enter_context(self.recorder)
@@ -357,10 +344,8 @@ class Region:
         self._open.close()
         self.ended(error)
 
-    def _tell(self, event: str, optimizer: Optimizer, *_: Any) -> None:
-        with unwatched():
-            for follower in (*self._observers, self.recorder.tracker):
-                getattr(follower, event)(optimizer)
+    def _step(self, event: str, optimizer: Optimizer, *_: Any) -> None:
+        self.recorder.tell(event, optimizer)
 
     def ended(self, error: BaseException | None) -> None:
         """Do what is left when the region is closed, after an error of the program too."""

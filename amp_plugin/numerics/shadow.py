@@ -11,7 +11,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from amp_plugin.numerics.modules import Tracker
-from amp_plugin.numerics.op import Call, Observer, Region, listed
+from amp_plugin.numerics.op import Call, Region, listed
 from amp_plugin.numerics.values import ShadowValues, as_json, distance, is_low_precision, unwatched
 from amp_plugin.precision import short_name
 
@@ -88,7 +88,7 @@ def _mean_relative_error(values: Tensor, exact: Tensor) -> float:
     return float(relative.clamp(max=1.0).mean()) if relative.numel() else 0.0
 
 
-class WideRun(Region, Observer):
+class WideRun(Region):
     """A region whose ops run twice more, in a wide dtype: on the program's values, and without rounding."""
 
     def __init__(self, model: nn.Module | None, dtype: torch.dtype) -> None:

@@ -29,7 +29,7 @@ from amp_plugin.numerics.advise import SOFTMAXES, finding_of, finding_of_functio
 from amp_plugin.numerics.finding import Finding, Kind
 from amp_plugin.numerics.judge import Judgement, judge
 from amp_plugin.numerics.modules import Tracker
-from amp_plugin.numerics.op import Argument, Call, Observer
+from amp_plugin.numerics.op import Argument, Call
 from amp_plugin.numerics.places import Site
 from amp_plugin.numerics.values import ShadowValues, Storages, is_finite, storage_address, unwatched
 
@@ -66,7 +66,7 @@ class Origin:
 _ON_PURPOSE = Origin("constant")
 
 
-class Watch(Observer):
+class Watch:
     """The observer of ``diagnose``; it calls ``found`` with each finding that matters."""
 
     def __init__(self, tracker: Tracker, found: Callable[[Finding], None], *, strict: bool) -> None:
@@ -79,8 +79,6 @@ class Watch(Observer):
         self._wide = ShadowValues(torch.float64)  # of what overflowed
         self._in_buffers: dict[str, Origin] = {}  # of models, put there by arithmetic
         self._batches: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()  # of loaders
-
-    # -- the doors by which numbers enter and leave ops ------------------------------------------------------
 
     def open(self, stack: ExitStack) -> None:
         """Take the places of torch's functions."""
@@ -147,8 +145,6 @@ class Watch(Observer):
             return batch
 
         return next_batch
-
-    # -- an op ---------------------------------------------------------------------------------------------
 
     def before(self, call: Call) -> None:
         """Report what has reached a gradient, and read what the op is going to write."""
@@ -249,8 +245,6 @@ class Watch(Observer):
         elif owner and not call.traits.moves:
             self._in_buffers[owner] = origin
 
-    # -- origins -------------------------------------------------------------------------------------------
-
     def _origins_of(self, tensors: Iterator[Tensor]) -> Iterator[Origin]:
         """Yield the origins of what tensors hold, but for what was put there on purpose or not looked at."""
         origins = (self._origins.get(tensor) for tensor in tensors)
@@ -327,8 +321,6 @@ class Watch(Observer):
         origin = self._origin_of(call, result, faults[0][0] if faults else judged.of[0])
         origin.others |= {other: None for _, other in faults if other is not origin}
         return origin
-
-    # -- where numbers arrive --------------------------------------------------------------------------------
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Report what an optimizer's step has left in its state."""
