@@ -11,15 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from tests.numerics.programs import broken
-
-
-def train(model: nn.Module, loss_of, batches, optimizer: torch.optim.Optimizer | None = None) -> None:
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-2)
-    for batch in batches:
-        optimizer.zero_grad()
-        loss_of(*batch).backward()
-        optimizer.step()
+from tests.numerics.programs import FP16, broken, train, train_in
 
 
 @broken("data", cure=r"row|batch|sample|data")
@@ -96,16 +88,13 @@ def fresh_contrastive_logits_of_features_that_nobody_normalised(fix):
 
     model = ImageTextModel()
     fix(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    for _ in range(16):  # long enough for the loss scale to be found
-        with torch.autocast("cpu", dtype=torch.float16):
-            logits = model(torch.randn(16, 32) * 60, torch.randn(16, 16) * 60)
-            loss = F.cross_entropy(logits, torch.arange(16)) + F.cross_entropy(logits.T, torch.arange(16))
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+
+    def loss_of():
+        logits = model(torch.randn(16, 32) * 60, torch.randn(16, 16) * 60)
+        return F.cross_entropy(logits, torch.arange(16)) + F.cross_entropy(logits.T, torch.arange(16))
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)  # found within 16 steps
+    train_in(FP16, loss_of, torch.optim.AdamW(model.parameters(), lr=1e-4), scaler, steps=16)
 
 
 @broken("mask", op="softmax", cure=r"mask|-inf")
@@ -365,17 +354,11 @@ def fresh_a_transformer_cast_to_bf16_before_the_optimizer(fix):
     if not fix:
         layer.bfloat16()
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-5)
-    for _ in range(6):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bool(fix)):
-            loss = (
-                layer(torch.randn(2, 5, 16, dtype=torch.float32 if fix else torch.bfloat16))
-                .float()
-                .square()
-                .mean()
-            )
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    dtype = torch.float32 if fix else torch.bfloat16
+    block = {"device_type": "cpu", "dtype": torch.bfloat16, "enabled": bool(fix)}
+    train_in(
+        block, lambda: layer(torch.randn(2, 5, 16, dtype=dtype)).float().square().mean(), optimizer, steps=6
+    )
 
 
 @broken("underflow", cure=r"GradScaler|loss scal")
@@ -383,14 +366,12 @@ def fresh_segmentation_in_fp16_without_a_scaler(fix):
     model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 3, padding=1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, enabled=bool(fix))
-    for _ in range(5):
+
+    def loss_of():
         images, masks = torch.randn(4, 1, 48, 48), torch.randint(0, 2, (4, 48, 48))
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = F.cross_entropy(model(images), masks) * 1e-3  # one of several terms
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        return F.cross_entropy(model(images), masks) * 1e-3  # one of several terms
+
+    train_in(FP16, loss_of, optimizer, scaler, steps=5)
 
 
 @broken("domain", op="logdet|log", cure=r"slogdet|negative|det")
@@ -455,15 +436,13 @@ def fresh_a_vae_in_fp16_with_an_unbounded_logvar(fix):
     fix(model)
     with torch.no_grad():
         model.encoder[-1].bias[4:] = 11.5
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-    for _ in range(3):
+
+    def loss_of():
         x = torch.rand(8, 64)
-        with torch.autocast("cpu", dtype=torch.float16):
-            reconstruction, kl = model(x)
-            loss = F.mse_loss(reconstruction.float(), x) + 1e-4 * kl.float()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        reconstruction, kl = model(x)
+        return F.mse_loss(reconstruction.float(), x) + 1e-4 * kl.float()
+
+    train_in(FP16, loss_of, torch.optim.Adam(model.parameters(), lr=1e-4), steps=3)
 
 
 @broken("empty", op="mean|loss", cure=r"empty|no element|0 element|nothing")
@@ -630,14 +609,12 @@ def fresh_an_rms_norm_of_a_large_residual_stream(fix):
     fix(model)
     with torch.no_grad():
         model.mlps[0][2].bias[7] = 400  # one of the outlier channels that trained models have
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    for _ in range(2):
-        with torch.autocast("cpu", dtype=torch.float16):
-            logits = model(torch.randn(4, 6, 32).half())
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), torch.arange(24) % 10)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+
+    def loss_of():
+        logits = model(torch.randn(4, 6, 32).half())
+        return F.cross_entropy(logits.flatten(0, 1).float(), torch.arange(24) % 10)
+
+    train_in(FP16, loss_of, torch.optim.AdamW(model.parameters(), lr=1e-4), steps=2)
 
 
 @broken("no step", cure=r"item\(\)|torch\.tensor|new tensor")

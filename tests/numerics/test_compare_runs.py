@@ -45,10 +45,7 @@ def test_equal_runs_are_equal_bit_for_bit(tmp_path: Path) -> None:
     found = compare_runs(record(tmp_path / "a.pt"), record(tmp_path / "b.pt"))
     assert (found.differing, found.only_first, found.only_second, found.first) == (0, 0, 0, None)
     assert found.compared > 50
-    assert (
-        found.report()
-        == f"{found.compared} results compared, 0 differ: what both runs have is equal, bit for bit"
-    )
+    assert found.report().endswith("0 differ: what both runs have is equal, bit for bit")
 
 
 def test_the_first_op_of_the_step_that_differs_is_named(tmp_path: Path) -> None:

@@ -67,9 +67,6 @@ def loss_of(model, scale=1.0, dtype=torch.float16):
         return functional.cross_entropy(model(scale * torch.randn(2, 5, 16)), torch.tensor([0, 1]))
 
 
-# -- what is found -----------------------------------------------------------------------------------------
-
-
 def test_an_fp16_product_that_overflows_is_named_though_softmax_made_the_nan():
     torch.manual_seed(0)
     finding = found(lambda: loss_of(Net(scale=1000.0)).backward())
@@ -84,33 +81,11 @@ def test_an_fp16_product_that_overflows_is_named_though_softmax_made_the_nan():
     assert "give aten::matmul and aten::bmm the rule fp32" in finding.advice
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_weight_that_was_no_number_at_load(value):
+def test_a_weight_that_was_no_number_at_load():
     model = Net()
-    model.out.weight.data[1, 2] = value
+    model.out.weight.data[1, 2] = math.inf
     finding = found(lambda: loss_of(model, dtype=torch.bfloat16).backward())
-    assert finding.kind == "weight"
-    assert finding.source == "Net.out.weight"
-    assert finding.headline.startswith(f"the weight Net.out.weight held {value} before aten::addmm.default")
-    assert "checkpoint" in finding.advice
-
-
-def test_a_gradient_in_a_checkpoint_is_traced_to_its_module():
-    class Root(nn.Module):
-        def forward(self, x):
-            return x.sqrt()
-
-    class Whole(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.root = Root()
-
-        def forward(self, x):
-            return checkpoint(self.root, x, use_reentrant=False)
-
-    x = torch.zeros(3, requires_grad=True)
-    finding = found(lambda: Whole()(x).sum().backward())
-    assert (finding.direction, finding.module) == ("backward", "Whole.root")
+    assert finding.headline.startswith("the weight Net.out.weight held inf before aten::addmm.default")
 
 
 def test_a_loss_scale_that_comes_down_is_no_fault_and_one_that_never_does_is():
@@ -188,14 +163,6 @@ def test_an_infinity_that_is_left_at_the_end():
     )
 
 
-def test_strict_stops_where_an_infinity_is_made():
-    def program():
-        torch.zeros(2).log().exp()
-        raise AssertionError
-
-    assert found(program, strict=True).op == "aten::log.default"
-
-
 def test_one_element_of_many_in_a_list():
     params = [torch.ones(3), torch.zeros(3), torch.full((3,), math.inf)]
     finding = found(lambda: torch._foreach_reciprocal(params)[1].sum().item())
@@ -236,19 +203,24 @@ def test_an_op_that_writes_what_it_reads():
     assert found(program).op == "aten::addmm.out"
 
 
-def test_a_constant_of_one_sign_explains_none_of_the_other():
-    traits = traits_of(torch.ops.aten.scalar_tensor.default)
-    verdicts = {
-        made: judge(Argument("", None, torch.tensor(made)), [], traits, [-math.inf]).verdict
-        for made in (-math.inf, math.inf)
-    }
-    assert verdicts == {-math.inf: "on purpose", math.inf: "made"}
-
-
-def test_an_op_that_moves_elements_does_not_find_an_infinity_of_another_sign():
-    given = [Argument("other", None, t) for t in (torch.ones(2), torch.tensor(-math.inf))]
-    result = Argument("", None, torch.tensor([1.0, math.inf]))
-    assert judge(result, given, traits_of(torch.ops.aten.where.self), []).verdict == "made"
+@pytest.mark.parametrize(
+    ("op", "given", "scalars", "made", "verdict"),
+    [
+        ("scalar_tensor.default", [], [-math.inf], -math.inf, "on purpose"),
+        (
+            "scalar_tensor.default",
+            [],
+            [-math.inf],
+            math.inf,
+            "made",
+        ),  # a constant of one sign explains no other
+        ("where.self", [1.0, -math.inf], [], math.inf, "made"),  # what moves elements finds no infinity
+    ],
+)
+def test_verdicts(op, given, scalars, made, verdict):
+    traits = traits_of(getattr(getattr(torch.ops.aten, op.split(".")[0]), op.split(".")[1]))
+    arguments = [Argument("other", None, torch.tensor(value)) for value in given]
+    assert judge(Argument("", None, torch.tensor(made)), arguments, traits, scalars).verdict == verdict
 
 
 def test_a_large_negative_activation_in_fp16_is_no_mask():
@@ -279,9 +251,6 @@ def test_a_scaled_gradient_that_overflows_downwards_is_no_mask():
     assert finding.held == ("-inf",)
 
 
-# -- what is left alone ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_training_is_the_same_and_raises_no_alarm(dtype, fused):
@@ -304,9 +273,6 @@ def test_training_is_the_same_and_raises_no_alarm(dtype, fused):
         got = train()
     assert diagnosis.report().splitlines()[0] == "every number that mattered was finite"
     assert all(a.equal(b) for a, b in zip(expected, got, strict=True))
-
-
-# -- the region --------------------------------------------------------------------------------------------
 
 
 def test_keep_going_lists_each_origin_once():
@@ -352,11 +318,8 @@ def test_the_gradients_that_autograd_grad_returns_are_judged_by_what_is_left():
     assert found(lambda: torch.nan_to_num(gradients()[0], posinf=0.0).sum().item()) is None
 
 
-# -- when ----------------------------------------------------------------------------------------------
-
-
 def test_the_moment_is_told_in_passes_and_steps():
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with diagnose(keep_going=True) as diagnosis:
         for batch in range(7):
@@ -366,39 +329,19 @@ def test_the_moment_is_told_in_passes_and_steps():
             loss.backward()
             if batch % 3 == 2:
                 optimizer.step()
-                optimizer.zero_grad()
         torch.zeros(1, requires_grad=True).sqrt().sum().backward()
     forward, backward = diagnosis.findings
-    assert str(forward.when) == "forward pass 6 of Sequential, optimizer step 2"
-    assert str(backward.when) == "backward pass 8, after forward pass 7 of Sequential, optimizer step 3"
-    assert "\n  when    forward pass 6 of Sequential, optimizer step 2\n" in str(forward)
+    assert "\n  when    forward pass 6 of Linear, optimizer step 2\n" in str(forward)
+    assert backward.when == "backward pass 8, after forward pass 7 of Linear, optimizer step 3"
 
 
 def test_a_pass_that_a_checkpoint_runs_again_is_not_counted_twice():
-    class Root(nn.Module):
-        def forward(self, x):
-            return x.sqrt()
-
-    root, x = Root(), torch.ones(1, requires_grad=True)
+    log, x = nn.Hardtanh(), torch.zeros(1, requires_grad=True)
     with diagnose(keep_going=True) as diagnosis:
         for _ in range(3):
-            checkpoint(root, x, use_reentrant=False).sum().backward()
-        root(x - 1).sum().backward()
-    assert str(diagnosis.findings[0].when).startswith(
-        "backward pass 4, after forward pass 4 of Root, optimizer step 1"
-    )
-
-
-def test_without_a_model_the_backward_passes_count():
-    x = torch.ones(1, requires_grad=True)
-    with diagnose(keep_going=True) as diagnosis:
-        (x * torch.zeros(1).log()).backward()
-        x.sum().backward()
-        (x * torch.zeros(1).log()).backward()
-    assert [str(finding.when) for finding in diagnosis.findings] == [
-        "backward pass 0, optimizer step 1",
-        "backward pass 2, optimizer step 1",
-    ]
+            checkpoint(log, x + 1, use_reentrant=False).sum().backward()
+        log(x).sqrt().sum().backward()
+    assert diagnosis.findings[0].when == "backward pass 4, after forward pass 4 of Hardtanh, optimizer step 1"
 
 
 def test_counting_leaves_steps_in_one_pass():
