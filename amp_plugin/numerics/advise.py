@@ -127,7 +127,7 @@ class _Case:
         if "nan" in self.finding.held:
             return bool(self.finding.forward_op)
         if base in _LOGS:
-            return base == "logit" or any(argument.lowest <= self.pole for argument in given)
+            return base == "logit" or any(argument.lowest <= int(self.pole) for argument in given)
         if base == "pow" and numbers.get("exponent", 0) < 0:
             return any(map(_reaches_zero, given))
         return base in _POLES or (base in _BOUNDED and any(argument.largest >= 1 for argument in given))
@@ -138,8 +138,8 @@ class _Case:
         return self.finding.forward_op.partition("::")[2].split(".")[0].strip("_")
 
     @property
-    def pole(self) -> int:
-        return -1 if self.base == "log1p" else 0
+    def pole(self) -> str:
+        return "-1" if self.base == "log1p" else "0" if self.base in _LOGS - {"logit"} else "such a number"
 
     @property
     def growing(self) -> str:

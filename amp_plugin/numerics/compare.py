@@ -13,10 +13,10 @@ import math
 import pickle
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -79,28 +79,25 @@ class OpRecord:
         return f"{self.op}{where}, {self.direction}, step {self.step}, {self.dtype}[{shape}]"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """A recorded run."""
 
-    format: str = _FORMAT
-    records: list[OpRecord] = field(default_factory=list)  # results in the order of the ops
-    # ops that did not run in fp64 -> how often
-    unmeasured: dict[str, int] = field(default_factory=dict)
+    records: list[OpRecord]  # results in the order of the ops
+    unmeasured: dict[str, int]  # ops that did not run in fp64 -> how often
 
     @classmethod
     def load(cls, path: Path) -> Run:
         """Read a run; nothing else is unpickled, and another file is a ValueError."""
-        run, reason = None, None
-        with torch.serialization.safe_globals([cls, OpRecord, Fingerprint, Counter]):
+        kept, reason = None, None
+        with torch.serialization.safe_globals([OpRecord, Fingerprint]):
             try:
-                run = torch.load(path, weights_only=True)
+                kept = torch.load(path, weights_only=True)
             except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
                 reason = error
-        if not isinstance(run, cls) or run.format != _FORMAT:
+        if not isinstance(kept, tuple) or kept[0] != _FORMAT:
             msg = f"{path} is not a recorded run; make one with: amp-plugin diagnose --save run.pt train.py"
             raise ValueError(msg) from reason
-        return run
+        return cls(*kept[1:])
 
 
 class RunRecorder(WideRun):
@@ -129,16 +126,11 @@ class RunRecorder(WideRun):
         super().__init__(model, torch.float32 if torch.backends.mps.is_available() else torch.float64)
         self._path, self._most = Path(path), steps
         self._made: Storages[int] = Storages()  # numbers of the records that made them
-        self.run = Run(unmeasured=self.recorder.unseen)
+        self.run = Run([], self.recorder.unseen)
 
     def ended(self, error: BaseException | None) -> None:
         """Write the file, after an error of the program too."""
-        torch.save(self.run, self._path)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no op made a number."""
-        return not self.run.records
+        torch.save((_FORMAT, self.run.records, dict(self.run.unmeasured)), self._path)
 
     def to_dict(self) -> dict[str, Any]:
         """Return file, number of results and steps, as JSON's values."""

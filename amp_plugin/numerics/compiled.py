@@ -120,11 +120,6 @@ class CompiledComparison:
                 return reading, *found
         return None
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing was compiled."""
-        return not self.graphs
-
     def report(self) -> str:
         """Return what differs, and what could not be compared, as text."""
         lines = [f"compiled code differs from eager code in {difference}" for difference in self.differences]
@@ -223,7 +218,7 @@ def _difference(
     (kind, number), apart, allowed = differing
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     output: Any = module.graph.output_node().args[0]
-    origin = _origin(module, (kind, number), eager, compile_graph)
+    origin = _origin(module, eager, compile_graph)
     # else what makes the result, or reads the input first
     node = origin or (output[number] if kind == "result" else next(iter(inputs[number].users), None))
     result = f"result {number}"
@@ -242,19 +237,11 @@ def _difference(
     )
 
 
-def _origin(
-    module: fx.GraphModule, reading: Reading, eager: _EagerRuns, compile_graph: Callable[..., Any]
-) -> fx.Node | None:
+def _origin(module: fx.GraphModule, eager: _EagerRuns, compile_graph: Callable[..., Any]) -> fx.Node | None:
     """Return the first op whose own result differs, where the graph is asked for the results of all."""
     module = copy.deepcopy(module)
-    output, (kind, number) = module.graph.output_node(), reading
-    before: set[fx.Node] = set()
-    waiting: list[Any] = [output.args[0][number] if kind == "result" else output]  # type: ignore[index]
-    while waiting:
-        node = waiting.pop()
-        before.add(node)
-        waiting += set(node.all_input_nodes) - before
-    ops = [node for node in module.graph.nodes if node in before and node.op.startswith("call_")]
+    output = module.graph.output_node()
+    ops = [node for node in module.graph.nodes if node.op.startswith("call_")]
     ops = [node for node in ops if isinstance(node.meta.get("example_value"), Tensor)]
     output.args = (tuple(ops),)
     module.recompile()

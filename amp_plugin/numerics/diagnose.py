@@ -44,7 +44,7 @@ class Diagnosis(Region):
     ) -> None:
         self.findings: list[Finding] = []
         self._on_finding, self._raises = on_finding, not keep_going
-        self._modules_of: dict[tuple[object, ...], list[str]] = {}  # of the findings, in their order
+        self._known: dict[tuple[object, ...], int] = {}  # what findings are about -> which one is
         tracker = Tracker(model)
         self._watch = Watch(tracker, self._found, strict=strict)
         self._learning = Learning(tracker)
@@ -85,12 +85,11 @@ class Diagnosis(Region):
     def _found(self, finding: Finding) -> None:
         """Add a finding; those of one op and line are one with a count."""
         alike = (finding.kind, finding.op, finding.forward_op, finding.place, finding.cause, finding.lesson)
-        modules = self._modules_of.setdefault(alike, [])
-        modules.append(finding.module)
-        if len(modules) > 1:
-            index = list(self._modules_of).index(alike)
-            module = finding.module if len({*modules}) == 1 else pattern_of(finding.module)
-            self.findings[index] = replace(self.findings[index], count=len(modules), module=module)
+        index = self._known.setdefault(alike, len(self.findings))
+        if index < len(self.findings):
+            first = self.findings[index]
+            module = first.module if finding.module == first.module else pattern_of(finding.module)
+            self.findings[index] = replace(first, count=first.count + 1, module=module)
             return
         self.findings.append(finding)
         if self._on_finding is not None:

@@ -155,11 +155,6 @@ class ShadowRun(WideRun):
             key = (call.site.module, call.traits.name, call.direction)
             self._errors.setdefault(key, Errors()).add(result, exact, self.shadows.of(result))
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no op returned a 16-bit result."""
-        return not self._errors
-
     def errors(self) -> dict[Key, Errors]:
         """Return the errors of each (module, op, direction), the largest own error first."""
         return dict(sorted(self._errors.items(), key=lambda row: (-row[1].own, -row[1].arriving)))
