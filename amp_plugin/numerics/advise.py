@@ -32,7 +32,6 @@ _AVERAGES = frozenset({"std", "var", "std_mean", "var_mean", "nll_loss_forward",
 SOFTMAXES = frozenset({"_softmax", "_log_softmax", "_safe_softmax"})
 
 _TRANSPARENT = ("Add", "Clamp", "Expand", "Unsqueeze", "View", "Reshape", "Broadcast", "Maximum")
-_VIEWS = ("View", "Expand", "Unsqueeze", "Transpose", "TBackward")
 
 # Cause, and which case of it -> what to do; c is the case.
 _ADVICE = {
@@ -203,7 +202,8 @@ def finding_of(
     """Describe an origin that a call made, or was the first to read from an argument."""
     op = made.op if made else call.traits.name
     forward_op = call.forward_op if call.is_backward and not made else ""
-    inputs = tuple(_summary(tracker, call, given) for given in ([read] if read else call.arguments))
+    given = [read] if read else call.arguments
+    inputs = tuple(summarise(a.tensor, tracker.weight(a.tensor) or a.label) for a in given)
     row = f"row {inputs[0].first[0]}" if kind == "input" and len(inputs[0].first) > 1 else ""
     finding = _described(
         tracker,
@@ -211,7 +211,7 @@ def finding_of(
         result,
         kind=kind,
         held=held,
-        op=function_of(read.tensor) if kind == "function" and read else op,
+        op=op,
         forward_op=forward_op,
         inputs=inputs,
         numbers=tuple(call.numbers.items()),
@@ -245,21 +245,6 @@ def _described(tracker: Tracker, site: Site, result: Tensor, **known: Any) -> Fi
         when=tracker.now(in_backward=torch._C._current_autograd_node() is not None),
         **known,
     )
-
-
-def _summary(tracker: Tracker, call: Call, argument: Argument) -> TensorSummary:
-    name = tracker.weight(argument.tensor)
-    written = " (now)" if argument.name in call.traits.written else ""
-    return summarise(argument.tensor, (name or argument.label) + written)
-
-
-def function_of(tensor: Tensor) -> str:
-    """Return the name of the user's autograd function that made a tensor; empty if none did."""
-    node = tensor.grad_fn
-    while node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction):
-        is_view = any(name in node.name() for name in _VIEWS) and node.next_functions
-        node = node.next_functions[0][0] if is_view else None
-    return node.name().removesuffix("Backward") if node is not None else ""
 
 
 def _maker(tensor: Tensor) -> str:

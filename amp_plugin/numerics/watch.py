@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 from torch.utils.data import dataloader
 
-from amp_plugin.numerics.advise import SOFTMAXES, finding_of, finding_of_function, function_of
+from amp_plugin.numerics.advise import SOFTMAXES, finding_of, finding_of_function
 from amp_plugin.numerics.finding import Finding, Kind
 from amp_plugin.numerics.judge import Judgement, judge
 from amp_plugin.numerics.modules import Tracker
@@ -265,8 +265,7 @@ class Watch:
         tensor = given.tensor
         origin = self._origins.get(tensor)
         if origin is None:  # no watched op made them
-            kind: Kind = "function" if function_of(tensor) else "input"
-            origin = Origin("weight" if self._weight(tensor) else kind)
+            origin = Origin("weight" if self._weight(tensor) else "input")
             self._origins.set(tensor, origin)
         if origin is _ON_PURPOSE:
             return origin
