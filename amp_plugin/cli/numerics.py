@@ -173,11 +173,10 @@ def _measure(
         run = run_program(program, arguments, around=region)
     if as_json:
         print(json.dumps({"script": program.name, "exit_code": run.code, **region.to_dict()}))
-    elif not (run.failed and region.is_empty):
-        if isinstance(region, ShadowRun):
-            show(region.table(rows))
-        else:
-            print(region.report())
+    elif isinstance(region, ShadowRun):
+        show(region.table(rows))
+    else:
+        print(region.report())
     raise typer.Exit(1 if isinstance(region, CompiledComparison) and region.differences else run.code)
 
 

@@ -176,17 +176,16 @@ def _text(value: object) -> str:
 
 def _folded(made: Sequence[Cast]) -> list[Cast]:
     """Return casts with one name for sibling modules that cast alike: ``Net.blocks.*.mlp, x12``."""
-    from amp_plugin.numerics.report import fold  # noqa: PLC0415 - loads torch
+    from amp_plugin.numerics.modules import pattern_of  # noqa: PLC0415 - loads torch
 
     def kind(cast: Cast) -> tuple[object, ...]:
-        place = tuple("*" if part.isdecimal() else part for part in cast.module.split("."))
-        return place, cast.op, cast.argument, cast.kind, cast.before, cast.after
+        return pattern_of(cast.module), cast.op, cast.argument, cast.kind, cast.before, cast.after
 
     siblings: dict[tuple[object, ...], dict[str, None]] = {}
     for cast in made:
         siblings.setdefault(kind(cast), {})[cast.module] = None
     names = {
-        alike: fold([*modules]) + (f", x{len(modules)}" if len(modules) > 1 else "")
+        alike: f"{alike[0]}, x{len(modules)}" if len(modules) > 1 else next(iter(modules))
         for alike, modules in siblings.items()
     }
     return [replace(cast, module=names[kind(cast)]) for cast in made]

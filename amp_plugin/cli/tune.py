@@ -67,7 +67,6 @@ def tune(
     batches: Annotated[int, typer.Option(min=1, help="Backward passes to run and measure.")] = 4,
     device: Device = None,
     reference: Reference = "fp64",
-    plot: Annotated[Path | None, typer.Option(help="Draw what was tried into this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Search op rules that save memory or casts, or cure an overflow, and write them to a file.
@@ -90,8 +89,6 @@ def tune(
             progress=not as_json,
         )
         tuning.save(output)
-        if plot is not None:
-            tuning.plot(plot)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         fail(str(error), code=1)
     if as_json:
@@ -99,24 +96,19 @@ def tune(
         return
     print(tuning.headline)
     show(tuning.table())
-    drawn = f"; {plot} shows what was tried" if plot else ""
-    print(f"{output} {'changes no rule' if tuning.keeps_default else 'holds the rules'}{drawn}")
+    print(f"{output} {'changes no rule' if tuning.keeps_default else 'holds the rules'}")
 
 
 _NUMBERS: Final = ("saved_bytes", "cast_bytes", "error", "mean_error", "failed")
 
 
 def _as_json(tuning: Tuning, output: Path) -> dict[str, Any]:
-    def rules(changes: Any) -> dict[str, str]:
-        return {change.op: change.rule.value for change in changes}
-
     sides = {"before": tuning.before, "after": tuning.after}
-    miss = tuning.nearest
     return {
-        "nearest": miss and {"rules": rules(miss.changes), "saved": miss.saved, "error_grows": miss.growth},
+        "nearest": tuning.nearest,
         "goal": tuning.goal,
         "file": str(output),
-        "rules": rules(entry.changes[0] for entry in tuning.changes),
+        "rules": {change.op: change.rule.value for change in tuning.changes},
         "tried": len(tuning.tried),
         **{
             name: {number: getattr(side, number) for number in _NUMBERS} | {"seconds": seconds}

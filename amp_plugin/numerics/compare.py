@@ -13,10 +13,10 @@ import math
 import pickle
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +26,33 @@ from amp_plugin.numerics.op import Call, listed
 from amp_plugin.numerics.shadow import WideRun
 from amp_plugin.numerics.values import Fingerprint, Storages, as_json, distance, fingerprint, norm
 
-_FORMAT = "amp_plugin run 4"
+_FORMAT = "amp_plugin run 5"
 _SUMS = 64 * 2.0**-23  # of the product of the two largest inputs: rounding of sums that cancel
 _GROWTH = 3.0  # by which one op may enlarge differences that are there
 
 
-# -- a run -------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A result that two runs of a program do not share."""
+
+    result: str  # which, in words
+    op: str  # that made it
+    module: str = ""  # path of the module; empty outside of modules
+    line: str = ""  # of the program, that calls the op; empty if unknown
+    relative: float  # the difference; of recorded runs that of what the results would be without rounding
+    allowed: float  # how large it may be
+    reason: str = ""  # what is known of it besides
+    is_rounding: bool = False  # whether rounding explains it
+
+    def __str__(self) -> str:
+        explains = "explains it" if self.is_rounding else "does not explain it"
+        rows = {
+            "op": self.op,
+            "line": self.line,
+            "reason": self.reason,
+            "difference": f"{self.relative:.2g}, relative; rounding {explains}: {self.allowed:.2g}",
+        }
+        return laid_out(self.result, [(name, text) for name, text in rows.items() if text])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,11 +70,8 @@ class OpRecord:
     held: Fingerprint  # of what it would be without rounding
     reads: tuple[Fingerprint, ...]  # of the inputs without rounding
     eps: float  # of the coarsest dtype among result and inputs
-    rounding: float  # how far the result is from the one without rounding, relative
-    # the op's own error over what rounding its result once and sums in fp32 may come to
-    excess: float
-    # that of the inputs, where the result is taken as exact since the op does not run in fp64; else 0
-    taken: float
+    excess: float  # the op's own error over what rounding its result once and sums in fp32 may come to
+    taken: float  # rounding of the inputs, where the result is taken as exact; else 0
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "scalar"
@@ -61,56 +79,58 @@ class OpRecord:
         return f"{self.op}{where}, {self.direction}, step {self.step}, {self.dtype}[{shape}]"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """A recorded run."""
 
-    format: str = _FORMAT
-    records: list[OpRecord] = field(default_factory=list)  # results in the order of the ops
-    # ops that did not run in fp64 -> how often
-    unmeasured: dict[str, int] = field(default_factory=dict)
+    records: list[OpRecord]  # results in the order of the ops
+    unmeasured: dict[str, int]  # ops that did not run in fp64 -> how often
 
     @classmethod
     def load(cls, path: Path) -> Run:
-        """Read a run; nothing else is unpickled.
-
-        Raises:
-            ValueError: the file is not such a run.
-            OSError: it cannot be read.
-        """
-        run, reason = None, None
-        with torch.serialization.safe_globals([cls, OpRecord, Fingerprint, Counter]):
+        """Read a run; nothing else is unpickled, and another file is a ValueError."""
+        kept, reason = None, None
+        with torch.serialization.safe_globals([OpRecord, Fingerprint]):
             try:
-                run = torch.load(path, weights_only=True)
+                kept = torch.load(path, weights_only=True)
             except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
                 reason = error
-        if not isinstance(run, cls) or run.format != _FORMAT:
+        if not isinstance(kept, tuple) or kept[0] != _FORMAT:
             msg = f"{path} is not a recorded run; make one with: amp-plugin diagnose --save run.pt train.py"
             raise ValueError(msg) from reason
-        return run
+        return cls(*kept[1:])
 
 
 class RunRecorder(WideRun):
-    """A region whose results are written to a file when it ends; see ``record_run``.
+    """Record what each op of a region makes, into a file for ``compare_runs``.
+
+    A few hundred numbers of each tensor are kept: some 2 kB per op. Each op runs twice more in fp64, on its
+    inputs and on what they would be without rounding; the program's own results and random numbers stay.
+    Memory: the fp64 values of every living tensor. The file is written when the region ends.
+
+    Args:
+        path: of the file.
+        model: gives the module names; default: whatever module is called.
+        steps: optimizer steps to record; what comes later runs unrecorded.
 
     Attributes:
         run: what was recorded so far.
+
+    Raises:
+        ValueError: ``steps`` is below 1.
     """
 
     def __init__(self, path: str | Path, model: nn.Module | None = None, *, steps: int = 10) -> None:
+        if steps < 1:
+            msg = f"record_run(steps={steps}): give at least 1"
+            raise ValueError(msg)
         super().__init__(model, torch.float32 if torch.backends.mps.is_available() else torch.float64)
         self._path, self._most = Path(path), steps
         self._made: Storages[int] = Storages()  # numbers of the records that made them
-        self.run = Run(unmeasured=self.recorder.unmeasured)
+        self.run = Run([], self.recorder.unseen)
 
     def ended(self, error: BaseException | None) -> None:
         """Write the file, after an error of the program too."""
-        torch.save(self.run, self._path)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no op made a number."""
-        return not self.run.records
+        torch.save((_FORMAT, self.run.records, dict(self.run.unmeasured)), self._path)
 
     def to_dict(self) -> dict[str, Any]:
         """Return file, number of results and steps, as JSON's values."""
@@ -153,7 +173,6 @@ class RunRecorder(WideRun):
             held=fingerprint(self.shadows.of(result), len(self.run.records)),
             reads=call.read,
             eps=coarsest.eps if coarsest else 0.0,
-            rounding=self._rounding(result),
             excess=_excess(call, result, exact, coarsest) if exact is not None and coarsest else 0.0,
             taken=max(map(self._rounding, tensors), default=0.0) if exact is None else 0.0,
         )
@@ -187,82 +206,7 @@ def _excess(call: Call, result: Tensor, exact: Tensor, coarsest: torch.finfo) ->
     return apart / allowed if math.isfinite(allowed) else 0.0
 
 
-def record_run(path: str | Path, model: nn.Module | None = None, *, steps: int = 10) -> RunRecorder:
-    """Record what each op of a region makes, into a file for ``compare_runs``.
-
-    A few hundred numbers of each tensor are kept: some 2 kB per op. Each op runs twice more in fp64, on its
-    inputs and on what they would be without rounding; the program's own results and random numbers stay.
-    Memory: the fp64 values of every living tensor.
-
-    Args:
-        path: of the file.
-        model: gives the module names; default: whatever module is called.
-        steps: optimizer steps to record; what comes later runs unrecorded.
-
-    Returns:
-        A context manager; the file is written when it ends.
-
-    Raises:
-        ValueError: ``steps`` is below 1.
-    """
-    if steps < 1:
-        msg = f"record_run(steps={steps}): give at least 1"
-        raise ValueError(msg)
-    return RunRecorder(path, model, steps=steps)
-
-
-# -- two runs ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """A result that two runs do not share."""
-
-    first: OpRecord  # the results
-    second: OpRecord
-    relative: float  # the difference of what they would be without rounding, relative
-    inputs: float  # the same, the largest among the op's inputs
-    allowed: float  # how large it may be
-    alone: str = ""  # the op that one run alone has, if an input that it made is what differs; else empty
-
-    @property
-    def excess(self) -> float:
-        """The op's own error over what rounding may come to, if one run alone is beyond it; else 0."""
-        low, high = sorted((self.first.excess, self.second.excess))
-        return high if high > 1 >= low else 0.0
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether the results have the same bits."""
-        return (self.first.dtype, self.first.checksum) == (self.second.dtype, self.second.checksum)
-
-    @property
-    def is_rounding(self) -> bool:
-        """Whether rounding explains it."""
-        return self.relative <= self.allowed and not self.excess
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON's values."""
-        told = {name: getattr(self.first, name) for name in ("op", "module", "direction", "step", "line")}
-        for name in ("alone", "relative", "inputs", "allowed", "excess", "is_rounding"):
-            told[name] = getattr(self, name)
-        told["dtypes"] = [self.first.dtype, self.second.dtype]
-        told["rounding"] = [self.first.rounding, self.second.rounding]
-        return as_json(told)  # type: ignore[no-any-return]
-
-    def __str__(self) -> str:
-        first, second = self.first, self.second
-        dtypes = "" if first.dtype == second.dtype else f" against {second.dtype}"
-        explains = "explains" if self.is_rounding else "does not explain"
-        rows = {
-            "line": first.line,
-            "its input": self.alone and f"comes from {self.alone}, which one run alone has",
-            "one run": self.excess and f"the op's own error is {self.excess:.2g} times what rounding allows",
-            "difference": f"{self.relative:.2g} without rounding, relative; rounding {explains} it: inputs "
-            f"that differ by {self.inputs:.2g} allow {self.allowed:.2g}",
-            "rounding": f"{first.rounding:.2g} in one run, {second.rounding:.2g} in the other",
-        }
-        return laid_out(f"{first}{dtypes}", [(name, str(text)) for name, text in rows.items() if text])
+record_run = RunRecorder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -296,12 +240,10 @@ class RunComparison:
         if self.first is None:
             return f"{counts}: what both runs have is equal, bit for bit"
         unexplained = f"first that rounding does not explain: {self.unexplained}"
-        if self.unexplained is None:
-            unexplained = "rounding explains every difference"
         parts = [
             counts,
             f"first difference: {self.first}",
-            unexplained if self.unexplained is not self.first else "",
+            unexplained if self.unexplained else "rounding explains every difference",
             f"not to be told from rounding: differences below {self.unseen:.1g} of a result",
             f"taken as exact, not measured: {listed(self.unmeasured)}" if self.unmeasured else "",
         ]
@@ -309,9 +251,7 @@ class RunComparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON's values."""
-        differences = {"first": self.first, "unexplained": self.unexplained}
-        told = {name: as_json(getattr(self, name)) for name in self.__slots__ if name not in differences}
-        return told | {name: found and found.to_dict() for name, found in differences.items()}
+        return as_json(self)  # type: ignore[no-any-return]
 
 
 def compare_runs(first: str | Path, second: str | Path) -> RunComparison:
@@ -339,13 +279,15 @@ def compare_runs(first: str | Path, second: str | Path) -> RunComparison:
         {number: record for number, record in enumerate(run.records) if number not in numbers}
         for run, numbers in zip((ours, theirs), matched, strict=True)
     ]
-    judged: list[Difference] = []
-    largest = 0.0  # difference that is explained, so far
+    allowed, differing, largest = [], [], 0.0  # the last: difference that is explained, so far
     for number, other in shared.items():
-        judged.append(_judged(ours.records[number], theirs.records[other], alone, largest))
-        if judged[-1].is_rounding:
-            largest = max(largest, judged[-1].relative)
-    differing = [found for found in judged if not found.is_equal]
+        mine, its = ours.records[number], theirs.records[other]
+        judged = _judged(mine, its, alone, largest)
+        allowed.append(judged.allowed)
+        if judged.is_rounding:
+            largest = max(largest, judged.relative)
+        if (mine.dtype, mine.checksum) != (its.dtype, its.checksum):
+            differing.append(judged)
     return RunComparison(
         compared=len(shared),
         only_first=len(alone[0]),
@@ -353,7 +295,7 @@ def compare_runs(first: str | Path, second: str | Path) -> RunComparison:
         differing=len(differing),
         first=next(iter(differing), None),
         unexplained=next((found for found in differing if not found.is_rounding), None),
-        unseen=median(found.allowed for found in judged),
+        unseen=median(allowed),
         unmeasured=dict(Counter(ours.unmeasured) | Counter(theirs.unmeasured)),
     )
 
@@ -362,21 +304,32 @@ def _judged(
     mine: OpRecord, its: OpRecord, alone: Sequence[Mapping[int, OpRecord]], largest: float
 ) -> Difference:
     """Compare a result, or the input of it that an op which one run alone has made too different."""
-    slack, inputs = 2 * max(mine.eps, its.eps), 0.0
+    slack, inputs, reason = 2 * max(mine.eps, its.eps), 0.0, ""
+    relative = mine.held.difference(its.held)
     for read, other in zip(mine.reads, its.reads, strict=False):
         apart, allowed = read.difference(other), _GROWTH * largest + slack
         maker = alone[0].get(read.made_by) or alone[1].get(other.made_by)
         if maker is not None and apart > allowed:
-            by = f"{maker.op} at {maker.line}" if maker.line else maker.op
-            return Difference(
-                first=mine, second=its, relative=apart, inputs=largest, allowed=allowed, alone=by
-            )
+            relative, reason = apart, f"an input comes from {maker}, which one run alone has"
+            break
         inputs = max(inputs, apart)
-    allowed = _GROWTH * (inputs + mine.taken + its.taken) + slack
-    if inputs and mine.held.is_discrete:
-        allowed += math.sqrt(4 / max(math.prod(mine.shape), 1))  # one element may always turn
-    relative = mine.held.difference(its.held)
-    return Difference(first=mine, second=its, relative=relative, inputs=inputs, allowed=allowed)
+    else:
+        allowed = _GROWTH * (inputs + mine.taken + its.taken) + slack
+        if inputs and mine.held.is_discrete:
+            allowed += math.sqrt(4 / max(math.prod(mine.shape), 1))  # one element may always turn
+        low, high = sorted((mine.excess, its.excess))
+        if high > 1 >= low:
+            reason = f"the op's own error is {high:.2g} times what rounding allows, in one run alone"
+    return Difference(
+        result=f"{mine}" + ("" if mine.dtype == its.dtype else f" against {its.dtype}"),
+        op=mine.op,
+        module=mine.module,
+        line=mine.line,
+        relative=relative,
+        allowed=allowed,
+        reason=reason,
+        is_rounding=relative <= allowed and not reason,
+    )
 
 
 def _by_place(records: Sequence[OpRecord]) -> dict[tuple[object, ...], int]:

@@ -2,11 +2,10 @@
 
 ::
 
-    a graph is called:  as it was compiled, eagerly, and once more in float64
+    a graph is called:  as it was compiled, and eagerly
     what is compared:   results, inputs that it writes, inputs' gradients for random ones of the results
-    compiled - float64  against  eager - float64:  more than 4 times as far (and 4 eps) is not rounding
-
-Eager code rounds after every op, compiled code where its kernels end, so neither is the measure of the other.
+    differ by more than 4 eps:  eagerly four times more, each result off by an eps, and once in float64
+    differ by more than 4 times as much as any of these runs (and 4 eps): not rounding
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 from unittest.mock import patch
 
@@ -25,63 +24,26 @@ import torch
 from torch import Tensor, fx
 from typing_extensions import Self
 
-from amp_plugin.numerics.finding import laid_out
+from amp_plugin.numerics.compare import Difference
 from amp_plugin.numerics.modules import Tracker
-from amp_plugin.numerics.op import Call, Observer, Region, listed
-from amp_plugin.numerics.places import Place, place_in_trace
+from amp_plugin.numerics.op import Call, Region, listed
+from amp_plugin.numerics.places import place_in_trace
 from amp_plugin.numerics.shadow import WideRun
 from amp_plugin.numerics.values import as_json, distance, unwatched
 from amp_plugin.precision import short_name
 from amp_plugin.scaling.step_log import random_numbers_from, random_state
 
-Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
-
-_TIMES, _EPS = 4.0, 4.0  # compiled code may be so many times as far from float64, and so many eps more
-_PEAK = 4.0  # the largest of many elements' errors is less steady than their norm
+_TIMES, _EPS = 4.0, 4.0
+_PEAK = 4.0  # the largest of many elements' differences is less steady than their norm
 _NUDGES = 4
 _OWNED = re.compile(r"_(?:modules|parameters|buffers)_(.*?)(?=_(?:modules|parameters|buffers)_|_$)")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompiledDifference:
-    """A result of a compiled graph that differs from eager code's by more than rounding.
-
-    Attributes:
-        graph: number of the graph, from 0, in the order of compilation.
-        result: which result, in words.
-        dtype: of the result.
-        compiled: relative error against float64; what ops make that do not run in it is taken as exact.
-        eager: the largest error of eager code, whose roundings were changed several times.
-        op: the first op of the graph whose own result differs; if there is none, the op that makes the result
-            or reads the input whose gradient differs. Empty if the graph has none.
-        place: the line of the program that calls this op; None if the graph does not say.
-        alone: whether the op's own result was seen to differ.
-    """
-
-    graph: int
-    result: str
-    dtype: torch.dtype
-    compiled: float
-    eager: float
-    op: str = ""
-    place: Place | None = None
-    alone: bool = False
-
-    def __str__(self) -> str:
-        where = f"{self.result} of graph {self.graph} ({short_name(self.dtype)})"
-        rows = [("error", f"{self.compiled:.2g}, relative; eager code's is {self.eager:.2g}")]
-        if self.op:
-            rows.append(("op", self.op + ("" if self.alone else ", or what it is compiled with")))
-        if self.place is not None:
-            rows.append(("line", f"{self.place}: {self.place.text}"))
-        return laid_out(f"compiled code differs from eager code in {where}", rows)
-
-
 class CompiledComparison:
-    """A region in which every graph that torch.compile makes is also run eagerly and in float64.
+    """A region in which every graph that torch.compile makes is also run eagerly.
 
     The program goes on with the compiled code's results. Random numbers are those of eager code
-    (``fallback_random`` of inductor). Slow: each graph runs three times, and its backward pass as well, for
+    (``fallback_random`` of inductor). Slow: each graph runs twice or more, and its backward pass as well, for
     random gradients of the results. Graphs that were compiled before the region are not compared.
 
     Attributes:
@@ -92,12 +54,11 @@ class CompiledComparison:
     """
 
     def __init__(self) -> None:
-        self.differences: list[CompiledDifference] = []
+        self.differences: list[Difference] = []
         self.graphs = 0
         self.compared = 0
         self.not_compared: Counter[str] = Counter()
-        self.is_open = False
-        self._patches = ExitStack()
+        self._patches: ExitStack | None = None
 
     def __enter__(self) -> Self:
         """Open the region."""
@@ -111,34 +72,57 @@ class CompiledComparison:
                 backend = getattr(torch, name)
                 stack.enter_context(patch.object(backend, "__call__", self._watching(backend.__call__)))
             self._patches = stack.pop_all()
-        self.is_open = True
         return self
 
     def __exit__(self, *error: object) -> None:
         """Close the region; graphs that were compiled in it run as compiled from now on."""
-        self.is_open = False
-        self._patches.close()
+        if self._patches is not None:
+            self._patches.close()
+        self._patches = None
 
     def _watching(self, backend_call: Callable[..., Any]) -> Callable[..., Any]:
         def call(backend: Any, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
             def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
                 return backend_call(backend, module, inputs, **options)
 
-            kept = copy.deepcopy(module)  # backends change what they compile
-            graph = _Graph(self, self.graphs, kept, compile_graph(module, inputs), compile_graph)
+            kept, number = copy.deepcopy(module), self.graphs  # backends change what they compile
+            compiled, found = compile_graph(module, inputs), list[Difference]()
             self.graphs += 1
-            return graph.run
+
+            def run(*inputs: Any) -> Any:
+                if self._patches is None or found:
+                    return compiled(*inputs)
+                eager = _EagerRuns(kept, inputs)
+                results = compiled(*inputs)
+                if not eager.plain:
+                    self.not_compared["a graph that does not run eagerly"] += 1
+                elif differing := self._differing(eager, _readings(inputs, results)):
+                    found.append(_difference(kept, number, eager, differing, compile_graph))
+                    self.differences.append(found[0])
+                return results
+
+            return run
 
         return call
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing was compiled."""
-        return not self.graphs
+    def _differing(self, eager: _EagerRuns, held: Mapping[Reading, Tensor]) -> Differing | None:
+        """Return the first result that differs by more than rounding."""
+        for reading, value in held.items():
+            kind, number = reading
+            if kind == "input" and torch.equal(eager.plain[reading], eager.inputs[number]):
+                continue  # norms on the CPU write without a new version
+            if not value.is_floating_point():
+                if not torch.equal(value, eager.plain[reading]):
+                    self.not_compared["a result of integers, which differs"] += 1
+                continue
+            self.compared += 1
+            if found := eager.difference(reading, value):
+                return reading, *found
+        return None
 
     def report(self) -> str:
         """Return what differs, and what could not be compared, as text."""
-        lines = [str(difference) for difference in self.differences]
+        lines = [f"compiled code differs from eager code in {difference}" for difference in self.differences]
         lines.append(
             f"{self.compared} results of {self.graphs} compiled graphs compared with eager code"
             + ("" if self.differences else ": rounding explains every difference")
@@ -164,6 +148,9 @@ def has_compiled() -> bool:
 Reading = tuple[str, int]
 """What is compared: a ``"result"``, an ``"input"`` or an input's ``"gradient"``; and its number."""
 
+Differing = tuple[Reading, float, float]
+"""What differs, how far it is from eager code's, and how far it may be."""
+
 
 def _readings(inputs: Sequence[Any], results: Sequence[Any]) -> dict[Reading, Tensor]:
     """Return what a graph has made of its inputs, and its inputs' gradients."""
@@ -179,142 +166,97 @@ def _readings(inputs: Sequence[Any], results: Sequence[Any]) -> dict[Reading, Te
     return held
 
 
-class _Call:
-    """One call of a graph, and eager runs on copies of its inputs: in float64 too, with roundings changed."""
+class _EagerRuns:
+    """Eager runs of one call of a graph, on copies of its inputs."""
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        self.inputs = [_copied(value) for value in inputs]
+        self.inputs = list(map(_copied, inputs))
         self._module, self._random_state = module, random_state()
-        self._nudged: list[dict[Reading, Tensor]] = []
-        wide = WideRun(None, torch.float64)
-        self.eager = self._run(wide)
-        with unwatched():
-            self._exact = {
-                reading: wide.shadows.of(value).clone()
-                for reading, value in self.eager.items()
-                if wide.shadows.follows(value)
-            }
+        self.plain = self._run(Region(Tracker()))
 
     def _run(self, region: Region) -> dict[Reading, Tensor]:
-        """Run the graph eagerly while a region sees its ops; nothing is held if that fails."""
-        inputs = [_copied(value) for value in self.inputs]
+        """Run the graph while a region sees its ops; nothing is held if that fails."""
+        inputs = list(map(_copied, self.inputs))
         try:
             with random_numbers_from(self._random_state), region.recorder:
                 return _readings(inputs, self._module(*inputs))
         except Exception:  # noqa: BLE001 -- whatever the user's graph raises
             return {}
 
-    def errors(self, reading: Reading, value: Tensor) -> tuple[float, float] | None:
-        """Return the errors of a compiled result and of eager code's; None if rounding explains the first."""
-        eager = self.eager.get(reading)
+    @cached_property
+    def _rounded_otherwise(self) -> list[dict[Reading, Tensor]]:
+        runs, wide = [self._run(_Nudged(seed)) for seed in range(_NUDGES)], WideRun(None, torch.float64)
+        narrow = self._run(wide)
+        with unwatched():
+            exact = {key: wide.shadows.of(v) for key, v in narrow.items() if wide.shadows.follows(v)}
+        return [*runs, exact]
+
+    def difference(self, reading: Reading, value: Tensor) -> tuple[float, float] | None:
+        """Return how far a result is from eager code's and may be; None if rounding explains it."""
+        eager = self.plain.get(reading)
         if eager is None or value.numel() == 0:
             return None
-        exact, eps = self._exact.get(reading, eager), torch.finfo(value.dtype).eps
         for order, times in ((2.0, 1.0), (torch.inf, _PEAK)):
-            error, own = distance(value, exact, order), distance(eager, exact, order)
-            if error <= times * (_TIMES * own + _EPS * eps):
-                continue
-            if not self._nudged:  # results that are each off by an eps: by so much rounding alone may differ
-                self._nudged = [self._run(_Nudged(seed)) for seed in range(_NUDGES)]
-            others = [other[reading] for other in self._nudged if reading in other]
-            own = max([own, *(distance(other, exact, order) for other in others)])
-            if error > times * (_TIMES * own + _EPS * eps):
-                return error, own
+            apart = distance(value, eager, order)
+            allowed = times * _EPS * torch.finfo(value.dtype).eps
+            if apart > allowed:
+                others = [eager, *(run[reading] for run in self._rounded_otherwise if reading in run)]
+                allowed += times * _TIMES * max(distance(other, eager, order) for other in others)
+                if apart > allowed:
+                    return apart, allowed
         return None
 
 
-@dataclass(eq=False, slots=True)
-class _Graph:
-    """One graph: as it was traced, and as it was compiled."""
-
-    comparison: CompiledComparison
-    number: int
-    module: fx.GraphModule
-    compiled: Callable[..., Any]
-    compile: Compile
-    has_differed: bool = field(default=False, init=False)
-
-    def run(self, *inputs: Any) -> Any:
-        """Run the compiled graph, and compare it with eager code."""
-        if not self.comparison.is_open or self.has_differed:
-            return self.compiled(*inputs)
-        call = _Call(self.module, inputs)
-        results = self.compiled(*inputs)
-        if not call.eager:
-            self.comparison.not_compared["a graph that does not run eagerly"] += 1
-        elif difference := self._difference(call, _readings(inputs, results)):
-            self.has_differed = True
-            self.comparison.differences.append(difference)
-        return results
-
-    def _difference(self, call: _Call, held: Mapping[Reading, Tensor]) -> CompiledDifference | None:
-        """Return the first result that differs by more than rounding."""
-        for reading, value in held.items():
-            kind, number = reading
-            if kind == "input" and torch.equal(call.eager[reading], call.inputs[number]):
-                continue  # norms on the CPU write without a new version
-            if not value.is_floating_point():
-                if not torch.equal(value, call.eager[reading]):
-                    self.comparison.not_compared["a result of integers, which differs"] += 1
-                continue
-            self.comparison.compared += 1
-            errors = call.errors(reading, value)
-            if errors is not None:
-                origin = self._origin(call, reading)
-                node = origin or self._reader(reading)
-                return CompiledDifference(
-                    graph=self.number,
-                    result=self._name(reading),
-                    dtype=value.dtype,
-                    compiled=errors[0],
-                    eager=errors[1],
-                    op=str(getattr(node.target, "__name__", node.target)) if node else "",
-                    place=place_in_trace(node.stack_trace or "") if node else None,
-                    alone=origin is not None,
-                )
-        return None
-
-    def _origin(self, call: _Call, reading: Reading) -> fx.Node | None:
-        """Return the first op whose own result differs, where the graph is asked for the results of all."""
-        module = copy.deepcopy(self.module)
-        output = module.graph.output_node()
-        kind, number = reading
-        before = _before(output.args[0][number] if kind == "result" else output)  # type: ignore[index,arg-type]
-        ops = [node for node in module.graph.nodes if node in before and node.op.startswith("call_")]
-        ops = [node for node in ops if isinstance(node.meta.get("example_value"), Tensor)]
-        output.args = (tuple(ops),)
-        module.recompile()
-        again = _Call(copy.deepcopy(module), call.inputs)
-        try:
-            values = self.compile(module, call.inputs)(*map(_copied, call.inputs))
-        except Exception:  # noqa: BLE001 -- a backend may refuse such a graph
-            return None
-        for index, (node, value) in enumerate(zip(ops, values, strict=True)):
-            if value.is_floating_point() and again.errors(("result", index), value) is not None:
-                return node  # type: ignore[no-any-return]
-        return None
-
-    def _inputs(self) -> list[fx.Node]:
-        return [node for node in self.module.graph.nodes if node.op == "placeholder"]
-
-    def _reader(self, reading: Reading) -> fx.Node | None:
-        """Return the op that makes a result, or the first that reads an input."""
-        kind, number = reading
-        if kind == "result":
-            return self.module.graph.output_node().args[0][number]  # type: ignore[index,return-value]
-        return next(iter(self._inputs()[number].users), None)
-
-    def _name(self, reading: Reading) -> str:
-        """Return what is compared, in words; an input as the program's modules name it."""
-        kind, number = reading
-        if kind == "result":
-            return f"result {number}"
-        target = str(self._inputs()[number].target)
+def _difference(
+    module: fx.GraphModule,
+    graph: int,
+    eager: _EagerRuns,
+    differing: Differing,
+    compile_graph: Callable[..., Any],
+) -> Difference:
+    """Name the op behind a result that differs: the first one whose own result does, if there is one."""
+    (kind, number), apart, allowed = differing
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    output: Any = module.graph.output_node().args[0]
+    origin = _origin(module, eager, compile_graph)
+    # else what makes the result, or reads the input first
+    node = origin or (output[number] if kind == "result" else next(iter(inputs[number].users), None))
+    result = f"result {number}"
+    if kind != "result":
+        target = str(inputs[number].target)
         name = ".".join(_OWNED.findall(target)) or target
-        return f"the gradient of {name}" if kind == "gradient" else f"{name}, which it writes,"
+        result = f"the gradient of {name}" if kind == "gradient" else f"{name}, which it writes,"
+    place = place_in_trace(node.stack_trace or "") if node else None
+    return Difference(
+        result=f"{result} of graph {graph} ({short_name(eager.plain[kind, number].dtype)})",
+        op=str(getattr(node.target, "__name__", node.target)) if node else "",
+        line=f"{place}: {place.text}" if place else "",
+        relative=apart,
+        allowed=allowed,
+        reason="" if origin else "that op alone is right; it may be what it is compiled with",
+    )
 
 
-class _Nudged(Region, Observer):
+def _origin(module: fx.GraphModule, eager: _EagerRuns, compile_graph: Callable[..., Any]) -> fx.Node | None:
+    """Return the first op whose own result differs, where the graph is asked for the results of all."""
+    module = copy.deepcopy(module)
+    output = module.graph.output_node()
+    ops = [node for node in module.graph.nodes if node.op.startswith("call_")]
+    ops = [node for node in ops if isinstance(node.meta.get("example_value"), Tensor)]
+    output.args = (tuple(ops),)
+    module.recompile()
+    again = _EagerRuns(copy.deepcopy(module), eager.inputs)
+    try:
+        values = compile_graph(module, eager.inputs)(*map(_copied, eager.inputs))
+    except Exception:  # noqa: BLE001 -- a backend may refuse such a graph
+        return None
+    for index, (node, value) in enumerate(zip(ops, values, strict=True)):
+        if value.is_floating_point() and again.difference(("result", index), value) is not None:
+            return node  # type: ignore[no-any-return]
+    return None
+
+
+class _Nudged(Region):
     """A region whose results are each off by an eps, up or down."""
 
     def __init__(self, seed: int) -> None:
@@ -333,13 +275,3 @@ class _Nudged(Region, Observer):
 def _copied(value: Any) -> Any:
     is_tensor = isinstance(value, Tensor)
     return value.detach().clone().requires_grad_(value.requires_grad) if is_tensor else value
-
-
-def _before(node: fx.Node) -> set[fx.Node]:
-    """Return a node and all that it is computed from."""
-    found, waiting = {node}, [node]
-    while waiting:
-        new = set(waiting.pop().all_input_nodes) - found
-        found |= new
-        waiting += new
-    return found

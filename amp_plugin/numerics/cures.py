@@ -1,4 +1,4 @@
-"""The rule autocast has for an op, the names by which rules reach it, and lines to paste for fp32."""
+"""The names by which rules reach an op, and lines to paste that compute in fp32."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import re
 import sys
 from collections.abc import Container, Sequence
 
-from amp_plugin.casting.dispatcher import DEFAULT, KERNELS, rules_of
 from amp_plugin.casting.op_names import names_an_op
-from amp_plugin.casting.rules import OpRules
-from amp_plugin.casting.rules_files import TABLES
 from amp_plugin.numerics.finding import Cure
 from amp_plugin.numerics.modules import ModuleAddress
 
@@ -48,29 +45,6 @@ def callers_of(op: str, *, is_transposed: bool = False) -> tuple[str, ...]:
     return tuple(names) or tuple(filter(names_an_op, [f"{namespace}::{packet}"]))
 
 
-def rule_of(op: str, device_type: str, *, is_transposed: bool = False) -> str:
-    """Return the rule that autocast has for an op that ran: the open region's, else the default one."""
-    if device_type not in TABLES:
-        return "unchanged"
-    number, _ = KERNELS.innermost_regions().get(device_type, (DEFAULT, True))
-    rules = (rules_of(number) or OpRules.default(device_type)).rules
-    if op in rules:
-        return rules[op].value
-    own = op.partition(".")[0].rstrip("_")
-    for names in ((own,), callers_of(op, is_transposed=is_transposed)):
-        found = {rule.value for known, rule in rules.items() if known.partition(".")[0] in names}
-        if found:
-            return ", ".join(sorted(found))
-    return "unchanged"
-
-
-def stock_framework(loaded: Container[str] = sys.modules) -> str:
-    """Return a framework that the program has loaded, without this package's part for it; empty if none."""
-    if "lightning" in loaded or "pytorch_lightning" in loaded:
-        return "" if any(plugins in loaded for plugins in _PLUGINS) else "Lightning"
-    return "Accelerate" if "accelerate" in loaded and "amp_plugin.adapters.accelerate" not in loaded else ""
-
-
 def cures_of(
     module: ModuleAddress, rule_names: Sequence[str], device_type: str, loaded: Container[str] = sys.modules
 ) -> tuple[Cure, ...]:
@@ -80,13 +54,14 @@ def cures_of(
     """
     changes = "".join(f'.with_rule("{name}", "fp32")' for name in rule_names)
     rules = f'amp_plugin.OpRules.default("{device_type}"){changes}'
+    option = "import amp_plugin\namp_plugin.{}={})"
+    fp32_modules = f'["*{module.path}"]'
     if any(plugins in loaded for plugins in _PLUGINS):
         place = everywhere = (
             "Lightning, options of the plugin (in Fabric FabricAmpPrecision), next to those it has"
         )
-        pattern = module.path if module.is_of_lightning else f"*.{module.path}"
-        code = f'import amp_plugin\namp_plugin.AmpPrecision("fp16", fp32_modules=["{pattern}"])'
-        rules_code = f'import amp_plugin\namp_plugin.AmpPrecision("fp16", rules={rules})'
+        code = option.format('AmpPrecision("fp16", fp32_modules', fp32_modules)
+        rules_code = option.format('AmpPrecision("fp16", rules', rules)
     elif "amp_plugin.adapters.accelerate" not in loaded:
         place = f"after the line that makes the model; model is your {module.model}"
         everywhere = "once, before the training begins"
@@ -97,14 +72,12 @@ def cures_of(
         place = everywhere = "in the shell, before the program is started"  # they make their own Accelerator
         code = f"export AMP_PLUGIN_FP32_MODULES='{module.path}'"
         entries = "".join(f"\\n  {name}: fp32" for name in rule_names)
-        rules_code = (
-            f"printf 'device_type: {device_type}\\nrules:{entries}\\n' > rules.yaml\n"
-            "export AMP_PLUGIN_RULES=rules.yaml"
-        )
+        file = f"printf 'device_type: {device_type}\\nrules:{entries}\\n' > rules.yaml"
+        rules_code = f"{file}\nexport AMP_PLUGIN_RULES=rules.yaml"
     else:
         place = everywhere = "Accelerate, an option in kwargs_handlers, next to those it has"
-        code = f'import amp_plugin\namp_plugin.AmpKwargs(fp32_modules=["{module.path}"])'
-        rules_code = f"import amp_plugin\namp_plugin.AmpKwargs(rules={rules})"
+        code = option.format("AmpKwargs(fp32_modules", fp32_modules)
+        rules_code = option.format("AmpKwargs(rules", rules)
     of_module = Cure(place=f"the module in fp32: {place}", code=code)
     of_ops = Cure(place=f"{' and '.join(rule_names)} in fp32, in all modules: {everywhere}", code=rules_code)
     return (*([of_module] if module.path else []), *([of_ops] if rule_names else []))

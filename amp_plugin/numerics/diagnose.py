@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
-from torch.autograd.function import Function
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves
-from torch.utils.data import dataloader
+from torch import nn
 
 from amp_plugin.numerics.compiled import has_compiled
-from amp_plugin.numerics.cures import stock_framework
 from amp_plugin.numerics.finding import Finding, NonFiniteError
 from amp_plugin.numerics.learning import Learning
-from amp_plugin.numerics.modules import Tracker
-from amp_plugin.numerics.op import Observer, Region, listed
-from amp_plugin.numerics.places import Site
-from amp_plugin.numerics.report import fold
+from amp_plugin.numerics.modules import Tracker, pattern_of
+from amp_plugin.numerics.op import Region, listed
 from amp_plugin.numerics.values import unwatched
 from amp_plugin.numerics.watch import Watch
 
@@ -37,73 +26,8 @@ _NOT_IN_REPLAY = (
 _CHECKS = (ValueError, AssertionError, ArithmeticError)  # how programs refuse a nan
 
 
-class _Doors(Observer):
-    """Watch the doors by which numbers enter and leave ops: loaders, autograd functions, the engine."""
-
-    def __init__(self, watch: Watch, tracker: Tracker) -> None:
-        self._watch, self._tracker = watch, tracker
-        self._loaded: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-
-    def open(self, stack: ExitStack) -> None:
-        """Take the places of torch's functions."""
-        for owner, name, make in (
-            (torch.autograd, "_engine_run_backward", self._engine),
-            (Function, "apply", self._apply),
-            (dataloader._BaseDataLoaderIter, "__next__", self._next),
-        ):
-            stack.enter_context(patch.object(owner, name, make(vars(owner)[name])))
-
-    def _engine(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            with unwatched():
-                self._watch.backward_begins([*outputs, *tree_leaves(args[:1])])
-            gradients = run(outputs, *args, **kwargs)
-            with unwatched():
-                self._watch.backward_ended(gradients)
-            return gradients
-
-        return run_backward
-
-    def _apply(self, method: classmethod[Any, Any, Any]) -> classmethod[Any, Any, Any]:
-        def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
-            site = Site.here(function.__name__, self._tracker.current())
-            outputs = method.__get__(None, function)(*args, **kwargs)
-            with unwatched():
-                self._watch.function_ended(site, (args, kwargs), outputs)
-            for node in {leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)}:
-                if isinstance(node, torch.autograd.function.BackwardCFunction):
-                    node.register_hook(partial(backward_ended, site))
-            return outputs
-
-        def backward_ended(site: Site, made: Any, given: Any) -> None:
-            with unwatched():
-                self._watch.function_ended(site, given, made)
-
-        return classmethod(apply)
-
-    def _next(self, following: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def next_batch(loader: Any) -> Any:
-            batch = following(loader)
-            self._loaded[loader] = number = self._loaded.get(loader, 0) + 1
-            leaves, _ = tree_flatten_with_path(batch)
-            for path, leaf in leaves:
-                if isinstance(leaf, Tensor):
-                    where = "".join(map(str, path))
-                    where = f"batch {number} of the DataLoader" + (where and f", its {where}")
-                    self._watch.loaded(leaf, where)
-            return batch
-
-        return next_batch
-
-
 class Diagnosis(Region):
     """A region in which every op is watched; see ``diagnose``.
-
-    Args:
-        model: as for ``diagnose``.
-        keep_going: as for ``diagnose``.
-        strict: as for ``diagnose``.
-        on_finding: called with each finding as soon as it is found.
 
     Attributes:
         findings: what was found, in order; one at most unless ``keep_going``, where those of one op and line
@@ -120,11 +44,11 @@ class Diagnosis(Region):
     ) -> None:
         self.findings: list[Finding] = []
         self._on_finding, self._raises = on_finding, not keep_going
-        self._modules_of: dict[tuple[object, ...], list[str]] = {}  # of the findings, in their order
+        self._known: dict[tuple[object, ...], int] = {}  # what findings are about -> which one is
         tracker = Tracker(model)
         self._watch = Watch(tracker, self._found, strict=strict)
         self._learning = Learning(tracker)
-        super().__init__(tracker, self._watch, self._learning, _Doors(self._watch, tracker))
+        super().__init__(tracker, self._watch, self._learning)
 
     def ended(self, error: BaseException | None) -> None:
         """Look at what is left.
@@ -150,14 +74,7 @@ class Diagnosis(Region):
             return "\n\n".join(map(str, self.findings))
         lines = ["every number that mattered was finite"]
         if unseen := self.recorder.unseen:
-            lines.append(f"not seen: what happens inside {listed(unseen)}; their results were")
-        if unmeasured := self.recorder.unmeasured:
-            lines.append(f"not seen: what a wider dtype makes of {listed(unmeasured)}")
-        if not (self._watch.saw_fp16 or torch.cuda.is_available()) and (framework := stock_framework()):
-            lines.append(
-                f"nothing ran in fp16: on the CPU {framework} itself computes in another precision where "
-                "fp16 is asked for; `amp-plugin report train.py` runs it in fp16, and names what skips steps"
-            )
+            lines.append(f"not looked into, or not in a wider dtype: {listed(unseen)}")
         if has_compiled():
             lines.append(
                 "functions that torch.compile has made ran eagerly; `amp-plugin diagnose --compare eager` "
@@ -168,11 +85,11 @@ class Diagnosis(Region):
     def _found(self, finding: Finding) -> None:
         """Add a finding; those of one op and line are one with a count."""
         alike = (finding.kind, finding.op, finding.forward_op, finding.place, finding.cause, finding.lesson)
-        modules = self._modules_of.setdefault(alike, [])
-        modules.append(finding.module)
-        if len(modules) > 1:
-            index = list(self._modules_of).index(alike)
-            self.findings[index] = replace(self.findings[index], count=len(modules), module=fold(modules))
+        index = self._known.setdefault(alike, len(self.findings))
+        if index < len(self.findings):
+            first = self.findings[index]
+            module = first.module if finding.module == first.module else pattern_of(finding.module)
+            self.findings[index] = replace(first, count=first.count + 1, module=module)
             return
         self.findings.append(finding)
         if self._on_finding is not None:

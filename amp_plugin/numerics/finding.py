@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from amp_plugin.numerics.modules import Moment
 from amp_plugin.numerics.places import Place
-from amp_plugin.numerics.values import NonFinite, TensorSummary, as_json
+from amp_plugin.numerics.values import Held, TensorSummary, as_json
 from amp_plugin.precision import short_name
 
 Kind = Literal["made", "weight", "input", "unwritten", "collective", "constant", "function", "learning"]
@@ -79,12 +78,11 @@ class Finding:
         op: full name of the op, ``"aten::exp.default"``.
         direction: ``"forward"`` (and everything else outside a backward pass) or ``"backward"``.
         forward_op: of an op in a backward pass: the op of the forward pass it belongs to; else empty.
-        values: which numbers it made or read.
+        held: which numbers it made or read, of ``"nan"``, ``"inf"`` and ``"-inf"``.
         module: path of the module; empty outside of modules.
         place: the line that called the op, or that called its forward op; None if unknown.
         caller: the program's line that led there, if ``place`` is in an installed library.
         dtype: what the op computed in.
-        rule: the rule that autocast has for the op.
         output: the result.
         inputs: the tensors among the arguments.
         numbers: the Python numbers among them, by name.
@@ -92,7 +90,7 @@ class Finding:
         reached: what the numbers did next: ``"nan in aten::_softmax.default ..."``, ``"the loss"``.
         advice: what to do.
         cures: lines to paste into the program, where computing in fp32 is a way out.
-        moment: when it happened.
+        when: how far the program was: calls of its model, backward passes, optimizer steps.
         device_type: of the tensors the op made, ``"cpu"``.
         in_block: whether an autocast block was open; for a backward op around its forward op.
         rule_names: the ops to give the rule fp32 where 16 bits are the reason, as ``OpRules.with_rule`` takes
@@ -107,12 +105,11 @@ class Finding:
     op: str = ""
     direction: Literal["forward", "backward"] = "forward"
     forward_op: str = ""
-    values: NonFinite = NonFinite()  # noqa: RUF009 - frozen
+    held: Held = ()
     module: str = ""
     place: Place | None = None
     caller: Place | None = None
     dtype: torch.dtype = torch.float32
-    rule: str = "unchanged"
     output: TensorSummary = TensorSummary()  # noqa: RUF009 - frozen
     inputs: tuple[TensorSummary, ...] = ()
     numbers: tuple[tuple[str, float], ...] = ()
@@ -120,7 +117,7 @@ class Finding:
     reached: str = ""
     advice: str = ""
     cures: tuple[Cure, ...] = ()
-    moment: Moment = Moment()  # noqa: RUF009 - frozen
+    when: str = ""
     device_type: str = "cpu"
     in_block: bool = False
     rule_names: tuple[str, ...] = ()
@@ -129,17 +126,12 @@ class Finding:
     count: int = 1
 
     @property
-    def limit(self) -> float:
-        """The largest number of ``dtype``."""
-        return torch.finfo(self.dtype).max
-
-    @property
     def headline(self) -> str:
         """What happened, in one sentence."""
         culprit = next((given.name for given in self.inputs if given.nan or given.inf), "")
         return _HEADLINES[self.kind].format(
             op=self.op,
-            held=self.values,
+            held=" and ".join(self.held),
             where=f"in the backward pass of {self.forward_op}" if self.forward_op else f"in {self.direction}",
             dtype=short_name(self.dtype),
             source=self.source or culprit or "(without a name)",
@@ -148,7 +140,7 @@ class Finding:
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yield what is known, as names and texts, for people."""
-        yield "when", str(self.moment) + (f", and {self.count - 1} times more" if self.count > 1 else "")
+        yield "when", self.when + (f", and {self.count - 1} times more" if self.count > 1 else "")
         if self.module:
             yield "module", self.module
         for name, place in (("line", self.place), ("called from", self.caller)):
@@ -160,9 +152,6 @@ class Finding:
         if self.kind == "made":
             first = f", first at {list(self.output.first)}" if self.output.first else ""
             yield "output", f"{self.output}{first}"
-        if self.kind != "learning":
-            limits = f"largest number {self.limit:.5g}; autocast rule {self.rule}"
-            yield "ran in", f"{short_name(self.dtype)}, {limits}"
         if self.reached:
             yield "then", self.reached
         if self.rank is not None:
@@ -172,7 +161,7 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as values that JSON has, nan and inf as words."""
-        return {"headline": self.headline, "when": str(self.moment), "limit": self.limit, **as_json(self)}
+        return {"headline": self.headline, **as_json(self)}
 
     def __str__(self) -> str:
         return laid_out(self.headline, self.rows())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,45 +12,37 @@ from torch.optim import Optimizer
 
 from amp_plugin.numerics.finding import Cause, Finding
 from amp_plugin.numerics.modules import Tracker
-from amp_plugin.numerics.op import Call, Observer
+from amp_plugin.numerics.op import Call
 from amp_plugin.numerics.places import Place, Site, called_from
 from amp_plugin.numerics.values import PLAIN, Storages, is_low_precision
+from amp_plugin.precision import short_name
 
 _ENOUGH = 3  # steps or backward passes, before their lack says something
 _LOST = 0.5  # share of elements that steps did not move
 _UNDERFLOWED = 0.25  # share of the elements of fp16 gradients that are 0 for their range alone
 
-# Reason -> its cause, what was measured, what to do.
-_REASONS: dict[str, tuple[Cause, str, str]] = {
+# Cause, and which case of it -> what was measured, what to do.
+_REASONS = {
     "no step": (
-        "no step",
         "no optimizer took a step in {passes} backward passes",
         "call optimizer.step() after each backward pass; a scaler's leaves it out at an overflow.",
     ),
-    "no gradients": (
-        "no step",
+    "no step, no gradients": (
         "no parameter had a gradient in any of {steps} optimizer steps",
-        "give the optimizer the parameters of this loss's model; look for detach() and no_grad() on the way.",
-    ),
-    "new tensor": (
-        "no step",
-        "no parameter had a gradient in any of {steps} optimizer steps, but a new tensor had",
-        "torch.tensor() and item() keep numbers alone: put losses together by torch.stack().",
+        "give the optimizer the loss's parameters; look for detach(), no_grad(), item() and torch.tensor().",
     ),
     "lost updates": (
-        "lost updates",
         "{updates:.0%} of the elements with a gradient did not move in {steps} steps: {dtype} rounds it away",
         "store the weights exactly: fp32 weights under autocast, or store_weights(model, optimizer).",
     ),
     "underflow": (
-        "underflow",
         "{underflow:.0%} of the fp16 gradients' elements are 0 and would not be in fp32, most in {where}",
         "scale the loss: GradScaler, whose scale is found by itself, or bf16.",
     ),
 }
 
 
-class Learning(Observer):
+class Learning:
     """Count what steps and backward passes lose."""
 
     def __init__(self, tracker: Tracker) -> None:
@@ -123,25 +115,25 @@ class Learning(Observer):
         if steps == 0 and self._has_optimizer:
             reason = "no step"
         elif steps >= _ENOUGH and not self._steps_with_gradients:
-            reason = "no gradients"
+            reason = "no step, no gradients"
             if self._new_leaf is not None:
-                reason, at = "new tensor", (self._new_leaf.place, self._new_leaf.caller)
+                at = self._new_leaf.place, self._new_leaf.caller
         elif steps >= _ENOUGH and updates > _LOST:
             reason = "lost updates"
         elif passes >= _ENOUGH and underflow > _UNDERFLOWED:
             reason = "underflow"
         if reason:
-            shares = {"updates": updates, "underflow": underflow, "where": self._worst[1]}
-            name = str(self._dtype).removeprefix("torch.")
-            cause, lesson, advice = _REASONS[reason]
+            lesson, advice = _REASONS[reason]
+            dtype, where = short_name(self._dtype), self._worst[1]
+            shares = {"updates": updates, "underflow": underflow}
             yield Finding(
                 kind="learning",
-                cause=cause,
-                lesson=lesson.format(passes=passes, steps=steps, dtype=name, **shares),
+                cause=cast("Cause", reason.partition(",")[0]),
+                lesson=lesson.format(passes=passes, steps=steps, dtype=dtype, where=where, **shares),
                 advice=advice,
                 place=at[0],
                 caller=at[1],
-                moment=self._tracker.now(),
+                when=self._tracker.now(),
             )
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 import weakref
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 
-from amp_plugin.numerics.values import Storages, norm, storage_address
+from amp_plugin.numerics.values import Storages, norm
 
 # Modules around a model that are made after it -> the attribute that holds it.
 _WRAPPERS = {
@@ -25,50 +25,11 @@ _WRAPPERS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModuleAddress:
+class ModuleAddress(NamedTuple):
     """Where a module is found in its model."""
 
     model: str = ""  # class of the model; wrappers such as DistributedDataParallel are not counted
     path: str = ""  # as model.get_submodule takes it; empty for the model itself
-    is_of_lightning: bool = False  # the model is a LightningModule
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Moment:
-    """When an op ran, by what can be counted from outside of the program. All counts begin with the region.
-
-    Attributes:
-        model: class of the outermost module that was called last; empty before the first call.
-        forward_pass: how often this module has been called, that call included; in training or not.
-        backward_pass: backward passes that have begun, those inside reentrant checkpoints included.
-        optimizer_steps: steps that optimizers have finished, of all optimizers together. A step that a
-            scaler skips before it reaches the optimizer is none.
-        since_step: calls of that module since the last of them.
-        in_backward: whether the op ran in the last backward pass.
-    """
-
-    model: str = ""
-    forward_pass: int = 0
-    backward_pass: int = 0
-    optimizer_steps: int = 0
-    since_step: int = 0
-    in_backward: bool = False
-
-    def __str__(self) -> str:
-        forward = f"forward pass {self.forward_pass} of {self.model}" if self.model else ""
-        backward = f"backward pass {self.backward_pass}"
-        if self.in_backward:
-            passes = f"{backward}, after {forward}" if forward else backward
-        else:
-            before = (
-                f"after {backward}" if self.backward_pass else "before the first forward pass of a module"
-            )
-            passes = forward or before
-        if not self.optimizer_steps:
-            return f"{passes}, before the end of the first optimizer step"
-        step = f"optimizer step {self.optimizer_steps}"
-        return f"{passes} ({self.since_step} since {step})" if self.model else f"{passes}, after {step}"
 
 
 class Tracker:
@@ -85,11 +46,10 @@ class Tracker:
         self._model = model
         self._addresses: dict[str, ModuleAddress] = {}
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._weights: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # storage -> tensor, path
+        self._weights: Storages[tuple[weakref.ref[Tensor], str]] = Storages()  # with their paths
         self._norms: dict[str, float] = {}  # of parameters when they were first seen
         self._running = threading.local()
         self._calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        self._called_at_step: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._latest: weakref.ref[nn.Module] | None = None
         self._last_task = -1
         self._thread = 0
@@ -101,8 +61,6 @@ class Tracker:
             self._name_tree(self._model, prefix="")
         stack.callback(register_module_forward_pre_hook(self._enter).remove)
         stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
-
-    # -- modules -------------------------------------------------------------------------------------------
 
     def current(self) -> str:
         """Return the path of the innermost module that runs in this thread; empty outside of modules."""
@@ -138,27 +96,21 @@ class Tracker:
         model, skipped = root, ""
         while (attribute := _WRAPPERS.get(type(model).__name__)) is not None:
             model, skipped = getattr(model, attribute), _joined(skipped, attribute)
-        is_of_lightning = any(kind.__name__ == "LightningModule" for kind in type(model).__mro__)
         for name, module in root.named_modules():
             path = self._names.setdefault(module, _joined(prefix, name))
             own = name.removeprefix(skipped).removeprefix(".")
-            address = ModuleAddress(model=type(model).__name__, path=own, is_of_lightning=is_of_lightning)
-            self._addresses.setdefault(path, address)
+            self._addresses.setdefault(path, ModuleAddress(type(model).__name__, own))
         for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
-            if (storage := storage_address(tensor)) and not self.weight(tensor):
+            if not self.weight(tensor):
                 path = _joined(prefix, name)
-                self._weights[storage] = (weakref.ref(tensor), path)
+                self._weights.set(tensor, (weakref.ref(tensor), path))
                 if _is_measurable(tensor):
                     self._norms.setdefault(path, norm(tensor))
 
-    # -- weights -------------------------------------------------------------------------------------------
-
     def weight(self, tensor: Tensor) -> str:
         """Return the path of the parameter or buffer that has the tensor's storage; empty if none has."""
-        found = self._weights.get(storage_address(tensor))
-        owner = found[0]() if found else None
-        same = owner is not None and storage_address(owner) == storage_address(tensor)
-        return found[1] if found and same else ""
+        found = self._weights.get(tensor)
+        return found[1] if found else ""
 
     def growth(self) -> tuple[float, str]:
         """Return by which factor the weights that grew most have grown since they were first seen, and whose.
@@ -166,7 +118,7 @@ class Tracker:
         A tensor that began near 0 counts from the size that weights of its number of elements begin with.
         """
         most, grown = 1.0, ""
-        for reference, name in self._weights.values() if self.steps else ():
+        for reference, name in self._weights.alive() if self.steps else ():
             tensor = reference()
             if name not in self._norms or not _is_measurable(tensor):
                 continue
@@ -176,26 +128,22 @@ class Tracker:
                 most, grown = math.inf if math.isnan(factor) else factor, name
         return most, grown
 
-    # -- passes and steps ----------------------------------------------------------------------------------
-
     def in_backward(self, task: int) -> None:
         """Count a backward pass by its first op; autograd's number of a later pass is larger."""
         if task > self._last_task:
             self._last_task = task
             self.backward_passes += 1
 
-    def now(self, *, in_backward: bool = False) -> Moment:
-        """Return how far the program is."""
+    def now(self, *, in_backward: bool = False) -> str:
+        """Return how far the program is, by what can be counted from outside of it since the region began.
+
+        Forward passes are calls of the outermost module that was called last, in training or not. A step that
+        a scaler skips before it reaches the optimizer is none.
+        """
         model = self._latest() if self._latest is not None else None
-        calls = 0 if model is None else self._calls[model]
-        return Moment(
-            model="" if model is None else type(model).__name__,
-            forward_pass=calls,
-            backward_pass=self.backward_passes,
-            optimizer_steps=self.steps,
-            since_step=0 if model is None else calls - self._called_at_step.get(model, 0),
-            in_backward=in_backward,
-        )
+        forward = "" if model is None else f"forward pass {self._calls[model]} of {type(model).__name__}"
+        backward = f"backward pass {self.backward_passes}" if in_backward or not forward else ""
+        return f"{', after '.join(filter(None, (backward, forward)))}, optimizer step {self.steps + 1}"
 
     def step_begins(self, _: Optimizer) -> None:
         """Take note of an optimizer that is about to step."""
@@ -205,7 +153,6 @@ class Tracker:
         """Count a step."""
         self.in_step = False
         self.steps += 1
-        self._called_at_step.update(self._calls)
 
 
 def _is_measurable(tensor: Tensor | None) -> TypeGuard[Tensor]:
@@ -216,3 +163,8 @@ def _is_measurable(tensor: Tensor | None) -> TypeGuard[Tensor]:
 
 def _joined(prefix: str, name: str) -> str:
     return ".".join(filter(None, (prefix, name)))
+
+
+def pattern_of(path: str) -> str:
+    """Return a module's path as a pattern that its siblings match: ``"Net.layers.*.attention"``."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", path)

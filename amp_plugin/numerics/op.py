@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import BackwardCFunction
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -26,7 +27,7 @@ from amp_plugin.casting.dispatcher import KERNELS
 from amp_plugin.casting.op_names import full_name, written_arguments
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.places import ForwardSites, Site
-from amp_plugin.numerics.values import is_low_precision, unwatched
+from amp_plugin.numerics.values import Held, is_low_precision, non_finite, real_values, unwatched
 
 # They share memory with an argument, though their schemas do not say so.
 _VIEWS = frozenset({"_reshape_alias", "_unsafe_view", "alias", "detach", "set_"})
@@ -66,41 +67,39 @@ class OpTraits:
     """What is known of an op before it runs, from its schema, its tags and a few lists of names."""
 
     def __init__(self, op: OpOverload) -> None:
-        self.name = full_name(op._name)  # full name, "aten::exp.default"
+        self.name = full_name(op._name)  # "aten::exp.default"
         packet = self.name.split("::")[1].split(".")[0]
         # the name alone, in-place forms and lists as the plain op: "exp"
         self.base = packet.removeprefix("_foreach_").removesuffix("_") or packet
-        # names of its arguments, in order
         self.arguments = tuple(argument.name for argument in op._schema.arguments)
         self.written = written_arguments(self.name)  # names of the arguments it writes into
         out = {argument.name for argument in op._schema.arguments if argument.kwarg_only}
         # those of them that it does not read
         self.overwritten = self.written if packet in _OVERWRITING else self.written & out
-        # it computes nothing, its results share memory with an argument
-        self.is_view = op.is_view or packet in _VIEWS
-        self.is_unwritten = packet in _UNWRITTEN  # its results are memory with whatever was there
-        # positions of results of which that is true in parts
-        self.partly_unwritten: frozenset[int] = _ROOM.get(packet, frozenset())
-        self.moves = packet in _MOVING  # it moves elements and computes none
-        # each element of a result depends on the elements in that place
+        self.is_view = op.is_view or packet in _VIEWS  # it computes nothing, its results share memory
+        self.is_unwritten = packet in _UNWRITTEN
+        self.partly_unwritten = _ROOM.get(packet, frozenset())
+        self.moves = packet in _MOVING
         self.is_pointwise = torch.Tag.pointwise in op.tags or self.base in _IN_PLACE_OF_EACH
         # it treats the elements of its lists one by one
         self.is_listwise = packet.startswith(("_foreach_", "_fused_"))
-        # it takes part in communication, perhaps still under way when it returns
+        # perhaps still under way when it returns
         self.is_collective = op.namespace in {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
-        self.is_random = torch.Tag.nondeterministic_seeded in op.tags  # it draws numbers
+        is_random = torch.Tag.nondeterministic_seeded in op.tags
+        # whether it makes the same of the same arguments
+        self.is_repeatable = not (is_random or self.is_collective or self.is_unwritten)
 
 
 traits_of = cache(OpTraits)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(eq=False)
 class Argument:
     """A tensor that an op was given, or one it returned."""
 
     name: str  # of the argument; empty for a result
     index: int | None  # its place in a list of tensors; None outside lists
-    tensor: Tensor  # the tensor
+    tensor: Tensor
 
     @property
     def label(self) -> str:
@@ -112,12 +111,27 @@ class Argument:
         """Whether it holds integers or booleans."""
         return not (self.tensor.is_floating_point() or self.tensor.is_complex())
 
+    @cached_property
+    def held(self) -> Held:
+        """The numbers in it that are not finite, as the op finds them."""
+        return non_finite(self.tensor)
 
-def _tensors(name: str, value: Any) -> Iterator[Argument]:
-    is_list = isinstance(value, (list, tuple))
-    for index, tensor in enumerate(value if is_list else (value,)):
-        if isinstance(tensor, Tensor):
-            yield Argument(name=name, index=index if is_list else None, tensor=tensor)
+    @cached_property
+    def values(self) -> Tensor | None:
+        """Its real values then; None if they cannot be read, or were finite and are written since."""
+        return real_values(self.tensor)
+
+    def keep(self, *, is_read: bool) -> None:
+        """Read it before the op writes into its memory; afterwards others can be read, too."""
+        self.held = non_finite(self.tensor) if is_read else ()
+        values = real_values(self.tensor) if self.held else None
+        self.values = None if values is None else values.clone()
+
+
+def _tensors(name: str, value: Any) -> list[Argument]:
+    if isinstance(value, (list, tuple)):
+        return [Argument(name, index, leaf) for index, leaf in enumerate(value) if isinstance(leaf, Tensor)]
+    return [Argument(name, None, value)] if isinstance(value, Tensor) else []
 
 
 class Call:
@@ -126,15 +140,13 @@ class Call:
     def __init__(self, func: OpOverload, args: Any, kwargs: Mapping[str, Any], recorder: Recorder) -> None:
         self._func, self._args, self._kwargs, self._recorder = func, args, kwargs, recorder
         self.traits = traits_of(func)
-        # what it was given, by the names of its arguments
         self.named = {**dict(zip(self.traits.arguments, args, strict=False)), **kwargs}
         unread = {"self"} if kwargs.get("beta") == 0 else ()  # what addmm and its kin would add
         read = [entry for entry in self.named.items() if entry[0] not in unread]
         self.given = [argument for entry in read for argument in _tensors(*entry)]  # the tensors among it
         # those of them that are floating-point or complex
         self.arguments = [argument for argument in self.given if not argument.is_discrete]
-        # the autograd node that runs it; None in a forward pass
-        self.node = torch._C._current_autograd_node()
+        self.node = torch._C._current_autograd_node()  # that runs it; None in a forward pass
         self.kept: Any = None  # what an observer notes before the op runs, for afterwards
         self.read: tuple[Any, ...] = ()  # fingerprints of its inputs, in a recorded run
 
@@ -147,12 +159,10 @@ class Call:
         results = [result for value in values for result in _tensors("", value)]
         return [*written, *(result for result in results if id(result.tensor) not in known)]
 
-    # -- where it runs -------------------------------------------------------------------------------------
-
     @property
     def is_backward(self) -> bool:
-        """Whether a backward pass runs the op; what checkpoint computes again belongs to the forward pass."""
-        return self.node is not None and not torch.is_grad_enabled()
+        """Whether a backward pass runs the op."""
+        return self.node is not None
 
     @property
     def direction(self) -> str:
@@ -168,17 +178,15 @@ class Call:
     @cached_property
     def forward_site(self) -> Site | None:
         """Where the forward op of a backward op ran; None in a forward pass and where that is not known."""
-        return None if self.is_own_backward else self._recorder.sites.of(self.node)
-
-    @property
-    def is_own_backward(self) -> bool:
-        """Whether a line of the program called it, in the backward pass of an autograd function."""
-        return isinstance(self.node, torch.autograd.function.BackwardCFunction)
+        return None if isinstance(self.node, BackwardCFunction) else self._recorder.sites.of(self.node)
 
     @cached_property
     def site(self) -> Site:
-        """Where the op was called; in a backward pass, where its forward op was."""
-        around = self._recorder.sites.of(self.node) if self.is_own_backward else None
+        """Where the op was called; in a backward pass, where its forward op was.
+
+        In the backward pass of an autograd function of the program's, a line of the program called it.
+        """
+        around = self._recorder.sites.of(self.node)
         module = self._recorder.tracker.current() or (around.module if around else "")
         return self.forward_site or Site.here(self.traits.name, module)
 
@@ -189,8 +197,6 @@ class Call:
 
     def __str__(self) -> str:
         return f"{self.traits.name} at {self.site.place}" if self.site.place else self.traits.name
-
-    # -- what it was given ---------------------------------------------------------------------------------
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -204,20 +210,9 @@ class Call:
         return found
 
     @property
-    def reads(self) -> bool:
-        """Whether it computes with an argument, and not only writes into it."""
-        return any(argument.name not in self.traits.overwritten for argument in self.arguments)
-
-    @property
-    def is_transposed(self) -> bool:
-        """Whether this is a transposed convolution, or its backward pass."""
-        return self.named.get("transposed") is True
-
-    @property
     def is_repeatable(self) -> bool:
-        """Whether it makes the same of the same arguments: it draws no numbers and sends nothing."""
-        traits = self.traits
-        return bool(self.given) and not (traits.is_random or traits.is_collective or traits.is_unwritten)
+        """Whether it makes the same of the same arguments, and has any."""
+        return self.traits.is_repeatable and bool(self.given)
 
     def changed(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Any, Any]:
         """Return arguments for another run, each tensor changed once, narrower dtypes made ``dtype``.
@@ -256,49 +251,38 @@ class Call:
 
     def count_unmeasured(self) -> None:
         """Count the op as one whose numbers are taken as they are, since it does not run again."""
-        self._recorder.unmeasured[self.traits.name] += 1
+        self._recorder.unseen[self.traits.name] += 1
 
 
-class Observer:
-    """What looks at each op, and at the program by hooks; by itself at nothing."""
+_EVENTS = ("open", "step_begins", "step_ended", "before", "after", "failed")
+"""What a region tells its observers, by the names of their methods; each has those that it needs.
 
-    def open(self, stack: ExitStack) -> None:
-        """Place hooks that a stack removes."""
-
-    def step_begins(self, optimizer: Optimizer) -> None:
-        """Look at an optimizer that is about to step."""
-
-    def step_ended(self, optimizer: Optimizer) -> None:
-        """Look at an optimizer that has stepped."""
-
-    def before(self, call: Call) -> None:
-        """Look at an op's arguments before it runs."""
-
-    def after(self, call: Call, output: Any) -> None:
-        """Look at what an op has returned and written."""
-
-    def failed(self, call: Call) -> None:
-        """Look at the arguments of an op that raised an error."""
+``open(stack)``: place hooks that the stack removes. ``step_begins(optimizer)``, ``step_ended(optimizer)``.
+``before(call)`` an op runs, ``after(call, output)``, and ``failed(call)`` where it raised an error.
+"""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hand each op of this thread, and of the backward passes it starts, to observers."""
+    """Tell observers of each op of this thread, and of the backward passes it starts."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, tracker: Tracker, observers: Sequence[Observer]) -> None:
+    def __init__(self, tracker: Tracker, observers: Sequence[object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tracker, self._observers = tracker, observers
+        self.tracker, told = tracker, (*observers, tracker)
+        self._hooks = {
+            event: [getattr(observer, event) for observer in told if hasattr(observer, event)]
+            for event in _EVENTS
+        }
         self.sites = ForwardSites()  # where the ops of the forward passes ran
-        # names of ops whose inner ops could not be watched -> how often they ran
+        # names of ops that did not run once more, or whose inner ops could not be watched -> how often
         self.unseen: Counter[str] = Counter()
-        # names of ops that were to run once more and do not -> how often
-        self.unmeasured: Counter[str] = Counter()
 
-    def __enter__(self) -> Self:
-        self.sites.open()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
+    def tell(self, event: str, *what: Any) -> None:
+        """Call the observers' methods for an event, without watching what they do."""
+        with unwatched():
+            for hook in self._hooks[event]:
+                hook(*what)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -315,19 +299,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # the subclass's own ops come here one by one
         call = Call(func, args, kwargs, self)
         self.sites.record(call.traits.name, self.tracker.current())
-        with unwatched():
-            for observer in self._observers:
-                observer.before(call)
+        self.tell("before", call)
         try:
             output = func(*args, **kwargs)
         except Exception:  # it is raised again; what led to it is reported before
-            with unwatched():
-                for observer in self._observers:
-                    observer.failed(call)
+            self.tell("failed", call)
             raise
-        with unwatched():
-            for observer in self._observers:
-                observer.after(call, output)
+        self.tell("after", call, output)
         return output
 
 
@@ -340,9 +318,8 @@ def _dispatches(kind: type) -> bool:
 class Region:
     """A region of a program whose ops a recorder sees; compiled functions run eagerly in it."""
 
-    def __init__(self, tracker: Tracker, *observers: Observer) -> None:
+    def __init__(self, tracker: Tracker, *observers: object) -> None:
         self.recorder = Recorder(tracker, observers)  # the dispatch mode
-        self._observers = observers
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -350,14 +327,12 @@ class Region:
         KERNELS.install()
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            for observer in self._observers:
-                observer.open(stack)
-            self.recorder.tracker.open(stack)
+            self.recorder.tell("open", stack)
             for event, register in (
                 ("step_begins", register_optimizer_step_pre_hook),
                 ("step_ended", register_optimizer_step_post_hook),
             ):
-                hook = partial(self._tell, event)
+                hook = partial(self._step, event)
                 hook.leaves_gradients = hook.leaves_steps = True  # type: ignore[attr-defined] # of one pass
                 stack.callback(register(hook).remove)
             stack.enter_context(self.recorder)
@@ -369,10 +344,8 @@ class Region:
         self._open.close()
         self.ended(error)
 
-    def _tell(self, event: str, optimizer: Optimizer, *_: Any) -> None:
-        with unwatched():
-            for follower in (*self._observers, self.recorder.tracker):
-                getattr(follower, event)(optimizer)
+    def _step(self, event: str, optimizer: Optimizer, *_: Any) -> None:
+        self.recorder.tell(event, optimizer)
 
     def ended(self, error: BaseException | None) -> None:
         """Do what is left when the region is closed, after an error of the program too."""

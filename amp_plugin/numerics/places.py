@@ -107,11 +107,8 @@ class ForwardSites:
 
     def __init__(self) -> None:
         self._sites: dict[tuple[int, int], Site] = {}  # (thread, number) -> site
-        self._before: dict[int, int] = {}  # thread -> the last number that is not ours to name
-
-    def open(self) -> None:
-        """Start with the nodes that this thread makes from now on."""
-        self._before.update([self._latest()])
+        # thread -> the last number that is not ours to name, of this one now
+        self._before: dict[int, int] = dict([self._latest()])
 
     def record(self, op: str, module: str) -> None:
         """Record the op that runs, if autograd has just made a node for it."""

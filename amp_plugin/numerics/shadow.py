@@ -11,7 +11,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from amp_plugin.numerics.modules import Tracker
-from amp_plugin.numerics.op import Call, Observer, Region, listed
+from amp_plugin.numerics.op import Call, Region, listed
 from amp_plugin.numerics.values import ShadowValues, as_json, distance, is_low_precision, unwatched
 from amp_plugin.precision import short_name
 
@@ -35,8 +35,6 @@ class Errors:
         narrow: the dtype of the results, of several that with the smallest range.
         elements: in all results.
         underflowed: results that are 0 though the exact ones are not.
-        subnormal: results so small that they have fewer bits.
-        infinite: results that are not finite though the exact ones are.
     """
 
     calls: int = 0
@@ -46,22 +44,17 @@ class Errors:
     narrow: torch.dtype = torch.float32
     elements: int = 0
     underflowed: int = 0
-    subnormal: int = 0
-    infinite: int = 0
 
     def add(self, result: Tensor, exact: Tensor, arriving: Tensor) -> None:
         """Add a result, what the op makes of the same inputs in the wide dtype, and the other run's."""
-        info, values = torch.finfo(result.dtype), result.to(exact.dtype)
-        magnitudes, finite = values.abs(), values.isfinite()
+        values = result.to(exact.dtype)
         self.calls += 1
         self.own = max(self.own, _mean_relative_error(values, exact))
         self.arriving = max(self.arriving, distance(values, arriving))
         self.narrow = min(self.narrow, result.dtype, key=lambda dtype: torch.finfo(dtype).max)
-        self.largest = max(self.largest, float(torch.where(finite, magnitudes, 0.0).max()))
+        self.largest = max(self.largest, float(torch.where(values.isfinite(), values.abs(), 0.0).max()))
         self.elements += values.numel()
         self.underflowed += int(((values == 0) & (exact != 0)).sum())
-        self.subnormal += int(((values != 0) & (magnitudes < info.smallest_normal)).sum())
-        self.infinite += int((~finite & exact.isfinite()).sum())
 
     @property
     def own_in_eps(self) -> float:
@@ -72,14 +65,6 @@ class Errors:
     def headroom(self) -> float:
         """Powers of two between the largest result and the largest number of its dtype."""
         return math.log2(torch.finfo(self.narrow).max / self.largest) if self.largest else math.inf
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON's values."""
-        told: dict[str, Any] = {"own_error": self.own, "arriving_error": self.arriving}
-        told |= {"headroom_bits": self.headroom, "dtype": self.narrow}
-        for name in ("calls", "largest", "elements", "underflowed", "subnormal", "infinite"):
-            told[name] = getattr(self, name)
-        return {name: as_json(value) for name, value in told.items()}
 
     def cells(self) -> dict[str, str]:
         """Return what a row of a table shows, by column."""
@@ -103,7 +88,7 @@ def _mean_relative_error(values: Tensor, exact: Tensor) -> float:
     return float(relative.clamp(max=1.0).mean()) if relative.numel() else 0.0
 
 
-class WideRun(Region, Observer):
+class WideRun(Region):
     """A region whose ops run twice more, in a wide dtype: on the program's values, and without rounding."""
 
     def __init__(self, model: nn.Module | None, dtype: torch.dtype) -> None:
@@ -117,35 +102,35 @@ class WideRun(Region, Observer):
         shadows, copy = self.shadows, bool(call.traits.written)  # shadows are written by the results
 
         def exact(tensor: Tensor) -> Tensor:
-            return tensor.to(
-                shadows.wide(tensor.dtype) if shadows.follows(tensor) else tensor.dtype, copy=copy
-            )
+            dtype = shadows.wide(tensor.dtype) if shadows.follows(tensor) else tensor.dtype
+            return tensor.to(dtype, copy=copy)
 
         def arriving(tensor: Tensor) -> Tensor:
             wide = shadows.of(tensor) if shadows.follows(tensor) else tensor
             return wide.clone() if copy else wide
 
-        call.kept = call.changed(exact, shadows.dtype), call.changed(arriving, shadows.dtype)
+        call.kept = [call.changed(change, shadows.dtype) for change in (exact, arriving)]
 
     def after(self, call: Call, output: Any) -> None:
         """Run the op on both wide sides, take what they make, and write the results' shadows."""
         results = [made.tensor for made in call.made(output)]
         if call.traits.is_view or not any(map(self.shadows.follows, results)):
             return
-        exact = arriving = None
-        if call.kept is not None:
-            exact = call.again(call.kept[0], results)
-            arriving = None if exact is None else call.again(call.kept[1], results)
-        elif call.reads and not call.traits.is_unwritten:
+        own = others = None
+        if call.kept:
+            own = call.again(call.kept[0], results)
+            others = own and call.again(call.kept[1], results)
+        elif not call.traits.is_unwritten and any(
+            a.name not in call.traits.overwritten for a in call.arguments
+        ):
             call.count_unmeasured()
-        wide = [(result, result) for result in results]  # it is taken as exact
-        if exact is not None and arriving is not None:
-            wide = list(zip(exact, arriving, strict=True))
-        for result, (own, other) in zip(results, wide, strict=True):
+        if others is None:  # it is taken as exact
+            own, others = None, results
+        for number, result in enumerate(results):
             if self.shadows.follows(result):
-                self.shadows.of(result).copy_(other)
+                self.shadows.of(result).copy_(others[number])
                 if result.numel():
-                    self.take(call, result, None if arriving is None else own)
+                    self.take(call, result, None if own is None else own[number])
 
     def take(self, call: Call, result: Tensor, exact: Tensor | None) -> None:
         """Look at a result that has a shadow, and at what the op makes of its inputs in the wide dtype.
@@ -170,11 +155,6 @@ class ShadowRun(WideRun):
             key = (call.site.module, call.traits.name, call.direction)
             self._errors.setdefault(key, Errors()).add(result, exact, self.shadows.of(result))
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no op returned a 16-bit result."""
-        return not self._errors
-
     def errors(self) -> dict[Key, Errors]:
         """Return the errors of each (module, op, direction), the largest own error first."""
         return dict(sorted(self._errors.items(), key=lambda row: (-row[1].own, -row[1].arriving)))
@@ -190,7 +170,7 @@ class ShadowRun(WideRun):
 
     def not_compared(self) -> dict[str, int]:
         """Return how often ops could not be run again in the wide dtype; their results are taken as exact."""
-        return {**self.recorder.unmeasured, **self.recorder.unseen}
+        return dict(self.recorder.unseen)
 
     def table(self, rows: int | None = 20) -> Table:
         """Return a rich table, the largest own error first.
@@ -217,10 +197,10 @@ class ShadowRun(WideRun):
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON's values."""
         rows = [
-            {"module": module, "op": op, "pass": direction, **errors.to_dict()}
+            {"module": module, "op": op, "pass": direction, "headroom": errors.headroom, **as_json(errors)}
             for (module, op, direction), errors in self.errors().items()
         ]
-        return {"rows": rows, "not_compared": self.not_compared()}
+        return {"rows": as_json(rows), "not_compared": self.not_compared()}
 
 
 def shadow_run(model: nn.Module | None = None, *, dtype: torch.dtype = torch.float32) -> ShadowRun:

@@ -16,35 +16,17 @@ from amp_plugin.precision import short_name
 
 Value = TypeVar("Value")
 
+Held = tuple[str, ...]
+"""Which numbers that are not finite a tensor holds: of ``"nan"``, ``"inf"`` and ``"-inf"``, in this order."""
+
 PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 """The types of tensors that hold their numbers themselves."""
 
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 _BUCKETS = 128  # of a fingerprint
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SWEEP = 4096  # entries, after which those of dead storages are dropped
+_SWEEP = 4096  # so many entries more, and those of dead storages are dropped
 _NARROW = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith(("float8_", "float4_")))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NonFinite:
-    """Which numbers that are not finite a tensor holds."""
-
-    nan: bool = False  # whether there is one
-    posinf: bool = False
-    neginf: bool = False
-
-    @property
-    def inf(self) -> bool:
-        """Whether an infinity of either sign is there."""
-        return self.posinf or self.neginf
-
-    def __bool__(self) -> bool:
-        return self.nan or self.inf
-
-    def __str__(self) -> str:
-        named = {"nan": self.nan, "inf": self.posinf, "-inf": self.neginf}
-        return " and ".join(name for name, held in named.items() if held) or "finite"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +34,8 @@ class TensorSummary:
     """A tensor in a few numbers."""
 
     name: str = ""  # of the op's argument; a weight's path where it is known; empty for an output
-    dtype: torch.dtype = torch.float32  # its dtype
-    shape: tuple[int, ...] = ()  # its shape
+    dtype: torch.dtype = torch.float32
+    shape: tuple[int, ...] = ()
     lowest: float = math.nan  # of its finite elements; nan if there is none
     highest: float = math.nan
     nan: int = 0  # how many elements are nan, and infinite
@@ -109,17 +91,14 @@ def is_finite(tensor: Tensor) -> bool:
     return all(map(math.isfinite, bounds.tolist()))
 
 
-def non_finite(tensor: Tensor, where: Tensor | None = None) -> NonFinite:
+def non_finite(tensor: Tensor, where: Tensor | None = None) -> Held:
     """Return which numbers that are not finite a tensor holds, among the real values ``where`` chooses."""
     values = None if is_finite(tensor) else real_values(tensor)
     if values is None:
-        return NonFinite()
+        return ()
     values = values if where is None else values[where]
-    return NonFinite(
-        nan=bool(values.isnan().any()),
-        posinf=bool((values == math.inf).any()),
-        neginf=bool((values == -math.inf).any()),
-    )
+    found = {"nan": values.isnan(), "inf": values == math.inf, "-inf": values == -math.inf}
+    return tuple(name for name, elements in found.items() if bool(elements.any()))
 
 
 def norm(tensor: Tensor) -> float:
@@ -257,7 +236,6 @@ class Storages(Generic[Value]):
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[StorageWeakRef, Value]] = {}
-        self._sweep_at = _SWEEP
 
     def get(self, tensor: Tensor) -> Value | None:
         """Return the value of a tensor's storage; None if it has none."""
@@ -271,7 +249,7 @@ class Storages(Generic[Value]):
         if address:
             held = StorageWeakRef(_stored(tensor).untyped_storage())  # type: ignore[no-untyped-call]
             self._entries[address] = (held, value)
-            if len(self._entries) > self._sweep_at:
+            if len(self._entries) % _SWEEP == 0:
                 self.alive()
 
     def forget(self, tensor: Tensor) -> None:
@@ -288,7 +266,6 @@ class Storages(Generic[Value]):
             for address, entry in self._entries.items()
             if not entry[0].expired()  # type: ignore[no-untyped-call]
         }
-        self._sweep_at = max(_SWEEP, 2 * len(self._entries))
         return [value for _, value in self._entries.values()]
 
 

@@ -10,26 +10,32 @@ at the end, of a region without a backward pass: report what nothing has hidden
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction, Function
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves
+from torch.utils.data import dataloader
 
-from amp_plugin.numerics.advise import SOFTMAXES
+from amp_plugin.numerics.advise import SOFTMAXES, finding_of, finding_of_function
 from amp_plugin.numerics.finding import Finding, Kind
-from amp_plugin.numerics.judge import GivenTensor, Judgement, given_after, given_before, judge
+from amp_plugin.numerics.judge import Judgement, judge
 from amp_plugin.numerics.modules import Tracker
-from amp_plugin.numerics.op import Argument, Call, Observer
+from amp_plugin.numerics.op import Argument, Call
 from amp_plugin.numerics.places import Site
-from amp_plugin.numerics.report import finding_of, finding_of_function, function_of
-from amp_plugin.numerics.values import ShadowValues, Storages, is_finite
+from amp_plugin.numerics.values import ShadowValues, Storages, is_finite, storage_address, unwatched
 
 _PATIENCE = 20  # backward passes in a row: from 2^16 the scale is below 1 then
 _ORDERS = frozenset({"ord", "p", "norm_type"})
+_SCALED = "made", "backward", torch.float16
 _TO_PYTHON = "aten::_local_scalar_dense.default"
 
 
@@ -56,33 +62,89 @@ class Origin:
         """Whether it is a fault, and so the reason of what arithmetic makes of it."""
         return self.kind != "constant"
 
-    @property
-    def is_scaled_gradient(self) -> bool:
-        """Whether it is a gradient in fp16 that overflowed, as a loss scale that is too large makes it."""
-        found = self.finding
-        if found is None or self.kind != "made":
-            return False
-        return found.direction == "backward" and found.dtype is torch.float16 and not found.values.nan
-
 
 _ON_PURPOSE = Origin("constant")
 
 
-class Watch(Observer):
+class Watch:
     """The observer of ``diagnose``; it calls ``found`` with each finding that matters."""
 
     def __init__(self, tracker: Tracker, found: Callable[[Finding], None], *, strict: bool) -> None:
         self._tracker, self._found, self._strict = tracker, found, strict
         # backward passes in a row whose fp16 gradients overflowed, by number: a few find the loss scale
         self._overflowed: dict[int, Origin] = {}
-        self.saw_fp16 = False
         self._origins: Storages[Origin] = Storages()
         self._seen: list[Origin] = []
         self._first_at: dict[Site, Origin] = {}
         self._wide = ShadowValues(torch.float64)  # of what overflowed
         self._in_buffers: dict[str, Origin] = {}  # of models, put there by arithmetic
+        self._batches: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()  # of loaders
 
-    # -- an op ---------------------------------------------------------------------------------------------
+    def open(self, stack: ExitStack) -> None:
+        """Take the places of torch's functions."""
+        for owner, name, make in (
+            (torch.autograd, "_engine_run_backward", self._engine),
+            (Function, "apply", self._apply),
+            (dataloader._BaseDataLoaderIter, "__next__", self._next),
+        ):
+            stack.enter_context(patch.object(owner, name, make(vars(owner)[name])))
+
+    def _engine(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            with unwatched():
+                for origin in self._origins_of(_tensors([outputs, args[:1]])):
+                    self._report(origin, "the loss, of which a backward pass begins")
+            gradients = run(outputs, *args, **kwargs)
+            with unwatched():
+                for origin in self._origins_of(_tensors(gradients)):
+                    self._reaches_gradient(origin, "a gradient that autograd.grad returned")
+            return gradients
+
+        return run_backward
+
+    def _apply(self, method: classmethod[Any, Any, Any]) -> classmethod[Any, Any, Any]:
+        def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+            site = Site.here(function.__name__, self._tracker.current())
+            outputs = method.__get__(None, function)(*args, **kwargs)
+            self._function_ended(site, "", outputs, (args, kwargs))
+            for node in {leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)}:
+                if isinstance(node, BackwardCFunction):
+                    node.register_hook(partial(self._function_ended, site, site.op))
+            return outputs
+
+        return classmethod(apply)
+
+    def _function_ended(self, site: Site, forward_op: str, outputs: object, inputs: object) -> None:
+        """Take what a user's autograd function made outside of torch's ops."""
+        with unwatched():
+            for output in _tensors(outputs):
+                known = self._origins.get(output)
+                if known is _ON_PURPOSE or (known and known.finding) or is_finite(output):
+                    continue
+                given = list(_tensors(inputs))
+                origin = next((o for o in self._origins_of(iter(given)) if o.explains), None)
+                if origin is None:
+                    finding = finding_of_function(self._tracker, site, forward_op, output, given)
+                    origin = Origin("function", finding)
+                    self._seen.append(origin)
+                self._origins.set(output, origin)
+
+    def _next(self, following: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def next_batch(loader: Any) -> Any:
+            batch = following(loader)
+            self._batches[loader] = number = self._batches.get(loader, 0) + 1
+            leaves, _ = tree_flatten_with_path(batch)
+            for path, leaf in leaves:
+                if isinstance(leaf, Tensor):
+                    where = "".join(map(str, path))
+                    where = f"batch {number} of the DataLoader" + (where and f", its {where}")
+                    self._tracker.sources.set(leaf, where)
+                    origin = self._origins.get(leaf)
+                    if origin is not None and not origin.explains:  # it is data, whoever wrote it
+                        self._origins.forget(leaf)
+            return batch
+
+        return next_batch
 
     def before(self, call: Call) -> None:
         """Report what has reached a gradient, and read what the op is going to write."""
@@ -93,7 +155,10 @@ class Watch(Observer):
                 self._reaches_gradient(origin, f"the gradient of {self._weight(leaf) or 'a leaf'}")
             elif call.traits.name == _TO_PYTHON:
                 origin.in_python = True
-        call.kept = given_before(call) if call.traits.written else {}
+        written = {storage_address(a.tensor) for a in call.arguments if a.name in call.traits.written} - {0}
+        for argument in call.arguments if written else ():  # addmm(c, a, b, out=c) writes what it reads
+            if argument.name in call.traits.written or storage_address(argument.tensor) in written:
+                argument.keep(is_read=argument.name not in call.traits.overwritten)
 
     def failed(self, call: Call) -> None:
         """Report what was in the arguments of an op that raised an error."""
@@ -108,7 +173,6 @@ class Watch(Observer):
         for position in traits.partly_unwritten:
             self._origins.set(output[position], Origin("unwritten", site=call.site))
         results = [result for result in call.made(output) if not result.is_discrete]
-        self.saw_fp16 = self.saw_fp16 or any(result.tensor.dtype is torch.float16 for result in results)
         if traits.is_unwritten or traits.is_collective:  # what this rank sent is its own
             sent = next(self._read_by(call), None) if traits.is_collective else None
             kind: Kind = "collective" if traits.is_collective else "unwritten"
@@ -117,16 +181,14 @@ class Watch(Observer):
             return
         are_finite = [is_finite(result.tensor) for result in results]
         self._follow_overflow(call, output, is_new=not all(are_finite))
-        given: list[GivenTensor] = []
         for result, all_finite in zip(results, are_finite, strict=True):
             if all_finite:
                 self._origins.forget(result.tensor)
                 if self._in_buffers:
                     self._in_buffers.pop(self._weight(result.tensor), None)
             else:
-                given = given or [call.kept.get(read.label) or given_after(read) for read in call.arguments]
-                self._trace(call, result, given)
-        for origin in () if given else self._read_by(call):
+                self._trace(call, result)
+        for origin in self._read_by(call) if all(are_finite) else ():
             origin.is_absorbed |= bool(results)
             origin.is_compared |= not results
 
@@ -154,12 +216,12 @@ class Watch(Observer):
             return self._wide.of(tensor)
         return tensor.to(self._wide.wide(tensor.dtype)) if self._wide.follows(tensor) else tensor
 
-    def _trace(self, call: Call, result: Argument, given: list[GivenTensor]) -> None:
+    def _trace(self, call: Call, result: Argument) -> None:
         """Find the origin of a result that is not finite, and report it if it has reached a weight."""
         numbers = [number for name, number in call.numbers.items() if name not in _ORDERS]
-        judged = judge(result, given, call.traits, numbers)
+        judged = judge(result, call.arguments, call.traits, numbers)
         match judged.verdict:
-            case "on purpose" if judged.values.nan:
+            case "on purpose" if "nan" in judged.held:
                 origin = self._new("constant", call, result, judged)
             case "on purpose" | "masked":
                 origin = _ON_PURPOSE
@@ -172,7 +234,7 @@ class Watch(Observer):
             return
         owner = self._weight(result.tensor) if result.name and not call.is_backward else ""
         if origin.kind == "collective" and not call.traits.moves:
-            self._report(origin, f"{judged.values} in {call}")
+            self._report(origin, f"{' and '.join(judged.held)} in {call}")
         elif owner and isinstance(result.tensor, nn.Parameter):
             if origin.kind == "input" and call.traits.moves:
                 origin.kind = "weight"  # loaded so: it matters once it is used
@@ -182,8 +244,6 @@ class Watch(Observer):
             self._report(origin, "")
         elif owner and not call.traits.moves:
             self._in_buffers[owner] = origin
-
-    # -- origins -------------------------------------------------------------------------------------------
 
     def _origins_of(self, tensors: Iterator[Tensor]) -> Iterator[Origin]:
         """Yield the origins of what tensors hold, but for what was put there on purpose or not looked at."""
@@ -196,17 +256,16 @@ class Watch(Observer):
     def _new(
         self, kind: Kind, call: Call, result: Argument, judged: Judgement, site: Site | None = None
     ) -> Origin:
-        finding = finding_of(self._tracker, call, kind, result.tensor, judged.values)
+        finding = finding_of(self._tracker, call, kind, result.tensor, judged.held)
         self._seen.append(Origin(kind, finding, site))
         return self._seen[-1]
 
-    def _origin_of(self, call: Call, result: Argument, given: GivenTensor) -> Origin:
+    def _origin_of(self, call: Call, result: Argument, given: Argument) -> Origin:
         """Return the origin of an argument's numbers; its finding shows the first op that computes."""
-        tensor = given.argument.tensor
+        tensor = given.tensor
         origin = self._origins.get(tensor)
         if origin is None:  # no watched op made them
-            kind: Kind = "function" if function_of(tensor) else "input"
-            origin = Origin("weight" if self._weight(tensor) else kind)
+            origin = Origin("weight" if self._weight(tensor) else "input")
             self._origins.set(tensor, origin)
         if origin is _ON_PURPOSE:
             return origin
@@ -223,7 +282,7 @@ class Watch(Observer):
                 origin.kind,
                 result.tensor,
                 given.held,
-                given.argument,
+                given,
                 memory,
                 source=origin.source,
             )
@@ -231,13 +290,13 @@ class Watch(Observer):
 
     def _made(self, call: Call, result: Argument, judged: Judgement) -> Origin:
         """Return the origin of numbers an op made, which is an earlier one if that explains them."""
-        if call.traits.base not in SOFTMAXES or any(given.held.posinf for given in judged.of):
+        if call.traits.base not in SOFTMAXES or any("inf" in given.held for given in judged.of):
             for given in judged.of:
                 origin = self._origin_of(call, result, given)
                 if origin.explains:
-                    origin.became_nan = True
-                    if origin.finding is not None and not origin.finding.reached:
-                        origin.finding = replace(origin.finding, reached=f"{judged.values} in {call}")
+                    origin.became_nan, found = True, origin.finding
+                    if found is not None and not found.reached:
+                        origin.finding = replace(found, reached=f"{' and '.join(judged.held)} in {call}")
                     return origin
         if not call.is_backward:
             return self._new("made", call, result, judged, call.site)
@@ -255,45 +314,12 @@ class Watch(Observer):
         faults = [
             (given, origin)
             for given in judged.of
-            for origin in self._origins_of(iter([given.argument.tensor]))
-            if origin.explains and (origin.kind == "made" or given.held.nan)
+            for origin in self._origins_of(iter([given.tensor]))
+            if origin.explains and (origin.kind == "made" or "nan" in given.held)
         ]
         origin = self._origin_of(call, result, faults[0][0] if faults else judged.of[0])
         origin.others |= {other: None for _, other in faults if other is not origin}
         return origin
-
-    # -- where numbers arrive --------------------------------------------------------------------------------
-
-    def backward_begins(self, losses: Sequence[object]) -> None:
-        """Report what is in the losses that a backward pass starts from."""
-        for origin in self._origins_of(_tensors(losses)):
-            self._report(origin, "the loss, of which a backward pass begins")
-
-    def backward_ended(self, gradients: object) -> None:
-        """Report what is in the gradients that a backward pass returned."""
-        for origin in self._origins_of(_tensors(gradients)):
-            self._reaches_gradient(origin, "a gradient that autograd.grad returned")
-
-    def function_ended(self, site: Site, inputs: object, outputs: object) -> None:
-        """Take what a user's autograd function made outside of torch's ops."""
-        for output in _tensors(outputs):
-            known = self._origins.get(output)
-            if known is _ON_PURPOSE or (known and known.finding) or is_finite(output):
-                continue
-            origin = next((o for o in self._origins_of(_tensors(inputs)) if o.explains), None)
-            if origin is None:
-                origin = Origin(
-                    "function", finding_of_function(self._tracker, site, output, list(_tensors(inputs)))
-                )
-                self._seen.append(origin)
-            self._origins.set(output, origin)
-
-    def loaded(self, tensor: Tensor, where: str) -> None:
-        """Take what a loader brings as data, though a line of the program wrote it on purpose."""
-        self._tracker.sources.set(tensor, where)
-        origin = self._origins.get(tensor)
-        if origin is not None and not origin.explains:
-            self._origins.forget(tensor)
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Report what an optimizer's step has left in its state."""
@@ -316,27 +342,26 @@ class Watch(Observer):
         if passes:
             return
         alive = {id(origin) for origin in self._origins.alive()}
-        left: dict[object, list[Origin]] = {}
-        for origin, found in self._unreported():
-            held = origin.became_nan or found.values.nan or id(origin) in alive
-            if origin.explains and (origin.in_python or (held and not origin.is_absorbed)):
-                left.setdefault(_line_of(found), []).append(origin)
-        for first, *others in left.values():
-            more = f", and {len(others)} more that this line made" if others else ""
-            read, kept = "a number in Python (item, float, print)", f"still there at {until}"
-            self._report(first, f"{read if first.in_python else kept}{more}")
+        for origin in self._seen:
+            held = origin.finding.held if origin.finding is not None and origin.explains else ()
+            if held and origin.in_python:
+                self._report(origin, "a number in Python (item, float, print)")
+            elif (
+                held
+                and not origin.is_absorbed
+                and (origin.became_nan or "nan" in held or id(origin) in alive)
+            ):
+                self._report(origin, f"still there at {until}")
 
     def _weight(self, tensor: Tensor) -> str:
         """Return the path of a weight; empty if the tensor is not one."""
         return self._tracker.weight(tensor) or ("(a parameter)" if isinstance(tensor, nn.Parameter) else "")
 
-    def _unreported(self) -> Iterator[tuple[Origin, Finding]]:
-        for origin in self._seen:
-            if origin.finding is not None and not origin.is_reported:
-                yield origin, origin.finding
-
     def _reaches_gradient(self, origin: Origin, what: str) -> None:
-        if not origin.is_scaled_gradient or self._strict:
+        found = origin.finding
+        # as a loss scale that is too large makes it
+        is_scaled = found is not None and (found.kind, found.direction, found.dtype) == _SCALED
+        if found is None or not is_scaled or "nan" in found.held or self._strict:
             self._report(origin, what)
             return
         passes = self._tracker.backward_passes
@@ -366,11 +391,6 @@ def _is_another(result: Tensor, wide: Tensor) -> bool:
     info = torch.finfo(result.dtype)
     holds = (wide.abs() >= info.smallest_normal) & (wide.abs() <= info.max)
     return bool((holds & ((result.to(wide.dtype) - wide).abs() > 0.5 * wide.abs())).any())
-
-
-def _line_of(found: Finding) -> object:
-    """Return what the same op in the same line, as in a loop, has in common."""
-    return found.op, found.module, found.place
 
 
 def _tensors(values: object) -> Iterator[Tensor]:

@@ -17,17 +17,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from amp_plugin.casting.dispatcher import rules_on_trial
 from amp_plugin.casting.rules import OpRule, OpRules
-from amp_plugin.numerics.diagnose import diagnose
 from amp_plugin.tuning.measure import Measurement, Trials
-from amp_plugin.tuning.workload import Workload
 
 Goal = Literal["memory", "casts", "accuracy"]
 
 _LEAST_GAIN: Final = 0.002  # of what the default costs; less is not worth a rule
 _ROUNDS: Final = 3
-_CURES: Final = 10  # times that the op behind an overflow is looked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,25 +80,6 @@ class Aim:
         return measured.failed <= default.failed and self.growth(measured, default) <= 1 + self.budget
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Miss:
-    """A set of rules that saves something and exceeds the budget.
-
-    Attributes:
-        changes: the set.
-        saved: the share that it saves.
-        growth: the share by which the error grows: of the whole gradient or the parameters' mean, the larger.
-    """
-
-    changes: Changes
-    saved: float
-    growth: float
-
-    def __str__(self) -> str:
-        rules = ", ".join(map(str, self.changes))
-        return f"{rules}, which saves {self.saved:.1%} for {self.growth:.2%} more error"
-
-
 class Search:
     """A greedy search over the rules of the ops a program uses."""
 
@@ -126,23 +103,21 @@ class Search:
         """Measure some changes, each set once; None where the program does not run with them."""
         key = changes, batches or self._trials.batches
         if key not in self._known:
-            self._known[key] = Tried(changes=changes, measurement=self._measured(*key), batches=key[1])
+            measured = None
+            try:
+                measured = self._trials.measure(self.rules(changes), batches=key[1])
+            except (RuntimeError, ValueError, NotImplementedError):
+                if not changes:
+                    raise
+            self._known[key] = Tried(changes=changes, measurement=measured, batches=key[1])
             self._on_tried(self._known[key])
         return self._known[key].measurement
 
     def default(self, *, batches: int | None = None) -> Measurement:
         """Measure the default rules; what does not run with them raises."""
         measured = self.measure((), batches=batches)
-        assert measured is not None  # noqa: S101 - _measured raises
+        assert measured is not None  # noqa: S101 - measure raises
         return measured
-
-    def _measured(self, changes: Changes, batches: int) -> Measurement | None:
-        try:
-            return self._trials.measure(self.rules(changes), batches=batches)
-        except (RuntimeError, ValueError, NotImplementedError):
-            if not changes:
-                raise
-            return None
 
     def best(self, ops: Iterable[str]) -> Changes:
         """Return the changes that save most, in the order in which they were added; none if none does."""
@@ -199,65 +174,37 @@ class Search:
             return False
         return self._aim.saves(now, known, default)
 
-    def nearest(self) -> Miss | None:
-        """Return the set that saves something and exceeds the budget by least, if there is one."""
+    def nearest(self) -> str:
+        """Return what saves something and exceeds the budget by least, in words; empty without any."""
         if self._aim.goal == "accuracy":  # the budget is one of bytes
-            return None
+            return ""
         before, found = self.default(), []
         for attempt in self.tried:
             now, default = attempt.measurement, replace(before, errors=before.errors[: attempt.batches])
-            if now is None or now.failed or default.failed or not self._aim.saves(now, before, before):
-                continue
-            saved = 1 - self._aim.cost(now) / self._aim.cost(before)
-            growth = self._aim.growth(now, default) - 1
-            if growth > self._aim.budget:
-                found.append(Miss(changes=attempt.changes, saved=saved, growth=growth))
-        return min(found, key=lambda miss: miss.growth, default=None)
+            if now is not None and not now.failed + default.failed and self._aim.saves(now, before, before):
+                growth, saved = (
+                    self._aim.growth(now, default) - 1,
+                    1 - self._aim.cost(now) / self._aim.cost(before),
+                )
+                rules = ", ".join(map(str, attempt.changes))
+                found.append((growth, f"{rules}, which saves {saved:.1%} for {growth:.2%} more error"))
+        return min([miss for miss in found if miss[0] > self._aim.budget], default=(0.0, ""))[1]
 
-    def cured(self, workload: Workload, ops: Iterable[str]) -> Changes:
-        """Return the fewest fp32 rules with which no batch fails.
-
-        ``diagnose`` names the op that makes the first number which is not finite; it gets the rule fp32, and
-        the next one is looked for. Rules that turn out not to be needed are dropped one by one.
-        """
-        used = list(ops)
-        chosen: Changes = ()
-        for _ in range(_CURES):
-            if self._is_cured(chosen):
-                return self._fewest(chosen)
-            named = [_fp32(op) for op in self._named_ops(chosen, workload)]
-            named = [change for change in named if change not in chosen]
-            named = [change for change in named if change.op in used] or named
-            if not named:
-                break
-            chosen = (*chosen, *named)
-        chosen = tuple(map(_fp32, used))
-        if not self._is_cured(chosen):
+    def cured(self, ops: Iterable[str]) -> Changes:
+        """Return fp32 rules with which no batch fails, and none of which may go."""
+        changes = tuple(Change(op=op, rule=OpRule.FP32) for op in ops)
+        if not self._is_cured(changes):
             msg = (
                 "the gradients are not finite with all ops in fp32 either: the reason is not the precision; "
                 "amp-plugin diagnose names the op"
             )
             raise RuntimeError(msg)
-        return self._fewest(chosen)
-
-    def _is_cured(self, changes: Changes) -> bool:
-        measured = self.measure(changes)
-        return measured is not None and measured.failed == 0
-
-    def _fewest(self, changes: Changes) -> Changes:
-        """Drop changes that are not needed, the first found last: it is the likeliest reason."""
         for change in reversed(changes):
             fewer = tuple(other for other in changes if other != change)
             if self._is_cured(fewer):
                 changes = fewer
         return changes
 
-    def _named_ops(self, changes: Changes, workload: Workload) -> list[str]:
-        """Return the ops that ``diagnose`` names with some changes."""
-        with rules_on_trial(self.rules(changes)), diagnose(workload.model, keep_going=True) as diagnosis:
-            workload.run(lambda *_: None, batches=workload.batches)
-        return list(dict.fromkeys(op for finding in diagnosis.findings for op in finding.rule_names))
-
-
-def _fp32(op: str) -> Change:
-    return Change(op=op, rule=OpRule.FP32)
+    def _is_cured(self, changes: Changes) -> bool:
+        measured = self.measure(changes)
+        return measured is not None and measured.failed == 0

@@ -17,8 +17,8 @@ from torch import nn
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.messages import did_you_mean
 from amp_plugin.tuning.measure import Measurement, Trials, rules_without_16_bits
-from amp_plugin.tuning.report import draw, rules_file, tuning_table
-from amp_plugin.tuning.search import Aim, Changes, Goal, Miss, Search, Tried
+from amp_plugin.tuning.report import rules_file, tuning_table
+from amp_plugin.tuning.search import Aim, Changes, Goal, Search, Tried
 from amp_plugin.tuning.workload import Steps, Workload, used_ops
 
 _REFERENCES: Final = {"fp32": torch.float32, "fp64": torch.float64}
@@ -37,9 +37,9 @@ class Tuning:
         before: the default rules on all batches.
         after: the chosen rules on all batches.
         seconds: time of a batch by the default rules and by the chosen ones, alternating runs, the medians.
-        changes: the chosen rules one by one, with what was measured when all before it and it were in force.
-        tried: every set tried, in order.
-        nearest: the set that saves something and exceeds the budget by least; None if none saves anything.
+        changes: the chosen rules one by one.
+        tried: every set tried, in order, with what was measured.
+        nearest: the set that saves something and exceeds the budget by least, in words; empty if none does.
         is_followed: whether rules change anything: autocast is on, in blocks that have no rules of their own.
         batches: the number of batches.
     """
@@ -51,9 +51,9 @@ class Tuning:
     before: Measurement
     after: Measurement
     seconds: tuple[float, float]
-    changes: tuple[Tried, ...]
+    changes: Changes
     tried: tuple[Tried, ...]
-    nearest: Miss | None
+    nearest: str
     is_followed: bool
     batches: int
 
@@ -67,29 +67,13 @@ class Tuning:
         return tuning_table(self.before, self.after, self.seconds)
 
     def to_yaml(self) -> str:
-        """Return the rules as a file, with what each gained and the evidence in its comments."""
-        return rules_file(
-            self.rules.device_type,
-            self.changes,
-            before=self.before,
-            after=self.after,
-            head=(self.headline, f"gradients compared with {self.reference}, {self.batches} batches"),
-        )
+        """Return the rules as a file, with the evidence in its comments."""
+        compared = f"gradients compared with {self.reference}, {self.batches} batches"
+        return rules_file(self.rules, self.changes, self.before, self.after, (self.headline, compared))
 
     def save(self, path: str | Path) -> None:
         """Write the rules to a file that ``OpRules.from_yaml`` reads."""
         Path(path).write_text(self.to_yaml(), encoding="utf-8")
-
-    def plot(self, path: str | Path) -> None:
-        """Draw what each set tried costs, and by how much what must not grow does.
-
-        Args:
-            path: a file; its ending says the format.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        draw(self.tried, self.before, self.after, Aim(goal=self.goal, budget=self.budget), Path(path))
 
     @property
     def headline(self) -> str:
@@ -102,7 +86,7 @@ class Tuning:
         if self.keeps_default:
             nothing = f"tuned for {self.goal}: nothing better was found, the default rules stay"
             missed = f"; the budget is {self.budget:.0%}, and nearest was {self.nearest}"
-            return nothing + (missed if self.nearest is not None else "")
+            return nothing + (missed if self.nearest else "")
         rules = f"{len(self.changes)} rule{'s' if len(self.changes) > 1 else ''}"
         if self.before.failed == self.batches:
             return f"tuned for {self.goal}: {rules} without which every batch overflows, whatever the bytes"
@@ -137,7 +121,7 @@ def tune(
         progress: show a progress bar.
 
     Returns:
-        The rules and what was measured: ``table()``, ``save("rules.yaml")``, ``plot("rules.png")``.
+        The rules and what was measured: ``table()``, ``save("rules.yaml")``.
 
     Raises:
         ValueError: an option is not allowed, or the step changes a weight or gives no gradients.
@@ -177,7 +161,7 @@ def tuned(
         status.update(f"running without 16 bits, in {reference}")
         trials = Trials(workload, device_type, reference=_REFERENCES[reference])
         search = Search(trials, default, aim, on_tried)
-        changes = _chosen(search, workload, used_ops(workload, default), aim)
+        changes = _chosen(search, used_ops(workload, default), aim)
         rules, after = search.rules(changes), search.measure(changes) or search.default()
         in_fp32 = rules_without_16_bits(device_type)
         is_followed = bool(changes) or trials.measure(in_fp32) != search.default()
@@ -191,7 +175,7 @@ def tuned(
         before=search.default(),
         after=after,
         seconds=seconds,
-        changes=_one_by_one(search, changes, trials.batches),
+        changes=changes,
         tried=search.tried,
         nearest=search.nearest(),
         is_followed=is_followed,
@@ -214,25 +198,17 @@ def _aim(goal: str, budget: float, reference: str) -> Aim:
     return Aim(goal=goal, budget=budget)  # type: ignore[arg-type]
 
 
-def _chosen(search: Search, workload: Workload, ops: list[str], aim: Aim) -> Changes:
+def _chosen(search: Search, ops: list[str], aim: Aim) -> Changes:
     before = search.default()
     if before.failed < len(before.errors):
         return search.best(ops)
     if aim.goal == "accuracy":
-        return search.cured(workload, ops)
+        return search.cured(ops)
     msg = (
         "no batch has finite gradients with the default rules, so no error can be measured; "
         "search for accuracy first: goal='accuracy', or amp-plugin tune --for accuracy"
     )
     raise ValueError(msg)
-
-
-def _one_by_one(search: Search, changes: Changes, batches: int) -> tuple[Tried, ...]:
-    """Measure the changes on all batches as they add up."""
-    return tuple(
-        Tried(changes=(change,), measurement=search.measure(changes[: index + 1]), batches=batches)
-        for index, change in enumerate(changes)
-    )
 
 
 def _timed(trials: Trials, default: OpRules, chosen: OpRules) -> tuple[float, float]:

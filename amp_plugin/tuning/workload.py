@@ -54,23 +54,14 @@ class Workload(Protocol):
         """Run the first batches, and call a function after each, while its gradients are there."""
 
 
-# -- a step function -----------------------------------------------------------------------------
-
-
 class Steps:
     """A step function on batches."""
 
     def __init__(self, step: Callable[[Any], object], model: nn.Module, batches: Sequence[Any]) -> None:
         self._step, self._inputs, self._params = step, list(batches), dict(model.named_parameters())
         self.batches, self.model = len(self._inputs), model
-        msg = ""
         if not self._inputs:
             msg = "tune(batches=[]): give at least one batch; two or three tell more"
-        elif not any(param.requires_grad for param in self._params.values()):
-            msg = (
-                "tune(model=...): no parameter of the model requires a gradient, so there is none to compare"
-            )
-        if msg:
             raise ValueError(msg)
 
     def run(self, on_batch: OnBatch, *, batches: int) -> None:
@@ -81,18 +72,15 @@ class Steps:
                 self.model.zero_grad(set_to_none=True)
                 started = time.perf_counter()
                 self._step(batch)
-                gradients = _gradients(self._params)
-                on_batch(self._checked(gradients, versions), time.perf_counter() - started)
-
-    def _checked(self, gradients: Gradients, versions: dict[str, int]) -> Gradients:
-        changed = [name for name, param in self._params.items() if param._version != versions[name]]
-        if changed:
-            msg = f"the step changed the weight {changed[0]}; leave optimizer.step() out of what tune runs"
-            raise ValueError(msg)
-        if not gradients:
-            msg = "the step gave no parameter a gradient; it has to call backward()"
-            raise ValueError(msg)
-        return gradients
+                gradients, msg = _gradients(self._params), ""
+                taken = time.perf_counter() - started
+                if changed := [name for name, p in self._params.items() if p._version != versions[name]]:
+                    msg = f"the step changed the weight {changed[0]}; leave optimizer.step() out of it"
+                elif not gradients:
+                    msg = "the step gave no parameter a gradient; it has to call backward()"
+                if msg:
+                    raise ValueError(msg)
+                on_batch(gradients, taken)
 
 
 def _gradients(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -119,9 +107,6 @@ def _state_kept(model: nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 for name, buffer in model.named_buffers():
                     buffer.copy_(buffers[name])
-
-
-# -- a program -----------------------------------------------------------------------------------
 
 
 class Enough(BaseException):
@@ -162,12 +147,9 @@ class Script:
             run = run_program(self._program, self._arguments, around=around, expected=expected)
         if count < batches:
             ended = "an error" if run.failed else f"exit code {run.code}"
-            remedy = (
-                f"give --batches {count}, or let it train longer" if count else "it has to run backward()"
-            )
             msg = (
                 f"{self._program.name} ended with {ended} after {count} backward passes, and {batches} are "
-                f"wanted; {'it has to run without tune, too' if run.failed else remedy}"
+                "wanted; it has to run without tune, too, and to run backward(); --batches sets how often"
             )
             raise RuntimeError(msg)
         self._has_run = True
@@ -255,8 +237,6 @@ def _hold_weights_still(stack: ExitStack) -> None:
     stack.callback(register_optimizer_step_post_hook(restore).remove)
 
 
-# -- the ops -------------------------------------------------------------------------------------
-
 # Their results are not floating-point numbers, or are what the caller asked for by dtype.
 _LEFT_OUT: Final = {
     *("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "argmax", "argmin", "argsort"),
@@ -272,30 +252,10 @@ def used_ops(workload: Workload, rules: OpRules) -> list[str]:
 
     An op that another op calls is not listed: autocast looks at the outermost.
     """
-    profiled = profile()
-    with rules_on_trial(rules):
-        with _without_standard_error():
-            profiled.__enter__()  # type: ignore[no-untyped-call]
-        try:
-            workload.run(lambda *_: None, batches=1)
-        finally:
-            with _without_standard_error():
-                profiled.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    with rules_on_trial(rules), profile() as profiled:
+        workload.run(lambda *_: None, batches=1)
     counts = Counter(event.name for event in profiled.function_events or [] if _is_outermost(event))
     return [op for op, _ in counts.most_common() if _may_have_rule(op)]
-
-
-@contextmanager
-def _without_standard_error() -> Iterator[None]:
-    """Drop what C++ writes to standard error: torch 2.13's profiler reports each start and stop."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def _is_outermost(event: FunctionEvent) -> bool:
@@ -309,23 +269,17 @@ def _is_outermost(event: FunctionEvent) -> bool:
 
 
 def _may_have_rule(op: str) -> bool:
-    if op.partition("::")[2] in _LEFT_OUT:
-        return False
     try:
         overloads = overloads_of(op)
     except ValueError:  # written in place, or no op of the dispatcher
         return False
-    return any(_makes_new_tensors(full) for full in overloads)
+    return op.partition("::")[2] not in _LEFT_OUT and any(map(_makes_new_tensors, overloads))
 
 
 def _makes_new_tensors(full: str) -> bool:
-    schema = schema_of(full)
-    tensor = torch._C.TensorType.get()
-    returned = [returns for returns in schema.returns if returns.type.isSubtypeOf(tensor)]
-    given = [argument for argument in schema.arguments if "Tensor" in str(argument.type)]
+    schema, tensor = schema_of(full), torch._C.TensorType.get()
+    makes = any(returns.type.isSubtypeOf(tensor) for returns in schema.returns)
+    is_given = any("Tensor" in str(argument.type) for argument in schema.arguments)
     is_view = any(returns.alias_info is not None for returns in schema.returns)
-    return (
-        bool(returned and given)
-        and not is_view
-        and not written_arguments(full) - {"running_mean", "running_var"}
-    )
+    writes = written_arguments(full) - {"running_mean", "running_var"}
+    return makes and is_given and not is_view and not writes

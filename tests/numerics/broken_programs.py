@@ -11,13 +11,19 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.numerics.programs import broken
-
-FP16 = {"device_type": "cpu", "dtype": torch.float16}
+from tests.numerics.programs import FP16, broken, train_in
 
 
 def leaf(*values: float) -> torch.Tensor:
     return torch.tensor(values, requires_grad=True)
+
+
+def at_least(least: float, x: torch.Tensor, fix: object) -> torch.Tensor:
+    return x.clamp(min=least) if fix else x
+
+
+def plus(eps: float, x: torch.Tensor, fix: object) -> torch.Tensor:
+    return x + eps if fix else x
 
 
 def from_a_file(shape: tuple[int, ...], *, at: tuple[int, ...], value: float) -> torch.Tensor:
@@ -37,24 +43,22 @@ def train(model, batch, *, lr=0.01, steps=4, optimizer=torch.optim.SGD, loss=Non
         optimizer.step()
 
 
-# -- data --------------------------------------------------------------------------------------------------
+def finite_rows(rows, fix):
+    return rows[rows.isfinite().all(1)] if fix else rows
 
 
 @broken("data", op="addmm", cure="isfinite")
 def a_row_of_a_batch_is_nan(fix):
-    rows = from_a_file((12, 4), at=(9, 2), value=math.nan)
-    model = nn.Linear(4, 1)
+    rows, model = from_a_file((12, 4), at=(9, 2), value=math.nan), nn.Linear(4, 1)
     for (loaded,) in DataLoader(TensorDataset(rows), batch_size=4):
-        batch = loaded[loaded.isfinite().all(1)] if fix else loaded
-        model(batch).sum().backward()  # <-
+        model(finite_rows(loaded, fix)).sum().backward()  # <-
 
 
 @broken("data", op="mean|sub", cure="isfinite")
 def a_row_of_a_batch_is_infinite(fix):
-    rows = from_a_file((12, 4), at=(5, 1), value=math.inf)
-    model = nn.Linear(4, 1)
+    rows, model = from_a_file((12, 4), at=(5, 1), value=math.inf), nn.Linear(4, 1)
     for (loaded,) in DataLoader(TensorDataset(rows), batch_size=4):
-        batch = loaded[loaded.isfinite().all(1)] if fix else loaded
+        batch = finite_rows(loaded, fix)
         centred = batch - batch.mean(0)  # <-
         model(centred).sum().backward()
 
@@ -89,9 +93,6 @@ def features_from_a_file_hold_nan(fix):
     model = nn.Linear(3, 1)
     rows = functional.embedding(torch.tensor([1, 2]), weight)
     model(rows).sum().backward()  # <-
-
-
-# -- numbers too large for 16 bits ---------------------------------------------------------------------------
 
 
 class Apply(nn.Module):
@@ -248,60 +249,46 @@ def an_exponential_beyond_fp32(fix):
     (weights / weights.sum()).square().sum().backward()
 
 
-# -- divisions by zero and other points -------------------------------------------------------------------------
-
-
 @broken("pole", op="log", cure="clamp|eps")
 def the_log_of_a_relu(fix):
-    probabilities = leaf(-1.0, 2.0).relu()
-    probabilities = probabilities.clamp(min=1e-6) if fix else probabilities
-    loss = -probabilities.log().mean()  # <-
-    loss.backward()
+    probabilities = at_least(1e-6, leaf(-1.0, 2.0).relu(), fix)
+    (-probabilities.log().mean()).backward()  # <-
 
 
 @broken("pole", op="log", cure="clamp|eps")
 def an_entropy_by_hand(fix):
     p = leaf(0.0, 0.25, 0.75)
-    inner = p.clamp(min=1e-6) if fix else p
-    loss = -(p * inner.log()).sum()  # <-
-    loss.backward()
+    (-(p * at_least(1e-6, p, fix).log()).sum()).backward()  # <-
 
 
 @broken("pole", op="log", cure="clamp|eps")
 def a_where_that_hides_the_log_of_zero(fix):
     x = leaf(0.0, 2.0)
-    y = x.clamp(min=1e-6) if fix else x
-    torch.where(x > 0, y.log(), 0.0).sum().backward()  # <-
+    torch.where(x > 0, at_least(1e-6, x, fix).log(), 0.0).sum().backward()  # <-
 
 
 @broken("pole", op="rsub|log", cure="clamp|eps")
 def a_cross_entropy_by_hand_at_one(fix):
     p = torch.sigmoid(leaf(100.0, 1.0))
-    rest = (1 - p).clamp(min=1e-6) if fix else 1 - p
-    loss = -rest.log().mean()  # <-
-    loss.backward()
+    (-at_least(1e-6, 1 - p, fix).log().mean()).backward()  # <-
 
 
 @broken("pole", op="div|pow|mul", cure="eps")
 def the_gradient_of_a_root_at_zero(fix):
-    x = leaf(0.0, 4.0)
-    y = x + 1e-6 if fix else x
-    y.sqrt().sum().backward()  # <-
+    x = plus(1e-6, leaf(0.0, 4.0), fix)
+    x.sqrt().sum().backward()  # <-
 
 
 @broken("pole", op="", cure="eps|clamp")
 def the_gradient_of_a_power_at_zero(fix):
-    x = leaf(0.0, 4.0)
-    y = x + 1e-6 if fix else x
-    (y**0.5).sum().backward()  # <-
+    x = plus(1e-6, leaf(0.0, 4.0), fix)
+    (x**0.5).sum().backward()  # <-
 
 
 @broken("pole", op="", cure=r"rsqrt\(|eps inside")
 def a_distance_by_hand_of_equal_points(fix):
-    a, b = leaf(1.0, 2.0), torch.tensor([1.0, 2.0])
-    squares = (a - b).square().sum()
-    squares = squares + 1e-12 if fix else squares
-    squares.sqrt().backward()  # <-
+    squares = (leaf(1.0, 2.0) - torch.tensor([1.0, 2.0])).square().sum()
+    plus(1e-12, squares, fix).sqrt().backward()  # <-
 
 
 @broken("pole", op="div", cure=r"rsqrt\(")
@@ -314,73 +301,62 @@ def a_row_of_zeros_is_normalised_by_hand(fix):
 
 @broken("pole", op="pow", cure="eps|clamp")
 def an_inverse_root_at_zero(fix):
-    x = leaf(0.0, 4.0)
-    y = x + 1e-6 if fix else x
-    (y**-0.5).sum().backward()  # <-
+    x = plus(1e-6, leaf(0.0, 4.0), fix)
+    (x**-0.5).sum().backward()  # <-
 
 
 @broken("pole", op="rsqrt", cure="eps|clamp")
 def the_reciprocal_root_of_a_variance(fix):
     x = torch.ones(2, 4, requires_grad=True)
-    variance = x.var(-1, keepdim=True)
-    variance = variance + 1e-5 if fix else variance
+    variance = plus(1e-5, x.var(-1, keepdim=True), fix)
     (x * variance.rsqrt()).sum().backward()  # <-
 
 
 @broken("pole", op="erfinv", cure="clamp")
 def the_inverse_error_function_at_one(fix):
-    u = leaf(1.0, 0.3)
-    u = u.clamp(max=1 - 1e-6) if fix else u
+    u = leaf(1.0, 0.3).clamp(max=1 - 1e-6 if fix else 1.0)
     u.erfinv().sum().backward()  # <-
 
 
 @broken("pole", op="lgamma", cure="clamp|eps")
 def the_log_of_gamma_at_zero(fix):
-    x = leaf(0.0, 1.5)
-    x = x + 1e-3 if fix else x
+    x = plus(1e-3, leaf(0.0, 1.5), fix)
     x.lgamma().sum().backward()  # <-
 
 
 @broken("pole", op="logit|log", cure="clamp|eps")
 def the_logit_of_one(fix):
-    p = leaf(1.0, 0.5)
-    (p.logit(eps=1e-6) if fix else p.logit()).sum().backward()  # <-
+    leaf(1.0, 0.5).logit(eps=1e-6 if fix else None).sum().backward()  # <-
 
 
 @broken("pole", op="atanh", cure="clamp")
 def a_fisher_transform_of_a_full_correlation(fix):
-    r = leaf(1.0, 0.5)
-    r = r.clamp(max=0.999) if fix else r
+    r = leaf(1.0, 0.5).clamp(max=0.999 if fix else 1.0)
     r.atanh().sum().backward()  # <-
 
 
 @broken("pole", op="", cure="clamp|eps")
 def an_angle_between_equal_vectors(fix):
-    x = leaf(1.0, 0.0)
-    cosine = (x * torch.tensor([1.0, 0.0])).sum()
-    cosine = cosine.clamp(max=1 - 1e-6) if fix else cosine
-    cosine.acos().backward()  # <-
+    cosine = (leaf(1.0, 0.0) * torch.tensor([1.0, 0.0])).sum()
+    (cosine.clamp(max=1 - 1e-6) if fix else cosine).acos().backward()  # <-
 
 
 @broken("pole", op="reciprocal|div", cure="eps|mask")
 def a_weight_of_one_over_a_count(fix):
-    counts = torch.tensor([3.0, 0.0])
-    counts = counts.clamp(min=1) if fix else counts
-    weights = 1 / counts  # <-
+    weights = 1 / at_least(1, torch.tensor([3.0, 0.0]), fix)  # <-
     (leaf(1.0, 2.0) * weights).sum().backward()
 
 
 @broken("pole", op="div", cure="eps|mask")
 def a_mean_over_nothing_but_padding(fix):
     x, mask = leaf(1.0, 2.0), torch.tensor([0.0, 0.0])
-    count = mask.sum() + (1e-6 if fix else 0.0)
-    ((x * mask).sum() / count).backward()  # <-
+    ((x * mask).sum() / plus(1e-6, mask.sum(), fix)).backward()  # <-
 
 
 @broken("pole", op="", cure="eps|clamp")
 def a_root_in_a_checkpoint(fix):
     def root(x):
-        return (x + 1e-6 if fix else x).sqrt()  # <-
+        return plus(1e-6, x, fix).sqrt()  # <-
 
     checkpoint(root, leaf(0.0, 1.0), use_reentrant=False).sum().backward()
 
@@ -388,7 +364,7 @@ def a_root_in_a_checkpoint(fix):
 @broken("pole", op="log", cure="clamp|eps")
 def a_compiled_loss_with_a_log(fix):
     def loss(x):
-        x = x.clamp(min=1e-6) if fix else x
+        x = at_least(1e-6, x, fix)
         return -x.log().mean()  # <-
 
     torch.compile(loss, backend="eager")(leaf(0.0, 1.0)).backward()
@@ -399,40 +375,32 @@ def a_gradient_penalty_of_a_flat_critic(fix):
     x, critic = torch.zeros(3, 2, requires_grad=True), nn.Linear(2, 1)
     nn.init.zeros_(critic.weight)
     (gradient,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
-    squares = gradient.square().sum(-1)
-    squares = squares + 1e-12 if fix else squares
-    (squares.sqrt() - 1).square().mean().backward()  # <-
-
-
-# -- outside of an op's domain --------------------------------------------------------------------------------
+    slope = plus(1e-12, gradient.square().sum(-1), fix).sqrt()  # <-
+    (slope - 1).square().mean().backward()
 
 
 @broken("domain", op="sqrt", cure="clamp")
 def a_variance_that_rounding_made_negative(fix):
     x = torch.tensor([1e4, 1e4 + 1e-3, 1e4], requires_grad=True)
     variance = (x * x).mean() - x.mean() ** 2 - 20.0
-    variance = variance.clamp(min=1e-6) if fix else variance
-    variance.sqrt().backward()  # <-
+    at_least(1e-6, variance, fix).sqrt().backward()  # <-
 
 
 @broken("domain", op="acos", cure="clamp")
 def the_angle_of_a_cosine_above_one(fix):
-    cosine = leaf(1.0000002, 0.5)
-    cosine = cosine.clamp(-1 + 1e-6, 1 - 1e-6) if fix else cosine
+    cosine = leaf(1.0000002, 0.5).clamp(max=1 - 1e-6 if fix else 2.0)
     cosine.acos().sum().backward()  # <-
 
 
 @broken("domain", op="pow", cure="clamp")
 def a_fractional_power_of_a_negative_number(fix):
-    x = leaf(-0.5, 2.0)
-    x = x.clamp(min=1e-6) if fix else x
+    x = at_least(1e-6, leaf(-0.5, 2.0), fix)
     (x**1.5).sum().backward()  # <-
 
 
 @broken("domain", op="log", cure="clamp")
 def the_log_of_a_negative_return(fix):
-    x = leaf(-1.5, 0.5)
-    x = x.clamp(min=-0.99) if fix else x
+    x = at_least(-0.99, leaf(-1.5, 0.5), fix)
     torch.log1p(x).sum().backward()  # <-
 
 
@@ -455,9 +423,6 @@ def a_batch_whose_targets_are_all_ignored(fix):
     logits = torch.randn(2, 3, requires_grad=True)
     target = torch.tensor([-100, 1 if fix else -100])
     functional.cross_entropy(logits, target).backward()  # <-
-
-
-# -- masks ----------------------------------------------------------------------------------------------------
 
 
 @broken("mask", op="softmax", cure="masked")
@@ -491,9 +456,6 @@ def a_softmax_by_hand_of_a_masked_row(fix):
     (weights / weights.sum(-1, keepdim=True)).square().sum().backward()
 
 
-# -- functions of the user's ------------------------------------------------------------------------------------
-
-
 class NumpyLog(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -509,10 +471,8 @@ class NumpyLog(torch.autograd.Function):
 
 @broken("function", op="NumpyLog", cure="NumpyLog")
 def a_function_through_numpy_makes_an_infinity(fix):
-    model, x = nn.Linear(2, 1), leaf(0.0, 2.0)
-    x = x.clamp(min=1e-6) if fix else x
-    y = NumpyLog.apply(x)  # <-
-    model(y).sum().backward()
+    y = NumpyLog.apply(at_least(1e-6, leaf(0.0, 2.0), fix))  # <-
+    nn.Linear(2, 1)(y).sum().backward()
 
 
 class NumpyBackward(torch.autograd.Function):
@@ -554,9 +514,6 @@ def a_function_that_divides_by_zero_in_backward(fix):
     y.sum().backward()
 
 
-# -- weights and memory ---------------------------------------------------------------------------------------
-
-
 @broken("weight", op="addmm", cure="checkpoint|initialised")
 def a_checkpoint_with_a_nan(fix):
     model = nn.Linear(4, 2)
@@ -592,9 +549,6 @@ def a_sentinel_of_nan_that_reaches_the_loss(fix):
     (output - target).square().mean().backward()
 
 
-# -- learning rates, lost updates -----------------------------------------------------------------------------
-
-
 @broken("divergence", op="", cure="learning rate")
 def a_learning_rate_that_is_far_too_high(fix):
     torch.manual_seed(0)
@@ -608,13 +562,7 @@ def a_divergence_that_fp16_shows_first(fix):
     model = nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5 if fix else 0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-    for _ in range(20):
-        optimizer.zero_grad()
-        with torch.autocast(**FP16):
-            loss = model(10 * torch.ones(8, 4)).float().square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    train_in(FP16, lambda: model(10 * torch.ones(8, 4)).float().square().mean(), optimizer, scaler, steps=20)
 
 
 @broken("divergence", op="", cure="learning rate")
@@ -636,12 +584,7 @@ def a_model_in_bf16_with_a_small_learning_rate(fix):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
     model = model if fix else model.bfloat16()
-    x = torch.randn(8, 16, dtype=model[0].weight.dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    for _ in range(5):
-        optimizer.zero_grad()
-        model(x).float().square().mean().backward()
-        optimizer.step()  # <-
+    train(model, torch.randn(8, 16, dtype=model[0].weight.dtype), lr=1e-4, steps=5)
 
 
 @broken("lost updates", op="", cure="fp32|stochastic|store_weights|weights=")
@@ -663,13 +606,9 @@ def fp16_without_a_scaler(fix):
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", enabled=bool(fix))
-    for _ in range(4):
-        optimizer.zero_grad()
-        with torch.autocast(**FP16):
-            loss = model(torch.randn(8, 16)).float().square().mean() * 1e-7
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    train_in(
+        FP16, lambda: model(torch.randn(8, 16)).float().square().mean() * 1e-7, optimizer, scaler, steps=4
+    )
 
 
 @broken("no step", op="", cure="step")

@@ -9,16 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.numerics.programs import healthy
-
-
-def train(model: nn.Module, loss_of, batches, optimizer: torch.optim.Optimizer | None = None) -> None:
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-2)
-    for batch in batches:
-        optimizer.zero_grad()
-        loss_of(*batch).backward()
-        optimizer.step()
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
+from tests.numerics.programs import FP16, healthy, train, train_in
 
 
 class CausalBlock(nn.Module):
@@ -40,13 +31,7 @@ def fresh_a_causal_mask_of_infinities_in_a_buffer():
     model = CausalBlock()
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(4):
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = model(torch.randn(2, 8, 16)).float().square().mean()
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    train_in(FP16, lambda: model(torch.randn(2, 8, 16)).float().square().mean(), optimizer, scaler, steps=4)
 
 
 @healthy
@@ -283,13 +268,10 @@ def fresh_an_adapter_that_begins_at_zero_in_fp16():
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for _ in range(5):
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = F.cross_entropy(model(torch.randn(16, 8)).float(), torch.arange(16) % 4)
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    labels = torch.arange(16) % 4
+    train_in(
+        FP16, lambda: F.cross_entropy(model(torch.randn(16, 8)).float(), labels), optimizer, scaler, steps=5
+    )
 
 
 @healthy
@@ -298,12 +280,7 @@ def fresh_fp16_gradients_that_are_zero_for_the_relu_is_dead():
     with torch.no_grad():
         model[0].bias[:24] = -40
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for _ in range(5):
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = model(torch.randn(16, 8)).float().square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    train_in(FP16, lambda: model(torch.randn(16, 8)).float().square().mean(), optimizer, steps=5)
 
 
 @healthy

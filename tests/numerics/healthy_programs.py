@@ -11,9 +11,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import amp_plugin
-from tests.numerics.programs import healthy, healthy_losses
+from tests.numerics.programs import FP16, healthy, healthy_losses, train, train_in
 
-FP16 = {"device_type": "cpu", "dtype": torch.float16}
 BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
 
 
@@ -39,8 +38,6 @@ def rows():
     x[1] = 0
     return x.requires_grad_()
 
-
-# -- losses: torch masks what its own derivatives make, masks, infinities that come to nothing ------------------------
 
 LOSSES = {
     "the_norm_of_a_row_of_padding": lambda: rows().norm(dim=-1),
@@ -96,9 +93,6 @@ LOSSES = {
 healthy_losses(LOSSES)
 
 
-# -- the same, in several lines ---------------------------------------------------------------------------------
-
-
 @healthy
 def distances_between_equal_points():
     x = ones(3, 2)
@@ -117,9 +111,6 @@ def a_ctc_loss_that_zeroes_infinities():
     functional.ctc_loss(
         logits.log_softmax(2), targets, torch.tensor([3, 3]), lengths, zero_infinity=True
     ).backward()
-
-
-# -- masks ---------------------------------------------------------------------------------------------------------
 
 
 @healthy
@@ -164,22 +155,10 @@ def a_maximum_that_begins_at_minus_infinity():
     best.sum().item()
 
 
-# -- numbers put there on purpose ------------------------------------------------------------------------------------
-
-
-class BestLoss(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("best", torch.tensor(math.inf))
-        self.linear = nn.Linear(2, 1)
-
-    def forward(self, x):
-        return self.linear(x)
-
-
 @healthy
 def a_best_loss_that_begins_at_infinity():
-    model = BestLoss()
+    model = nn.Linear(2, 1)
+    model.register_buffer("best", torch.tensor(math.inf))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()
@@ -251,9 +230,6 @@ def a_histogram_with_open_ends():
     torch.bucketize(torch.randn(5), edges).sum().item()
 
 
-# -- infinities that come to nothing -----------------------------------------------------------------------------------
-
-
 @healthy
 def positions_in_buckets():
     positions = torch.log(torch.arange(4).float()).to(torch.long)
@@ -289,47 +265,29 @@ def gradients_through_the_other_branch():
     torch.where(x > 0, safe.sqrt(), 0.0).sum().backward()
 
 
-# -- training ---------------------------------------------------------------------------------------------------------------
-
-
 def trained(model, make_batch, *, steps=4, scaler=None, optimizer=None, context=None, lr=0.05):
-    torch.manual_seed(0)
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=lr)
-    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        with torch.autocast(**(context or {**BF16, "enabled": False})):
-            loss = model(make_batch()).float().square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    block = context or {**BF16, "enabled": False}
+    train_in(block, lambda: model(make_batch()).float().square().mean(), optimizer, scaler, steps=steps)
 
 
 @healthy
 def a_loss_scale_that_comes_down():
-    model = nn.Linear(4, 4)
-    trained(
-        model,
-        lambda: torch.randn(3, 4),
-        steps=14,
-        context=FP16,
-        scaler=torch.amp.GradScaler("cpu", init_scale=2.0**22),
-    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22)
+    trained(nn.Linear(4, 4), lambda: torch.randn(3, 4), steps=14, context=FP16, scaler=scaler)
 
 
 @healthy
 def bf16_autocast():
-    trained(
-        nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1)), lambda: torch.randn(8, 4), context=BF16
-    )
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1))
+    trained(model, lambda: torch.randn(8, 4), context=BF16)
 
 
 @healthy
 def fp16_autocast_with_a_scaler():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-    trained(
-        model, lambda: torch.randn(8, 4), context=FP16, scaler=amp_plugin.GradScaler("cpu", init_scale=1024.0)
-    )
+    scaler = amp_plugin.GradScaler("cpu", init_scale=1024.0)
+    trained(model, lambda: torch.randn(8, 4), context=FP16, scaler=scaler)
 
 
 @healthy
@@ -355,12 +313,10 @@ def weights_that_a_warm_up_leaves_for_a_step():
 def weights_that_grow_from_zero():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     nn.init.zeros_(model[1].weight)
-    torch.manual_seed(0)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    for _ in range(10):
-        optimizer.zero_grad()
-        (model(torch.ones(2, 4)) - 5).square().mean().backward()
-        optimizer.step()
+    batches = [(torch.ones(2, 4),)] * 10
+    train(
+        model, lambda x: (model(x) - 5).square().mean(), batches, torch.optim.Adam(model.parameters(), lr=0.1)
+    )
 
 
 @healthy

@@ -91,6 +91,30 @@ def healthy_losses(losses: dict[str, Callable[[], torch.Tensor]]) -> None:
         healthy(run)
 
 
+FP16 = {"device_type": "cpu", "dtype": torch.float16}
+
+
+def train(model: nn.Module, loss_of, batches, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Take a step for each batch."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-2)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss_of(*batch).backward()
+        optimizer.step()
+
+
+def train_in(block, loss_of, optimizer: torch.optim.Optimizer, scaler=None, *, steps: int) -> None:
+    """Take steps whose losses are computed in an autocast block."""
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast(**block):
+            loss = loss_of()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
 def findings_of(run: Callable[[], object]) -> list:
     """Run a program under diagnose as the command does, and return what it found."""
     torch.manual_seed(0)

@@ -68,7 +68,7 @@ def test_five_per_cent_in_a_branch_are_found_at_any_depth(tmp_path: Path, where:
     for at in (0, BLOCKS // 2, BLOCKS - 1):
         found = compare_runs(record(tmp_path / "bf16.pt", at=at, where=where, train=False), plain).unexplained
         assert found is not None, at
-        assert found.first.module == f"blocks.{at}", (at, str(found))
+        assert found.module == f"blocks.{at}", (at, str(found))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 
 import pytest
 import torch
@@ -76,31 +75,27 @@ def test_an_ops_own_error_is_against_the_same_inputs():
 
 
 def test_what_arrives_is_against_a_run_without_rounding():
+    def program(x, narrow):
+        half = x.to(narrow, copy=True)
+        half.mul_(3)
+        view = half.view(-1)[:512].view(16, 32)
+        product = view.exp().tanh() @ half.t()
+        product.sum().backward()
+        return product.detach().double(), x.grad.double()
+
     torch.manual_seed(0)
     x = (0.3 * torch.randn(32, 32)).requires_grad_()
     with shadow_run(dtype=torch.float64) as run:
-        half = x.half()
-        half.mul_(3)
-        view = half.view(-1)[:512].view(16, 32)
-        (view.exp().tanh() @ half.t()).sum().backward()
-    wide = x.detach().double().requires_grad_()
-    y = wide * 3
-    z = y.view(-1)[:512].view(16, 32)
-    (z.exp().tanh() @ y.t()).sum().backward()
-    errors = {op: found for (_, op, direction), found in run.errors().items() if direction == "backward"}
-    gradient_error = float((x.grad.double() - wide.grad).norm() / wide.grad.norm())
-    assert gradient_error > 0
-    last = errors["aten::mul.Tensor"].arriving  # the largest of several products in the backward pass
-    assert last > 0
+        product, gradient = program(x, torch.float16)
+    exact, exact_gradient = program(x.detach().double().requires_grad_(), torch.float64)
+    errors = {(op, direction): found for (_, op, direction), found in run.errors().items()}
+    forward = errors["aten::mm.default", "forward"]
+    assert forward.arriving == pytest.approx(float((product - exact).norm() / exact.norm()), rel=1e-6)
+    assert forward.arriving > forward.own
+    with torch.no_grad():
+        assert torch.allclose(run.without_rounding(x.grad), exact_gradient)
+    assert not torch.allclose(gradient, exact_gradient)
     assert run.not_compared() == {}
-    forward = {op: found for (_, op, direction), found in run.errors().items() if direction == "forward"}
-    values = (z.exp().tanh() @ y.t()).detach()
-    got = (
-        (3 * x.detach().half()).view(-1)[:512].view(16, 32).exp().tanh() @ (3 * x.detach().half()).t()
-    ).double()
-    expected = float((got - values).norm() / values.norm())
-    assert forward["aten::mm.default"].arriving == pytest.approx(expected, rel=1e-6)
-    assert forward["aten::mm.default"].arriving > forward["aten::mm.default"].own
 
 
 def test_underflow_and_headroom():
@@ -108,7 +103,7 @@ def test_underflow_and_headroom():
     with shadow_run() as run:
         x.half()
     ((_, errors),) = run.errors().items()
-    assert (errors.underflowed, errors.subnormal, errors.elements) == (1, 1, 6)
+    assert (errors.underflowed, errors.elements) == (1, 6)
     assert errors.headroom == pytest.approx(14.0, abs=0.01)
     assert errors.own == pytest.approx(1 / 6)
 
@@ -116,10 +111,8 @@ def test_underflow_and_headroom():
 def test_an_overflow_is_an_infinite_error():
     with shadow_run() as run:
         torch.tensor([70000.0, 1.0]).half()
-    ((_, errors),) = run.errors().items()
-    assert errors.infinite == 1
-    assert math.isinf(errors.arriving)
-    json.dumps(run.to_dict())
+    (row,) = json.loads(json.dumps(run.to_dict()))["rows"]
+    assert row["arriving"] == "inf"
 
 
 def test_dropout_keeps_its_mask():
@@ -177,13 +170,10 @@ def test_another_dtype_is_refused():
 
 def test_the_table():
     with shadow_run() as run:
+        assert "was the code in an autocast block?" in str(run.table().caption)
         step(Attention(), None)
-    table = run.table(rows=3)
-    assert table.row_count == 3
-    assert "rows with smaller errors" in str(table.caption)
-    with shadow_run() as run:
-        torch.ones(2)
-    assert "was the code in an autocast block?" in str(run.table().caption)
+    assert run.table(rows=3).row_count == 3
+    assert "rows with smaller errors" in str(run.table(rows=3).caption)
 
 
 def test_shards_are_measured_and_collectives_are_counted():

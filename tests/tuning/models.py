@@ -11,6 +11,12 @@ from torch import nn
 
 WIDTH, LAYERS, HEADS, WORDS = 64, 2, 4, 1024  # 16 words for each number of a token; BERT has 40, T5-small 63
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SIZES = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 4 * WIDTH,
+}
 
 Made = tuple[nn.Module, list[dict[str, Any]]]
 
@@ -21,27 +27,14 @@ def _texts(batch: int = 8, length: int = 64) -> list[torch.Tensor]:
 
 def encoder() -> Made:
     """BERT, filling in words."""
-    config = transformers.BertConfig(
-        vocab_size=WORDS,
-        hidden_size=WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        intermediate_size=4 * WIDTH,
-        **NO_DROPOUT,
-    )
+    config = transformers.BertConfig(vocab_size=WORDS, **SIZES, **NO_DROPOUT)
     return transformers.BertForMaskedLM(config), [{"input_ids": ids, "labels": ids} for ids in _texts()]
 
 
 def decoder() -> Made:
     """Llama, predicting the next word."""
-    config = transformers.LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        intermediate_size=3 * WIDTH,
-    )
+    sizes = {**SIZES, "intermediate_size": 3 * WIDTH}
+    config = transformers.LlamaConfig(vocab_size=WORDS, num_key_value_heads=HEADS, **sizes)
     return transformers.LlamaForCausalLM(config), [{"input_ids": ids, "labels": ids} for ids in _texts()]
 
 
@@ -63,16 +56,7 @@ def encoder_decoder() -> Made:
 
 def vision() -> Made:
     """ViT, naming pictures."""
-    config = transformers.ViTConfig(
-        hidden_size=WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        intermediate_size=4 * WIDTH,
-        image_size=32,
-        patch_size=4,
-        num_labels=10,
-        **NO_DROPOUT,
-    )
+    config = transformers.ViTConfig(image_size=32, patch_size=4, num_labels=10, **SIZES, **NO_DROPOUT)
     batches = [
         {"pixel_values": torch.randn(8, 3, 32, 32), "labels": torch.randint(10, (8,))} for _ in range(2)
     ]
@@ -82,10 +66,7 @@ def vision() -> Made:
 def speech() -> Made:
     """wav2vec 2.0, naming sounds."""
     config = transformers.Wav2Vec2Config(
-        hidden_size=WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        intermediate_size=4 * WIDTH,
+        **SIZES,
         conv_dim=(64, 64, 64),
         conv_stride=(5, 4, 4),
         conv_kernel=(10, 8, 4),

@@ -23,7 +23,6 @@ from amp_plugin.tuning.measure import (
     Trials,
     rules_without_16_bits,
 )
-from amp_plugin.tuning.report import draw
 from amp_plugin.tuning.search import Aim
 from amp_plugin.tuning.workload import Steps, used_ops
 from tests.commands import amp
@@ -89,14 +88,6 @@ class TestRulesOnTrial:
             assert torch.einsum("ij,jk->ik", x.float(), x.float()).dtype is torch.float32
         with amp_plugin.autocast("cpu"):
             assert torch.einsum("ij,jk->ik", x.float(), x.float()).dtype is torch.bfloat16
-
-    def test_more_sets_than_a_process_has_numbers_for(self):
-        region = amp_plugin.autocast("cpu")
-        for op in sorted(DEFAULT.rules)[:30]:
-            rules = DEFAULT.with_rule(op, "unchanged").with_rule("aten::softmax.int", "fp32")
-            with rules_on_trial(rules):
-                assert self.dtype(region) is torch.float32
-            assert self.dtype(region) is torch.bfloat16
 
     def test_the_environments_rules_would_win_and_are_refused(self, monkeypatch):
         monkeypatch.setenv("AMP_PLUGIN_RULES", "rules.yaml")
@@ -169,7 +160,7 @@ class TestMeasurement:
             assert in_bf16.errors[index].whole == pytest.approx(expected, rel=1e-4)
             assert in_fp32.errors[index].whole < 2e-6
 
-    def test_used_ops_are_those_the_program_calls(self, model, batches, capfd):
+    def test_used_ops_are_those_the_program_calls(self, model, batches):
         found = used_ops(Steps(step_of(model), model, batches), DEFAULT)
         assert set(found) == {
             "aten::linear",
@@ -180,25 +171,23 @@ class TestMeasurement:
             "aten::mul",  # outside of the region
         }
         assert found[0] == "aten::linear"
-        assert capfd.readouterr() == ("", "")
 
     def test_what_may_grow_is_bounded(self):
         def measured(saved=100.0, cast=100.0, error=1.0, mean=1.0):
-            return Measurement(
-                saved_bytes=saved,
-                cast_bytes=cast,
-                errors=(GradientError(whole=error, mean=mean),),
-            )
+            errors = (GradientError(whole=error, mean=mean),)
+            return Measurement(saved_bytes=saved, cast_bytes=cast, errors=errors)
 
-        aim = Aim(goal="memory", budget=0.05)
-        assert aim.allows(measured(saved=50, error=1.05, cast=105), measured())
-        assert not aim.allows(measured(error=1.06), measured())
-        assert not aim.allows(measured(mean=1.06), measured())
-        assert aim.allows(measured(saved=50, cast=300), measured())
-        assert not aim.allows(measured(error=math.inf, mean=math.inf), measured())
-        assert not Aim(goal="accuracy", budget=0.05).allows(measured(saved=106, error=0.1), measured())
-        assert not Aim(goal="accuracy", budget=0.05).allows(measured(cast=106, error=0.1), measured())
-        assert Aim(goal="accuracy", budget=0.05).allows(measured(cast=105, saved=105), measured())
+        memory, accuracy = (Aim(goal=goal, budget=0.05) for goal in ("memory", "accuracy"))
+        for aim, changed, is_allowed in (
+            (memory, {"saved": 50, "error": 1.05, "cast": 300}, True),
+            (memory, {"error": 1.06}, False),
+            (memory, {"mean": 1.06}, False),
+            (memory, {"error": math.inf, "mean": math.inf}, False),
+            (accuracy, {"saved": 106, "error": 0.1}, False),
+            (accuracy, {"cast": 106, "error": 0.1}, False),
+            (accuracy, {"cast": 105, "saved": 105}, True),
+        ):
+            assert aim.allows(measured(**changed), measured()) is is_allowed, changed
 
 
 @pytest.fixture(scope="module")
@@ -244,53 +233,7 @@ class TestTune:
         )
         assert f"torch {torch.__version__}" in text
         assert re.search(r"# saved for backward: \S+ kB -> \S+ kB \(-\d\d\.\d %\)\n", text)
-        assert re.search(r"  aten::cross_entropy_loss: lower_precision  # saved -\d+\.\d %, cast -", text)
-
-    def test_the_plot_is_a_picture(self, tuning, tmp_path):
-        pytest.importorskip("matplotlib")
-        tuning[0].plot(tmp_path / "sets.png")
-        assert (tmp_path / "sets.png").read_bytes()[:4] == b"\x89PNG"
-
-    @pytest.fixture
-    def drawn(self, tuning, tmp_path, monkeypatch):
-        """Return a function that draws for a goal and returns the figure."""
-        figure = pytest.importorskip("matplotlib.figure").Figure
-        figures = []
-        monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: figures.append(self))
-
-        def draw_for(goal):
-            found, _, _ = tuning
-            draw(found.tried, found.before, found.after, Aim(goal=goal, budget=0.2), tmp_path / "x.png")
-            return figures[-1]
-
-        return draw_for
-
-    @pytest.mark.parametrize("goal", ["memory", "casts", "accuracy"])
-    def test_labels_are_whole_apart_and_inside_the_axes(self, drawn, goal):
-        (axes,) = drawn(goal).axes
-        boxes = [text.get_window_extent() for text in axes.texts if text.get_visible()]
-        assert len(boxes) >= 2
-        for box in boxes:
-            assert axes.bbox.x0 <= box.x0 < box.x1 <= axes.bbox.x1
-            assert axes.bbox.y0 <= box.y0 < box.y1 <= axes.bbox.y1
-            assert sum(box.overlaps(other) for other in boxes) == 1  # itself
-
-    def test_a_point_below_the_budget_is_a_set_that_is_allowed_and_a_rule_has_one_colour(self, drawn, tuning):
-        found, aim = tuning[0], Aim(goal="memory", budget=0.2)
-        figure = drawn("memory")
-        (axes,) = figure.axes
-        (budget,) = {y for line in axes.lines for y in line.get_ydata()}
-        dots = {dot.get_label(): dot for dot in axes.collections}
-        below = sum(
-            (dots[rule].get_offsets()[:, 1] <= budget).sum() for rule in ("lower_precision", "unchanged")
-        )
-        allowed = {
-            entry.changes
-            for entry in found.tried
-            if entry.changes and entry.measurement and aim.allows(entry.measurement, found.before)
-        }
-        assert 0 < below == len(allowed) < len({entry.changes for entry in found.tried})
-        assert len({tuple(dot.get_facecolor()[0]) for dot in dots.values()}) == len(dots) == 4
+        assert text.endswith("rules:\n  aten::cross_entropy_loss: lower_precision\n")
 
     def test_a_model_with_nothing_to_save_keeps_the_default_and_says_so(self):
         model = nn.Linear(8, 8)
@@ -305,7 +248,6 @@ class TestTune:
         assert found.is_followed
         assert found.rules == DEFAULT
         assert "nothing better was found, the default rules stay" in found.to_yaml()
-        assert found.nearest is None or found.nearest.growth > found.budget
         assert found.to_yaml().endswith("rules: {}\n")
 
     @pytest.mark.parametrize("rules", [None, DEFAULT.with_rule("aten::exp", "unchanged")])
@@ -337,10 +279,8 @@ class TestTune:
         step = step_of(model, torch.float16, scale=256.0)
         found = amp_plugin.tune(step, model=model, batches=batches, goal="accuracy")
         assert (found.before.failed, found.after.failed) == (2, 0)
-        assert [(entry.changes[0].op, entry.changes[0].rule.value) for entry in found.changes] == [
-            ("aten::matmul", "fp32")
-        ]
-        assert "  aten::matmul: fp32  # batches that overflow 2 -> 0" in found.to_yaml()
+        assert [(change.op, change.rule.value) for change in found.changes] == [("aten::matmul", "fp32")]
+        assert "# batches that overflow: 2 -> 0\n" in found.to_yaml()
         assert found.headline == (
             "tuned for accuracy: 1 rule without which every batch overflows, whatever the bytes"
         )
@@ -409,18 +349,17 @@ for step in range(5):
 
 class TestCommand:
     def test_a_script_is_tuned(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        script, rules, plot = tmp_path / "train.py", tmp_path / "rules.yaml", tmp_path / "sets.png"
+        script, rules = tmp_path / "train.py", tmp_path / "rules.yaml"
         script.write_text(SCRIPT)
-        options = ["-o", rules, "--device", "cpu", "--batches", 2, "--budget", "50%", "--plot", plot]
+        options = ["-o", rules, "--device", "cpu", "--batches", 2, "--budget", "50%"]
         with monkeypatch.context() as patch:
             patch.chdir(tmp_path)
             answer = amp("tune", *options, script, "0.1")
         assert answer.exit_code == 0, answer.output
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["rules.yaml", "sets.png", "train.py"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["rules.yaml", "train.py"]
         assert "not to be seen" not in answer.output
         assert re.search(r"saved for backward +\S+ kB +\S+ kB +-\d+\.\d %", answer.output)
         assert OpRules.from_yaml(rules)["aten::cross_entropy_loss.default"].value == "lower_precision"
-        assert plot.exists()
         assert torch.autograd.backward.__module__ == "torch.autograd"
 
     @pytest.mark.parametrize(
@@ -436,7 +375,7 @@ class TestCommand:
             (
                 ["--device", "cpu", "SCRIPT", "0.1"],
                 1,
-                "ended with exit code 0 after 0 backward passes, and 4 are wanted; it has to run backward()",
+                "ended with exit code 0 after 0 backward passes, and 4 are wanted; it has to run without tune, too, and to run backward()",
             ),
         ],
     )
