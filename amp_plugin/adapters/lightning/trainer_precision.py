@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,19 +22,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_plugin.adapters.lightning.callbacks_and_schedulers import Averages, HeldSchedulers
+from amp_plugin.adapters.lightning.callbacks_and_schedulers import HeldSchedulers, averages_in_fp32
 from amp_plugin.adapters.lightning.precision_core import PrecisionCore
 from amp_plugin.adapters.lightning.user_code import (
+    NOT_AFTER_CLIPPING,
     StrayGradients,
-    UserHooks,
     calls_closure_again,
-    is_extended,
+    users_methods,
 )
 from amp_plugin.adapters.scaler import fsdp_root, register, torch_optimizer
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.messages import warn_user
 from amp_plugin.options import LightningOptions, lists_options
-from amp_plugin.scaling.closures import uses_gradients_before_closure
 from amp_plugin.scaling.gradients import params_of
 
 if TYPE_CHECKING:
@@ -77,12 +76,10 @@ class TrainerPrecision(PrecisionCore):
         self._load_again: Any = None  # the Trainer, if what it has loaded before set-up was rounded
         self._in_train_step = False
         self._runs_again = False
-        self._backwards = 0
-        self._stepped_after: dict[int, int] = {}
         self._strays = StrayGradients()
-        self._averages = Averages()
+        self._averages = ExitStack()
         self._manual = False
-        self._user_hooks: UserHooks | None = None
+        self._users_methods: frozenset[str] = frozenset()
         self._leaves_clip_to_step = False
         self._sharded_root: Any = None
         self._root_device = ""
@@ -106,8 +103,11 @@ class TrainerPrecision(PrecisionCore):
         if is_stored:
             was_rounded = self._weights.set_up(module, self.settings.fp32_modules)
             self._load_again = trainer if was_rounded else None
+        self._averages.close()
         if self._fitting:
-            self._averages.watch(trainer.callbacks)
+            self._averages = averages_in_fp32(trainer.callbacks, self.package)
+        is_overridden = self.package.utilities.model_helpers.is_overridden
+        self._users_methods = users_methods(module, is_overridden, self._is_extended)
         return super().convert_module(module)
 
     def connect(
@@ -117,8 +117,6 @@ class TrainerPrecision(PrecisionCore):
         self._sharded_root = fsdp_root(model)
         self._start(self._root_device, self._sharded_root)
         self.checkpoint_key = "MixedPrecision" if self._sharded_root is None else "FSDPPrecision"
-        self._stepped_after.clear()
-        self._user_hooks = None
         self._weights.add([model], optimizers)
         if self._fitting:
             self._check_shards(model)
@@ -133,9 +131,8 @@ class TrainerPrecision(PrecisionCore):
         if sys.exc_info()[0] is None:  # the Trainer tears down after an error too
             self.step_log.end_run(self.package.utilities.rank_zero_only(warn_user))
         self._strays.unwatch()
-        self._averages.release()
+        self._averages.close()
         self._schedulers.take([], self.step_log)
-        self._user_hooks = None  # it holds the module
         super().teardown()
 
     # -- the autocast region ------------------------------------------------------------------
@@ -184,7 +181,6 @@ class TrainerPrecision(PrecisionCore):
     @outside_graphs
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Show ``on_before_backward`` the loss, then scale it."""
-        self._backwards += 1
         with self._outside_region():
             loss: Tensor = self._plain.pre_backward(self, tensor, module)
             return self._scaler.scale(loss)
@@ -228,7 +224,8 @@ class TrainerPrecision(PrecisionCore):
         closure = partial(self._closure_and_hooks, optimizer, model, self._inside_region(closure))
         with self._outside_region():
             output = self._step(optimizer, closure, **kwargs)
-            self._stepped(optimizer)
+            self._attempted_steps += 1  # not if the closure has raised
+            self._schedulers.after_step(optimizer, self.step_log)
             return output
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
@@ -237,8 +234,7 @@ class TrainerPrecision(PrecisionCore):
         if not scaler.is_enabled():
             return scaler.step(optimizer, closure=closure, **kwargs)
         if calls_closure_again(optimizer):
-            uses_earlier = scaler.has_scaled and uses_gradients_before_closure(optimizer)
-            if uses_earlier and scaler.overflowed_before_closure(optimizer):
+            if scaler.overflowed_before_closure(optimizer):
                 closure()  # which the step would not call, and the Trainer counts on each batch being run
             output = scaler.step(optimizer, closure=closure, **kwargs)
         else:
@@ -254,45 +250,35 @@ class TrainerPrecision(PrecisionCore):
     def _closure_and_hooks(self, optimizer: Optimizer, model: Any, closure: Callable[[], Any]) -> Any:
         """Run forward and backward, then let hooks and clipping see unscaled gradients."""
         result = closure()
-        if self._scaler.is_enabled():
-            self._unscale(optimizer, model)
-        elif self.measures_norms and (not self._may_skip or self._hooks_of(model).norm_is_lost):
-            self._scaler.measure(optimizer)  # before they are clipped
-        self._leaves_clip_to_step = self._hooks_of(model).clip_is_unseen
+        scaler, trainer, is_seen = self._scaler, model.trainer, bool(self._users_methods)
+        if scaler.is_enabled():
+            if self._manual:
+                self._strays.refuse(optimizer, scaler)
+            if is_seen and scaler.has_scaled:
+                scaler.ensure_unscaled(optimizer)
+        elif self.measures_norms:
+            by_value = trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value"
+            if is_seen or by_value or not self._may_skip:
+                scaler.measure(optimizer)  # before they are clipped
+        clip_is_last = bool(trainer.gradient_clip_val) and self._users_methods <= NOT_AFTER_CLIPPING
+        self._leaves_clip_to_step = clip_is_last and not is_seen
         try:
             self._after_closure(model, optimizer)
         finally:
             self._leaves_clip_to_step = False
-        measured = self._scaler.has_scaled or not self._scaler.is_enabled()
-        if measured and self._hooks_of(model).clip_is_last:
-            self._scaler.assume_unchanged(optimizer)
+        if clip_is_last and (scaler.has_scaled or not scaler.is_enabled()):
+            scaler.assume_unchanged(optimizer)
         return result
 
     @property
     def _may_skip(self) -> bool:
         return self._scaler.is_enabled() or self.settings.on_nonfinite != "ignore"
 
-    def _unscale(self, optimizer: Optimizer, model: Any) -> None:
-        """Refuse gradients of unscaled losses; unscale the others if a hook may read them."""
-        scaled = self._stepped_after.get(id(optimizer), 0) != self._backwards
-        self._stepped_after[id(optimizer)] = self._backwards
-        if self._manual:
-            self._strays.refuse(optimizer, self._scaler, scaled=scaled)
-        if scaled and self._hooks_of(model).read_gradients:
-            self._scaler.ensure_unscaled(optimizer)
-
-    def _hooks_of(self, model: Any) -> UserHooks:
-        if self._user_hooks is None:
-            overridden = self.package.utilities.model_helpers.is_overridden
-            self._user_hooks = UserHooks(model, overridden, self._is_extended, manual=self._manual)
-        return self._user_hooks
-
     def _is_extended(self, method: str) -> bool:
-        return is_extended(self, (TrainerPrecision, self._plain), method)
-
-    def _stepped(self, optimizer: Optimizer) -> None:
-        self._schedulers.after_step(optimizer, self.step_log)
-        super()._stepped(optimizer)
+        """Whether a subclass of the plugin, or its user for this object, has a method of its own."""
+        found = getattr(type(self), method)
+        known = (TrainerPrecision, self._plain)
+        return method in vars(self) or all(found is not getattr(kind, method, None) for kind in known)
 
     # -- clipping -----------------------------------------------------------------------------
 
@@ -305,31 +291,28 @@ class TrainerPrecision(PrecisionCore):
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip the unscaled gradients of an optimizer to a total norm."""
         optimizer = torch_optimizer(optimizer)
-        if self._clips_other_parameters(optimizer):
+        if self._clips_as_stock(optimizer):
             self._plain.clip_grad_by_norm(self, optimizer, clip_val)
-        elif self._sharded_root is not None and not self._scaler.has_scaled:
+        elif self._sharded_root is not None and not self._scaler.is_enabled():
             self._scaler.measure(optimizer, self._sharded_root.clip_grad_norm_(clip_val))
-        elif self._scaler.is_enabled() and not self._scaler.has_scaled:
-            self._plain.clip_grad_by_norm(self, optimizer, clip_val)
         else:
             self._scaler.clip_grad_norm_(optimizer, clip_val, fold=self._leaves_clip_to_step)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip each element of the unscaled gradients of an optimizer."""
         optimizer = torch_optimizer(optimizer)
-        if self._clips_other_parameters(optimizer):
+        if self._clips_as_stock(optimizer):
             self._plain.clip_grad_by_value(self, optimizer, clip_val)
-        elif self._scaler.has_scaled:
-            self._scaler.clip_grad_value_(optimizer, clip_val)
         else:
-            self._plain.clip_grad_by_value(self, optimizer, clip_val)
+            self._scaler.clip_grad_value_(optimizer, clip_val)
 
-    def _clips_other_parameters(self, optimizer: Optimizer) -> bool:
-        """Whether a subclass says by ``main_params`` what is clipped; then gradients are unscaled now."""
+    def _clips_as_stock(self, optimizer: Optimizer) -> bool:
+        """Whether no loss was scaled yet, or a subclass says what is clipped: gradients are unscaled then."""
+        if self._scaler.is_enabled() and not self._scaler.has_scaled:
+            return True
         if not self._is_extended("main_params"):
             return False
-        if self._scaler.has_scaled:
-            self._scaler.ensure_unscaled(optimizer)
+        self._scaler.ensure_unscaled(optimizer)
         return True
 
     @property
