@@ -7,7 +7,6 @@ up, when one of them first runs; a requested update waits for the next loss.
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -149,7 +148,7 @@ class FabricPrecision(PrecisionCore):
         scaler = self._ready(optimizer)  # a first closure runs its forward and backward only below
         output = scaler.step(optimizer, **kwargs)
         scaler.update()
-        self._stepped(optimizer)
+        self._attempted_steps += 1
         return output
 
     @outside_graphs
@@ -189,21 +188,25 @@ class FabricPrecision(PrecisionCore):
             guard._in_fabric_backward = before
 
 
-def report_set_up(wrapper: Any, report: Callable[[FabricPrecision, Any], None]) -> None:
-    """Let Fabric's optimizers, or its modules, report to a FabricPrecision that they are set up.
+def join_fabric(package: Any) -> None:
+    """Have Fabric's set-up report modules and optimizers to a FabricPrecision.
 
     Fabric has no hook for that: ``setup`` shows a plugin no optimizer and no wrapped module. But each ends
     in a ``_FabricOptimizer`` or ``_FabricModule``, made with the strategy, which knows the plugin.
     """
+    wrappers = package.wrappers
+    _report(wrappers._FabricOptimizer, lambda plugin, made: plugin.add_optimizer(made.optimizer))
+    _report(wrappers._FabricModule, lambda plugin, made: plugin.note_wrapped(made._forward_module))  # noqa: SLF001
+
+
+def _report(wrapper: Any, report: Callable[[FabricPrecision, Any], None]) -> None:
     wrap = wrapper.__init__
-    signature = inspect.signature(wrap)  # Fabric gives some arguments by name
 
     @functools.wraps(wrap)
     def wrap_and_report(self: Any, *args: Any, **kwargs: Any) -> None:
         wrap(self, *args, **kwargs)
-        _, wrapped, strategy, *_ = signature.bind(self, *args, **kwargs).args
-        if isinstance(strategy.precision, FabricPrecision):
-            report(strategy.precision, wrapped)
+        if isinstance(self._strategy.precision, FabricPrecision):
+            report(self._strategy.precision, self)
 
     wrapper.__init__ = wrap_and_report
 

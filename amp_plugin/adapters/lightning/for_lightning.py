@@ -9,7 +9,7 @@ from lightning.fabric.plugins import FSDPPrecision as FabricFSDPPrecision
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.pytorch.plugins import FSDPPrecision, MixedPrecision
 
-from amp_plugin.adapters.lightning.fabric_precision import FabricPrecision, report_set_up
+from amp_plugin.adapters.lightning.fabric_precision import FabricPrecision, join_fabric
 from amp_plugin.adapters.lightning.monitor import Monitor
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
 from amp_plugin.scaling.penalty import surround_backward
@@ -31,5 +31,4 @@ class AmpMonitor(Monitor, pytorch.Callback):
 
 
 surround_backward(FabricAmpPrecision.backward_allowed)
-report_set_up(fabric.wrappers._FabricOptimizer, FabricPrecision.add_optimizer)
-report_set_up(fabric.wrappers._FabricModule, FabricPrecision.note_wrapped)
+join_fabric(fabric)

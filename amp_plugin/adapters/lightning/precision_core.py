@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Final
 import torch
 from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from amp_plugin.adapters.float8 import convert_linear_layers, refuse_device
 from amp_plugin.adapters.lightning.settings import PrecisionSettings
@@ -147,9 +146,12 @@ class PrecisionCore(HasScaler):
 
     def _check_shards(self, model: nn.Module) -> None:
         """Compare what shards a model with the plan."""
-        warn = self.package.utilities.rank_zero_only(warn_user)
         hook = "DDPStrategy(ddp_comm_hook=bf16_compress_hook)"
-        self.settings.check_shards(model, for_ddp=hook, warn=warn)
+        self.settings.check_shards(model, for_ddp=hook, warn=self._warn)
+
+    def _warn(self, text: str) -> None:
+        """Warn once for all ranks."""
+        self.package.utilities.rank_zero_only(warn_user)(text)
 
     def current_scale(self) -> Tensor | None:
         """Return the loss scale on its device, float32, 0-dim, without a host sync.
@@ -222,12 +224,10 @@ class PrecisionCore(HasScaler):
         return data
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Create tensors as usual: weights are fp32."""
+        """Create tensors and modules as usual: weights are fp32."""
         return nullcontext()
 
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        """Create modules as usual: weights are fp32."""
-        return nullcontext()
+    module_init_context = tensor_init_context
 
     # -- regions ------------------------------------------------------------------------------
 
@@ -277,10 +277,6 @@ class PrecisionCore(HasScaler):
         scheduler.step(*args)
         return True
 
-    def _stepped(self, optimizer: Optimizer) -> None:
-        """Count a step; only once it is over, since a closure may raise."""
-        self._attempted_steps += 1
-
     @property
     def skipped_steps(self) -> int:
         """Optimizer steps skipped so far, of all optimizers: a host sync."""
@@ -303,13 +299,18 @@ class PrecisionCore(HasScaler):
         return {**self._scaler.state_dict(), "optimizer_steps": self.optimizer_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a loss scale: ours, torch's or a stock plugin's; an empty one warns."""
+        """Load the state of a loss scale: ours, torch's or a stock plugin's; warn if there is none."""
         if not self.settings.scales_loss:
+            if state_dict:
+                self._warn(
+                    f"the checkpoint was written in fp16. Training goes on in {self.settings.precision}, "
+                    "which needs no loss scale; the saved one is ignored"
+                )
             return
         if not state_dict:
-            warn_user(
-                f"{self!r}: the checkpoint was not saved in fp16 and holds no loss scale; it stays at "
-                f"{self._scaler.get_scale():g}"
+            self._warn(
+                f"{self!r}: the checkpoint holds no loss scale, it was written in another precision; "
+                f"the scale stays at {self._scaler.get_scale():g}"
             )
             return
         self._scaler.load_state_dict(dict(state_dict))

@@ -18,25 +18,19 @@ from amp_plugin.options import LightningOptions, ScalingOptions, option_defaults
 from amp_plugin.precision import checked_training_precision, weights_meant
 
 _DEVICES: Final = ("cpu", "cuda", "xpu", "mps")
-# What torch's scaler keeps in its state, which ours takes over.
-_OPTIONS_OF_TORCH: Final = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 
 
 def _refuse_options_of_scaler(owner: str, given: Mapping[str, Any]) -> None:
     """Raise TypeError if options are given that a scaler given with them has of its own."""
-    scaler = given.get("scaler")
-    if scaler is None:
-        return
-    is_ours = not type(scaler).__module__.startswith("torch.")
-    taken = option_names(ScalingOptions) if is_ours else _OPTIONS_OF_TORCH
     defaults = option_defaults(LightningOptions)  # LightningCLI gives them too
-    doubled = [name for name in taken if name in given and given[name] != defaults[name]]
-    if doubled:
+    doubled = [
+        name for name in option_names(ScalingOptions) if given.get(name, defaults[name]) != defaults[name]
+    ]
+    if doubled and given.get("scaler") is not None:
         listed = ", ".join(f"{name}={given[name]!r}" for name in doubled)
-        made = "amp_plugin.GradScaler" if is_ours else "torch.amp.GradScaler"
         msg = (
             f"{owner}(scaler=..., {listed}): the scaler has its own {' and '.join(doubled)}, which "
-            f"would win; give {made}({listed}) as scaler=, or leave scaler= out"
+            f"would win; give amp_plugin.GradScaler({listed}) as scaler=, or leave scaler= out"
         )
         raise TypeError(msg)
 

@@ -32,7 +32,6 @@ from amp_plugin.adapters.lightning.user_code import (
 )
 from amp_plugin.adapters.scaler import fsdp_root, register, torch_optimizer
 from amp_plugin.kernels.tracers import outside_graphs
-from amp_plugin.messages import warn_user
 from amp_plugin.options import LightningOptions, lists_options
 from amp_plugin.scaling.gradients import params_of
 
@@ -129,7 +128,7 @@ class TrainerPrecision(PrecisionCore):
     def teardown(self) -> None:
         """End the run; warn if all of its steps were skipped."""
         if sys.exc_info()[0] is None:  # the Trainer tears down after an error too
-            self.step_log.end_run(self.package.utilities.rank_zero_only(warn_user))
+            self.step_log.end_run(self._warn)
         self._strays.unwatch()
         self._averages.close()
         self._schedulers.take([], self.step_log)
@@ -330,30 +329,12 @@ class TrainerPrecision(PrecisionCore):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Load the loss scale of a checkpoint, whichever plugin wrote it, to go on training."""
-        if self._load_again is not None:
-            self._load_weights_again(self._load_again, checkpoint)
-            self._load_again = None
-        found = next((checkpoint[key] for key in STOCK_KEYS if checkpoint.get(key)), None)
-        if not self._fitting:
-            return
-        if self.settings.scales_loss and found is None:
-            self.package.utilities.rank_zero_only(warn_user)(
-                "the checkpoint holds no loss scale: it was written in another precision. Training goes on "
-                f"in fp16 from init_scale={self.settings.init_scale:g}"
-            )
-        elif not self.settings.scales_loss and found is not None:
-            self.package.utilities.rank_zero_only(warn_user)(
-                "the checkpoint was written in fp16. Training goes on in "
-                f"{self.settings.precision}, which needs no loss scale; the saved one is ignored"
-            )
-        if found is not None:
-            self.load_state_dict(found)
-
-    @staticmethod
-    def _load_weights_again(trainer: Any, checkpoint: dict[str, Any]) -> None:
-        """Load a checkpoint's weights and averages into a model that is float32 or stored by now."""
-        module = trainer.lightning_module
-        trainer.strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)
-        for callback in trainer.callbacks:
-            if any(kind.__name__ == "WeightAveraging" for kind in type(callback).__mro__):
-                callback.on_load_checkpoint(trainer, module, checkpoint)
+        if self._load_again is not None:  # into a model that is float32 or stored by now
+            trainer, self._load_again = self._load_again, None
+            module = trainer.lightning_module
+            trainer.strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)
+            for callback in trainer.callbacks:
+                if isinstance(callback, self.package.callbacks.WeightAveraging):
+                    callback.on_load_checkpoint(trainer, module, checkpoint)
+        if self._fitting:
+            self.load_state_dict(next((checkpoint[key] for key in STOCK_KEYS if checkpoint.get(key)), {}))

@@ -67,5 +67,6 @@ def calls_closure_again(optimizer: Optimizer) -> bool:
     LBFGS does, what cannot step without a closure, and what says so by ``calls_closure_again = True`` (SAM).
     Others call it once, before anything else, so it may as well run before ``step()``.
     """
+    kind: Any = type(optimizer)
     declared = getattr(optimizer, "calls_closure_again", None)
-    return bool(_needs_closure(type(optimizer)) if declared is None else declared)
+    return bool(_needs_closure(kind) if declared is None else declared)
