@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
+from lightning.fabric.strategies import SingleDeviceStrategy
 from lightning.fabric.utilities.throughput import _plugin_to_compute_dtype
 from torch import nn
 
@@ -380,18 +381,10 @@ def test_errors():
     with pytest.raises(TypeError, match=r"in Fabric use FabricAmpPrecision\('fp16'\)"):
         fabric.setup(nn.Linear(1, 1))
 
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[FabricAmpPrecision("bf16", device="cuda")])
-    model = fabric.setup(nn.Linear(1, 1))
-    with pytest.raises(
-        ValueError, match=r"FabricAmpPrecision\('bf16', device='cuda'\).*on 'cpu'.*delete device='cuda'"
-    ):
-        model(torch.ones(1, 1))
-
-    class DeepSpeedEngine(nn.Linear):
-        pass
-
+    strategy = type("DeepSpeedStrategy", (SingleDeviceStrategy,), {})("cpu")
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[FabricAmpPrecision()], strategy=strategy)
     with pytest.raises(TypeError, match="DeepSpeed scales losses"):
-        FabricAmpPrecision(device="cpu").backward(torch.ones(1), DeepSpeedEngine(1, 1))
+        fabric.setup(nn.Linear(1, 1))
 
 
 def test_dtype_for_the_throughput_monitor():

@@ -190,7 +190,7 @@ def test_what_is_no_scaler_of_ours_is_refused(cls, given):
 
 
 def test_fabric_hands_stand_ins_on_without_a_scaler():
-    plugin, optimizer = FabricAmpPrecision("bf16", device="cpu"), Mock(spec=["step", "zero_grad"])
+    plugin, optimizer = FabricAmpPrecision("bf16"), Mock(spec=["step", "zero_grad"])
     plugin.optimizer_step(optimizer, named="by name")
     optimizer.step.assert_called_once_with(named="by name")
 

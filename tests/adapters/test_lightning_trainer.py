@@ -805,12 +805,10 @@ def test_a_step_before_the_first_loss_is_told_of():
             {"eval_precision": "hallf"},
             "eval_precision='hallf' is unknown.*did you mean eval_precision='fp16'",
         ),
-        ({"device": "cuda:0"}, r"device='cuda:0' is unknown.*without an index"),
-        ({"device": "gpu"}, "device='gpu' is unknown; allowed are 'cpu', 'cuda', 'xpu', 'mps'"),
         ({"rules": "nofile.yaml"}, r"rules='nofile.yaml': .*No such file.*; give an OpRules or the path"),
         (
             {"rules": {"aten::mm": "fp32"}},
-            r"rules=\{'aten::mm': 'fp32'\} is not allowed; give an OpRules or the path",
+            r"rules=\{'aten::mm': 'fp32'\}: .*; give an OpRules or the path",
         ),
     ],
 )
@@ -909,24 +907,10 @@ def test_ranks_without_shards_do_not_add_up_their_norms(strategy):
     assert scaler_groups(None) == {}
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-@pytest.mark.parametrize("verb", ["fit", "validate"])
-def test_another_device_than_the_trainers_is_refused(precision, verb):
-    text = (
-        rf"AmpPrecision\('{precision}', device='cuda'\) .*on 'cpu'.*delete device='cuda'.*accelerator='cuda'"
-    )
-    module = OneWeight()
-    if verb == "validate":
-        module.validation_step = module.training_step
-    with pytest.raises(ValueError, match=text):
-        getattr(make_trainer(AmpPrecision(precision, device="cuda")), verb)(module, batches(2))
-    assert module.w.item() == 1.0
-
-
 def test_a_plugin_follows_its_model_to_another_device():
     plugin = AmpPrecision("bf16")
     for device in ("xpu", "cpu"):
-        plugin._start(device)
+        plugin._start(device, {})
         assert plugin.device == device
         plugin.teardown()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any, ClassVar, Final
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from amp_plugin.adapters.float8 import convert_linear_layers, refuse_device
 from amp_plugin.adapters.lightning.settings import PrecisionSettings
-from amp_plugin.adapters.scaler import HasScaler, scaler_for, scaler_groups, torch_optimizer
+from amp_plugin.adapters.scaler import HasScaler, scaler_for, torch_optimizer
 from amp_plugin.adapters.weights import ModelWeights
 from amp_plugin.casting.dispatcher import set_default_rules
 from amp_plugin.casting.region import autocast
@@ -36,7 +37,7 @@ _XLA: Final = (
 )
 # Strategies and engines, by name since their packages may be missing, that do mixed precision themselves.
 _OWN_PRECISION: Final = {
-    **dict.fromkeys(("DeepSpeedStrategy", "DeepSpeedEngine"), _DEEPSPEED),
+    "DeepSpeedStrategy": _DEEPSPEED,
     **dict.fromkeys(("XLAStrategy", "SingleDeviceXLAStrategy", "XLAFSDPStrategy"), _XLA),
 }
 # Those that shard a model once it is set up, and how they store its weights in 16 bits.
@@ -58,7 +59,7 @@ class PrecisionCore(HasScaler):
     Attributes:
         settings: What the user asked for.
         precision: Lightning's own name for it, e.g. ``"16-mixed"``.
-        device: Device type; empty until training starts if it was not given.
+        device: Device type; empty until training starts.
         measures_norms: Whether the norm of gradients that no clip measures is wanted, by AmpMonitor.
     """
 
@@ -77,7 +78,7 @@ class PrecisionCore(HasScaler):
     def __init__(self, **given: Any) -> None:
         self.settings = settings = PrecisionSettings.from_arguments(type(self).__name__, given)
         self.precision: Any = STOCK_NAMES[settings.precision]
-        self.device = settings.device or ""
+        self.device = ""
         self._desired_input_dtype = settings.training_dtype  # read by Lightning's throughput monitor
         self._weights = ModelWeights(settings.weights, settings.state, casts=settings.precision != "fp32")
         self._begin()
@@ -162,17 +163,6 @@ class PrecisionCore(HasScaler):
 
     # -- starting and ending ------------------------------------------------------------------
 
-    def _refuse_other_device(self, found: str, remedy: str) -> None:
-        """Raise if a device was asked for on which nothing runs: all would silently compute in fp32."""
-        given = self.settings.device
-        if given is not None and given != found:
-            msg = (
-                f"{type(self).__name__}({self.settings.precision!r}, device={given!r}) was given, but the "
-                f"model runs on {found!r}: autocast and the loss scale of {given!r} do nothing there; delete "
-                f"device={given!r} (the plugin finds the model's), or {remedy}"
-            )
-            raise ValueError(msg)
-
     def _refuse_strategy(self, strategy: object, weights: str = "fp32") -> None:
         """Raise TypeError if a strategy or engine does mixed precision itself, or shards stored weights."""
         advice = own_precision(strategy)
@@ -183,18 +173,19 @@ class PrecisionCore(HasScaler):
             if kind.__name__ in _SHARDED:
                 refuse_sharded(weights, _SHARDED[kind.__name__])
 
-    def _start(self, device_type: str, sharded_root: Any = None) -> None:
-        """Make what depends on the device and on FSDP, once they are known."""
-        self.device = self.settings.device or device_type
+    def _start(self, device_type: str, groups: Mapping[str, Any]) -> None:
+        """Make what depends on the device and on FSDP's groups, once they are known."""
         if self.settings.float8_config is not None:
-            refuse_device(repr(self), self.device, self.settings.float8_config)
+            refuse_device(repr(self), device_type, self.settings.float8_config)
+        if self.device != device_type:
+            self.package.utilities.rank_zero_only(warn_of_slow_fp16)(self.settings.precision, device_type)
+        self.device = device_type
         rules = self.settings.op_rules or environment_rules(self.device)
         if rules is not None:
             self._rules = rules
             set_default_rules(rules)
-        self._scaler.place(self.device, **scaler_groups(sharded_root))
+        self._scaler.place(self.device, **groups)
         self.step_log.exact = self.settings.exact_schedulers
-        self.package.utilities.rank_zero_only(warn_of_slow_fp16)(self.settings.precision, self.device)
 
     def teardown(self) -> None:
         """End the run: give float32 weights and the rules back; the loss scale stays."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from typing_extensions import Self
 
@@ -16,8 +16,6 @@ from amp_plugin.casting.rules import RULES_VARIABLE
 from amp_plugin.messages import warn_user
 from amp_plugin.options import LightningOptions, ScalingOptions, option_defaults, option_names
 from amp_plugin.precision import checked_training_precision, weights_meant
-
-_DEVICES: Final = ("cpu", "cuda", "xpu", "mps")
 
 
 def _refuse_options_of_scaler(owner: str, given: Mapping[str, Any]) -> None:
@@ -38,14 +36,6 @@ def _refuse_options_of_scaler(owner: str, given: Mapping[str, Any]) -> None:
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSettings(AdapterSettings, LightningOptions):
     """The options of AmpPrecision and FabricAmpPrecision, checked, in our own names."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.device not in {None, *_DEVICES}:
-            hint = " (a device type, without an index)" if ":" in str(self.device) else ""
-            allowed = ", ".join(map(repr, _DEVICES))
-            msg = f"device={self.device!r} is unknown; allowed are {allowed}{hint}, or None for the model's"
-            raise ValueError(msg)
 
     @classmethod
     def from_arguments(cls, owner: str, given: Mapping[str, Any]) -> Self:

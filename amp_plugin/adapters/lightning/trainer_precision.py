@@ -30,7 +30,7 @@ from amp_plugin.adapters.lightning.user_code import (
     calls_closure_again,
     users_methods,
 )
-from amp_plugin.adapters.scaler import fsdp_root, register, torch_optimizer
+from amp_plugin.adapters.scaler import fsdp_root, register, scaler_groups, torch_optimizer
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.options import LightningOptions, lists_options
 from amp_plugin.scaling.gradients import params_of
@@ -50,8 +50,7 @@ class TrainerPrecision(PrecisionCore):
         {options}
 
     Raises:
-        ValueError: an argument is not one of the allowed values; or, when training starts, the Trainer's
-            device is not the one given.
+        ValueError: an argument is not one of the allowed values.
         ImportError: ``"fp8"``, and torchao is not installed.
         TypeError: an argument is unknown or of another type; or, when training starts, the strategy has a
             precision of its own (DeepSpeed, XLA).
@@ -97,7 +96,6 @@ class TrainerPrecision(PrecisionCore):
         is_stored = self._fitting or self._weights.are_all_stored
         self._refuse_strategy(trainer.strategy, self.settings.weights if is_stored else "fp32")
         self._root_device = trainer.strategy.root_device.type
-        self._refuse_other_device(self._root_device, f"use Trainer(accelerator={self.settings.device!r})")
         self._manual = not module.automatic_optimization
         if is_stored:
             was_rounded = self._weights.set_up(module, self.settings.fp32_modules)
@@ -114,13 +112,13 @@ class TrainerPrecision(PrecisionCore):
     ) -> tuple[nn.Module, list[Optimizer], list[LRSchedulerConfig]]:
         """Learn the device, register the optimizers and take charge of step-interval schedulers."""
         self._sharded_root = fsdp_root(model)
-        self._start(self._root_device, self._sharded_root)
+        self._start(self._root_device, scaler_groups(self._sharded_root))
         self.checkpoint_key = "MixedPrecision" if self._sharded_root is None else "FSDPPrecision"
         self._weights.add([model], optimizers)
         if self._fitting:
             self._check_shards(model)
         register(self._scaler, optimizers, [model])
-        self._schedulers.take(lr_schedulers if self._may_skip else [], self.step_log)
+        self._schedulers.take(lr_schedulers, self.step_log)
         if self._scaler.is_enabled() and self._manual:
             self._strays.watch(param for optimizer in optimizers for param in params_of(optimizer))
         return model, optimizers, lr_schedulers
@@ -163,17 +161,6 @@ class TrainerPrecision(PrecisionCore):
     def _outside_region(self) -> AbstractContextManager[Any]:
         """Leave the region of a manual ``training_step`` for backward, hooks and the step."""
         return self._no_region() if self._in_train_step else nullcontext()
-
-    def _inside_region(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Run the forward of a manual closure in the region its optimizer step has left."""
-        if not self._in_train_step:
-            return closure
-
-        def in_region() -> Any:
-            with self.forward_context():
-                return closure()
-
-        return in_region
 
     # -- backward -----------------------------------------------------------------------------
 
@@ -220,7 +207,7 @@ class TrainerPrecision(PrecisionCore):
         """Run the closure, unscale, call the hooks, clip, then step or skip; return what the closure did."""
         if self._runs_again:  # a manual training_step
             return closure()
-        closure = partial(self._closure_and_hooks, optimizer, model, self._inside_region(closure))
+        closure = partial(self._closure_and_hooks, optimizer, model, closure)
         with self._outside_region():
             output = self._step(optimizer, closure, **kwargs)
             self._attempted_steps += 1  # not if the closure has raised
@@ -248,7 +235,8 @@ class TrainerPrecision(PrecisionCore):
 
     def _closure_and_hooks(self, optimizer: Optimizer, model: Any, closure: Callable[[], Any]) -> Any:
         """Run forward and backward, then let hooks and clipping see unscaled gradients."""
-        result = closure()
+        with self.forward_context() if self._in_train_step else nullcontext():  # which the step has left
+            result = closure()
         scaler, trainer, is_seen = self._scaler, model.trainer, bool(self._users_methods)
         if scaler.is_enabled():
             if self._manual:
@@ -257,7 +245,7 @@ class TrainerPrecision(PrecisionCore):
                 scaler.ensure_unscaled(optimizer)
         elif self.measures_norms:
             by_value = trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value"
-            if is_seen or by_value or not self._may_skip:
+            if is_seen or by_value or self.settings.on_nonfinite == "ignore":
                 scaler.measure(optimizer)  # before they are clipped
         clip_is_last = bool(trainer.gradient_clip_val) and self._users_methods <= NOT_AFTER_CLIPPING
         self._leaves_clip_to_step = clip_is_last and not is_seen
@@ -268,10 +256,6 @@ class TrainerPrecision(PrecisionCore):
         if clip_is_last and (scaler.has_scaled or not scaler.is_enabled()):
             scaler.assume_unchanged(optimizer)
         return result
-
-    @property
-    def _may_skip(self) -> bool:
-        return self._scaler.is_enabled() or self.settings.on_nonfinite != "ignore"
 
     def _is_extended(self, method: str) -> bool:
         """Whether a subclass of the plugin, or its user for this object, has a method of its own."""
