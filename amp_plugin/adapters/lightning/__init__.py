@@ -40,16 +40,7 @@ def classes_for(package: str) -> ModuleType:
     if name not in {"lightning", "pytorch_lightning"}:
         msg = f"package={package!r} is unknown; allowed are 'lightning' and 'pytorch_lightning'"
         raise ValueError(msg)
-    try:
-        return importlib.import_module(f"{__name__}.for_{name}")
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        msg = (
-            f"classes_for({package!r}): the classes are for {name}, which is not installed; run: pip install "
-            f"'{name.replace('_', '-')}>=2.6.4', or take classes_for of the package that the program imports"
-        )
-        raise ModuleNotFoundError(msg, name=name) from error
+    return importlib.import_module(f"{__name__}.for_{name}")
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,8 @@ from amp_plugin.adapters.scaler import fsdp_root, register, scaler_groups, torch
 from amp_plugin.casting.threads import autocast_module
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.options import LightningOptions, lists_options
-from amp_plugin.weights.ddp import reduce_in_fp32, refuse_sharded, sharded_by
+from amp_plugin.scaling.penalty import surround_backward
+from amp_plugin.weights.ddp import reduce_in_fp32
 
 
 class _Modules(weakref.WeakKeyDictionary[nn.Module, None]):
@@ -73,7 +74,6 @@ class FabricPrecision(PrecisionCore):
     def note_wrapped(self, module: Any, strategy: Any) -> None:
         """Learn how and where a module that was set up runs, and refuse what this plugin cannot do there."""
         self._refuse_strategy(strategy)
-        refuse_sharded(self.settings.weights, sharded_by(module))
         self._check_shards(module)
         reduce_in_fp32(module)
         self._groups = self._groups or scaler_groups(fsdp_root(module))
@@ -102,7 +102,8 @@ class FabricPrecision(PrecisionCore):
         """Return fp16 and bf16 outputs as fp32, for losses outside the module; others as they are."""
         if self.settings.training_dtype is torch.float32:
             return data
-        return apply_to_collection(data, Tensor, _as_fp32)
+        halves = {torch.float16, torch.bfloat16}
+        return apply_to_collection(data, Tensor, lambda t: t.float() if t.dtype in halves else t)
 
     # -- backward and step --------------------------------------------------------------------
 
@@ -158,13 +159,15 @@ class FabricPrecision(PrecisionCore):
             guard._in_fabric_backward = before
 
 
-def join_fabric(package: Any) -> None:
-    """Have Fabric's set-up report modules and optimizers to a FabricPrecision.
+def join_fabric(plugin: type[FabricPrecision]) -> None:
+    """Have Fabric's set-up report modules and optimizers to a FabricPrecision; let penalties through.
 
     Fabric has no hook for that: ``setup`` shows a plugin no optimizer and no wrapped module. But each ends
     in a ``_FabricOptimizer`` or ``_FabricModule``, made with the strategy, which knows the plugin.
     """
-    for wrapper in (package.wrappers._FabricOptimizer, package.wrappers._FabricModule):
+    surround_backward(plugin.backward_allowed)
+    wrappers = plugin.package.wrappers
+    for wrapper in (wrappers._FabricOptimizer, wrappers._FabricModule):
         wrapper.__init__ = _reporting(wrapper.__init__)
 
 
@@ -180,7 +183,3 @@ def _reporting(wrap: Callable[..., None]) -> Callable[..., None]:
                 plugin.add_optimizer(self.optimizer)
 
     return wrap_and_report
-
-
-def _as_fp32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in {torch.float16, torch.bfloat16} else tensor

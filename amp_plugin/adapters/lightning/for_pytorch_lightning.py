@@ -13,7 +13,6 @@ from pytorch_lightning.plugins import FSDPPrecision, MixedPrecision
 from amp_plugin.adapters.lightning.fabric_precision import FabricPrecision, join_fabric
 from amp_plugin.adapters.lightning.monitor import Monitor
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
-from amp_plugin.scaling.penalty import surround_backward
 
 
 class AmpPrecision(TrainerPrecision, MixedPrecision, FSDPPrecision):  # type: ignore[misc]
@@ -31,5 +30,4 @@ class AmpMonitor(Monitor, pytorch.Callback):
     package: ClassVar[Any] = pytorch
 
 
-surround_backward(FabricAmpPrecision.backward_allowed)
-join_fabric(fabric)
+join_fabric(FabricAmpPrecision)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar, Final
 
 import torch
@@ -25,7 +25,7 @@ from amp_plugin.precision import STOCK_NAMES, TRAINING_DTYPES, warn_of_slow_fp16
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.sharding.fsdp1 import fsdp1_policy
 from amp_plugin.sharding.plan import DtypePlan
-from amp_plugin.weights.ddp import refuse_sharded
+from amp_plugin.weights.ddp import refuse_sharded, sharded_by
 
 _DEEPSPEED: Final = (
     "DeepSpeed scales losses, clips and steps by itself and would never ask this plugin; "
@@ -35,20 +35,15 @@ _XLA: Final = (
     "XLA devices compute in bfloat16 by torch_xla's own switch, without autocast; "
     "delete the plugin and use precision='bf16-true'"
 )
-# Strategies and engines, by name since their packages may be missing, that do mixed precision themselves.
+# Strategies, by name since their packages may be missing, that do mixed precision themselves.
 _OWN_PRECISION: Final = {
     "DeepSpeedStrategy": _DEEPSPEED,
     **dict.fromkeys(("XLAStrategy", "SingleDeviceXLAStrategy", "XLAFSDPStrategy"), _XLA),
 }
-# Those that shard a model once it is set up, and how they store its weights in 16 bits.
-_SHARDED: Final = {
-    "FSDPStrategy": "strategy=FSDPStrategy(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))",
-    "ModelParallelStrategy": "fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))",
-}
 
 
 def own_precision(strategy: object) -> str:
-    """Return why a strategy or engine takes no plugin of ours, and what to do; empty if it takes one."""
+    """Return why a strategy takes no plugin of ours, and what to do; empty if it takes one."""
     names = [kind.__name__ for kind in type(strategy).__mro__ if kind.__name__ in _OWN_PRECISION]
     return _OWN_PRECISION[names[0]] if names else ""
 
@@ -92,17 +87,13 @@ class PrecisionCore(HasScaler):
         self._attempted_steps = 0
 
     def __repr__(self) -> str:
-        """Show the precision, and how weights are stored if not as usual."""
-        weights = f", weights={self.settings.weights!r}" if self.settings.weights != "fp32" else ""
-        return f"{type(self).__name__}({self.settings.precision!r}{weights})"
+        """Show the precision."""
+        return f"{type(self).__name__}({self.settings.precision!r})"
 
     def __format__(self, spec: str) -> str:
         """Say what to do too: Lightning's errors of two precisions or packages hold ``f"{plugin}"``."""
-        ours = self.package.__name__
-        other = "pytorch_lightning" if ours.startswith("lightning.") else "lightning"
-        classes = f"amp_plugin.adapters.lightning.classes_for({other!r})"
-        text = f"a program that uses {other} takes {type(self).__name__} from {classes}"
-        return format(f"{self!r} of {ours} ({self.advice}; {text})", spec)
+        own, other = self.package.__name__, "amp_plugin.adapters.lightning.classes_for(package)"
+        return format(f"{self!r} of {own} ({self.advice}; for another package see {other})", spec)
 
     @property
     def scaler(self) -> Any:
@@ -146,7 +137,8 @@ class PrecisionCore(HasScaler):
         return fsdp1_policy(self.settings.dtype_plan)
 
     def _check_shards(self, model: nn.Module) -> None:
-        """Compare what shards a model with the plan."""
+        """Compare what shards a model with the plan, and refuse to store weights of one that is sharded."""
+        refuse_sharded(self.settings.weights, sharded_by(model))
         hook = "DDPStrategy(ddp_comm_hook=bf16_compress_hook)"
         self.settings.check_shards(model, for_ddp=hook, warn=self._warn)
 
@@ -163,15 +155,12 @@ class PrecisionCore(HasScaler):
 
     # -- starting and ending ------------------------------------------------------------------
 
-    def _refuse_strategy(self, strategy: object, weights: str = "fp32") -> None:
-        """Raise TypeError if a strategy or engine does mixed precision itself, or shards stored weights."""
+    def _refuse_strategy(self, strategy: object) -> None:
+        """Raise TypeError if a strategy does mixed precision itself."""
         advice = own_precision(strategy)
         if advice:
             msg = f"{type(self).__name__} does not work under {type(strategy).__name__}: {advice}"
             raise TypeError(msg)
-        for kind in type(strategy).__mro__:
-            if kind.__name__ in _SHARDED:
-                refuse_sharded(weights, _SHARDED[kind.__name__])
 
     def _start(self, device_type: str, groups: Mapping[str, Any]) -> None:
         """Make what depends on the device and on FSDP's groups, once they are known."""
@@ -208,7 +197,8 @@ class PrecisionCore(HasScaler):
         """
         if not self._weights.replace_autocast:
             return data
-        return apply_to_collection(data, Tensor, partial(_in_dtype, self.settings.training_dtype))
+        dtype = self.settings.training_dtype
+        return apply_to_collection(data, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
     def convert_output(self, data: Any) -> Any:
         """Return outputs as they are."""
@@ -245,25 +235,17 @@ class PrecisionCore(HasScaler):
         ``exact_schedulers``.
 
         Args:
-            scheduler: any of torch's; others need an attribute ``optimizer``.
+            scheduler: any that has an attribute ``optimizer``, as torch's.
             *args: for ``scheduler.step``, such as the metric of ReduceLROnPlateau.
 
         Returns:
             Whether it was stepped.
 
         Raises:
-            TypeError: the scheduler does not say which optimizer it is for.
-            RuntimeError: that optimizer has not stepped yet.
+            RuntimeError: its optimizer has not stepped yet.
         """
-        optimizer = getattr(scheduler, "optimizer", None)
-        if optimizer is None:
-            msg = (
-                f"step_scheduler({type(scheduler).__name__}): it has no attribute 'optimizer'; call "
-                "its step() where not plugin.last_step(optimizer).skipped"
-            )
-            raise TypeError(msg)
-        self.last_step(optimizer)  # raises if there is none
-        if self.step_log.holds_schedulers(torch_optimizer(optimizer)):
+        self.last_step(scheduler.optimizer)  # raises if there is none
+        if self.step_log.holds_schedulers(torch_optimizer(scheduler.optimizer)):
             return False
         scheduler.step(*args)
         return True
@@ -306,7 +288,3 @@ class PrecisionCore(HasScaler):
             return
         self._scaler.load_state_dict(dict(state_dict))
         self._attempted_steps = state_dict.get("optimizer_steps", 0) + self.skipped_steps
-
-
-def _in_dtype(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -34,6 +34,7 @@ from amp_plugin.adapters.scaler import fsdp_root, register, scaler_groups, torch
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.options import LightningOptions, lists_options
 from amp_plugin.scaling.gradients import params_of
+from amp_plugin.weights.ddp import refuse_sharded, sharded_by
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -79,7 +80,6 @@ class TrainerPrecision(PrecisionCore):
         self._manual = False
         self._users_methods: frozenset[str] = frozenset()
         self._leaves_clip_to_step = False
-        self._sharded_root: Any = None
         self._root_device = ""
 
     # -- set-up -------------------------------------------------------------------------------
@@ -93,11 +93,13 @@ class TrainerPrecision(PrecisionCore):
             )
             raise TypeError(msg)
         self._fitting = trainer.state.fn == "fit"
-        is_stored = self._fitting or self._weights.are_all_stored
-        self._refuse_strategy(trainer.strategy, self.settings.weights if is_stored else "fp32")
+        self._refuse_strategy(trainer.strategy)
         self._root_device = trainer.strategy.root_device.type
         self._manual = not module.automatic_optimization
-        if is_stored:
+        if self._fitting or self._weights.are_all_stored:
+            is_sharded = hasattr(trainer.strategy, "mixed_precision_config")  # later, by FSDP
+            setting = "the strategy's mixed_precision" if is_sharded else sharded_by(module)
+            refuse_sharded(self.settings.weights, setting)
             was_rounded = self._weights.set_up(module, self.settings.fp32_modules)
             self._load_again = trainer if was_rounded else None
         self._averages.close()
@@ -111,9 +113,9 @@ class TrainerPrecision(PrecisionCore):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[LRSchedulerConfig]
     ) -> tuple[nn.Module, list[Optimizer], list[LRSchedulerConfig]]:
         """Learn the device, register the optimizers and take charge of step-interval schedulers."""
-        self._sharded_root = fsdp_root(model)
-        self._start(self._root_device, scaler_groups(self._sharded_root))
-        self.checkpoint_key = "MixedPrecision" if self._sharded_root is None else "FSDPPrecision"
+        root = fsdp_root(model)
+        self._start(self._root_device, scaler_groups(root))
+        self.checkpoint_key = "MixedPrecision" if root is None else "FSDPPrecision"
         self._weights.add([model], optimizers)
         if self._fitting:
             self._check_shards(model)
@@ -276,8 +278,6 @@ class TrainerPrecision(PrecisionCore):
         optimizer = torch_optimizer(optimizer)
         if self._clips_as_stock(optimizer):
             self._plain.clip_grad_by_norm(self, optimizer, clip_val)
-        elif self._sharded_root is not None and not self._scaler.is_enabled():
-            self._scaler.measure(optimizer, self._sharded_root.clip_grad_norm_(clip_val))
         else:
             self._scaler.clip_grad_norm_(optimizer, clip_val, fold=self._leaves_clip_to_step)
 

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Final
 
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from amp_plugin.adapters.gradient_origins import GradientOrigins
 from amp_plugin.scaling.grad_scaler import GradScaler
@@ -58,13 +58,13 @@ class StrayGradients(GradientOrigins):
 @functools.cache
 def _needs_closure(kind: Any) -> bool:
     closure = inspect.signature(kind.step).parameters.get("closure")
-    return issubclass(kind, LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty)
+    return closure is not None and closure.default is closure.empty
 
 
 def calls_closure_again(optimizer: Optimizer) -> bool:
     """Return whether an optimizer may call its closure several times, or change weights before it.
 
-    LBFGS does, what cannot step without a closure, and what says so by ``calls_closure_again = True`` (SAM).
+    What cannot step without a closure does (LBFGS), and what says so by ``calls_closure_again = True`` (SAM).
     Others call it once, before anything else, so it may as well run before ``step()``.
     """
     kind: Any = type(optimizer)
