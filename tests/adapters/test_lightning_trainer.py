@@ -18,7 +18,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 import amp_plugin
 from amp_plugin.adapters.lightning import AmpPrecision, FabricAmpPrecision, classes_for
-from amp_plugin.adapters.lightning.callbacks_and_schedulers import HeldSchedulers
+from amp_plugin.adapters.lightning.user_code import HeldSchedulers
 from amp_plugin.adapters.scaler import scaler_groups
 from amp_plugin.scaling import GradScaler, OverflowReport, StepResult
 from tests.adapters.lightning_models import (

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from amp_plugin import AmpKwargs, AmpMonitor, AmpPrecision, FabricAmpPrecision, autocast, store_weights
+from amp_plugin import AmpKwargs, AmpPrecision, FabricAmpPrecision, autocast, store_weights
 from amp_plugin.adapters.accelerate import install
 from amp_plugin.cli.doctor import plan
 from amp_plugin.weights.store import convert_to_fp32
@@ -620,25 +620,6 @@ def test_a_validation_on_averages_gives_the_weights_back():
 
     for validated, other in zip(run(validate=True), run(validate=False), strict=True):
         assert all(torch.equal(value, other[name]) for name, value in validated.items())
-
-
-def test_the_monitor_tells_bytes_a_parameter(caplog):
-    monitor = AmpMonitor()
-    fit(module(), AmpPrecision("bf16", weights="bf16"), steps=2, data=data(), callbacks=[monitor])
-    each = monitor.weight_bytes.per_parameter()
-    assert (each["weights"], each["masters"], each["gradients"]) == (2, 2, 4)
-    assert each["optimizer_state"] == pytest.approx(8, rel=0.05)
-
-
-def test_the_bytes_are_counted_once_a_step_was_taken():
-    monitor, told = AmpMonitor(), []
-    after = LambdaCallback(on_train_batch_end=lambda *_: told.append(monitor.weight_bytes))
-    skips_two = OneWeight(overflow_at=(0, 1))
-    skips_two.configure_optimizers = lambda: torch.optim.AdamW(skips_two.parameters())
-    fit(skips_two, AmpPrecision("fp16"), steps=4, callbacks=[monitor, after])
-    assert told[:2] == [None, None]
-    assert told[2].optimizer_state >= 8 * told[2].parameters
-    assert told[3] is told[2]
 
 
 def test_doctor_plans_bytes_a_parameter():

@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
 from amp_plugin.adapters.scaler import StepNorms, endless_skips
-from amp_plugin.messages import warn_user
 from amp_plugin.options import number, whole
-from amp_plugin.weights.store import weight_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from amp_plugin.run_page.report import RunReport
     from amp_plugin.scaling.step_log import LoggedStep
-    from amp_plugin.weights.store import WeightBytes
 
 
 class Monitor:
@@ -29,14 +26,12 @@ class Monitor:
     get ``grad_norm``, and ``skipped_steps`` from the first skip on.
     A run that is stopped has its last step run once more, with the same batch, random numbers and weights,
     under :func:`amp_plugin.diagnose`; the error holds its report.
-    After the first optimizer step that was taken, one line gives the bytes per parameter (weights, what is
-    kept next to them, gradients, optimizer state); ``weight_bytes`` holds them.
-    On a GPU the device is read every few steps only, so warning and error come that much later.
+    On a GPU the device is read every few steps only, so the error comes that much later.
 
     Args:
         max_skips_in_a_row: Skipped steps in a row of one optimizer that end the run.
-        every_n_steps: Optimizer steps between two reads of the device; None: each step on CPU, else the
-            Trainer's ``log_every_n_steps``.
+        every_n_steps: Optimizer steps between two reads of the device, on a GPU; None: the Trainer's
+            ``log_every_n_steps``.
         report: A page of the run, rewritten while it goes on: ``amp_plugin.report``. It waits for each step.
 
     Raises:
@@ -68,11 +63,9 @@ class Monitor:
                 number(name, value)
                 whole(name, value)
         self.max_skips_in_a_row, self.every_n_steps, self.report = max_skips_in_a_row, every_n_steps, report
-        self.weight_bytes: WeightBytes | None = None
         self._page: RunReport | None = None
         self._read: list[LoggedStep] = []
         self._norms = StepNorms()
-        self._warned = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Ask the Trainer's AmpPrecision to report each optimizer step."""
@@ -104,7 +97,6 @@ class Monitor:
         self.skipped_steps = trainer.precision_plugin.skipped_steps
         self._read.clear()
         self._new_norms(trainer)
-        self.weight_bytes = None
         if self.report is not None:
             from amp_plugin.run_page.report import RunReport  # noqa: PLC0415 - loads the diagnosis
 
@@ -134,8 +126,7 @@ class Monitor:
         if norms is None:
             return
         plugin = trainer.precision_plugin
-        on_host = plugin.device == "cpu"
-        if plugin.step_log.unread() >= (self.every_n_steps or (1 if on_host else trainer.log_every_n_steps)):
+        if plugin.step_log.unread() >= (self.every_n_steps or trainer.log_every_n_steps):
             plugin.step_log.read(wait=True)
         self._look(trainer, pl_module)
         for name, norm in norms.items():
@@ -155,18 +146,7 @@ class Monitor:
         read, self._read[:] = list(self._read), []
         for step in read:
             self.skipped_steps += step.result.skipped
-            if not step.result.skipped and self.weight_bytes is None:  # a skipped step makes no state
-                self.weight_bytes = weight_bytes(pl_module, *trainer.strategy.optimizers)
-                self.package.utilities.rank_zero_info(f"training holds {self.weight_bytes}")
             if step.in_a_row == self.max_skips_in_a_row:
                 in_fp16 = "compute the named modules in fp32 (fp32_modules=[...]), use AmpPrecision('bf16')"
                 option = "AmpMonitor(max_skips_in_a_row=...)"
                 raise endless_skips(log, step, [pl_module], in_fp16=in_fp16, option=option)
-            if step.result.skipped and not self._warned and step.result.scale_after < 1.0:
-                self._warned = True
-                summary = step.result.overflow_report().summary()
-                self.package.utilities.rank_zero_only(warn_user)(
-                    f"the loss scale fell to {step.result.scale_after:g}, below 1: gradients overflow even "
-                    f"unscaled ({summary}). Look for a diverging loss, lower the learning rate, or use "
-                    "AmpPrecision('bf16')"
-                )

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_plugin.adapters.lightning.callbacks_and_schedulers import HeldSchedulers, averages_in_fp32
 from amp_plugin.adapters.lightning.precision_core import PrecisionCore
 from amp_plugin.adapters.lightning.user_code import (
     NOT_AFTER_CLIPPING,
+    HeldSchedulers,
     StrayGradients,
+    averages_in_fp32,
     calls_closure_again,
     users_methods,
 )
@@ -187,8 +188,7 @@ class TrainerPrecision(PrecisionCore):
 
     def run_again(self, module: Any, batch: Any, batch_idx: int) -> None:
         """Run the forward and backward pass of a batch, without hooks and without a step."""
-        names = inspect.signature(module.training_step).parameters
-        args = (batch, batch_idx) if "batch_idx" in names or len(names) > 1 else (batch,)
+        args = (batch, batch_idx)[: len(inspect.signature(module.training_step).parameters)]
         self._runs_again = True
         try:
             with self.train_step_context():

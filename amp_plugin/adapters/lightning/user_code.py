@@ -1,17 +1,22 @@
-"""What a Trainer's user has written: methods around a step, backward calls, optimizers with closures."""
+"""What a Trainer's user brings: methods around a step, backward calls, closures, averages, schedulers."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import cache, partial
 from typing import Any, Final
 
+from torch import nn
 from torch.optim import Optimizer
 
 from amp_plugin.adapters.gradient_origins import GradientOrigins
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
+from amp_plugin.scaling.step_log import StepLog
+from amp_plugin.weights.store import convert_to_fp32, in_fp32
 
 _HOOK: Final = "on_before_optimizer_step"
 _OF_MODULES: Final = ("configure_gradient_clipping", "clip_gradients", "optimizer_step", _HOOK)
@@ -21,6 +26,7 @@ _OF_PLUGINS: Final = (
 )
 NOT_AFTER_CLIPPING: Final = frozenset({"optimizer_step", _HOOK})
 """Methods in which no code of the user runs between Lightning's clipping and the step."""
+_NEVER: Final = sys.maxsize  # batches; no batch index reaches it
 
 
 def users_methods(
@@ -41,7 +47,7 @@ class StrayGradients(GradientOrigins):
     def refuse(self, optimizer: Optimizer, scaler: GradScaler) -> None:
         """Raise RuntimeError if an optimizer is to step with gradients of a loss that was not scaled."""
         params = params_of(optimizer)
-        strays = [param for param in params if self.take_outside(param)]
+        strays = [param for param in params if self.is_from_outside(param)]
         if not scaler.has_scaled:
             strays = [param for param in params if param.grad is not None]
         if strays:
@@ -55,7 +61,7 @@ class StrayGradients(GradientOrigins):
             raise RuntimeError(msg)
 
 
-@functools.cache
+@cache
 def _needs_closure(kind: Any) -> bool:
     closure = inspect.signature(kind.step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
@@ -70,3 +76,62 @@ def calls_closure_again(optimizer: Optimizer) -> bool:
     kind: Any = type(optimizer)
     declared = getattr(optimizer, "calls_closure_again", None)
     return bool(_needs_closure(kind) if declared is None else declared)
+
+
+def averages_in_fp32(callbacks: Iterable[Any], package: Any) -> ExitStack:
+    """Let callbacks that average weights (EMA, SWA) see the model in float32, until the stack is closed.
+
+    They have copied the model before its set-up: the copy becomes float32 too.
+    """
+    undo = ExitStack()
+    kinds = (package.callbacks.WeightAveraging, package.callbacks.StochasticWeightAveraging)
+    hooks = [name for name in dir(package.Callback) if name.startswith(("on_train_", "on_validation_"))]
+    for callback in callbacks:
+        if not isinstance(callback, kinds):
+            continue
+        for name in hooks:
+            if getattr(type(callback), name) is not getattr(package.Callback, name):
+                setattr(callback, name, partial(_with_model_in_fp32, getattr(callback, name)))
+                undo.callback(vars(callback).pop, name, None)
+        average = getattr(callback, "_average_model", None)
+        if isinstance(average, nn.Module):
+            convert_to_fp32(average)
+    return undo
+
+
+def _with_model_in_fp32(hook: Callable[..., Any], trainer: Any, module: nn.Module, *args: Any) -> Any:
+    with in_fp32(module):
+        return hook(trainer, module, *args)
+
+
+class HeldSchedulers:
+    """The schedulers that the Trainer steps after optimizer steps; they sit out skipped ones.
+
+    The Trainer steps a scheduler where ``(batch_idx + 1) % config.frequency == 0``: a frequency that no batch
+    index reaches holds it back. Nothing is set on the scheduler itself, whose ``state_dict()`` is saved.
+    """
+
+    def __init__(self) -> None:
+        self._configs: list[tuple[Any, int]] = []  # with their own frequencies
+
+    def take(self, configs: Iterable[Any], log: StepLog) -> None:
+        """Take charge of the Trainer's LRSchedulerConfigs, and of no others any more.
+
+        The log waits for the steps of optimizers whose scheduler is not stepped after each.
+        """
+        for config, frequency in self._configs:
+            config.frequency = frequency
+        self._configs = [
+            (config, config.frequency)
+            for config in configs
+            if config.interval == "step" and not config.reduce_on_plateau
+        ]
+        for config, frequency in self._configs:
+            if frequency != 1:
+                log.wait_for(config.scheduler.optimizer)
+
+    def after_step(self, optimizer: Optimizer, log: StepLog) -> None:
+        """Hold an optimizer's schedulers back, or no more."""
+        for config, frequency in self._configs:
+            if config.scheduler.optimizer is optimizer:
+                config.frequency = _NEVER if log.holds_schedulers(optimizer) else frequency
