@@ -31,9 +31,9 @@ def decided(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[dict[str, 
     """Return option -> value and option -> what set it, of layers of which the first decides."""
     given: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for source, values in layers:
-        for name in values.keys() - given.keys():
-            given[name], sources[name] = values[name], source
+    for source, values in reversed([*layers]):
+        given |= values
+        sources |= dict.fromkeys(values, source)
     return given, sources
 
 

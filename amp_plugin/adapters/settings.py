@@ -51,8 +51,12 @@ class AdapterSettings(PrecisionOptions):
         if self.eval_precision is not None:
             read["eval_precision"] = checked_precision("eval_precision", self.eval_precision)
             refuse_other_precision(read["weights"], read["eval_precision"], named="eval_precision")
-        if self.rules is not None:
-            read["rules"] = _rules_from(self.rules)
+        if not isinstance(self.rules, OpRules | None):
+            try:
+                read["rules"] = OpRules.from_yaml(self.rules)
+            except (OSError, TypeError, ValueError) as error:
+                msg = f"rules={self.rules!r}: {error}; give an OpRules or the path of a YAML file of rules"
+                raise ValueError(msg) from error
         for name, value in read.items():
             object.__setattr__(self, name, value)
 
@@ -105,13 +109,3 @@ class AdapterSettings(PrecisionOptions):
         """Return a scaler with these options; a disabled one scales nothing, and still logs steps."""
         options = {name: getattr(self, name) for name in option_names(ScalingOptions)}
         return GradScaler(device, enabled=enabled, **options)
-
-
-def _rules_from(given: Any) -> OpRules:
-    if isinstance(given, OpRules):
-        return given
-    try:
-        return OpRules.from_yaml(given)
-    except (OSError, TypeError, ValueError) as error:
-        msg = f"rules={given!r}: {error}; give an OpRules or the path of a YAML file of rules"
-        raise ValueError(msg) from error

@@ -723,9 +723,9 @@ def test_a_checkpoint_after_teardown_keeps_the_scale(tmp_path):
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ("bf16", "fp16", "holds no loss scale.*stays at 8"),
-        ("fp16", "bf16", "written in fp16.*the saved one is ignored"),
-        ("fp16", "fp32", "written in fp16.*the saved one is ignored"),
+        ("bf16", "fp16", "written in another precision; the scale stays at 8"),
+        ("fp16", "bf16", "written in another precision; its scale is ignored"),
+        ("fp16", "fp32", "written in another precision; its scale is ignored"),
     ],
 )
 def test_another_precision_warns_and_goes_on(tmp_path, before, after, message):
@@ -882,17 +882,10 @@ def test_both_packages_document_the_same_options(name):
         assert pickle.loads(pickle.dumps(cls)) is cls
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("DeepSpeedStrategy", "DeepSpeed scales losses"),
-        ("XLAStrategy", "torch_xla"),
-        ("SingleDeviceXLAStrategy", "bfloat16"),
-    ],
-)
-def test_strategies_with_a_precision_of_their_own_are_refused(name, message):
+@pytest.mark.parametrize("name", ["DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy"])
+def test_strategies_with_a_precision_of_their_own_are_refused(name):
     strategy = type(name, (SingleDeviceStrategy,), {})(device="cpu")
-    with pytest.raises(TypeError, match=f"does not work under {name}.*{message}"):
+    with pytest.raises(TypeError, match=f"does not work under {name}.*delete the plugin and give precision="):
         fit(OneWeight(), AmpPrecision(), strategy=strategy)
 
 
@@ -916,9 +909,9 @@ def test_a_plugin_follows_its_model_to_another_device():
 
 
 def test_plugins_of_the_other_kind_say_so():
-    with pytest.raises(Exception, match=r"FabricAmpPrecision.*the Trainer takes AmpPrecision"):
+    with pytest.raises(Exception, match=r"FabricAmpPrecision\('fp16'\) of lightning.fabric .*classes_for"):
         make_trainer(FabricAmpPrecision())
-    text = r"delete precision=\.\.\. and keep this plugin.*trainer=Trainer\(plugins.*amp-plugin run"
+    text = r"delete precision=\.\.\. and keep this plugin.*amp-plugin run"
     with pytest.raises(Exception, match=text):
         make_trainer(AmpPrecision(), precision="16-mixed")
 
@@ -931,7 +924,7 @@ def test_a_plugin_of_the_other_package_says_where_the_right_one_is(package):
     import pytorch_lightning
 
     trainer = pytorch_lightning.Trainer if package == "lightning" else lightning.pytorch.Trainer
-    text = r"AmpPrecision\('bf16'\) of .*for another package see .*classes_for\(package\)"
+    text = r"AmpPrecision\('bf16'\) of .*classes_for\(package\) has the plugins for other packages"
     with pytest.raises(Exception, match=text):
         trainer(plugins=[classes_for(package).AmpPrecision("bf16")], accelerator="cpu", logger=False)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from amp_plugin.adapters.lightning.precision_core import PrecisionCore
 from amp_plugin.adapters.scaler import fsdp_root, register, scaler_groups, torch_optimizer
+from amp_plugin.casting.bound_rules import replaced
 from amp_plugin.casting.threads import autocast_module
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.options import LightningOptions, lists_options
@@ -54,8 +55,6 @@ class FabricPrecision(PrecisionCore):
         >>> plugin.convert_output(torch.ones(2, dtype=torch.bfloat16)).dtype
         torch.float32
     """
-
-    advice = "for Fabric without precision=...; the Trainer takes AmpPrecision"
 
     def _begin(self) -> None:
         super()._begin()
@@ -147,16 +146,9 @@ class FabricPrecision(PrecisionCore):
         return self._scaler.clip_grad_norm_(torch_optimizer(optimizer), max_norm, norm_type, fold=fold)
 
     @classmethod
-    @contextmanager
-    def backward_allowed(cls) -> Iterator[None]:
+    def backward_allowed(cls) -> AbstractContextManager[None]:
         """Let ``torch.autograd.grad`` through, which Fabric takes for a forgotten fabric.backward."""
-        guard = cls.package.wrappers
-        before = guard._in_fabric_backward
-        guard._in_fabric_backward = True
-        try:
-            yield
-        finally:
-            guard._in_fabric_backward = before
+        return replaced(cls.package.wrappers, "_in_fabric_backward", value=True)
 
 
 def join_fabric(plugin: type[FabricPrecision]) -> None:

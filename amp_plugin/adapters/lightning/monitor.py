@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
 from amp_plugin.adapters.scaler import StepNorms, endless_skips
-from amp_plugin.options import number, whole
+from amp_plugin.options import whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,12 +57,9 @@ class Monitor:
         every_n_steps: int | None = None,
         report: str | Path | None = None,
     ) -> None:
-        given = {"max_skips_in_a_row": max_skips_in_a_row, "every_n_steps": every_n_steps}
-        for name, value in given.items():
-            if value is not None:
-                number(name, value)
-                whole(name, value)
-        self.max_skips_in_a_row, self.every_n_steps, self.report = max_skips_in_a_row, every_n_steps, report
+        self.max_skips_in_a_row = whole("max_skips_in_a_row", max_skips_in_a_row)
+        self.every_n_steps = None if every_n_steps is None else whole("every_n_steps", every_n_steps)
+        self.report = report
         self._page: RunReport | None = None
         self._read: list[LoggedStep] = []
         self._norms = StepNorms()

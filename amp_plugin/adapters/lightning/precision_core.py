@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Final
 
@@ -11,41 +13,81 @@ import torch
 from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 
-from amp_plugin.adapters.float8 import convert_linear_layers, refuse_device
-from amp_plugin.adapters.lightning.settings import PrecisionSettings
+from amp_plugin.adapters.float8 import checked_config, convert_linear_layers, refuse_device
+from amp_plugin.adapters.option_sources import decided, naming, outside_program, read_all
 from amp_plugin.adapters.scaler import HasScaler, scaler_for, torch_optimizer
+from amp_plugin.adapters.settings import AdapterSettings
 from amp_plugin.adapters.weights import ModelWeights
 from amp_plugin.casting.dispatcher import set_default_rules
 from amp_plugin.casting.region import autocast
-from amp_plugin.casting.rules import OpRules, environment_rules
+from amp_plugin.casting.rules import RULES_VARIABLE, OpRules, environment_rules
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.messages import warn_user
-from amp_plugin.options import LightningOptions, takes
-from amp_plugin.precision import STOCK_NAMES, TRAINING_DTYPES, warn_of_slow_fp16
+from amp_plugin.options import LightningOptions, ScalingOptions, option_defaults, option_names, takes
+from amp_plugin.precision import (
+    STOCK_NAMES,
+    TRAINING_DTYPES,
+    checked_training_precision,
+    warn_of_slow_fp16,
+    weights_meant,
+)
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.sharding.fsdp1 import fsdp1_policy
 from amp_plugin.sharding.plan import DtypePlan
 from amp_plugin.weights.ddp import refuse_sharded, sharded_by
 
-_DEEPSPEED: Final = (
-    "DeepSpeed scales losses, clips and steps by itself and would never ask this plugin; "
-    "delete the plugin and use precision='16-mixed' or 'bf16-mixed', or use strategy='fsdp'"
-)
-_XLA: Final = (
-    "XLA devices compute in bfloat16 by torch_xla's own switch, without autocast; "
-    "delete the plugin and use precision='bf16-true'"
-)
-# Strategies, by name since their packages may be missing, that do mixed precision themselves.
-_OWN_PRECISION: Final = {
-    "DeepSpeedStrategy": _DEEPSPEED,
-    **dict.fromkeys(("XLAStrategy", "SingleDeviceXLAStrategy", "XLAFSDPStrategy"), _XLA),
-}
+_OWN_PRECISION: Final = {"DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy", "XLAFSDPStrategy"}
 
 
-def own_precision(strategy: object) -> str:
-    """Return why a strategy takes no plugin of ours, and what to do; empty if it takes one."""
-    names = [kind.__name__ for kind in type(strategy).__mro__ if kind.__name__ in _OWN_PRECISION]
-    return _OWN_PRECISION[names[0]] if names else ""
+def has_own_precision(strategy: object) -> bool:
+    """Whether a strategy does mixed precision itself and asks no plugin; its package may be missing."""
+    return any(kind.__name__ in _OWN_PRECISION for kind in type(strategy).__mro__)
+
+
+def _refuse_options_of_scaler(owner: str, given: Mapping[str, Any]) -> None:
+    """Raise TypeError if options are given that a scaler given with them has of its own."""
+    defaults = option_defaults(LightningOptions)  # LightningCLI gives them too
+    doubled = [
+        name for name in option_names(ScalingOptions) if given.get(name, defaults[name]) != defaults[name]
+    ]
+    if doubled and given.get("scaler") is not None:
+        listed = ", ".join(f"{name}={given[name]!r}" for name in doubled)
+        msg = (
+            f"{owner}(scaler=..., {listed}): the scaler has its own {' and '.join(doubled)}, which "
+            f"would win; give amp_plugin.GradScaler({listed}) as scaler=, or leave scaler= out"
+        )
+        raise TypeError(msg)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionSettings(AdapterSettings, LightningOptions):
+    """The options of AmpPrecision and FabricAmpPrecision, checked, in our own names."""
+
+    @classmethod
+    def from_arguments(cls, owner: str, given: Mapping[str, Any]) -> PrecisionSettings:
+        """Check the arguments of a plugin, ``owner``; the environment sets what they leave out."""
+        _refuse_options_of_scaler(owner, given)
+        outside, sources = decided(outside_program(os.environ))
+        if sources.get("rules") == RULES_VARIABLE:
+            del outside["rules"]  # a plugin reads them where it learns its device
+        names = option_names(LightningOptions)
+        for other in sorted(outside.keys() - {*names}):
+            warn_user(f"{other} from {sources[other]} has no effect in Lightning, it is Accelerate's option")
+        with naming({name: source for name, source in sources.items() if name not in given}):
+            known = {name: value for name, value in read_all(outside).items() if name in names}
+            stated = {**option_defaults(LightningOptions), **known, **given, "scaler": None}
+            name, config = stated["precision"], stated["float8_config"]
+            stated["precision"] = precision = checked_training_precision(name)
+            stated["weights"] = weights_meant(name, stated["weights"])
+            stated["float8_config"] = (
+                checked_config(f"{owner}('fp8')", config) if precision == "fp8" else None
+            )
+            return cls(**stated)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether training needs a loss scale: fp16 only."""
+        return self.precision == "fp16"
 
 
 class PrecisionCore(HasScaler):
@@ -60,12 +102,6 @@ class PrecisionCore(HasScaler):
 
     package: ClassVar[Any]
     """The framework: the module ``lightning.pytorch``, ``lightning.fabric``, or their like."""
-    advice: ClassVar[str] = (
-        "which sets the precision itself: delete precision=... and keep this plugin. Where a library passes "
-        "precision=, hand it a Trainer of your own, fit(..., trainer=Trainer(plugins=[...])), or give no "
-        "plugin and run the program by amp-plugin run"
-    )
-    """What to do where a framework complains of the plugin."""
     shares_casts: ClassVar[bool] = True
     """Whether all uses of a weight in a region share one cast; their gradients then add up in 16 bits."""
 
@@ -92,8 +128,12 @@ class PrecisionCore(HasScaler):
 
     def __format__(self, spec: str) -> str:
         """Say what to do too: Lightning's errors of two precisions or packages hold ``f"{plugin}"``."""
-        own, other = self.package.__name__, "amp_plugin.adapters.lightning.classes_for(package)"
-        return format(f"{self!r} of {own} ({self.advice}; for another package see {other})", spec)
+        text = (
+            f"{self!r} of {self.package.__name__} (which sets the precision: delete precision=... and keep "
+            "this plugin. Where a library passes precision=, leave it and run the program by amp-plugin run. "
+            "amp_plugin.adapters.lightning.classes_for(package) has the plugins for other packages)"
+        )
+        return format(text, spec)
 
     @property
     def scaler(self) -> Any:
@@ -157,9 +197,12 @@ class PrecisionCore(HasScaler):
 
     def _refuse_strategy(self, strategy: object) -> None:
         """Raise TypeError if a strategy does mixed precision itself."""
-        advice = own_precision(strategy)
-        if advice:
-            msg = f"{type(self).__name__} does not work under {type(strategy).__name__}: {advice}"
+        if has_own_precision(strategy):
+            msg = (
+                f"{type(self).__name__} does not work under {type(strategy).__name__}, which does mixed "
+                "precision itself and asks no plugin: delete the plugin and give precision= ('16-mixed', "
+                "'bf16-mixed', on XLA 'bf16-true'), or use strategy='fsdp'"
+            )
             raise TypeError(msg)
 
     def _start(self, device_type: str, groups: Mapping[str, Any]) -> None:
@@ -272,19 +315,11 @@ class PrecisionCore(HasScaler):
         return {**self._scaler.state_dict(), "optimizer_steps": self.optimizer_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a loss scale: ours, torch's or a stock plugin's; warn if there is none."""
-        if not self.settings.scales_loss:
-            if state_dict:
-                self._warn(
-                    f"the checkpoint was written in fp16. Training goes on in {self.settings.precision}, "
-                    "which needs no loss scale; the saved one is ignored"
-                )
-            return
-        if not state_dict:
-            self._warn(
-                f"{self!r}: the checkpoint holds no loss scale, it was written in another precision; "
-                f"the scale stays at {self._scaler.get_scale():g}"
-            )
-            return
-        self._scaler.load_state_dict(dict(state_dict))
-        self._attempted_steps = state_dict.get("optimizer_steps", 0) + self.skipped_steps
+        """Load the state of a loss scale: ours, torch's or a stock plugin's; warn if it is of no use here."""
+        scales = self.settings.scales_loss
+        if scales and state_dict:
+            self._scaler.load_state_dict(dict(state_dict))
+            self._attempted_steps = state_dict.get("optimizer_steps", 0) + self.skipped_steps
+        elif scales or state_dict:
+            kept = f"the scale stays at {self._scaler.get_scale():g}" if scales else "its scale is ignored"
+            self._warn(f"{self!r}: the checkpoint was written in another precision; {kept}")

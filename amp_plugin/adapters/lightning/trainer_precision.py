@@ -32,6 +32,7 @@ from amp_plugin.adapters.lightning.user_code import (
     users_methods,
 )
 from amp_plugin.adapters.scaler import fsdp_root, register, scaler_groups, torch_optimizer
+from amp_plugin.casting.bound_rules import replaced
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.options import LightningOptions, lists_options
 from amp_plugin.scaling.gradients import params_of
@@ -107,7 +108,7 @@ class TrainerPrecision(PrecisionCore):
         if self._fitting:
             self._averages = averages_in_fp32(trainer.callbacks, self.package)
         is_overridden = self.package.utilities.model_helpers.is_overridden
-        self._users_methods = users_methods(module, is_overridden, self._is_extended)
+        self._users_methods = users_methods(module, self, is_overridden)
         return super().convert_module(module)
 
     def connect(
@@ -145,12 +146,8 @@ class TrainerPrecision(PrecisionCore):
     def train_step_context(self) -> Generator[None, None, None]:
         """Run ``training_step``; in manual optimization its end is the end of the iteration."""
         self._weights.set_up_unfrozen()
-        self._in_train_step = True
-        try:
-            with self.forward_context():
-                yield
-        finally:
-            self._in_train_step = False
+        with replaced(self, "_in_train_step", value=True), self.forward_context():
+            yield
         self._scaler.end_iteration()
 
     def val_step_context(self) -> AbstractContextManager[Any]:
@@ -189,12 +186,8 @@ class TrainerPrecision(PrecisionCore):
     def run_again(self, module: Any, batch: Any, batch_idx: int) -> None:
         """Run the forward and backward pass of a batch, without hooks and without a step."""
         args = (batch, batch_idx)[: len(inspect.signature(module.training_step).parameters)]
-        self._runs_again = True
-        try:
-            with self.train_step_context():
-                output = module.trainer.strategy.training_step(*args)
-        finally:
-            self._runs_again = False
+        with replaced(self, "_runs_again", value=True), self.train_step_context():
+            output = module.trainer.strategy.training_step(*args)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Tensor) and not self._manual:
             with self._no_region():
@@ -250,20 +243,11 @@ class TrainerPrecision(PrecisionCore):
             if is_seen or by_value or self.settings.on_nonfinite == "ignore":
                 scaler.measure(optimizer)  # before they are clipped
         clip_is_last = bool(trainer.gradient_clip_val) and self._users_methods <= NOT_AFTER_CLIPPING
-        self._leaves_clip_to_step = clip_is_last and not is_seen
-        try:
+        with replaced(self, "_leaves_clip_to_step", value=clip_is_last and not is_seen):
             self._after_closure(model, optimizer)
-        finally:
-            self._leaves_clip_to_step = False
         if clip_is_last and (scaler.has_scaled or not scaler.is_enabled()):
             scaler.assume_unchanged(optimizer)
         return result
-
-    def _is_extended(self, method: str) -> bool:
-        """Whether a subclass of the plugin, or its user for this object, has a method of its own."""
-        found = getattr(type(self), method)
-        known = (TrainerPrecision, self._plain)
-        return method in vars(self) or all(found is not getattr(kind, method, None) for kind in known)
 
     # -- clipping -----------------------------------------------------------------------------
 
@@ -293,7 +277,7 @@ class TrainerPrecision(PrecisionCore):
         """Whether no loss was scaled yet, or a subclass says what is clipped: gradients are unscaled then."""
         if self._scaler.is_enabled() and not self._scaler.has_scaled:
             return True
-        if not self._is_extended("main_params"):
+        if "main_params" not in self._users_methods:
             return False
         self._scaler.ensure_unscaled(optimizer)
         return True

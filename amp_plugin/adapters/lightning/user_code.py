@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_plugin.adapters.gradient_origins import GradientOrigins
@@ -20,25 +20,26 @@ from amp_plugin.weights.store import convert_to_fp32, in_fp32
 
 _HOOK: Final = "on_before_optimizer_step"
 _OF_MODULES: Final = ("configure_gradient_clipping", "clip_gradients", "optimizer_step", _HOOK)
-_OF_PLUGINS: Final = (
+_OF_PLUGINS: Final = {
     *("_after_closure", "_clip_gradients", "clip_gradients", "clip_grad_by_norm", "clip_grad_by_value"),
     *("main_params", "optimizer_step"),
-)
+}
 NOT_AFTER_CLIPPING: Final = frozenset({"optimizer_step", _HOOK})
 """Methods in which no code of the user runs between Lightning's clipping and the step."""
 _NEVER: Final = sys.maxsize  # batches; no batch index reaches it
 
 
-def users_methods(
-    module: Any, is_overridden: Callable[[str, Any], bool], is_extended: Callable[[str], bool]
-) -> frozenset[str]:
+def users_methods(module: Any, plugin: object, is_overridden: Callable[[str, Any], bool]) -> frozenset[str]:
     """Return the methods around a step that are the user's own: of the module, a callback or the plugin.
 
     Any of them may look at gradients.
     """
-    callbacks = {_HOOK for callback in module.trainer.callbacks if is_overridden(_HOOK, callback)}
+    kind = type(plugin)
+    ours = next(base for base in kind.__mro__ if base.__module__.startswith("amp_plugin."))
     of_module = {method for method in _OF_MODULES if is_overridden(method, module)}
-    return frozenset(callbacks | of_module | set(filter(is_extended, _OF_PLUGINS)))
+    callbacks = {_HOOK for callback in module.trainer.callbacks if is_overridden(_HOOK, callback)}
+    of_class = {method for method in _OF_PLUGINS if getattr(kind, method) is not getattr(ours, method)}
+    return frozenset(of_module | callbacks | of_class | vars(plugin).keys() & _OF_PLUGINS)
 
 
 class StrayGradients(GradientOrigins):
@@ -46,17 +47,18 @@ class StrayGradients(GradientOrigins):
 
     def refuse(self, optimizer: Optimizer, scaler: GradScaler) -> None:
         """Raise RuntimeError if an optimizer is to step with gradients of a loss that was not scaled."""
+
+        def is_stray(param: Tensor) -> bool:
+            return self.is_from_outside(param) or not (scaler.has_scaled or param.grad is None)
+
         params = params_of(optimizer)
-        strays = [param for param in params if self.is_from_outside(param)]
-        if not scaler.has_scaled:
-            strays = [param for param in params if param.grad is not None]
-        if strays:
-            names = dict(zip(map(id, params), scaler.parameter_names(optimizer), strict=True))
-            listed = ", ".join(names[id(param)] for param in strays[:3]) + (", ..." if strays[3:] else "")
+        if any(map(is_stray, params)):
+            named = zip(scaler.parameter_names(optimizer), params, strict=True)
+            strays = [name for name, param in named if is_stray(param)]
             msg = (
-                f"{type(optimizer).__name__}.step(): {len(strays)} parameters ({listed}) have gradients that "
-                "self.manual_backward() did not make: their loss was not scaled and fp16 lost small ones; "
-                "write self.manual_backward(loss) instead of loss.backward()"
+                f"{type(optimizer).__name__}.step(): {len(strays)} parameters ({', '.join(strays[:3])}) have "
+                "gradients that self.manual_backward() did not make: their loss was not scaled and fp16 lost "
+                "small ones; write self.manual_backward(loss) instead of loss.backward()"
             )
             raise RuntimeError(msg)
 
