@@ -30,6 +30,7 @@ pytestmark = [
     *QUIET,
     pytest.mark.filterwarnings("ignore:.*are float32 now:UserWarning"),
     pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
 ]
 
 WAYS = ["fp32", "bf16", "bf16-stochastic"]
@@ -131,33 +132,6 @@ def in_transformers(model, folder, steps, resume=None, **options):
     trainer = transformers.Trainer(model, settings, train_dataset=texts(16))
     trainer.train(resume_from_checkpoint=resume)
     return values(model)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("weights", ["fp32", "bf16"])
-def test_a_bert_in_bfloat16_moves_wholly_under_transformers_trainer(weights, tmp_path):
-    install(AmpKwargs(weights=weights))
-    model = tiny_bert()
-    before = values(model)
-    after = in_transformers(model, tmp_path, STEPS, learning_rate=LR)
-    layer = [name for name in before if "intermediate.dense.weight" in name]
-    assert share_moved({name: before[name] for name in layer}, after) == 1.0
-    assert model.classifier.weight.dtype is (torch.bfloat16 if weights == "bf16" else torch.float32)
-
-
-def test_a_layer_loaded_in_bfloat16_moves_by_3_percent_without_any_of_it():
-    torch.manual_seed(0)
-    layer = nn.Linear(64, 64).bfloat16()
-    before = values(layer)
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=LR, weight_decay=0.0)
-    for _ in range(STEPS):
-        x = torch.randn(16, 64)
-        optimizer.zero_grad()
-        with autocast("cpu", dtype=torch.bfloat16):
-            loss = (layer(x) - x.sum(1, keepdim=True)).square().mean()
-        loss.backward()
-        optimizer.step()
-    assert share_moved(before, values(layer)) == pytest.approx(0.033, abs=0.01)
 
 
 @pytest.mark.parametrize("program", PROGRAMS[:3])
@@ -269,11 +243,8 @@ def test_buffers_of_converted_modules_follow():
 
 
 def test_nothing_is_converted_where_nothing_casts():
-    model = module().bfloat16()
-    accelerator = ours(precision="no")
-    with pytest.warns(
-        UserWarning, match="4 trainable parameters are in 16 bits and stay so: updates below 1/256"
-    ):
+    model, accelerator = module().bfloat16(), ours(precision="no")
+    with pytest.warns(UserWarning, match="4 trainable parameters are in 16 bits and stay so: updates below"):
         accelerator.prepare(model.net)
     assert model.net[0].weight.dtype is torch.bfloat16
 
@@ -303,20 +274,6 @@ def test_accelerate_loads_moments_of_another_format(saves, loads, state, tmp_pat
         reset()
 
 
-def test_fabric_keeps_moments_in_codes(tmp_path):
-    fabric = Fabric(accelerator="cpu", plugins=FabricAmpPrecision("bf16", weights="bf16", state="8bit"))
-    inner = module().net
-    net, optimizer = fabric.setup(inner, torch.optim.AdamW(inner.parameters(), lr=LR))
-    train(net, optimizer, fabric.backward)
-    before = [value.kept.clone() for value in moments(optimizer.optimizer)]
-    fabric.save(tmp_path / "all.ckpt", {"net": net, "optimizer": optimizer})
-    train(net, optimizer, fabric.backward)
-    fabric.load(tmp_path / "all.ckpt", {"net": net, "optimizer": optimizer})
-    after = [value.kept for value in moments(optimizer.optimizer)]
-    assert len(before) == 8
-    assert all(map(torch.equal, before, after))
-
-
 class Recorded(Linear):
     """Keeps the exact weights that training starts with."""
 
@@ -328,67 +285,102 @@ def recorded():
     return Recorded(torch.optim.AdamW, lr=1e-2)
 
 
-def trainer_run(folder, weights, steps, resume=None, state="fp32", model=None, callbacks=()):
+def trainer_run(folder, steps, resume=False, weights="fp32", state="fp32", model=None, callbacks=()):
+    """Train, save after step 4 or resume from there; return the weights training starts and ends with."""
     model = model or recorded()
     checkpoint = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
-    trainer = make_trainer(
-        AmpPrecision("bf16", weights=weights, state=state),
-        steps,
-        enable_checkpointing=True,
-        callbacks=[*callbacks, checkpoint],
-    )
+    plugin = AmpPrecision("bf16", weights=weights, state=state)
+    trainer = make_trainer(plugin, steps, enable_checkpointing=True, callbacks=[*callbacks, checkpoint])
     same = [next(iter(data(1)))] * 20  # the Trainer begins an epoch's data anew
-    trainer.fit(model, DataLoader(same, batch_size=None), ckpt_path=resume)
-    return model
+    trainer.fit(
+        model, DataLoader(same, batch_size=None), ckpt_path=folder / "step=4.ckpt" if resume else None
+    )
+    return model.started, values(model)
 
 
-@pytest.mark.parametrize(
-    ("weights", "state"),
-    [*((way, "fp32") for way in WAYS), ("fp32", "8bit"), ("bf16", "8bit"), ("bf16", "bf16")],
-)
-def test_a_trainer_resumes_bit_for_bit(weights, state, tmp_path):
-    whole = trainer_run(tmp_path / "whole", weights, 8, state=state)
-    saved = tmp_path / "whole" / "step=4.ckpt"
-    resumed = trainer_run(tmp_path / "resumed", weights, 8, resume=saved, state=state)
-    for name, value in values(whole).items():
-        assert torch.equal(values(resumed)[name], value), name
+def loop(net, optimizer, backward, steps, resume, save):
+    started = values(net)
+    for number, (x, y) in enumerate(list(data(20))[4 * resume : steps], 4 * resume):
+        optimizer.zero_grad()
+        backward(nn.functional.mse_loss(net(x), y))
+        optimizer.step()
+        if number == 3:
+            save()
+    return started, values(net)
+
+
+def fabric_run(folder, steps, resume=False, **options):
+    fabric = Fabric(accelerator="cpu", plugins=FabricAmpPrecision("bf16", **options))
+    inner = recorded().net
+    net, optimizer = fabric.setup(inner, torch.optim.AdamW(inner.parameters(), lr=1e-2))
+    state = {"model": net, "optimizer": optimizer}
+    if resume:
+        fabric.load(folder / "state.ckpt", state)
+    return loop(
+        net, optimizer, fabric.backward, steps, resume, lambda: fabric.save(folder / "state.ckpt", state)
+    )
+
+
+def accelerate_run(folder, steps, resume=False, **options):
+    accelerator = ours(precision="bf16", **options)
+    model = recorded().net
+    net, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    if resume:
+        accelerator.load_state(folder)
+    return loop(net, optimizer, accelerator.backward, steps, resume, lambda: accelerator.save_state(folder))
+
+
+RUNS = [trainer_run, fabric_run, accelerate_run]
+FORMS = [*((way, "fp32") for way in WAYS), ("fp32", "8bit"), ("bf16", "8bit"), ("bf16", "bf16")]
+
+
+@pytest.mark.parametrize(("weights", "state"), FORMS)
+@pytest.mark.parametrize("run", RUNS)
+def test_a_resumed_run_ends_in_the_same_bits(run, weights, state, tmp_path):
+    _, whole = run(tmp_path, 8, weights=weights, state=state)
+    reset()
+    _, resumed = run(tmp_path, 8, resume=True, weights=weights, state=state)
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
 
 
 @pytest.mark.parametrize(("first", "second"), [("bf16", "fp32"), ("fp32", "bf16")])
-def test_a_trainer_loads_the_other_way_of_storing_without_losing_a_bit(first, second, tmp_path):
-    saved = trainer_run(tmp_path, first, 4)
-    loaded = trainer_run(tmp_path / "second", second, 5, resume=tmp_path / "step=4.ckpt")
-    for name, value in values(saved).items():
-        assert torch.equal(loaded.started[name], value), name
-    states = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
-    assert states["state_dict"]["net.0.weight"].dtype is torch.float32
-    assert states["optimizer_states"][0]["state"][0]["exp_avg"].dtype is torch.float32
+@pytest.mark.parametrize("run", RUNS)
+def test_the_other_way_of_storing_loads_without_losing_a_bit(run, first, second, tmp_path):
+    _, saved = run(tmp_path, 4, weights=first)
+    reset()
+    loaded, _ = run(tmp_path, 5, resume=True, weights=second)
+    assert all(torch.equal(loaded[name], value) for name, value in saved.items())
+    for path in tmp_path.glob("step=4.ckpt"):
+        states = torch.load(path, weights_only=True)
+        assert states["state_dict"]["net.0.weight"].dtype is torch.float32
+        assert states["optimizer_states"][0]["state"][0]["exp_avg"].dtype is torch.float32
 
 
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
 @pytest.mark.parametrize("averaged", [False, True])
 def test_a_model_that_comes_in_bfloat16_resumes_all_bits(weights, averaged, tmp_path):
-    def run(folder, resume=None):
+    def run(*, resume):
         average = [EMAWeightAveraging(decay=0.9)] if averaged else []
-        model = module(lr=1e-3).bfloat16()
-        return values(trainer_run(folder, weights, 8, resume, model=model, callbacks=average))
+        model = Recorded(torch.optim.AdamW, lr=1e-3).bfloat16()
+        return trainer_run(tmp_path, 8, resume, weights, model=model, callbacks=average)[1]
 
-    whole = run(tmp_path / "whole")
-    resumed = run(tmp_path / "resumed", resume=tmp_path / "whole" / "step=4.ckpt")
-    for name, value in whole.items():
-        assert torch.equal(resumed[name], value), name
+    whole, resumed = run(resume=False), run(resume=True)
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
-def test_a_bert_in_bfloat16_resumes_all_bits_under_transformers_trainer(weights, tmp_path):
+def test_a_bert_in_bfloat16_under_transformers_trainer_moves_wholly_and_resumes_all_bits(weights, tmp_path):
     install(AmpKwargs(weights=weights))
-    options = {"learning_rate": 1e-3, "save_steps": 4}
-    whole = in_transformers(tiny_bert(), tmp_path / "whole", 8, **options)
+    model = tiny_bert()
+    before = values(model)
+    whole = in_transformers(model, tmp_path / "whole", 8, learning_rate=1e-3, save_steps=4)
+    layer = [name for name in before if "intermediate.dense.weight" in name]
+    assert share_moved({name: before[name] for name in layer}, whole) == 1.0
+    assert model.classifier.weight.dtype is (torch.bfloat16 if weights == "bf16" else torch.float32)
     saved = str(tmp_path / "whole" / "checkpoint-4")
-    resumed = in_transformers(tiny_bert(), tmp_path / "resumed", 8, saved, **options)
-    for name, value in whole.items():
-        assert torch.equal(resumed[name], value), name
+    resumed = in_transformers(tiny_bert(), tmp_path / "resumed", 8, saved, learning_rate=1e-3, save_steps=4)
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-true"])
@@ -454,81 +446,6 @@ def test_bf16_true_computes_in_bf16_without_autocast():
     net = accelerator.prepare(model)
     assert net(torch.ones(2, 8)).dtype is torch.float32, "outputs, as Accelerate returns them"
     assert model[0].weight.dtype is torch.bfloat16
-
-
-def accelerate_run(folder, weights, steps, resume=None, save_at=None):
-    accelerator = ours(precision="bf16", weights=weights)
-    model = recorded()
-    net, optimizer = accelerator.prepare(model.net, torch.optim.AdamW(model.net.parameters(), lr=1e-2))
-    if resume is not None:
-        accelerator.load_state(resume)
-    started = values(model.net)
-    for number, (x, y) in enumerate(data(20)):
-        if number < (4 if resume else 0) or number >= steps:
-            continue
-        optimizer.zero_grad()
-        accelerator.backward(nn.functional.mse_loss(net(x), y))
-        optimizer.step()
-        if number + 1 == save_at:
-            accelerator.save_state(folder, safe_serialization=True)
-    return started, values(model.net)
-
-
-@pytest.mark.parametrize("weights", WAYS)
-def test_accelerate_resumes_bit_for_bit_from_safetensors(weights, tmp_path):
-    _, whole = accelerate_run(tmp_path, weights, 8, save_at=4)
-    assert (tmp_path / "model.safetensors").is_file()
-    _, resumed = accelerate_run(tmp_path, weights, 8, resume=tmp_path)
-    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
-
-
-@pytest.mark.parametrize(("first", "second"), [("bf16", "fp32"), ("fp32", "bf16")])
-def test_accelerate_loads_the_other_way_of_storing(first, second, tmp_path):
-    _, saved = accelerate_run(tmp_path, first, 4, save_at=4)
-    loaded, _ = accelerate_run(tmp_path, second, 5, resume=tmp_path)
-    assert all(torch.equal(loaded[name], value) for name, value in saved.items())
-
-
-def test_fabric_resumes_bit_for_bit(tmp_path):
-    def run(steps, resume):
-        fabric = Fabric(accelerator="cpu", plugins=FabricAmpPrecision("bf16", weights="bf16"))
-        model = recorded()
-        net, optimizer = fabric.setup(model.net, torch.optim.AdamW(model.net.parameters(), lr=1e-2))
-        if resume:
-            fabric.load(tmp_path / "state.ckpt", {"model": net, "optimizer": optimizer})
-        for number, (x, y) in enumerate(data(20)):
-            if number < (4 if resume else 0) or number >= steps:
-                continue
-            optimizer.zero_grad()
-            fabric.backward(nn.functional.mse_loss(net(x), y))
-            optimizer.step()
-            if number == 3:
-                fabric.save(tmp_path / "state.ckpt", {"model": net, "optimizer": optimizer})
-        return values(model.net)
-
-    whole, resumed = run(8, resume=False), run(8, resume=True)
-    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
-
-
-@pytest.mark.parametrize(("first", "second"), [("bf16", "fp32"), ("fp32", "bf16")])
-def test_fabric_loads_the_other_way_of_storing(first, second, tmp_path):
-    def set_up(weights):
-        fabric = Fabric(accelerator="cpu", plugins=FabricAmpPrecision("bf16", weights=weights))
-        model = recorded()
-        net, optimizer = fabric.setup(model.net, torch.optim.AdamW(model.net.parameters(), lr=1e-2))
-        return fabric, model, {"model": net, "optimizer": optimizer}
-
-    fabric, saved, state = set_up(first)
-    for x, y in data(4):
-        state["optimizer"].zero_grad()
-        fabric.backward(nn.functional.mse_loss(state["model"](x), y))
-        state["optimizer"].step()
-    fabric.save(tmp_path / "state.ckpt", state)
-    fabric, loaded, state = set_up(second)
-    assert not torch.equal(values(loaded.net)["0.weight"], values(saved.net)["0.weight"])
-    fabric.load(tmp_path / "state.ckpt", state)
-    for name, value in values(saved.net).items():
-        assert torch.equal(values(loaded.net)[name], value), name
 
 
 # -- averages and the monitor --------------------------------------------------------------------
