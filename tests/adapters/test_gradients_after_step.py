@@ -155,7 +155,9 @@ def test_fabric(make, precision, clip):
         if clip == "written":
             fabric.clip_gradients(net, optimizer, max_norm=1.0)
         elif clip == "folded":
-            plugin.clip_grad_norm_(optimizer, 1.0, fold=True)
+            before = net.weight.grad.clone()
+            assert plugin.clip_grad_norm_(optimizer, 1.0, fold=True) > 1.0
+            assert torch.equal(net.weight.grad, before) is plugin.settings.one_pass
         optimizer.step()
         expected = 2 * GRADIENT if clip == "none" else 1.0
         assert net.weight.grad.norm().item() == pytest.approx(expected, rel=1e-3)

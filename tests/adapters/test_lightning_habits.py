@@ -5,7 +5,7 @@ Where the stock plugin does the same, the weights are compared bit for bit.
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     EMAWeightAveraging,
@@ -17,7 +17,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 
-from amp_plugin import AmpMonitor, AmpPrecision, set_default_rules
+from amp_plugin import AmpMonitor, AmpPrecision
 from tests.adapters.lightning_models import QUIET, Linear, make_trainer, regression, stock
 
 pytestmark = [
@@ -143,31 +143,6 @@ def test_stochastic_weight_averaging_in_fp16():
     assert trainer.precision_plugin.skipped_steps == 0
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_barebones(precision):
-    module = Validated(optimizer=torch.optim.SGD)
-    Trainer(plugins=[OURS[precision]()], accelerator="cpu", barebones=True, max_steps=4).fit(module)
-    expected = Validated(optimizer=torch.optim.SGD)
-    Trainer(plugins=[STOCKS[precision]()], accelerator="cpu", barebones=True, max_steps=4).fit(expected)
-    torch.testing.assert_close(state_of(module), state_of(expected), rtol=0, atol=0)
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="is about machines without")
-def test_accelerator_auto_without_one():
-    module = Validated()
-    trainer = Trainer(
-        plugins=[OURS["fp16"]()],
-        accelerator="auto",
-        max_steps=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module)
-    assert (trainer.precision_plugin.device, trainer.precision_plugin.optimizer_steps) == ("cpu", 2)
-
-
 # -- the Tuner ----------------------------------------------------------------------------------
 
 
@@ -243,12 +218,6 @@ def alone(precision):
     return state_of(module)
 
 
-def test_runs_of_different_precision_one_after_another():
-    expected = {precision: alone(precision) for precision in ("fp16", "bf16")}
-    for precision in ("bf16", "fp16", "bf16", "fp16"):
-        torch.testing.assert_close(alone(precision), expected[precision], rtol=0, atol=0)
-
-
 class TrainsAnother(Callback):
     """Runs another Trainer in the middle of an epoch."""
 
@@ -304,17 +273,3 @@ def test_a_second_fit_after_an_exception_in_training_step(precision, accumulate,
             (state_of(module), trainer.global_step, trainer.precision_plugin.state_dict().get("scale"))
         )
     torch.testing.assert_close(*finals, rtol=0, atol=0)
-
-
-@pytest.mark.native
-def test_rules_of_a_run_that_failed_do_not_stay(tmp_path):
-    rules = tmp_path / "rules.yaml"
-    rules.write_text("device_type: cpu\nrules:\n  aten::linear.default: fp32\n")
-    trainer = make_trainer(AmpPrecision("bf16", rules=rules), -1, max_epochs=1)
-    with pytest.raises(ArithmeticError, match="once"):
-        trainer.fit(RaisesOnce())
-    try:
-        with torch.autocast("cpu", torch.bfloat16):
-            assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.bfloat16
-    finally:
-        set_default_rules(None)

@@ -83,12 +83,6 @@ def test_groups_that_are_known_later():
 # -- replaced -----------------------------------------------------------------------------------
 
 
-def weights_after(plugin, module=None, **options):
-    module = Linear() if module is None else module
-    trainer = fit(module, plugin, steps=6, data=regression(), gradient_clip_val=0.5, **options)
-    return trainer, [param.detach().clone() for param in module.parameters()]
-
-
 class Wrapped:
     """Counts calls, and has all methods of the scaler that it wraps."""
 
@@ -119,11 +113,14 @@ def test_a_wrapper_is_called_in_place_of_the_scaler():
     plugin, plain = (AmpPrecision("fp16", init_scale=512.0) for _ in range(2))
     plugin.scaler = wrapper = Wrapped(plugin.scaler)
     assert plugin.scaler is wrapper
-    _, seen = weights_after(plugin, SkipsEverySecond())
-    _, expected = weights_after(plain, SkipsEverySecond())
+    runs = []
+    for each in (plugin, plain):
+        module = SkipsEverySecond()
+        fit(module, each, steps=6, data=regression(), gradient_clip_val=0.5)
+        runs.append([*module.parameters()])
     assert wrapper.calls.count("scale") == 3
     assert wrapper.calls.count("step") == wrapper.calls.count("update") == 6
-    torch.testing.assert_close(seen, expected, rtol=0, atol=0)
+    torch.testing.assert_close(*runs, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -147,26 +144,22 @@ def test_torchs_scaler_gives_ours_its_options_and_state(fused):
     assert mine.get_scale() == 2.0**20
 
 
-def test_torchs_disabled_scaler_scales_no_loss():
-    plugin = AmpPrecision("fp16", scaler=torch.amp.GradScaler("cpu", enabled=False))
-    assert plugin.scaler is None
-
-
-def test_another_scaler_of_ours():
-    plugin = AmpPrecision("fp16")
-    plugin.scaler = mine = GradScaler("cpu", init_scale=8.0, growth_interval=1)
-    fit(OneWeight(), plugin, steps=2)
-    assert plugin.scaler is mine
-    assert mine.get_scale() == 32.0
-
-
-def test_none_scales_no_loss():
-    plugin = AmpPrecision("fp16")
-    plugin.scaler = None
-    module = OneWeight()
-    fit(module, plugin, steps=1)
-    assert module.w.item() == -2.0
-    assert plugin.scaler is None
+@pytest.mark.parametrize(
+    ("given", "scale"),
+    [
+        (GradScaler("cpu", init_scale=8.0, growth_interval=1), 32.0),
+        (torch.amp.GradScaler("cpu", enabled=False), None),
+        (None, None),
+    ],
+    ids=["ours", "torch's, disabled", "none"],
+)
+def test_another_scaler_or_none(given, scale):
+    plugin, module = AmpPrecision("fp16"), OneWeight()
+    plugin.scaler = given
+    fit(module, plugin, steps=2)
+    assert module.w.item() == 1.0 - 2 * 3.0
+    assert plugin.scaler is (given if scale else None)
+    assert scale is None or given.get_scale() == scale
 
 
 class OwnStep(torch.amp.GradScaler):
