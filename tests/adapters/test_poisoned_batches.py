@@ -237,46 +237,12 @@ def test_raise_ends_a_run_and_names_the_parameters(clip, fused):
     assert all(map(torch.equal, before, module.parameters()))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_monitor_stops_a_run_that_only_skips(precision):
-    loader = torch.utils.data.DataLoader([torch.full((4, 8), math.nan)] * 9, batch_size=None)
-    run = make_trainer(AmpPrecision(precision), steps=9, callbacks=[AmpMonitor(max_skips_in_a_row=3)])
-    with pytest.raises(
-        RuntimeError, match=r"3 steps of \w+ in a row.*nan in 4 gradients: net\.2\.bias, .*diagnose"
-    ) as error:
-        run.fit(Learner(torch.optim.AdamW, fused=False), loader)
-    assert ("although nothing is scaled" in str(error.value)) is (precision != "fp16")
-    assert ("use AmpPrecision('bf16')" in str(error.value)) is (precision == "fp16")
-    assert run.callback_metrics["skipped_steps"] == 2.0
-    assert torch.isnan(run.callback_metrics["grad_norm"])
-
-
 def test_the_monitor_logs_the_skips_of_bf16_from_the_first_on():
     loader = torch.utils.data.DataLoader(batches(), batch_size=None)
     run = make_trainer(AmpPrecision("bf16"), steps=20, callbacks=[AmpMonitor()])
     run.fit(Learner(torch.optim.AdamW, fused=False), loader)
     assert dict(run.callback_metrics).keys() == {"grad_norm", "skipped_steps"}
     assert run.callback_metrics["skipped_steps"] == 1.0
-
-
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
-def test_accelerate_stops_a_run_that_only_skips(precision):
-    accelerator = AmpAccelerator(
-        mixed_precision=precision, cpu=True, kwargs_handlers=[AmpKwargs(max_skips_in_a_row=3)]
-    )
-    net = network()
-    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    for i in range(3):
-        optimizer.zero_grad()
-        accelerator.backward(model(torch.full((4, 8), math.nan)).square().mean())
-        if i < 2:
-            optimizer.step()
-    with pytest.raises(
-        RuntimeError, match=r"3 steps of \w+ in a row.*2\.bias.*AmpKwargs\(max_skips_in_a_row"
-    ) as error:
-        optimizer.step()
-    assert ("although nothing is scaled" in str(error.value)) is (precision != "fp16")
-    assert ("use mixed_precision='bf16'" in str(error.value)) is (precision == "fp16")
 
 
 class LogOfZero(Learner):
@@ -291,18 +257,57 @@ class LogOfZero(Learner):
         return loss
 
 
-@pytest.mark.parametrize("manual_steps", [False, True])
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_monitor_names_the_op(precision, manual_steps):
-    loader = torch.utils.data.DataLoader(batches(poison=1.0), batch_size=None)
-    module = LogOfZero(torch.optim.AdamW, fused=False, manual=manual_steps)
+def in_trainer(precision, log_of_zero, *, manual):
     run = make_trainer(AmpPrecision(precision), steps=9, callbacks=[AmpMonitor(max_skips_in_a_row=3)])
-    with pytest.raises(
-        RuntimeError, match=r"3 steps of \w+ in a row.*\n+The last of them was run once more"
-    ) as error:
-        run.fit(module, loader)
-    assert "aten::log.default" in str(error.value)
-    assert "loss = self.net(batch).mul(0).log().mean()" in str(error.value)
+    kind, poison = (LogOfZero, 1.0) if log_of_zero else (Learner, math.nan)
+    data = batches(poison=poison) if log_of_zero else [torch.full((4, 8), math.nan)] * 9
+    module = kind(torch.optim.AdamW, fused=False, manual=manual)
+    try:
+        run.fit(module, torch.utils.data.DataLoader(data, batch_size=None))
+    finally:
+        assert run.callback_metrics["skipped_steps"] == 2.0
+        assert torch.isnan(run.callback_metrics["grad_norm"])
+
+
+def in_accelerate(precision, log_of_zero):
+    accelerator = AmpAccelerator(
+        mixed_precision=precision.replace("fp32", "no"),
+        cpu=True,
+        kwargs_handlers=[AmpKwargs(max_skips_in_a_row=3)],
+    )
+    net = network()
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    def forward_and_backward(batch):
+        accelerator.backward(model(batch).mul(0).log().mean())
+
+    for batch in batches(poison=1.0) if log_of_zero else [torch.full((4, 8), math.nan)] * 9:
+        optimizer.zero_grad()
+        accelerator.recorded(forward_and_backward, batch)
+        optimizer.step()
+
+
+RUNS = {
+    "trainer": (partial(in_trainer, manual=False), "use AmpPrecision('bf16')"),
+    "manual": (partial(in_trainer, manual=True), "use AmpPrecision('bf16')"),
+    "accelerate": (in_accelerate, "use mixed_precision='bf16'"),
+}
+
+
+@pytest.mark.parametrize("log_of_zero", [False, True])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_that_only_skips_ends_with_parameters_and_op(run, precision, log_of_zero):
+    program, remedy = RUNS[run]
+    text = r"3 steps of \w+ in a row.*nan in 4 gradients: (net\.)?2\.bias, .*max_skips_in_a_row"
+    with pytest.raises(RuntimeError, match=r"3 steps of \w+ in a row" if log_of_zero else text) as error:
+        program(precision, log_of_zero)
+    assert ("although nothing is scaled" in str(error.value)) is (precision != "fp16")
+    assert (remedy in str(error.value)) is (precision == "fp16")
+    if log_of_zero:
+        assert "The last of them was run once more" in str(error.value)
+        assert "aten::log.default" in str(error.value)
+        assert ".mul(0).log().mean()" in str(error.value)
 
 
 class LossOfZero(torch.nn.Module):
@@ -340,24 +345,3 @@ def test_a_loss_scale_that_is_not_the_cause_is_not_blamed(scale, tmp_path):
     again = text.partition("The last of them was run once more:\n")[2]  # the model's calls alone: the page's
     assert again.startswith("nothing was found in that run")
     assert "`amp-plugin diagnose train.py` watches the whole program" in again
-
-
-def test_accelerate_names_the_op():
-    accelerator = AmpAccelerator(
-        mixed_precision="bf16", cpu=True, kwargs_handlers=[AmpKwargs(max_skips_in_a_row=3)]
-    )
-    net = network()
-    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-
-    def forward_and_backward(batch):
-        accelerator.backward(model(batch).mul(0).log().mean())
-
-    def steps():
-        for batch in batches(poison=1.0):
-            optimizer.zero_grad()
-            accelerator.recorded(forward_and_backward, batch)
-            optimizer.step()
-
-    with pytest.raises(RuntimeError, match=r"3 steps of \w+ in a row.*\n+The last of them") as error:
-        steps()
-    assert "aten::log.default" in str(error.value)
