@@ -356,8 +356,7 @@ def test_the_other_way_of_storing_loads_without_losing_a_bit(run, first, second,
         assert states["optimizer_states"][0]["state"][0]["exp_avg"].dtype is torch.float32
 
 
-@pytest.mark.parametrize("weights", ["fp32", "bf16"])
-@pytest.mark.parametrize("averaged", [False, True])
+@pytest.mark.parametrize(("weights", "averaged"), [("fp32", False), ("fp32", True), ("bf16", False)])
 def test_a_model_that_comes_in_bfloat16_resumes_all_bits(weights, averaged, tmp_path):
     def run(*, resume):
         average = [EMAWeightAveraging(decay=0.9)] if averaged else []
@@ -366,6 +365,30 @@ def test_a_model_that_comes_in_bfloat16_resumes_all_bits(weights, averaged, tmp_
 
     whole, resumed = run(resume=False), run(resume=True)
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+
+
+def test_an_average_of_a_model_that_comes_in_bfloat16_is_exact():
+    decay, expected, callback = 0.9, {}, EMAWeightAveraging(decay=0.9)
+
+    class Kept(Linear):
+        def on_train_batch_end(self, *_):
+            for name, value in values(self).items():
+                first = name not in expected
+                expected[name] = value if first else torch.lerp(expected[name], value, 1 - decay)
+
+    model = Kept(torch.optim.AdamW, lr=1e-4).bfloat16()
+    fit(model, AmpPrecision("bf16"), steps=8, data=data(), callbacks=[callback])
+    for name, value in values(model).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "callback", [EMAWeightAveraging(decay=0.9), StochasticWeightAveraging(swa_lrs=1e-5)], ids=["ema", "swa"]
+)
+def test_averages_of_stored_weights_are_refused(callback):
+    text = "weights='bf16' does not work with .*: leave weights='fp32', or average within"
+    with pytest.raises(ValueError, match=text):
+        fit(module(), AmpPrecision("bf16", weights="bf16"), data=data(), callbacks=[callback])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -448,62 +471,6 @@ def test_bf16_true_computes_in_bf16_without_autocast():
     assert model[0].weight.dtype is torch.bfloat16
 
 
-# -- averages and the monitor --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("weights", ["bf16", "fp32"])
-def test_an_average_is_of_masters(weights):
-    decay, expected = 0.9, {}
-
-    class Kept(Linear):
-        def on_train_batch_end(self, *_):
-            for name, value in values(self).items():
-                first = name not in expected
-                expected[name] = value if first else torch.lerp(expected[name], value, 1 - decay)
-
-    callback = EMAWeightAveraging(decay=decay)
-    model = Kept(torch.optim.AdamW, lr=1e-4).bfloat16()
-    seen = {}
-
-    def keep(*_):
-        seen.update(
-            {name: value.clone() for name, value in callback._average_model.module.state_dict().items()}
-        )
-
-    last = LambdaCallback(on_train_batch_end=keep)
-    fit(model, AmpPrecision("bf16", weights=weights), steps=8, data=data(), callbacks=[callback, last])
-    assert {value.dtype for value in seen.values()} == {torch.float32}
-    for name, value in expected.items():
-        torch.testing.assert_close(seen[name], value, rtol=1e-5, atol=1e-8)
-        assert torch.equal(values(model)[name], seen[name]), "the average is what training leaves"
-    assert not any(name.startswith("on_") for name in vars(callback)), "its hooks are its own again"
-
-
-def test_stochastic_weight_averaging_averages_masters():
-    ends = []
-
-    class Kept(Linear):
-        def on_train_epoch_end(self):
-            ends.append(values(self))
-
-    def swa():
-        return StochasticWeightAveraging(swa_lrs=1e-5, swa_epoch_start=2, annealing_epochs=1)
-
-    runs = {}
-    for weights in ("bf16", "fp32"):
-        ends.clear()
-        model = Kept(torch.optim.AdamW, lr=1e-5).bfloat16()
-        plugin = AmpPrecision("bf16", weights=weights)
-        fit(model, plugin, steps=-1, max_epochs=4, data=data(4), callbacks=[swa()])
-        runs[weights] = values(model), list(ends)
-    for weights, (average, epochs) in runs.items():
-        for name, value in average.items():
-            averaged = epochs[:-1]  # those that epochs 1 to 3 begin with
-            mean = torch.stack([epoch[name] for epoch in averaged]).double().mean(0)
-            error = (value - mean).abs().max()
-            assert error <= 1e-7, f"{name} under weights={weights!r}: {error:.2e} from the mean of masters"
-
-
 @pytest.mark.parametrize("weights", ["fp32", "bf16", "bf16-stochastic"])
 def test_a_learning_rate_finder_leaves_every_bit_as_it_was(weights, tmp_path):
     class Tuned(Linear):
@@ -519,24 +486,6 @@ def test_a_learning_rate_finder_leaves_every_bit_as_it_was(weights, tmp_path):
     Tuner(trainer).lr_find(model, data(), num_training=6, update_attr=False)
     for name, value in values(model).items():
         assert torch.equal(value, before[name]), name
-
-
-def test_a_validation_on_averages_gives_the_weights_back():
-    def run(validate):
-        callback = EMAWeightAveraging(decay=0.9)
-        model = Linear(torch.optim.AdamW, lr=1e-3)
-        if validate:
-            model.validation_step = lambda *_: None
-        seen = []
-        after = LambdaCallback(on_train_batch_end=lambda t, m, *_: seen.append(values(m)))
-        trainer = make_trainer(
-            AmpPrecision("bf16", weights="bf16"), 6, callbacks=[callback, after], val_check_interval=2
-        )
-        trainer.fit(model, data(6), data(1) if validate else None)
-        return seen
-
-    for validated, other in zip(run(validate=True), run(validate=False), strict=True):
-        assert all(torch.equal(value, other[name]) for name, value in validated.items())
 
 
 def test_doctor_plans_bytes_a_parameter():
