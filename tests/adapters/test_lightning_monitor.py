@@ -89,12 +89,6 @@ def test_each_optimizer_has_a_row_of_its_own():
     assert (module.a.item(), module.b.item()) == (1.0, 1.0 - 3 * 3.0)
 
 
-def test_the_last_steps_are_read_at_the_end():
-    monitor = AmpMonitor(every_n_steps=4)
-    fit(OneWeight(overflow_at=(4, 5)), AmpPrecision(), steps=6, callbacks=[monitor])
-    assert monitor.skipped_steps == 2
-
-
 def test_a_resumed_run_goes_on_counting(tmp_path):
     path = tmp_path / "a.ckpt"
     fit(OneWeight(overflow_at=(0, 1)), AmpPrecision(), steps=2).save_checkpoint(path)
@@ -112,20 +106,6 @@ def test_results_are_read_every_few_steps(monkeypatch):
     with pytest.raises(RuntimeError, match=r"2 steps of \w+ in a row"):
         fit(module, AmpPrecision(), steps=9, callbacks=[monitor])
     assert len(module.lrs) == 3  # found at the fourth step
-
-
-def test_all_steps_of_several_optimizers_count():
-    def step(module, batch, batch_idx):
-        first, second = module.optimizers()
-        for _ in range(2):
-            module.manual_backward(batch * (module.a * torch.inf + module.b))
-            first.step()
-            second.step()
-            first.zero_grad(), second.zero_grad()
-
-    monitor = AmpMonitor()
-    fit(TwoOptimizers(step=step), AmpPrecision(), steps=4, callbacks=[monitor])
-    assert monitor.skipped_steps == 2
 
 
 def test_it_watches_amp_precision_only():

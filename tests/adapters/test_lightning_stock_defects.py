@@ -9,8 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
-from lightning.pytorch.plugins import FSDPPrecision, MixedPrecision
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from amp_plugin.adapters.lightning import AmpPrecision
@@ -442,13 +441,6 @@ def test_a_held_scheduler_saves_what_stock_saves(tmp_path):
     assert states[0] == states[1]
 
 
-def test_true_steps_are_counted_beside_global_step():
-    module = OneWeight(overflow_at=(0, 2))
-    trainer = fit(module, AmpPrecision(), steps=5)
-    assert (trainer.global_step, trainer.precision_plugin.optimizer_steps) == (5, 3)
-    assert trainer.precision_plugin.skipped_steps == 2
-
-
 # -- checkpoints --------------------------------------------------------------------------------
 
 
@@ -471,17 +463,4 @@ def test_the_stock_plugin_reads_ours(tmp_path):
     assert trainer.scaler.get_scale() == 256.0
 
 
-def test_the_stock_plugin_of_fsdp_takes_no_scaler():
-    with pytest.raises(ValueError, match="does not use a scaler"):
-        FSDPPrecision("16-mixed", scaler=torch.amp.GradScaler("cpu"))
-    plugin = AmpPrecision(init_scale=8.0)
-    assert isinstance(plugin, FSDPPrecision)
-    assert plugin.settings.init_scale == 8.0
-
-
 # -- what other code asks -----------------------------------------------------------------------
-
-
-def test_throughput_monitor_knows_the_dtype():
-    assert _plugin_to_compute_dtype(AmpPrecision("fp16")) is torch.float16
-    assert _plugin_to_compute_dtype(AmpPrecision("bf16")) is torch.bfloat16

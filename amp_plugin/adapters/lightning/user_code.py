@@ -46,9 +46,10 @@ class StrayGradients(GradientOrigins):
 
     def refuse(self, optimizer: Optimizer, scaler: GradScaler) -> None:
         """Raise RuntimeError if an optimizer is to step with gradients of a loss that was not scaled."""
+        never_scaled = not scaler.has_scaled
 
         def is_stray(param: Tensor) -> bool:
-            return self.is_from_outside(param) or not (scaler.has_scaled or param.grad is None)
+            return self.is_from_outside(param) or (never_scaled and param.grad is not None)
 
         params = params_of(optimizer)
         if any(map(is_stray, params)):
