@@ -215,10 +215,10 @@ def test_torchs_clip_of_scaled_gradients_in_manual_optimization():
         fit(TwoOptimizers(step=step), AmpPrecision(init_scale=65536.0), steps=4)
 
 
-@pytest.mark.parametrize("plugin", [stock, lambda: MixedPrecision("bf16-mixed", "cpu")], ids=["fp16", "bf16"])
-def test_clipping_with_a_fused_optimizer_stock(plugin):
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_clipping_with_a_fused_optimizer_stock(precision):
     """An error in 2.6; in bf16 the release after it clips (Lightning-AI #21436)."""
-    plugin = plugin()
+    plugin = stock() if precision == "16-mixed" else MixedPrecision(precision, "cpu")
     refused = pytest.raises(RuntimeError, match="does not allow for gradient clipping")
     with nullcontext() if AFTER_2_6 and plugin.scaler is None else refused:
         fit(Linear(fused=True), plugin, data=regression(), gradient_clip_val=0.1)
@@ -294,48 +294,58 @@ def test_none_at_any_place_of_a_window(none_at, precision):
     assert module.w.item() == 1.0 - sum(expected)
 
 
-def test_lbfgs_stock():
+class ByHand(Linear):
+    """Steps LBFGS by a closure; notes whether autocast is on in it."""
+
+    def __init__(self, before=lambda *_: None, *, drops=True, **options):
+        super().__init__(torch.optim.LBFGS, lr=0.1, **options)
+        self.automatic_optimization = False
+        self.before, self.drops, self.enabled = before, drops, set()
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+
+        def loss_of():
+            self.enabled.add(torch.is_autocast_enabled("cpu"))
+            return super(ByHand, self).training_step(batch, batch_idx)
+
+        def closure():
+            if self.drops:
+                optimizer.zero_grad()
+            loss = loss_of()
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.zero_grad()
+        self.before(self, loss_of)
+        optimizer.step(closure)
+
+
+def test_lbfgs():
     with pytest.raises(MisconfigurationException, match="LBFGS"):
         fit(Linear(torch.optim.LBFGS, lr=0.1), stock(), data=regression())
-
-
-@pytest.mark.parametrize("manual", [False, True])
-def test_lbfgs(manual):
-    class Module(Linear):
-        def __init__(self):
-            super().__init__(torch.optim.LBFGS, lr=0.1, max_iter=4)
-            self.automatic_optimization = not manual
-            self.enabled = set()
-
-        def training_step(self, batch, batch_idx):
-            if not manual:
-                return super().training_step(batch, batch_idx)
-            optimizer = self.optimizers()
-
-            def closure():
-                optimizer.zero_grad()
-                self.enabled.add(torch.is_autocast_enabled("cpu"))
-                loss = super(Module, self).training_step(batch, batch_idx)
-                self.manual_backward(loss)
-                return loss
-
-            optimizer.step(closure)
-            return None
-
     results = {}
     for precision in ("fp16", "fp32"):
-        module = Module()
-        clip = None if manual else 1e6
-        plugin = AmpPrecision(precision, init_scale=1024.0)
-        trainer = fit(module, plugin, steps=3, data=regression(3, 64, repeat=True), gradient_clip_val=clip)
+        module, plugin = ByHand(max_iter=4), AmpPrecision(precision, init_scale=1024.0)
+        fit(module, plugin, steps=3, data=regression(3, 64, repeat=True))
         assert len(module.losses) > 9  # several evaluations a step
-        assert trainer.precision_plugin.skipped_steps == 0
+        assert plugin.skipped_steps == 0
+        assert module.enabled == {precision == "fp16"}
         results[precision] = module.losses
-        if manual:
-            assert module.enabled == {precision == "fp16"}
     assert results["fp16"][-1] < results["fp16"][0] / 5
     # the same gradients, before the line search multiplies what fp16 rounds off
     torch.testing.assert_close(results["fp16"][:3], results["fp32"][:3], rtol=0.01, atol=0.0)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_an_overflow_before_a_manual_closure(drops):
+    def overflow(module, loss_of):
+        module.manual_backward(loss_of() * torch.inf)
+
+    module, plugin = ByHand(overflow, drops=drops, max_iter=2), AmpPrecision(init_scale=1024.0)
+    fit(module, plugin, steps=1, data=regression(1))
+    assert plugin.skipped_steps == (not drops)
+    assert len(module.losses) == (3 if drops else 2)
 
 
 class Lookback(torch.optim.SGD):
@@ -354,20 +364,20 @@ class Lookback(torch.optim.SGD):
         return loss
 
 
+class HalfASquare(OneWeight):
+    def training_step(self, batch, batch_idx):
+        return 0.5 * self.w**2
+
+    def configure_optimizers(self):
+        return Lookback(self.parameters(), lr=0.5)
+
+
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_an_optimizer_that_calls_its_closure_again(precision):
-    class Module(OneWeight):
-        def training_step(self, batch, batch_idx):
-            return 0.5 * self.w**2
-
-        def configure_optimizers(self):
-            return Lookback(self.parameters(), lr=0.5)
-
-    module = Module()
-    trainer = fit(module, AmpPrecision(precision, init_scale=4.0), steps=2)
-    # w - 0.5 (w - 0.25 w) = 0.625 w
-    assert module.w.item() == pytest.approx(0.625**2)
-    assert trainer.precision_plugin.optimizer_steps == 2
+    module, plugin = HalfASquare(), AmpPrecision(precision, init_scale=4.0)
+    fit(module, plugin, steps=2)
+    assert module.w.item() == pytest.approx(0.625**2)  # w - 0.5 (w - 0.25 w) = 0.625 w
+    assert plugin.optimizer_steps == 2
 
 
 @pytest.mark.parametrize("overflow_at", [0, 1, 2])
@@ -396,34 +406,6 @@ def test_an_overflow_in_a_window_of_a_repeated_closure(kind, overflow_at):
     assert 0.0 < module.w.item() < 1.0  # the second window's step
 
 
-@pytest.mark.parametrize("drops", [False, True])
-def test_an_overflow_before_a_manual_closure(drops):
-    class Module(Linear):
-        def __init__(self):
-            super().__init__(torch.optim.LBFGS, lr=0.1, max_iter=2)
-            self.automatic_optimization = False
-
-        def training_step(self, batch, batch_idx):
-            optimizer = self.optimizers()
-
-            def closure():
-                if drops:
-                    optimizer.zero_grad()
-                loss = super(Module, self).training_step(batch, batch_idx)
-                self.manual_backward(loss)
-                return loss
-
-            optimizer.zero_grad()
-            self.manual_backward(super().training_step(batch, batch_idx) * torch.inf)
-            optimizer.step(closure)
-
-    module = Module()
-    plugin = AmpPrecision(init_scale=1024.0)
-    fit(module, plugin, steps=1, data=regression(1))
-    assert plugin.skipped_steps == (not drops)
-    assert len(module.losses) == (3 if drops else 2)
-
-
 # -- schedulers and steps -----------------------------------------------------------------------
 
 
@@ -445,22 +427,12 @@ def test_a_held_scheduler_saves_what_stock_saves(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["MixedPrecision", "FSDPPrecision", "native_amp_scaling_state"])
-def test_stock_checkpoints_are_read(tmp_path, key):
-    path = tmp_path / "stock.ckpt"
-    fit(OneWeight(), stock(init_scale=256.0)).save_checkpoint(path)
-    checkpoint = torch.load(path, weights_only=False)
-    checkpoint[key] = checkpoint.pop("MixedPrecision")
+@pytest.mark.parametrize(("saves", "loads"), [(stock, AmpPrecision), (AmpPrecision, stock)])
+def test_checkpoints_are_exchanged_with_the_stock_plugin(tmp_path, saves, loads, key):
+    path = tmp_path / "run.ckpt"
+    fit(OneWeight(), saves(init_scale=256.0)).save_checkpoint(path)
+    checkpoint = torch.load(path, weights_only=saves is AmpPrecision)
+    checkpoint[key if saves is stock else "MixedPrecision"] = checkpoint.pop("MixedPrecision")
     torch.save(checkpoint, path)
-    trainer = fit(OneWeight(), AmpPrecision(init_scale=8.0), steps=2, ckpt_path=path)
+    trainer = fit(OneWeight(), loads(init_scale=8.0), steps=2, ckpt_path=path)
     assert trainer.scaler.get_scale() == 256.0
-
-
-def test_the_stock_plugin_reads_ours(tmp_path):
-    path = tmp_path / "ours.ckpt"
-    fit(OneWeight(), AmpPrecision(init_scale=256.0)).save_checkpoint(path)
-    assert torch.load(path, weights_only=True)["MixedPrecision"]["scale"] == 256.0
-    trainer = fit(OneWeight(), stock(8.0), steps=2, ckpt_path=path)
-    assert trainer.scaler.get_scale() == 256.0
-
-
-# -- what other code asks -----------------------------------------------------------------------
