@@ -12,7 +12,6 @@ from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from amp_plugin import GradScaler, autocast
 from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs
 from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision, FabricAmpPrecision
 from tests.adapters.accelerate_pair import reset
@@ -21,7 +20,6 @@ from tests.adapters.lightning_models import QUIET, fit, make_trainer
 pytestmark = QUIET
 
 PRECISIONS = ["fp16", "bf16", "fp32"]
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 POISONED = 7
 OPTIONS = {"init_scale": 2.0**13}  # so large that half of it leaves no gradient subnormal in fp16
 
@@ -44,30 +42,6 @@ def optimizer_of(net, kind, fused=False):
 
 def as_it_is(step):
     return step
-
-
-def plain_loop(precision, data, *, kind, fused, clip, through=as_it_is):
-    net = network()
-    optimizer = optimizer_of(net, kind, fused)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    scaler = GradScaler("cpu", enabled=precision == "fp16", **OPTIONS)
-
-    @through
-    def step(x):
-        optimizer.zero_grad()
-        with autocast("cpu", DTYPES[precision], enabled=precision != "fp32"):
-            loss = net(x).square().mean()
-        scaler.scale(loss).backward()
-        if clip:
-            scaler.clip_grad_norm_(optimizer, clip)
-        scaler.step(optimizer)
-        scaler.update()
-
-    for x in data:
-        step(x)
-        if not scaler.last_step(optimizer).skipped:
-            schedule.step()
-    return net, optimizer, scaler.skipped_steps()
 
 
 def fabric(precision, data, *, kind, fused, clip, through=as_it_is):
@@ -155,7 +129,7 @@ def manual(*args, clip, **kwargs):
     return trainer(*args, **kwargs, clip=None, manual=True)
 
 
-LOOPS = [plain_loop, fabric, accelerate, trainer, manual]
+LOOPS = [fabric, accelerate, trainer, manual]
 WAYS = [
     {"kind": torch.optim.AdamW, "fused": False, "clip": None},
     {"kind": torch.optim.AdamW, "fused": True, "clip": 0.05},
@@ -191,7 +165,6 @@ def test_it_is_as_if_the_batch_had_not_been_there(loop, precision, way):
         (manual, "bf16"),
         (fabric, "fp32"),
         (accelerate, "fp16"),
-        (plain_loop, "bf16"),
     ],
 )
 @pytest.mark.filterwarnings(
