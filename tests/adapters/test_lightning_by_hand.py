@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 
-from amp_plugin import AmpMonitor, AmpPrecision, FabricAmpPrecision, precision
+from amp_plugin import AmpMonitor, AmpPrecision, precision
 from tests.adapters.lightning_models import QUIET, OneWeight, fit
 
 pytestmark = QUIET
@@ -28,11 +27,6 @@ class ByHand(OneWeight):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, fused=self.fused)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
-
-
-def test_torch_warns_of_a_scheduler_that_is_not_held():
-    with pytest.warns(UserWarning, match=r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`"):
-        fit(ByHand(lambda _, scheduler: scheduler.step()), AmpPrecision("fp16"))
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -60,21 +54,6 @@ def test_a_metric_is_handed_on():
     fit(module, AmpPrecision("fp16"), steps=4)
     assert module.stepped == [False, True, False, True]
     assert module.lrs[-1] == pytest.approx(0.01)
-
-
-def test_fabric_holds_a_scheduler_back():
-    plugin = FabricAmpPrecision("fp16")
-    fabric = Fabric(plugins=[plugin], accelerator="cpu")
-    net = torch.nn.Linear(2, 1)
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    stepped = []
-    for factor in (float("inf"), 1.0, 1.0):
-        fabric.backward(model(torch.ones(1, 2)).sum() * factor)
-        optimizer.step()
-        stepped.append(plugin.step_scheduler(scheduler))
-        optimizer.zero_grad()
-    assert stepped == [False, True, True]
 
 
 def test_warnings_show_the_users_line(monkeypatch, recwarn):
