@@ -228,34 +228,30 @@ def test_an_optimizer_that_accumulates_before_its_first_step(order):
     assert (model.a.item(), model.b.item()) == (1.0 - 15.0, 1.0 - 15.0)
 
 
-def test_a_thread_gets_the_dtype_of_the_plugin():
+@pytest.mark.parametrize(
+    ("make", "first"),
+    [(stock, torch.bfloat16), (lambda: FabricAmpPrecision("fp16"), torch.float16)],
+    ids=["stock", "ours"],
+)
+def test_a_thread_gets_the_dtype_of_the_plugin(make, first):
     """As nn.DataParallel does: replicas run in threads, autocast on as outside, dtype left at the default."""
-    assert dtypes_in_threads(stock()) == [torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16]
-    ours = dtypes_in_threads(FabricAmpPrecision("fp16"))
-    assert ours == [torch.float16, torch.bfloat16, torch.float32, torch.bfloat16]
-
-
-def dtypes_in_threads(plugin):
-    """The output's dtype, and autocast's after the forward, where the replica is made in a region and outside."""
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
-    module = nn.Linear(2, 2)
-    model = fabric.setup(module)
+    plugin, module, dtypes = make(), nn.Linear(2, 2), []
+    model = Fabric(accelerator="cpu", devices=1, plugins=[plugin]).setup(module)
     assert model(torch.ones(1, 2)).dtype is torch.float32
-    dtypes = []
 
     def worker(replica, autocast):
         with torch.autocast("cpu", enabled=autocast):
             dtypes.append(replica(torch.ones(1, 2)).dtype)
             dtypes.append(torch.get_autocast_dtype("cpu"))
 
-    for autocast in (True, False):
+    for autocast in (True, False):  # where the replica is made in a region, and outside
         with plugin.forward_context() if autocast else nullcontext():
             replica = module._replicate_for_data_parallel()
         replica.weight, replica.bias = module.weight, module.bias
         thread = threading.Thread(target=worker, args=(replica, autocast))
         thread.start()
         thread.join()
-    return dtypes
+    assert dtypes == [first, torch.bfloat16, torch.float32, torch.bfloat16]
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

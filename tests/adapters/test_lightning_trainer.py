@@ -5,6 +5,7 @@ import importlib
 import inspect
 import pickle
 import sys
+from functools import partialmethod
 from types import SimpleNamespace
 
 import pytest
@@ -100,65 +101,49 @@ def test_hook_order_is_that_of_the_stock_plugin():
     assert orders[2] == orders[3]
 
 
-class Dtypes(LightningModule):
-    """Notes the dtype of a matrix product in each kind of step."""
+class Dtypes(Linear):
+    """Notes the dtype of a matrix product in each kind of step, and that of the batch."""
 
     def __init__(self):
-        super().__init__()
-        self.layer, self.dtypes = nn.Linear(2, 2), {}
+        super().__init__(torch.optim.SGD)
+        self.dtypes = {}
 
-    def _step(self, name):
-        out = self.layer(torch.ones(1, 2))
-        self.dtypes[name] = out.dtype
-        loss = nn.functional.mse_loss(out, torch.ones(1, 2))
-        assert loss.dtype is torch.float32
-        return loss
+    def step(self, name, batch):
+        self.dtypes[name], self.dtypes["batch"] = self.net(torch.ones(1, 8)).dtype, batch.dtype
+        return self.net(torch.ones(1, 8)).float().sum()
 
-    def training_step(self, batch):
-        self.dtypes["batch"] = batch.dtype
-        return self._step("train")
-
-    def validation_step(self, batch):
-        return self._step("validate")
-
-    def test_step(self, batch):
-        return self._step("test")
-
-    def predict_step(self, batch):
-        return self._step("predict")
+    training_step = partialmethod(step, "train")
+    validation_step = partialmethod(step, "validate")
+    test_step = partialmethod(step, "test")
+    predict_step = partialmethod(step, "predict")
 
     def on_train_batch_end(self, *_):
-        self.dtypes["hook"] = self.layer(torch.ones(1, 2)).dtype
+        self.dtypes["hook"] = self.net(torch.ones(1, 8)).dtype
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+HALF, BF16, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
 
 @pytest.mark.parametrize(
-    ("training", "evaluation", "expected"),
+    ("training", "evaluation", "trained", "evaluated"),
     [
-        ("fp16", None, (torch.float16, torch.float16)),
-        ("bf16", None, (torch.bfloat16, torch.bfloat16)),
-        ("fp32", None, (torch.float32, torch.float32)),
-        ("fp16", "fp32", (torch.float16, torch.float32)),
-        ("fp32", "bf16", (torch.float32, torch.bfloat16)),
+        ("fp16", None, HALF, HALF),
+        ("bf16", None, BF16, BF16),
+        ("fp32", None, SINGLE, SINGLE),
+        ("fp16", "fp32", HALF, SINGLE),
+        ("fp32", "bf16", SINGLE, BF16),
     ],
 )
-def test_each_kind_of_step_has_its_precision(training, evaluation, expected):
-    module = Dtypes()
+def test_each_kind_of_step_has_its_precision(training, evaluation, trained, evaluated):
+    module, data = Dtypes(), batches(1, torch.ones(2, dtype=torch.float64))
     trainer = make_trainer(AmpPrecision(training, eval_precision=evaluation))
-    trainer.fit(module, batches(1, torch.ones(2, dtype=torch.float64)), batches(1))
-    trainer.validate(module, batches(1), verbose=False)
-    trainer.test(module, batches(1), verbose=False)
-    trainer.predict(module, batches(1))
-    assert module.dtypes == {
-        "train": expected[0],
-        "validate": expected[1],
-        "test": expected[1],
-        "predict": expected[1],
-        "hook": torch.float32,
-        "batch": torch.float64,
-    }
+    trainer.fit(module, data, data)
+    trainer.validate(module, data, verbose=False)
+    trainer.test(module, data, verbose=False)
+    trainer.predict(module, data)
+    assert module.dtypes.pop("batch") is torch.float64
+    evaluations = dict.fromkeys(("validate", "test", "predict"), evaluated)
+    assert module.dtypes == {"train": trained, "hook": SINGLE, **evaluations}
 
 
 @pytest.mark.parametrize("wanted", ["net.2", "net.*", "Linear"])

@@ -149,15 +149,11 @@ def test_a_model_that_comes_in_float16_trains_in_float16(program, weights):
 def test_one_line_says_what_became_float32(program):
     model = module().bfloat16()
     model.net[0].bias.requires_grad_(False)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        program(model, "fp32")
-    told = [str(warning.message) for warning in caught if "float32 now" in str(warning.message)]
-    (line,) = told
-    assert line == (
-        "3 trainable parameters came in bfloat16 (290 bytes) and are float32 now (290 bytes more), since 16 bits "
-        "lose small updates. weights='bf16' keeps them in bfloat16, as exactly"
+    (line,) = [told for told in warnings_of(lambda: program(model, "fp32")) if "float32 now" in told]
+    assert line.startswith(
+        "3 trainable parameters came in bfloat16 (290 bytes) and are float32 now (290 bytes"
     )
+    assert "weights='bf16' keeps them in bfloat16" in line
     assert model.net[0].bias.dtype is torch.bfloat16, "frozen ones stay"
 
 
@@ -210,16 +206,8 @@ def test_the_trainer_trains_weights_that_are_thawed_later_as_in_float32(precisio
         model.to(torch.bfloat16 if precision == "bf16" else torch.float16)
         model.net[2].float()
         model.net[0].to(dtype).requires_grad_(False)
-        lines = warnings_of(
-            lambda model=model: fit(
-                model,
-                AmpPrecision(precision),
-                steps=6,
-                data=data(3),
-                max_epochs=2,
-                enable_checkpointing=False,
-            )
-        )
+        options = {"steps": 6, "data": data(3), "max_epochs": 2}
+        lines = warnings_of(lambda m=model, o=options: fit(m, AmpPrecision(precision), **o))
         said = [line for line in lines if "16 bits lose small updates" in line]
         assert len(said) == (dtype is not torch.float32), lines
         runs.append(values(model))
