@@ -20,7 +20,7 @@ class GradientOrigins:
 
     def __init__(self) -> None:
         self._is_inside = False
-        self._fresh: list[Tensor] = []  # parameters that the present pass inside has reached
+        self._reached: list[Tensor] = []  # parameters, by the present pass inside
         self._inside: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # gradients with their versions
         self._outside: dict[int, weakref.ref[Tensor]] = {}
         self._handles: list[RemovableHandle] = []
@@ -28,12 +28,10 @@ class GradientOrigins:
     def watch(self, params: Iterable[Tensor]) -> None:
         """Watch these parameters, and no others any more."""
         self.unwatch()
-        distinct = {id(param): param for param in params if param.requires_grad}
+        distinct: dict[int, Any] = {id(param): param for param in params if param.requires_grad}
         with torch._C.DisableTorchFunctionSubclass():  # which refuses hooks on lazy parameters
-            self._handles = [
-                param.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
-                for param in distinct.values()
-            ]
+            hook = self._note
+            self._handles = [param.register_post_accumulate_grad_hook(hook) for param in distinct.values()]
 
     def unwatch(self) -> None:
         """Watch no parameter any more."""
@@ -44,7 +42,7 @@ class GradientOrigins:
 
     def _note(self, param: Tensor) -> None:
         if self._is_inside:
-            self._fresh.append(param)
+            self._reached.append(param)
         elif param.grad is not None:
             self._outside[id(param)] = weakref.ref(param.grad)
 
@@ -58,10 +56,10 @@ class GradientOrigins:
             yield
         finally:
             self._is_inside = before
-            for param in self._fresh:  # DDP writes to gradients after the hook
+            while self._reached:  # DDP writes to gradients after the hook
+                param = self._reached.pop()
                 if param.grad is not None:
                     self._inside[id(param)] = weakref.ref(param.grad), param.grad._version
-            self._fresh.clear()
 
     def is_scaled(self, param: Tensor) -> bool:
         """Whether a pass inside has made its gradient, and nobody has written to it since."""
@@ -69,9 +67,9 @@ class GradientOrigins:
         grad = param.grad
         return made is not None and grad is not None and made() is grad and version == grad._version
 
-    def take_outside(self, param: Tensor) -> bool:
-        """Whether a pass outside has made or added to its gradient; asked once."""
-        made = self._outside.pop(id(param), None)
+    def is_from_outside(self, param: Tensor) -> bool:
+        """Whether a pass outside has made or added to its gradient."""
+        made = self._outside.get(id(param))
         return made is not None and param.grad is not None and made() is param.grad
 
     def __reduce__(self) -> tuple[Any, ...]:

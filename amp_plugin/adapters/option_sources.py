@@ -31,9 +31,9 @@ def decided(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[dict[str, 
     """Return option -> value and option -> what set it, of layers of which the first decides."""
     given: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for source, values in layers:
-        for name in values.keys() - given.keys():
-            given[name], sources[name] = values[name], source
+    for source, values in reversed([*layers]):
+        given |= values
+        sources |= dict.fromkeys(values, source)
     return given, sources
 
 
@@ -53,16 +53,12 @@ def naming(sources: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        text = str(error)
-        named = [f"{name} comes from {source}" for name, source in sources.items() if _names(name, text)]
+        words = re.findall(r"\w+", str(error))
+        named = [f"{name} comes from {source}" for name, source in sources.items() if name in words]
         if not named:
             raise
-        msg = f"{text} ({'; '.join(named)})"
+        msg = f"{error} ({'; '.join(named)})"
         raise ValueError(msg) from error
-
-
-def _names(name: str, text: str) -> bool:
-    return re.search(rf"\b{re.escape(name)}\b", text) is not None
 
 
 def _from_environment(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
@@ -114,7 +110,4 @@ def _read(name: str, value: Any) -> Any:
         number = float(value)
     except (TypeError, ValueError):
         return value
-    if int in kinds and not number.is_integer():
-        msg = f"{name}={value!r} is not allowed; give a whole number"
-        raise ValueError(msg)
-    return int(number) if int in kinds else number
+    return int(number) if int in kinds and number.is_integer() else number

@@ -112,13 +112,11 @@ def scaler_for(given: Any, name: str, make: Callable[[bool], GradScaler]) -> Any
 def register(scaler: GradScaler, optimizers: Iterable[Optimizer], models: Sequence[nn.Module]) -> None:
     """Register optimizers, with the names of their parameters in these models.
 
-    Of several models ``Critic.layer.weight``, of several of one class ``Critic[0].layer.weight``.
+    Of several models ``Generator[0].layer.weight``, ``Critic[1].layer.weight``.
     """
-    kinds = [type(model).__name__ for model in models]
     named: dict[str, Tensor] = {}
-    for i, (model, kind) in enumerate(zip(models, kinds, strict=True)):
-        number = f"[{kinds[:i].count(kind)}]" if kinds.count(kind) > 1 else ""
-        prefix = f"{kind}{number}." if len(models) > 1 else ""
+    for place, model in enumerate(models):
+        prefix = f"{type(model).__name__}[{place}]." if len(models) > 1 else ""
         named |= {prefix + name: param for name, param in model.named_parameters()}
     for optimizer in optimizers:
         own = {id(param) for param in params_of(optimizer)}
@@ -148,22 +146,18 @@ class StepNorms:
     """The norms of unscaled gradients, before clipping, of steps taken since they were last asked for."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, StepResult | None] = {}
+        self._seen: list[StepResult | None] = []
 
     def among(self, results: Iterable[StepResult | None]) -> dict[str, Tensor] | None:
         """Return ``grad_norm``, of several optimizers ``grad_norm/0``, ... (0-dim); None if none has stepped.
 
         Given are the newest result of each optimizer, in a fixed order, and None for one without steps.
         """
-        seen, self._seen = self._seen, dict(enumerate(results))
-        new = {place: result for place, result in self._seen.items() if result is not seen.get(place)}
-        if not new:
-            return None
-        return {
-            "grad_norm" if len(self._seen) == 1 else f"grad_norm/{place}": result.norm
-            for place, result in new.items()
-            if result is not None and result.norm is not None
-        }
+        before, self._seen = self._seen, list(results)
+        new = {place: result for place, result in enumerate(self._seen) if result and result not in before}
+        name = "grad_norm" if len(self._seen) == 1 else "grad_norm/{}"
+        norms = {name.format(place): result.norm for place, result in new.items() if result.norm is not None}
+        return norms if new else None
 
     def __reduce__(self) -> tuple[type[StepNorms], tuple[()]]:
         """Copy and pickle without the results: they hold on to their optimizers."""
@@ -176,12 +170,11 @@ def endless_skips(
     """Return the error that ends a run that only skips: parameters, advice, what a second run has found."""
     bf16 = f"{in_fp16}, or " * step.result.is_scaled
     msg = f"{step.run_of_skips()} Look for nan in the loss or the data, {bf16}raise {option}"
-    params = [param for model in models for param in model.parameters()]
-    found = explain(log, step, lambda replay: _diagnosed(replay, models), params)
+
+    def diagnosed(replay: Replay) -> str:
+        from amp_plugin.numerics.diagnose import diagnose_skip  # noqa: PLC0415 -- loaded where a run has failed
+
+        return diagnose_skip(replay, model=models[0] if len(models) == 1 else None)
+
+    found = explain(log, step, diagnosed, [param for model in models for param in model.parameters()])
     return RuntimeError(msg if found is None else f"{msg}\n\nThe last of them was run once more:\n{found}")
-
-
-def _diagnosed(replay: Replay, models: Sequence[nn.Module]) -> str:
-    from amp_plugin.numerics.diagnose import diagnose_skip  # noqa: PLC0415 -- loaded where a run has failed
-
-    return diagnose_skip(replay, model=models[0] if len(models) == 1 else None)

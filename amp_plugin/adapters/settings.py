@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -40,11 +39,9 @@ class AdapterSettings(PrecisionOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         names = self.fp32_modules
-        if isinstance(names, str):
-            msg = f"fp32_modules={names!r} is one string; give a list: [{names!r}]"
-            raise TypeError(msg)
-        if not isinstance(names, Sequence) or not all(isinstance(name, str) and name for name in names):
-            msg = f"fp32_modules={names!r} is not allowed; give a list of names"
+        is_list = isinstance(names, Sequence) and not isinstance(names, str)
+        if not is_list or not all(isinstance(name, str) and name for name in names):
+            msg = f"fp32_modules={names!r} is not allowed; give a list of names: ['LayerNorm']"
             raise TypeError(msg)
         read: dict[str, Any] = {}
         read["weights"], read["reduce"] = checked_weights(self.weights), checked_reduce(self.reduce)
@@ -54,8 +51,12 @@ class AdapterSettings(PrecisionOptions):
         if self.eval_precision is not None:
             read["eval_precision"] = checked_precision("eval_precision", self.eval_precision)
             refuse_other_precision(read["weights"], read["eval_precision"], named="eval_precision")
-        if self.rules is not None:
-            read["rules"] = _rules_from(self.rules)
+        if not isinstance(self.rules, OpRules | None):
+            try:
+                read["rules"] = OpRules.from_yaml(self.rules)
+            except (OSError, TypeError, ValueError) as error:
+                msg = f"rules={self.rules!r}: {error}; give an OpRules or the path of a YAML file of rules"
+                raise ValueError(msg) from error
         for name, value in read.items():
             object.__setattr__(self, name, value)
 
@@ -107,19 +108,3 @@ class AdapterSettings(PrecisionOptions):
         """Return a scaler with these options; a disabled one scales nothing, and still logs steps."""
         options = {name: getattr(self, name) for name in option_names(ScalingOptions)}
         return GradScaler(device, enabled=enabled, **options)
-
-
-def _rules_from(given: Any) -> OpRules:
-    if isinstance(given, OpRules):
-        return given
-    place = f"rules={str(given) if isinstance(given, Path) else given!r}"
-    wanted = "give an OpRules or the path of a YAML file of rules"
-    if not isinstance(given, str | Path):
-        msg = f"{place} is not allowed; {wanted}"
-        raise ValueError(msg)  # noqa: TRY004 -- as for a file that holds something else
-    try:
-        return OpRules.from_yaml(given)
-    except (OSError, ValueError) as error:
-        what = error.strerror if isinstance(error, OSError) else error
-        msg = f"{place}: {what}; {wanted}"
-        raise ValueError(msg) from error

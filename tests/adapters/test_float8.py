@@ -5,6 +5,7 @@ import importlib.util
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -27,6 +28,7 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
+        torch.manual_seed(0)
         self.first, self.norm, self.second = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 16)
         self.head = nn.Linear(16, 1)
 
@@ -37,17 +39,12 @@ class Net(nn.Module):
 class Module(Linear):
     def __init__(self, **options):
         super().__init__(**options)
-        torch.manual_seed(0)
         self.net = Net()
 
 
 def batches(count=6):
     x = torch.randn(count, 8, 16, generator=torch.Generator().manual_seed(1))
     return [(batch, batch.sum(1, keepdim=True)) for batch in x]
-
-
-def loader():
-    return DataLoader(batches(), batch_size=None)
 
 
 def by_torchao(net, config, left_out=(), clip=None):
@@ -71,32 +68,69 @@ def by_torchao(net, config, left_out=(), clip=None):
     return losses, [param.detach() for param in net.parameters()]
 
 
-# -- Lightning ----------------------------------------------------------------------------------
+def by_trainer(net, clip):
+    module = Module()
+    module.net = net
+    plugin = AmpPrecision("fp8", float8_config=emulated(pad_inner_dim=True), one_pass=False)
+    fit(module, plugin, steps=6, data=DataLoader(batches(), batch_size=None), gradient_clip_val=clip)
+    return module.losses
+
+
+def trained(net, frame, optimizer, clip_norm):
+    losses = []
+    for x, y in batches():
+        with frame.autocast():
+            loss = nn.functional.mse_loss(net(x), y)
+        frame.backward(loss)
+        clip_norm()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def by_fabric(net, clip):
+    plugin = FabricAmpPrecision("fp8", float8_config=emulated(pad_inner_dim=True), one_pass=False)
+    fabric = Fabric(plugins=[plugin], accelerator="cpu")
+    _, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    return trained(net, fabric, optimizer, lambda: clip and plugin.clip_grad_norm_(optimizer, clip))
+
+
+def by_accelerate(net, clip):
+    handlers = [recipe(), AmpKwargs(one_pass=False)]
+    accelerator = AmpAccelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=handlers)
+    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    params = list(net.parameters())
+    losses = trained(net, accelerator, optimizer, lambda: clip and accelerator.clip_grad_norm_(params, clip))
+    assert not accelerator.last_step(optimizer).skipped
+    return losses
 
 
 @needs_torchao
 @pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("recipe", [{}, {"pad_inner_dim": True}])
-def test_losses_are_torchaos(clip, recipe):
-    module = Module()
-    expected = by_torchao(copy.deepcopy(module.net), emulated(**recipe), clip=clip)
-    fit(
-        module,
-        AmpPrecision("fp8", float8_config=emulated(**recipe), one_pass=False),
-        steps=6,
-        data=loader(),
-        gradient_clip_val=clip,
-    )
-    torch.testing.assert_close((module.losses, [*module.parameters()]), expected, rtol=0, atol=0)
-    kinds = {name: type(layer).__name__ for name, layer in module.net.named_children()}
-    assert kinds == {"first": "Float8Linear", "norm": "LayerNorm", "second": "Float8Linear", "head": "Linear"}
+@pytest.mark.parametrize("front", [by_trainer, by_fabric, by_accelerate])
+def test_losses_are_torchaos(front, clip):
+    net = Net()
+    of_accelerate = front is by_accelerate  # whose recipe leaves the first and the last layer out
+    config = emulated() if of_accelerate else emulated(pad_inner_dim=True)
+    expected = by_torchao(copy.deepcopy(net), config, ("first",) if of_accelerate else (), clip)
+    losses = front(net, clip)
+    torch.testing.assert_close((losses, [*net.parameters()]), expected, rtol=0, atol=0)
+    kinds = {name: type(layer).__name__ for name, layer in net.named_children()}
+    first = "Linear" if of_accelerate else "Float8Linear"
+    assert kinds == {"first": first, "norm": "LayerNorm", "second": "Float8Linear", "head": "Linear"}
+
+
+# -- Lightning ----------------------------------------------------------------------------------
 
 
 @needs_torchao
 def test_modules_in_fp32_are_left_out(tmp_path):
     module = Module()
     plugin = AmpPrecision("fp8", float8_config=emulated(), fp32_modules=["net.second"])
-    trainer = fit(module, plugin, steps=2, data=loader(), accumulate_grad_batches=2)
+    trainer = fit(
+        module, plugin, steps=2, data=DataLoader(batches(), batch_size=None), accumulate_grad_batches=2
+    )
     assert type(module.net.first).__name__ == "Float8Linear"
     assert type(module.net.second).__name__ != "Float8Linear"
     trainer.save_checkpoint(tmp_path / "run.ckpt")
@@ -104,30 +138,17 @@ def test_modules_in_fp32_are_left_out(tmp_path):
     assert saved["state_dict"].keys() == Module().state_dict().keys()
     again = Module()
     plugin = AmpPrecision("fp8", float8_config=emulated(), fp32_modules=["net.second"])
-    fit(again, plugin, steps=3, data=loader(), ckpt_path=tmp_path / "run.ckpt", accumulate_grad_batches=2)
-    fit(again, plugin, steps=4, data=loader())  # converted once
+    fit(
+        again,
+        plugin,
+        steps=3,
+        data=DataLoader(batches(), batch_size=None),
+        ckpt_path=tmp_path / "run.ckpt",
+        accumulate_grad_batches=2,
+    )
+    fit(again, plugin, steps=4, data=DataLoader(batches(), batch_size=None))  # converted once
     assert plugin.scaler is None
     assert plugin.precision == "bf16-mixed"
-
-
-@needs_torchao
-def test_fabric_converts_too():
-    from lightning.fabric import Fabric
-
-    module = Module()
-    expected = by_torchao(copy.deepcopy(module.net), emulated())
-    plugin = FabricAmpPrecision("fp8", float8_config=emulated(), one_pass=False)
-    fabric = Fabric(plugins=[plugin], accelerator="cpu")
-    net, optimizer = fabric.setup(module.net, torch.optim.AdamW(module.net.parameters(), lr=1e-2))
-    losses = []
-    for x, y in batches():
-        with fabric.autocast():
-            loss = nn.functional.mse_loss(net.module(x), y)
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    torch.testing.assert_close((losses, [*module.net.parameters()]), expected, rtol=0, atol=0)
 
 
 @needs_torchao
@@ -135,7 +156,7 @@ def test_a_device_without_float8_is_refused():
     with pytest.raises(
         ValueError, match=r"AmpPrecision\('fp8'\): this cpu has no float8.*use 'bf16'.*emulate=True"
     ):
-        fit(Module(), AmpPrecision("fp8"), data=loader())
+        fit(Module(), AmpPrecision("fp8"), data=DataLoader(batches(), batch_size=None))
 
 
 @needs_torchao
@@ -169,34 +190,6 @@ def recipe(**options):
     from accelerate.utils import AORecipeKwargs
 
     return AORecipeKwargs(config=emulated(), **options)
-
-
-@needs_torchao
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_accelerates_recipe_keeps_our_clipping(clip):
-    net = Module().net
-    expected = by_torchao(
-        copy.deepcopy(net), emulated(), left_out=("first",), clip=clip
-    )  # the first and the last
-    accelerator = AmpAccelerator(
-        mixed_precision="fp8", cpu=True, kwargs_handlers=[recipe(), AmpKwargs(one_pass=False)]
-    )
-    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
-    assert type(net.second).__name__ == "Float8Linear"
-    losses = []
-    for x, y in batches():
-        with accelerator.autocast():
-            loss = nn.functional.mse_loss(net(x), y)
-        accelerator.backward(loss)
-        if clip:
-            accelerator.clip_grad_norm_(net.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    result = accelerator.last_step(optimizer)
-    assert not result.skipped
-    assert result.norm is not None or clip is None
-    torch.testing.assert_close((losses, [*net.parameters()]), expected, rtol=0, atol=0)
 
 
 @needs_torchao

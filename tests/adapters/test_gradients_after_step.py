@@ -10,13 +10,20 @@ from tests.adapters.accelerate_pair import ours
 from tests.adapters.lightning_models import QUIET, batches, fit
 
 pytestmark = QUIET
-GRADIENT = 3.0
+GRADIENT = 3.0  # of each of 4 elements
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
     "adam": lambda params: torch.optim.Adam(params, lr=0.1),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
 }
 each_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+
+
+def norm(param):
+    return param.grad.norm().item()
+
+
+# -- several optimizers in manual optimization ----------------------------------------------------
 
 
 class Manual(LightningModule):
@@ -29,141 +36,138 @@ class Manual(LightningModule):
         self.make, self.play, self.seen = make, play, []
 
     def training_step(self, batch, batch_idx):
-        self.play(self, batch, batch_idx)
+        self.play(self, batch_idx)
 
     def configure_optimizers(self):
         return [self.make([weight]) for weight in self.weights]
 
+    def zero(self, *numbers):
+        for number in numbers:
+            self.optimizers()[number].zero_grad()
+
     def backward_of(self, *numbers):
         self.manual_backward(sum((self.weights[i] * GRADIENT).sum() for i in numbers))
 
-    def step(self, number):
+    def step(self, number, micro_batches=1):
         self.optimizers()[number].step()
-        self.seen.append(self.weights[number].grad.norm().item() / 2)  # of 4 equal elements
+        self.seen.append(norm(self.weights[number]) / 2 / micro_batches)
 
 
-def several_optimizers(module, batch, batch_idx):
-    for number in (0, 1):
-        module.optimizers()[number].zero_grad()
+def several_optimizers(module, batch_idx):
+    module.zero(0, 1)
     module.backward_of(0, 1)
-    for number in (0, 1):
-        module.step(number)
+    module.step(0)
+    module.step(1)
 
 
-def without_gradients(module, batch, batch_idx):
-    module.optimizers()[0].zero_grad()
+def without_gradients(module, batch_idx):
+    module.zero(0)
     module.backward_of(0)
     module.step(0)
     module.optimizers()[1].step()
     assert module.weights[1].grad is None
 
 
-def n_critic(module, batch, batch_idx):
-    module.optimizers()[0].zero_grad()
+def n_critic(module, batch_idx):
+    module.zero(0)
     module.backward_of(0, 1)  # the generator's gradients stay for its own step
     module.step(0)
+    module.zero(1)
     if batch_idx % 2:
-        module.optimizers()[1].zero_grad()
         module.backward_of(1)
         module.step(1)
-    else:
-        module.optimizers()[1].zero_grad()
 
 
-def two_cadences(module, batch, batch_idx):
-    if batch_idx % 2 == 0:
-        module.optimizers()[1].zero_grad()
-    module.optimizers()[0].zero_grad()
+def two_cadences(module, batch_idx):
+    module.zero(*((0,) if batch_idx % 2 else (0, 1)))
     module.backward_of(0, 1)
     module.step(0)
     if batch_idx % 2:
-        module.step(1)
-        module.seen[-1] /= 2  # of two micro-batches
+        module.step(1, micro_batches=2)
 
 
 @each_optimizer
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("play", [several_optimizers, without_gradients, n_critic, two_cadences])
-def test_manual_optimization(make, play, precision):
+def test_several_optimizers(make, play, precision):
     module = Manual(make, play)
     fit(module, AmpPrecision(precision), steps=8)
     assert len(module.seen) >= 4
     assert module.seen == pytest.approx([GRADIENT] * len(module.seen), rel=1e-3)
 
 
-@each_optimizer
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_manual_optimization_with_a_clip_by_hand(make, precision):
-    def clipped(module, batch, batch_idx):
-        module.optimizers().zero_grad()
+# -- one optimizer, clipped or not ----------------------------------------------------------------
+
+
+def by_hand(make, precision, clip):
+    def play(module, batch_idx):
+        optimizer = module.optimizers()
+        optimizer.zero_grad()
         module.backward_of(0)
-        module.clip_gradients(module.optimizers(), 1.0, "norm")
-        module.optimizers().step()
-        module.seen.append(module.weights[0].grad.norm().item())
+        if clip == "written":
+            module.clip_gradients(optimizer, 1.0, "norm")
+        optimizer.step()
+        module.seen.append(norm(module.weights[0]))
 
-    module = Manual(make, clipped, count=1)
+    module = Manual(make, play, count=1)
     fit(module, AmpPrecision(precision), steps=4)
-    assert module.seen == pytest.approx([1.0] * 4, rel=1e-3)
-
-
-class Automatic(LightningModule):
-    """One weight; its gradient is :data:`GRADIENT` for each of 4 elements."""
-
-    def __init__(self, make):
-        super().__init__()
-        self.weight, self.make = torch.nn.Parameter(torch.ones(4)), make
-
-    def training_step(self, batch, batch_idx):
-        return (self.weight * batch).sum()
-
-    def configure_optimizers(self):
-        return self.make([self.weight])
+    return module.seen
 
 
 class AfterTheStep(Callback):
-    """Notes the norm of the gradients when a batch ends."""
-
     def __init__(self):
         self.seen = []
 
     def on_train_batch_end(self, trainer, module, *_):
-        self.seen.append(module.weight.grad.norm().item())
+        self.seen.append(norm(module.weights[0]))
 
 
-@each_optimizer
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("clip", [None, 1.0])
-def test_automatic_optimization(make, precision, clip):
+class Automatic(Manual):
+    def __init__(self, make):
+        super().__init__(make, None, count=1)
+        self.automatic_optimization = True
+
+    def training_step(self, batch, batch_idx):
+        return (self.weights[0] * batch).sum()
+
+
+def trainer(make, precision, clip):
+    """Leaves a clip to the step where it can."""
     after = AfterTheStep()
-    options = {"gradient_clip_val": clip, "callbacks": [after]}
+    options = {"gradient_clip_val": None if clip == "none" else 1.0, "callbacks": [after]}
     fit(Automatic(make), AmpPrecision(precision), steps=4, data=batches(value=GRADIENT), **options)
-    expected = 2 * GRADIENT if clip is None else clip
-    assert after.seen == pytest.approx([expected] * 4, rel=1e-3)
+    return after.seen
 
 
-@each_optimizer
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("clip", ["none", "written", "folded"])
-def test_fabric(make, precision, clip):
+def clipped(weight, clip, clip_norm):
+    """Clip; a clip that is folded is not in the gradient yet."""
+    before = weight.grad.clone()
+    if clip != "none":
+        assert clip_norm() > 1.0
+    assert torch.equal(weight.grad, before) is (clip != "written")
+
+
+def fabric(make, precision, clip):
     plugin = FabricAmpPrecision(precision, **({"init_scale": 2.0**10} if precision == "fp16" else {}))
-    fabric = Fabric(plugins=[plugin], accelerator="cpu")
-    net = torch.nn.Linear(4, 1, bias=False)
-    model, optimizer = fabric.setup(net, make(net.parameters()))
+    frame = Fabric(plugins=[plugin], accelerator="cpu")
+    net, seen = torch.nn.Linear(4, 1, bias=False), []
+    model, optimizer = frame.setup(net, make(net.parameters()))
+
+    def clip_norm():
+        if clip == "folded":
+            return plugin.clip_grad_norm_(optimizer, 1.0, fold=True)
+        return frame.clip_gradients(net, optimizer, max_norm=1.0)
+
     for _ in range(3):
         optimizer.zero_grad()
-        fabric.backward(model(torch.full((1, 4), GRADIENT)).sum())
-        if clip == "written":
-            fabric.clip_gradients(net, optimizer, max_norm=1.0)
-        elif clip == "folded":
-            plugin.clip_grad_norm_(optimizer, 1.0, fold=True)
+        frame.backward(model(torch.full((1, 4), GRADIENT)).sum())
+        clipped(net.weight, clip, clip_norm)
         optimizer.step()
-        expected = 2 * GRADIENT if clip == "none" else 1.0
-        assert net.weight.grad.norm().item() == pytest.approx(expected, rel=1e-3)
+        seen.append(norm(net.weight))
+    return seen
 
 
 class Sum(torch.nn.Module):
-    """A weight whose gradient is the input, for each of 4 elements."""
-
     def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(4))
@@ -172,22 +176,31 @@ class Sum(torch.nn.Module):
         return (self.weight * factor).sum()
 
 
-@each_optimizer
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
-@pytest.mark.parametrize("clip", ["none", "written", "folded"])
-@pytest.mark.parametrize("count", [1, 2])
-def test_accelerate(make, precision, clip, count):
-    accelerator = ours(precision=precision, fold_clip=clip == "folded")
-    nets = [Sum() for _ in range(count)]
-    prepared = accelerator.prepare(*nets, *[make(net.parameters()) for net in nets])
-    models, optimizers = prepared[:count], prepared[count:]
+def accelerate(make, precision, clip):
+    accelerator = ours(precision=precision.replace("fp32", "no"), fold_clip=clip == "folded")
+    nets, seen = [Sum(), Sum()], []
+    *models, first, second = accelerator.prepare(*nets, *[make(net.parameters()) for net in nets])
     for _ in range(3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+        first.zero_grad(), second.zero_grad()
         accelerator.backward(sum(model(torch.tensor(GRADIENT)) for model in models))
-        for model, optimizer in zip(models, optimizers, strict=True):
-            if clip != "none":
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        for model, optimizer in zip(models, (first, second), strict=True):
+            clipped(
+                model.weight, clip, lambda model=model: accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            )
             optimizer.step()
-            expected = 2 * GRADIENT if clip == "none" else 1.0
-            assert model.weight.grad.norm().item() == pytest.approx(expected, rel=1e-3)
+            seen.append(norm(model.weight))
+    return seen
+
+
+@each_optimizer
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("front", "clip"),
+    [
+        *((front, clip) for front in (by_hand, trainer) for clip in ("none", "written")),
+        *((front, clip) for front in (fabric, accelerate) for clip in ("none", "written", "folded")),
+    ],
+)
+def test_one_optimizer(make, precision, clip, front):
+    seen = front(make, precision, clip)
+    assert seen == pytest.approx([2 * GRADIENT if clip == "none" else 1.0] * len(seen), rel=1e-3)

@@ -1,12 +1,9 @@
 """Schedulers stepped by hand, and warnings at the user's line."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from lightning.fabric import Fabric
 
-from amp_plugin import AmpMonitor, AmpPrecision, FabricAmpPrecision, precision
+from amp_plugin import AmpMonitor, AmpPrecision, precision
 from tests.adapters.lightning_models import QUIET, OneWeight, fit
 
 pytestmark = QUIET
@@ -30,11 +27,6 @@ class ByHand(OneWeight):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, fused=self.fused)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
-
-
-def test_torch_warns_of_a_scheduler_that_is_not_held():
-    with pytest.warns(UserWarning, match=r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`"):
-        fit(ByHand(lambda _, scheduler: scheduler.step()), AmpPrecision("fp16"))
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -64,30 +56,12 @@ def test_a_metric_is_handed_on():
     assert module.lrs[-1] == pytest.approx(0.01)
 
 
-def test_fabric_holds_a_scheduler_back():
-    plugin = FabricAmpPrecision("fp16")
-    fabric = Fabric(plugins=[plugin], accelerator="cpu")
-    net = torch.nn.Linear(2, 1)
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    stepped = []
-    for factor in (float("inf"), 1.0, 1.0):
-        fabric.backward(model(torch.ones(1, 2)).sum() * factor)
-        optimizer.step()
-        stepped.append(plugin.step_scheduler(scheduler))
-        optimizer.zero_grad()
-    assert stepped == [False, True, True]
-    with pytest.raises(TypeError, match="has no attribute 'optimizer'; call its step"):
-        plugin.step_scheduler(SimpleNamespace())
-
-
 def test_warnings_show_the_users_line(monkeypatch, recwarn):
     monkeypatch.setattr(precision, "processor_facts", lambda: ("an old one", {"avx2"}))
     plugin = AmpPrecision("fp16", init_scale=1.5)
     fit(OneWeight(overflow_at=range(60)), plugin, steps=51, callbacks=[AmpMonitor(max_skips_in_a_row=60)])
     expected = (
         "fp16 is not fast on this cpu, expect",
-        "the loss scale fell",
         "50 steps of SGD in a row",
         "has ended",
     )

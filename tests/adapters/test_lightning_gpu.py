@@ -39,19 +39,10 @@ def test_a_scheduler_ends_where_the_optimizer_does(exact):
 @pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="needs NCCL")
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 def test_fsdp(precision):
-    module = Linear()
-    plugin = AmpPrecision(precision, init_scale=1024.0)
-    strategy = FSDPStrategy(use_orig_params=True)
-    trainer = fit(
-        module,
-        plugin,
-        steps=10,
-        data=regression(),
-        accelerator="gpu",
-        strategy=strategy,
-        gradient_clip_val=1.0,
-    )
-    alone = Linear()
-    fit(alone, AmpPrecision("fp32"), steps=10, data=regression(), accelerator="gpu", gradient_clip_val=1.0)
+    module, alone = Linear(), Linear()
+    options = {"steps": 10, "accelerator": "gpu", "gradient_clip_val": 1.0}
+    plugin, strategy = AmpPrecision(precision, init_scale=1024.0), FSDPStrategy(use_orig_params=True)
+    trainer = fit(module, plugin, data=regression(), strategy=strategy, **options)
+    fit(alone, AmpPrecision("fp32"), data=regression(), **options)
     assert module.losses == pytest.approx(alone.losses, rel=0.05)
     assert (trainer.scaler is not None) is (precision == "fp16")

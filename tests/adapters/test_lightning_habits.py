@@ -5,7 +5,7 @@ Where the stock plugin does the same, the weights are compared bit for bit.
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     EMAWeightAveraging,
@@ -17,7 +17,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 
-from amp_plugin import AmpMonitor, AmpPrecision, set_default_rules
+from amp_plugin import AmpMonitor, AmpPrecision
 from tests.adapters.lightning_models import QUIET, Linear, make_trainer, regression, stock
 
 pytestmark = [
@@ -84,6 +84,13 @@ def state_of(module):
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
+def same(play, precision):
+    """Assert that a program gives the same numbers under our plugin and the stock one; return them."""
+    ours, theirs = (play(makes[precision]()) for makes in (OURS, STOCKS))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    return ours
+
+
 HABITS = {
     "swa": {"callbacks": lambda: [StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=2)]},
     "weight averaging": {"callbacks": lambda: [WeightAveraging()]},
@@ -123,14 +130,12 @@ def flags_of_torch(monkeypatch):
     [(habit, precision) for habit in HABITS for precision in OURS if (habit, precision) != ("swa", "fp16")],
 )
 def test_same_weights_as_under_the_stock_plugin(habit, precision):
-    finals = []
-    for make in (OURS[precision], STOCKS[precision]):
+    def play(plugin):
         options = dict(HABITS[habit])
-        callbacks = options.pop("callbacks", list)()
-        module, _ = run(make(), callbacks, **options)
-        finals.append((state_of(module), module.losses, module.validated))
-    torch.testing.assert_close(*finals, rtol=0, atol=0)
-    assert finals[0][2]
+        module, _ = run(plugin, options.pop("callbacks", list)(), **options)
+        return state_of(module), module.losses, module.validated
+
+    assert same(play, precision)[2]
 
 
 def test_stochastic_weight_averaging_in_fp16():
@@ -143,63 +148,34 @@ def test_stochastic_weight_averaging_in_fp16():
     assert trainer.precision_plugin.skipped_steps == 0
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_barebones(precision):
-    module = Validated(optimizer=torch.optim.SGD)
-    Trainer(plugins=[OURS[precision]()], accelerator="cpu", barebones=True, max_steps=4).fit(module)
-    expected = Validated(optimizer=torch.optim.SGD)
-    Trainer(plugins=[STOCKS[precision]()], accelerator="cpu", barebones=True, max_steps=4).fit(expected)
-    torch.testing.assert_close(state_of(module), state_of(expected), rtol=0, atol=0)
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="is about machines without")
-def test_accelerator_auto_without_one():
-    module = Validated()
-    trainer = Trainer(
-        plugins=[OURS["fp16"]()],
-        accelerator="auto",
-        max_steps=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module)
-    assert (trainer.precision_plugin.device, trainer.precision_plugin.optimizer_steps) == ("cpu", 2)
-
-
 # -- the Tuner ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_lr_find_suggests_what_it_does_under_the_stock_plugin(precision, tmp_path):
-    found = []
-    for make in (OURS[precision], STOCKS[precision]):
+    def play(plugin):
         module = Validated(optimizer=torch.optim.SGD)
         module.lr = 1e-3
-        module.configure_optimizers = lambda module=module: torch.optim.SGD(module.parameters(), lr=module.lr)
-        trainer = make_trainer(
-            make(),
-            -1,
-            max_epochs=2,
-            default_root_dir=tmp_path,
-            callbacks=[AmpMonitor()][: make is OURS[precision]],
-        )
+        module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=module.lr)
+        callbacks = [AmpMonitor()] if isinstance(plugin, AmpPrecision) else []
+        trainer = make_trainer(plugin, -1, max_epochs=2, default_root_dir=tmp_path, callbacks=callbacks)
         finder = Tuner(trainer).lr_find(module, num_training=20, early_stop_threshold=None)
-        after = trainer.precision_plugin.state_dict().get("scale")
+        after = plugin.state_dict().get("scale")
         trainer.fit(module)
-        found.append((finder.results["loss"], finder.results["lr"], after, state_of(module)))
-    torch.testing.assert_close(*found, rtol=0, atol=0)
+        return finder.results["loss"], finder.results["lr"], after, state_of(module)
+
+    same(play, precision)
 
 
 def test_the_batch_size_finder(tmp_path):
-    sizes = []
-    for make in (OURS["fp16"], STOCKS["fp16"]):
+    def play(plugin):
         module = Validated(optimizer=torch.optim.SGD)
-        trainer = make_trainer(make(), -1, max_epochs=1, default_root_dir=tmp_path)
-        sizes.append(Tuner(trainer).scale_batch_size(module, init_val=2, max_trials=2, steps_per_trial=1))
+        trainer = make_trainer(plugin, -1, max_epochs=1, default_root_dir=tmp_path)
+        size = Tuner(trainer).scale_batch_size(module, init_val=2, max_trials=2, steps_per_trial=1)
         trainer.fit(module)
-    assert sizes[0] == sizes[1] == 4
+        return size
+
+    assert same(play, "fp16") == 4
 
 
 # -- checkpoints in the middle ------------------------------------------------------------------
@@ -208,16 +184,17 @@ def test_the_batch_size_finder(tmp_path):
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_resuming_in_the_middle_of_an_epoch_and_of_a_window(precision, tmp_path):
     """Saved after the first batch of a window of two, whose gradients no checkpoint holds."""
-    finals = []
-    for make in (OURS[precision], STOCKS[precision]):
-        first = Validated(optimizer=torch.optim.SGD)
-        path = tmp_path / f"{len(finals)}.ckpt"
-        stop = SaveAt(path, batch=4)
-        fit_on(first, make(), callbacks=[stop], accumulate_grad_batches=2)
+
+    def play(plugin):
+        path = tmp_path / f"{type(plugin).__name__}.ckpt"
+        options = {"max_epochs": 1, "accumulate_grad_batches": 2}
+        run(plugin, [SaveAt(path, batch=4)], **options)
         again = Validated(optimizer=torch.optim.SGD, seed=3)
-        fit_on(again, make(), ckpt_path=path, accumulate_grad_batches=2)
-        finals.append((state_of(again), again.losses))
-    torch.testing.assert_close(*finals, rtol=0, atol=0)
+        make = OURS if isinstance(plugin, AmpPrecision) else STOCKS
+        make_trainer(make[precision](), -1, **options).fit(again, ckpt_path=path)
+        return state_of(again), again.losses
+
+    same(play, precision)
 
 
 class SaveAt(Callback):
@@ -229,24 +206,12 @@ class SaveAt(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def fit_on(module, plugin, ckpt_path=None, **options):
-    trainer = make_trainer(plugin, -1, max_epochs=1, **options)
-    trainer.fit(module, ckpt_path=ckpt_path)
-    return trainer
-
-
 # -- several runs in one process ----------------------------------------------------------------
 
 
 def alone(precision):
     module, _ = run(OURS[precision](), max_epochs=1)
     return state_of(module)
-
-
-def test_runs_of_different_precision_one_after_another():
-    expected = {precision: alone(precision) for precision in ("fp16", "bf16")}
-    for precision in ("bf16", "fp16", "bf16", "fp16"):
-        torch.testing.assert_close(alone(precision), expected[precision], rtol=0, atol=0)
 
 
 class TrainsAnother(Callback):
@@ -287,34 +252,15 @@ class RaisesOnce(Validated):
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("same_trainer", [True, False])
 def test_a_second_fit_after_an_exception_in_training_step(precision, accumulate, same_trainer):
-    finals = []
-    for make in (OURS[precision], STOCKS[precision]):
-        module = RaisesOnce()
-        trainer = make_trainer(make(), -1, max_epochs=1, accumulate_grad_batches=accumulate)
+    def play(plugin):
+        module, options = RaisesOnce(), {"max_epochs": 1, "accumulate_grad_batches": accumulate}
+        trainer = make_trainer(plugin, -1, **options)
         with pytest.raises(ArithmeticError, match="once"):
             trainer.fit(module)
         assert not torch.is_autocast_enabled("cpu")
         module.raises = False
-        if not same_trainer:
-            trainer = make_trainer(
-                trainer.precision_plugin, -1, max_epochs=1, accumulate_grad_batches=accumulate
-            )
+        trainer = trainer if same_trainer else make_trainer(plugin, -1, **options)
         trainer.fit(module)
-        finals.append(
-            (state_of(module), trainer.global_step, trainer.precision_plugin.state_dict().get("scale"))
-        )
-    torch.testing.assert_close(*finals, rtol=0, atol=0)
+        return state_of(module), trainer.global_step, plugin.state_dict().get("scale")
 
-
-@pytest.mark.native
-def test_rules_of_a_run_that_failed_do_not_stay(tmp_path):
-    rules = tmp_path / "rules.yaml"
-    rules.write_text("device_type: cpu\nrules:\n  aten::linear.default: fp32\n")
-    trainer = make_trainer(AmpPrecision("bf16", rules=rules), -1, max_epochs=1)
-    with pytest.raises(ArithmeticError, match="once"):
-        trainer.fit(RaisesOnce())
-    try:
-        with torch.autocast("cpu", torch.bfloat16):
-            assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.bfloat16
-    finally:
-        set_default_rules(None)
+    same(play, precision)

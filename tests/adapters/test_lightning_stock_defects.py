@@ -1,17 +1,15 @@
 """What the stock plugin gets wrong, with its numbers, and ours right beside it.
 
-A test of the ``stock`` half that fails says that upstream has fixed the defect.
+A row or test of the ``stock`` half that fails says that upstream has fixed the defect.
 """
 
-import copy
 import pickle
 from contextlib import nullcontext
 
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
-from lightning.pytorch.plugins import FSDPPrecision, MixedPrecision
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from amp_plugin.adapters.lightning import AmpPrecision
@@ -27,123 +25,55 @@ from tests.adapters.lightning_models import (
     weight,
 )
 
-pytestmark = QUIET
+pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore:.*training_step.*returned.*None.*")]
 
 
-# -- several optimizers -------------------------------------------------------------------------
+# -- numbers ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("plugin", "stepped_on"),
-    [
-        (lambda: stock(init_scale=2.0, growth_interval=1), (3.0, 1.5)),
-        (lambda: AmpPrecision(init_scale=2.0, growth_interval=1), (3.0, 3.0)),
-    ],
-    ids=["stock", "ours"],
-)
-def test_scale_grows_between_the_steps_of_two_optimizers(plugin, stepped_on):
-    module = TwoOptimizers()
-    fit(module, plugin(), data=None)
-    assert module.seen == [stepped_on]
+def joint_backward(plugin, **options):
+    """The steps of two optimizers after one backward; each gradient is 3."""
+    module = TwoOptimizers(**options)
+    fit(module, plugin)
+    return [number for steps in module.seen for number in steps]
 
 
-@pytest.mark.parametrize(
-    ("plugin", "stepped_on"),
-    [(lambda: stock(init_scale=8.0), (0.0, 6.0)), (lambda: AmpPrecision(init_scale=8.0), (0.0, 3.0))],
-    ids=["stock", "ours"],
-)
-def test_the_first_of_two_optimizers_overflows(plugin, stepped_on):
-    module = TwoOptimizers(overflow_a=True)
-    fit(module, plugin())
-    assert module.seen == [stepped_on]
+def overflow_of_the_first(plugin):
+    return joint_backward(plugin, overflow_a=True)
 
 
-def different_cadence(module, batch, batch_idx):
+def different_cadence(plugin):
     """``a`` steps after every batch, ``b`` after every second; the scale grows with each step of ``a``."""
-    first, second = module.optimizers()
-    first.zero_grad()
-    module.manual_backward(batch * (module.a + module.b))
-    first.step()
-    if batch_idx % 2:
-        before = module.b.item()
-        second.step()
-        module.seen.append(before - module.b.item())
-        second.zero_grad()
 
-
-@pytest.mark.parametrize(
-    ("plugin", "stepped_on"),
-    [
-        (lambda: stock(init_scale=2.0, growth_interval=1), 2.25),
-        (lambda: AmpPrecision(init_scale=2.0, growth_interval=1), 6.0),
-    ],
-    ids=["stock", "ours"],
-)
-def test_optimizers_of_different_cadence(plugin, stepped_on):
-    module = TwoOptimizers(step=different_cadence)
-    fit(module, plugin(), steps=3)
-    assert module.seen == [stepped_on]
-
-
-def only_b_has_gradients(module, batch, batch_idx):
-    first, second = module.optimizers()
-    module.manual_backward(batch * module.b)
-    first.step()
-    second.step()
-    module.seen.append((module.a.item(), module.b.item()))
-
-
-def test_an_optimizer_without_gradients_stock():
-    with pytest.raises(AssertionError, match="No inf checks were recorded"):
-        fit(TwoOptimizers(step=only_b_has_gradients), stock())
-
-
-def test_an_optimizer_without_gradients():
-    module = TwoOptimizers(step=only_b_has_gradients)
-    fit(module, AmpPrecision())
-    assert module.seen == [(1.0, -2.0)]
-
-
-class StepsWhatIsUnused(OneWeight):
-    """Automatic optimization of a weight that the loss does not contain."""
-
-    def __init__(self):
-        super().__init__()
-        self.unused = weight()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD([self.unused], lr=1.0)
-
-
-def test_an_optimizer_without_gradients_in_automatic_optimization():
-    with pytest.raises(AssertionError, match="No inf checks were recorded"):
-        fit(StepsWhatIsUnused(), stock())
-    module = StepsWhatIsUnused()
-    fit(module, AmpPrecision(), steps=2)
-    assert module.unused.item() == 1.0
-
-
-# -- clipping and hooks -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("plugin", "stepped_on"),
-    [(lambda: stock(init_scale=1024.0), 1.0 / 1024), (lambda: AmpPrecision(init_scale=1024.0), 1.0)],
-    ids=["stock", "ours"],
-)
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_clip_gradients_in_manual_optimization(plugin, stepped_on, algorithm):
     def step(module, batch, batch_idx):
-        optimizer, _ = module.optimizers()
-        module.manual_backward(batch * module.a)
-        module.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm=algorithm)
-        before = module.a.item()
-        optimizer.step()
-        module.seen.append(before - module.a.item())
+        first, second = module.optimizers()
+        first.zero_grad()
+        module.manual_backward(batch * (module.a + module.b))
+        first.step()
+        if batch_idx % 2:
+            before = module.b.item()
+            second.step()
+            module.seen.append(before - module.b.item())
+            second.zero_grad()
 
     module = TwoOptimizers(step=step)
-    fit(module, plugin())
-    assert module.seen == [pytest.approx(stepped_on, rel=1e-5)]
+    fit(module, plugin, steps=3)
+    return module.seen
+
+
+def clip_by_hand(algorithm):
+    def play(plugin):
+        def step(module, batch, batch_idx):
+            optimizer, _ = module.optimizers()
+            module.manual_backward(batch * module.a)
+            module.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm=algorithm)
+            optimizer.step()
+
+        module = TwoOptimizers(step=step)
+        fit(module, plugin)
+        return [1.0 - module.a.item()]
+
+    return play
 
 
 class GradientNorm(Callback):
@@ -155,6 +85,119 @@ class GradientNorm(Callback):
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         grads = [p.grad.norm() for p in pl_module.parameters() if p.grad is not None]
         self.norms.append(torch.stack(grads).norm().item() if grads else None)
+
+
+def seen_by_a_hook_of_a_fused_optimizer(plugin):
+    norms = GradientNorm()
+    fit(OneWeight(fused=True), plugin, callbacks=[norms])
+    return norms.norms
+
+
+def loss_seen_before_backward(plugin):
+    class SeesLoss(Callback):
+        def on_before_backward(self, trainer, pl_module, loss):
+            self.loss = loss.item()
+
+    callback = SeesLoss()
+    fit(OneWeight(), plugin, callbacks=[callback])
+    return [callback.loss]
+
+
+def none_as_the_last_loss_of_a_window(plugin):
+    """What a hook sees, and the weight: it is 1 if the window's work is lost."""
+    norms, module = GradientNorm(), OneWeight(none_at=(1,))
+    fit(module, plugin, callbacks=[norms], accumulate_grad_batches=2)
+    return [*norms.norms, module.w.item()]
+
+
+def harmonic(optimizer):
+    return {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))}
+
+
+def rates_while_steps_are_skipped(fused):
+    def play(plugin):
+        module = OneWeight(overflow_at=(0, 1), scheduler=harmonic, fused=fused)
+        fit(module, plugin, steps=3)
+        return module.lrs
+
+    return play
+
+
+class Underflow(OneWeight):
+    """The derivative of the output is 1e-8, which float16 cannot hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(self.net.weight)
+
+    def training_step(self, batch, batch_idx):
+        plugin, x = self.trainer.precision_plugin, batch.reshape(1, 1).requires_grad_()
+        grad_of = getattr(plugin, "grad", torch.autograd.grad)
+        (grad,) = grad_of(1e-8 * self.net(x).float().sum(), x, create_graph=True)
+        self.seen = grad.item()
+        return super().training_step(batch, batch_idx)
+
+
+def derivative_for_a_penalty(plugin):
+    module = Underflow()
+    fit(module, plugin)
+    return [module.seen]
+
+
+GROWS, LARGE = {"init_scale": 2.0, "growth_interval": 1}, {"init_scale": 1024.0}
+# A program, options of the plugin, the numbers of stock and ours.
+NUMBERS = {
+    "the scale grows between two steps": (joint_backward, GROWS, [3.0, 1.5], [3.0, 3.0]),
+    "the first of two overflows": (overflow_of_the_first, {"init_scale": 8.0}, [0.0, 6.0], [0.0, 3.0]),
+    "different cadence": (different_cadence, GROWS, [2.25], [6.0]),
+    "norm clipped by hand": (clip_by_hand("norm"), LARGE, [1 / 1024], [1.0]),
+    "value clipped by hand": (clip_by_hand("value"), LARGE, [1 / 1024], [1.0]),
+    "hook of a fused optimizer": (seen_by_a_hook_of_a_fused_optimizer, LARGE, [3072.0], [3.0]),
+    "on_before_backward": (loss_seen_before_backward, LARGE, [3072.0], [3.0]),
+    "None at the end of a window": (none_as_the_last_loss_of_a_window, LARGE, [1536.0, 1.0], [1.5, -0.5]),
+    "scheduler": (rates_while_steps_are_skipped(fused=False), {}, [0.5, 1 / 3, 0.25], [1, 1, 0.5]),
+    "fused scheduler": (rates_while_steps_are_skipped(fused=True), {}, [0.5, 1 / 3, 0.25], [1, 1, 0.5]),
+    "penalty": (derivative_for_a_penalty, {}, [0.0], [1e-8]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step.*")
+@pytest.mark.parametrize("whose", ["stock", "ours"])
+@pytest.mark.parametrize("defect", NUMBERS)
+def test_numbers(defect, whose):
+    play, options, *expected = NUMBERS[defect]
+    plugin = stock(**options) if whose == "stock" else AmpPrecision(**options)
+    assert play(plugin) == pytest.approx(expected[whose == "ours"], rel=1e-3)
+
+
+# -- errors -------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_without_gradients():
+    def step(module, batch, batch_idx):
+        first, second = module.optimizers()
+        module.manual_backward(batch * module.b)
+        first.step()
+        second.step()
+
+    class StepsWhatIsUnused(OneWeight):
+        """Automatic optimization of a weight that the loss does not contain."""
+
+        def __init__(self):
+            super().__init__()
+            self.a = weight()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD([self.a], lr=1.0)
+
+    for make in (lambda: TwoOptimizers(step=step), StepsWhatIsUnused):
+        with pytest.raises(AssertionError, match="No inf checks were recorded"):
+            fit(make(), stock())
+        module = make()
+        fit(module, AmpPrecision())
+        assert module.a.item() == 1.0
+        assert getattr(module, "b", torch.tensor(-2.0)).item() == -2.0
 
 
 def test_torchs_clip_of_scaled_gradients_in_manual_optimization():
@@ -172,21 +215,10 @@ def test_torchs_clip_of_scaled_gradients_in_manual_optimization():
         fit(TwoOptimizers(step=step), AmpPrecision(init_scale=65536.0), steps=4)
 
 
-@pytest.mark.parametrize(
-    ("plugin", "factor"),
-    [(lambda: stock(init_scale=1024.0), 1024), (lambda: AmpPrecision(init_scale=1024.0), 1)],
-    ids=["stock", "ours"],
-)
-def test_hooks_see_the_gradients_of_a_fused_optimizer(plugin, factor):
-    norms = GradientNorm()
-    fit(OneWeight(fused=True), plugin(), callbacks=[norms])
-    assert norms.norms == [3.0 * factor]
-
-
-@pytest.mark.parametrize("plugin", [stock, lambda: MixedPrecision("bf16-mixed", "cpu")], ids=["fp16", "bf16"])
-def test_clipping_with_a_fused_optimizer_stock(plugin):
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_clipping_with_a_fused_optimizer_stock(precision):
     """An error in 2.6; in bf16 the release after it clips (Lightning-AI #21436)."""
-    plugin = plugin()
+    plugin = stock() if precision == "16-mixed" else MixedPrecision(precision, "cpu")
     refused = pytest.raises(RuntimeError, match="does not allow for gradient clipping")
     with nullcontext() if AFTER_2_6 and plugin.scaler is None else refused:
         fit(Linear(fused=True), plugin, data=regression(), gradient_clip_val=0.1)
@@ -228,84 +260,29 @@ class Scope(Callback):
         self._note("on_before_optimizer_step")
 
 
-def manual_step(module, batch, batch_idx):
-    optimizer, _ = module.optimizers()
-    scope = module.trainer.callbacks[0]
-    scope._note("forward")
-    loss = batch * module.a
-    module.a.register_hook(lambda _: scope._note("backward"))
-    module.manual_backward(loss)
-    optimizer.step()
-    scope._note("after the step")
-
-
 @pytest.mark.parametrize(("plugin", "outside"), [(stock, True), (AmpPrecision, False)], ids=["stock", "ours"])
 def test_backward_hooks_and_step_of_manual_optimization_run_without_autocast(plugin, outside):
     scope = Scope()
-    fit(TwoOptimizers(step=manual_step), plugin(), callbacks=[scope])
-    assert scope.on == {
-        "forward": True,
-        "on_before_backward": outside,
-        "backward": outside,
-        "on_after_backward": outside,
-        "on_before_optimizer_step": outside,
-        "after the step": True,
-    }
 
+    def step(module, batch, batch_idx):
+        optimizer, _ = module.optimizers()
+        scope._note("forward")
+        loss = batch * module.a
+        module.a.register_hook(lambda _: scope._note("backward"))
+        module.manual_backward(loss)
+        optimizer.step()
+        scope._note("after the step")
 
-class Underflow(OneWeight):
-    """The derivative of the output is 1e-8, which float16 cannot hold."""
-
-    def __init__(self, grad_of):
-        super().__init__()
-        self.net, self.grad_of = torch.nn.Linear(1, 1, bias=False), grad_of
-        torch.nn.init.ones_(self.net.weight)
-
-    def training_step(self, batch, batch_idx):
-        x = batch.reshape(1, 1).requires_grad_()
-        (grad,) = self.grad_of(self, 1e-8 * self.net(x).float().sum(), x)
-        self.seen = grad.item()
-        return super().training_step(batch, batch_idx)
-
-
-def test_gradients_for_a_penalty():
-    module = Underflow(lambda _, output, x: torch.autograd.grad(output, x, create_graph=True))
-    fit(module, stock())
-    assert module.seen == 0.0
-    module = Underflow(lambda module, *args: module.trainer.precision_plugin.grad(*args, create_graph=True))
-    fit(module, AmpPrecision())
-    assert module.seen == pytest.approx(1e-8, rel=1e-3)
-
-
-class SeesLoss(Callback):
-    def on_before_backward(self, trainer, pl_module, loss):
-        self.loss = loss.item()
-
-
-@pytest.mark.parametrize(
-    ("plugin", "seen"),
-    [(lambda: stock(8.0), 24.0), (lambda: AmpPrecision(init_scale=8.0), 3.0)],
-    ids=["stock", "ours"],
-)
-def test_on_before_backward_sees_the_loss(plugin, seen):
-    callback = SeesLoss()
-    fit(OneWeight(), plugin(), callbacks=[callback])
-    assert callback.loss == seen
+    fit(TwoOptimizers(step=step), plugin(), callbacks=[scope])
+    assert scope.on.pop("forward")
+    assert scope.on.pop("after the step")
+    hooks = ("on_before_backward", "backward", "on_after_backward", "on_before_optimizer_step")
+    assert scope.on == dict.fromkeys(hooks, outside)
 
 
 # -- steps without a loss, closures -------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:.*training_step.*returned.*None.*")
-def test_none_on_the_last_micro_batch_stock():
-    norms = GradientNorm()
-    module = OneWeight(none_at=(1,))
-    fit(module, stock(init_scale=1024.0), callbacks=[norms], accumulate_grad_batches=2)
-    assert norms.norms == [1.5 * 1024]  # still scaled
-    assert module.w.item() == 1.0  # and the window's work is lost
-
-
-@pytest.mark.filterwarnings("ignore:.*training_step.*returned.*None.*")
 @pytest.mark.parametrize("none_at", [(), (0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2), (3, 4, 5)])
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_none_at_any_place_of_a_window(none_at, precision):
@@ -317,48 +294,58 @@ def test_none_at_any_place_of_a_window(none_at, precision):
     assert module.w.item() == 1.0 - sum(expected)
 
 
-def test_lbfgs_stock():
+class ByHand(Linear):
+    """Steps LBFGS by a closure; notes whether autocast is on in it."""
+
+    def __init__(self, before=lambda *_: None, *, drops=True, **options):
+        super().__init__(torch.optim.LBFGS, lr=0.1, **options)
+        self.automatic_optimization = False
+        self.before, self.drops, self.enabled = before, drops, set()
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+
+        def loss_of():
+            self.enabled.add(torch.is_autocast_enabled("cpu"))
+            return super(ByHand, self).training_step(batch, batch_idx)
+
+        def closure():
+            if self.drops:
+                optimizer.zero_grad()
+            loss = loss_of()
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.zero_grad()
+        self.before(self, loss_of)
+        optimizer.step(closure)
+
+
+def test_lbfgs():
     with pytest.raises(MisconfigurationException, match="LBFGS"):
         fit(Linear(torch.optim.LBFGS, lr=0.1), stock(), data=regression())
-
-
-@pytest.mark.parametrize("manual", [False, True])
-def test_lbfgs(manual):
-    class Module(Linear):
-        def __init__(self):
-            super().__init__(torch.optim.LBFGS, lr=0.1, max_iter=4)
-            self.automatic_optimization = not manual
-            self.enabled = set()
-
-        def training_step(self, batch, batch_idx):
-            if not manual:
-                return super().training_step(batch, batch_idx)
-            optimizer = self.optimizers()
-
-            def closure():
-                optimizer.zero_grad()
-                self.enabled.add(torch.is_autocast_enabled("cpu"))
-                loss = super(Module, self).training_step(batch, batch_idx)
-                self.manual_backward(loss)
-                return loss
-
-            optimizer.step(closure)
-            return None
-
     results = {}
     for precision in ("fp16", "fp32"):
-        module = Module()
-        clip = None if manual else 1e6
-        plugin = AmpPrecision(precision, init_scale=1024.0)
-        trainer = fit(module, plugin, steps=3, data=regression(3, 64, repeat=True), gradient_clip_val=clip)
+        module, plugin = ByHand(max_iter=4), AmpPrecision(precision, init_scale=1024.0)
+        fit(module, plugin, steps=3, data=regression(3, 64, repeat=True))
         assert len(module.losses) > 9  # several evaluations a step
-        assert trainer.precision_plugin.skipped_steps == 0
+        assert plugin.skipped_steps == 0
+        assert module.enabled == {precision == "fp16"}
         results[precision] = module.losses
-        if manual:
-            assert module.enabled == {precision == "fp16"}
     assert results["fp16"][-1] < results["fp16"][0] / 5
     # the same gradients, before the line search multiplies what fp16 rounds off
     torch.testing.assert_close(results["fp16"][:3], results["fp32"][:3], rtol=0.01, atol=0.0)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_an_overflow_before_a_manual_closure(drops):
+    def overflow(module, loss_of):
+        module.manual_backward(loss_of() * torch.inf)
+
+    module, plugin = ByHand(overflow, drops=drops, max_iter=2), AmpPrecision(init_scale=1024.0)
+    fit(module, plugin, steps=1, data=regression(1))
+    assert plugin.skipped_steps == (not drops)
+    assert len(module.losses) == (3 if drops else 2)
 
 
 class Lookback(torch.optim.SGD):
@@ -377,20 +364,20 @@ class Lookback(torch.optim.SGD):
         return loss
 
 
+class HalfASquare(OneWeight):
+    def training_step(self, batch, batch_idx):
+        return 0.5 * self.w**2
+
+    def configure_optimizers(self):
+        return Lookback(self.parameters(), lr=0.5)
+
+
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_an_optimizer_that_calls_its_closure_again(precision):
-    class Module(OneWeight):
-        def training_step(self, batch, batch_idx):
-            return 0.5 * self.w**2
-
-        def configure_optimizers(self):
-            return Lookback(self.parameters(), lr=0.5)
-
-    module = Module()
-    trainer = fit(module, AmpPrecision(precision, init_scale=4.0), steps=2)
-    # w - 0.5 (w - 0.25 w) = 0.625 w
-    assert module.w.item() == pytest.approx(0.625**2)
-    assert trainer.precision_plugin.optimizer_steps == 2
+    module, plugin = HalfASquare(), AmpPrecision(precision, init_scale=4.0)
+    fit(module, plugin, steps=2)
+    assert module.w.item() == pytest.approx(0.625**2)  # w - 0.5 (w - 0.25 w) = 0.625 w
+    assert plugin.optimizer_steps == 2
 
 
 @pytest.mark.parametrize("overflow_at", [0, 1, 2])
@@ -419,52 +406,7 @@ def test_an_overflow_in_a_window_of_a_repeated_closure(kind, overflow_at):
     assert 0.0 < module.w.item() < 1.0  # the second window's step
 
 
-@pytest.mark.parametrize("drops", [False, True])
-def test_an_overflow_before_a_manual_closure(drops):
-    class Module(Linear):
-        def __init__(self):
-            super().__init__(torch.optim.LBFGS, lr=0.1, max_iter=2)
-            self.automatic_optimization = False
-
-        def training_step(self, batch, batch_idx):
-            optimizer = self.optimizers()
-
-            def closure():
-                if drops:
-                    optimizer.zero_grad()
-                loss = super(Module, self).training_step(batch, batch_idx)
-                self.manual_backward(loss)
-                return loss
-
-            optimizer.zero_grad()
-            self.manual_backward(super().training_step(batch, batch_idx) * torch.inf)
-            optimizer.step(closure)
-
-    module = Module()
-    plugin = AmpPrecision(init_scale=1024.0)
-    fit(module, plugin, steps=1, data=regression(1))
-    assert plugin.skipped_steps == (not drops)
-    assert len(module.losses) == (3 if drops else 2)
-
-
 # -- schedulers and steps -----------------------------------------------------------------------
-
-
-def harmonic(optimizer):
-    return {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))}
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step.*")
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(
-    ("plugin", "lrs"),
-    [(stock, [0.5, 1 / 3, 0.25]), (AmpPrecision, [1.0, 1.0, 0.5])],
-    ids=["stock", "ours"],
-)
-def test_scheduler_while_steps_are_skipped(plugin, lrs, fused):
-    module = OneWeight(overflow_at=(0, 1), scheduler=harmonic, fused=fused)
-    fit(module, plugin(), steps=3)
-    assert module.lrs == pytest.approx(lrs)
 
 
 def test_a_held_scheduler_saves_what_stock_saves(tmp_path):
@@ -481,67 +423,16 @@ def test_a_held_scheduler_saves_what_stock_saves(tmp_path):
     assert states[0] == states[1]
 
 
-def test_true_steps_are_counted_beside_global_step():
-    module = OneWeight(overflow_at=(0, 2))
-    trainer = fit(module, AmpPrecision(), steps=5)
-    assert (trainer.global_step, trainer.precision_plugin.optimizer_steps) == (5, 3)
-    assert trainer.precision_plugin.skipped_steps == 2
-
-
 # -- checkpoints --------------------------------------------------------------------------------
 
 
-class Renamed(MixedPrecision):
-    pass
-
-
-def test_a_stock_subclass_forgets_the_scale_of_a_stock_checkpoint(tmp_path):
-    path = tmp_path / "stock.ckpt"
-    fit(OneWeight(), stock(init_scale=256.0)).save_checkpoint(path)
-    trainer = fit(OneWeight(), stock(8.0, cls=Renamed), steps=2, ckpt_path=path)
-    assert trainer.scaler.get_scale() == 8.0
-
-
 @pytest.mark.parametrize("key", ["MixedPrecision", "FSDPPrecision", "native_amp_scaling_state"])
-def test_stock_checkpoints_are_read(tmp_path, key):
-    path = tmp_path / "stock.ckpt"
-    fit(OneWeight(), stock(init_scale=256.0)).save_checkpoint(path)
-    checkpoint = torch.load(path, weights_only=False)
-    checkpoint[key] = checkpoint.pop("MixedPrecision")
+@pytest.mark.parametrize(("saves", "loads"), [(stock, AmpPrecision), (AmpPrecision, stock)])
+def test_checkpoints_are_exchanged_with_the_stock_plugin(tmp_path, saves, loads, key):
+    path = tmp_path / "run.ckpt"
+    fit(OneWeight(), saves(init_scale=256.0)).save_checkpoint(path)
+    checkpoint = torch.load(path, weights_only=saves is AmpPrecision)
+    checkpoint[key if saves is stock else "MixedPrecision"] = checkpoint.pop("MixedPrecision")
     torch.save(checkpoint, path)
-    trainer = fit(OneWeight(), AmpPrecision(init_scale=8.0), steps=2, ckpt_path=path)
+    trainer = fit(OneWeight(), loads(init_scale=8.0), steps=2, ckpt_path=path)
     assert trainer.scaler.get_scale() == 256.0
-
-
-def test_the_stock_plugin_reads_ours(tmp_path):
-    path = tmp_path / "ours.ckpt"
-    fit(OneWeight(), AmpPrecision(init_scale=256.0)).save_checkpoint(path)
-    assert torch.load(path, weights_only=True)["MixedPrecision"]["scale"] == 256.0
-    trainer = fit(OneWeight(), stock(8.0), steps=2, ckpt_path=path)
-    assert trainer.scaler.get_scale() == 256.0
-
-
-def test_the_stock_plugin_of_fsdp_takes_no_scaler():
-    with pytest.raises(ValueError, match="does not use a scaler"):
-        FSDPPrecision("16-mixed", scaler=torch.amp.GradScaler("cpu"))
-    plugin = AmpPrecision(init_scale=8.0)
-    assert isinstance(plugin, FSDPPrecision)
-    assert plugin.settings.init_scale == 8.0
-
-
-# -- what other code asks -----------------------------------------------------------------------
-
-
-def test_throughput_monitor_knows_the_dtype():
-    assert _plugin_to_compute_dtype(AmpPrecision("fp16")) is torch.float16
-    assert _plugin_to_compute_dtype(AmpPrecision("bf16")) is torch.bfloat16
-
-
-def test_precision_beside_the_plugin_stock():
-    with pytest.raises(ValueError, match="Choose one") as error:
-        fit(OneWeight(), stock(), precision="16-mixed")
-    assert "delete" not in str(error.value)
-
-
-def test_a_plugin_can_be_copied_before_it_is_used():
-    assert copy.deepcopy(AmpPrecision("bf16")).settings == AmpPrecision("bf16").settings

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 from lightning.pytorch import Callback
 
-from amp_plugin import AmpPrecision, FabricAmpPrecision
-from tests.adapters.accelerate_pair import Weights, ours
+from amp_plugin import AmpPrecision
 from tests.adapters.lightning_models import QUIET, Linear, fit, regression
 
 pytestmark = [*QUIET, pytest.mark.native]
@@ -39,20 +37,10 @@ class Keeping(Linear):
         optimizer.zero_grad()
 
 
-def trained(plugin, module=None, callbacks=(), steps=4, **options):
-    after = After()
-    torch.manual_seed(0)
-    module = module or Linear()
-    callbacks = [after, *callbacks]
-    fit(
-        module,
-        plugin,
-        steps=steps,
-        data=regression(8),
-        gradient_clip_val=MAX_NORM,
-        callbacks=callbacks,
-        **options,
-    )
+def trained(plugin, module=None, callbacks=()):
+    after, module = After(), module or Linear()
+    options = {"gradient_clip_val": MAX_NORM, "callbacks": [after, *callbacks]}
+    fit(module, plugin, steps=4, data=regression(8), **options)
     return module, after
 
 
@@ -77,40 +65,3 @@ def test_the_trainer_writes_a_clip_where_somebody_may_see_it(module, callbacks):
     _, after = trained(AmpPrecision("bf16"), module and module(), callbacks)
     assert all(result.one_pass for result in after.results[1:])
     assert all(norm == pytest.approx(MAX_NORM, rel=1e-3) for norm in after.norms)
-
-
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_fabric_folds_on_request(precision):
-    plugin = FabricAmpPrecision(precision, **({"init_scale": 2.0**8} if precision == "fp16" else {}))
-    fabric = Fabric(plugins=[plugin], accelerator="cpu")
-    torch.manual_seed(0)
-    model, optimizer = fabric.setup(net := torch.nn.Linear(4, 1), torch.optim.AdamW(net.parameters()))
-    for taken in (False, True):
-        optimizer.zero_grad()
-        fabric.backward(model(torch.ones(2, 4)).square().sum())
-        before = net.weight.grad.clone()
-        norm = plugin.clip_grad_norm_(optimizer, MAX_NORM, fold=True)
-        assert norm > MAX_NORM
-        assert torch.equal(net.weight.grad, before)
-        optimizer.step()
-        assert plugin.last_step(optimizer).one_pass is taken
-        grads = torch.cat([param.grad.flatten() for param in net.parameters()])
-        assert grads.norm().item() == pytest.approx(MAX_NORM, rel=1e-3)
-
-
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
-@pytest.mark.parametrize("fold", [False, True])
-def test_accelerate_folds_on_request(precision, fold):
-    accelerator = ours(precision=precision, fold_clip=fold)
-    model = Weights()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for step in range(2):
-        optimizer.zero_grad()
-        accelerator.backward(model(3.0 + step))
-        before = model.weight.grad.clone()
-        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        assert norm.item() == pytest.approx(2 * (3.0 + step), rel=1e-3)
-        assert torch.equal(model.weight.grad, before) is fold
-        optimizer.step()
-        assert accelerator.last_step(optimizer).one_pass
-        assert model.weight.grad.norm().item() == pytest.approx(1.0, rel=1e-3)

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from amp_plugin import AmpPrecision, GradScaler
-from tests.adapters.accelerate_pair import ours
 from tests.adapters.lightning_models import QUIET, Linear, fit, regression
 
 pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -98,22 +97,3 @@ def test_in_the_trainer(make):
     )
     assert (plugin.optimizer_steps, plugin.skipped_steps) == (8, 0)
     assert module.losses[-1] < module.losses[0]
-
-
-def test_under_accelerate(make):
-    accelerator = ours(init_scale=2.0**30)
-    torch.manual_seed(0)
-    net = nn.Linear(16, 256)
-    optimizer = make(net.parameters())
-    net, optimizer = accelerator.prepare(net, optimizer)
-    losses = []
-    while len(losses) < 8:
-        loss = net(BATCHES[0]).square().mean()
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if not accelerator.optimizer_step_was_skipped:
-            losses.append(loss.item())
-    assert accelerator.amp_metrics()["skipped_steps"] > 0
-    assert losses[-1] < losses[0]

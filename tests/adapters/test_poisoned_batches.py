@@ -12,8 +12,6 @@ from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule
 from torch import nn
 
-import amp_plugin
-from amp_plugin import GradScaler, autocast
 from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs
 from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision, FabricAmpPrecision
 from tests.adapters.accelerate_pair import reset
@@ -22,7 +20,6 @@ from tests.adapters.lightning_models import QUIET, fit, make_trainer
 pytestmark = QUIET
 
 PRECISIONS = ["fp16", "bf16", "fp32"]
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 POISONED = 7
 OPTIONS = {"init_scale": 2.0**13}  # so large that half of it leaves no gradient subnormal in fp16
 
@@ -45,30 +42,6 @@ def optimizer_of(net, kind, fused=False):
 
 def as_it_is(step):
     return step
-
-
-def plain_loop(precision, data, *, kind, fused, clip, through=as_it_is):
-    net = network()
-    optimizer = optimizer_of(net, kind, fused)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    scaler = GradScaler("cpu", enabled=precision == "fp16", **OPTIONS)
-
-    @through
-    def step(x):
-        optimizer.zero_grad()
-        with autocast("cpu", DTYPES[precision], enabled=precision != "fp32"):
-            loss = net(x).square().mean()
-        scaler.scale(loss).backward()
-        if clip:
-            scaler.clip_grad_norm_(optimizer, clip)
-        scaler.step(optimizer)
-        scaler.update()
-
-    for x in data:
-        step(x)
-        if not scaler.last_step(optimizer).skipped:
-            schedule.step()
-    return net, optimizer, scaler.skipped_steps()
 
 
 def fabric(precision, data, *, kind, fused, clip, through=as_it_is):
@@ -156,7 +129,7 @@ def manual(*args, clip, **kwargs):
     return trainer(*args, **kwargs, clip=None, manual=True)
 
 
-LOOPS = [plain_loop, fabric, accelerate, trainer, manual]
+LOOPS = [fabric, accelerate, trainer, manual]
 WAYS = [
     {"kind": torch.optim.AdamW, "fused": False, "clip": None},
     {"kind": torch.optim.AdamW, "fused": True, "clip": 0.05},
@@ -192,7 +165,6 @@ def test_it_is_as_if_the_batch_had_not_been_there(loop, precision, way):
         (manual, "bf16"),
         (fabric, "fp32"),
         (accelerate, "fp16"),
-        (plain_loop, "bf16"),
     ],
 )
 @pytest.mark.filterwarnings(
@@ -224,59 +196,12 @@ def test_ignore_lets_the_weights_go(precision):
     assert all(param.isnan().all() for param in module.parameters())
 
 
-@pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("fused", [False, True])
-def test_raise_ends_a_run_and_names_the_parameters(clip, fused):
-    module = Learner(torch.optim.AdamW, fused)
-    before = [param.clone() for param in module.parameters()]
-    loader = torch.utils.data.DataLoader([torch.full((4, 8), math.nan)] * 2, batch_size=None)
-    run = make_trainer(AmpPrecision("bf16", on_nonfinite="raise"), steps=2, gradient_clip_val=clip)
-    text = r"AdamW: gradients are not finite \(nan in 4 gradients: net\.2\.bias, net\.2\.weight, "
-    with pytest.raises(FloatingPointError, match=text):
-        run.fit(module, loader)
-    assert all(map(torch.equal, before, module.parameters()))
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_monitor_stops_a_run_that_only_skips(precision):
-    loader = torch.utils.data.DataLoader([torch.full((4, 8), math.nan)] * 9, batch_size=None)
-    run = make_trainer(AmpPrecision(precision), steps=9, callbacks=[AmpMonitor(max_skips_in_a_row=3)])
-    with pytest.raises(
-        RuntimeError, match=r"3 steps of \w+ in a row.*nan in 4 gradients: net\.2\.bias, .*diagnose"
-    ) as error:
-        run.fit(Learner(torch.optim.AdamW, fused=False), loader)
-    assert ("although nothing is scaled" in str(error.value)) is (precision != "fp16")
-    assert ("use AmpPrecision('bf16')" in str(error.value)) is (precision == "fp16")
-    assert run.callback_metrics["skipped_steps"] == 2.0
-    assert torch.isnan(run.callback_metrics["grad_norm"])
-
-
 def test_the_monitor_logs_the_skips_of_bf16_from_the_first_on():
     loader = torch.utils.data.DataLoader(batches(), batch_size=None)
     run = make_trainer(AmpPrecision("bf16"), steps=20, callbacks=[AmpMonitor()])
     run.fit(Learner(torch.optim.AdamW, fused=False), loader)
     assert dict(run.callback_metrics).keys() == {"grad_norm", "skipped_steps"}
     assert run.callback_metrics["skipped_steps"] == 1.0
-
-
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
-def test_accelerate_stops_a_run_that_only_skips(precision):
-    accelerator = AmpAccelerator(
-        mixed_precision=precision, cpu=True, kwargs_handlers=[AmpKwargs(max_skips_in_a_row=3)]
-    )
-    net = network()
-    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    for i in range(3):
-        optimizer.zero_grad()
-        accelerator.backward(model(torch.full((4, 8), math.nan)).square().mean())
-        if i < 2:
-            optimizer.step()
-    with pytest.raises(
-        RuntimeError, match=r"3 steps of \w+ in a row.*2\.bias.*AmpKwargs\(max_skips_in_a_row"
-    ) as error:
-        optimizer.step()
-    assert ("although nothing is scaled" in str(error.value)) is (precision != "fp16")
-    assert ("use mixed_precision='bf16'" in str(error.value)) is (precision == "fp16")
 
 
 class LogOfZero(Learner):
@@ -291,60 +216,23 @@ class LogOfZero(Learner):
         return loss
 
 
-@pytest.mark.parametrize("manual_steps", [False, True])
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_monitor_names_the_op(precision, manual_steps):
-    loader = torch.utils.data.DataLoader(batches(poison=1.0), batch_size=None)
-    module = LogOfZero(torch.optim.AdamW, fused=False, manual=manual_steps)
+def in_trainer(precision, log_of_zero, *, manual):
     run = make_trainer(AmpPrecision(precision), steps=9, callbacks=[AmpMonitor(max_skips_in_a_row=3)])
-    with pytest.raises(
-        RuntimeError, match=r"3 steps of \w+ in a row.*\n+The last of them was run once more"
-    ) as error:
-        run.fit(module, loader)
-    assert "aten::log.default" in str(error.value)
-    assert "loss = self.net(batch).mul(0).log().mean()" in str(error.value)
+    kind, poison = (LogOfZero, 1.0) if log_of_zero else (Learner, math.nan)
+    data = batches(poison=poison) if log_of_zero else [torch.full((4, 8), math.nan)] * 9
+    module = kind(torch.optim.AdamW, fused=False, manual=manual)
+    try:
+        run.fit(module, torch.utils.data.DataLoader(data, batch_size=None))
+    finally:
+        assert run.callback_metrics["skipped_steps"] == 2.0
+        assert torch.isnan(run.callback_metrics["grad_norm"])
 
 
-class LossOfZero(torch.nn.Module):
-    """A loss outside the model: its log is of 0."""
-
-    def forward(self, scores):
-        return scores.mul(0).log().mean()
-
-
-@pytest.mark.parametrize("scale", [2.0**10, 2.0])
-def test_a_loss_scale_that_is_not_the_cause_is_not_blamed(scale, tmp_path):
+def in_accelerate(precision, log_of_zero):
     accelerator = AmpAccelerator(
-        mixed_precision="fp16", cpu=True, kwargs_handlers=[AmpKwargs(max_skips_in_a_row=3, init_scale=scale)]
-    )
-    net, loss_of = network(), LossOfZero()
-    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-
-    def steps():
-        with amp_plugin.report(accelerator, model, tmp_path / "run.html"):
-            for batch in batches(poison=1.0):
-                optimizer.zero_grad()
-                accelerator.backward(loss_of(model(batch)))
-                optimizer.step()
-
-    with pytest.raises(RuntimeError, match=r"3 steps of \w+ in a row") as error:
-        steps()
-    text = str(error.value)
-    assert "gradients overflowed" not in text
-    assert "still too high" not in text
-    assert (
-        "lowering it further will not help. All gradients at once: the loss or the forward pass is not finite"
-        in text
-    )
-    assert "Run `amp-plugin diagnose train.py`" in text
-    again = text.partition("The last of them was run once more:\n")[2]  # the model's calls alone: the page's
-    assert again.startswith("nothing was found in that run")
-    assert "`amp-plugin diagnose train.py` watches the whole program" in again
-
-
-def test_accelerate_names_the_op():
-    accelerator = AmpAccelerator(
-        mixed_precision="bf16", cpu=True, kwargs_handlers=[AmpKwargs(max_skips_in_a_row=3)]
+        mixed_precision=precision.replace("fp32", "no"),
+        cpu=True,
+        kwargs_handlers=[AmpKwargs(max_skips_in_a_row=3)],
     )
     net = network()
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -352,12 +240,30 @@ def test_accelerate_names_the_op():
     def forward_and_backward(batch):
         accelerator.backward(model(batch).mul(0).log().mean())
 
-    def steps():
-        for batch in batches(poison=1.0):
-            optimizer.zero_grad()
-            accelerator.recorded(forward_and_backward, batch)
-            optimizer.step()
+    for batch in batches(poison=1.0) if log_of_zero else [torch.full((4, 8), math.nan)] * 9:
+        optimizer.zero_grad()
+        accelerator.recorded(forward_and_backward, batch)
+        optimizer.step()
 
-    with pytest.raises(RuntimeError, match=r"3 steps of \w+ in a row.*\n+The last of them") as error:
-        steps()
-    assert "aten::log.default" in str(error.value)
+
+RUNS = {
+    "trainer": (partial(in_trainer, manual=False), "use AmpPrecision('bf16')"),
+    "manual": (partial(in_trainer, manual=True), "use AmpPrecision('bf16')"),
+    "accelerate": (in_accelerate, "use mixed_precision='bf16'"),
+}
+
+
+@pytest.mark.parametrize("log_of_zero", [False, True])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_that_only_skips_ends_with_parameters_and_op(run, precision, log_of_zero):
+    program, remedy = RUNS[run]
+    text = r"3 steps of \w+ in a row.*nan in 4 gradients: (net\.)?2\.bias, .*max_skips_in_a_row"
+    with pytest.raises(RuntimeError, match=r"3 steps of \w+ in a row" if log_of_zero else text) as error:
+        program(precision, log_of_zero)
+    assert ("although nothing is scaled" in str(error.value)) is (precision != "fp16")
+    assert (remedy in str(error.value)) is (precision == "fp16")
+    if log_of_zero:
+        assert "The last of them was run once more" in str(error.value)
+        assert "aten::log.default" in str(error.value)
+        assert ".mul(0).log().mean()" in str(error.value)

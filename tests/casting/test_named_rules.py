@@ -183,9 +183,7 @@ class TestEnvironment:
         pytest.importorskip("lightning")
         from lightning import Fabric
 
-        fabric = Fabric(
-            accelerator="cpu", devices=1, plugins=amp_plugin.FabricAmpPrecision("bf16", device="cpu")
-        )
+        fabric = Fabric(accelerator="cpu", devices=1, plugins=amp_plugin.FabricAmpPrecision("bf16"))
         model = fabric.setup(torch.nn.Softmax(dim=0))
         seen = []
         model.register_forward_hook(lambda *given: seen.append(given[-1].dtype))

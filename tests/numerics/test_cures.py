@@ -282,7 +282,7 @@ def test_the_cures_under_lightning():
         loaded={"amp_plugin.adapters.lightning.for_lightning"},
     )
     found = []
-    for plugin in (amp_plugin.AmpPrecision("fp16", device="cpu"), *(value_of(cure.code) for cure in cures)):
+    for plugin in (amp_plugin.AmpPrecision("fp16"), *(value_of(cure.code) for cure in cures)):
         with amp_plugin.diagnose(keep_going=True) as diagnosis:
             make_trainer(plugin).fit(Trained(), torch.full((1, 8), 300.0))
         found.append([finding.op for finding in diagnosis.findings if finding.direction == "forward"])

@@ -18,12 +18,6 @@ if TYPE_CHECKING:
     from amp_plugin.adapters.lightning.for_lightning import AmpPrecision as AmpPrecision
     from amp_plugin.adapters.lightning.for_lightning import FabricAmpPrecision as FabricAmpPrecision
 
-_PARTS = {
-    **dict.fromkeys(("lightning.pytorch", "lightning.fabric"), "lightning"),
-    "lightning_fabric": "pytorch_lightning",
-}
-_MODULES = {"lightning": "for_lightning", "pytorch_lightning": "for_pytorch_lightning"}
-
 __all__ = ["AmpMonitor", "AmpPrecision", "FabricAmpPrecision", "classes_for"]
 
 
@@ -42,25 +36,11 @@ def classes_for(package: str) -> ModuleType:
         >>> classes_for("lightning").AmpPrecision("bf16")
         AmpPrecision('bf16')
     """
-    name = _PARTS.get(package, package)
-    if name not in _MODULES:
-        msg = f"package={package!r} is unknown; allowed are {', '.join(map(repr, _MODULES))}"
+    name = "pytorch_lightning" if package == "lightning_fabric" else package.partition(".")[0]
+    if name not in {"lightning", "pytorch_lightning"}:
+        msg = f"package={package!r} is unknown; allowed are 'lightning' and 'pytorch_lightning'"
         raise ValueError(msg)
-    try:
-        return importlib.import_module(f"{__name__}.{_MODULES[name]}")
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        msg = (
-            f"classes_for({package!r}): the classes are for {name}, which is not installed; run: pip install "
-            f"'{name.replace('_', '-')}>=2.6.4', or take classes_for of the package that the program imports"
-        )
-        raise ModuleNotFoundError(msg, name=name) from error
-
-
-def _imported_package() -> str:
-    others_only = "pytorch_lightning" in sys.modules or "lightning_fabric" in sys.modules
-    return "pytorch_lightning" if others_only and "lightning" not in sys.modules else "lightning"
+    return importlib.import_module(f"{__name__}.for_{name}")
 
 
 def __getattr__(name: str) -> Any:
@@ -68,4 +48,5 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         msg = f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}"
         raise AttributeError(msg)
-    return getattr(classes_for(_imported_package()), name)
+    other = "lightning" not in sys.modules and sys.modules.keys() & {"pytorch_lightning", "lightning_fabric"}
+    return getattr(classes_for("pytorch_lightning" if other else "lightning"), name)

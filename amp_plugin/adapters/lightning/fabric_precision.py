@@ -1,17 +1,15 @@
 """FabricAmpPrecision: what it does at each call of Lightning's Fabric.
 
-Fabric does not tell a plugin its device or the end of an iteration: the device is that of the modules set
-up, when one of them first runs; a requested update waits for the next loss.
+Fabric does not tell a plugin its device or the end of an iteration: the device is that of the strategy, once
+a module is set up; a requested update waits for the next loss.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,13 +18,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_plugin.adapters.lightning.precision_core import PrecisionCore
-from amp_plugin.adapters.scaler import fsdp_root, register, torch_optimizer
+from amp_plugin.adapters.scaler import fsdp_root, register, scaler_groups, torch_optimizer
+from amp_plugin.casting.bound_rules import replaced
 from amp_plugin.casting.threads import autocast_module
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.options import LightningOptions, lists_options
-from amp_plugin.scaling.grad_scaler import GradScaler
-from amp_plugin.scaling.gradients import parameter_layouts
-from amp_plugin.weights.ddp import reduce_in_fp32, refuse_sharded, sharded_by
+from amp_plugin.scaling.penalty import surround_backward
+from amp_plugin.weights.ddp import reduce_in_fp32
 
 
 class _Modules(weakref.WeakKeyDictionary[nn.Module, None]):
@@ -48,7 +46,7 @@ class FabricPrecision(PrecisionCore):
 
     Raises:
         ValueError: an argument is not one of the allowed values.
-        TypeError: at the first backward, under DeepSpeed.
+        TypeError: when a module is set up, under DeepSpeed and on XLA devices.
 
     Example:
         >>> import torch
@@ -58,12 +56,10 @@ class FabricPrecision(PrecisionCore):
         torch.float32
     """
 
-    advice = "for Fabric without precision=...; the Trainer takes AmpPrecision"
-
     def _begin(self) -> None:
         super()._begin()
-        self._modules, self._wrapped = _Modules(), _Modules()
-        self._started = False
+        self._modules = _Modules()
+        self._groups: dict[str, Any] = {}
 
     # -- set-up -------------------------------------------------------------------------------
 
@@ -74,88 +70,62 @@ class FabricPrecision(PrecisionCore):
         self._modules[module] = None
         return module
 
-    def note_wrapped(self, module: nn.Module) -> None:
-        """Learn how a strategy has wrapped a module that was set up, and refuse what it cannot do."""
-        refuse_sharded(self.settings.weights, sharded_by(module))
+    def note_wrapped(self, module: Any, strategy: Any) -> None:
+        """Learn how and where a module that was set up runs, and refuse what this plugin cannot do there."""
+        self._refuse_strategy(strategy)
         self._check_shards(module)
-        self._wrapped[module] = None
         reduce_in_fp32(module)
+        self._groups = self._groups or scaler_groups(fsdp_root(module))
+        optimizers = self._scaler.optimizers
+        self._start(strategy.root_device.type, self._groups)
+        register(self._scaler, optimizers, list(self._modules))
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Make an optimizer known, so that its gradients follow the scale before its first step too."""
-        if optimizer not in self._scaler.optimizers and isinstance(optimizer, Optimizer):  # not DeepSpeed's
-            self._weights.add(self._modules, [optimizer])
-            register(self._scaler, [optimizer], list(self._modules))
-
-    def _ready(self, optimizer: Any = None) -> GradScaler:
-        """Return the scaler once the device is known; it knows the optimizer now, if it was not set up."""
-        if not self._started:
-            self._start_once()
-        if optimizer is not None:
-            self.add_optimizer(optimizer)
-        return self._scaler
-
-    @outside_graphs
-    def _start_once(self) -> None:
-        modules = list(self._modules)
-        tensors = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
-        tensor = next(tensors, None)
-        if tensor is None and not self.device:
-            msg = (
-                f"{self!r} does not know its device yet: set a module with parameters up first "
-                "(fabric.setup), or pass device='cpu' or 'cuda'"
-            )
-            raise RuntimeError(msg)
-        roots = (fsdp_root(module) for module in [*self._wrapped, *modules])
-        root = next((root for root in roots if root is not None), None)
-        device = self.device if tensor is None else tensor.device.type
-        may_be_offloaded = tensor is None or root is not None or parameter_layouts([tensor])
-        if not may_be_offloaded:
-            remedy = f"use Fabric(accelerator={self.settings.device!r}) and set the module up"
-            self._refuse_other_device(device, remedy)
-        optimizers = self._scaler.optimizers
-        self._start(device, root)
-        self._started = True
-        register(self._scaler, optimizers, modules)
+        self._weights.add(self._modules, [optimizer])
+        register(self._scaler, [optimizer], list(self._modules))
 
     # -- forward ------------------------------------------------------------------------------
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Run a forward in the precision asked for."""
-        self._ready()
+        if not self.device:
+            msg = (
+                f"{self!r} does not know its device yet: set a module up first (fabric.setup), or use "
+                "amp_plugin.autocast(device, dtype)"
+            )
+            raise RuntimeError(msg)
         return self.autocast_context_manager()
 
     def convert_output(self, data: Any) -> Any:
         """Return fp16 and bf16 outputs as fp32, for losses outside the module; others as they are."""
         if self.settings.training_dtype is torch.float32:
             return data
-        return apply_to_collection(data, Tensor, _as_fp32)
+        halves = {torch.float16, torch.bfloat16}
+        return apply_to_collection(data, Tensor, lambda t: t.float() if t.dtype in halves else t)
 
     # -- backward and step --------------------------------------------------------------------
 
     @outside_graphs
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Scale the loss and run backward without autocast."""
-        self._refuse_strategy(model)
-        scaler = self._ready()
-        inside = torch.is_autocast_enabled(self.device)
+        inside = torch.is_autocast_enabled(self.device or tensor.device.type)
         with self._no_region() if inside else nullcontext():
-            self.package.plugins.Precision.backward(self, scaler.scale(tensor), model, *args, **kwargs)
+            loss = self._scaler.scale(tensor)
+            self.package.plugins.Precision.backward(self, loss, model, *args, **kwargs)
 
     @outside_graphs
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Unscale and step, or skip; closures too."""
-        optimizer = torch_optimizer(optimizer)
-        scaler = self._ready(optimizer)  # a first closure runs its forward and backward only below
-        output = scaler.step(optimizer, **kwargs)
-        scaler.update()
-        self._stepped(optimizer)
+        output = self._scaler.step(torch_optimizer(optimizer), **kwargs)
+        self._scaler.update()
+        self._attempted_steps += 1
         return output
 
     @outside_graphs
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Unscale before Fabric clips; any number of times."""
-        self._ready(optimizer).ensure_unscaled(optimizer)
+        self._scaler.ensure_unscaled(torch_optimizer(optimizer))
 
     @outside_graphs
     def clip_grad_norm_(
@@ -173,40 +143,35 @@ class FabricPrecision(PrecisionCore):
         Returns:
             The norm before clipping, float32, 0-dim.
         """
-        optimizer = torch_optimizer(optimizer)
-        return self._ready(optimizer).clip_grad_norm_(optimizer, max_norm, norm_type, fold=fold)
+        return self._scaler.clip_grad_norm_(torch_optimizer(optimizer), max_norm, norm_type, fold=fold)
 
     @classmethod
-    @contextmanager
-    def backward_allowed(cls) -> Iterator[None]:
+    def backward_allowed(cls) -> AbstractContextManager[None]:
         """Let ``torch.autograd.grad`` through, which Fabric takes for a forgotten fabric.backward."""
-        guard = cls.package.wrappers
-        before = guard._in_fabric_backward
-        guard._in_fabric_backward = True
-        try:
-            yield
-        finally:
-            guard._in_fabric_backward = before
+        return replaced(cls.package.wrappers, "_in_fabric_backward", value=True)
 
 
-def report_set_up(wrapper: Any, report: Callable[[FabricPrecision, Any], None]) -> None:
-    """Let Fabric's optimizers, or its modules, report to a FabricPrecision that they are set up.
+def join_fabric(plugin: type[FabricPrecision]) -> None:
+    """Have Fabric's set-up report modules and optimizers to a FabricPrecision; let penalties through.
 
     Fabric has no hook for that: ``setup`` shows a plugin no optimizer and no wrapped module. But each ends
     in a ``_FabricOptimizer`` or ``_FabricModule``, made with the strategy, which knows the plugin.
     """
-    wrap = wrapper.__init__
-    signature = inspect.signature(wrap)  # Fabric gives some arguments by name
+    surround_backward(plugin.backward_allowed)
+    wrappers = plugin.package.wrappers
+    for wrapper in (wrappers._FabricOptimizer, wrappers._FabricModule):
+        wrapper.__init__ = _reporting(wrapper.__init__)
 
+
+def _reporting(wrap: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(wrap)
     def wrap_and_report(self: Any, *args: Any, **kwargs: Any) -> None:
         wrap(self, *args, **kwargs)
-        _, wrapped, strategy, *_ = signature.bind(self, *args, **kwargs).args
-        if isinstance(strategy.precision, FabricPrecision):
-            report(strategy.precision, wrapped)
+        plugin = self._strategy.precision
+        if isinstance(plugin, FabricPrecision):
+            if isinstance(self, nn.Module):
+                plugin.note_wrapped(self._forward_module, self._strategy)
+            elif isinstance(self.optimizer, Optimizer):
+                plugin.add_optimizer(self.optimizer)
 
-    wrapper.__init__ = wrap_and_report
-
-
-def _as_fp32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in {torch.float16, torch.bfloat16} else tensor
+    return wrap_and_report

@@ -9,10 +9,9 @@ from lightning.fabric.plugins import FSDPPrecision as FabricFSDPPrecision
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.pytorch.plugins import FSDPPrecision, MixedPrecision
 
-from amp_plugin.adapters.lightning.fabric_precision import FabricPrecision, report_set_up
+from amp_plugin.adapters.lightning.fabric_precision import FabricPrecision, join_fabric
 from amp_plugin.adapters.lightning.monitor import Monitor
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
-from amp_plugin.scaling.penalty import surround_backward
 
 
 class AmpPrecision(TrainerPrecision, MixedPrecision, FSDPPrecision):  # type: ignore[misc]
@@ -30,6 +29,4 @@ class AmpMonitor(Monitor, pytorch.Callback):
     package: ClassVar[Any] = pytorch
 
 
-surround_backward(FabricAmpPrecision.backward_allowed)
-report_set_up(fabric.wrappers._FabricOptimizer, FabricPrecision.add_optimizer)
-report_set_up(fabric.wrappers._FabricModule, FabricPrecision.note_wrapped)
+join_fabric(FabricAmpPrecision)

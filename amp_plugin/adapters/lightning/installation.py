@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from amp_plugin.adapters.lightning import classes_for
-from amp_plugin.adapters.lightning.precision_core import own_precision
+from amp_plugin.adapters.lightning.precision_core import has_own_precision
 from amp_plugin.casting.bound_rules import replaced
 from amp_plugin.precision import STOCK_NAMES
 
@@ -46,7 +46,7 @@ def plugin_in_place_of_stock(
 
     def decide_for_ours(connector: Any) -> Any:
         asked = getattr(connector, flag)
-        if getattr(connector, plugin) is None and not own_precision(connector.strategy):
+        if getattr(connector, plugin) is None and not has_own_precision(connector.strategy):
             if asked in _MIXED:
                 return take(asked, by_program=True)
             if asked == "32-true" and precision is not None:

@@ -2,49 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
-
-from typing_extensions import Doc
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
 from amp_plugin.adapters.scaler import StepNorms, endless_skips
-from amp_plugin.messages import warn_user
-from amp_plugin.options import ReportPath, check_type, lists_options, option_types, takes, whole
-from amp_plugin.weights.store import weight_bytes
+from amp_plugin.options import whole
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from amp_plugin.run_page.report import RunReport
-    from amp_plugin.scaling.step_log import LoggedStep, StepResult
-    from amp_plugin.weights.store import WeightBytes
+    from amp_plugin.scaling.step_log import LoggedStep
 
 
-@dataclass(frozen=True, kw_only=True)
-class MonitorOptions:
-    """The arguments of AmpMonitor."""
-
-    max_skips_in_a_row: Annotated[int, Doc("Skipped steps in a row of one optimizer that end the run.")] = 50
-    every_n_steps: Annotated[
-        int | None,
-        Doc(
-            "Optimizer steps between two reads of the device; None: each step on CPU, else the Trainer's "
-            "``log_every_n_steps``."
-        ),
-    ] = None
-    report: ReportPath = None
-
-    def __post_init__(self) -> None:
-        for name, wanted in option_types(MonitorOptions).items():
-            check_type(name, getattr(self, name), wanted)
-        for name in ("max_skips_in_a_row", "every_n_steps"):
-            if getattr(self, name) is not None:
-                whole(name, getattr(self, name))
-
-
-@lists_options(MonitorOptions)
 class Monitor:
     """Log the loss scale, the skipped steps and the gradient norm; stop a run that only skips.
 
@@ -54,12 +26,13 @@ class Monitor:
     get ``grad_norm``, and ``skipped_steps`` from the first skip on.
     A run that is stopped has its last step run once more, with the same batch, random numbers and weights,
     under :func:`amp_plugin.diagnose`; the error holds its report.
-    After the first optimizer step that was taken, one line gives the bytes per parameter (weights, what is
-    kept next to them, gradients, optimizer state); ``weight_bytes`` holds them.
-    On a GPU the device is read every few steps only, so warning and error come that much later.
+    On a GPU the device is read every few steps only, so the error comes that much later.
 
     Args:
-        {options}
+        max_skips_in_a_row: Skipped steps in a row of one optimizer that end the run.
+        every_n_steps: Optimizer steps between two reads of the device, on a GPU; None: the Trainer's
+            ``log_every_n_steps``.
+        report: A page of the run, rewritten while it goes on: ``amp_plugin.report``. It waits for each step.
 
     Raises:
         ValueError: an argument is not a whole number of at least 1.
@@ -75,22 +48,21 @@ class Monitor:
     package: ClassVar[Any]
     """The framework: the module ``lightning.pytorch`` or ``pytorch_lightning``."""
 
-    @takes(MonitorOptions)
-    def __init__(self, **given: Any) -> None:
-        options = MonitorOptions(**given)
-        self.max_skips_in_a_row, self.every_n_steps = options.max_skips_in_a_row, options.every_n_steps
-        self.report = options.report
+    skipped_steps: int = 0
+    """Optimizer steps skipped so far, as far as they are read."""
+
+    def __init__(
+        self,
+        max_skips_in_a_row: int = 50,
+        every_n_steps: int | None = None,
+        report: str | Path | None = None,
+    ) -> None:
+        self.max_skips_in_a_row = whole("max_skips_in_a_row", max_skips_in_a_row)
+        self.every_n_steps = None if every_n_steps is None else whole("every_n_steps", every_n_steps)
+        self.report = report
         self._page: RunReport | None = None
         self._read: list[LoggedStep] = []
-        self._skipped_steps = 0
         self._norms = StepNorms()
-        self._warned = False
-        self.weight_bytes: WeightBytes | None = None
-
-    @property
-    def skipped_steps(self) -> int:
-        """Optimizer steps skipped so far, as far as they are read."""
-        return self._skipped_steps
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Ask the Trainer's AmpPrecision to report each optimizer step."""
@@ -119,10 +91,9 @@ class Monitor:
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Go on counting where a resumed run has stopped."""
-        self._skipped_steps = trainer.precision_plugin.skipped_steps
+        self.skipped_steps = trainer.precision_plugin.skipped_steps
         self._read.clear()
         self._new_norms(trainer)
-        self.weight_bytes = None
         if self.report is not None:
             from amp_plugin.run_page.report import RunReport  # noqa: PLC0415 - loads the diagnosis
 
@@ -152,8 +123,7 @@ class Monitor:
         if norms is None:
             return
         plugin = trainer.precision_plugin
-        on_host = plugin.device == "cpu"
-        if plugin.step_log.unread() >= (self.every_n_steps or (1 if on_host else trainer.log_every_n_steps)):
+        if plugin.step_log.unread() >= (self.every_n_steps or trainer.log_every_n_steps):
             plugin.step_log.read(wait=True)
         self._look(trainer, pl_module)
         for name, norm in norms.items():
@@ -172,21 +142,8 @@ class Monitor:
         log = trainer.precision_plugin.step_log
         read, self._read[:] = list(self._read), []
         for step in read:
-            self._skipped_steps += step.result.skipped
-            if not step.result.skipped and self.weight_bytes is None:  # a skipped step makes no state
-                self.weight_bytes = weight_bytes(pl_module, *trainer.strategy.optimizers)
-                self.package.utilities.rank_zero_info(f"training holds {self.weight_bytes}")
+            self.skipped_steps += step.result.skipped
             if step.in_a_row == self.max_skips_in_a_row:
                 in_fp16 = "compute the named modules in fp32 (fp32_modules=[...]), use AmpPrecision('bf16')"
                 option = "AmpMonitor(max_skips_in_a_row=...)"
                 raise endless_skips(log, step, [pl_module], in_fp16=in_fp16, option=option)
-            if step.result.skipped and not self._warned and step.result.scale_after < 1.0:
-                self._warn_below_one(step.result)
-
-    def _warn_below_one(self, result: StepResult) -> None:
-        self._warned = True
-        self.package.utilities.rank_zero_only(warn_user)(
-            f"the loss scale fell to {result.scale_after:g}, below 1: gradients overflow without any "
-            f"scaling ({result.overflow_report().summary()}). Look for a diverging loss, lower the learning "
-            "rate, or use AmpPrecision('bf16')"
-        )

@@ -2,55 +2,92 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Final
 
 import torch
 from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from amp_plugin.adapters.float8 import convert_linear_layers, refuse_device
-from amp_plugin.adapters.lightning.settings import PrecisionSettings
-from amp_plugin.adapters.scaler import HasScaler, scaler_for, scaler_groups, torch_optimizer
+from amp_plugin.adapters.float8 import checked_config, convert_linear_layers, refuse_device
+from amp_plugin.adapters.option_sources import decided, naming, outside_program, read_all
+from amp_plugin.adapters.scaler import HasScaler, scaler_for, torch_optimizer
+from amp_plugin.adapters.settings import AdapterSettings
 from amp_plugin.adapters.weights import ModelWeights
 from amp_plugin.casting.dispatcher import set_default_rules
 from amp_plugin.casting.region import autocast
-from amp_plugin.casting.rules import OpRules
+from amp_plugin.casting.rules import RULES_VARIABLE, OpRules
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.messages import warn_user
-from amp_plugin.options import LightningOptions, takes
-from amp_plugin.precision import STOCK_NAMES, TRAINING_DTYPES, warn_of_slow_fp16
+from amp_plugin.options import LightningOptions, ScalingOptions, option_defaults, option_names, takes
+from amp_plugin.precision import (
+    STOCK_NAMES,
+    TRAINING_DTYPES,
+    checked_training_precision,
+    warn_of_slow_fp16,
+    weights_meant,
+)
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.sharding.fully_shard import fsdp1_policy
 from amp_plugin.sharding.plan import DtypePlan
-from amp_plugin.weights.ddp import refuse_sharded
+from amp_plugin.weights.ddp import refuse_sharded, sharded_by
 
-_DEEPSPEED: Final = (
-    "DeepSpeed scales losses, clips and steps by itself and would never ask this plugin; "
-    "delete the plugin and use precision='16-mixed' or 'bf16-mixed', or use strategy='fsdp'"
-)
-_XLA: Final = (
-    "XLA devices compute in bfloat16 by torch_xla's own switch, without autocast; "
-    "delete the plugin and use precision='bf16-true'"
-)
-# Strategies and engines, by name since their packages may be missing, that do mixed precision themselves.
-_OWN_PRECISION: Final = {
-    **dict.fromkeys(("DeepSpeedStrategy", "DeepSpeedEngine"), _DEEPSPEED),
-    **dict.fromkeys(("XLAStrategy", "SingleDeviceXLAStrategy", "XLAFSDPStrategy"), _XLA),
-}
-# Those that shard a model once it is set up, and how they store its weights in 16 bits.
-_SHARDED: Final = {
-    "FSDPStrategy": "strategy=FSDPStrategy(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))",
-    "ModelParallelStrategy": "fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))",
-}
+_OWN_PRECISION: Final = {"DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy", "XLAFSDPStrategy"}
 
 
-def own_precision(strategy: object) -> str:
-    """Return why a strategy or engine takes no plugin of ours, and what to do; empty if it takes one."""
-    names = [kind.__name__ for kind in type(strategy).__mro__ if kind.__name__ in _OWN_PRECISION]
-    return _OWN_PRECISION[names[0]] if names else ""
+def has_own_precision(strategy: object) -> bool:
+    """Whether a strategy does mixed precision itself and asks no plugin; its package may be missing."""
+    return any(kind.__name__ in _OWN_PRECISION for kind in type(strategy).__mro__)
+
+
+def _refuse_options_of_scaler(owner: str, given: Mapping[str, Any]) -> None:
+    """Raise TypeError if options are given that a scaler given with them has of its own."""
+    defaults = option_defaults(LightningOptions)  # LightningCLI gives them too
+    doubled = [
+        name for name in option_names(ScalingOptions) if given.get(name, defaults[name]) != defaults[name]
+    ]
+    if doubled and given.get("scaler") is not None:
+        listed = ", ".join(f"{name}={given[name]!r}" for name in doubled)
+        msg = (
+            f"{owner}(scaler=..., {listed}): the scaler has its own {' and '.join(doubled)}, which "
+            f"would win; give amp_plugin.GradScaler({listed}) as scaler=, or leave scaler= out"
+        )
+        raise TypeError(msg)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionSettings(AdapterSettings, LightningOptions):
+    """The options of AmpPrecision and FabricAmpPrecision, checked, in our own names."""
+
+    @classmethod
+    def from_arguments(cls, owner: str, given: Mapping[str, Any]) -> PrecisionSettings:
+        """Check the arguments of a plugin, ``owner``; the environment sets what they leave out."""
+        _refuse_options_of_scaler(owner, given)
+        outside, sources = decided(outside_program(os.environ))
+        if sources.get("rules") == RULES_VARIABLE:
+            del outside["rules"]  # a plugin reads them where it learns its device
+        names = option_names(LightningOptions)
+        for other in sorted(outside.keys() - {*names}):
+            warn_user(f"{other} from {sources[other]} has no effect in Lightning, it is Accelerate's option")
+        with naming({name: source for name, source in sources.items() if name not in given}):
+            known = {name: value for name, value in read_all(outside).items() if name in names}
+            stated = {**option_defaults(LightningOptions), **known, **given, "scaler": None}
+            name, config = stated["precision"], stated["float8_config"]
+            stated["precision"] = precision = checked_training_precision(name)
+            stated["weights"] = weights_meant(name, stated["weights"])
+            stated["float8_config"] = (
+                checked_config(f"{owner}('fp8')", config) if precision == "fp8" else None
+            )
+            return cls(**stated)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether training needs a loss scale: fp16 only."""
+        return self.precision == "fp16"
 
 
 class PrecisionCore(HasScaler):
@@ -59,18 +96,12 @@ class PrecisionCore(HasScaler):
     Attributes:
         settings: What the user asked for.
         precision: Lightning's own name for it, e.g. ``"16-mixed"``.
-        device: Device type; empty until training starts if it was not given.
+        device: Device type; empty until training starts.
         measures_norms: Whether the norm of gradients that no clip measures is wanted, by AmpMonitor.
     """
 
     package: ClassVar[Any]
     """The framework: the module ``lightning.pytorch``, ``lightning.fabric``, or their like."""
-    advice: ClassVar[str] = (
-        "which sets the precision itself: delete precision=... and keep this plugin. Where a library passes "
-        "precision=, hand it a Trainer of your own, fit(..., trainer=Trainer(plugins=[...])), or give no "
-        "plugin and run the program by amp-plugin run"
-    )
-    """What to do where a framework complains of the plugin."""
     shares_casts: ClassVar[bool] = True
     """Whether all uses of a weight in a region share one cast; their gradients then add up in 16 bits."""
 
@@ -78,7 +109,7 @@ class PrecisionCore(HasScaler):
     def __init__(self, **given: Any) -> None:
         self.settings = settings = PrecisionSettings.from_arguments(type(self).__name__, given)
         self.precision: Any = STOCK_NAMES[settings.precision]
-        self.device = settings.device or ""
+        self.device = ""
         self._desired_input_dtype = settings.training_dtype  # read by Lightning's throughput monitor
         self._weights = ModelWeights(settings.weights, settings.state, casts=settings.precision != "fp32")
         self._begin()
@@ -92,17 +123,17 @@ class PrecisionCore(HasScaler):
         self._attempted_steps = 0
 
     def __repr__(self) -> str:
-        """Show the precision, and how weights are stored if not as usual."""
-        weights = f", weights={self.settings.weights!r}" if self.settings.weights != "fp32" else ""
-        return f"{type(self).__name__}({self.settings.precision!r}{weights})"
+        """Show the precision."""
+        return f"{type(self).__name__}({self.settings.precision!r})"
 
     def __format__(self, spec: str) -> str:
         """Say what to do too: Lightning's errors of two precisions or packages hold ``f"{plugin}"``."""
-        ours = self.package.__name__
-        other = "pytorch_lightning" if ours.startswith("lightning.") else "lightning"
-        classes = f"amp_plugin.adapters.lightning.classes_for({other!r})"
-        text = f"a program that uses {other} takes {type(self).__name__} from {classes}"
-        return format(f"{self!r} of {ours} ({self.advice}; {text})", spec)
+        text = (
+            f"{self!r} of {self.package.__name__} (which sets the precision: delete precision=... and keep "
+            "this plugin. Where a library passes precision=, leave it and run the program by amp-plugin run. "
+            "amp_plugin.adapters.lightning.classes_for(package) has the plugins for other packages)"
+        )
+        return format(text, spec)
 
     @property
     def scaler(self) -> Any:
@@ -146,10 +177,14 @@ class PrecisionCore(HasScaler):
         return fsdp1_policy(self.settings.dtype_plan)
 
     def _check_shards(self, model: nn.Module) -> None:
-        """Compare what shards a model with the plan."""
-        warn = self.package.utilities.rank_zero_only(warn_user)
+        """Compare what shards a model with the plan, and refuse to store weights of one that is sharded."""
+        refuse_sharded(self.settings.weights, sharded_by(model))
         hook = "DDPStrategy(ddp_comm_hook=bf16_compress_hook)"
-        self.settings.check_shards(model, for_ddp=hook, warn=warn)
+        self.settings.check_shards(model, for_ddp=hook, warn=self._warn)
+
+    def _warn(self, text: str) -> None:
+        """Warn once for all ranks."""
+        self.package.utilities.rank_zero_only(warn_user)(text)
 
     def current_scale(self) -> Tensor | None:
         """Return the loss scale on its device, float32, 0-dim, without a host sync.
@@ -160,38 +195,28 @@ class PrecisionCore(HasScaler):
 
     # -- starting and ending ------------------------------------------------------------------
 
-    def _refuse_other_device(self, found: str, remedy: str) -> None:
-        """Raise if a device was asked for on which nothing runs: all would silently compute in fp32."""
-        given = self.settings.device
-        if given is not None and given != found:
+    def _refuse_strategy(self, strategy: object) -> None:
+        """Raise TypeError if a strategy does mixed precision itself."""
+        if has_own_precision(strategy):
             msg = (
-                f"{type(self).__name__}({self.settings.precision!r}, device={given!r}) was given, but the "
-                f"model runs on {found!r}: autocast and the loss scale of {given!r} do nothing there; delete "
-                f"device={given!r} (the plugin finds the model's), or {remedy}"
+                f"{type(self).__name__} does not work under {type(strategy).__name__}, which does mixed "
+                "precision itself and asks no plugin: delete the plugin and give precision= ('16-mixed', "
+                "'bf16-mixed', on XLA 'bf16-true'), or use strategy='fsdp'"
             )
-            raise ValueError(msg)
-
-    def _refuse_strategy(self, strategy: object, weights: str = "fp32") -> None:
-        """Raise TypeError if a strategy or engine does mixed precision itself, or shards stored weights."""
-        advice = own_precision(strategy)
-        if advice:
-            msg = f"{type(self).__name__} does not work under {type(strategy).__name__}: {advice}"
             raise TypeError(msg)
-        for kind in type(strategy).__mro__:
-            if kind.__name__ in _SHARDED:
-                refuse_sharded(weights, _SHARDED[kind.__name__])
 
-    def _start(self, device_type: str, sharded_root: Any = None) -> None:
-        """Make what depends on the device and on FSDP, once they are known."""
-        self.device = self.settings.device or device_type
+    def _start(self, device_type: str, groups: Mapping[str, Any]) -> None:
+        """Make what depends on the device and on FSDP's groups, once they are known."""
         if self.settings.float8_config is not None:
-            refuse_device(repr(self), self.device, self.settings.float8_config)
+            refuse_device(repr(self), device_type, self.settings.float8_config)
+        if self.device != device_type:
+            self.package.utilities.rank_zero_only(warn_of_slow_fp16)(self.settings.precision, device_type)
+        self.device = device_type
         self._rules = self.settings.op_rules
         if self._rules is not None:
             set_default_rules(self._rules)
-        self._scaler.place(self.device, **scaler_groups(sharded_root))
+        self._scaler.place(self.device, **groups)
         self.step_log.exact = self.settings.exact_schedulers
-        self.package.utilities.rank_zero_only(warn_of_slow_fp16)(self.settings.precision, self.device)
 
     def teardown(self) -> None:
         """End the run: give float32 weights and the rules back; the loss scale stays."""
@@ -214,19 +239,18 @@ class PrecisionCore(HasScaler):
         """
         if not self._weights.replace_autocast:
             return data
-        return apply_to_collection(data, Tensor, partial(_in_dtype, self.settings.training_dtype))
+        dtype = self.settings.training_dtype
+        return apply_to_collection(data, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
     def convert_output(self, data: Any) -> Any:
         """Return outputs as they are."""
         return data
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Create tensors as usual: weights are fp32."""
+        """Create tensors and modules as usual: weights are fp32."""
         return nullcontext()
 
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        """Create modules as usual: weights are fp32."""
-        return nullcontext()
+    module_init_context = tensor_init_context
 
     # -- regions ------------------------------------------------------------------------------
 
@@ -253,32 +277,20 @@ class PrecisionCore(HasScaler):
         ``exact_schedulers``.
 
         Args:
-            scheduler: any of torch's; others need an attribute ``optimizer``.
+            scheduler: any that has an attribute ``optimizer``, as torch's.
             *args: for ``scheduler.step``, such as the metric of ReduceLROnPlateau.
 
         Returns:
             Whether it was stepped.
 
         Raises:
-            TypeError: the scheduler does not say which optimizer it is for.
-            RuntimeError: that optimizer has not stepped yet.
+            RuntimeError: its optimizer has not stepped yet.
         """
-        optimizer = getattr(scheduler, "optimizer", None)
-        if optimizer is None:
-            msg = (
-                f"step_scheduler({type(scheduler).__name__}): it has no attribute 'optimizer'; call "
-                "its step() where not plugin.last_step(optimizer).skipped"
-            )
-            raise TypeError(msg)
-        self.last_step(optimizer)  # raises if there is none
-        if self.step_log.holds_schedulers(torch_optimizer(optimizer)):
+        self.last_step(scheduler.optimizer)  # raises if there is none
+        if self.step_log.holds_schedulers(torch_optimizer(scheduler.optimizer)):
             return False
         scheduler.step(*args)
         return True
-
-    def _stepped(self, optimizer: Optimizer) -> None:
-        """Count a step; only once it is over, since a closure may raise."""
-        self._attempted_steps += 1
 
     @property
     def skipped_steps(self) -> int:
@@ -302,18 +314,11 @@ class PrecisionCore(HasScaler):
         return {**self._scaler.state_dict(), "optimizer_steps": self.optimizer_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a loss scale: ours, torch's or a stock plugin's; an empty one warns."""
-        if not self.settings.scales_loss:
-            return
-        if not state_dict:
-            warn_user(
-                f"{self!r}: the checkpoint was not saved in fp16 and holds no loss scale; it stays at "
-                f"{self._scaler.get_scale():g}"
-            )
-            return
-        self._scaler.load_state_dict(dict(state_dict))
-        self._attempted_steps = state_dict.get("optimizer_steps", 0) + self.skipped_steps
-
-
-def _in_dtype(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+        """Load the state of a loss scale: ours, torch's or a stock plugin's; warn if it is of no use here."""
+        scales = self.settings.scales_loss
+        if scales and state_dict:
+            self._scaler.load_state_dict(dict(state_dict))
+            self._attempted_steps = state_dict.get("optimizer_steps", 0) + self.skipped_steps
+        elif scales or state_dict:
+            kept = f"the scale stays at {self._scaler.get_scale():g}" if scales else "its scale is ignored"
+            self._warn(f"{self!r}: the checkpoint was written in another precision; {kept}")

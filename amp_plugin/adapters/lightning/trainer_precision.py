@@ -22,20 +22,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_plugin.adapters.lightning.callbacks_and_schedulers import Averages, HeldSchedulers
 from amp_plugin.adapters.lightning.precision_core import PrecisionCore
 from amp_plugin.adapters.lightning.user_code import (
+    NOT_AFTER_CLIPPING,
+    HeldSchedulers,
     StrayGradients,
-    UserHooks,
+    averages_in_fp32,
     calls_closure_again,
-    is_extended,
+    users_methods,
 )
-from amp_plugin.adapters.scaler import fsdp_root, register, torch_optimizer
+from amp_plugin.adapters.scaler import fsdp_root, register, scaler_groups, torch_optimizer
+from amp_plugin.casting.bound_rules import replaced
 from amp_plugin.kernels.tracers import outside_graphs
-from amp_plugin.messages import warn_user
 from amp_plugin.options import LightningOptions, lists_options
-from amp_plugin.scaling.closures import uses_gradients_before_closure
 from amp_plugin.scaling.gradients import params_of
+from amp_plugin.weights.ddp import refuse_sharded, sharded_by
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -52,8 +53,7 @@ class TrainerPrecision(PrecisionCore):
         {options}
 
     Raises:
-        ValueError: an argument is not one of the allowed values; or, when training starts, the Trainer's
-            device is not the one given.
+        ValueError: an argument is not one of the allowed values.
         ImportError: ``"fp8"``, and torchao is not installed.
         TypeError: an argument is unknown or of another type; or, when training starts, the strategy has a
             precision of its own (DeepSpeed, XLA).
@@ -77,14 +77,10 @@ class TrainerPrecision(PrecisionCore):
         self._load_again: Any = None  # the Trainer, if what it has loaded before set-up was rounded
         self._in_train_step = False
         self._runs_again = False
-        self._backwards = 0
-        self._stepped_after: dict[int, int] = {}
         self._strays = StrayGradients()
-        self._averages = Averages()
         self._manual = False
-        self._user_hooks: UserHooks | None = None
+        self._users_methods: frozenset[str] = frozenset()
         self._leaves_clip_to_step = False
-        self._sharded_root: Any = None
         self._root_device = ""
 
     # -- set-up -------------------------------------------------------------------------------
@@ -98,32 +94,33 @@ class TrainerPrecision(PrecisionCore):
             )
             raise TypeError(msg)
         self._fitting = trainer.state.fn == "fit"
-        is_stored = self._fitting or self._weights.are_all_stored
-        self._refuse_strategy(trainer.strategy, self.settings.weights if is_stored else "fp32")
+        self._refuse_strategy(trainer.strategy)
         self._root_device = trainer.strategy.root_device.type
-        self._refuse_other_device(self._root_device, f"use Trainer(accelerator={self.settings.device!r})")
         self._manual = not module.automatic_optimization
-        if is_stored:
+        if self._fitting:
+            averages_in_fp32(trainer.callbacks, self.package, self.settings.weights)
+        if self._fitting or self._weights.are_all_stored:
+            is_sharded = hasattr(trainer.strategy, "mixed_precision_config")  # later, by FSDP
+            setting = "the strategy's mixed_precision" if is_sharded else sharded_by(module)
+            refuse_sharded(self.settings.weights, setting)
             was_rounded = self._weights.set_up(module, self.settings.fp32_modules)
             self._load_again = trainer if was_rounded else None
-        if self._fitting:
-            self._averages.watch(trainer.callbacks)
+        is_overridden = self.package.utilities.model_helpers.is_overridden
+        self._users_methods = users_methods(module, self, is_overridden)
         return super().convert_module(module)
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[LRSchedulerConfig]
     ) -> tuple[nn.Module, list[Optimizer], list[LRSchedulerConfig]]:
         """Learn the device, register the optimizers and take charge of step-interval schedulers."""
-        self._sharded_root = fsdp_root(model)
-        self._start(self._root_device, self._sharded_root)
-        self.checkpoint_key = "MixedPrecision" if self._sharded_root is None else "FSDPPrecision"
-        self._stepped_after.clear()
-        self._user_hooks = None
+        root = fsdp_root(model)
+        self._start(self._root_device, scaler_groups(root))
+        self.checkpoint_key = "MixedPrecision" if root is None else "FSDPPrecision"
         self._weights.add([model], optimizers)
         if self._fitting:
             self._check_shards(model)
         register(self._scaler, optimizers, [model])
-        self._schedulers.take(lr_schedulers if self._may_skip else [], self.step_log)
+        self._schedulers.take(lr_schedulers, self.step_log)
         if self._scaler.is_enabled() and self._manual:
             self._strays.watch(param for optimizer in optimizers for param in params_of(optimizer))
         return model, optimizers, lr_schedulers
@@ -131,11 +128,9 @@ class TrainerPrecision(PrecisionCore):
     def teardown(self) -> None:
         """End the run; warn if all of its steps were skipped."""
         if sys.exc_info()[0] is None:  # the Trainer tears down after an error too
-            self.step_log.end_run(self.package.utilities.rank_zero_only(warn_user))
+            self.step_log.end_run(self._warn)
         self._strays.unwatch()
-        self._averages.release()
         self._schedulers.take([], self.step_log)
-        self._user_hooks = None  # it holds the module
         super().teardown()
 
     # -- the autocast region ------------------------------------------------------------------
@@ -147,12 +142,8 @@ class TrainerPrecision(PrecisionCore):
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
         """Run ``training_step``; in manual optimization its end is the end of the iteration."""
-        self._in_train_step = True
-        try:
-            with self.forward_context():
-                yield
-        finally:
-            self._in_train_step = False
+        with replaced(self, "_in_train_step", value=True), self.forward_context():
+            yield
         self._scaler.end_iteration()
 
     def val_step_context(self) -> AbstractContextManager[Any]:
@@ -167,23 +158,11 @@ class TrainerPrecision(PrecisionCore):
         """Leave the region of a manual ``training_step`` for backward, hooks and the step."""
         return self._no_region() if self._in_train_step else nullcontext()
 
-    def _inside_region(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Run the forward of a manual closure in the region its optimizer step has left."""
-        if not self._in_train_step:
-            return closure
-
-        def in_region() -> Any:
-            with self.forward_context():
-                return closure()
-
-        return in_region
-
     # -- backward -----------------------------------------------------------------------------
 
     @outside_graphs
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Show ``on_before_backward`` the loss, then scale it."""
-        self._backwards += 1
         with self._outside_region():
             loss: Tensor = self._plain.pre_backward(self, tensor, module)
             return self._scaler.scale(loss)
@@ -202,14 +181,9 @@ class TrainerPrecision(PrecisionCore):
 
     def run_again(self, module: Any, batch: Any, batch_idx: int) -> None:
         """Run the forward and backward pass of a batch, without hooks and without a step."""
-        names = inspect.signature(module.training_step).parameters
-        args = (batch, batch_idx) if "batch_idx" in names or len(names) > 1 else (batch,)
-        self._runs_again = True
-        try:
-            with self.train_step_context():
-                output = module.trainer.strategy.training_step(*args)
-        finally:
-            self._runs_again = False
+        args = (batch, batch_idx)[: len(inspect.signature(module.training_step).parameters)]
+        with replaced(self, "_runs_again", value=True), self.train_step_context():
+            output = module.trainer.strategy.training_step(*args)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Tensor) and not self._manual:
             with self._no_region():
@@ -224,10 +198,11 @@ class TrainerPrecision(PrecisionCore):
         """Run the closure, unscale, call the hooks, clip, then step or skip; return what the closure did."""
         if self._runs_again:  # a manual training_step
             return closure()
-        closure = partial(self._closure_and_hooks, optimizer, model, self._inside_region(closure))
+        closure = partial(self._closure_and_hooks, optimizer, model, closure)
         with self._outside_region():
             output = self._step(optimizer, closure, **kwargs)
-            self._stepped(optimizer)
+            self._attempted_steps += 1  # not if the closure has raised
+            self._schedulers.after_step(optimizer, self.step_log)
             return output
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
@@ -236,8 +211,7 @@ class TrainerPrecision(PrecisionCore):
         if not scaler.is_enabled():
             return scaler.step(optimizer, closure=closure, **kwargs)
         if calls_closure_again(optimizer):
-            uses_earlier = scaler.has_scaled and uses_gradients_before_closure(optimizer)
-            if uses_earlier and scaler.overflowed_before_closure(optimizer):
+            if scaler.overflowed_before_closure(optimizer):
                 closure()  # which the step would not call, and the Trainer counts on each batch being run
             output = scaler.step(optimizer, closure=closure, **kwargs)
         else:
@@ -252,46 +226,24 @@ class TrainerPrecision(PrecisionCore):
 
     def _closure_and_hooks(self, optimizer: Optimizer, model: Any, closure: Callable[[], Any]) -> Any:
         """Run forward and backward, then let hooks and clipping see unscaled gradients."""
-        result = closure()
-        if self._scaler.is_enabled():
-            self._unscale(optimizer, model)
-        elif self.measures_norms and (not self._may_skip or self._hooks_of(model).norm_is_lost):
-            self._scaler.measure(optimizer)  # before they are clipped
-        self._leaves_clip_to_step = self._hooks_of(model).clip_is_unseen
-        try:
+        with self.forward_context() if self._in_train_step else nullcontext():  # which the step has left
+            result = closure()
+        scaler, trainer, is_seen = self._scaler, model.trainer, bool(self._users_methods)
+        if scaler.is_enabled():
+            if self._manual:
+                self._strays.refuse(optimizer, scaler)
+            if is_seen and scaler.has_scaled:
+                scaler.ensure_unscaled(optimizer)
+        elif self.measures_norms:
+            by_value = trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value"
+            if is_seen or by_value or self.settings.on_nonfinite == "ignore":
+                scaler.measure(optimizer)  # before they are clipped
+        clip_is_last = bool(trainer.gradient_clip_val) and self._users_methods <= NOT_AFTER_CLIPPING
+        with replaced(self, "_leaves_clip_to_step", value=clip_is_last and not is_seen):
             self._after_closure(model, optimizer)
-        finally:
-            self._leaves_clip_to_step = False
-        measured = self._scaler.has_scaled or not self._scaler.is_enabled()
-        if measured and self._hooks_of(model).clip_is_last:
-            self._scaler.assume_unchanged(optimizer)
+        if clip_is_last and (scaler.has_scaled or not scaler.is_enabled()):
+            scaler.assume_unchanged(optimizer)
         return result
-
-    @property
-    def _may_skip(self) -> bool:
-        return self._scaler.is_enabled() or self.settings.on_nonfinite != "ignore"
-
-    def _unscale(self, optimizer: Optimizer, model: Any) -> None:
-        """Refuse gradients of unscaled losses; unscale the others if a hook may read them."""
-        scaled = self._stepped_after.get(id(optimizer), 0) != self._backwards
-        self._stepped_after[id(optimizer)] = self._backwards
-        if self._manual:
-            self._strays.refuse(optimizer, self._scaler, scaled=scaled)
-        if scaled and self._hooks_of(model).read_gradients:
-            self._scaler.ensure_unscaled(optimizer)
-
-    def _hooks_of(self, model: Any) -> UserHooks:
-        if self._user_hooks is None:
-            overridden = self.package.utilities.model_helpers.is_overridden
-            self._user_hooks = UserHooks(model, overridden, self._is_extended, manual=self._manual)
-        return self._user_hooks
-
-    def _is_extended(self, method: str) -> bool:
-        return is_extended(self, (TrainerPrecision, self._plain), method)
-
-    def _stepped(self, optimizer: Optimizer) -> None:
-        self._schedulers.after_step(optimizer, self.step_log)
-        super()._stepped(optimizer)
 
     # -- clipping -----------------------------------------------------------------------------
 
@@ -304,11 +256,7 @@ class TrainerPrecision(PrecisionCore):
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip the unscaled gradients of an optimizer to a total norm."""
         optimizer = torch_optimizer(optimizer)
-        if self._clips_other_parameters(optimizer):
-            self._plain.clip_grad_by_norm(self, optimizer, clip_val)
-        elif self._sharded_root is not None and not self._scaler.has_scaled:
-            self._scaler.measure(optimizer, self._sharded_root.clip_grad_norm_(clip_val))
-        elif self._scaler.is_enabled() and not self._scaler.has_scaled:
+        if self._clips_as_stock(optimizer):
             self._plain.clip_grad_by_norm(self, optimizer, clip_val)
         else:
             self._scaler.clip_grad_norm_(optimizer, clip_val, fold=self._leaves_clip_to_step)
@@ -316,19 +264,18 @@ class TrainerPrecision(PrecisionCore):
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip each element of the unscaled gradients of an optimizer."""
         optimizer = torch_optimizer(optimizer)
-        if self._clips_other_parameters(optimizer):
+        if self._clips_as_stock(optimizer):
             self._plain.clip_grad_by_value(self, optimizer, clip_val)
-        elif self._scaler.has_scaled:
-            self._scaler.clip_grad_value_(optimizer, clip_val)
         else:
-            self._plain.clip_grad_by_value(self, optimizer, clip_val)
+            self._scaler.clip_grad_value_(optimizer, clip_val)
 
-    def _clips_other_parameters(self, optimizer: Optimizer) -> bool:
-        """Whether a subclass says by ``main_params`` what is clipped; then gradients are unscaled now."""
-        if not self._is_extended("main_params"):
+    def _clips_as_stock(self, optimizer: Optimizer) -> bool:
+        """Whether no loss was scaled yet, or a subclass says what is clipped: gradients are unscaled then."""
+        if self._scaler.is_enabled() and not self._scaler.has_scaled:
+            return True
+        if "main_params" not in self._users_methods:
             return False
-        if self._scaler.has_scaled:
-            self._scaler.ensure_unscaled(optimizer)
+        self._scaler.ensure_unscaled(optimizer)
         return True
 
     @property
@@ -346,30 +293,12 @@ class TrainerPrecision(PrecisionCore):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Load the loss scale of a checkpoint, whichever plugin wrote it, to go on training."""
-        if self._load_again is not None:
-            self._load_weights_again(self._load_again, checkpoint)
-            self._load_again = None
-        found = next((checkpoint[key] for key in STOCK_KEYS if checkpoint.get(key)), None)
-        if not self._fitting:
-            return
-        if self.settings.scales_loss and found is None:
-            self.package.utilities.rank_zero_only(warn_user)(
-                "the checkpoint holds no loss scale: it was written in another precision. Training goes on "
-                f"in fp16 from init_scale={self.settings.init_scale:g}"
-            )
-        elif not self.settings.scales_loss and found is not None:
-            self.package.utilities.rank_zero_only(warn_user)(
-                "the checkpoint was written in fp16. Training goes on in "
-                f"{self.settings.precision}, which needs no loss scale; the saved one is ignored"
-            )
-        if found is not None:
-            self.load_state_dict(found)
-
-    @staticmethod
-    def _load_weights_again(trainer: Any, checkpoint: dict[str, Any]) -> None:
-        """Load a checkpoint's weights and averages into a model that is float32 or stored by now."""
-        module = trainer.lightning_module
-        trainer.strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)
-        for callback in trainer.callbacks:
-            if any(kind.__name__ == "WeightAveraging" for kind in type(callback).__mro__):
-                callback.on_load_checkpoint(trainer, module, checkpoint)
+        if self._load_again is not None:  # into a model that is float32 or stored by now
+            trainer, self._load_again = self._load_again, None
+            module = trainer.lightning_module
+            trainer.strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)
+            for callback in trainer.callbacks:
+                if isinstance(callback, self.package.callbacks.WeightAveraging):
+                    callback.on_load_checkpoint(trainer, module, checkpoint)
+        if self._fitting:
+            self.load_state_dict(next((checkpoint[key] for key in STOCK_KEYS if checkpoint.get(key)), {}))

@@ -1,124 +1,131 @@
-"""What a Trainer's user has written: hooks that see gradients, backward calls, optimizers with closures."""
+"""What a Trainer's user brings: methods around a step, backward calls, closures, averages, schedulers."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any, Final
 
-from torch.optim import LBFGS, Optimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from amp_plugin.adapters.gradient_origins import GradientOrigins
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
+from amp_plugin.scaling.step_log import StepLog
+from amp_plugin.weights.store import convert_to_fp32
 
-# -- hooks ---------------------------------------------------------------------------------------
-
-_METHODS_OF_MODULES: Final = ("configure_gradient_clipping", "optimizer_step")
-_CLIPPING_OF_MODULES: Final = ("configure_gradient_clipping", "clip_gradients")
-_CLIPPING_OF_PLUGINS: Final = (
-    "_after_closure",
-    "_clip_gradients",
-    "clip_gradients",
-    "clip_grad_by_norm",
-    "clip_grad_by_value",
-    "main_params",
-)
+_HOOK: Final = "on_before_optimizer_step"
+_OF_MODULES: Final = ("configure_gradient_clipping", "clip_gradients", "optimizer_step", _HOOK)
+_OF_PLUGINS: Final = {
+    *("_after_closure", "_clip_gradients", "clip_gradients", "clip_grad_by_norm", "clip_grad_by_value"),
+    *("main_params", "optimizer_step"),
+}
+NOT_AFTER_CLIPPING: Final = frozenset({"optimizer_step", _HOOK})
+"""Methods in which no code of the user runs between Lightning's clipping and the step."""
+_NEVER: Final = sys.maxsize  # batches; no batch index reaches it
 
 
-class UserHooks:
-    """Which code of the user sees gradients between a backward pass and the end of its step.
+def users_methods(module: Any, plugin: object, is_overridden: Callable[[str, Any], bool]) -> frozenset[str]:
+    """Return the methods around a step that are the user's own: of the module, a callback or the plugin.
 
-    ``read_gradients``: whether a hook may read them before the step, so that they must be unscaled.
+    Any of them may look at gradients.
     """
-
-    def __init__(
-        self,
-        model: Any,
-        is_overridden: Callable[[str, Any], bool],
-        is_extended: Callable[[str], bool],
-        *,
-        manual: bool,
-    ) -> None:
-        self._model, self._manual = model, manual
-        in_plugin = any(map(is_extended, _CLIPPING_OF_PLUGINS))
-        owners = (model, *model.trainer.callbacks)
-        self.read_gradients = (
-            in_plugin
-            or is_extended("optimizer_step")
-            or any(is_overridden(method, model) for method in _METHODS_OF_MODULES)
-            or any(is_overridden("on_before_optimizer_step", owner) for owner in owners)
-        )
-        self._user_clips = in_plugin or any(is_overridden(method, model) for method in _CLIPPING_OF_MODULES)
-
-    @property
-    def clip_is_last(self) -> bool:
-        """Whether the step follows on Lightning's own clipping, without code of the user in between."""
-        return self._clips and not (self._manual or self._user_clips)
-
-    @property
-    def clip_is_unseen(self) -> bool:
-        """Whether no code of the user can tell a clip in the gradients from one that the step works in."""
-        return self.clip_is_last and not self.read_gradients
-
-    @property
-    def norm_is_lost(self) -> bool:
-        """Whether the norm of unscaled gradients is taken only once they may have been changed."""
-        by_value = self._clips and self._model.trainer.gradient_clip_algorithm == "value"
-        return not self._manual and (by_value or self.read_gradients)
-
-    @property
-    def _clips(self) -> bool:
-        return (self._model.trainer.gradient_clip_val or 0) > 0
-
-
-def is_extended(plugin: Any, known: tuple[type, ...], method: str) -> bool:
-    """Return whether a subclass of a plugin, or its user for this object, has a method of its own."""
-    found = getattr(type(plugin), method)
-    return method in vars(plugin) or all(found is not getattr(kind, method, None) for kind in known)
-
-
-# -- gradients of unscaled losses ----------------------------------------------------------------
+    kind = type(plugin)
+    ours = next(base for base in kind.__mro__ if base.__module__.startswith("amp_plugin."))
+    of_module = {method for method in _OF_MODULES if is_overridden(method, module)}
+    callbacks = {_HOOK for callback in module.trainer.callbacks if is_overridden(_HOOK, callback)}
+    of_class = {method for method in _OF_PLUGINS if getattr(kind, method) is not getattr(ours, method)}
+    return frozenset(of_module | callbacks | of_class | vars(plugin).keys() & _OF_PLUGINS)
 
 
 class StrayGradients(GradientOrigins):
     """Refuses gradients of a manual ``training_step`` that ``self.manual_backward()`` has not made."""
 
-    def refuse(self, optimizer: Optimizer, scaler: GradScaler, *, scaled: bool) -> None:
-        """Raise RuntimeError if an optimizer is to step with gradients of a loss that was not scaled.
+    def refuse(self, optimizer: Optimizer, scaler: GradScaler) -> None:
+        """Raise RuntimeError if an optimizer is to step with gradients of a loss that was not scaled."""
+        never_scaled = not scaler.has_scaled
 
-        Without ``scaled``, ``manual_backward`` has not run since its last step.
-        """
-        strays = [param for param in params_of(optimizer) if self.take_outside(param)]
-        if not scaled and scaler.has_new_gradients(optimizer):
-            strays = [param for param in params_of(optimizer) if param.grad is not None]
-        if strays:
-            names = dict(zip(map(id, params_of(optimizer)), scaler.parameter_names(optimizer), strict=True))
-            listed = ", ".join(names[id(param)] for param in strays[:3]) + (", ..." if strays[3:] else "")
+        def is_stray(param: Tensor) -> bool:
+            return self.is_from_outside(param) or (never_scaled and param.grad is not None)
+
+        params = params_of(optimizer)
+        if any(map(is_stray, params)):
+            named = zip(scaler.parameter_names(optimizer), params, strict=True)
+            strays = [name for name, param in named if is_stray(param)]
             msg = (
-                f"{type(optimizer).__name__}.step(): {len(strays)} parameters ({listed}) have gradients that "
-                "self.manual_backward() did not make: their loss was not scaled and fp16 lost small ones; "
-                "write self.manual_backward(loss) instead of loss.backward()"
+                f"{type(optimizer).__name__}.step(): {len(strays)} parameters ({', '.join(strays[:3])}) have "
+                "gradients that self.manual_backward() did not make: their loss was not scaled and fp16 lost "
+                "small ones; write self.manual_backward(loss) instead of loss.backward()"
             )
             raise RuntimeError(msg)
 
 
-# -- closures ------------------------------------------------------------------------------------
+@cache
+def _needs_closure(kind: Any) -> bool:
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def calls_closure_again(optimizer: Optimizer) -> bool:
     """Return whether an optimizer may call its closure several times, or change weights before it.
 
-    LBFGS does, what cannot step without a closure, and what says so by ``calls_closure_again = True`` (SAM).
+    What cannot step without a closure does (LBFGS), and what says so by ``calls_closure_again = True`` (SAM).
     Others call it once, before anything else, so it may as well run before ``step()``.
     """
-    declared = getattr(optimizer, "calls_closure_again", None)
     kind: Any = type(optimizer)
+    declared = getattr(optimizer, "calls_closure_again", None)
     return bool(_needs_closure(kind) if declared is None else declared)
 
 
-@functools.cache
-def _needs_closure(kind: Any) -> bool:
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    return issubclass(kind, LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty)
+def averages_in_fp32(callbacks: Iterable[Any], package: Any, weights: str) -> None:
+    """Make the copies of a model that averaging callbacks (EMA, SWA) have taken before its set-up float32.
+
+    Raises ValueError if the model's weights are to be stored: these callbacks take them as they are.
+    """
+    kinds = (package.callbacks.WeightAveraging, package.callbacks.StochasticWeightAveraging)
+    for callback in callbacks:
+        if isinstance(callback, kinds) and weights != "fp32":
+            msg = (
+                f"weights={weights!r} does not work with {type(callback).__name__}, which would average them "
+                "as they are stored: leave weights='fp32', or average within amp_plugin.weights.store.in_fp32"
+            )
+            raise ValueError(msg)
+        average = getattr(callback, "_average_model", None)
+        if isinstance(callback, kinds) and isinstance(average, nn.Module):
+            convert_to_fp32(average)
+
+
+class HeldSchedulers:
+    """The schedulers that the Trainer steps after optimizer steps; they sit out skipped ones.
+
+    The Trainer steps a scheduler where ``(batch_idx + 1) % config.frequency == 0``: a frequency that no batch
+    index reaches holds it back. Nothing is set on the scheduler itself, whose ``state_dict()`` is saved.
+    """
+
+    def __init__(self) -> None:
+        self._configs: list[tuple[Any, int]] = []  # with their own frequencies
+
+    def take(self, configs: Iterable[Any], log: StepLog) -> None:
+        """Take charge of the Trainer's LRSchedulerConfigs, and of no others any more.
+
+        The log waits for the steps of optimizers whose scheduler is not stepped after each.
+        """
+        for config, frequency in self._configs:
+            config.frequency = frequency
+        self._configs = [
+            (config, config.frequency)
+            for config in configs
+            if config.interval == "step" and not config.reduce_on_plateau
+        ]
+        for config, frequency in self._configs:
+            if frequency != 1:
+                log.wait_for(config.scheduler.optimizer)
+
+    def after_step(self, optimizer: Optimizer, log: StepLog) -> None:
+        """Hold an optimizer's schedulers back, or no more."""
+        for config, frequency in self._configs:
+            if config.scheduler.optimizer is optimizer:
+                config.frequency = _NEVER if log.holds_schedulers(optimizer) else frequency
