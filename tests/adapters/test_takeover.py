@@ -15,7 +15,6 @@ import tomllib
 import torch
 from typer.testing import CliRunner
 
-import amp_plugin
 from amp_plugin import GradScaler, autocast
 from amp_plugin.adapters.takeover import Takeover, bind_environment, when_imported
 from amp_plugin.cli import app
@@ -109,43 +108,26 @@ class TestTorchAmp:
         assert float(loss) == space["loss"].item()  # type: ignore[attr-defined]
         begin, end = said
         assert "torch.autocast, torch.amp.GradScaler" in begin
-        assert end == "amp-plugin run: train.py used torch.autocast on cpu in float16 (3 blocks), GradScaler"
+        assert end == "amp-plugin run: train.py used torch.autocast in fp16, GradScaler"
 
     def test_precision_is_for_blocks_that_name_no_dtype(self, run):
         result, said = run(LOOP.format(block='autocast("cpu")'), "--precision", "fp16")
         assert "torch.float16" in result.stdout
-        assert "--precision sets torch.autocast(dtype=torch.float16)" in said[0]
+        assert said[0].endswith("are amp_plugin's while train.py runs, in fp16 where it chooses no precision")
         assert len(said) == 2
         result, said = run(LOOP.format(block='autocast("cpu", dtype=torch.bfloat16)'), "--precision", "fp16")
         assert "torch.bfloat16" in result.stdout
         assert "--precision fp16 set nothing: train.py chooses its own" in said[2]
 
-    def test_a_program_without_mixed_precision_is_told(self, run):
-        result, said = run("print('hello')", "--precision", "bf16")
+    @pytest.mark.parametrize("text", ["print('hello')", "import amp_plugin; amp_plugin.GradScaler('cpu')"])
+    def test_a_program_of_which_nothing_is_taken_over_is_told(self, run, text):
+        result, said = run(text, "--precision", "bf16")
         assert result.exit_code == 0
-        assert "train.py used none of them and ran as without amp-plugin; in a plain loop, open" in said[1]
-
-    def test_a_program_that_uses_amp_plugin_itself_is_told_so(self, run):
-        text = "import amp_plugin\namp_plugin.GradScaler('cpu', enabled=False)"
-        end = "amp-plugin run: train.py uses amp_plugin itself: nothing else was to be taken over"
-        assert run(text)[1][1:] == [end]
-        assert run(text, "--precision", "bf16")[1][1:] == [f"{end}, and --precision bf16 set nothing"]
-
-    def test_a_public_name_is_use_enough(self, run, monkeypatch):
-        monkeypatch.delitem(vars(amp_plugin), "autocast", raising=False)
-        assert "uses amp_plugin itself" in run("from amp_plugin import autocast")[1][1]
-
-    @pytest.mark.parametrize(("enabled", "told"), [(True, 0), (False, 1)])
-    def test_a_scaler_by_our_own_name_counts(self, run, enabled, told):
-        text = (
-            f"import torch, amp_plugin\namp_plugin.GradScaler('cpu', enabled={enabled})\n"
-            "with torch.autocast('cpu', torch.float16): torch.ones(2, 2) @ torch.ones(2, 2)"
-        )
-        assert sum("without an enabled GradScaler" in line for line in run(text)[1]) == told
+        assert said[1:] == ["amp-plugin run: nothing was taken over: train.py used none of these"]
 
     def test_float16_without_a_scaler_is_told(self, run):
         text = "import torch\nwith torch.autocast('cpu', torch.float16): torch.ones(2, 2) @ torch.ones(2, 2)"
-        assert "without an enabled GradScaler" in run(text)[1][2]
+        assert "float16 ran without a torch.amp.GradScaler" in run(text)[1][2]
 
     @pytest.mark.parametrize(
         ("end", "code"), [("raise KeyError('gone')", 1), ("import sys; sys.exit(7)", 7), ("pass", 0)]
@@ -191,11 +173,7 @@ class TestTorchAmp:
         scaler = Inner("cpu")
         assert type(scaler) is Inner
         assert not isinstance(scaler, GradScaler)
-        taken.__exit__(None)
-        assert (
-            "Inner overrides torch's own steps of a loss scale and was left as it is"
-            in capfd.readouterr().err
-        )
+        assert "Inner overrides torch's own steps of a loss scale and is left" in capfd.readouterr().err
 
     def test_autocast_stays_torchs_class(self, taken):
         class Mine(torch.autocast):
@@ -261,14 +239,14 @@ class TestAccelerate:
         assert result.stdout == "AmpAccelerator no\n"
         reset()
         result, said = run(ACCELERATE, "--precision", "bf16")
-        assert said[1] == "amp-plugin run: train.py used Accelerator(mixed_precision='bf16') by --precision"
+        assert said[1:] == ["amp-plugin run: train.py used Accelerator(mixed_precision='bf16')"]
         assert Accelerator.__init__ is original
 
-    def test_two_precisions_are_refused(self, run, monkeypatch):
+    def test_the_launchers_precision_stays(self, run, monkeypatch):
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-        result, _ = run(ACCELERATE, "--precision", "fp16")
-        assert result.exit_code == 2
-        assert "ask for two precisions; leave one of them out" in " ".join(result.stderr.split())
+        result, said = run(ACCELERATE, "--precision", "fp16")
+        assert result.stdout == "AmpAccelerator bf16\n"
+        assert "--precision fp16 set nothing" in said[2]
 
 
 OWN = """\
@@ -312,7 +290,7 @@ class TestLightning:
         text = LIGHTNING.format(package=package, more="", chosen="precision=32")
         result, said = run(text, "--precision", "bf16")
         assert result.stdout.startswith("AmpPrecision('bf16')")
-        assert said[-1].endswith("Trainer(precision='bf16-mixed') by --precision")
+        assert said[-1].endswith("Trainer(precision='bf16-mixed')")
         assert run(text)[0].stdout.startswith("<")  # Lightning's own again
 
     def test_a_stock_plugin_gives_its_scaler(self, run, package):
@@ -345,24 +323,6 @@ class TestLightning:
         assert result.stdout.splitlines()[-1] == "torch.float32"
         assert "nothing has read the rules" not in result.stderr
 
-    @pytest.mark.native  # without the core a region of ours is a block of torch.autocast, and counted as one
-    def test_a_trainer_with_a_plugin_of_ours_is_told_so(self, run, package):
-        more = (
-            "from amp_plugin.adapters.lightning import classes_for\n"
-            f"AmpPrecision = classes_for({package!r}).AmpPrecision\n"
-            f"from {package}.demos.boring_classes import BoringModel"
-        )
-        text = LIGHTNING.format(
-            package=package, more=more, chosen='plugins=[AmpPrecision("bf16", device="cpu")]'
-        )
-        result, said = run(text + "trainer.fit(BoringModel())")
-        assert result.exit_code == 0, result.output
-        assert "train.py uses amp_plugin itself" in said[-1]
-
-    def test_a_plugin_that_takes_no_step_is_use_too(self, run, package):
-        text = f"from amp_plugin.adapters.lightning import classes_for\nclasses_for({package!r}).AmpPrecision('bf16')"
-        assert "uses amp_plugin itself" in run(text)[1][-1]
-
     def test_fabric_takes_our_plugin(self, run, package):
         fabric = "lightning.fabric" if package == "lightning.pytorch" else "lightning_fabric"
         text = (
@@ -392,8 +352,7 @@ def test_looking_for_a_module_is_not_importing_it(tmp_path, monkeypatch):
         assert seen == []
         module = importlib.import_module("found_then_imported")
         assert seen == [1]
-        importlib.reload(module)
-        assert seen == [1]
+    assert module.value == 1
     assert seen == [1, "over"]
 
 
