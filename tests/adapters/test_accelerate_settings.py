@@ -153,10 +153,12 @@ class TestErrorsNameTheirSource:
         ):
             resolve([], {"AMP_PLUGIN_RULES": str(path)})
 
-    def test_a_bad_precision_in_the_environment(self, monkeypatch):
+    def test_a_bad_precision(self, monkeypatch):
+        with pytest.raises(ValueError, match="mixed_precision='fp17' is unknown; allowed are"):
+            AmpAccelerator(mixed_precision="fp17", cpu=True)
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "amp_fp16")
         with pytest.raises(
-            ValueError, match=r"ACCELERATE_MIXED_PRECISION='amp_fp16'.*allowed are no, fp8, fp16, bf16"
+            ValueError, match="mixed_precision='amp_fp16' from ACCELERATE_MIXED_PRECISION is unk"
         ):
             AmpAccelerator(cpu=True)
 
@@ -181,10 +183,6 @@ class TestErrorsNameTheirSource:
     def test_misspelt_arguments(self, make, message):
         with pytest.raises(TypeError, match=message):
             make()
-
-    def test_a_bad_precision_by_argument(self):
-        with pytest.raises(ValueError, match="Unknown mixed_precision mode: fp17"):
-            AmpAccelerator(mixed_precision="fp17", cpu=True)
 
 
 class TestAccelerator:

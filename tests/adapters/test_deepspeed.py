@@ -55,7 +55,7 @@ def test_bf16_is_told_whether_to_check(given, checks):
     [
         (FP16, {"init_scale": 100.0}, "init_scale=100.0 cannot act .*'initial_scale_power' of 'fp16' takes powers of 2"),
         (FP16, {"min_scale": 0.5}, "'min_loss_scale' of 'fp16' takes whole numbers"),
-        (FP16, {"hysteresis_mode": "megatron"}, "'consecutive_hysteresis' of 'fp16' takes 'apex' and"),
+        (FP16, {"hysteresis_mode": "megatron"}, "'consecutive_hysteresis' of 'fp16' takes apex, deepspeed"),
         (FP16, {"growth_factor": 4.0}, "growth_factor=4.0 cannot act .*no key there, and is always 2.0"),
         (FP16, {"max_scale": 2.0**20}, "max_scale=1048576.0 .* no key"),
         (FP16, {"rules": OpRules.default("cpu")}, "'torch_autocast'"),

@@ -11,6 +11,7 @@ from typing import Any
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 
+from amp_plugin.casting.bound_rules import replaced
 from amp_plugin.patterns import found_patterns
 from amp_plugin.sharding.fsdp1 import fsdp1_policy
 from amp_plugin.sharding.fully_shard import policy_of, shard_unit
@@ -51,8 +52,5 @@ def fp32_units_apart(models: Sequence[nn.Module], plan: DtypePlan) -> Iterator[N
     def by_plan(module: Any, **options: Any) -> Any:
         return shard_unit(own, module, plan, in_fp32, **options)
 
-    fsdp.fully_shard = by_plan
-    try:
+    with replaced(fsdp, "fully_shard", by_plan):
         yield
-    finally:
-        fsdp.fully_shard = own
