@@ -16,7 +16,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from amp_plugin.adapters.stand_in import standing_in
 from amp_plugin.casting.bound_rules import BoundAutocast, is_launcher, ours_by_default
@@ -30,7 +30,6 @@ Precision = Literal["fp16", "bf16"]
 VARIABLE: Final = "AMP_PLUGIN_TAKEOVER"
 _ADAPTER: Final = "amp_plugin.adapters.accelerate"
 _AS_WRITTEN: Final = "as-written"
-_PRECISIONS: Final = ("fp16", "bf16")
 _ACCELERATE: Final = "ACCELERATE_MIXED_PRECISION"
 _NAMES: Final = (
     "torch.autocast, torch.amp.GradScaler, Accelerate's Accelerator and Lightning's Trainer and Fabric"
@@ -238,13 +237,14 @@ def bind_environment() -> None:
     given = os.environ.get(VARIABLE, "")
     if not given or is_launcher():
         return
-    if given not in {_AS_WRITTEN, *_PRECISIONS}:
-        allowed = ", ".join((*_PRECISIONS, _AS_WRITTEN))
-        msg = f"{VARIABLE}={given} is unknown; allowed are {allowed}; amp-plugin run sets it, unset it"
+    known = (*get_args(Precision), _AS_WRITTEN)
+    if given not in known:
+        allowed = f"allowed are {', '.join(known)}"
+        msg = f"{VARIABLE}={given} is unknown; {allowed}; amp-plugin run sets it, unset it"
         raise ValueError(msg)
     import atexit  # noqa: PLC0415 - most processes stop above
 
-    precision: Any = given if given in _PRECISIONS else None
+    precision: Any = None if given == _AS_WRITTEN else given
     takeover = Takeover(Path(sys.argv[0]).name or "this process", precision=precision)
     takeover.__enter__()
     atexit.register(takeover.__exit__, None, None, None)

@@ -141,9 +141,8 @@ class AmpAccelerator(HasScaler, Accelerator):
             with naming(settings.sources):
                 settings.check_sharded()
             if self.native_amp:
-                version, fp32_outputs = 2 if self.is_fsdp2 else 1, settings.fp32_outputs
                 plugin, plan = self.state.fsdp_plugin, self.dtype_plan
-                sharding.give_policy(plugin, plan, version=version, fp32_outputs=fp32_outputs)
+                sharding.give_policy(plugin, plan, fp32_outputs=settings.fp32_outputs)
 
     @property
     def _scaler(self) -> GradScaler:
@@ -315,11 +314,11 @@ class AmpAccelerator(HasScaler, Accelerator):
         prepared = super().prepare_optimizer(optimizer, *args, **kwargs)
         if isinstance(prepared, AmpOptimizer) or steps_in_backward(torch_optimizer(prepared)):
             return prepared
-        ours = AmpOptimizer.adopt(prepared, self._stepping)
+        prepared.__class__, prepared.stepping = AmpOptimizer, self._stepping
         if not self.is_fsdp2:  # its parameters are yet to be replaced there
-            self._scaler.register(ours.optimizer)
-            self._weights.add(self._models, [ours.optimizer])
-        return ours
+            self._scaler.register(prepared.optimizer)
+            self._weights.add(self._models, [prepared.optimizer])
+        return prepared
 
     def _register_optimizers(self) -> None:
         """Tell the scaler which ranks step together and the names of the parameters."""

@@ -131,19 +131,17 @@ def scaler_for_engine(engine: Any, settings: Settings, config: Mapping[str, Any]
     if settings.op_rules is not None:
         set_default_rules(settings.op_rules)
     apply_fp32_modules(engine.module, found_patterns(engine.module, settings.fp32_modules))
-    scaler = _in_place_of_torchs(engine, settings) if is_ours(config) else EngineScaler(engine, settings)
+    if is_ours(config):
+        scales = settings.enabled and engine.torch_autocast_z0_gradscaler is not None
+        scaler = settings.new_scaler(engine.device.type, enabled=scales)
+        if not scales:  # which the engine calls before it clips: the norm is of unclipped gradients
+            scaler.unscale_ = scaler.measure  # type: ignore[method-assign, assignment]
+        engine.torch_autocast_z0_gradscaler = scaler
+        scaler.step_log.exact = True
+        scaler.step_log.subscribe(_show_overflow)
+    else:
+        scaler = EngineScaler(engine, settings)
     register(scaler, [engine.optimizer], [engine.module])
-    return scaler
-
-
-def _in_place_of_torchs(engine: Any, settings: Settings) -> GradScaler:
-    scales = settings.enabled and engine.torch_autocast_z0_gradscaler is not None
-    scaler = settings.new_scaler(engine.device.type, enabled=scales)
-    if not scales:  # which the engine calls before it clips: the norm is of unclipped gradients
-        scaler.unscale_ = scaler.measure  # type: ignore[method-assign, assignment]
-    engine.torch_autocast_z0_gradscaler = scaler
-    scaler.step_log.exact = True
-    scaler.step_log.subscribe(_show_overflow)
     return scaler
 
 

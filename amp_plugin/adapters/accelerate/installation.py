@@ -46,10 +46,10 @@ def install(options: AmpKwargs | None = None, *, made: Callable[[AmpAccelerator]
 
     def arguments(_args: Sequence[Any], given: dict[str, Any]) -> dict[str, Any]:
         _set_weights_up_before_transformers_loads()
-        handlers = list(given.get("kwargs_handlers") or ())
-        if options is not None and not any(isinstance(handler, AmpKwargs) for handler in handlers):
-            handlers.append(options)
-        return {**given, "kwargs_handlers": handlers}
+        handlers = given.get("kwargs_handlers") or ()
+        if options is None or any(isinstance(handler, AmpKwargs) for handler in handlers):
+            return given
+        return {**given, "kwargs_handlers": [*handlers, options]}
 
     _installed.enter_context(standing_in(AmpAccelerator, Accelerator, arguments=arguments, made=made))
     _installed.callback(set_default_rules, None)

@@ -41,14 +41,6 @@ class AmpOptimizer(AcceleratedOptimizer):
 
     stepping: Stepping
 
-    @classmethod
-    def adopt(cls, prepared: AcceleratedOptimizer, stepping: Stepping) -> AmpOptimizer:
-        """Turn an optimizer that Accelerate has prepared into one of ours."""
-        prepared.__class__ = cls
-        ours: AmpOptimizer = prepared
-        ours.stepping = stepping
-        return ours
-
     @outside_graphs
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step or skip at the end of an accumulation window.

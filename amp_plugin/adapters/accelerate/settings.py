@@ -106,10 +106,7 @@ def take_options(given: dict[str, Any], environment: Mapping[str, str]) -> Setti
 
 
 def _precision_for_accelerate(argument: Any, environment: Mapping[str, str]) -> Any:
-    """Return ``mixed_precision`` in Accelerate's words; None leaves it to the environment.
-
-    Accelerate checks the argument only, so a wrong word of the environment is refused here.
-    """
+    """Return ``mixed_precision`` in Accelerate's words, checked; None leaves it to the environment."""
     from_environment = argument is None and not AcceleratorState._shared_state
     given = environment.get(PRECISION_VARIABLE, "no").lower() if from_environment else argument
     if given is None or str(given) in PrecisionType.list():
