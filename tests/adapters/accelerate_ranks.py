@@ -27,24 +27,24 @@ def distributed_data_parallel():
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
-    report = {"kind": str(accelerator.distributed_type), "device": accelerator.device.type}
-    norms = []
+    report = {"kind": (accelerator.distributed_type.value, accelerator.device.type)}
+
+    def run(factor, clips=False):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(factor))
+            if clips:
+                report["norm"] = accelerator.clip_grad_norm_(model.parameters(), 1.0).item()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
     for factor in (2.0, 6.0):  # the mean over two ranks and two micro-batches of factor + rank
-        with accelerator.accumulate(model):
-            accelerator.backward(model(factor + rank))
-            norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0).item())
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-    report |= {"norm": norms[-1], "weight": model.module.weight.tolist(), "scale": scale(accelerator)}
+        run(factor + rank, clips=True)
+    report |= {"weight": model.module.weight.tolist(), "scale": accelerator.scaler.get_scale()}
     for _ in range(2):
-        with accelerator.accumulate(model):
-            accelerator.backward(model(OVERFLOW if rank == 1 else 1.0))
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-    report |= {"skipped": accelerator.optimizer_step_was_skipped, "scale_after": scale(accelerator)}
-    report |= {"weight_after": model.module.weight.tolist(), "rate": schedule.get_last_lr()[0]}
+        run(OVERFLOW if rank == 1 else 1.0)
+    report |= {"skipped": accelerator.optimizer_step_was_skipped, "rate": schedule.get_last_lr()[0]}
+    report |= {"weight_after": model.module.weight.tolist(), "scale_after": accelerator.scaler.get_scale()}
     return report
 
 
@@ -82,13 +82,14 @@ def fully_sharded(folder, precision, version=2):
     reference = Layers().to(accelerator.device)
     reference.load_state_dict(model.state_dict())
     model, optimizer = accelerator.prepare(model, optimizer)
-    report = {"kind": str(accelerator.distributed_type), "scaled": accelerator.scaler is not None}
+    assert accelerator.distributed_type == DistributedType.FSDP
     if version == 2:  # torch's FSDP1 crashes when it saves on the CPU
         accelerator.save_state(folder)  # steps once to make optimizer state, as load_state does:
         optimizer.optimizer.state.clear()  # no steps of ours (huggingface/accelerate#4289)
         accelerator.load_state(folder)
         optimizer.optimizer.state.clear()
-    report["tracker"] = accelerator.scaler.state_dict()["_growth_tracker"] if accelerator.scaler else 0
+    scaler = accelerator.scaler
+    report = {"tracker": scaler.state_dict()["_growth_tracker"] if scaler is not None else 0}
     inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)).to(accelerator.device)
     share = inputs.chunk(2)[accelerator.process_index]
     norms, wanted = [], []
@@ -104,7 +105,7 @@ def fully_sharded(folder, precision, version=2):
         wanted.append(torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5).item())
         plain.step()
     report |= {"norms": norms, "wanted": wanted, "output": str(output.dtype), "inside": str(model.inside)}
-    if accelerator.scaler is not None:
+    if scaler is not None:
         before = [local(p).clone() for p in model.parameters()]
         factor = OVERFLOW if accelerator.process_index == 1 else 1.0  # of one element, so in one rank's shard
         accelerator.backward(model(share, factor).sum())
@@ -117,10 +118,6 @@ def fully_sharded(folder, precision, version=2):
 
 def local(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def scale(accelerator):
-    return accelerator.scaler.get_scale()
 
 
 def on_cpu_as_on_gpus(state, *_args, **_kwargs):

@@ -116,22 +116,6 @@ def test_names_of_other_projects_are_understood(given, mine, monkeypatch):
         assert AmpAccelerator(cpu=True).mixed_precision == mine
 
 
-@pytest.mark.parametrize("given", ["16-true", "bf16-true"])
-def test_weights_in_16_bits_are_no_mixed_precision(given, monkeypatch):
-    mine = "bf16" if given.startswith("bf") else "fp16"
-    reset()
-    wanted = f"mixed_precision='{given}' keeps.*Use mixed_precision='{mine}'"
-    with pytest.raises(ValueError, match=wanted) as error:
-        AmpAccelerator(mixed_precision=given, cpu=True)
-    assert (
-        f"With AmpKwargs(weights='{mine}-true') they all stay in 16 bits, and are trained as exactly"
-        in str(error.value)
-    )
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", given)
-    with pytest.raises(ValueError, match=f"'{given}' from ACCELERATE_MIXED_PRECISION keeps"):
-        AmpAccelerator(cpu=True)
-
-
 # -- options of AmpPrecision --------------------------------------------------------------------
 
 
@@ -198,28 +182,6 @@ def test_evaluation_has_a_precision_of_its_own(training, evaluation, expected):
     plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     plain(torch.ones(1, 2))
     assert plain.seen["body"] is torch.float32
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "message"),
-    [
-        (
-            "EVAL_PRECISION",
-            "fp17",
-            r"eval_precision='fp17' is unknown; allowed are.*comes from AMP_PLUGIN_EVAL_PRECISION",
-        ),
-        (
-            "FP32_MODULES",
-            "head,,body",
-            r"fp32_modules=.*'body'.* is not allowed; give a list of names.*from AMP_PLUGIN_FP32_MODULES",
-        ),
-    ],
-)
-def test_wrong_values_name_their_source(variable, value, message, monkeypatch):
-    monkeypatch.setenv(f"AMP_PLUGIN_{variable}", value)
-    reset()
-    with pytest.raises(ValueError, match=message):
-        AmpAccelerator(cpu=True)
 
 
 # -- what is said at the start of a run ---------------------------------------------------------

@@ -4,7 +4,6 @@ import pickle
 
 import pytest
 import torch
-from accelerate.utils import AutocastKwargs
 from torch import nn
 
 from amp_plugin import GradScaler
@@ -92,17 +91,3 @@ def test_what_is_no_scaler_is_refused():
     with pytest.raises(TypeError, match=r"AmpAccelerator\.scaler = 1024\.0: .*it has no .*or None"):
         accelerator.scaler = 1024.0
     assert accelerator.scaler is before
-
-
-def test_an_autocast_handler_that_is_set_later_holds():
-    accelerator = ours(precision="bf16")
-    accelerator.autocast_handler = AutocastKwargs(enabled=False)
-    seen = []
-    net = nn.Linear(8, 1)
-    net.register_forward_hook(lambda *call: seen.append(call[-1].dtype))
-    accelerator.prepare(net)(BATCHES[0])
-    with accelerator.autocast():
-        seen.append(torch.is_autocast_enabled("cpu"))
-    with accelerator.autocast(AutocastKwargs()):
-        seen.append(torch.is_autocast_enabled("cpu"))
-    assert seen == [torch.float32, False, True]

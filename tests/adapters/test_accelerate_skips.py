@@ -48,25 +48,20 @@ def test_a_fused_optimizer_on_a_gpu(exact):
 def test_training_on_a_gpu(precision, dtype):
     torch.manual_seed(0)
     accelerator = ours(precision=precision, cpu=False, steps=2)
-    assert accelerator.device.type == "cuda"
-    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 1))
-    seen = []
-    model[0].register_forward_hook(lambda *call: seen.append(call[-1].dtype))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, seen, losses = torch.nn.Linear(8, 1), set(), []
+    model.register_forward_hook(lambda *call: seen.add(call[-1].dtype))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
     inputs = torch.randn(64, 8, device="cuda")
-    target = inputs.square().sum(dim=1, keepdim=True).sqrt()
-    losses = []
     for _ in range(60):
-        for x, y in zip(inputs.chunk(2), target.chunk(2), strict=True):
+        for rows in inputs.chunk(2):
             with accelerator.accumulate(model):
-                loss = torch.nn.functional.mse_loss(model(x), y)
+                loss = torch.nn.functional.mse_loss(model(rows), rows.sum(dim=1, keepdim=True))
                 accelerator.backward(loss)
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
         losses.append(loss.item())
-    assert set(seen) == {dtype}
+    assert seen == {dtype}
     assert losses[-1] < 0.2 * losses[0]
 
 
