@@ -19,6 +19,7 @@ from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs
 
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
 AUTOCAST_BF16 = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+LINEAR_IN_FP32 = OpRules.default("cpu").with_rule("aten::linear", "fp32")
 # Name -> mixed_precision, the ZeRO stage, sections of the config, our options.
 # Those with torch_autocast come last: DeepSpeed remembers in the process that it was on.
 RUNS = {
@@ -33,12 +34,7 @@ RUNS = {
     "autocast fp16": ("no", 0, AUTOCAST, {"init_scale": 1024.0, "growth_interval": 2}),
     "autocast bf16": ("no", 0, AUTOCAST_BF16, {}),
     "autocast fp16, endless": ("no", 0, AUTOCAST, {"max_skips_in_a_row": 2}),
-    "autocast fp16, rules": (
-        "no",
-        0,
-        AUTOCAST,
-        {"rules": OpRules.default("cpu").with_rule("aten::linear", "fp32")},
-    ),
+    "autocast fp16, rules": ("no", 0, AUTOCAST, {"rules": LINEAR_IN_FP32}),
     "autocast fp16, fp32 modules": ("no", 0, AUTOCAST, {"fp32_modules": ["Linear"]}),
     "autocast fp16 in ZeRO": ("no", 1, AUTOCAST, {}),
 }
@@ -68,26 +64,20 @@ def train(precision, stage, sections, options, overflows):
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
     steps = []
+    weight = next(model.parameters())
     for i in range(4):
-        before = next(model.parameters()).detach().float().clone()
+        before = weight.detach().float().clone()
         output = model(torch.ones(2, 8, dtype=dtype))
         accelerator.backward(output.float().pow(2).mean() * (torch.inf if i in overflows else 1.0))
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        result = accelerator.last_step(optimizer)
-        moved = (next(model.parameters()).detach().float() - before).norm().item()
-        steps.append(
-            {
-                "output": str(output.dtype),
-                "skipped": [result.skipped, accelerator.optimizer_step_was_skipped],
-                "norm": result.norm.item(),
-                "scales": [result.scale_before, result.scale_after],
-                "metrics": accelerator.amp_metrics(),
-                "moved": moved / schedule.get_last_lr()[0],
-                "rate": schedule.get_last_lr()[0],
-            }
-        )
+        result, (rate,) = accelerator.last_step(optimizer), schedule.get_last_lr()
+        step = {"output": str(output.dtype), "norm": result.norm.item(), "metrics": accelerator.amp_metrics()}
+        step["skipped"] = [result.skipped, accelerator.optimizer_step_was_skipped]
+        step["scales"] = [result.scale_before, result.scale_after]
+        step |= {"moved": (weight.detach().float() - before).norm().item() / rate, "rate": rate}
+        steps.append(step)
     accelerator.end_training()
     return steps
 

@@ -47,13 +47,23 @@ accelerator = Accelerator(cpu=True)
 print(type(accelerator).__name__, accelerator.mixed_precision)
 """
 LIGHTNING = """\
-import warnings
+import torch, warnings
 warnings.simplefilter("ignore")
 from {package} import Trainer
-{more}
+from {package}.demos.boring_classes import BoringModel
+from {package}.plugins import MixedPrecision
 quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-trainer = Trainer(accelerator="cpu", max_steps=2, {chosen}, **quiet)
-print(trainer.precision_plugin)
+trainer = Trainer(accelerator="cpu", max_steps=2, limit_val_batches=0, **quiet, {chosen})
+scaler = getattr(trainer.precision_plugin, "scaler", None)
+print(repr(trainer.precision_plugin).split()[0], scaler.get_scale() if scaler else 1.0)
+"""
+STOCK_PLUGIN = 'plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))]'
+FIT = """
+dtypes = set()
+model = BoringModel()
+model.layer.register_forward_hook(lambda *call: dtypes.add(call[-1].dtype))
+trainer.fit(model)
+print(*dtypes)
 """
 
 
@@ -79,36 +89,28 @@ def taken():
 
 
 def names() -> list[object]:
+    autocast = torch.autocast
     return [
-        torch.autocast,
-        torch.amp.autocast,
-        torch.cuda.amp.autocast,
-        torch.amp.GradScaler,
-        torch.autocast.__init__,
-        torch.autocast.__enter__,
-        torch.cpu.amp.autocast.__init__.__defaults__,
-        torch.amp.GradScaler.__init__,
-        GradScaler.__init__,
-        torch.compiler.config.cache_key_tag,
-        list(sys.meta_path),
+        *(autocast, torch.amp.autocast, torch.cuda.amp.autocast, autocast.__init__, autocast.__enter__),
+        *(torch.amp.GradScaler, torch.amp.GradScaler.__init__, GradScaler.__init__, list(sys.meta_path)),
+        *(torch.cpu.amp.autocast.__init__.__defaults__, torch.compiler.config.cache_key_tag),
         {name: value for name, value in os.environ.items() if "AMP_PLUGIN" in name or "ACCELERATE" in name},
     ]
 
 
 class TestTorchAmp:
     def test_a_plain_loop_runs_on_ours_with_its_own_numbers(self, run):
-        result, said = run(LOOP.format(block='autocast("cpu", dtype=torch.float16)'), arguments=("--lr", "3"))
+        text = LOOP.format(block='autocast("cpu", dtype=torch.float16)')
+        result, said = run(text, arguments=("--lr", "3"))
         assert result.exit_code == 0, result.output
         module, dtype, loss, *arguments = result.stdout.split()
         assert (module, dtype) == ("amp_plugin.scaling.grad_scaler", "torch.float16")
         assert arguments == ["['--lr',", "'3']"]
         space: dict[str, object] = {}
-        stock = LOOP.format(block='autocast("cpu", dtype=torch.float16)').replace("print", "loss.item() #")
-        exec(stock, space)
-        assert float(loss) == space["loss"].item()  # type: ignore[attr-defined]
-        begin, end = said
-        assert "torch.autocast, torch.amp.GradScaler" in begin
-        assert end == "amp-plugin run: train.py used torch.autocast in fp16, GradScaler"
+        exec(text.replace("print", "value = loss.item() #"), space)
+        assert float(loss) == space["value"]
+        assert "torch.autocast, torch.amp.GradScaler" in said[0]
+        assert said[1:] == ["amp-plugin run: train.py used torch.autocast in fp16, GradScaler"]
 
     def test_precision_is_for_blocks_that_name_no_dtype(self, run):
         result, said = run(LOOP.format(block='autocast("cpu")'), "--precision", "fp16")
@@ -195,12 +197,12 @@ class TestTorchAmp:
             assert (a @ a).dtype is torch.bfloat16
 
     def test_a_compiled_program_goes_on(self, taken):
-        @torch.compile(fullgraph=True, backend="aot_eager")
         def product(a):
             with torch.autocast("cpu"):
                 return a @ a
 
-        assert product(torch.ones(2, 2)).dtype is torch.float16
+        compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
+        assert compiled(torch.ones(2, 2)).dtype is torch.float16
         assert "amp_plugin autocast torch.float16" in torch.compiler.config.cache_key_tag
 
 
@@ -280,46 +282,28 @@ class TestLightning:
         pytest.importorskip(request.param)
         return request.param
 
-    def test_a_trainer_takes_our_plugin(self, run, package):
-        result, said = run(LIGHTNING.format(package=package, more="", chosen='precision="16-mixed"'))
+    @pytest.mark.parametrize(
+        ("chosen", "words", "plugin", "used"),
+        [
+            ('precision="16-mixed"', [], "AmpPrecision('fp16') 65536.0", "Trainer(precision='16-mixed')"),
+            (STOCK_PLUGIN, [], "AmpPrecision('fp16') 64.0", "GradScaler, Trainer(precision='16-mixed')"),
+            ("precision=32", ["bf16"], "AmpPrecision('bf16') 1.0", "Trainer(precision='bf16-mixed')"),
+            ("precision=32", [], "<", "none of these"),
+        ],
+    )
+    def test_a_trainer_takes_our_plugin_for_mixed_precision(self, run, package, chosen, words, plugin, used):
+        precision = ["--precision", *words] if words else []
+        result, said = run(LIGHTNING.format(package=package, chosen=chosen), *precision)
         assert result.exit_code == 0, result.output
-        assert result.stdout.startswith("AmpPrecision('fp16')")
-        assert said[-1] == "amp-plugin run: train.py used Trainer(precision='16-mixed')"
-
-    def test_precision_is_for_a_trainer_without_one(self, run, package):
-        text = LIGHTNING.format(package=package, more="", chosen="precision=32")
-        result, said = run(text, "--precision", "bf16")
-        assert result.stdout.startswith("AmpPrecision('bf16')")
-        assert said[-1].endswith("Trainer(precision='bf16-mixed')")
-        assert run(text)[0].stdout.startswith("<")  # Lightning's own again
-
-    def test_a_stock_plugin_gives_its_scaler(self, run, package):
-        more = (
-            f"from {package}.plugins import MixedPrecision\nimport torch\n"
-            "own = MixedPrecision('16-mixed', 'cpu', torch.amp.GradScaler('cpu', init_scale=64.0))"
-        )
-        text = LIGHTNING.format(package=package, more=more, chosen="plugins=[own]")
-        result, _ = run(text + "\nprint(trainer.precision_plugin.scaler.get_scale())")
-        assert result.stdout.splitlines()[0].startswith("AmpPrecision('fp16')")
-        assert result.stdout.splitlines()[1] == "64.0"
+        assert result.stdout.startswith(plugin)
+        assert said[1].endswith(f"train.py used {used}")
 
     @pytest.mark.native
     def test_the_plugin_follows_the_rules(self, run, package, tmp_path):
         (tmp_path / "rules.yaml").write_text("device_type: cpu\nrules: {aten::linear: fp32}\n")
-        more = (
-            f"from {package}.demos.boring_classes import BoringModel\ndtypes = set()\n"
-            "class Model(BoringModel):\n"
-            "    def forward(self, x):\n"
-            "        out = super().forward(x)\n"
-            "        dtypes.add(out.dtype)\n"
-            "        return out\n"
-        )
-        text = LIGHTNING.format(
-            package=package, more=more, chosen='precision="bf16-mixed", limit_val_batches=0'
-        )
-        fit = "trainer.fit(Model())\nprint(*dtypes)"
-        assert run(text + fit)[0].stdout.splitlines()[-1] == "torch.bfloat16"
-        result, _ = run(text + fit, "--rules", str(tmp_path / "rules.yaml"))
+        text = LIGHTNING.format(package=package, chosen='precision="bf16-mixed"') + FIT
+        assert run(text)[0].stdout.splitlines()[-1] == "torch.bfloat16"
+        result, _ = run(text, "--rules", str(tmp_path / "rules.yaml"))
         assert result.stdout.splitlines()[-1] == "torch.float32"
         assert "nothing has read the rules" not in result.stderr
 
@@ -350,28 +334,23 @@ def test_looking_for_a_module_is_not_importing_it(tmp_path, monkeypatch):
     with when_imported({"found_then_imported": around}):
         assert importlib.util.find_spec("found_then_imported") is not None
         assert seen == []
-        module = importlib.import_module("found_then_imported")
+        importlib.import_module("found_then_imported")
         assert seen == [1]
-    assert module.value == 1
     assert seen == [1, "over"]
 
 
 @pytest.fixture
 def installed(tmp_path) -> dict[str, str]:
     """An environment in which the entry points of pyproject.toml are installed, as pip installs them."""
-    entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
-        "torch.backends"
-    ]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    entries = project["entry-points"]["torch.backends"]
     folder = tmp_path / "site" / "amp_plugin_entries-0.dist-info"
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: amp_plugin_entries\nVersion: 0\n")
     lines = "".join(f"{name} = {value}\n" for name, value in entries.items())
     (folder / "entry_points.txt").write_text(f"[torch.backends]\n{lines}")
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(folder.parent), str(ROOT)]),
-        "OMP_NUM_THREADS": "1",
-    }
+    path = os.pathsep.join([str(folder.parent), str(ROOT)])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 CHILD = """\
