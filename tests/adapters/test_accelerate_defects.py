@@ -121,13 +121,6 @@ class TestSeveralOptimizers:
             run(ours(init_scale=8.0), prepares=False)
         assert run(ours(init_scale=8.0), prepares=True) == -10.0
 
-    def test_the_prepared_one_is_not_the_one_that_steps(self):
-        accelerator = ours(init_scale=8.0)
-        (model,), (optimizer,) = prepared(accelerator)
-        accelerator.backward(model(3.0))
-        with pytest.raises(RuntimeError, match=r"past the scaler.* in Accelerate"):
-            torch.optim.SGD.step(optimizer.optimizer)
-
     def test_unscaled_by_hand_an_optimizer_need_not_be_prepared(self):
         accelerator = ours(init_scale=8.0)
         model = accelerator.prepare(Weights())
@@ -199,15 +192,6 @@ class TestClipping:
         (optimizer,) = accelerator._optimizers
         assert accelerator.last_step(optimizer).norm.item() == pytest.approx(8.0)
 
-    def test_an_overflow_gives_an_infinite_norm_and_a_skip(self):
-        accelerator = ours(init_scale=8.0)
-        (model,), (optimizer,) = prepared(accelerator)
-        accelerator.backward(model(OVERFLOW))
-        assert accelerator.clip_grad_norm_(model.parameters(), 1.0).isinf()
-        optimizer.step()
-        assert optimizer.step_was_skipped
-        assert optimizer.optimizer.seen == []
-
     @pytest.mark.parametrize("call", ["clip_grad_norm_", "clip_grad_value_"])
     def test_parameters_of_no_optimizer_are_refused(self, call):
         accelerator = ours(init_scale=8.0)
@@ -219,14 +203,6 @@ class TestClipping:
             getattr(accelerator, call)(params, 1.0)
         accelerator.prepare(torch.optim.SGD(stray.parameters(), lr=1.0))
         getattr(accelerator, call)(params, 1.0)
-
-    def test_a_float16_parameter_is_refused_by_name(self):
-        accelerator = ours(init_scale=8.0)
-        (model,), (optimizer,) = prepared(accelerator)
-        model.half()
-        accelerator.backward(model(3.0))
-        with pytest.raises(ValueError, match="Parameter 'weight' is float16"):
-            optimizer.step()
 
     @pytest.mark.parametrize("call", ["step", "clip_grad_norm_", "unscale_gradients"])
     def test_loss_backward_before_any_scaled_backward_is_named(self, call):
@@ -362,23 +338,6 @@ class TestClosures:
         closure()  # torch's scaler demands gradients first
         optimizer.step(closure)
         return last_gradient(optimizer)
-
-    def test_lbfgs_reaches_the_minimum(self):
-        accelerator = ours(init_scale=2.0**10)
-        target, inputs = torch.tensor([1.0, -2.0]), torch.eye(2)
-        model = torch.nn.Linear(2, 1, bias=False)
-        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=20)
-        model, optimizer = accelerator.prepare(model, optimizer)
-
-        def closure():
-            optimizer.zero_grad()
-            loss = ((model(inputs).squeeze() - target) ** 2).sum()
-            accelerator.backward(loss)
-            return loss
-
-        for _ in range(3):
-            assert optimizer.step(closure) is not None
-        assert model.weight.detach().squeeze().tolist() == pytest.approx([1.0, -2.0], abs=1e-2)
 
     @PRECISIONS
     def test_the_loss_is_returned_in_any_precision(self, precision):

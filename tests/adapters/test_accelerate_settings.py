@@ -91,6 +91,7 @@ class TestErrorsNameTheirSource:
         [
             ("INIT_SCALE", "much", "much.*; give a number"),
             ("GROWTH_INTERVAL", "2.5", "2.5.*; give a whole number"),
+            ("GROWTH_FACTOR", "0.5", "growth_factor"),
             ("DYNAMIC", "maybe", "maybe.*; give True or False"),
             ("HYSTERESIS_MODE", "nvidia", "nvidia.*; use 'apex', 'megatron' or 'deepspeed'"),
             ("ON_NONFINITE", "stop", "stop.*; use 'skip', 'raise' or 'ignore'"),
@@ -113,12 +114,6 @@ class TestErrorsNameTheirSource:
     def test_an_unknown_variable(self, variable, message):
         with pytest.raises(ValueError, match=message):
             resolve([], {variable: "1"})
-
-    @pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
-    def test_a_number_the_scaler_refuses_is_an_error_in_any_precision(self, precision, monkeypatch):
-        monkeypatch.setenv("AMP_PLUGIN_GROWTH_FACTOR", "0.5")
-        with pytest.raises(ValueError, match=r"growth_factor comes from AMP_PLUGIN_GROWTH_FACTOR"):
-            AmpAccelerator(mixed_precision=precision, cpu=True)
 
     @pytest.mark.parametrize(
         ("text", "error", "message"),

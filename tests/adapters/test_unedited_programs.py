@@ -121,35 +121,12 @@ Trainer(
 ).fit(Model(), torch.utils.data.DataLoader(torch.randn(64, 8), batch_size=16))
 print(*losses)
 """
-GLUONTS = """
-import numpy
-from gluonts.dataset.common import ListDataset
-from gluonts.torch import DeepAREstimator
-from lightning.pytorch import Callback, seed_everything
-seed_everything(0)
-losses = []
-
-class Keep(Callback):
-    def on_train_batch_end(self, trainer, module, outputs, batch, index):
-        losses.append(outputs["loss"].item())
-
-series = [{"start": "2020-01-01", "target": numpy.sin(numpy.arange(150) / (k + 3)) + 2} for k in range(4)]
-data = ListDataset(series, freq="D")
-options = {"max_epochs": 2, "accelerator": "cpu", "precision": "bf16-mixed", "enable_progress_bar": False,
-    "enable_model_summary": False, "logger": False, "callbacks": [Keep()]}
-estimator = DeepAREstimator(
-    freq="D", prediction_length=5, context_length=10, num_layers=1, hidden_size=16, batch_size=8,
-    num_batches_per_epoch=5, trainer_kwargs=options)
-next(iter(estimator.train(data).predict(data)))
-print(*losses)
-"""
 PROGRAMS = {
     "ignite": ("ignite", IGNITE, "torch.autocast in fp16, GradScaler"),
     "timm": ("timm torchvision", TIMM, "torch.autocast in fp16, GradScaler"),
     "ultralytics-like": ("torch", ULTRALYTICS, "torch.autocast in fp16, GradScaler"),
     "transformers": ("transformers", TRANSFORMERS, "Accelerator(mixed_precision='bf16')"),
     "lightning": ("lightning", LIGHTNING, "Trainer(precision='bf16-mixed')"),
-    "gluonts": ("gluonts", GLUONTS, "Trainer(precision='bf16-mixed')"),
 }
 
 
