@@ -142,25 +142,19 @@ class TestCopies:
 
 
 @pytest.mark.one_graph
-def test_compiled_without_graph_breaks():
-    model = ours().prepare(torch.nn.Linear(3, 2))
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    inputs = torch.randn(4, 3)
-    assert torch.equal(compiled(inputs), model(inputs))
+def test_compiled_by_the_program_or_by_accelerate_it_gives_the_same():
+    model, inputs = torch.nn.Linear(3, 2), torch.randn(4, 3)
+    eager = ours().prepare(copy.deepcopy(model))
+    compiled = torch.compile(eager, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(inputs), eager(inputs))
     assert compiled(inputs).dtype is torch.float32
-
-
-def test_compiled_by_accelerate():
-    model = torch.nn.Linear(3, 2)
-    inputs = torch.randn(4, 3)
-    eager = ours().prepare(copy.deepcopy(model))(inputs)
     accelerator = ours(compiler="eager")
     model = accelerator.prepare(model)
     assert isinstance(model, torch._dynamo.eval_frame.OptimizedModule)
-    assert torch.equal(model(inputs), eager)
+    assert torch.equal(model(inputs), eager(inputs))
     plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
     assert type(plain) is torch.nn.Linear
-    assert not torch.equal(plain(inputs), eager)
+    assert not torch.equal(plain(inputs), eager(inputs))
 
 
 @pytest.mark.native

@@ -9,16 +9,14 @@ from tests.adapters.accelerate_pair import ours, prepared
 def test_an_optimizer_that_did_not_step_was_not_skipped():
     """An iteration is over when an optimizer steps that has already stepped in it."""
     accelerator = ours(precision="bf16")
-    models, (first, second) = prepared(accelerator, count=2)
-    for optimizer, factor, expected in (
-        (first, torch.inf, (True, False)),
-        (second, 1.0, (True, False)),
-        (second, 1.0, (False, False)),
-    ):
-        accelerator.backward(models[optimizer is second](factor))
-        optimizer.step()
-        optimizer.zero_grad()
-        assert (first.step_was_skipped, second.step_was_skipped) == expected
+    models, optimizers = prepared(accelerator, count=2)
+    for index, factor, expected in (
+        (0, torch.inf, [True, False]), (1, 1.0, [True, False]), (1, 1.0, [False, False])
+    ):  # fmt: skip
+        accelerator.backward(models[index](factor))
+        optimizers[index].step()
+        optimizers[index].zero_grad()
+        assert [optimizer.step_was_skipped for optimizer in optimizers] == expected
 
 
 @pytest.mark.gpu

@@ -23,21 +23,26 @@ from tests.adapters.commands import run_unedited, torchrun
 
 ROOT = Path(__file__).parents[2]
 LOOP = """\
-import sys
+import copy, sys
 import torch
 from torch.amp import GradScaler, autocast
 torch.manual_seed(0)
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scaler = GradScaler("cpu")
-for _ in range(3):
+for step in range(3):
     with {block}:
         output = model(torch.ones(4, 8))
         loss = torch.nn.functional.mse_loss(output, torch.ones(4, 1))
     scaler.scale(loss).backward()
+    if step == 1:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=10.0)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
+    ema = copy.deepcopy(model)
+scaler.load_state_dict(copy.deepcopy(scaler.state_dict()))
 print(type(scaler).__module__, output.dtype, loss.item(), sys.argv[1:])
 """
 ACCELERATE = """\

@@ -58,33 +58,6 @@ for _ in range(5):
     losses.append(loss.item())
 print(*losses)
 """
-ULTRALYTICS = """  # the loop of its trainer: warm-up, unscale, clip, EMA by deepcopy, a scaler that may be off
-import copy
-import torch
-torch.manual_seed(0)
-model = torch.nn.Sequential(
-    torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.SiLU(), torch.nn.Flatten(), torch.nn.Linear(288, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True)
-scaler = torch.amp.GradScaler("cpu", enabled=True)
-x, y = torch.randn(16, 3, 8, 8), torch.randn(16, 2)
-losses = []
-for step in range(8):
-    optimizer.param_groups[0]["lr"] = 1e-2 * min(1.0, step / 3)
-    with torch.amp.autocast("cpu", dtype=torch.float16):
-        loss = torch.nn.functional.mse_loss(model(x), y)
-    scaler.scale(loss).backward()
-    if step % 2:
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=10.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        ema = copy.deepcopy(model).eval()
-    losses.append(loss.item())
-saved = copy.deepcopy(scaler.state_dict())
-torch.amp.GradScaler("cpu").load_state_dict(saved)
-print(*losses)
-"""
 TRANSFORMERS = """
 import tempfile
 import transformers
@@ -124,7 +97,6 @@ print(*losses)
 PROGRAMS = {
     "ignite": ("ignite", IGNITE, "torch.autocast in fp16, GradScaler"),
     "timm": ("timm torchvision", TIMM, "torch.autocast in fp16, GradScaler"),
-    "ultralytics-like": ("torch", ULTRALYTICS, "torch.autocast in fp16, GradScaler"),
     "transformers": ("transformers", TRANSFORMERS, "Accelerator(mixed_precision='bf16')"),
     "lightning": ("lightning", LIGHTNING, "Trainer(precision='bf16-mixed')"),
 }
