@@ -54,18 +54,10 @@ def test_same_outputs_and_gradients_as_stock_bit_for_bit():
     assert all(torch.equal(a, b) for a, b in zip(theirs[1], our_run[1], strict=True))
 
 
-def test_with_no_mixed_precision_nothing_is_wrapped():
-    accelerator = ours(precision="no")
-    model = accelerator.prepare(Pair())
-    assert "forward" not in model.__dict__
-    with accelerator.autocast():
-        assert not torch.is_autocast_enabled("cpu")
-
-
 def test_preparing_twice_wraps_once():
     accelerator = ours()
     model = accelerator.prepare(accelerator.prepare(Pair()))
-    assert model.__dict__["forward"].own is None
+    assert vars(model)["forward"].own is None
 
 
 class TestUnwrapping:
@@ -115,30 +107,24 @@ class TestUnwrapping:
         model(torch.ones(1, 2))
         assert calls == [torch.float16, torch.float32]
 
-    @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-    def test_the_class_stays_the_programs_own(self, precision):
+    def test_the_class_and_the_signature_stay_the_programs_own(self):
         """Programs compare it: ``isinstance(model, type(accelerator.unwrap_model(other)))``."""
-        accelerator = ours(precision=precision)
+        accelerator = ours()
         model = accelerator.prepare(Pair())
         assert type(model) is type(accelerator.unwrap_model(model)) is Pair
-        assert accelerator.native_amp
-
-    def test_the_signature_shows_through(self):
-        model = ours().prepare(Pair())
         assert list(inspect.signature(model.forward).parameters) == ["x", "scale"]
 
 
-class TestCopies:
-    @pytest.mark.parametrize("way", ["pickle", "deepcopy"])
-    def test_a_copy_computes_in_half_precision_on_its_own_weights(self, way):
-        model = ours(steps=2).prepare(Pair())
-        twin = pickle.loads(pickle.dumps(model)) if way == "pickle" else copy.deepcopy(model)
-        with torch.no_grad():
-            twin.layer.bias += 1
-        before, after = model(torch.ones(1, 3))["logits"], twin(torch.ones(1, 3))["logits"]
-        assert twin.dtype is torch.float16
-        assert torch.allclose(after, before + 1, atol=2e-3)
-        assert twin.forward.module is twin
+@pytest.mark.parametrize("way", [lambda model: pickle.loads(pickle.dumps(model)), copy.deepcopy])
+def test_a_copy_computes_in_half_precision_on_its_own_weights(way):
+    model = ours(steps=2).prepare(Pair())
+    twin = way(model)
+    with torch.no_grad():
+        twin.layer.bias += 1
+    before, after = model(torch.ones(1, 3))["logits"], twin(torch.ones(1, 3))["logits"]
+    assert twin.dtype is torch.float16
+    assert torch.allclose(after, before + 1, atol=2e-3)
+    assert twin.forward.module is twin
 
 
 @pytest.mark.one_graph

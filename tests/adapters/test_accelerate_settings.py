@@ -104,16 +104,10 @@ class TestErrorsNameTheirSource:
         with pytest.raises(ValueError, match=f"{allowed}.*comes from AMP_PLUGIN_{option}"):
             resolve([], {f"AMP_PLUGIN_{option}": value})
 
-    @pytest.mark.parametrize(
-        ("variable", "message"),
-        [
-            ("AMP_PLUGIN_INITSCALE", "AMP_PLUGIN_INITSCALE.*did you mean AMP_PLUGIN_INIT_SCALE"),
-            ("AMP_PLUGIN_LOSS", "AMP_PLUGIN_LOSS.*not an option; allowed are AMP_PLUGIN_INIT_SCALE, .*"),
-        ],
-    )
-    def test_an_unknown_variable(self, variable, message):
-        with pytest.raises(ValueError, match=message):
-            resolve([], {variable: "1"})
+    def test_an_unknown_variable(self):
+        text = "AMP_PLUGIN_LOSS.*not an option; allowed are AMP_PLUGIN_INIT_SCALE, "
+        with pytest.raises(ValueError, match=text):
+            resolve([], {"AMP_PLUGIN_LOSS": "1"})
 
     @pytest.mark.parametrize(
         ("text", "error", "message"),
@@ -177,6 +171,8 @@ class TestAccelerator:
         assert accelerator.mixed_precision == precision
         assert (accelerator.scaler is not None) == (precision == "fp16")
         assert accelerator.native_amp == (precision != "no")
+        with accelerator.autocast():
+            assert torch.is_autocast_enabled("cpu") == (precision != "no")
 
     def test_kwargs_reach_the_scaler(self):
         kwargs = [GradScalerKwargs(growth_factor=4.0), AmpKwargs(init_scale=32.0, min_scale=2.0)]

@@ -64,9 +64,8 @@ def test_training_on_a_gpu(precision, dtype):
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("steps", [1, 3])
-def test_a_run_that_took_no_step_ends_with_a_warning(precision, steps):
-    def run(factors):
+def test_a_run_that_took_no_step_ends_with_a_warning(precision):
+    def run(*factors):
         accelerator = ours(precision=precision)
         (model,), (optimizer,) = prepared(accelerator)
         for factor in factors:
@@ -75,9 +74,7 @@ def test_a_run_that_took_no_step_ends_with_a_warning(precision, steps):
             optimizer.zero_grad()
         accelerator.end_training()
 
-    with pytest.warns(
-        UserWarning, match=rf"no optimizer step was taken: {steps} steps? of GradientKeeper in a row"
-    ):
-        run([torch.inf] * steps)
-    run([torch.inf] * steps + [1.0])
-    run([])
+    with pytest.warns(UserWarning, match="no optimizer step was taken: 3 steps of GradientKeeper in a row"):
+        run(torch.inf, torch.inf, torch.inf)
+    run(torch.inf, 1.0)
+    run()
