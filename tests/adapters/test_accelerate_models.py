@@ -144,13 +144,16 @@ def test_compiled_by_the_program_or_by_accelerate_it_gives_the_same():
 
 
 @pytest.mark.native
-def test_rules_reach_every_autocast_block_until_training_ends():
+def test_rules_and_stored_weights_hold_until_training_ends():
     rules = OpRules.default("cpu").with_rule("aten::matmul", "fp32")
-    accelerator = ours(precision="bf16", rules=rules)
+    accelerator = ours(precision="bf16", rules=rules, weights="bf16")
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    assert model.weight.dtype is torch.bfloat16
     a = torch.ones(2, 2)
     with torch.autocast("cpu", torch.bfloat16):
         assert (a @ a).dtype is torch.float32
     accelerator.end_training()
+    assert model.weight.dtype is torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         assert (a @ a).dtype is torch.bfloat16
 

@@ -57,9 +57,12 @@ def test_it_trains_as_under_accelerates_own(make, clip, when):
 def test_another_scaler_of_ours(clip):
     accelerator = ours()
     given = GradScaler("cpu", init_scale=2.0**20)
-    mine = trained(accelerator, *replaced(accelerator, given), clip)
-    assert accelerator.scaler is given
+    net, optimizer = replaced(accelerator, given)
+    mine = trained(accelerator, net, optimizer, clip)
+    assert accelerator.scaler is optimizer.scaler is given
     assert given.get_scale() < 2.0**20
+    accelerator.scaler = None
+    assert optimizer.scaler is None
     accelerator = stock()
     expected = trained(accelerator, *replaced(accelerator, torchs()), clip)
     torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
