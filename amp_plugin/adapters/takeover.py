@@ -101,7 +101,8 @@ class Takeover:
         if used:
             self._say(f"{self._program} used {', '.join(used)}")
         elif kind is None or issubclass(kind, SystemExit):
-            self._say(f"nothing was taken over: {self._program} used none of these")
+            remedy = "a plain loop needs torch.autocast(device) around its forward pass, and switched on"
+            self._say(f"nothing was taken over: {self._program} used none of these; {remedy}")
         if used and not (self._precision_is_used or self._precision in dtypes):
             chosen = f"{self._program} chooses its own, change it there"
             self._say(f"--precision {self._precision} set nothing: {chosen}")

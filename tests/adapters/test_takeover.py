@@ -130,7 +130,10 @@ class TestTorchAmp:
     def test_a_program_of_which_nothing_is_taken_over_is_told(self, run, text):
         result, said = run(text, "--precision", "bf16")
         assert result.exit_code == 0
-        assert said[1:] == ["amp-plugin run: nothing was taken over: train.py used none of these"]
+        (end,) = said[1:]
+        assert (
+            "nothing was taken over: train.py used none of these; a plain loop needs torch.autocast(" in end
+        )
 
     def test_float16_without_a_scaler_is_told(self, run):
         text = "import torch\nwith torch.autocast('cpu', torch.float16): torch.ones(2, 2) @ torch.ones(2, 2)"
@@ -293,7 +296,7 @@ class TestLightning:
             ('precision="16-mixed"', [], "AmpPrecision('fp16') 65536.0", "Trainer(precision='16-mixed')"),
             (STOCK_PLUGIN, [], "AmpPrecision('fp16') 64.0", "GradScaler, Trainer(precision='16-mixed')"),
             ("precision=32", ["bf16"], "AmpPrecision('bf16') 1.0", "Trainer(precision='bf16-mixed')"),
-            ("precision=32", [], "<", "none of these"),
+            ("precision=32", [], "<", "none of these; "),
         ],
     )
     def test_a_trainer_takes_our_plugin_for_mixed_precision(self, run, package, chosen, words, plugin, used):
@@ -301,7 +304,7 @@ class TestLightning:
         result, said = run(LIGHTNING.format(package=package, chosen=chosen), *precision)
         assert result.exit_code == 0, result.output
         assert result.stdout.startswith(plugin)
-        assert said[1].endswith(f"train.py used {used}")
+        assert f"train.py used {used}" in said[1]
 
     @pytest.mark.native
     def test_the_plugin_follows_the_rules(self, run, package, tmp_path):
