@@ -1,12 +1,10 @@
 """Trains under DeepSpeed and AmpAccelerator in each config, on the CPU, and writes what was seen as JSON.
 
-``python -m tests.adapters.deepspeed_run FILE``; the second of four batches overflows.
+The second of four batches overflows.
 """
 
 import json
 import os
-import socket
-import sys
 import warnings
 from pathlib import Path
 
@@ -82,21 +80,12 @@ def train(precision, stage, sections, options, overflows):
     return steps
 
 
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 def main(file):
-    address = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ.update(address, MASTER_PORT=str(free_port()))
     from deepspeed.accelerator import get_accelerator
 
-    PartialState.destroy_process_group = lambda *_: (
-        None
-    )  # which DeepSpeed keeps, and end_training() would end
-    type(get_accelerator()).is_fp16_supported = lambda _: True  # it says no on most CPUs, and yet runs
+    # DeepSpeed keeps the group, which end_training() would end; it says no to fp16 on most CPUs, and yet runs.
+    PartialState.destroy_process_group = lambda *_: None
+    type(get_accelerator()).is_fp16_supported = lambda _: True
     seen = {}
     for name, (precision, stage, sections, options) in RUNS.items():
         with warnings.catch_warnings(record=True) as told:
@@ -109,7 +98,3 @@ def main(file):
         seen[name] = {"steps": steps, "error": error, "told": [str(warning.message) for warning in told]}
     Path(file).write_text(json.dumps(seen))
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

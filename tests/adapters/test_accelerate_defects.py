@@ -254,22 +254,6 @@ class TestSkips:
             opt_a.zero_grad()
         return [accelerator.optimizer_step_was_skipped, schedule.get_last_lr()[0]]
 
-    def test_two_schedulers_at_the_end_each_follow_their_own_optimizer(self):
-        accelerator = ours(init_scale=8.0)
-        models, optimizers = prepared(accelerator, 2)
-        schedules = [
-            accelerator.prepare(torch.optim.lr_scheduler.ExponentialLR(optimizer.optimizer, 0.5))
-            for optimizer in optimizers
-        ]
-        for factor in (OVERFLOW, 1.0):
-            for model, optimizer, scale in zip(models, optimizers, (factor, 1.0), strict=True):
-                optimizer.zero_grad()
-                accelerator.backward(model(scale))
-                optimizer.step()
-            for schedule in schedules:
-                schedule.step()
-        assert [schedule.get_last_lr()[0] for schedule in schedules] == [0.5, 0.25]
-
     def test_a_critic_stepped_several_times_a_generator_once(self):
         accelerator = ours(init_scale=8.0, growth_interval=1)
         (critic, generator), (opt_critic, opt_generator) = prepared(accelerator, 2)

@@ -1,8 +1,6 @@
 """DeepSpeed under AmpAccelerator: options in its keys, our scaler in its engine, its steps in our log."""
 
 import json
-import subprocess
-import sys
 import warnings
 from types import SimpleNamespace
 
@@ -12,6 +10,8 @@ from amp_plugin import OpRules
 from amp_plugin.adapters.accelerate import AmpKwargs
 from amp_plugin.adapters.accelerate.deepspeed import EngineScaler, translate
 from amp_plugin.adapters.accelerate.settings import resolve
+from tests.adapters import deepspeed_run
+from tests.warm_processes import call_on_ranks
 
 FP16, BF16 = {"fp16": {"enabled": True}}, {"bf16": {"enabled": True}}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
@@ -93,8 +93,7 @@ def runs(tmp_path_factory):
     """What every config of the worker showed, in a process of its own."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     file = tmp_path_factory.mktemp("deepspeed") / "seen.json"
-    worker = [sys.executable, "-m", "tests.adapters.deepspeed_run", str(file)]
-    done = subprocess.run(worker, capture_output=True, text=True, timeout=300, check=False)
+    (done,) = call_on_ranks(1, 300, deepspeed_run.main, file)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(file.read_text())
 
