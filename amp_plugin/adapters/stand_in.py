@@ -22,16 +22,10 @@ def standing_in(
     arguments: Callable[[Sequence[Any], dict[str, Any]], dict[str, Any]],
     made: Callable[[Any], object] = id,
 ) -> Iterator[None]:
-    """Make each instance of ``theirs``, or of a subclass, one of ``ours`` too, while the block runs.
+    """Make each instance of ``theirs``, or of a subclass that ``may_take``, one of ``ours`` too.
 
+    ``ours``, a subclass of it, is made with ``arguments(args, kwargs)``; ``made`` is called with each.
     Names stay what they are: ``isinstance``, subclasses and pickles work as ever.
-
-    Args:
-        ours: a subclass of ``theirs``.
-        theirs: the library's class.
-        may_take: whether a class is to be taken; others stay the library's.
-        arguments: the arguments by name that ours is made with, from those by position and by name.
-        made: called with each instance.
     """
     original = theirs.__init__  # type: ignore[misc]
 
@@ -55,19 +49,14 @@ def class_between(ours: type, kind: type) -> type:
     if kind in ours.__mro__:
         return ours
     if (ours, kind) not in _BETWEEN:
-        names = {"__module__": kind.__module__, "__reduce__": _pickled_as(ours, kind)}
+
+        def __reduce__(self: Any) -> tuple[Any, ...]:  # noqa: N807 - this class is found by no name
+            has_own = hasattr(self, "__getstate__")  # each object from Python 3.11 on
+            return _made, (ours, kind), self.__getstate__() if has_own else vars(self)
+
+        names = {"__module__": kind.__module__, "__reduce__": __reduce__}
         _BETWEEN[ours, kind] = type(kind.__name__, (kind, ours), names)
     return _BETWEEN[ours, kind]
-
-
-def _pickled_as(ours: type, kind: type) -> Callable[[Any], tuple[Any, ...]]:
-    """Return a ``__reduce__``: a class made here is found by no name, that of the program is."""
-
-    def __reduce__(self: Any) -> tuple[Any, ...]:  # noqa: N807 -- the class made here has it
-        state = self.__getstate__() if hasattr(self, "__getstate__") else vars(self)  # Python 3.10 has none
-        return _made, (ours, kind), state
-
-    return __reduce__
 
 
 def _made(ours: type, kind: type) -> Any:

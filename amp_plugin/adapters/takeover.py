@@ -6,23 +6,20 @@ starts by ``AMP_PLUGIN_TAKEOVER``, which torch reads when they import it (the en
 
 from __future__ import annotations
 
-import functools
 import importlib
-import importlib.util
 import multiprocessing
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from amp_plugin.adapters.stand_in import standing_in
-from amp_plugin.casting.bound_rules import bound_autocast, is_launcher, ours_by_default, replaced
+from amp_plugin.casting.bound_rules import bound_autocast, is_launcher, ours_by_default, warn_if_unread
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -33,7 +30,6 @@ Precision = Literal["fp16", "bf16"]
 VARIABLE: Final = "AMP_PLUGIN_TAKEOVER"
 _ADAPTER: Final = "amp_plugin.adapters.accelerate"
 _AS_WRITTEN: Final = "as-written"
-_PRECISIONS: Final = ("fp16", "bf16")
 _ACCELERATE: Final = "ACCELERATE_MIXED_PRECISION"
 _NAMES: Final = (
     "torch.autocast, torch.amp.GradScaler, Accelerate's Accelerator and Lightning's Trainer and Fabric"
@@ -43,20 +39,8 @@ _NAMES: Final = (
 class Takeover:
     """Let a program compute by amp_plugin while the region is open, and say what it used.
 
-    ``torch.autocast`` keeps its name: its blocks follow our kernels. A ``torch.amp.GradScaler`` that is
-    made, or one of torch.cuda.amp, torch.cpu.amp or of a subclass, is ours too. Accelerators are
-    AmpAccelerators, and Trainers and Fabrics that ask for mixed precision get our plugins. Leaving gives
-    all of it back.
-
-    Args:
-        program: its name, for the log.
-        precision: what the program gets where it chooses none: the dtype of autocast blocks without one,
-            ``mixed_precision`` of an Accelerator, ``precision`` of a Trainer or Fabric in place of 32.
-        rules: op rules that autocast follows on their device.
-        rules_name: of their file.
-
-    Raises:
-        ValueError: the environment asks Accelerate for another precision.
+    Blocks of ``torch.autocast`` follow our kernels, and ``rules`` on their device. Scalers, Accelerators,
+    Trainers and Fabrics become ours when they are made, in ``precision`` where the program chooses none.
     """
 
     def __init__(
@@ -69,13 +53,11 @@ class Takeover:
     ) -> None:
         self._program, self._precision = program, precision
         self._rules, self._rules_name = rules, rules_name
-        self._environment = self._variables()
-        self._rank = _rank(os.environ)
-        self._asked: Counter[str] = Counter()  # what the program made, in the precision it chose
-        self._set: Counter[str] = Counter()  # what got the precision of ours
-        self._left: set[str] = set()  # classes of scalers that stayed torch's
-        self._scales = self._has_own = False  # a scaler of ours scales; something of ours was made
-        self._names_before = _loaded_names()
+        ranks, local = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_RANK", "0")
+        self._rank = f" [rank {os.environ.get('RANK', local)} of {ranks}]" if ranks != "1" else ""
+        self._made: dict[str, None] = {}  # what the program made of ours, in order
+        self._precision_is_used = precision is None
+        self._reads_rules = False
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
@@ -86,79 +68,89 @@ class Takeover:
         from amp_plugin.scaling.grad_scaler import GradScaler  # noqa: PLC0415
 
         with ExitStack() as undo:
-            undo.enter_context(_set(self._environment))
+            self._set_variables(undo)
             undo.enter_context(ours_by_default())
             dtype = None if self._precision is None else DTYPES[self._precision]
             self._blocks = undo.enter_context(bound_autocast(self._rules, self._rules_name, dtype=dtype))
-            undo.enter_context(self._noting(GradScaler))
             undo.enter_context(
                 standing_in(
                     GradScaler,
                     torch.amp.GradScaler,
                     may_take=self._may_take,
                     arguments=_with_environment,
-                    made=lambda scaler: self._asked.update([type(scaler).__name__]),
+                    made=lambda scaler: self._made.update({type(scaler).__name__: None}),
                 )
             )
             undo.enter_context(when_imported(self._frameworks()))
             self._undo = undo.pop_all()
-        self._say(self._beginning())
+        said = f"{_NAMES} are amp_plugin's while {self._program} runs"
+        if self._precision is not None:
+            said += f", in {self._precision} where it chooses no precision"
+        if self._rules is not None:
+            said += f"; torch.autocast on {self._rules.device_type} follows {self._rules_name}"
+        self._say(said)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         """Give all back, and say what the program used."""
-        self._undo.close()
-        self._sum_up(is_over=kind is None or issubclass(kind, SystemExit))
+        from amp_plugin.precision import short_name  # noqa: PLC0415 - loads torch
 
-    def _variables(self) -> dict[str, str]:
-        """Return the variables of the program and of the processes that it starts."""
+        self._undo.close()
+        dtypes = sorted({short_name(dtype) for _, dtype in self._blocks})
+        used = [*(f"torch.autocast in {dtype}" for dtype in dtypes), *self._made]
+        if self._rules is not None and not self._reads_rules:
+            warn_if_unread(self._rules, self._rules_name, self._blocks)
+        if used:
+            self._say(f"{self._program} used {', '.join(used)}")
+        elif kind is None or issubclass(kind, SystemExit):
+            remedy = "a plain loop needs torch.autocast(device) around its forward pass, and switched on"
+            self._say(f"nothing was taken over: {self._program} used none of these; {remedy}")
+        if used and not (self._precision_is_used or self._precision in dtypes):
+            chosen = f"{self._program} chooses its own, change it there"
+            self._say(f"--precision {self._precision} set nothing: {chosen}")
+        if "fp16" in dtypes and not self._made:
+            self._say(
+                "float16 ran without a torch.amp.GradScaler: if this was training, small gradients are lost; "
+                "scale the loss by one, or use bfloat16"
+            )
+
+    def _set_variables(self, undo: ExitStack) -> None:
+        """Set the variables of the program and of the processes that it starts."""
         given: dict[str, str] = {VARIABLE: self._precision or _AS_WRITTEN}
         if self._rules_name:
             given["AMP_PLUGIN_RULES"] = os.path.abspath(self._rules_name)  # noqa: PTH100 - links are the user's
-        if self._precision is not None:
-            launched = os.environ.get(_ACCELERATE, "no").lower()
-            if launched not in {"no", self._precision}:
-                msg = (
-                    f"--precision {self._precision} and {_ACCELERATE}={launched} (accelerate launch "
-                    f"--mixed_precision {launched} sets it) ask for two precisions; leave one of them out"
-                )
-                raise ValueError(msg)
+        if self._precision is not None and os.environ.get(_ACCELERATE, "no").lower() == "no":
             given[_ACCELERATE] = self._precision
-        return given
+        undo.callback(
+            os.environ.update, {name: os.environ[name] for name in given.keys() & os.environ.keys()}
+        )
+        for name in given:
+            undo.callback(os.environ.pop, name, None)
+        os.environ.update(given)
 
     def _may_take(self, kind: type) -> bool:
         """Whether a class of scalers is to be ours: none that overrides torch's private steps, as FSDP1's."""
         import torch  # noqa: PLC0415
 
         torchs = torch.amp.GradScaler
-        own = [base for base in kind.__mro__ if base is not torchs and issubclass(base, torchs)]
-        inner = {name for name in vars(torchs) if name.startswith("_") and not name.startswith("__")}
-        if any(inner & vars(base).keys() for base in own):
-            self._left.add(kind.__name__)
+        inner = [name for name in vars(torchs) if name.startswith("_") and not name.startswith("__")]
+        if any(getattr(kind, name) is not getattr(torchs, name) for name in inner):
+            self._say(f"{kind.__name__} overrides torch's own steps of a loss scale and is left as it is")
             return False
         return True
 
-    def _noting(self, kind: Any) -> AbstractContextManager[object]:
-        """Note each instance of a class of ours, by whatever name it is made; and whether a scaler scales."""
-        original = kind.__init__
-
-        @functools.wraps(original)
-        def init(made: Any, *args: Any, **kwargs: Any) -> None:
-            original(made, *args, **kwargs)
-            self._has_own = True
-            self._scales = self._scales or (hasattr(made, "is_enabled") and made.is_enabled())
-
-        return replaced(kind, "__init__", init)
-
     def _frameworks(self) -> dict[str, Callable[[ModuleType], AbstractContextManager[object]]]:
         """Return module -> what to enter once it is imported."""
-        from amp_plugin.adapters.lightning.installation import CONNECTORS  # noqa: PLC0415 - torch is loaded
+        from amp_plugin.adapters.lightning import installation as lightning  # noqa: PLC0415 - torch is loaded
+
+        def in_connector(module: ModuleType) -> AbstractContextManager[object]:
+            return lightning.plugin_in_place_of_stock(module, self._precision, self._note)
 
         return {
-            "accelerate": _load_adapter,
+            # our adapter is loaded, unless it is what imports Accelerate: it is installed once it has run
+            "accelerate": lambda _: nullcontext(importlib.import_module(_ADAPTER)),
             _ADAPTER: self._accelerate,
-            "amp_plugin.adapters.lightning.precision_core": lambda core: self._noting(core.PrecisionCore),
-            **dict.fromkeys(CONNECTORS, self._lightning),
+            **dict.fromkeys(lightning.CONNECTORS, in_connector),
         }
 
     @contextmanager
@@ -167,8 +159,8 @@ class Takeover:
 
         def made(accelerator: Any) -> None:
             chosen = accelerator.mixed_precision
-            used = self._set if chosen == self._precision else self._asked
-            used[f"{type(accelerator).__name__.removeprefix('Amp')}(mixed_precision={chosen!r})"] += 1
+            kind = type(accelerator).__name__.removeprefix("Amp")
+            self._note(f"{kind}(mixed_precision={chosen!r})", by_program=chosen != self._precision)
 
         install(made=made)
         try:
@@ -176,75 +168,15 @@ class Takeover:
         finally:
             uninstall()
 
-    def _lightning(self, module: ModuleType) -> AbstractContextManager[object]:
-        from amp_plugin.adapters.lightning.installation import plugin_in_place_of_stock  # noqa: PLC0415
-
-        def made(shown: str, by_program: bool) -> None:
-            (self._asked if by_program else self._set)[shown] += 1
-
-        return plugin_in_place_of_stock(module, self._precision, made)
-
-    # -- what is said ------------------------------------------------------------------------------
+    def _note(self, made: str, by_program: bool) -> None:
+        self._reads_rules = True
+        self._made[made] = None
+        self._precision_is_used |= not by_program
 
     def _say(self, text: str) -> None:
         if multiprocessing.parent_process() is not None:  # a worker of a loader, for instance
             return
         print(f"amp-plugin run{self._rank}: {text}", file=sys.stderr, flush=True)
-
-    def _beginning(self) -> str:
-        parts = [f"{_NAMES} are amp_plugin's while {self._program} runs"]
-        if self._rules is not None:
-            parts.append(f"torch.autocast on {self._rules.device_type} follows {self._rules_name}")
-        if self._precision is not None:
-            from amp_plugin.precision import STOCK_NAMES, TRAINING_DTYPES  # noqa: PLC0415 - loads torch
-
-            dtype, stock = TRAINING_DTYPES[self._precision], STOCK_NAMES[self._precision]
-            parts.append(
-                f"where it chooses no precision, --precision sets torch.autocast(dtype={dtype}), "
-                f"Accelerator(mixed_precision={self._precision!r}), Trainer and Fabric(precision={stock!r})"
-            )
-        return "; ".join(parts)
-
-    def _sum_up(self, *, is_over: bool) -> None:
-        """Say what the program used, and what of that the precision has set."""
-        blocks = [
-            f"torch.autocast on {device} in {str(dtype).removeprefix('torch.')} ({count} blocks)"
-            for (device, dtype), count in sorted(self._blocks.items(), key=str)
-        ]
-        by_us = [f"{name} by --precision" for name in _counted(self._set)]
-        used = [*blocks, *_counted(self._asked), *by_us]
-        if used or is_over:
-            self._say(f"{self._program} used {', '.join(used)}" if used else self._unused())
-        for kind in sorted(self._left):
-            self._say(f"{kind} overrides torch's own steps of a loss scale and was left as it is")
-        for warning in self._warnings(is_used=bool(used)):
-            self._say(warning)
-
-    def _unused(self) -> str:
-        if self._has_own or _loaded_names() - self._names_before:
-            text = f"{self._program} uses amp_plugin itself: nothing else was to be taken over"
-            return (
-                text if self._precision is None else f"{text}, and --precision {self._precision} set nothing"
-            )
-        text = f"{self._program} used none of them and ran as without amp-plugin"
-        if self._precision is not None:
-            text += "; in a plain loop, open torch.autocast(device) around the forward pass"
-        return text
-
-    def _warnings(self, *, is_used: bool) -> Iterator[str]:
-        import torch  # noqa: PLC0415
-
-        dtypes = {dtype for _, dtype in self._blocks}
-        chosen = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self._precision or "")
-        if is_used and chosen is not None and not self._set and chosen not in dtypes:
-            its_own = f"{self._program} chooses its own, change it there"
-            yield f"--precision {self._precision} set nothing: {its_own}"
-        in_frameworks = any("(" in name for name in (*self._asked, *self._set))
-        if torch.float16 in dtypes and not self._scales and not in_frameworks:
-            yield (
-                "blocks in float16 ran without an enabled GradScaler: if this was training, small gradients "
-                "are lost; scale the loss by a torch.amp.GradScaler, or use bfloat16"
-            )
 
 
 def _with_environment(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -258,43 +190,6 @@ def _with_environment(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, 
     outside, _ = decided(outside_program(os.environ))
     left_open = {*option_names(ScalingOptions)} - stated - by_position.keys()
     return {**kwargs, **read_all({name: value for name, value in outside.items() if name in left_open})}
-
-
-def _rank(environment: Mapping[str, str]) -> str:
-    """Return which rank this is, as its launcher says when it starts; Lightning says the local one only."""
-    ranks = int(environment.get("WORLD_SIZE", "1"))
-    rank = environment.get("RANK", environment.get("LOCAL_RANK", "0"))
-    return f" [rank {rank} of {ranks}]" if ranks > 1 else ""
-
-
-def _load_adapter(_accelerate: ModuleType) -> AbstractContextManager[object]:
-    """Import our adapter, unless it is what imports Accelerate: it is installed once it has run."""
-    importlib.import_module(_ADAPTER)
-    return nullcontext()
-
-
-def _loaded_names() -> set[str]:
-    """Return the public names of this package that somebody has used: it loads each when first asked."""
-    package = sys.modules["amp_plugin"]
-    return vars(package).keys() & {*package.__all__}
-
-
-def _counted(made: Mapping[str, int]) -> list[str]:
-    return [f"{count} {name}" if count > 1 else name for name, count in made.items()]
-
-
-@contextmanager
-def _set(given: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextmanager
@@ -319,24 +214,21 @@ class _Finder(MetaPathFinder):
     """Finds modules as Python does, and acts on some of them when they have run."""
 
     def __init__(self, names: Any, act: Callable[[ModuleType], None]) -> None:
-        self._names, self._act = set(names), act
+        self._names, self._act = names, act
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in self._names:
             return None
-        self._names.discard(name)  # Python's own finders look now
-        spec = importlib.util.find_spec(name)
-        self._names.add(name)  # whoever looks may not import it
-        if spec is None or spec.loader is None:
-            return spec
-        run: Callable[[ModuleType], None] = spec.loader.exec_module
+        others = [finder.find_spec for finder in sys.meta_path if finder is not self]
+        spec = next(filter(None, (find(name, path, target) for find in others)), None)
+        if spec is not None and spec.loader is not None:
+            run: Callable[[ModuleType], None] = spec.loader.exec_module
 
-        def run_and_act(module: ModuleType) -> None:
-            self._names.discard(name)
-            run(module)
-            self._act(module)
+            def run_and_act(module: ModuleType) -> None:
+                run(module)
+                self._act(module)
 
-        spec.loader.exec_module = run_and_act  # type: ignore[method-assign]
+            spec.loader.exec_module = run_and_act  # type: ignore[method-assign]
         return spec
 
 
@@ -348,13 +240,14 @@ def bind_environment() -> None:
     given = os.environ.get(VARIABLE, "")
     if not given or is_launcher():
         return
-    if given not in {_AS_WRITTEN, *_PRECISIONS}:
-        allowed = ", ".join((*_PRECISIONS, _AS_WRITTEN))
-        msg = f"{VARIABLE}={given} is unknown; allowed are {allowed}; amp-plugin run sets it, unset it"
+    known = (*get_args(Precision), _AS_WRITTEN)
+    if given not in known:
+        allowed = f"allowed are {', '.join(known)}"
+        msg = f"{VARIABLE}={given} is unknown; {allowed}; amp-plugin run sets it, unset it"
         raise ValueError(msg)
     import atexit  # noqa: PLC0415 - most processes stop above
 
-    precision: Any = given if given in _PRECISIONS else None
+    precision: Any = None if given == _AS_WRITTEN else given
     takeover = Takeover(Path(sys.argv[0]).name or "this process", precision=precision)
     takeover.__enter__()
     atexit.register(takeover.__exit__, None, None, None)

@@ -10,7 +10,7 @@ import atexit
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,6 +56,20 @@ def bound_autocast(
         nullcontext() if dtype is None else _dtype_left_open(dtype),
     ):
         yield blocks
+
+
+def warn_if_unread(rules: OpRules, name: str, blocks: Mapping[tuple[str, torch.dtype], int]) -> None:
+    """Print a warning, in the main process, if no block has followed the rules of a file."""
+    import multiprocessing  # noqa: PLC0415 - most processes have no rules
+
+    device = rules.device_type
+    is_main = multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0"
+    if is_main and device not in {opened for opened, _ in blocks}:
+        print(
+            f"amp_plugin: no autocast block on {device} was opened, so nothing has read the rules of {name}; "
+            f"open torch.autocast({device!r}), or leave the file out",
+            file=sys.stderr,
+        )
 
 
 @contextmanager
@@ -126,8 +140,9 @@ def bind_environment() -> None:
         return
     from amp_plugin.casting.rules import environment_rules  # noqa: PLC0415 - most processes stop above
 
-    bound = ExitStack()
-    bound.enter_context(bound_autocast(environment_rules(), f"AMP_PLUGIN_RULES={path}"))
+    rules, name, bound = environment_rules(), f"AMP_PLUGIN_RULES={path}", ExitStack()
+    blocks = bound.enter_context(bound_autocast(rules, name))
+    bound.callback(warn_if_unread, rules, name, blocks)
     atexit.register(bound.close)
 
 

@@ -125,7 +125,8 @@ def _write(shared: Shared, params: list[Tensor], states: list[PerOptimizerState]
     if unknown:
         msg = (
             f"clip: {unknown} of the parameters belong to no optimizer this scaler knows, so the scale "
-            "of their gradients is unknown; call scaler.register(optimizer) first, or pass the optimizer."
+            "of their gradients is unknown; call scaler.register(optimizer) first, or pass the optimizer; "
+            "in Accelerate accelerator.prepare(optimizer)."
         )
         raise RuntimeError(msg)
     for state in states:

@@ -228,7 +228,7 @@ class LossScales:
         if used is None:
             msg = (
                 f"Attempted {call} but _scale is None. Call scaler.scale(loss).backward() "
-                "earlier in the iteration."
+                "earlier in the iteration; in Accelerate accelerator.backward(loss)."
             )
             raise RuntimeError(msg)
         return used

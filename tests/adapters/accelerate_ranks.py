@@ -27,44 +27,42 @@ def distributed_data_parallel():
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
-    report = {"kind": str(accelerator.distributed_type), "device": accelerator.device.type}
-    norms = []
+    report = {"kind": (accelerator.distributed_type.value, accelerator.device.type)}
+
+    def run(factor, clips=False):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(factor))
+            if clips:
+                report["norm"] = accelerator.clip_grad_norm_(model.parameters(), 1.0).item()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
     for factor in (2.0, 6.0):  # the mean over two ranks and two micro-batches of factor + rank
-        with accelerator.accumulate(model):
-            accelerator.backward(model(factor + rank))
-            norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0).item())
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-    report |= {"norm": norms[-1], "weight": model.module.weight.tolist(), "scale": scale(accelerator)}
+        run(factor + rank, clips=True)
+    report |= {"weight": model.module.weight.tolist(), "scale": accelerator.scaler.get_scale()}
     for _ in range(2):
-        with accelerator.accumulate(model):
-            accelerator.backward(model(OVERFLOW if rank == 1 else 1.0))
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-    report |= {"skipped": accelerator.optimizer_step_was_skipped, "scale_after": scale(accelerator)}
-    report |= {"weight_after": model.module.weight.tolist(), "rate": schedule.get_last_lr()[0]}
+        run(OVERFLOW if rank == 1 else 1.0)
+    report |= {"skipped": accelerator.optimizer_step_was_skipped, "rate": schedule.get_last_lr()[0]}
+    report |= {"weight_after": model.module.weight.tolist(), "scale_after": accelerator.scaler.get_scale()}
     return report
 
 
-class Layers(torch.nn.Module):
-    """Two layers whose output dtype inside the region is noted."""
+class Layer(torch.nn.Module):
+    """Its norm of gradients is 4 at a factor of 2 and inputs of 1; the factor's gradient is in one rank's shard."""
 
     def __init__(self):
         super().__init__()
-        self.first = torch.nn.Linear(4, 8)
-        self.second = torch.nn.Linear(8, 2)
+        self.linear = torch.nn.Linear(4, 2, bias=False)
 
-    def forward(self, x, factor=None):
-        hidden = torch.nn.functional.gelu(self.first(x))
+    def forward(self, x, factor):
+        hidden = self.linear(x)
         self.inside = hidden.dtype, torch.is_autocast_enabled(x.device.type)
-        output = self.second(hidden)
-        return output if factor is None else output + factor * self.first.weight.flatten()[0]
+        return hidden.sum() + factor * self.linear.weight.flatten()[0]
 
 
 def fully_sharded(folder, precision, version=2):
-    """Three steps with clipping, a checkpoint before the first, an overflow on rank 1 alone."""
+    """A checkpoint, a step with clipping, a step with an overflow on rank 1 alone."""
     reset()
     accelerator = AmpAccelerator(
         mixed_precision=precision,
@@ -77,50 +75,33 @@ def fully_sharded(folder, precision, version=2):
         kwargs_handlers=[AmpKwargs(init_scale=8.0, growth_interval=2)],
     )
     torch.manual_seed(0)
-    model = Layers()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    reference = Layers().to(accelerator.device)
-    reference.load_state_dict(model.state_dict())
-    model, optimizer = accelerator.prepare(model, optimizer)
-    report = {"kind": str(accelerator.distributed_type), "scaled": accelerator.scaler is not None}
+    model = Layer()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    assert accelerator.distributed_type == DistributedType.FSDP
     if version == 2:  # torch's FSDP1 crashes when it saves on the CPU
         accelerator.save_state(folder)  # steps once to make optimizer state, as load_state does:
         optimizer.optimizer.state.clear()  # no steps of ours (huggingface/accelerate#4289)
         accelerator.load_state(folder)
         optimizer.optimizer.state.clear()
-    report["tracker"] = accelerator.scaler.state_dict()["_growth_tracker"] if accelerator.scaler else 0
-    inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)).to(accelerator.device)
-    share = inputs.chunk(2)[accelerator.process_index]
-    norms, wanted = [], []
-    plain = torch.optim.AdamW(reference.parameters(), lr=0.1)
-    for _ in range(3):
-        output = model(share)
-        accelerator.backward(output.square().mean())
-        norms.append(local(accelerator.clip_grad_norm_(model.parameters(), 0.5)).item())
+    scaler, rank = accelerator.scaler, accelerator.process_index
+    report = {"tracker": scaler.state_dict()["_growth_tracker"] if scaler is not None else 0}
+    for factors in ((2.0, 2.0), (1.0, OVERFLOW)) if scaler is not None else ((2.0, 2.0),):
+        before = [local(p).clone() for p in model.parameters()]
+        output = model(torch.ones(1, 4, device=accelerator.device), factors[rank])
+        accelerator.backward(output)
+        if factors == (2.0, 2.0):
+            report["norm"] = local(accelerator.clip_grad_norm_(model.parameters(), 0.5)).item()
         optimizer.step()
         optimizer.zero_grad()
-        plain.zero_grad()
-        reference(inputs).square().mean().backward()
-        wanted.append(torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5).item())
-        plain.step()
-    report |= {"norms": norms, "wanted": wanted, "output": str(output.dtype), "inside": str(model.inside)}
-    if accelerator.scaler is not None:
-        before = [local(p).clone() for p in model.parameters()]
-        factor = OVERFLOW if accelerator.process_index == 1 else 1.0  # of one element, so in one rank's shard
-        accelerator.backward(model(share, factor).sum())
-        optimizer.step()
-        unchanged = all(torch.equal(local(p), b) for p, b in zip(model.parameters(), before, strict=True))
-        report |= {"skipped": accelerator.optimizer_step_was_skipped, "unchanged": unchanged}
-        report["overflowed"] = sorted(accelerator.last_step(optimizer).overflow_report().inf)
+    unchanged = all(torch.equal(local(p), b) for p, b in zip(model.parameters(), before, strict=True))
+    report |= {"output": str(output.dtype), "inside": str(model.inside), "unchanged": unchanged}
+    report["skipped"] = accelerator.optimizer_step_was_skipped
+    report["overflowed"] = sorted(accelerator.last_step(optimizer).overflow_report().inf)
     return report
 
 
 def local(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def scale(accelerator):
-    return accelerator.scaler.get_scale()
 
 
 def on_cpu_as_on_gpus(state, *_args, **_kwargs):

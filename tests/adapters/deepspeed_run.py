@@ -1,12 +1,10 @@
 """Trains under DeepSpeed and AmpAccelerator in each config, on the CPU, and writes what was seen as JSON.
 
-``python -m tests.adapters.deepspeed_run FILE``; the second of four batches overflows.
+The second of four batches overflows.
 """
 
 import json
 import os
-import socket
-import sys
 import warnings
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs
 
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
 AUTOCAST_BF16 = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+LINEAR_IN_FP32 = OpRules.default("cpu").with_rule("aten::linear", "fp32")
 # Name -> mixed_precision, the ZeRO stage, sections of the config, our options.
 # Those with torch_autocast come last: DeepSpeed remembers in the process that it was on.
 RUNS = {
@@ -33,12 +32,7 @@ RUNS = {
     "autocast fp16": ("no", 0, AUTOCAST, {"init_scale": 1024.0, "growth_interval": 2}),
     "autocast bf16": ("no", 0, AUTOCAST_BF16, {}),
     "autocast fp16, endless": ("no", 0, AUTOCAST, {"max_skips_in_a_row": 2}),
-    "autocast fp16, rules": (
-        "no",
-        0,
-        AUTOCAST,
-        {"rules": OpRules.default("cpu").with_rule("aten::linear", "fp32")},
-    ),
+    "autocast fp16, rules": ("no", 0, AUTOCAST, {"rules": LINEAR_IN_FP32}),
     "autocast fp16, fp32 modules": ("no", 0, AUTOCAST, {"fp32_modules": ["Linear"]}),
     "autocast fp16 in ZeRO": ("no", 1, AUTOCAST, {}),
 }
@@ -68,45 +62,30 @@ def train(precision, stage, sections, options, overflows):
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
     steps = []
+    weight = next(model.parameters())
     for i in range(4):
-        before = next(model.parameters()).detach().float().clone()
+        before = weight.detach().float().clone()
         output = model(torch.ones(2, 8, dtype=dtype))
         accelerator.backward(output.float().pow(2).mean() * (torch.inf if i in overflows else 1.0))
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        result = accelerator.last_step(optimizer)
-        moved = (next(model.parameters()).detach().float() - before).norm().item()
-        steps.append(
-            {
-                "output": str(output.dtype),
-                "skipped": [result.skipped, accelerator.optimizer_step_was_skipped],
-                "norm": result.norm.item(),
-                "scales": [result.scale_before, result.scale_after],
-                "metrics": accelerator.amp_metrics(),
-                "moved": moved / schedule.get_last_lr()[0],
-                "rate": schedule.get_last_lr()[0],
-            }
-        )
+        result, (rate,) = accelerator.last_step(optimizer), schedule.get_last_lr()
+        step = {"output": str(output.dtype), "norm": result.norm.item(), "metrics": accelerator.amp_metrics()}
+        step["skipped"] = [result.skipped, accelerator.optimizer_step_was_skipped]
+        step["scales"] = [result.scale_before, result.scale_after]
+        step |= {"moved": (weight.detach().float() - before).norm().item() / rate, "rate": rate}
+        steps.append(step)
     accelerator.end_training()
     return steps
 
 
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 def main(file):
-    address = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ.update(address, MASTER_PORT=str(free_port()))
     from deepspeed.accelerator import get_accelerator
 
-    PartialState.destroy_process_group = lambda *_: (
-        None
-    )  # which DeepSpeed keeps, and end_training() would end
-    type(get_accelerator()).is_fp16_supported = lambda _: True  # it says no on most CPUs, and yet runs
+    # DeepSpeed keeps the group, which end_training() would end; it says no to fp16 on most CPUs, and yet runs.
+    PartialState.destroy_process_group = lambda *_: None
+    type(get_accelerator()).is_fp16_supported = lambda _: True
     seen = {}
     for name, (precision, stage, sections, options) in RUNS.items():
         with warnings.catch_warnings(record=True) as told:
@@ -119,7 +98,3 @@ def main(file):
         seen[name] = {"steps": steps, "error": error, "told": [str(warning.message) for warning in told]}
     Path(file).write_text(json.dumps(seen))
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

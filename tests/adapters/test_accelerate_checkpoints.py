@@ -47,7 +47,9 @@ def test_a_checkpoint_without_a_loss_scale(tmp_path):
 
 
 def test_resumed_training_goes_on_as_if_never_stopped(tmp_path):
-    options = {"init_scale": 8.0, "growth_interval": 2, "hysteresis": 3}
+    def new():
+        accelerator = ours(init_scale=8.0, growth_interval=2, hysteresis=3)
+        return accelerator, *trained(accelerator, steps=0)
 
     def steps(accelerator, model, optimizer, count):
         for _ in range(count):
@@ -55,19 +57,18 @@ def test_resumed_training_goes_on_as_if_never_stopped(tmp_path):
             optimizer.step()
             optimizer.zero_grad()
         accelerator.scaler.end_iteration()
+        return model.weight, accelerator.scaler.state_dict()
 
     torch.manual_seed(0)
-    whole = ours(**options)
-    model, optimizer = trained(whole, steps=0)
-    steps(whole, model, optimizer, 3)
-    whole.save_state(tmp_path)
-    steps(whole, model, optimizer, 2)
-    resumed = ours(**options)
-    other, other_optimizer = trained(resumed, steps=0)
-    resumed.load_state(tmp_path)
-    steps(resumed, other, other_optimizer, 2)
-    assert torch.equal(model.weight, other.weight)
-    assert resumed.scaler.state_dict() == whole.scaler.state_dict()
+    whole = new()
+    steps(*whole, 3)
+    whole[0].save_state(tmp_path)
+    weight, state = steps(*whole, 2)
+    resumed = new()
+    resumed[0].load_state(tmp_path)
+    other_weight, other_state = steps(*resumed, 2)
+    assert torch.equal(weight, other_weight)
+    assert state == other_state
 
 
 @pytest.mark.parametrize("call", ["save_state", "load_state"])

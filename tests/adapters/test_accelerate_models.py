@@ -7,10 +7,10 @@ import pickle
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from accelerate.utils import extract_model_from_parallel
+from accelerate.utils import DistributedType, extract_model_from_parallel
 
 from amp_plugin import OpRules
-from amp_plugin.adapters.accelerate.forward import MixedForward
+from amp_plugin.adapters.accelerate.settings import refuse_other_engine
 from tests.adapters.accelerate_pair import ours, prepared, stock
 
 
@@ -54,48 +54,43 @@ def test_same_outputs_and_gradients_as_stock_bit_for_bit():
     assert all(torch.equal(a, b) for a, b in zip(theirs[1], our_run[1], strict=True))
 
 
-def test_with_no_mixed_precision_nothing_is_wrapped():
-    accelerator = ours(precision="no")
-    model = accelerator.prepare(Pair())
-    assert "forward" not in model.__dict__
-    with accelerator.autocast():
-        assert not torch.is_autocast_enabled("cpu")
-
-
 def test_preparing_twice_wraps_once():
     accelerator = ours()
     model = accelerator.prepare(accelerator.prepare(Pair()))
-    assert model.__dict__["forward"].own is None
+    assert vars(model)["forward"].own is None
 
 
 class TestUnwrapping:
-    @pytest.mark.parametrize("way", ["method", "function"])
-    def test_it_can_be_taken_off(self, way):
+    @pytest.fixture(params=["method", "function"])
+    def unwrap(self, request):
+        """Take the forward off by the accelerator or by Accelerate's function, which does without one."""
+        if request.param == "function":
+            return lambda _, model: extract_model_from_parallel(model, keep_fp32_wrapper=False)
+        return lambda accelerator, model: accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+
+    def test_it_can_be_taken_off(self, unwrap):
         accelerator = ours()
         model = accelerator.prepare(Pair())
-        if way == "method":
-            accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-        else:
-            extract_model_from_parallel(model, keep_fp32_wrapper=False)
-        output = model(torch.ones(1, 3))
+        unwrap(accelerator, model)
+        assert model(torch.ones(1, 3))["logits"].shape == (1, 2)
         assert model.dtype is torch.float32
-        assert output["logits"].shape == (1, 2)
         assert "_original_forward" not in model.__dict__
 
-    def test_a_forward_set_on_the_instance_comes_back(self):
-        def doubled(x):
+    def test_a_forward_set_on_the_instance_comes_back(self, unwrap):
+        accelerator, model, dtypes = ours(), torch.nn.Linear(2, 2), []
+
+        def own(x):
+            dtypes.append((x @ x).dtype)
             return 2 * x
 
-        accelerator = ours()
-        model = torch.nn.Linear(2, 2)
-        model.forward = doubled
+        model.forward = own
         model = accelerator.prepare(model)
         assert model(torch.ones(1)).item() == 2.0
-        accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-        assert model.forward is doubled
+        unwrap(accelerator, model)
+        assert model(torch.ones(1)).item() == 2.0
+        assert dtypes == [torch.float16, torch.float32]
 
-    @pytest.mark.parametrize("way", ["method", "function"])
-    def test_hooks_of_accelerate_run_before_and_after(self, way):
+    def test_hooks_of_accelerate_run_before_and_after(self, unwrap):
         """In Accelerate's own, the forward is given the module twice after that (accelerate#4255)."""
         calls = []
 
@@ -108,82 +103,57 @@ class TestUnwrapping:
         add_hook_to_module(model, Noted())
         model = accelerator.prepare(model)
         assert model(torch.ones(1, 2)).dtype is torch.float32
-        if way == "method":
-            accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-        else:
-            extract_model_from_parallel(model, keep_fp32_wrapper=False)
+        unwrap(accelerator, model)
         model(torch.ones(1, 2))
         assert calls == [torch.float16, torch.float32]
 
-    @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-    def test_the_class_stays_the_programs_own(self, precision):
+    def test_the_class_and_the_signature_stay_the_programs_own(self):
         """Programs compare it: ``isinstance(model, type(accelerator.unwrap_model(other)))``."""
-        accelerator = ours(precision=precision)
+        accelerator = ours()
         model = accelerator.prepare(Pair())
         assert type(model) is type(accelerator.unwrap_model(model)) is Pair
-        assert accelerator.native_amp
-
-    def test_the_signature_shows_through(self):
-        model = ours().prepare(Pair())
         assert list(inspect.signature(model.forward).parameters) == ["x", "scale"]
 
 
-class TestCopies:
-    @pytest.mark.parametrize("way", ["pickle", "deepcopy"])
-    def test_a_copy_computes_in_half_precision_on_its_own_weights(self, way):
-        model = ours(steps=2).prepare(Pair())
-        twin = pickle.loads(pickle.dumps(model)) if way == "pickle" else copy.deepcopy(model)
-        with torch.no_grad():
-            twin.layer.bias += 1
-        before, after = model(torch.ones(1, 3))["logits"], twin(torch.ones(1, 3))["logits"]
-        assert twin.dtype is torch.float16
-        assert torch.allclose(after, before + 1, atol=2e-3)
-        assert twin.forward.module is twin
+@pytest.mark.parametrize("way", [lambda model: pickle.loads(pickle.dumps(model)), copy.deepcopy])
+def test_a_copy_computes_in_half_precision_on_its_own_weights(way):
+    model = ours(steps=2).prepare(Pair())
+    twin = way(model)
+    with torch.no_grad():
+        twin.layer.bias += 1
+    before, after = model(torch.ones(1, 3))["logits"], twin(torch.ones(1, 3))["logits"]
+    assert twin.dtype is torch.float16
+    assert torch.allclose(after, before + 1, atol=2e-3)
+    assert twin.forward.module is twin
 
 
 @pytest.mark.one_graph
-def test_compiled_without_graph_breaks():
-    model = ours().prepare(torch.nn.Linear(3, 2))
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    inputs = torch.randn(4, 3)
-    assert torch.equal(compiled(inputs), model(inputs))
+def test_compiled_by_the_program_or_by_accelerate_it_gives_the_same():
+    model, inputs = torch.nn.Linear(3, 2), torch.randn(4, 3)
+    eager = ours().prepare(copy.deepcopy(model))
+    compiled = torch.compile(eager, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(inputs), eager(inputs))
     assert compiled(inputs).dtype is torch.float32
-
-
-def test_compiled_by_accelerate():
-    model = torch.nn.Linear(3, 2)
-    inputs = torch.randn(4, 3)
-    eager = ours().prepare(copy.deepcopy(model))(inputs)
     accelerator = ours(compiler="eager")
     model = accelerator.prepare(model)
     assert isinstance(model, torch._dynamo.eval_frame.OptimizedModule)
-    assert torch.equal(model(inputs), eager)
+    assert torch.equal(model(inputs), eager(inputs))
     plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
     assert type(plain) is torch.nn.Linear
-    assert "forward" not in plain.__dict__
-
-
-def test_weights_swapped_for_samples_are_seen():
-    """As diffusion scripts draw samples with averaged weights: ``no_grad``, but no ``eval()``."""
-    accelerator = ours(steps=2)
-    model = accelerator.prepare(torch.nn.Linear(4, 1, bias=False))
-    own, averaged, inputs = model.weight.detach().clone(), torch.ones(1, 4), torch.ones(1, 4)
-    before = model(inputs).item()
-    model.weight.data.copy_(averaged)
-    with torch.no_grad():
-        assert model(inputs).item() == 4.0
-    model.weight.data.copy_(own)
-    assert model(inputs).item() == before
+    assert not torch.equal(plain(inputs), eager(inputs))
 
 
 @pytest.mark.native
-def test_rules_reach_every_autocast_block_until_training_ends():
+def test_rules_and_stored_weights_hold_until_training_ends():
     rules = OpRules.default("cpu").with_rule("aten::matmul", "fp32")
-    accelerator = ours(precision="bf16", rules=rules)
+    accelerator = ours(precision="bf16", rules=rules, weights="bf16")
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    assert model.weight.dtype is torch.bfloat16
     a = torch.ones(2, 2)
     with torch.autocast("cpu", torch.bfloat16):
         assert (a @ a).dtype is torch.float32
     accelerator.end_training()
+    assert model.weight.dtype is torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         assert (a @ a).dtype is torch.bfloat16
 
@@ -198,37 +168,11 @@ def test_backward_may_run_in_the_region():
 
 
 @pytest.mark.parametrize("kind", ["MEGATRON_LM", "XLA", "fp8"])
-def test_other_engines_are_left_alone(kind):
-    from accelerate.utils import DistributedType
-
-    from amp_plugin.adapters.accelerate.settings import is_ours, resolve
-
+def test_other_engines_are_refused(kind):
     values = (DistributedType.NO, "fp8") if kind == "fp8" else (DistributedType[kind], "fp16")
-    with pytest.warns(UserWarning, match="casts and scales losses by itself"):
-        assert not is_ours(*values, resolve([], {}), explicit=False)
-    with pytest.raises(ValueError, match="remove AmpKwargs from kwargs_handlers"):
-        is_ours(*values, resolve([], {}), explicit=True)
-
-
-def test_left_alone_it_is_accelerate():
-    """With our part off, an AmpAccelerator does what Accelerate does, here on torch's scaler."""
-    accelerator = ours()
-    accelerator._engaged, accelerator.scaler = False, torch.amp.GradScaler("cpu", init_scale=8.0)
-    (model,), (optimizer,) = prepared(accelerator)
-    assert not isinstance(model.forward, MixedForward)
-    with accelerator.accumulate(model), accelerator.autocast():
-        accelerator.backward(model(3.0))
-        assert accelerator.clip_grad_norm_(model.parameters(), 1e9).item() == 6.0
-        with pytest.raises(RuntimeError, match="already been called"):
-            accelerator.unscale_gradients()
-        optimizer.step()
-    assert optimizer.optimizer.seen[-1][0][0].item() == 3.0
-    assert type(optimizer).__name__ == "AcceleratedOptimizer"
-    assert accelerator.amp_metrics() == {}
-    with pytest.raises(
-        RuntimeError, match=r"Accelerate's own code.*ask accelerator\.optimizer_step_was_skipped"
-    ):
-        accelerator.last_step(optimizer)
+    with pytest.raises(ValueError, match=r"casts and scales losses by itself.*use accelerate\.Accelerator"):
+        refuse_other_engine(*values, float8_recipe=None)
+    refuse_other_engine(DistributedType.NO, "fp8", float8_recipe="torchao's")
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])

@@ -1,4 +1,5 @@
 import os
+import re
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from accelerate.utils import AutocastKwargs, GradScalerKwargs
 from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs
 from amp_plugin.adapters.accelerate.settings import resolve
 from amp_plugin.adapters.option_sources import OPTIONS
+from tests.adapters.accelerate_pair import prepared
 
 
 @pytest.fixture(autouse=True)
@@ -31,27 +33,20 @@ def config_file(tmp_path, text):
 class TestPrecedence:
     def test_each_source_gives_way_to_the_one_before(self, tmp_path):
         file = config_file(tmp_path, "init_scale: 1\nmin_scale: 1\nhysteresis: 4\ngrowth_interval: 5\n")
-        environment = {
-            **file,
-            "AMP_PLUGIN_INIT_SCALE": "2",
-            "AMP_PLUGIN_MIN_SCALE": "2",
-            "AMP_PLUGIN_HYSTERESIS": "2",
-        }
-        handlers = [GradScalerKwargs(init_scale=3.0), AmpKwargs(init_scale=4.0)]
+        scaling = {"AMP_PLUGIN_INIT_SCALE": "2", "AMP_PLUGIN_MIN_SCALE": "2", "AMP_PLUGIN_HYSTERESIS": "2"}
+        environment = {**file, **scaling}
+        handlers = [GradScalerKwargs(init_scale=3.0), AmpKwargs(init_scale=4.0), AmpKwargs(init_scale=5.0)]
         found = resolve(handlers, environment)
-        assert set_options(found) == {
-            "init_scale": 4.0,
-            "min_scale": 2.0,
-            "hysteresis": 2,
-            "growth_interval": 5,
-        }
+        expected = {"init_scale": 4.0, "min_scale": 2.0, "hysteresis": 2, "growth_interval": 5}
+        assert set_options(found) == expected
         assert found.sources["init_scale"] == "AmpKwargs"
         assert found.sources["min_scale"] == "AMP_PLUGIN_MIN_SCALE"
         assert found.sources["growth_interval"] == f"AMP_PLUGIN_CONFIG={tmp_path / 'amp.yaml'}"
         assert resolve(handlers[:1], environment).init_scale == 3.0
         assert resolve([], environment).init_scale == 2.0
         assert resolve([], file).init_scale == 1.0
-        assert resolve([], {}).sources == {}
+        others = {"AMP_PLUGIN_NATIVE": "1", "AMP_PLUGIN_CACHE_DIR": "/tmp", "PATH": "x"}
+        assert resolve([], others).sources == {}
 
     def test_every_option_can_be_set_by_the_environment(self):
         text = {
@@ -64,10 +59,10 @@ class TestPrecedence:
             "fold_clip": "on",
             "fp32_outputs": "0",
             "exact_schedulers": "1",
+            "backoff_factor": "0.25",
             "weights": "bf16",
             "state": "bf16",
             "reduce": "bf16",
-            "backoff_factor": "0.25",
             "eval_precision": "bf16-mixed",
         }
         environment = {
@@ -75,9 +70,7 @@ class TestPrecedence:
         }
         found = resolve([], environment)
         assert set(found.sources) == set(OPTIONS) - {"rules"}
-        assert found.dynamic is False
-        assert found.fp32_outputs is False
-        assert found.one_pass is False
+        assert (found.dynamic, found.fp32_outputs, found.one_pass) == (False, False, False)
         assert found.on_nonfinite == "ignore"
         assert type(found.hysteresis) is int
 
@@ -86,49 +79,35 @@ class TestPrecedence:
         path.write_text("device_type: cpu\nrules:\n  aten::mm.default: fp32\n")
         rules = resolve([], {"AMP_PLUGIN_RULES": str(path)}).rules
         assert rules["aten::mm.default"].value == "fp32"
+        path.write_text("device_type: cpu\nrules:\n  aten::mm.default: fp31\n")
+        text = r"rules=.*fp31.*; give an OpRules.*rules comes from AMP_PLUGIN_RULES"
+        with pytest.raises(ValueError, match=text):
+            resolve([], {"AMP_PLUGIN_RULES": str(path)})
 
 
 class TestErrorsNameTheirSource:
     @pytest.mark.parametrize(
-        ("variable", "value", "allowed"),
+        ("option", "value", "allowed"),
         [
-            ("AMP_PLUGIN_INIT_SCALE", "much", "give a number"),
-            ("AMP_PLUGIN_GROWTH_INTERVAL", "2.5", "give a whole number"),
-            ("AMP_PLUGIN_DYNAMIC", "maybe", "give True or False"),
-            ("AMP_PLUGIN_HYSTERESIS_MODE", "nvidia", "use 'apex', 'megatron' or 'deepspeed'"),
-            ("AMP_PLUGIN_ON_NONFINITE", "stop", "use 'skip', 'raise' or 'ignore'"),
+            ("INIT_SCALE", "much", "much.*; give a number"),
+            ("GROWTH_INTERVAL", "2.5", "2.5.*; give a whole number"),
+            ("GROWTH_FACTOR", "0.5", "growth_factor"),
+            ("DYNAMIC", "maybe", "maybe.*; give True or False"),
+            ("HYSTERESIS_MODE", "nvidia", "nvidia.*; use 'apex', 'megatron' or 'deepspeed'"),
+            ("ON_NONFINITE", "stop", "stop.*; use 'skip', 'raise' or 'ignore'"),
+            ("MAX_SKIPS_IN_A_ROW", "-1", "-1 is not allowed; give a number of optimizer steps, or 0"),
+            ("EVAL_PRECISION", "fp17", r"eval_precision='fp17' is unknown; allowed are"),
+            ("FP32_MODULES", "head,,body", "fp32_modules=.*'body'.* is not allowed; give a list of names"),
         ],
     )
-    def test_bad_text(self, variable, value, allowed):
-        with pytest.raises(ValueError, match=f"{value}.*; {allowed}.*comes from {variable}"):
-            resolve([], {variable: value})
+    def test_bad_text(self, option, value, allowed):
+        with pytest.raises(ValueError, match=f"{allowed}.*comes from AMP_PLUGIN_{option}"):
+            resolve([], {f"AMP_PLUGIN_{option}": value})
 
-    def test_a_negative_limit_of_skips(self, monkeypatch):
-        monkeypatch.setenv("AMP_PLUGIN_MAX_SKIPS_IN_A_ROW", "-1")
-        text = r"max_skips_in_a_row=-1 is not allowed; give a number of optimizer steps, or 0.*comes from AMP"
+    def test_an_unknown_variable(self):
+        text = "AMP_PLUGIN_LOSS.*not an option; allowed are AMP_PLUGIN_INIT_SCALE, "
         with pytest.raises(ValueError, match=text):
-            AmpAccelerator(mixed_precision="bf16", cpu=True)
-
-    @pytest.mark.parametrize(
-        ("variable", "message"),
-        [
-            ("AMP_PLUGIN_INITSCALE", "AMP_PLUGIN_INITSCALE.*did you mean AMP_PLUGIN_INIT_SCALE"),
-            ("AMP_PLUGIN_LOSS", "AMP_PLUGIN_LOSS.*not an option; allowed are AMP_PLUGIN_INIT_SCALE, .*"),
-        ],
-    )
-    def test_an_unknown_variable(self, variable, message):
-        with pytest.raises(ValueError, match=message):
-            resolve([], {variable: "1"})
-
-    @pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
-    def test_a_number_the_scaler_refuses_is_an_error_in_any_precision(self, precision, monkeypatch):
-        monkeypatch.setenv("AMP_PLUGIN_GROWTH_FACTOR", "0.5")
-        with pytest.raises(ValueError, match=r"growth_factor comes from AMP_PLUGIN_GROWTH_FACTOR"):
-            AmpAccelerator(mixed_precision=precision, cpu=True)
-
-    def test_variables_of_other_parts_are_left_alone(self):
-        found = resolve([], {"AMP_PLUGIN_NATIVE": "1", "AMP_PLUGIN_CACHE_DIR": "/tmp", "PATH": "x"})
-        assert found.sources == {}
+            resolve([], {"AMP_PLUGIN_LOSS": "1"})
 
     @pytest.mark.parametrize(
         ("text", "error", "message"),
@@ -145,19 +124,20 @@ class TestErrorsNameTheirSource:
         with pytest.raises(error, match=message):
             resolve([], file)
 
-    def test_bad_rules(self, tmp_path):
-        path = tmp_path / "rules.yaml"
-        path.write_text("device_type: cpu\nrules:\n  aten::mm.default: fp31\n")
-        with pytest.raises(
-            ValueError, match=r"rules=.*fp31.*; give an OpRules.*rules comes from AMP_PLUGIN_RULES"
-        ):
-            resolve([], {"AMP_PLUGIN_RULES": str(path)})
-
-    def test_a_bad_precision_in_the_environment(self, monkeypatch):
-        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "amp_fp16")
-        with pytest.raises(
-            ValueError, match=r"ACCELERATE_MIXED_PRECISION='amp_fp16'.*allowed are no, fp8, fp16, bf16"
-        ):
+    @pytest.mark.parametrize(
+        ("given", "argument_error"),
+        [
+            ("fp17", " is unknown; allowed are"),
+            ("bf16-true", " keeps.*Use mixed_precision='bf16'.*AmpKwargs(weights='bf16-true')"),
+            ("16-true", " keeps.*Use mixed_precision='fp16'.*AmpKwargs(weights='fp16-true')"),
+        ],
+    )
+    def test_a_bad_precision(self, given, argument_error, monkeypatch):
+        text = re.escape(argument_error).replace(r"\.\*", ".*")
+        with pytest.raises(ValueError, match=f"mixed_precision='{given}'{text}"):
+            AmpAccelerator(mixed_precision=given, cpu=True)
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", given)
+        with pytest.raises(ValueError, match=f"'{given}' from ACCELERATE_MIXED_PRECISION{text}"):
             AmpAccelerator(cpu=True)
 
     @pytest.mark.parametrize(
@@ -182,10 +162,6 @@ class TestErrorsNameTheirSource:
         with pytest.raises(TypeError, match=message):
             make()
 
-    def test_a_bad_precision_by_argument(self):
-        with pytest.raises(ValueError, match="Unknown mixed_precision mode: fp17"):
-            AmpAccelerator(mixed_precision="fp17", cpu=True)
-
 
 class TestAccelerator:
     @pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
@@ -195,6 +171,8 @@ class TestAccelerator:
         assert accelerator.mixed_precision == precision
         assert (accelerator.scaler is not None) == (precision == "fp16")
         assert accelerator.native_amp == (precision != "no")
+        with accelerator.autocast():
+            assert torch.is_autocast_enabled("cpu") == (precision != "no")
 
     def test_kwargs_reach_the_scaler(self):
         kwargs = [GradScalerKwargs(growth_factor=4.0), AmpKwargs(init_scale=32.0, min_scale=2.0)]
@@ -205,28 +183,29 @@ class TestAccelerator:
     def test_a_disabled_scaler_trains_unscaled(self):
         handlers = [GradScalerKwargs(enabled=False)]
         accelerator = AmpAccelerator(mixed_precision="fp16", cpu=True, kwargs_handlers=handlers)
-        model = torch.nn.Linear(2, 1)
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        accelerator.backward(model(torch.ones(1, 2)).sum())
-        assert accelerator.clip_grad_norm_(model.parameters(), 1e9).item() == pytest.approx(3**0.5)
+        (model,), (optimizer,) = prepared(accelerator)
+        accelerator.backward(model(3.0))
+        assert accelerator.clip_grad_norm_(model.parameters(), 1e9).item() == 6.0
         optimizer.step()
         assert not accelerator.optimizer_step_was_skipped
         assert not accelerator.last_step(optimizer).skipped
         assert accelerator.amp_metrics() == {"loss_scale": 1.0, "skipped_steps": 0}
 
-    def test_autocast_kwargs_disable_the_region(self):
+    def test_autocast_kwargs_decide_on_models_and_blocks(self):
         handlers = [AutocastKwargs(enabled=False)]
         accelerator = AmpAccelerator(mixed_precision="bf16", cpu=True, kwargs_handlers=handlers)
+        accelerator.prepare(model := torch.nn.Linear(2, 1, bias=False))
+        exact = torch.tensor([[1.0 + 2.0**-12, 0.0]])
+        assert torch.equal(model(exact), model.weight[:, :1].T * exact[0, 0])
         with accelerator.autocast():
             assert not torch.is_autocast_enabled("cpu")
         with accelerator.autocast(AutocastKwargs(enabled=True)):
             assert torch.is_autocast_enabled("cpu")
             assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+        accelerator.autocast_handler = None  # it is looked up at each use
+        with accelerator.autocast():
+            assert torch.is_autocast_enabled("cpu")
 
     def test_positional_arguments_are_accelerators_own(self):
         accelerator = AmpAccelerator(True, False, "fp16", 3, True)
         assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("fp16", 3)
-
-    def test_two_amp_kwargs_the_first_wins(self):
-        handlers = [AmpKwargs(init_scale=2.0), AmpKwargs(init_scale=4.0, hysteresis=2)]
-        assert set_options(resolve(handlers, {})) == {"init_scale": 2.0, "hysteresis": 2}

@@ -19,6 +19,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:torch.utils.checkpoint"),
     pytest.mark.filterwarnings("ignore::UserWarning:peft"),
 ]
+REENTRANT = "reentrant checkpointing"  # which only our kernels recompute with the casts of its region
 needs_peft = pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="needs peft")
 
 
@@ -36,18 +37,10 @@ def with_lora():
 def train(folder, make=tiny_bert, resume=None, **arguments):
     """Train on whether the first word is one of the upper half; return the trainer and its log."""
     examples = texts(48)
+    defaults = {"gradient_accumulation_steps": 2, "save_strategy": "no", "num_train_epochs": 2}
+    defaults |= {"use_cpu": True, "report_to": [], "logging_steps": 1, "disable_tqdm": True}
     settings = transformers.TrainingArguments(
-        str(folder),
-        per_device_train_batch_size=8,
-        gradient_accumulation_steps=2,
-        learning_rate=5e-3,
-        use_cpu=True,
-        report_to=[],
-        logging_steps=1,
-        disable_tqdm=True,
-        save_strategy=arguments.pop("save_strategy", "no"),
-        num_train_epochs=arguments.pop("num_train_epochs", 2),
-        **arguments,
+        str(folder), per_device_train_batch_size=8, learning_rate=5e-3, **{**defaults, **arguments}
     )
     trainer = transformers.Trainer(make(), settings, train_dataset=examples, eval_dataset=examples[:16])
     trainer.train(resume_from_checkpoint=resume)
@@ -60,16 +53,9 @@ def train(folder, make=tiny_bert, resume=None, **arguments):
 HABITS = {
     "accumulation and clipping": {"num_train_epochs": 8},
     "gradient checkpointing": {"gradient_checkpointing": True},
-    "reentrant checkpointing": {
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": True},
-    },
+    REENTRANT: {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
     "label smoothing": {"label_smoothing_factor": 0.1},
-    "the best model": {
-        "load_best_model_at_end": True,
-        "eval_strategy": "epoch",
-        "save_strategy": "epoch",
-    },
+    "the best model": {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"},
     "lora": {"make": with_lora},
 }
 
@@ -80,12 +66,9 @@ def options_of(habit):
     return dict(HABITS[habit])
 
 
-# Only kernels of ours recompute a reentrant checkpoint with the casts of the region around it.
-NATIVE = "reentrant checkpointing"
-
-
 @pytest.mark.parametrize(
-    "habit", [pytest.param(habit, marks=[pytest.mark.native] if habit == NATIVE else []) for habit in HABITS]
+    "habit",
+    [pytest.param(habit, marks=[pytest.mark.native] if habit == REENTRANT else []) for habit in HABITS],
 )
 def test_in_bf16_it_trains_as_under_accelerates_own(habit, tmp_path):
     _, expected = train(tmp_path / "stock", bf16=True, **options_of(habit))

@@ -39,35 +39,6 @@ trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: losses.appe
 trainer.run(batches, max_epochs=5)
 print(*losses)
 """
-MONAI = """
-import torch
-from monai.engines import SupervisedTrainer
-from monai.losses import DiceLoss
-from monai.networks.nets import UNet
-from torch.utils.data import DataLoader
-torch.manual_seed(0)
-images = [{"image": torch.rand(1, 16, 16), "label": (torch.rand(1, 16, 16) > 0.5).float()} for _ in range(8)]
-losses = []
-
-class Net(UNet):
-    def forward(self, images):
-        with torch.autocast("cpu", dtype=torch.bfloat16):  # MONAI's own blocks are for CUDA
-            return super().forward(images)
-
-class Loss(DiceLoss):
-    def forward(self, *pair):
-        loss = super().forward(*pair)
-        losses.append(loss.item())
-        return loss
-
-net = Net(spatial_dims=2, in_channels=1, out_channels=1, channels=(4, 8), strides=(2,))
-SupervisedTrainer(
-    device=torch.device("cpu"), max_epochs=4, train_data_loader=DataLoader(images, batch_size=4), network=net,
-    optimizer=torch.optim.Adam(net.parameters(), 1e-2), loss_function=Loss(sigmoid=True), amp=True,
-    amp_kwargs={"dtype": torch.bfloat16},
-).run()
-print(*losses)
-"""
 TIMM = """
 import timm
 import torch
@@ -87,66 +58,14 @@ for _ in range(5):
     losses.append(loss.item())
 print(*losses)
 """
-ULTRALYTICS = """  # the loop of its trainer: warm-up, unscale, clip, EMA by deepcopy, a scaler that may be off
-import copy
-import torch
-torch.manual_seed(0)
-model = torch.nn.Sequential(
-    torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.SiLU(), torch.nn.Flatten(), torch.nn.Linear(288, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True)
-scaler = torch.amp.GradScaler("cpu", enabled=True)
-x, y = torch.randn(16, 3, 8, 8), torch.randn(16, 2)
-losses = []
-for step in range(8):
-    optimizer.param_groups[0]["lr"] = 1e-2 * min(1.0, step / 3)
-    with torch.amp.autocast("cpu", dtype=torch.float16):
-        loss = torch.nn.functional.mse_loss(model(x), y)
-    scaler.scale(loss).backward()
-    if step % 2:
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=10.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        ema = copy.deepcopy(model).eval()
-    losses.append(loss.item())
-saved = copy.deepcopy(scaler.state_dict())
-torch.amp.GradScaler("cpu").load_state_dict(saved)
-print(*losses)
-"""
-SKORCH = """
-import numpy
-import torch
-from skorch import NeuralNetRegressor
-torch.manual_seed(0)
-
-class Model(torch.nn.Linear):
-    def __init__(self):
-        super().__init__(8, 1)
-
-    @torch.autocast("cpu", dtype=torch.bfloat16)
-    def forward(self, rows):
-        return super().forward(rows).float()
-
-x = numpy.random.default_rng(0).normal(size=(64, 8)).astype("float32")
-net = NeuralNetRegressor(Model, max_epochs=4, lr=0.05, verbose=0, train_split=None)
-net.fit(x, x.sum(1, keepdims=True))
-print(*net.history[:, "train_loss"])
-"""
 TRANSFORMERS = """
 import tempfile
-import torch
 import transformers
-torch.manual_seed(0)
-config = transformers.BertConfig(
-    vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
-words = torch.randint(2, 64, (32, 8))
+from tests.adapters.tiny_bert import bert, texts
 arguments = transformers.TrainingArguments(
     tempfile.mkdtemp(), per_device_train_batch_size=8, learning_rate=5e-3, num_train_epochs=3, bf16=True, use_cpu=True,
     report_to=[], logging_steps=1, disable_tqdm=True, save_strategy="no")
-trainer = transformers.Trainer(
-    transformers.BertForSequenceClassification(config), arguments,
-    train_dataset=[{"input_ids": line, "labels": (line[0] > 32).long()} for line in words])
+trainer = transformers.Trainer(bert(layers=1), arguments, train_dataset=texts(32))
 trainer.train()
 print(*(line["loss"] for line in trainer.state.log_history if "loss" in line))
 """
@@ -175,94 +94,11 @@ Trainer(
 ).fit(Model(), torch.utils.data.DataLoader(torch.randn(64, 8), batch_size=16))
 print(*losses)
 """
-NEURALFORECAST = """
-import numpy
-import pandas
-from neuralforecast import NeuralForecast
-from neuralforecast.models import NHITS
-from pytorch_lightning import Callback
-losses = []
-
-class Keep(Callback):
-    def on_train_batch_end(self, trainer, module, outputs, batch, index):
-        losses.append(outputs["loss"].item())
-
-days = numpy.arange(100)
-rows = pandas.concat([
-    pandas.DataFrame({"unique_id": i, "ds": pandas.date_range("2020", periods=100), "y": numpy.sin(days / (3 + i)) + i})
-    for i in range(4)])
-model = NHITS(
-    h=7, input_size=21, max_steps=8, windows_batch_size=16, batch_size=4, random_seed=0, scaler_type="standard",
-    accelerator="cpu", precision="bf16-mixed", enable_progress_bar=False, logger=False,
-    enable_checkpointing=False, enable_model_summary=False, callbacks=[Keep()])
-forecast = NeuralForecast(models=[model], freq="D")
-forecast.fit(rows)
-assert forecast.predict()["NHITS"].notna().all()
-print(*losses)
-"""
-GLUONTS = """
-import numpy
-from gluonts.dataset.common import ListDataset
-from gluonts.torch import DeepAREstimator
-from lightning.pytorch import Callback, seed_everything
-seed_everything(0)
-losses = []
-
-class Keep(Callback):
-    def on_train_batch_end(self, trainer, module, outputs, batch, index):
-        losses.append(outputs["loss"].item())
-
-series = [{"start": "2020-01-01", "target": numpy.sin(numpy.arange(150) / (k + 3)) + 2} for k in range(4)]
-data = ListDataset(series, freq="D")
-options = {"max_epochs": 2, "accelerator": "cpu", "precision": "bf16-mixed", "enable_progress_bar": False,
-    "enable_model_summary": False, "logger": False, "callbacks": [Keep()]}
-estimator = DeepAREstimator(
-    freq="D", prediction_length=5, context_length=10, num_layers=1, hidden_size=16, batch_size=8,
-    num_batches_per_epoch=5, trainer_kwargs=options)
-next(iter(estimator.train(data).predict(data)))
-print(*losses)
-"""
-SENTENCES = """
-import tempfile
-import torch
-import transformers
-from datasets import Dataset
-from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
-from sentence_transformers import SentenceTransformerTrainingArguments, losses
-from sentence_transformers.models import Pooling, Transformer
-from tokenizers import Tokenizer, models, pre_tokenizers
-torch.manual_seed(0)
-folder = tempfile.mkdtemp()
-special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
-words = [*special.values(), *(f"w{i}" for i in range(40))]
-tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, model_max_length=32).save_pretrained(folder)
-transformers.BertModel(transformers.BertConfig(
-    vocab_size=len(words), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
-)).save_pretrained(folder)
-model = SentenceTransformer(modules=[Transformer(folder), Pooling(32)], device="cpu")
-trainer = SentenceTransformerTrainer(
-    model, SentenceTransformerTrainingArguments(
-        tempfile.mkdtemp(), num_train_epochs=4, per_device_train_batch_size=8, learning_rate=1e-3, use_cpu=True,
-        bf16=True, report_to=[], logging_steps=4, disable_tqdm=True, save_strategy="no"),
-    train_dataset=Dataset.from_dict({
-        "anchor": [f"w{i} w{i + 1}" for i in range(32)], "positive": [f"w{i + 1} w{i}" for i in range(32)]}),
-    loss=losses.MultipleNegativesRankingLoss(model))
-trainer.train()
-print(*(line["loss"] for line in trainer.state.log_history if "loss" in line))
-"""
 PROGRAMS = {
-    "ignite": ("ignite", IGNITE, "torch.autocast on cpu in float16 (20 blocks), GradScaler"),
-    "monai": ("monai", MONAI, "torch.autocast on cpu in bfloat16 (8 blocks), GradScaler"),
-    "timm": ("timm torchvision", TIMM, "torch.autocast on cpu in float16 (5 blocks), GradScaler"),
-    "ultralytics-like": ("torch", ULTRALYTICS, "torch.autocast on cpu in float16 (8 blocks), 2 GradScaler"),
-    "skorch": ("skorch", SKORCH, "torch.autocast on cpu in bfloat16 (4 blocks)"),
+    "ignite": ("ignite", IGNITE, "torch.autocast in fp16, GradScaler"),
+    "timm": ("timm torchvision", TIMM, "torch.autocast in fp16, GradScaler"),
     "transformers": ("transformers", TRANSFORMERS, "Accelerator(mixed_precision='bf16')"),
     "lightning": ("lightning", LIGHTNING, "Trainer(precision='bf16-mixed')"),
-    "neuralforecast": ("neuralforecast", NEURALFORECAST, "2 Trainer(precision='bf16-mixed')"),
-    "gluonts": ("gluonts", GLUONTS, "Trainer(precision='bf16-mixed')"),
-    "sentence-transformers": ("sentence_transformers", SENTENCES, "Accelerator(mixed_precision='bf16')"),
 }
 
 

@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-import atexit
 import inspect
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import AutocastKwargs, DistributedType
+from accelerate.utils import SCALER_NAME, AutocastKwargs, DistributedType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_plugin.adapters.accelerate import deepspeed, sharding
-from amp_plugin.adapters.accelerate import optimizer as optimizers
 from amp_plugin.adapters.accelerate.forward import MixedForward
-from amp_plugin.adapters.accelerate.optimizer import (
-    AmpOptimizer,
-    Parameters,
-    Stepping,
-    Unprepared,
-)
-from amp_plugin.adapters.accelerate.settings import (
-    AmpKwargs,
-    is_ours,
-    precision_for_accelerate,
-    ranks_without_gpu,
-    refuse_misplaced,
-    resolve,
-)
+from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, Stepping, Unprepared, steps_in_backward
+from amp_plugin.adapters.accelerate.settings import refuse_misplaced, refuse_other_engine, take_options
 from amp_plugin.adapters.float8 import leave_out, refuse_device
 from amp_plugin.adapters.option_sources import naming
 from amp_plugin.adapters.scaler import (
@@ -50,6 +37,7 @@ from amp_plugin.adapters.scaler import (
     torch_optimizer,
 )
 from amp_plugin.adapters.weights import ModelWeights
+from amp_plugin.casting.bound_rules import replaced
 from amp_plugin.casting.dispatcher import set_default_rules
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.casting.rules_files import TABLES
@@ -61,15 +49,14 @@ from amp_plugin.options import refuse_misfits
 from amp_plugin.patterns import found_patterns, require_matches
 from amp_plugin.precision import TRAINING_DTYPES, warn_of_slow_fp16
 from amp_plugin.scaling.grad_scaler import GradScaler
+from amp_plugin.scaling.gradients import params_of
 from amp_plugin.scaling.step_log import LoggedStep
 from amp_plugin.sharding.plan import DtypePlan
 from amp_plugin.weights.ddp import reduce_in_fp32, refuse_sharded
 from amp_plugin.weights.store import restore_weights
 
-if TYPE_CHECKING:
-    from amp_plugin.run_page.report import RunReport
-
 T = TypeVar("T")
+Parameters = Optimizer | Tensor | Iterable[Tensor]
 _REDUCE_UNDER_DDP = "DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)"
 _SIGNATURE = inspect.signature(Accelerator.__init__)
 
@@ -78,11 +65,11 @@ class AmpAccelerator(HasScaler, Accelerator):
     """A drop-in for ``accelerate.Accelerator``: change the import, nothing else.
 
     ``mixed_precision="fp16"`` is float16 with a loss scale on every device, the CPU included; names such
-    as ``"fp32"`` (for ``"no"``) and ``"16-mixed"`` are understood. Clipping
-    is right for any parameters, any number of times, and does nothing within an accumulation window;
-    several optimizers, closures and optimizers without gradients work. Processes started by torchrun
-    without a GPU form a group on the CPU. DeepSpeed, Megatron-LM, XLA
-    and fp8 by other means than torchao are left to Accelerate.
+    as ``"fp32"`` (for ``"no"``) and ``"16-mixed"`` are understood. Clipping is right for any parameters, any
+    number of times, and does nothing within an accumulation window; several optimizers, closures and
+    optimizers without gradients work. Processes started by torchrun without a GPU form a group on the CPU.
+    DeepSpeed gets our options in its own keys. Megatron-LM, XLA and fp8 by other means than torchao are
+    refused.
 
     Args:
         *args: Accelerator's.
@@ -94,7 +81,8 @@ class AmpAccelerator(HasScaler, Accelerator):
 
     Raises:
         TypeError: an argument is unknown.
-        ValueError: an option or ``mixed_precision`` has a bad value; the text names its source.
+        ValueError: an option or ``mixed_precision`` has a bad value; the text names its source. Or another
+            engine computes, that casts and scales by itself.
 
     Example:
         >>> accelerator = AmpAccelerator(mixed_precision="fp16", cpu=True)
@@ -116,74 +104,57 @@ class AmpAccelerator(HasScaler, Accelerator):
         refuse_misplaced(type(self).__name__, kwargs)
         refuse_misfits(type(self).__name__, _SIGNATURE, args, kwargs)
         given = _SIGNATURE.bind(self, *args, **kwargs).arguments
-        handlers = list(given.get("kwargs_handlers") or ())
-        self._settings = resolve(handlers, os.environ)
-        given["mixed_precision"] = precision_for_accelerate(given.get("mixed_precision"), os.environ)
-        given["kwargs_handlers"] = [other for other in handlers if not isinstance(other, AmpKwargs)]
         given.pop("self")
-        given["cpu"] = given.get("cpu", False) or ranks_without_gpu(os.environ)
+        self._settings = settings = take_options(given, os.environ)
         self._stepping = Stepping()
         self._norms = StepNorms()
         self._unprepared = Unprepared()
         self._found: set[str] = set()  # of the patterns of fp32_modules, in models prepared so far
-        self._engaged = self._under_deepspeed = False
-        self._page: RunReport | None = None
+        self._engaged = False  # whether models compute, and optimizers step, by us and not by DeepSpeed
+        self._end_page: Callable[[], object] | None = None
         super().__init__(**given)
-        self._engaged = is_ours(
-            self.distributed_type,
-            self.mixed_precision,
-            self._settings,
-            explicit=len(given["kwargs_handlers"]) != len(handlers),
-            float8_recipe=self.ao_recipe_handler,
-        )
-        self._under_deepspeed = self.distributed_type == DistributedType.DEEPSPEED
-        if self._engaged:
+        refuse_other_engine(self.distributed_type, self.mixed_precision, float8_recipe=self.ao_recipe_handler)
+        if self.distributed_type == DistributedType.DEEPSPEED:
+            deepspeed.translate(settings, self.deepspeed_plugin.deepspeed_config)
+        else:
             self._engage()
-        elif self._under_deepspeed:
-            deepspeed.translate(self._settings, self.deepspeed_plugin.deepspeed_config)
+        self._weights = ModelWeights(settings.weights, settings.state, casts=self.native_amp)
+        self.register_load_state_pre_hook(self._load_scale)
 
     def _engage(self) -> None:
         """Replace Accelerate's scaler by ours and let autocast blocks follow our rules."""
         device, precision = self.device.type, self.mixed_precision
         self._settings = settings = self._settings.in_precision(precision)
-        self._take_scaler(self._own_scaler(precision == "fp16"))
-        if precision == "fp16":
-            self._stepping.shown = self._scaler  # as in Accelerate, a disabled one too
+        self._engaged, self.native_amp = True, precision != "no"
+        self._take_scaler(self._own_scaler(precision == "fp16"), shown=precision == "fp16")
         if self.is_main_process:
             warn_of_slow_fp16(precision, device)
-        self.native_amp = precision != "no"
-        self._weights = ModelWeights(settings.weights, settings.state, casts=self.native_amp)
-        self.register_load_state_pre_hook(self._load_scale)
         if self.ao_recipe_handler is not None:
             owner = f"{type(self).__name__}(mixed_precision='fp8')"
             refuse_device(owner, device, self.ao_recipe_handler.config)
-        if settings.changes_forward:
-            rules = settings.op_rules or (OpRules.default(device) if device in TABLES else None)
-            if rules is not None:
-                with naming(settings.sources):
-                    set_default_rules(rules)
+        rules = settings.op_rules or (OpRules.default(device) if device in TABLES else None)
+        if settings.changes_forward and rules is not None:
+            with naming(settings.sources):
+                set_default_rules(rules)
         if self.distributed_type == DistributedType.FSDP:
-            self._engage_fsdp()
-
-    def _engage_fsdp(self) -> None:
-        """Refuse what FSDP cannot do, and give it the policy of the plan."""
-        plugin = self.state.fsdp_plugin
-        refuse_sharded(self._settings.weights, "FullyShardedDataParallelPlugin(mixed_precision_policy=...)")
-        with naming(self._settings.sources):
-            self._settings.check_sharded()
-        if self.native_amp:
-            version, fp32_outputs = 2 if self.is_fsdp2 else 1, self._settings.fp32_outputs
-            sharding.give_policy(plugin, self.dtype_plan, version=version, fp32_outputs=fp32_outputs)
+            refuse_sharded(settings.weights, "FullyShardedDataParallelPlugin(mixed_precision_policy=...)")
+            with naming(settings.sources):
+                settings.check_sharded()
+            if self.native_amp:
+                plugin, plan = self.state.fsdp_plugin, self.dtype_plan
+                sharding.give_policy(plugin, plan, fp32_outputs=settings.fp32_outputs)
 
     @property
     def _scaler(self) -> GradScaler:
         """The scaler that is called; a disabled one where nothing is scaled."""
         return self._stepping.scaler
 
-    def _take_scaler(self, scaler: Any) -> None:
+    def _take_scaler(self, scaler: Any, *, shown: bool) -> None:
         """Step by a scaler, show it where it scales, and look at its steps."""
         self._scaler.step_log.unsubscribe(self._look)
-        self._stepping.scaler, self._stepping.shown = scaler, scaler if scaler.is_enabled() else None
+        self._stepping.scaler, self._stepping.shown = scaler, scaler if shown else None
+        for optimizer in self._optimizers:
+            optimizer.scaler = self.scaler
         self._follow_log()
 
     def _follow_log(self) -> None:
@@ -192,7 +163,7 @@ class AmpAccelerator(HasScaler, Accelerator):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy without the page, which belongs to this run."""
-        return {**vars(self), "_page": None}
+        return {**vars(self), "_end_page": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Look at the steps of the copied scaler, whose log is empty."""
@@ -219,7 +190,8 @@ class AmpAccelerator(HasScaler, Accelerator):
         if not self._engaged:
             self._stepping.shown = given
             return
-        self._take_scaler(scaler_for(given, f"{type(self).__name__}.scaler", self._own_scaler))
+        scaler = scaler_for(given, f"{type(self).__name__}.scaler", self._own_scaler)
+        self._take_scaler(scaler, shown=given is not None)
         self._register_optimizers()
 
     @property
@@ -231,64 +203,53 @@ class AmpAccelerator(HasScaler, Accelerator):
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare as Accelerator does, and tell the scaler the names of the parameters."""
         if not self._engaged:
-            if self._under_deepspeed:
-                deepspeed.announce_skips(args, self.deepspeed_plugin.deepspeed_config)
-            prepared = super().prepare(*args, **kwargs)
-            if self._under_deepspeed:
-                self._join_engine()
-            return prepared
-        models = [module for module in args if isinstance(module, nn.Module)]
+            return self._prepare_engine(*args, **kwargs)
+        models, before = [module for module in args if isinstance(module, nn.Module)], len(self._models)
         self._set_up(models)
-        if self._settings.changes_forward and self.is_fsdp2:  # Accelerate leaves autocast out there
-            for model in models:
-                self._mix(model)
         apart = self.native_amp and self.is_fsdp2
         with sharding.fp32_units_apart(models, self.dtype_plan) if apart else nullcontext():
             prepared = super().prepare(*args, **kwargs)
         if self.native_amp:
-            for model in prepared if isinstance(prepared, tuple) else [prepared]:
-                if isinstance(model, nn.Module):
-                    self._settings.check_shards(model, for_ddp=_REDUCE_UNDER_DDP)
+            for model in self._models[before:]:
+                self._settings.check_shards(model, for_ddp=_REDUCE_UNDER_DDP)
         self._register_optimizers()
         self._begin_page()
         return prepared
 
-    def _join_engine(self) -> None:
-        """Let our scaler step, or observe, DeepSpeed's engine; once it is made."""
+    def _prepare_engine(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepare by DeepSpeed, whose engine is then stepped, or observed, by a scaler of ours."""
+        for optimizer in args:
+            if isinstance(optimizer, Optimizer):  # DeepSpeedOptimizerWrapper looks for it when it is made
+                optimizer.overflow = False  # type: ignore[attr-defined]
+        prepared = super().prepare(*args, **kwargs)
         engine = getattr(self.deepspeed_engine_wrapped, "engine", None)
-        if engine is None or self._scaler.optimizers or isinstance(self._scaler, deepspeed.EngineScaler):
-            return
-        settings = self._settings
-        if settings.op_rules is not None:
-            set_default_rules(settings.op_rules)
-        apply_fp32_modules(engine.module, found_patterns(engine.module, settings.fp32_modules))
-        config = self.deepspeed_plugin.deepspeed_config
-        self._take_scaler(deepspeed.scaler_for_engine(engine, settings, config))
-        register(self._scaler, [engine.optimizer], [engine.module])
+        if engine is not None and not self._scaler.optimizers:
+            config = self.deepspeed_plugin.deepspeed_config
+            scaler = deepspeed.scaler_for_engine(engine, self._settings, config)
+            self._take_scaler(scaler, shown=scaler.is_enabled())
+        return prepared
 
     def _begin_page(self) -> None:
         """Draw the run from its first prepared model to ``end_training``, or to the end of the process."""
-        if self._settings.report is None or self._page is not None or not self._models:
+        if self._settings.report is None or self._end_page is not None or not self._models:
             return
         from amp_plugin.run_page.report import RunReport  # noqa: PLC0415 - loads the diagnosis
 
         models = [self.unwrap_model(model) for model in self._models]
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
-        self._page = RunReport(self, model, self._settings.report, options=self._settings)
-        self._page.__enter__()
-        atexit.register(self._end_page)
+        page = RunReport(self, model, self._settings.report, options=self._settings).__enter__()
 
-    def _end_page(self) -> None:
-        page, self._page = self._page, None
-        if page is not None:
-            atexit.unregister(self._end_page)
+        def end() -> None:
             error: BaseException | None = getattr(sys, "last_value", None)
             page.__exit__(None if error is None else type(error), error, None)
 
-    def _set_up(self, models: Sequence[nn.Module], *, trained: bool = True) -> None:
-        """Store weights of models and put ``fp32_modules`` under fp32, before they are wrapped or moved.
+        self._end_page = weakref.finalize(self, end)
 
-        Each name of a module is to be found in one of them, or of those set up before. Any number of times.
+    def _set_up(self, models: Sequence[nn.Module], *, trained: bool = True) -> None:
+        """Store weights of models, put ``fp32_modules`` under fp32 and forwards under autocast.
+
+        Before they are wrapped or moved, any number of times. Each name of a module is to be found in one of
+        them, or of those set up before.
         """
         wanted = self._settings.fp32_modules
         matched = {model: found_patterns(model, wanted) for model in models}
@@ -301,6 +262,8 @@ class AmpAccelerator(HasScaler, Accelerator):
             in_fp32 = apply_fp32_modules(model, patterns)
             if in_fp32 and self.ao_recipe_handler is not None:
                 leave_out(self.ao_recipe_handler, model, in_fp32)
+            if self._settings.changes_forward and not getattr(model, "_is_accelerate_prepared", False):
+                self._mix(model)
 
     def set_up_weights(self, model: nn.Module) -> None:
         """Store a model's weights before it is prepared, for a checkpoint that is loaded before."""
@@ -314,19 +277,12 @@ class AmpAccelerator(HasScaler, Accelerator):
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Prepare a model: its forward runs in the region and returns fp32."""
-        if not self._engaged:
-            return super().prepare_model(model, *args, **kwargs)  # type: ignore[no-any-return]
         if not getattr(model, "_is_accelerate_prepared", False):
             evaluated = kwargs.get("evaluation_mode", len(args) > 1 and args[1])
             self._set_up([model], trained=not evaluated)
-            if self._settings.changes_forward:
-                self._mix(model)
         # Accelerator.prepare_model: "if self.native_amp:" it puts on a forward of which no copy works
-        mixed, self.native_amp = self.native_amp, False
-        try:
+        with replaced(self, "native_amp", False):
             prepared: nn.Module = super().prepare_model(model, *args, **kwargs)
-        finally:
-            self.native_amp = mixed
         reduce_in_fp32(prepared)
         return prepared
 
@@ -356,14 +312,13 @@ class AmpAccelerator(HasScaler, Accelerator):
     def prepare_optimizer(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> AcceleratedOptimizer:
         """Prepare an optimizer: it steps through the scaler."""
         prepared = super().prepare_optimizer(optimizer, *args, **kwargs)
-        known = isinstance(prepared, AmpOptimizer) or not self._engaged
-        if known or optimizers.steps_in_backward(torch_optimizer(prepared)):
+        if isinstance(prepared, AmpOptimizer) or steps_in_backward(torch_optimizer(prepared)):
             return prepared
-        ours = AmpOptimizer.adopt(prepared, self._stepping)
+        prepared.__class__, prepared.stepping = AmpOptimizer, self._stepping
         if not self.is_fsdp2:  # its parameters are yet to be replaced there
-            self._scaler.register(ours.optimizer)
-            self._weights.add(self._models, [ours.optimizer])
-        return ours
+            self._scaler.register(prepared.optimizer)
+            self._weights.add(self._models, [prepared.optimizer])
+        return prepared
 
     def _register_optimizers(self) -> None:
         """Tell the scaler which ranks step together and the names of the parameters."""
@@ -381,11 +336,9 @@ class AmpAccelerator(HasScaler, Accelerator):
 
         Without ``keep_fp32_wrapper`` it is an ordinary float32 model again, which ends training under DDP.
         """
-        inner: nn.Module = super().unwrap_model(model, keep_torch_compile=keep_torch_compile)
+        inner: nn.Module = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
         if not keep_fp32_wrapper:
             restore_weights(inner)
-            for module in (inner, getattr(inner, "_orig_mod", inner)):
-                MixedForward.take_off(module)
         return inner
 
     # -- forward and backward --------------------------------------------------------------------
@@ -393,12 +346,8 @@ class AmpAccelerator(HasScaler, Accelerator):
     @contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
         """Run a block in the region of prepared models; nothing happens with ``mixed_precision="no"``."""
-        block: AbstractContextManager[Any] = nullcontext()
-        if not self._engaged:
-            block = super().autocast(autocast_handler)
-        elif self.native_amp:
-            block = self._region(self.mixed_precision, autocast_handler).region()
-        with block:
+        mixed = self.native_amp
+        with self._region(self.mixed_precision, autocast_handler).region() if mixed else nullcontext():
             yield
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -406,16 +355,15 @@ class AmpAccelerator(HasScaler, Accelerator):
 
         Optimizers of the models that were not prepared are refused its gradients: they carry the loss scale.
         """
-        if self._scaler.is_enabled() or self._under_deepspeed:
-            self._watched_backward(loss, **kwargs)
-        else:
-            if self._engaged:
-                self._scaler.step_log.note_loss(loss.detach() / self.gradient_accumulation_steps)
+        if self._engaged and not self._scaler.is_enabled():
+            self._scaler.step_log.note_loss(loss.detach() / self.gradient_accumulation_steps)
             super().backward(loss, **kwargs)
+        else:
+            self._watched_backward(loss, **kwargs)
 
     @outside_graphs
     def _watched_backward(self, loss: Tensor, **kwargs: Any) -> None:
-        with self._unprepared.watching([] if self._under_deepspeed else self._models, self._scaler):
+        with self._unprepared.watching(self._models if self._engaged else [], self._scaler):
             super().backward(loss, **kwargs)
         if isinstance(self._scaler, deepspeed.EngineScaler):
             self._scaler.observe()
@@ -425,7 +373,7 @@ class AmpAccelerator(HasScaler, Accelerator):
         """Run one micro-batch; the last one of a window ends the iteration: the loss scale may change."""
         with super().accumulate(*models):
             yield
-        if self._engaged and self.sync_gradients:
+        if self.sync_gradients:
             self._scaler.end_iteration()
 
     def recorded(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -461,13 +409,10 @@ class AmpAccelerator(HasScaler, Accelerator):
     @outside_graphs
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Unscale the gradients of the given optimizers, of all by default; may be repeated."""
-        if not self._engaged:
-            super().unscale_gradients(optimizer)
-            return
-        optimizers.refuse_before_backward(self._scaler, "unscale_gradients()")
         given: Any = self._optimizers if optimizer is None else optimizer
         for prepared in given if isinstance(given, list | tuple) else [given]:
-            self._scaler.ensure_unscaled(torch_optimizer(prepared))
+            if self._engaged:
+                self._scaler.ensure_unscaled(torch_optimizer(prepared))
 
     @outside_graphs
     def clip_grad_norm_(self, parameters: Parameters, max_norm: float, norm_type: float = 2) -> Tensor | None:
@@ -482,20 +427,24 @@ class AmpAccelerator(HasScaler, Accelerator):
             The norm before clipping, 0-dim, fp32; within a window, where nothing is clipped, that of
             the gradients so far (under FSDP nan: they are not reduced yet).
         """
-        params = optimizers.parameters_of(parameters)
+        params = _parameters_of(parameters)
         if not self._engaged:
             return super().clip_grad_norm_(params, max_norm, norm_type)  # type: ignore[no-any-return]
+        scaler, is_fsdp1 = self._scaler, self._is_fsdp1
         if not self.sync_gradients:
             if self.distributed_type == DistributedType.FSDP:
                 return torch.full((), torch.nan)
-            return optimizers.norm_so_far(self._scaler, params, norm_type)
-        fold = self._settings.fold_clip and not self._is_fsdp1
-        if fold or (self._scaler.is_enabled() and not self._is_fsdp1):
-            return optimizers.clip_norm(self._scaler, params, max_norm, norm_type, fold=fold)
-        norm: Tensor | None = super().clip_grad_norm_(params, max_norm, norm_type)
-        if norm is not None:
-            for optimizer in self._scaler.optimizers_of(params):
-                self._scaler.measure(optimizer, norm)
+            so_far = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], norm_type)
+            scale = scaler.loss_scale.value
+            return so_far if scale is None else so_far / scale
+        fold = self._settings.fold_clip
+        if not is_fsdp1 and (fold or scaler.is_enabled()):
+            owners = scaler.optimizers_of(params) if fold else []
+            target = owners[0] if len(owners) == 1 else params
+            return scaler.clip_grad_norm_(target, max_norm, norm_type, fold=fold)
+        norm: Tensor = super().clip_grad_norm_(params, max_norm, norm_type)
+        for optimizer in scaler.optimizers_of(params):
+            scaler.measure(optimizer, norm)
         return norm
 
     @outside_graphs
@@ -506,37 +455,19 @@ class AmpAccelerator(HasScaler, Accelerator):
             parameters: as for :meth:`clip_grad_norm_`.
             clip_value: largest absolute value.
         """
-        params = optimizers.parameters_of(parameters)
-        if self._engaged and not self.sync_gradients:
-            return
+        params = _parameters_of(parameters)
         if not self._engaged or self.distributed_type == DistributedType.FSDP:
             super().clip_grad_value_(params, clip_value)
-        else:
-            optimizers.clip_value(self._scaler, params, clip_value)
+        elif self.sync_gradients:
+            self._scaler.clip_grad_value_(params, clip_value)
 
     # -- what became of steps --------------------------------------------------------------------
-
-    def _unwrap(self, optimizer: Any) -> Optimizer:
-        if not self._knows_steps:
-            msg = (
-                f"last_step(): steps are left to Accelerate's own code here ({self.distributed_type}, "
-                f"{self.mixed_precision}); ask accelerator.optimizer_step_was_skipped"
-            )
-            raise RuntimeError(msg)
-        return super()._unwrap(optimizer)
-
-    @property
-    def _knows_steps(self) -> bool:
-        """Whether steps are ours, or those of an engine that we know."""
-        return self._engaged or self._under_deepspeed
 
     def amp_metrics(self) -> dict[str, float | int]:
         """Return ``loss_scale`` and ``skipped_steps`` for ``accelerator.log``: a host sync.
 
-        1.0 and 0 where nothing is scaled; empty where another engine steps (Megatron-LM, ...).
+        1.0 and 0 where nothing is scaled.
         """
-        if not self._knows_steps:
-            return {}
         return {"loss_scale": self._scaler.get_scale(), "skipped_steps": self._scaler.skipped_steps()}
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -555,8 +486,6 @@ class AmpAccelerator(HasScaler, Accelerator):
         With several optimizers that have stepped there is a ``grad_norm/0``, ``grad_norm/1``, ... each, in
         the order they were prepared in. Before clipping, unscaled.
         """
-        if not self._knows_steps:
-            return {}
         norms = self._norms.among(map(self.result_of, self._optimizers))
         if norms is None:
             return {}
@@ -566,26 +495,31 @@ class AmpAccelerator(HasScaler, Accelerator):
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Save as Accelerator does; no optimizer is stepped for it through the scaler."""
-        with self._stepping.plain():
+        with replaced(self._stepping, "is_plain", True):
             return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Load as Accelerator does; a checkpoint without a loss scale warns and keeps the present one."""
-        shown = self._stepping.shown
-        if self._engaged:
-            # load_accelerator_state: "if scaler is not None:" it reads scaler.pt, whether there is one or not
-            self._stepping.shown = None
-        try:
-            with self._stepping.plain():
-                super().load_state(*args, **kwargs)
-        finally:
-            self._stepping.shown = shown
+        # load_accelerator_state: "if scaler is not None:" it reads scaler.pt, whether there is one or not
+        with replaced(self._stepping, "is_plain", True), replaced(self._stepping, "shown", None):
+            super().load_state(*args, **kwargs)
 
     def _load_scale(self, _: list[Any], folder: str) -> None:
         """Load the loss scale from the folder that ``load_state`` has settled on; a hook of Accelerate's."""
-        optimizers.load_loss_scale(self._scaler, Path(folder))
-        if self._is_fsdp1:
-            optimizers.warn_of_lost_states(self.state.fsdp_plugin, self._optimizers, Path(folder))
+        file = Path(folder, SCALER_NAME)
+        if self._scaler.is_enabled() and file.is_file():
+            self._scaler.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        elif self._scaler.is_enabled():
+            warn_user(
+                f"the checkpoint {folder} has no {SCALER_NAME}, it was not saved in fp16; "
+                f"the loss scale stays at {self._scaler.get_scale():g}"
+            )
+        in_shards = self._is_fsdp1 and self.state.fsdp_plugin.state_dict_type.name == "SHARDED_STATE_DICT"
+        if in_shards and not all(optimizer.state for optimizer in self._optimizers):
+            warn_user(
+                f"a new optimizer's state in {folder} is not loaded, and the optimizer starts without one: "
+                "FSDP1 cannot fill it from a checkpoint in shards; use fsdp_version=2, which can"
+            )
 
     def end_training(self) -> None:
         """End the run: models are float32, torch.autocast blocks in the process torch's again.
@@ -597,10 +531,16 @@ class AmpAccelerator(HasScaler, Accelerator):
             # process that ends before them aborts.
             time.sleep(0.1)
         super().end_training()
-        self._end_page()
-        if self._knows_steps:
-            self._unprepared.release()
-            self._scaler.step_log.end_run(self.on_main_process(warn_user))
-            if self._engaged:
-                self._weights.restore()
-            set_default_rules(None)
+        if self._end_page is not None:
+            self._end_page()
+            self._end_page = None
+        self._unprepared.release()
+        self._scaler.step_log.end_run(self.on_main_process(warn_user))
+        self._weights.restore()
+        set_default_rules(None)
+
+
+def _parameters_of(given: Parameters) -> list[Tensor]:
+    if isinstance(given, Optimizer):
+        return list(params_of(given))
+    return [given] if isinstance(given, Tensor) else list(given)

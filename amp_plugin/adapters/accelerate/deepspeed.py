@@ -1,18 +1,13 @@
 """DeepSpeed under Accelerate: options in its own keys, and its steps in our log.
 
-The engine casts, clips and steps. What can be ours there is decided by its config::
-
-    no ZeRO stage, neither fp16 nor bf16    our GradScaler stands where the engine has torch's, or none: it
-                                            scales (torch_autocast in float16), checks, skips and steps
-    anything else                           the engine scales and skips; EngineScaler observes
-
-DeepSpeed is never imported here: an engine is at hand once it is needed.
+Without a ZeRO stage, fp16 and bf16 our GradScaler stands where the engine has torch's, or none. Elsewhere the
+engine scales and skips, and EngineScaler observes. DeepSpeed is never imported here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -20,8 +15,12 @@ import torch
 from torch.optim import Optimizer
 
 from amp_plugin.adapters.accelerate.settings import Settings
+from amp_plugin.adapters.scaler import register
+from amp_plugin.casting.dispatcher import set_default_rules
+from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.messages import warn_user
 from amp_plugin.options import LossScaleOptions, option_defaults, option_names
+from amp_plugin.patterns import found_patterns
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.overflows import OverflowReport
 from amp_plugin.scaling.step_log import LoggedStep, StepResult
@@ -36,16 +35,13 @@ _INSTEAD: Final = {
     "fp32_outputs": "'auto_cast' of 'fp16' for inputs; outputs keep their dtype",
     "fp16_gradients": "'fp16_master_weights_and_grads' of 'fp16'",
 }
-_IN_AUTOCAST: Final = ("rules", "fp32_modules")
 _SCALED_IN_ZERO: Final = (
-    "DeepSpeed's 'torch_autocast' in float16 with a ZeRO stage clips gradients still multiplied by the loss "
-    "scale, and does not lower the scale after an overflow (seen in 0.19): set 'stage' of "
-    "'zero_optimization' to 0, or use 'fp16' or bfloat16"
+    "DeepSpeed 0.19 clips gradients still multiplied by the loss scale under 'torch_autocast' in float16 "
+    "with a ZeRO stage: set 'stage' of 'zero_optimization' to 0, or use 'fp16' or bfloat16"
 )
 _CLIPPED_IN_UNFUSED: Final = (
-    "DeepSpeed's unfused optimizer (fp16 without a ZeRO stage, for optimizers of others) moves weights far "
-    "too little where it clips gradients, by 70 times in a test (seen in 0.19): set 'stage' of "
-    "'zero_optimization' to 1, leave 'gradient_clipping' out, or use bfloat16"
+    "DeepSpeed 0.19 moves weights far too little where its unfused optimizer (fp16 without ZeRO) clips: set "
+    "'stage' of 'zero_optimization' to 1, leave 'gradient_clipping' out, or use bfloat16"
 )
 # Option -> key of the section fp16, its value (None: there is none), and what it takes.
 _FP16_KEYS: Final[dict[str, tuple[str, Callable[[Any], Any], str]]] = {
@@ -53,33 +49,23 @@ _FP16_KEYS: Final[dict[str, tuple[str, Callable[[Any], Any], str]]] = {
     "growth_interval": ("loss_scale_window", int, ""),
     "min_scale": ("min_loss_scale", lambda scale: _whole(scale) or None, "whole numbers from 1 on"),
     "hysteresis": ("hysteresis", int, ""),
-    "hysteresis_mode": (
-        "consecutive_hysteresis",
-        {"apex": True, "deepspeed": False}.get,
-        "'apex' and 'deepspeed'",
-    ),
+    "hysteresis_mode": ("consecutive_hysteresis", {"apex": True, "deepspeed": False}.get, "apex, deepspeed"),
 }
 _FIXED: Final = {"growth_factor": 2.0, "backoff_factor": 0.5, "max_scale": None, "on_min_scale": "raise"}
 
 
 def translate(settings: Settings, config: dict[str, Any]) -> None:
     """Write the options that are set into DeepSpeed's config; refuse what it cannot do, or says otherwise."""
-    given = {name: getattr(settings, name) for name in settings.sources}
-    defaults = option_defaults(type(settings))
-    for name in [name for name in _INSTEAD if name in given and given[name] != defaults[name]]:
-        raise _refused(settings, name, f"set {_INSTEAD[name]} in its config")
-    for name in _IN_AUTOCAST:
-        if name in given and not _is_on(config, "torch_autocast"):
+    defaults, autocast = option_defaults(type(settings)), _is_on(config, "torch_autocast")
+    for name in settings.sources:
+        if name in _INSTEAD and getattr(settings, name) != defaults[name]:
+            raise _refused(settings, name, f"set {_INSTEAD[name]} in its config")
+        if name in {"rules", "fp32_modules"} and not autocast:
             raise _refused(settings, name, "it acts in autocast only: set 'enabled' of 'torch_autocast'")
-    if _is_on(config, "fp16"):
-        _translate_scale(settings, given, config)
-    elif not is_ours(config) and _is_on(config, "torch_autocast"):
-        scaling = [name for name in option_names(LossScaleOptions) if name in given]
-        if scaling and config["torch_autocast"].get("dtype") == "float16":
-            remedy = "its loss scale has no key there: set 'stage' of 'zero_optimization' to 0, or use 'fp16'"
-            raise _refused(settings, scaling[0], remedy)
-    if "on_nonfinite" in given and not is_ours(config):
-        _translate_checks(settings, config)
+        if name == "on_nonfinite" and not is_ours(config):
+            _translate_checks(settings, config)
+        elif name in option_names(LossScaleOptions) and not is_ours(config):
+            _translate_scale(settings, name, config)
 
 
 def _translate_checks(settings: Settings, config: dict[str, Any]) -> None:
@@ -91,19 +77,24 @@ def _translate_checks(settings: Settings, config: dict[str, Any]) -> None:
         raise _refused(settings, "on_nonfinite", remedy)
 
 
-def _translate_scale(settings: Settings, given: Mapping[str, Any], config: dict[str, Any]) -> None:
-    """Write the options of the loss scale into the section fp16."""
-    for name, only in _FIXED.items():
-        if name in given and given[name] != only:
-            raise _refused(settings, name, f"it has no key there, and is always {only!r}")
-    if not settings.dynamic:
-        _set(settings, config, ("fp16", "loss_scale"), settings.init_scale, "dynamic")
-    for name in given.keys() & _FP16_KEYS.keys():
+def _translate_scale(settings: Settings, name: str, config: dict[str, Any]) -> None:
+    """Write an option of the loss scale into the section fp16; in bf16 it has no effect."""
+    given = getattr(settings, name)
+    if not _is_on(config, "fp16"):
+        if config.get("torch_autocast", {}).get("dtype") == "float16":
+            remedy = "its loss scale has no key: set 'stage' of 'zero_optimization' to 0, or use 'fp16'"
+            raise _refused(settings, name, remedy)
+    elif name in _FP16_KEYS:
         key, convert, wanted = _FP16_KEYS[name]
-        value = convert(given[name])
+        value = convert(given)
         if value is None:
             raise _refused(settings, name, f"{key!r} of 'fp16' takes {wanted}")
         _set(settings, config, ("fp16", key), value, name)
+    elif name == "dynamic":
+        if not given:
+            _set(settings, config, ("fp16", "loss_scale"), settings.init_scale, name)
+    elif given != _FIXED[name]:
+        raise _refused(settings, name, f"it has no key there, and is always {_FIXED[name]!r}")
 
 
 def _set(settings: Settings, config: dict[str, Any], path: tuple[str, str], value: Any, name: str) -> None:
@@ -117,10 +108,8 @@ def _set(settings: Settings, config: dict[str, Any], path: tuple[str, str], valu
 
 
 def _refused(settings: Settings, name: str, remedy: str) -> ValueError:
-    value = getattr(settings, name)
-    return ValueError(
-        f"{name}={value!r} cannot act under DeepSpeed (from {settings.sources[name]}): {remedy}"
-    )
+    given = f"{name}={getattr(settings, name)!r}"
+    return ValueError(f"{given} cannot act under DeepSpeed (from {settings.sources[name]}): {remedy}")
 
 
 def _whole(number: float) -> int | None:
@@ -137,24 +126,22 @@ def is_ours(config: Mapping[str, Any]) -> bool:
     return not (stage or _is_on(config, "fp16") or _is_on(config, "bf16"))
 
 
-def announce_skips(prepared: Iterable[Any], config: Mapping[str, Any]) -> None:
-    """Give optimizers that our scaler will step the attribute that tells engine and Accelerate of skips."""
-    for optimizer in prepared:
-        if is_ours(config) and isinstance(optimizer, Optimizer):
-            optimizer.overflow = False  # type: ignore[attr-defined]
-
-
 def scaler_for_engine(engine: Any, settings: Settings, config: Mapping[str, Any]) -> GradScaler:
     """Return a scaler that stands in an engine's place, or one that observes what the engine does."""
-    if not is_ours(config):
-        return EngineScaler(engine, settings)
-    scales = settings.enabled and engine.torch_autocast_z0_gradscaler is not None
-    scaler = settings.new_scaler(engine.device.type, enabled=scales)
-    if not scales:  # which the engine calls before it clips: the norm is of unclipped gradients
-        scaler.unscale_ = scaler.measure  # type: ignore[method-assign, assignment]
-    engine.torch_autocast_z0_gradscaler = scaler
-    scaler.step_log.exact = True
-    scaler.step_log.subscribe(_show_overflow)
+    if settings.op_rules is not None:
+        set_default_rules(settings.op_rules)
+    apply_fp32_modules(engine.module, found_patterns(engine.module, settings.fp32_modules))
+    if is_ours(config):
+        scales = settings.enabled and engine.torch_autocast_z0_gradscaler is not None
+        scaler = settings.new_scaler(engine.device.type, enabled=scales)
+        if not scales:  # which the engine calls before it clips: the norm is of unclipped gradients
+            scaler.unscale_ = scaler.measure  # type: ignore[method-assign, assignment]
+        engine.torch_autocast_z0_gradscaler = scaler
+        scaler.step_log.exact = True
+        scaler.step_log.subscribe(_show_overflow)
+    else:
+        scaler = EngineScaler(engine, settings)
+    register(scaler, [engine.optimizer], [engine.module])
     return scaler
 
 

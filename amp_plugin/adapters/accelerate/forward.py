@@ -1,9 +1,4 @@
-"""The forward of a prepared model: under autocast, its outputs in fp32.
-
-It stands on the instance, where Accelerate's own does, and not on a class made for it, as ``run_in`` does for
-parts of a model: ``accelerate.utils.extract_model_from_parallel`` takes it off there, a forward that is on
-the instance already (Accelerate's hooks, torch.compile) is run by it, and the model keeps its class.
-"""
+"""The forward of a prepared model, on the instance as Accelerate's is: under autocast, outputs in fp32."""
 
 from __future__ import annotations
 
@@ -45,16 +40,6 @@ class MixedForward:
             self.module._original_forward = self.__wrapped__  # type: ignore[assignment]
             self.module.forward = self
 
-    @staticmethod
-    def take_off(module: nn.Module) -> None:
-        """Give ``module`` its own forward back; nothing happens if it has it."""
-        forward = vars(module).get("forward")
-        if isinstance(forward, MixedForward):
-            vars(module).pop("_original_forward", None)
-            del module.forward
-            if forward.own is not None:
-                module.forward = forward.own
-
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The module's own forward as a function of module and inputs, for Accelerate to bind."""
@@ -72,8 +57,7 @@ class MixedForward:
         """Run the module's own forward in the region."""
         state = self.training if self.module.training else self.evaluation
         if self.inputs is not None:
-            cast = partial(torch.Tensor.to, dtype=self.inputs)
-            args, kwargs = recursively_apply(cast, (args, kwargs), test_type=_is_floating_point)
+            args, kwargs = recursively_apply(self._cast, (args, kwargs))
         with state.region():
             if self.own is not None:
                 output = self.own(*args, **kwargs)
@@ -81,9 +65,8 @@ class MixedForward:
                 output = type(self.module).forward(self.module, *args, **kwargs)
         return convert_to_fp32(output) if self.fp32_outputs else output
 
-
-def _is_floating_point(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.inputs) if tensor.is_floating_point() else tensor
 
 
 def _without_module(forward: Callable[..., Any], _: nn.Module, *args: Any, **kwargs: Any) -> Any:

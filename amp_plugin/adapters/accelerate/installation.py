@@ -46,7 +46,10 @@ def install(options: AmpKwargs | None = None, *, made: Callable[[AmpAccelerator]
 
     def arguments(_args: Sequence[Any], given: dict[str, Any]) -> dict[str, Any]:
         _set_weights_up_before_transformers_loads()
-        return _with_options(given, options)
+        handlers = given.get("kwargs_handlers") or ()
+        if options is None or any(isinstance(handler, AmpKwargs) for handler in handlers):
+            return given
+        return {**given, "kwargs_handlers": [*handlers, options]}
 
     _installed.enter_context(standing_in(AmpAccelerator, Accelerator, arguments=arguments, made=made))
     _installed.callback(set_default_rules, None)
@@ -59,30 +62,20 @@ def uninstall() -> None:
 
 def _warn_of_earlier_ones() -> None:
     """Warn where the process has an Accelerator that is not ours: it trains without amp_plugin."""
-    if not AcceleratorState._shared_state:  # none was made
-        return
-    kinds = {type(instance) for instance in gc.get_objects()}
-    stock = [kind for kind in kinds if issubclass(kind, Accelerator) and not issubclass(kind, AmpAccelerator)]
-    if stock:
-        warn_user(
-            f"install() has no effect on the {stock[0].__name__} that was made before it: that one computes "
-            "without amp_plugin; call install() before the program makes an Accelerator, or run the program "
-            "unedited: amp-plugin run train.py"
-        )
-
-
-def _with_options(kwargs: dict[str, Any], options: AmpKwargs | None) -> dict[str, Any]:
-    handlers = list(kwargs.get("kwargs_handlers") or ())
-    if options is None or any(isinstance(given, AmpKwargs) for given in handlers):
-        return kwargs
-    return {**kwargs, "kwargs_handlers": [*handlers, options]}
+    kinds = {type(instance) for instance in gc.get_objects()} if AcceleratorState._shared_state else set()
+    for kind in kinds:
+        if issubclass(kind, Accelerator) and not issubclass(kind, AmpAccelerator):
+            warn_user(
+                f"install() has no effect on the {kind.__name__} that was made before it: that one computes "
+                "without amp_plugin; call install() before the program makes an Accelerator, or run the "
+                "program unedited: amp-plugin run train.py"
+            )
 
 
 def _set_weights_up_before_transformers_loads() -> None:
-    """Let ``transformers.Trainer`` set weights up before it loads a checkpoint; once, if it is imported.
+    """Let ``transformers.Trainer``, if it is imported, set weights up before it loads a checkpoint.
 
-    It loads before it prepares, which rounds to the 16 bits of a model that came in them, and calls nothing
-    of the accelerator and no callback before. A Trainer with another accelerator loads as before.
+    It loads before it prepares, which rounds to the 16 bits of a model that came in them.
     """
     trainer: Any = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     if trainer is None or hasattr(trainer._load_from_checkpoint, "sets_up_weights"):

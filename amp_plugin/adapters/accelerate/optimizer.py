@@ -1,27 +1,20 @@
-"""Prepared optimizers: they step through the scaler, are clipped unscaled, and loaded."""
+"""Prepared optimizers, which step through the scaler; and others, which must not step on scaled gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import OPTIMIZER_NAME, SCALER_NAME, FullyShardedDataParallelPlugin
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from amp_plugin.adapters.gradient_origins import GradientOrigins
 from amp_plugin.kernels.tracers import outside_graphs
-from amp_plugin.messages import warn_user
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
-
-Parameters = Optimizer | Tensor | Iterable[Tensor]
 
 
 class Stepping:
@@ -35,19 +28,9 @@ class Stepping:
         self.scaler = GradScaler("cpu", enabled=False)  # steps them; disabled where nothing is scaled
         self.shown: Any = None  # the public attribute scaler; None unless fp16
         self.stepped: set[int] = set()
-        self.is_plain = False  # they step without the scaler
-
-    @contextmanager
-    def plain(self) -> Iterator[None]:
-        """Step without the scaler, while checkpoints are saved and loaded.
-
-        FSDP makes an optimizer's state by a step with zero gradients then (huggingface/accelerate#4289).
-        """
-        self.is_plain = True
-        try:
-            yield
-        finally:
-            self.is_plain = False
+        # While checkpoints are saved and loaded they step without the scaler: FSDP makes an optimizer's
+        # state by a step with zero gradients then (huggingface/accelerate#4289).
+        self.is_plain = False
 
 
 class AmpOptimizer(AcceleratedOptimizer):
@@ -57,24 +40,6 @@ class AmpOptimizer(AcceleratedOptimizer):
     """
 
     stepping: Stepping
-
-    @classmethod
-    def adopt(cls, prepared: AcceleratedOptimizer, stepping: Stepping) -> AmpOptimizer:
-        """Turn an optimizer that Accelerate has prepared into one of ours."""
-        vars(prepared).pop("scaler")  # Accelerate's own, in place of which there is a property
-        prepared.__class__ = cls
-        ours: AmpOptimizer = prepared
-        ours.stepping = stepping
-        return ours
-
-    @property
-    def scaler(self) -> Any:
-        """The accelerator's ``scaler``; None unless fp16."""
-        return self.stepping.shown
-
-    @scaler.setter
-    def scaler(self, given: Any) -> None:
-        """Change nothing: what steps is the accelerator's, for which programs assign both."""
 
     @outside_graphs
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -92,8 +57,6 @@ class AmpOptimizer(AcceleratedOptimizer):
             return self.optimizer.step(*arguments)
         if not self.gradient_state.sync_gradients:
             return None
-        if closure is None:
-            refuse_before_backward(stepping.scaler, "optimizer.step()")
         value = stepping.scaler.step(self.optimizer, *arguments)
         stepping.scaler.update()
         self._is_overflow = False
@@ -135,7 +98,7 @@ class Unprepared(GradientOrigins):
     def __init__(self) -> None:
         super().__init__()
         self._looked_at: tuple[int, int] = (0, 0)  # models, optimizers
-        self._step_hook: RemovableHandle | None = None
+        self._step_hook = ExitStack()
 
     @contextmanager
     def watching(self, models: Sequence[nn.Module], scaler: GradScaler) -> Iterator[None]:
@@ -147,7 +110,7 @@ class Unprepared(GradientOrigins):
             self._looked_at = len(models), len(scaler.optimizers)
             self.watch(params)
             if params:
-                self._step_hook = register_optimizer_step_pre_hook(self)
+                self._step_hook.callback(register_optimizer_step_pre_hook(self).remove)
         with self.inside():
             yield
 
@@ -155,9 +118,7 @@ class Unprepared(GradientOrigins):
         """Look at no optimizer any more."""
         self.unwatch()
         self._looked_at = (0, 0)
-        if self._step_hook is not None:
-            self._step_hook.remove()
-            self._step_hook = None
+        self._step_hook.close()
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         """Run before the step of any optimizer."""
@@ -169,106 +130,3 @@ class Unprepared(GradientOrigins):
                 "accelerator.prepare(optimizer), or keep its parameters out of prepared models"
             )
             raise RuntimeError(msg)
-
-
-# -- gradients -----------------------------------------------------------------------------------
-
-
-def parameters_of(given: Parameters) -> list[Tensor]:
-    """Return the parameters of an optimizer, or those given as such."""
-    if isinstance(given, Optimizer):
-        return list(params_of(given))
-    return [given] if isinstance(given, Tensor) else list(given)
-
-
-def clip_norm(
-    scaler: GradScaler, params: list[Tensor], max_norm: float, norm_type: float, *, fold: bool
-) -> Tensor:
-    """Clip the norm of unscaled gradients, and return it as it was before (0-dim, fp32).
-
-    With ``fold`` the clip is left to the step if these are one optimizer's parameters.
-    """
-    owners = scaler.optimizers_of(params) if fold else []
-    target = owners[0] if len(owners) == 1 else params
-    with _in_words_of_accelerate(scaler, params, "clip_grad_norm_()"):
-        return scaler.clip_grad_norm_(target, max_norm, norm_type, fold=fold)
-
-
-def clip_value(scaler: GradScaler, params: list[Tensor], largest: float) -> None:
-    """Clip each element of unscaled gradients to [-largest, largest]."""
-    with _in_words_of_accelerate(scaler, params, "clip_grad_value_()"):
-        scaler.clip_grad_value_(params, largest)
-
-
-def norm_so_far(scaler: GradScaler, params: list[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of the gradients within an accumulation window, unscaled (0-dim)."""
-    norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], norm_type)
-    scale = scaler.loss_scale.value
-    return norm if scale is None else norm / scale
-
-
-def refuse_before_backward(scaler: GradScaler, call: str) -> None:
-    """Raise RuntimeError if no loss has been scaled yet: gradients, if any, came from a loss that was not."""
-    if scaler.is_enabled() and not scaler.has_scaled:
-        msg = (
-            f"{call} before any accelerator.backward(loss): fp16 needs its scaled loss; "
-            "write accelerator.backward(loss) instead of loss.backward()"
-        )
-        raise RuntimeError(msg)
-
-
-@contextmanager
-def _in_words_of_accelerate(scaler: GradScaler, params: list[Tensor], call: str) -> Iterator[None]:
-    """Let the scaler's errors say what to do in Accelerate: no loss scaled yet, an optimizer not prepared."""
-    refuse_before_backward(scaler, call)
-    try:
-        yield
-    except RuntimeError:
-        known = {id(param) for optimizer in scaler.optimizers for param in params_of(optimizer)}
-        foreign = sum(param.grad is not None and id(param) not in known for param in params)
-        if not foreign:
-            raise
-        msg = (
-            f"{call}: {foreign} of the {len(params)} parameters belong to no prepared optimizer, so that in "
-            "fp16 the scale of their gradients is unknown; call optimizer = accelerator.prepare(optimizer) "
-            "for the one that steps them, or clip the parameters of prepared optimizers only"
-        )
-        raise RuntimeError(msg) from None
-
-
-# -- checkpoints ---------------------------------------------------------------------------------
-
-
-def load_loss_scale(scaler: GradScaler, folder: Path) -> None:
-    """Load the loss scale of a checkpoint; warn if it has none and keep the present one."""
-    if not scaler.is_enabled():
-        return
-    file = folder / SCALER_NAME
-    if file.is_file():
-        scaler.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
-        return
-    warn_user(
-        f"the checkpoint {folder} has no {SCALER_NAME}, it was not saved in fp16; "
-        f"the loss scale stays at {scaler.get_scale():g}"
-    )
-
-
-def warn_of_lost_states(
-    plugin: FullyShardedDataParallelPlugin, optimizers: Iterable[Optimizer], folder: Path
-) -> None:
-    """Warn where a checkpoint of FSDP1 in shards has left a new optimizer without its state.
-
-    torch reads from such a checkpoint what is there to be filled, and Accelerate asks the optimizer.
-    """
-    from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415 -- loads torch.distributed
-    from torch.distributed.fsdp import StateDictType  # noqa: PLC0415
-
-    if plugin.state_dict_type != StateDictType.SHARDED_STATE_DICT:
-        return
-    for index, optimizer in enumerate(optimizers):
-        saved = FileSystemReader(folder / f"{OPTIMIZER_NAME}_{index}").read_metadata().state_dict_metadata
-        if not optimizer.state and any(key.startswith("optimizer.state.") for key in saved):
-            warn_user(
-                f"the optimizer's state in {folder} is not loaded, and the optimizer starts without one: "
-                "a checkpoint of FSDP1 in shards cannot fill a new optimizer; use fsdp_version=2, which can"
-            )

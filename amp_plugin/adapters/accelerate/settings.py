@@ -1,4 +1,4 @@
-"""AmpKwargs: what a user may set, where each value comes from, and when AmpAccelerator computes itself.
+"""AmpKwargs: what a user may set, and where each value comes from.
 
 One order of precedence; the first source that names an option decides it::
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -22,19 +23,14 @@ from typing_extensions import Self
 
 from amp_plugin.adapters.option_sources import OPTIONS, decided, naming, outside_program, read_all
 from amp_plugin.adapters.settings import AdapterSettings
-from amp_plugin.messages import warn_user
 from amp_plugin.options import AccelerateOptions, lists_options, takes
-from amp_plugin.precision import WEIGHTS_IN_16_BITS, checked_precision, known_precision
+from amp_plugin.precision import checked_precision
 
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
-_LEFT = {
-    DistributedType.MEGATRON_LM: "Megatron-LM",
-    DistributedType.XLA: "XLA",
-}
 
 
 @lists_options(AccelerateOptions)
-class AmpKwargs(KwargsHandler):
+class AmpKwargs(KwargsHandler, SimpleNamespace):
     """Options of AmpAccelerator, for ``kwargs_handlers``; None leaves an option to the next source.
 
     Each is also a variable of the environment (``AMP_PLUGIN_INIT_SCALE=1024``) and a key of the
@@ -51,26 +47,14 @@ class AmpKwargs(KwargsHandler):
 
     @takes(AccelerateOptions, by_position=0, or_none=True)
     def __init__(self, **given: Any) -> None:
-        self.__dict__.update({name: given.get(name) for name in OPTIONS})
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, AmpKwargs) and vars(other) == vars(self)
-
-    def __hash__(self) -> int:
-        return hash(tuple(map(str, vars(self).values())))
-
-    def __repr__(self) -> str:
-        return f"AmpKwargs({', '.join(f'{name}={value!r}' for name, value in self.to_kwargs().items())})"
+        SimpleNamespace.__init__(self, **{name: given.get(name) for name in OPTIONS})
 
 
 def refuse_misplaced(owner: str, names: Iterable[str]) -> None:
     """Raise TypeError if an option of AmpKwargs is given to the accelerator itself."""
-    option = next((name for name in names if name in OPTIONS), None)
-    if option is not None:
-        msg = (
-            f"{owner}: {option!r} is an option of AmpKwargs: "
-            f"write {owner}(kwargs_handlers=[AmpKwargs({option}=...)])"
-        )
+    for option in set(names) & set(OPTIONS):
+        remedy = f"write {owner}(kwargs_handlers=[AmpKwargs({option}=...)])"
+        msg = f"{owner}: {option!r} is an option of AmpKwargs: {remedy}"
         raise TypeError(msg)
 
 
@@ -110,64 +94,36 @@ def resolve(handlers: Iterable[KwargsHandler], environment: Mapping[str, str]) -
         return Settings(**read_all(given), sources=sources, enabled=enabled)
 
 
-def precision_for_accelerate(argument: Any, environment: Mapping[str, str]) -> Any:
-    """Return ``mixed_precision`` in Accelerate's words; None leaves it to the environment.
+def take_options(given: dict[str, Any], environment: Mapping[str, str]) -> Settings:
+    """Return the settings of an accelerator, and leave Accelerate's arguments, in its words, in ``given``."""
+    handlers = list(given.get("kwargs_handlers") or ())
+    given["kwargs_handlers"] = [other for other in handlers if not isinstance(other, AmpKwargs)]
+    given["mixed_precision"] = _precision_for_accelerate(given.get("mixed_precision"), environment)
+    # Without a GPU, Accelerate lets each process of a launcher train alone, unless it is told cpu=True.
+    launched = int(environment.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in environment
+    given["cpu"] = given.get("cpu", False) or (launched and not torch.accelerator.is_available())
+    return resolve(handlers, environment)
 
-    Accelerate checks the argument only, so a wrong word of the environment is refused here.
-    """
+
+def _precision_for_accelerate(argument: Any, environment: Mapping[str, str]) -> Any:
+    """Return ``mixed_precision`` in Accelerate's words, checked; None leaves it to the environment."""
     from_environment = argument is None and not AcceleratorState._shared_state
     given = environment.get(PRECISION_VARIABLE, "no").lower() if from_environment else argument
     if given is None or str(given) in PrecisionType.list():
         return argument
-    known = known_precision(given)
-    if known is not None:
-        return "no" if known == "fp32" else known
-    if str(given) in WEIGHTS_IN_16_BITS:
-        source = PRECISION_VARIABLE if from_environment else ""
-        checked_precision("mixed_precision", given, source, weights_in="AmpKwargs(weights={!r})")
-    if from_environment:
-        allowed = ", ".join(PrecisionType.list())
-        msg = f"{PRECISION_VARIABLE}={given!r} in the environment is unknown; allowed are {allowed}"
+    source = PRECISION_VARIABLE if from_environment else ""
+    known = checked_precision("mixed_precision", given, source, weights_in="AmpKwargs(weights={!r})")
+    return "no" if known == "fp32" else known
+
+
+def refuse_other_engine(distributed: DistributedType, precision: str, *, float8_recipe: Any) -> None:
+    """Raise ValueError where another engine casts and scales; DeepSpeed is told our options, and observed."""
+    engine = {DistributedType.MEGATRON_LM: "Megatron-LM", DistributedType.XLA: "XLA"}.get(distributed)
+    if engine is None and precision == "fp8" and float8_recipe is None:
+        engine = "fp8 training by TransformerEngine or MS-AMP"
+    if engine is not None:
+        msg = (
+            f"{engine} casts and scales losses by itself, which AmpAccelerator does not replace: use "
+            "accelerate.Accelerator, without install() or amp-plugin run"
+        )
         raise ValueError(msg)
-    return argument
-
-
-# -- who computes, and where ---------------------------------------------------------------------
-
-
-def is_ours(
-    distributed: DistributedType,
-    precision: str,
-    settings: Settings,
-    *,
-    explicit: bool,
-    float8_recipe: Any = None,
-) -> bool:
-    """Return whether mixed precision is ours; refuse AmpKwargs (``explicit``) where it is another engine's.
-
-    fp8 is ours where torchao has a recipe.
-    """
-    if distributed == DistributedType.DEEPSPEED:  # whose engine is told, and observed
-        return False
-    other = _LEFT.get(distributed, "fp8 training" if precision == "fp8" and float8_recipe is None else None)
-    if other is None:
-        return True
-    text = (
-        f"{other} casts and scales losses by itself: AmpAccelerator leaves mixed precision, clipping and "
-        f"steps to Accelerate's own code for it"
-    )
-    if explicit:
-        msg = f"{text}, so AmpKwargs would have no effect; remove AmpKwargs from kwargs_handlers"
-        raise ValueError(msg)
-    if precision != "no" or settings.sources:
-        warn_user(f"{text}; amp_plugin's options have no effect")
-    return False
-
-
-def ranks_without_gpu(environment: Mapping[str, str]) -> bool:
-    """Return whether a launcher has started several processes on a machine without an accelerator.
-
-    Accelerate would let each of them train alone, unless it is told ``cpu=True``.
-    """
-    several = int(environment.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in environment
-    return several and not torch.accelerator.is_available()

@@ -11,14 +11,13 @@ from typing import Any
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 
+from amp_plugin.casting.bound_rules import replaced
 from amp_plugin.patterns import found_patterns
 from amp_plugin.sharding.fully_shard import fsdp1_policy, policy_of, shard_unit
 from amp_plugin.sharding.plan import DtypePlan
 
 
-def give_policy(
-    plugin: FullyShardedDataParallelPlugin, plan: DtypePlan, *, version: int, fp32_outputs: bool
-) -> None:
+def give_policy(plugin: FullyShardedDataParallelPlugin, plan: DtypePlan, *, fp32_outputs: bool) -> None:
     """Replace Accelerate's policy for FSDP, which reduces gradients in 16 bits; not one that the user chose.
 
     With ``fp32_outputs`` it is not FSDP that casts outputs.
@@ -26,9 +25,9 @@ def give_policy(
     from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy  # noqa: PLC0415
 
     dtype = plan.compute_dtype
-    if version == 1 and plugin.mixed_precision_policy == MixedPrecision(dtype, dtype, dtype):
+    if plugin.mixed_precision_policy == MixedPrecision(dtype, dtype, dtype):  # FSDP1's
         plugin.mixed_precision_policy = fsdp1_policy(plan)
-    elif version == 2 and plugin.mixed_precision_policy == MixedPrecisionPolicy(dtype, dtype, dtype):
+    elif plugin.mixed_precision_policy == MixedPrecisionPolicy(dtype, dtype, dtype):
         plugin.mixed_precision_policy = policy_of(plan, output_dtype=None if fp32_outputs else dtype)
 
 
@@ -50,8 +49,5 @@ def fp32_units_apart(models: Sequence[nn.Module], plan: DtypePlan) -> Iterator[N
     def by_plan(module: Any, **options: Any) -> Any:
         return shard_unit(own, module, plan, in_fp32, **options)
 
-    fsdp.fully_shard = by_plan
-    try:
+    with replaced(fsdp, "fully_shard", by_plan):
         yield
-    finally:
-        fsdp.fully_shard = own
