@@ -43,10 +43,7 @@ def matched_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.M
 
 def found_patterns(model: nn.Module, patterns: Iterable[str]) -> list[str]:
     """Return the patterns that match a submodule of a model."""
-    modules = _submodules(model).items()
-    return [
-        pattern for pattern in patterns if any(_is_meant(name, module, pattern) for name, module in modules)
-    ]
+    return [pattern for pattern in patterns if matched_modules(model, [pattern])]
 
 
 def require_matches(

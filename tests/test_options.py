@@ -93,9 +93,13 @@ def test_the_tables_of_the_documentation_are_up_to_date(page):
         ({"init_scale": "8"}, TypeError, "init_scale='8' is not allowed; give a number"),
         ({"min_scale": "8"}, TypeError, "min_scale='8' is not allowed; give a number or None"),
         ({"dynamic": 1}, TypeError, "dynamic=1 is not allowed; give True or False"),
-        ({"on_nonfinite": "stop"}, ValueError, "on_nonfinite='stop' is not known; use 'skip', 'raise' or"),
-        ({"hysteresis_mode": "x"}, ValueError, "hysteresis_mode='x' is not known; use 'apex', 'megatron' or"),
-        ({"init_scale": -1.0}, ValueError, "init_scale=-1.0 is not allowed; give a finite number greater"),
+        ({"on_nonfinite": "stop"}, ValueError, "on_nonfinite='stop' is not allowed; give 'skip' or"),
+        ({"hysteresis_mode": "x"}, ValueError, "hysteresis_mode='x' is not allowed; give 'apex' or"),
+        (
+            {"init_scale": -1.0},
+            ValueError,
+            "init_scale=-1.0 is not allowed; give a finite number, more than 0",
+        ),
         (
             {"init_scal": 1.0},
             TypeError,
@@ -110,9 +114,9 @@ def test_a_bad_value_is_refused_in_the_same_words(make, options, error, message)
 
 
 def test_an_option_given_twice():
-    with pytest.raises(TypeError, match="GradScaler: 'device' is given twice"):
+    with pytest.raises(TypeError, match="GradScaler: multiple values for argument 'device'"):
         GradScaler("cpu", device="cpu")
-    with pytest.raises(TypeError, match="GradScaler: too many positional arguments; allowed are device, "):
+    with pytest.raises(TypeError, match="GradScaler: too many positional arguments; .* allowed are device, "):
         GradScaler("cpu", 8.0, 2.0, 0.5, 100, True, 1.0)
 
 

@@ -26,8 +26,8 @@ from amp_plugin.casting.rules_files import TABLES
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.build_cache import cache_root
 from amp_plugin.kernels.cuda.register import cuda_core
-from amp_plugin.options import KNOWN_VARIABLES, LossScaleOptions, read_variables, unknown_variables
-from amp_plugin.precision import DTYPES, is_fast, processor_facts, speed_advice
+from amp_plugin.options import KNOWN_VARIABLES, PREFIX, LossScaleOptions, unknown_variables
+from amp_plugin.precision import DTYPES, cpu_capabilities, is_fast, speed_advice
 from amp_plugin.scaling import one_pass
 from amp_plugin.weights.formats import FORMATS
 
@@ -47,7 +47,7 @@ def examine(precision: str, device_type: str) -> dict[str, Any]:
         "cuda_kernels": kernels,
         "cache": cache,
         "plan": planned,
-        "environment": read_variables(os.environ),
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(PREFIX)},
         "unknown_variables": unknown,
         "healthy": not (
             core["reason"] or kernels["reason"] or cache["problem"] or planned["problem"] or unknown
@@ -85,7 +85,7 @@ def devices() -> list[Part]:
 def _cpu() -> Part:
     return {
         "device": "cpu",
-        "name": processor_facts()[0],
+        "name": str(cpu_capabilities().get("cpu_name") or platform.processor() or platform.machine()),
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "fast_bf16": bool(is_fast("bf16", "cpu")),

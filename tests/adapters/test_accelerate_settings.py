@@ -95,8 +95,8 @@ class TestErrorsNameTheirSource:
             ("AMP_PLUGIN_INIT_SCALE", "much", "give a number"),
             ("AMP_PLUGIN_GROWTH_INTERVAL", "2.5", "give a whole number"),
             ("AMP_PLUGIN_DYNAMIC", "maybe", "give True or False"),
-            ("AMP_PLUGIN_HYSTERESIS_MODE", "nvidia", "use 'apex', 'megatron' or 'deepspeed'"),
-            ("AMP_PLUGIN_ON_NONFINITE", "stop", "use 'skip', 'raise' or 'ignore'"),
+            ("AMP_PLUGIN_HYSTERESIS_MODE", "nvidia", "give 'apex' or 'megatron' or 'deepspeed'"),
+            ("AMP_PLUGIN_ON_NONFINITE", "stop", "give 'skip' or 'raise' or 'ignore'"),
         ],
     )
     def test_bad_text(self, variable, value, allowed):

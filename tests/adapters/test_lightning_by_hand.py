@@ -82,7 +82,7 @@ def test_fabric_holds_a_scheduler_back():
 
 
 def test_warnings_show_the_users_line(monkeypatch, recwarn):
-    monkeypatch.setattr(precision, "processor_facts", lambda: ("an old one", {"avx2"}))
+    monkeypatch.setattr(precision, "cpu_capabilities", lambda: {"avx2": True})
     plugin = AmpPrecision("fp16", init_scale=1.5)
     fit(OneWeight(overflow_at=range(60)), plugin, steps=51, callbacks=[AmpMonitor(max_skips_in_a_row=60)])
     expected = (

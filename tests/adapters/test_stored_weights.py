@@ -657,7 +657,7 @@ def test_doctor_plans_bytes_a_parameter():
 @pytest.mark.parametrize("plugin", [AmpPrecision, FabricAmpPrecision])
 def test_options_of_lightning_are_checked(plugin):
     with pytest.raises(
-        ValueError, match=r"weights='bfloat16' is unknown; allowed are .* did you mean weights='bf16'"
+        ValueError, match=r"weights='bfloat16' is not allowed; give .* did you mean weights='bf16'"
     ):
         plugin("bf16", weights="bfloat16")
     with pytest.raises(
@@ -686,7 +686,7 @@ def test_options_of_accelerate_are_checked_and_come_from_the_environment(monkeyp
     ):
         ours(precision="fp16", weights="bf16")
     with pytest.raises(
-        ValueError, match="weights='half' is unknown; .* mean weights='fp16'.*comes from AmpKwargs"
+        ValueError, match="weights='half' is not allowed; .* mean weights='fp16'.*comes from AmpKwargs"
     ):
         ours(precision="fp16", weights="half")
     monkeypatch.setenv("AMP_PLUGIN_WEIGHTS", "bf16")

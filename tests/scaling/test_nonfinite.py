@@ -184,7 +184,7 @@ def test_ignore_is_torchs_step(weights):
 
 
 def test_a_wrong_word_is_refused():
-    with pytest.raises(ValueError, match="on_nonfinite='stop' is not known; use 'skip', 'raise' or 'ignore'"):
+    with pytest.raises(ValueError, match="on_nonfinite='stop' is not allowed; give 'skip' or 'raise'"):
         GradScaler("cpu", on_nonfinite="stop")
 
 
