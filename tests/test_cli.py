@@ -11,14 +11,15 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 import amp_plugin
 from amp_plugin import options
+from amp_plugin.casting.rules_files import TABLES
 from amp_plugin.cli import doctor
-from amp_plugin.cli.doctor import _lines
+from amp_plugin.cli.arguments import Device
 from amp_plugin.kernels import build
 from amp_plugin.kernels.build import NativeCore
 from amp_plugin.kernels.cuda import compile as compile_
@@ -48,10 +49,6 @@ def no_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         yield
 
 
-def test_version() -> None:
-    assert amp("--version").output.strip() == amp_plugin.__version__
-
-
 def test_it_runs_from_the_sources_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,37 +68,38 @@ def test_help_names_every_command() -> None:
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["docter"], r"No such command 'docter'\. Did you mean 'doctor'\?"),
-        (["doctor", "--precison", "fp16"], r"No such option: --precison .*--precision"),
-        (
-            ["doctor", "--precision", "fp61"],
-            r"'--precision': 'fp61' is not one of 'fp16', 'bf16', 'fp32'; did you mean 'fp16'\?",
-        ),
-        (
-            ["doctor", "--device", "gpu"],
-            r"'--device': 'gpu' is not one of 'cpu', 'cuda', 'mps', 'xpu'; did you mean 'cuda'\?",
-        ),
-        (["casts", "no_such_script.py"], r"file 'no_such_script\.py' does not exist"),
-        (
-            ["casts", "--by", "modle", __file__],
-            r"'--by': 'modle' is not one of .*'op'; did you mean 'module'\?",
-        ),
-        (["build", "--cuda", "sm90"], r"--cuda.*'sm90' is not a GPU architecture; give it as sm_90"),
-        (["build", "--rebuilt"], r"No such option: --rebuilt .*--rebuild"),
+        (["docter"], "No such command 'docter'"),
+        (["doctor", "--precision", "fp61"], "'fp61' is not one of 'fp16', 'bf16', 'fp32'"),
+        (["doctor", "--device", "gpu"], "'gpu' is not one of 'cpu', 'cuda', 'mps', 'xpu'"),
+        (["casts", "--by", "modle", __file__], "'modle' is not one of 'cast', 'module', 'op'"),
+        (["build", "--cuda", "sm90"], "'sm90' is not a GPU architecture; give it as sm_90"),
+        (["casts", "no_such_script.py"], "file 'no_such_script.py' does not exist"),
+        (["casts", "."], "file '.' is a folder"),
+        (["casts", "json.tool"], "file 'json.tool' does not exist; for a module write: -m json.tool"),
+        (["casts", "-m", "no_such.module"], "module 'no_such.module' is not found from"),
     ],
 )
-def test_typos_get_the_nearest_name(words: list[str], answer: str) -> None:
+def test_what_is_wrong_on_a_command_line(words: list[str], answer: str) -> None:
     result = amp(*words)
     assert result.exit_code == 2
-    assert re.search(answer, " ".join(result.output.split()))
+    assert answer in re.sub(r"[\s│]+", " ", result.output)
+
+
+def test_the_devices_are_those_that_have_rules() -> None:
+    assert get_args(get_args(get_args(Device)[0])[0]) == (*TABLES,)
 
 
 def test_doctor_on_a_healthy_machine(whole_core: None) -> None:
     result = amp("doctor")
     assert result.exit_code == 0, result.output
     assert "All is well." in result.output
-    for title in ("versions", "devices", "native core", "cuda kernels", "cache", "plan"):
+    report = json.loads(amp("doctor", "--json").stdout)
+    for title in ("versions", "devices", "native_core", "cuda_kernels", "cache", "plan"):
         assert re.search(rf"^{title}$", result.output, re.MULTILINE)
+        assert report[title]
+    for value in (report["versions"]["torch"], report["cache"]["folder"], report["devices"][0]["name"]):
+        assert value in result.output
+    assert all(line == line.rstrip() for line in result.output.splitlines())
 
 
 def test_doctor_says_why_the_core_is_missing(no_core: None) -> None:
@@ -109,7 +107,7 @@ def test_doctor_says_why_the_core_is_missing(no_core: None) -> None:
     assert result.exit_code == 1
     assert re.search(r"reason +there is no C\+\+ compiler on PATH; install g\+\+ 10", result.output)
     assert re.search(r"kernels +torch", result.output)
-    assert "compile seconds" not in result.output
+    assert "compile_seconds" not in result.output
     assert "Something is missing" in result.output
 
 
@@ -187,32 +185,6 @@ def test_the_variables_known_are_those_of_the_adapter() -> None:
     assert settings.CONFIG in options.OWN_VARIABLES
 
 
-def test_the_report_is_for_people_without_json(whole_core: None, tmp_path: Path) -> None:
-    (tmp_path / "cache").mkdir(mode=0o700)
-    (tmp_path / "cache/entry").write_bytes(bytes(2_881_316))
-    output = amp("doctor").output
-    assert re.search(r"^  size +2\.9 MB$", output, re.MULTILINE)
-    assert json.loads(amp("doctor", "--json").stdout)["cache"]["bytes"] == 2_881_316
-    assert all(line == line.rstrip() for line in output.splitlines())
-
-
-def test_lines_break_between_words_and_paths_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = "/home/somebody/.cache/amp_plugin/libamp_plugin-70d5e8e1acc8004a/libamp_plugin.so"
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert _lines(f"kept in {path} now", 40) == ["kept in", path, "now"]
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
-    assert _lines(f"kept in {path} now", 40) == [f"kept in {path} now"]
-
-
-def test_json_and_text_agree(whole_core: None) -> None:
-    report = json.loads(amp("doctor", "--json").stdout)
-    text = amp("doctor").output
-    assert report["versions"]["torch"] in text
-    assert report["cache"]["folder"] in text
-    assert report["native_core"]["library"] in text
-    assert report["devices"][0]["name"] in text
-
-
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Replace compiling; returns what `rebuild` was asked for."""
@@ -227,17 +199,11 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def test_build(built: list[bool]) -> None:
-    result = amp("build")
-    assert result.exit_code == 0
-    assert result.output == "already compiled: /cache/core.so\n"
-    assert built == [False]
-
-
-def test_rebuild_as_json(built: list[bool]) -> None:
+    assert amp("build").output == "already compiled: /cache/core.so\n"
     result = amp("build", "--rebuild", "--json")
     assert result.exit_code == 0
     assert json.loads(result.stdout) == {"built": True, "core": "/cache/core.so", "seconds": 20.2}
-    assert built == [True]
+    assert built == [False, True]
 
 
 def test_build_of_cuda_kernels(built: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,26 +307,6 @@ def test_casts_of_a_module(script: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert sys.path == path
 
 
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [
-        (
-            ["casts", "-m", "no_such.module"],
-            r"module 'no_such\.module' is not found from .* installed packages",
-        ),
-        (
-            ["casts", "json.tool"],
-            r"file 'json\.tool' does not exist; for a module write: casts -m json\.tool",
-        ),
-        (["casts", "."], "file '.' is a folder"),
-    ],
-)
-def test_casts_of_nothing(words: list[str], answer: str) -> None:
-    result = amp(*words)
-    assert result.exit_code == 2
-    assert re.search(answer, re.sub(r"[\s│]+", " ", result.output)), result.output
-
-
 @pytest.mark.native
 def test_casts_leaves_the_process_as_it_was(script: Path) -> None:
     before = (sys.argv, list(sys.path))
@@ -405,8 +351,7 @@ def test_a_script_without_casts_is_told_what_counts(script: Path) -> None:
     script.write_text("print('nothing')")
     result = amp("casts", str(script))
     assert result.exit_code == 0
-    told = "no casts: was the code in an autocast block, amp_plugin's or torch's"
-    assert told in " ".join(result.output.split())
+    assert "no casts: was the code in an amp_plugin.autocast region" in " ".join(result.output.split())
 
 
 @pytest.mark.native
@@ -440,7 +385,7 @@ def test_casts_fold_siblings_and_count_compiled_graphs(script: Path) -> None:
         "with torch.autocast('cpu', dtype=torch.bfloat16):\n    scale(net(torch.ones(2, 4)))\n"
     )
     answer = json.loads(amp("casts", "--json", "--by", "module", str(script)).stdout)
-    assert {row["module"] for row in answer["rows"]} == {"Net.blocks.*.mlp, x12", "Net.blocks.0.mlp"}
+    assert {row["module"] for row in answer["rows"]} == {"Net.blocks.*.mlp"}
     assert answer["compiled_graphs"] == 1
     every = json.loads(amp("casts", "--json", "--every", "--by", "module", str(script)).stdout)
     assert len(every["rows"]) == 12

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
-import textwrap
 import warnings
 from collections import Counter
 from importlib import metadata
 from typing import Any
 
 import torch
-from rich import filesize
-from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 import amp_plugin
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.casting.rules_files import TABLES
+from amp_plugin.cli.arguments import show
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.build_cache import cache_root
 from amp_plugin.kernels.cuda.register import cuda_core
@@ -31,6 +29,7 @@ from amp_plugin.precision import DTYPES, cpu_capabilities, is_fast, speed_advice
 from amp_plugin.scaling import one_pass
 from amp_plugin.weights.formats import FORMATS
 
+_SCALE = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 _COMPANIONS = ("lightning", "pytorch-lightning", "accelerate", "transformers", "cuda-core")
 
 Part = dict[str, Any]
@@ -151,6 +150,7 @@ def plan(precision: str, device_type: str) -> Part:
     problem, mixed = _problem(device_type), precision != "fp32"
     rules = Counter(rule.value for rule in OpRules.default(device_type).rules.values()) if mixed else {}
     kernels = "amp_plugin" if native_core_state()["loaded"] else "torch"
+    no_kernels, scale = one_pass.unavailable(device_type), LossScaleOptions()
     return {
         "precision": precision,
         "device": device_type,
@@ -158,8 +158,8 @@ def plan(precision: str, device_type: str) -> Part:
         "dtype": str(DTYPES[precision]).removeprefix("torch."),
         "ops": dict(sorted(rules.items())),
         "kernels": None if problem else kernels,
-        "one_pass_steps": _one_pass_steps(device_type),
-        "loss_scale": _loss_scale() if precision == "fp16" else None,
+        "one_pass_steps": f"none: {no_kernels}" if no_kernels else ", ".join(one_pass.OPTIMIZERS),
+        "loss_scale": {name: getattr(scale, name) for name in _SCALE} if precision == "fp16" else None,
         "bytes_per_parameter": _bytes_per_parameter(precision),
         "problem": problem,
         "advice": "" if problem else speed_advice(precision, device_type),
@@ -177,16 +177,6 @@ def _bytes_per_parameter(precision: str) -> Part:
     return {"fp32": torch.float32.itemsize + gradient_and_moments, **stored}
 
 
-def _one_pass_steps(device_type: str) -> str:
-    reason = one_pass.unavailable(device_type)
-    return f"none: {reason}" if reason else ", ".join(one_pass.OPTIMIZERS)
-
-
-def _loss_scale() -> Part:
-    names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
-    return {name: getattr(LossScaleOptions(), name) for name in names}
-
-
 def _problem(device_type: str) -> str:
     if device_type == "cpu" or torch.get_device_module(device_type).is_available():
         return ""
@@ -194,53 +184,22 @@ def _problem(device_type: str) -> str:
     return f"{found}; plan for another with --device, or ask on a machine that has one"
 
 
-# -- printed -------------------------------------------------------------------------------------
-
-
 def print_report(report: dict[str, Any]) -> None:
-    """Print a report of :func:`examine` for people."""
-    console = Console(soft_wrap=True, highlight=False)
-    parts = {title: _rows(part) for title, part in report.items() if part and title != "healthy"}
-    width = max(len(name) for rows in parts.values() for name, _ in rows)
-    for title, rows in parts.items():
-        console.print(f"[bold]{_words(title)}[/]")
-        for name, value in rows:
-            first, *others = _lines(value, console.width - width - 4)
-            console.print(f"  [cyan]{escape(name):<{width}}[/]  {escape(first)}")
-            for line in others:
-                console.print(f"  {'':<{width}}  {escape(line)}")
-    is_well = "[green]All is well.[/]", "[yellow]Something is missing or wrong: see the reasons.[/]"
-    console.print(is_well[not report["healthy"]])
-
-
-def _lines(text: str, width: int) -> list[str]:
-    """Break text between words for a terminal; a path stays whole, to be copied."""
-    if not sys.stdout.isatty():
-        return [text]
-    return textwrap.wrap(text, max(width, 20), break_long_words=False, break_on_hyphens=False) or [""]
-
-
-def _rows(part: Any) -> list[tuple[str, str]]:
-    """Return name -> text of a part, what is empty left out; the devices are a part that is a list."""
-    if isinstance(part, list):
-        part = {entry["device"]: {**entry, "device": None} for entry in part}
-    if "bytes_per_parameter" in part:
-        by_weights = {f"weights={name}": size for name, size in part["bytes_per_parameter"].items()}
-        part = part | {"bytes_per_parameter": f"{_text(by_weights)}; with AdamW"}
-    rows = [(_words(name), value) for name, value in part.items() if value not in ("", None, {})]
-    sizes = {"bytes": "size"}
-    return [
-        (sizes.get(name, name), filesize.decimal(value) if name in sizes else _text(value))
-        for name, value in rows
-    ]
-
-
-def _words(name: str) -> str:
-    """Return a key of the report as words, names of settings and packages unchanged."""
-    return name.replace("_", " ") if name.islower() and name != "amp_plugin" else name
+    """Print a report of :func:`examine` for people, what is empty left out."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for title, part in report.items():
+        if title == "healthy" or not part:
+            continue
+        table.add_row(f"[bold]{title}[/]")
+        rows = {entry["device"]: entry for entry in part} if isinstance(part, list) else part
+        for name, value in rows.items():
+            if value not in ("", None, {}):
+                table.add_row(f"  [cyan]{escape(name)}[/]", escape(_text(value)))
+    show(table)
+    print("All is well." if report["healthy"] else "Something is missing or wrong: see the reasons.")
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{_words(k)} {_text(item)}" for k, item in value.items() if item is not None)
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+    if not isinstance(value, dict):
+        return str(value)
+    return ", ".join(f"{name} {part}" for name, part in value.items())

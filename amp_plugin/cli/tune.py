@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
@@ -19,23 +19,10 @@ from amp_plugin.cli.arguments import (
     need_core,
     program_of,
     show,
-    word_option,
 )
 
 if TYPE_CHECKING:
     from amp_plugin.tuning.tune import Tuning
-
-_GOAL_NAMES: Final = {"speed": "casts", "bytes": "memory", "fp16": "accuracy"}
-_DTYPE_NAMES: Final = {"float64": "fp64", "double": "fp64", "float32": "fp32"}
-
-Output = Annotated[Path, typer.Option("-o", "--output", help="The rules file to write.")]
-Goal = Annotated[
-    str,
-    word_option(("memory", "casts", "accuracy"), "What to improve.", name="--for", aliases=_GOAL_NAMES),
-]
-Reference = Annotated[
-    str, word_option(("fp64", "fp32"), "What to compare gradients with.", aliases=_DTYPE_NAMES)
-]
 
 
 def _share(given: str) -> float:
@@ -47,6 +34,7 @@ def _share(given: str) -> float:
     return float(number[1]) / (100 if number[2] else 1)
 
 
+Output = Annotated[Path, typer.Option("-o", "--output", help="The rules file to write.")]
 Budget = Annotated[
     float,
     typer.Option(
@@ -62,11 +50,15 @@ def tune(
     arguments: Arguments = None,
     as_module: AsModule = False,
     output: Output = Path("rules.yaml"),
-    goal: Goal = "memory",
+    goal: Annotated[
+        Literal["memory", "casts", "accuracy"], typer.Option("--for", help="What to improve.")
+    ] = "memory",
     budget: Budget = 0.05,
     batches: Annotated[int, typer.Option(min=1, help="Backward passes to run and measure.")] = 4,
     device: Device = None,
-    reference: Reference = "fp64",
+    reference: Annotated[
+        Literal["fp64", "fp32"], typer.Option(help="What to compare gradients with.")
+    ] = "fp64",
     plot: Annotated[Path | None, typer.Option(help="Draw what was tried into this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -78,7 +70,7 @@ def tune(
     from amp_plugin.cli.doctor import default_device  # noqa: PLC0415 - loads torch
     from amp_plugin.tuning import tune, workload  # noqa: PLC0415 - loads torch
 
-    program = program_of(script, as_module=as_module, command="tune")
+    program = program_of(script, as_module=as_module)
     need_core("tune")
     try:
         tuning = tune.tuned(
