@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
@@ -58,13 +57,15 @@ def run(
     from amp_plugin.adapters.takeover import Takeover  # noqa: PLC0415 - loads torch
     from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
     from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
-    from amp_plugin.run_page.program import ProgramPage  # noqa: PLC0415 - loads torch
+    from amp_plugin.run_page.page import require_libraries  # noqa: PLC0415 - loads torch
+    from amp_plugin.run_page.program import program_page  # noqa: PLC0415 - loads torch
 
     program = program_of(script, as_module=as_module)
     if rules is not None:
         need_core("run --rules")
     try:
-        drawn = None if page is None else ProgramPage(page)
+        if page is not None:
+            require_libraries()
         takeover = Takeover(
             Path(program.name).name,
             precision=precision,
@@ -75,13 +76,8 @@ def run(
         fail(str(error), code=1)
     except (OSError, ValueError) as error:
         fail(str(error), code=2)
-    around = takeover if drawn is None else _both(takeover, drawn)
-    ran = run_program(program, arguments or [], around=around)
-    if drawn is not None and (
-        drawn.page is not None or not ran.code
-    ):  # else the error explains the missing page
-        print(f"amp-plugin: {program.name} {drawn.outcome()}", file=sys.stderr)
-    raise typer.Exit(ran.code)
+    around = takeover if page is None else _both(program_page(page, program.name), takeover)
+    raise typer.Exit(run_program(program, arguments or [], around=around).code)
 
 
 def report(
