@@ -53,16 +53,9 @@ def test_it_runs_from_the_sources_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["__main__.py", "--version"])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit):
         runpy.run_module("amp_plugin", run_name="__main__")
-    assert not ended.value.code
     assert capsys.readouterr().out.strip() == amp_plugin.__version__
-
-
-def test_help_names_every_command() -> None:
-    output = amp("--help").output
-    for command in ("doctor", "build", "casts", "diagnose", "compare", "rules"):
-        assert re.search(rf"\b{command}\b", output)
 
 
 @pytest.mark.parametrize(
@@ -111,19 +104,17 @@ def test_doctor_says_why_the_core_is_missing(no_core: None) -> None:
     assert "Something is missing" in result.output
 
 
-def test_doctor_says_why_the_cache_is_not_used(no_core: None, tmp_path: Path) -> None:
+def test_doctor_says_why_the_cache_is_not_used_and_names_a_bad_setting(
+    no_core: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
     result = amp("doctor", "--json")
     assert result.exit_code == 1
     assert "others can write" in json.loads(result.stdout)["cache"]["problem"]
-
-
-def test_doctor_names_a_setting_that_is_not_allowed(no_core: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AMP_PLUGIN_NATIVE", "yes")
     result = amp("doctor", "--json")
-    assert result.exit_code == 2
-    assert result.stdout == ""
+    assert (result.exit_code, result.stdout) == (2, "")
     assert "error: AMP_PLUGIN_NATIVE='yes' is not allowed; use 0 (fallback) or 1" in result.stderr
 
 
@@ -140,9 +131,7 @@ def test_the_plan(whole_core: None, precision: str, device: str, expected: dict[
     plan = json.loads(result.stdout)["plan"]
     assert {name: plan[name] for name in expected} == expected
     if precision == "fp16":
-        scaler = amp_plugin.GradScaler(device)
-        assert plan["loss_scale"]["init_scale"] == scaler.get_scale()
-        assert plan["loss_scale"]["growth_interval"] == scaler.get_growth_interval()
+        assert plan["loss_scale"]["init_scale"] == amp_plugin.GradScaler(device).get_scale()
     if precision != "fp32":
         assert sum(plan["ops"].values()) == len(amp_plugin.OpRules.default(device).rules)
 
@@ -150,11 +139,8 @@ def test_the_plan(whole_core: None, precision: str, device: str, expected: dict[
 def test_a_device_that_is_not_here(whole_core: None) -> None:
     result = amp("doctor", "--device", "xpu")
     assert result.exit_code == 1
-    assert re.search(
-        r"problem +torch .* finds no xpu device on this machine; plan for another", result.output
-    )
+    assert re.search("problem +torch .* finds no xpu device on this machine; plan for another", result.output)
     assert not re.search(r"^  kernels +(amp_plugin|torch)$", result.output, re.MULTILINE)
-    assert "All is well" not in result.output
 
 
 @pytest.mark.parametrize(
@@ -308,15 +294,6 @@ def test_casts_of_a_module(script: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.native
-def test_casts_leaves_the_process_as_it_was(script: Path) -> None:
-    before = (sys.argv, list(sys.path))
-    amp("casts", str(script))
-    assert (sys.argv, sys.path) == before
-    result = amp("casts", str(script))  # the log of the first run is closed
-    assert result.exit_code == 3
-
-
-@pytest.mark.native
 @pytest.mark.parametrize(("end", "code"), [("sys.exit('no data')", 1), ("sys.exit()", 0), ("", 0)])
 def test_the_exit_code_is_the_scripts(end: str, code: int, script: Path) -> None:
     script.write_text(SCRIPT.replace("sys.exit(3)", end))
@@ -344,22 +321,6 @@ def test_what_was_cast_before_an_error_is_listed(script: Path) -> None:
     assert re.search(r"Linear +linear +weight +fp32 → bf16 +1 +0 +48 bytes", result.stdout)
     assert result.stderr.startswith('Traceback (most recent call last):\n  File "' + str(script))
     assert "no casts" not in result.output
-
-
-@pytest.mark.native
-def test_a_script_without_casts_is_told_what_counts(script: Path) -> None:
-    script.write_text("print('nothing')")
-    result = amp("casts", str(script))
-    assert result.exit_code == 0
-    assert "no casts: was the code in an amp_plugin.autocast region" in " ".join(result.output.split())
-
-
-@pytest.mark.native
-def test_a_list_of_casts_has_no_blanks_at_its_right(script: Path) -> None:
-    result = amp("casts", script, columns=60)
-    lines = result.stdout.splitlines()
-    assert max(map(len, lines)) <= 60
-    assert all(line == line.rstrip() for line in lines)
 
 
 def test_casts_needs_the_native_core(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,16 +69,13 @@ def test_help_says_what_each_option_means(kind, options):
 
 
 def test_every_adapter_has_the_loss_scales_options_with_its_defaults():
+    assert set(get_args(HysteresisMode)) == set(HYSTERESIS_MODES)
     stated = option_defaults(LossScaleOptions)
     for options in (GradScalerOptions, LightningOptions, AccelerateOptions):
         assert stated.items() <= option_defaults(options).items()
     assert (
         AmpPrecision().scaler.loss_scale.options == GradScaler("cpu").loss_scale.options == LossScaleOptions()
     )
-
-
-def test_words_are_those_of_the_kernels():
-    assert set(get_args(HysteresisMode)) == set(HYSTERESIS_MODES)
 
 
 @pytest.mark.parametrize("page", OPTIONS)

@@ -35,6 +35,8 @@ def _share(given: str) -> float:
 
 
 Output = Annotated[Path, typer.Option("-o", "--output", help="The rules file to write.")]
+Goal = Annotated[Literal["memory", "casts", "accuracy"], typer.Option("--for", help="What to improve.")]
+Reference = Annotated[Literal["fp64", "fp32"], typer.Option(help="What to compare gradients with.")]
 Budget = Annotated[
     float,
     typer.Option(
@@ -50,15 +52,11 @@ def tune(
     arguments: Arguments = None,
     as_module: AsModule = False,
     output: Output = Path("rules.yaml"),
-    goal: Annotated[
-        Literal["memory", "casts", "accuracy"], typer.Option("--for", help="What to improve.")
-    ] = "memory",
+    goal: Goal = "memory",
     budget: Budget = 0.05,
     batches: Annotated[int, typer.Option(min=1, help="Backward passes to run and measure.")] = 4,
     device: Device = None,
-    reference: Annotated[
-        Literal["fp64", "fp32"], typer.Option(help="What to compare gradients with.")
-    ] = "fp64",
+    reference: Reference = "fp64",
     plot: Annotated[Path | None, typer.Option(help="Draw what was tried into this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
