@@ -107,15 +107,16 @@ def test_doctor_says_why_the_core_is_missing(no_core: None) -> None:
 def test_doctor_says_why_the_cache_is_not_used_and_names_a_bad_setting(
     no_core: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("AMP_PLUGIN_NATIVE", "yes")
+    result = amp("doctor", "--json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "error: AMP_PLUGIN_NATIVE='yes' is not allowed; use 0 (fallback) or 1" in result.stderr
+    monkeypatch.delenv("AMP_PLUGIN_NATIVE")
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
     result = amp("doctor", "--json")
     assert result.exit_code == 1
     assert "others can write" in json.loads(result.stdout)["cache"]["problem"]
-    monkeypatch.setenv("AMP_PLUGIN_NATIVE", "yes")
-    result = amp("doctor", "--json")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "error: AMP_PLUGIN_NATIVE='yes' is not allowed; use 0 (fallback) or 1" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -134,32 +133,3 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for page in (tmp_path / "site").rglob("*.html"):
         assert not loaded.search(page.read_text()), f"{page.name} would load from elsewhere"
     assert (tmp_path / "site" / "search" / "search_index.js").exists()  # the search works from disk
-
-
-def test_another_python_than_the_environments_is_an_error(tmp_path: Path) -> None:
-    """Make in a folder with an environment that is ready; it has nothing to do but this check."""
-    shutil.copy(ROOT / "Makefile", tmp_path)
-    for name in ("pyproject.toml", "constraints.txt"):
-        (tmp_path / name).touch()
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
-    (tmp_path / ".venv/.ready-torch-1").touch()
-    (tmp_path / "other").write_text("#!/bin/sh\necho 3.77\n")
-    (tmp_path / "other").chmod(0o755)
-
-    def make(*words: str) -> subprocess.CompletedProcess[str]:
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHON"}
-        command = ["make", "TORCH=1", *words, ".venv/.ready-torch-1"]
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
-
-    for words in ((), (f"PYTHON={sys.executable}",)):
-        assert make(*words).returncode == 0, make(*words)
-    missing = make("PYTHON=python3.99")
-    assert missing.returncode != 0
-    assert "PYTHON=python3.99 does not run" in missing.stderr
-    different = make("PYTHON=./other")
-    assert different.returncode != 0
-    version = "{}.{}".format(*sys.version_info)
-    assert f".venv has Python {version}, PYTHON=./other is 3.77; run make clean" in different.stderr

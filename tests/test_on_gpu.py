@@ -103,7 +103,7 @@ def test_an_outcome_and_figures_are_kept_before_the_next_step_begins(on_a_gpu, t
     figures, folder = tmp_path / "figures" / "nvidia-h200.json", tmp_path / "kept"
     measures = python("bandwidth", f"open({str(figures)!r}, 'w').write('[1]')")
     looks = (
-        f"print(open({str(folder / 'outcomes.json')!r}).read(), open({str(folder / figures.name)!r}).read())"
+        f"for name in ('outcomes.json', {figures.name!r}): print(open({str(folder)!r} + '/' + name).read())"
     )
     assert on_a_gpu(of=[measures, python("looks", looks)]) == 0
     log = (folder / "on-gpu.log").read_text()

@@ -19,13 +19,8 @@ from tests.process_groups import destroy
 
 
 def speak() -> None:
-    print(
-        "output",
-        os.environ["SAID"],
-        Path.cwd().name,
-        "amp_plugin.kernels" in sys.modules,
-        "torch" in sys.modules,
-    )
+    loaded = ["amp_plugin.kernels" in sys.modules, "torch" in sys.modules]
+    print("output", os.environ["SAID"], Path.cwd().name, *loaded)
     print("errors", file=sys.stderr)
 
 
