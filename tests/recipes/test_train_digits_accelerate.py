@@ -1,5 +1,4 @@
 import re
-import sys
 from functools import partial
 
 import pytest
@@ -9,7 +8,6 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.state import AcceleratorState, GradientState
 
 from amp_plugin import set_default_rules
-from recipes import train_digits_accelerate
 from recipes.config import ROOT, ConfigError, load_config
 from recipes.settings import LossScaleConfig, Precision
 from recipes.train_digits_accelerate import DigitsConfig, train
@@ -71,17 +69,6 @@ def test_recipe_config_is_the_default_and_complete():
         load_config(DigitsConfig, RECIPE_CONFIG, ["epoch=1"])
 
 
-def test_there_are_files_for_every_set_up():
-    assert [path.stem for path in LAUNCH_FILES] == [
-        "cpu_bf16_2_processes",
-        "cpu_fp16",
-        "gpu_bf16",
-        "gpu_ddp_fp16",
-        "gpu_fp16",
-        "gpu_fsdp2_bf16",
-    ]
-
-
 @pytest.mark.parametrize("path", LAUNCH_FILES, ids=lambda path: path.stem)
 def test_accelerate_parses_each_launch_file(path):
     config = load_config_from_file(str(path))
@@ -128,11 +115,3 @@ def test_launched_for_real_the_digits_are_learnt(file, title, tmp_path):
     assert float(accuracy[1]) >= 96.0  # processors without AVX512 round otherwise: 96.67
     assert done.stdout.count("test accuracy") == 1  # the main process alone reports
     assert (tmp_path / "digits_accelerate" / "training.png").stat().st_size > 10_000
-
-
-def test_command_line_names_a_bad_key(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train_digits_accelerate.py", "epoch=1"])
-    with pytest.raises(SystemExit) as stop:
-        train_digits_accelerate.main()
-    assert stop.value.code == 2
-    assert "did you mean epochs" in capsys.readouterr().err
