@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +24,9 @@ BUDGET: Final = 0.0025
 """The share of a run's time that reads may take; writing the page may take as much again."""
 
 _MOST_ELEMENTS = 4096
-_MOST_COLUMNS = 360  # of the map; beyond, two neighbours become one
+_MOST_COLUMNS = 360  # of the map
 _MOST_ROWS = 250
 _NEAREST = 3
-
-
-class Column(NamedTuple):
-    """The gradients of one step, or of some in a row: a number per module, nan where it has no gradient."""
-
-    first: int
-    last: int
-    largest: Tensor  # of the scaled gradients, inf if one of them is not finite
-    zeros: Tensor  # share of the elements
 
 
 class Headroom:
@@ -47,7 +38,9 @@ class Headroom:
             param: rows.setdefault(_owner(name), len(rows)) for name, param in model.named_parameters()
         }
         self.modules = list(rows)
-        self.columns: list[Column] = []
+        self.first: list[int] = []  # of the steps of a column
+        self.last: list[int] = []
+        self._largest = self._zeros = torch.empty(len(rows), 0)  # module x column, nan without a gradient
         self.reads, self.seconds = 0, 0.0
         self._began = time.perf_counter()
 
@@ -60,75 +53,75 @@ class Headroom:
         owners = {_owner(name) for name in names}
         largest = torch.tensor([math.inf if name in owners else math.nan for name in self.modules])
         if largest.isinf().any():
-            self._add(Column(step, step, largest, torch.full_like(largest, math.nan)))
+            self._add(step, largest, torch.full_like(largest, math.nan))
 
     def read(self, step: int, result: StepResult) -> None:
         """Read the gradients that a step has left."""
         start = time.perf_counter()
-        found = [
-            (row, local_gradient(param)[0].detach())
+        found = {
+            local_gradient(param)[0].detach(): row
             for param, row in self._row_of.items()
             if param.grad is not None and param.grad.layout is torch.strided
-        ]
-        found = [(row, gradient) for row, gradient in found if gradient.numel()]
+        }
+        found = {gradient: row for gradient, row in found.items() if gradient.numel()}
         if found:
-            rows, gradients = zip(*found, strict=True)
-            self._add(self._measured(step, torch.tensor(rows), gradients, _times_made(result)))
+            self._measure(step, torch.tensor([*found.values()]), [*found], _times_made(result))
         self.reads += 1
         self.seconds += time.perf_counter() - start
 
-    def _measured(self, step: int, rows: Tensor, gradients: Iterable[Tensor], factor: float) -> Column:
-        gradients = list(gradients)
+    def _measure(self, step: int, rows: Tensor, gradients: list[Tensor], factor: float) -> None:
         parts = [_some_of(gradient) for gradient in gradients]
         norms = _on_host(torch._foreach_norm(gradients, math.inf)).nan_to_num(nan=math.inf) * factor
         shares = _on_host([(part == 0).float().mean() for part in parts])
         sizes = torch.tensor([float(len(part)) for part in parts])
         nothing, empty = torch.full((len(self.modules),), math.nan), torch.zeros(len(self.modules))
-        largest = nothing.scatter_reduce(0, rows, norms, "amax", include_self=False)
         zeros = empty.index_add(0, rows, shares * sizes) / empty.index_add(0, rows, sizes)  # 0 / 0 is nan
-        return Column(step, step, largest, zeros)
+        self._add(step, nothing.scatter_reduce(0, rows, norms, "amax", include_self=False), zeros)
 
-    def _add(self, column: Column) -> None:
-        self.columns.append(column)
-        if len(self.columns) > _MOST_COLUMNS:
-            pairs = zip(self.columns[::2], self.columns[1::2], strict=False)
-            self.columns = [*map(_joined, pairs), *self.columns[len(self.columns) // 2 * 2 :]]
+    def _add(self, step: int, largest: Tensor, zeros: Tensor) -> None:
+        """Add a column; of too many, two neighbours become one."""
+        if len(self.first) == _MOST_COLUMNS:
+            self.first, self.last = self.first[::2], self.last[1::2]
+            self._largest = torch.fmax(self._largest[:, ::2], self._largest[:, 1::2])
+            self._zeros = torch.stack([self._zeros[:, ::2], self._zeros[:, 1::2]]).nanmean(dim=0)
+        self.first.append(step)
+        self.last.append(step)
+        self._largest = torch.cat([self._largest, largest[:, None]], dim=1)
+        self._zeros = torch.cat([self._zeros, zeros[:, None]], dim=1)
 
     def bits(self, dtypes: Mapping[str, torch.dtype]) -> Tensor:
         """Return, modules x columns, how often the largest gradient could double; -1 has overflowed."""
-        if not self.columns:
-            return torch.empty(len(self.modules), 0)
-        largest = torch.stack([column.largest for column in self.columns], dim=1)
         limits = [[torch.finfo(dtypes[name]).max] for name in self.modules]
-        return (torch.tensor(limits, dtype=torch.float64) / largest).log2().clamp(min=-1.0)
+        return (torch.tensor(limits, dtype=torch.float64) / self._largest).log2().clamp(min=-1.0)
 
     def nearest(self, dtypes: Mapping[str, torch.dtype]) -> list[tuple[str, str, float, int]]:
         """Return module, dtype, bits left and step of those nearest to overflow, skipped steps left out."""
         bits = self.bits(dtypes)
-        if not self.columns:
-            return []
-        least, places = bits.masked_fill((bits < 0).any(dim=0), math.inf).nan_to_num(nan=math.inf).min(dim=1)
-        near = [
-            (row, self.modules[row]) for row in least.argsort(stable=True).tolist() if least[row] < math.inf
-        ]
+        least, places = _least(bits.masked_fill((bits < 0).any(dim=0), math.inf))
+        near = [row for row in least.argsort(stable=True).tolist() if least[row] < math.inf]
+        names = [(row, self.modules[row]) for row in near[:_NEAREST]]
         return [
-            (name or "(model)", short_name(dtypes[name]), float(least[row]), self.columns[places[row]].first)
-            for row, name in near[:_NEAREST]
+            (name or "(model)", short_name(dtypes[name]), float(least[row]), self.first[places[row]])
+            for row, name in names
         ]
 
     def cells(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
         """Return the map for a page: names and steps, and row by row the bits and the shares in percent."""
         bits = self.bits(dtypes)
-        zeros = torch.stack([column.zeros for column in self.columns], dim=1) if self.columns else bits
-        nearest = bits.nan_to_num(nan=math.inf).amin(dim=1).argsort() if self.columns else torch.empty(0)
-        order = sorted(nearest[:_MOST_ROWS].tolist())
+        order = sorted(_least(bits)[0].argsort()[:_MOST_ROWS].tolist())
         return {
             "modules": [self.modules[row] or "(model)" for row in order],
-            "first": [column.first for column in self.columns],
-            "last": [column.last for column in self.columns],
+            "first": self.first,
+            "last": self.last,
             "bits": [[*map(_shown, bits[row].tolist())] for row in order],
-            "zeros": [[*map(_shown, (100 * zeros[row]).tolist())] for row in order],
+            "zeros": [[*map(_shown, (100 * self._zeros[row]).tolist())] for row in order],
         }
+
+
+def _least(bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the fewest bits of each module, infinity if there are none, and their column."""
+    least, places = nn.functional.pad(bits.nan_to_num(nan=math.inf), (0, 1), value=math.inf).min(dim=1)
+    return least, places
 
 
 def _owner(parameter: str) -> str:
@@ -150,14 +143,7 @@ def _times_made(result: StepResult) -> float:
 
 
 def _some_of(gradient: Tensor) -> Tensor:
-    flat = gradient.flatten() if gradient.is_contiguous() else gradient.reshape(-1)
-    return flat[:: math.ceil(flat.numel() / _MOST_ELEMENTS)]
-
-
-def _joined(pair: tuple[Column, Column]) -> Column:
-    first, second = pair
-    zeros = torch.stack([first.zeros, second.zeros]).nanmean(dim=0)
-    return Column(first.first, second.last, torch.fmax(first.largest, second.largest), zeros)
+    return gradient.reshape(-1)[:: math.ceil(gradient.numel() / _MOST_ELEMENTS)]
 
 
 def _shown(value: float) -> float | None:

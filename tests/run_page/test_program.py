@@ -122,18 +122,13 @@ def test_a_program_on_torch_amp(tmp_path):
     assert "in <module>: loss = shares.log().mean()" in wrong_in(page)
 
 
-def test_a_program_that_trains_nothing_has_no_page(tmp_path, capsys):
-    page = run(tmp_path, "print('hello')")
-    assert not page.exists()
-    assert "called no model to be trained, or in compiled code only: no page" in capsys.readouterr().err
-
-
 @pytest.mark.native
-def test_a_step_that_is_compiled_whole_is_told_how_to_get_a_page(tmp_path, capsys):
-    page = run(tmp_path, COMPILED)
+@pytest.mark.parametrize("source", ["print('hello')", COMPILED], ids=["nothing", "compiled whole"])
+def test_a_program_that_trains_nothing_that_is_seen_is_told_how_to_get_a_page(tmp_path, capsys, source):
+    page = run(tmp_path, source)
     said = capsys.readouterr().err
     assert not page.exists()
-    assert "in compiled code only" in said
+    assert "called no model to be trained, or in compiled code only: no page" in said
     assert "with amp_plugin.report(scaler, model, path):" in said
     assert "without an enabled GradScaler" not in said
 
