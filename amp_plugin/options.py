@@ -278,12 +278,8 @@ class AccelerateOptions(PrecisionOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.max_skips_in_a_row >= 0 and float(self.max_skips_in_a_row).is_integer()):
-            msg = (
-                f"max_skips_in_a_row={self.max_skips_in_a_row} is not allowed; give a number of optimizer "
-                "steps, or 0 to go on for ever"
-            )
-            raise ValueError(msg)
+        if self.max_skips_in_a_row != 0:
+            whole("max_skips_in_a_row", self.max_skips_in_a_row)
 
 
 # -- what is stated of an option -----------------------------------------------------------------
@@ -357,14 +353,22 @@ def takes(
 
     Type checkers, editors, ``help``, ``inspect.signature`` and jsonargparse see each with type and default.
     """
-    signature = _signature(options, by_position=by_position, or_none=or_none)
+    types, kinds = option_types(options), inspect.Parameter
+    shown = [kinds("self", kinds.POSITIONAL_OR_KEYWORD)]
+    for place, parameter in enumerate(inspect.signature(options).parameters.values()):
+        kind, annotation, default = parameter.kind, types[parameter.name], parameter.default
+        if by_position is not None and place >= by_position:
+            kind = kinds.KEYWORD_ONLY
+        if or_none:
+            annotation, default = annotation | None, None
+        shown.append(parameter.replace(kind=kind, annotation=annotation, default=default))
+    signature = inspect.Signature(shown, return_annotation=None)
 
     def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
+        @functools.wraps(init)
         def checked(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
             init(**bind(type(self).__name__, signature, self, *args, **kwargs))
 
-        checked.__name__, checked.__qualname__ = init.__name__, init.__qualname__
-        checked.__module__, checked.__doc__ = init.__module__, init.__doc__
         checked.__annotations__ = {p.name: p.annotation for p in [*signature.parameters.values()][1:]}
         checked.__signature__ = signature  # type: ignore[attr-defined]
         return checked
@@ -372,28 +376,13 @@ def takes(
     return decorate
 
 
-def _signature(options: Any, *, by_position: int | None, or_none: bool) -> inspect.Signature:
-    types = option_types(options)
-    shown = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    for place, parameter in enumerate(inspect.signature(options).parameters.values()):
-        kind, annotation, default = parameter.kind, types[parameter.name], parameter.default
-        if by_position is not None and place >= by_position:
-            kind = inspect.Parameter.KEYWORD_ONLY
-        if or_none:
-            annotation, default = annotation | None, None
-        shown.append(parameter.replace(kind=kind, annotation=annotation, default=default))
-    return inspect.Signature(shown, return_annotation=None)
-
-
 def lists_options(options: type) -> Callable[[Class], Class]:
     """List the options in the docstring of a class, in place of ``{options}``."""
 
     def decorate(kind: Class) -> Class:
-        lines = [f"{name}: {text}" for name, text in option_docs(options).items()]
-        filled = [
-            textwrap.fill(line, 110, initial_indent=" " * 8, subsequent_indent=" " * 12) for line in lines
-        ]
-        kind.__doc__ = (kind.__doc__ or "").replace("        {options}", "\n".join(filled))
+        filled = textwrap.TextWrapper(110, initial_indent=" " * 8, subsequent_indent=" " * 12).fill
+        lines = [filled(f"{name}: {text}") for name, text in option_docs(options).items()]
+        kind.__doc__ = (kind.__doc__ or "").replace("        {options}", "\n".join(lines))
         return kind
 
     return decorate

@@ -105,7 +105,7 @@ class TestErrorsNameTheirSource:
 
     def test_a_negative_limit_of_skips(self, monkeypatch):
         monkeypatch.setenv("AMP_PLUGIN_MAX_SKIPS_IN_A_ROW", "-1")
-        text = r"max_skips_in_a_row=-1 is not allowed; give a number of optimizer steps, or 0.*comes from AMP"
+        text = r"max_skips_in_a_row=-1 is not allowed; .*comes from AMP"
         with pytest.raises(ValueError, match=text):
             AmpAccelerator(mixed_precision="bf16", cpu=True)
 
