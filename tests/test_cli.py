@@ -140,7 +140,7 @@ def test_the_plan(whole_core: None, precision: str, device: str, expected: dict[
 def test_a_device_that_is_not_here(whole_core: None) -> None:
     result = amp("doctor", "--device", "xpu")
     assert result.exit_code == 1
-    assert re.search("problem +torch .* finds no xpu device on this machine; plan for another", result.output)
+    assert re.search("problem +torch finds no xpu device on this machine; plan for another", result.output)
     assert not re.search(r"^  kernels +(amp_plugin|torch)$", result.output, re.MULTILINE)
 
 
@@ -338,16 +338,12 @@ def test_casts_needs_the_native_core(script: Path, monkeypatch: pytest.MonkeyPat
 def test_casts_fold_siblings_and_count_compiled_graphs(script: Path) -> None:
     script.write_text(
         "import torch\nfrom torch import nn\n"
-        "class Block(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        "        self.mlp = nn.Linear(4, 4)\n    def forward(self, x):\n        return self.mlp(x)\n"
-        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        "        self.blocks = nn.ModuleList(Block() for _ in range(12))\n"
-        "    def forward(self, x):\n        for block in self.blocks:\n            x = block(x)\n        return x\n"
-        "net = Net()\nscale = torch.compile(lambda x: x * 2, backend='eager')\n"
+        "net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(12)))\n"
+        "scale = torch.compile(lambda x: x * 2, backend='eager')\n"
         "with torch.autocast('cpu', dtype=torch.bfloat16):\n    scale(net(torch.ones(2, 4)))\n"
     )
     answer = json.loads(amp("casts", "--json", "--by", "module", str(script)).stdout)
-    assert {row["module"] for row in answer["rows"]} == {"Net.blocks.*.mlp"}
+    assert {row["module"] for row in answer["rows"]} == {"Sequential.*.*"}
     assert answer["compiled_graphs"] == 1
     every = json.loads(amp("casts", "--json", "--every", "--by", "module", str(script)).stdout)
     assert len(every["rows"]) == 12

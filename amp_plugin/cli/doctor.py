@@ -27,7 +27,6 @@ from amp_plugin.kernels.cuda.register import cuda_core
 from amp_plugin.options import KNOWN_VARIABLES, PREFIX, LossScaleOptions, unknown_variables
 from amp_plugin.precision import DTYPES, cpu_capabilities, is_fast, speed_advice
 from amp_plugin.scaling import one_pass
-from amp_plugin.weights.formats import FORMATS
 
 _SCALE = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 _COMPANIONS = ("lightning", "pytorch-lightning", "accelerate", "transformers", "cuda-core")
@@ -38,7 +37,12 @@ Part = dict[str, Any]
 def examine(precision: str, device_type: str) -> dict[str, Any]:
     """Return the whole report."""
     core, kernels, cache = native_core_state(), cuda_kernels_state(), cache_state()
-    planned, unknown = plan(precision, device_type), unknown_variables_state()
+    planned = plan(precision, device_type)
+    unset = f"; unset it; known are {', '.join(KNOWN_VARIABLES)}"
+    unknown = {
+        name: f"nothing reads this variable{hint or unset}"
+        for name, hint in unknown_variables(os.environ).items()
+    }
     return {
         "versions": versions(),
         "devices": devices(),
@@ -138,16 +142,11 @@ def cache_state() -> Part:
     return {"folder": str(root), "bytes": size, "problem": ""}
 
 
-def unknown_variables_state() -> dict[str, str]:
-    """Return name -> advice for each environment variable that looks misspelt."""
-    unset = f"; unset it; known are {', '.join(KNOWN_VARIABLES)}"
-    hints = unknown_variables(os.environ).items()
-    return {name: f"nothing reads this variable{hint or unset}" for name, hint in hints}
-
-
 def plan(precision: str, device_type: str) -> Part:
     """Return what a run in ``precision`` on ``device_type`` does."""
-    problem, mixed = _problem(device_type), precision != "fp32"
+    mixed, problem = precision != "fp32", ""
+    if device_type != "cpu" and not torch.get_device_module(device_type).is_available():
+        problem = f"torch finds no {device_type} device on this machine; plan for another with --device"
     rules = Counter(rule.value for rule in OpRules.default(device_type).rules.values()) if mixed else {}
     kernels = "amp_plugin" if native_core_state()["loaded"] else "torch"
     no_kernels, scale = one_pass.unavailable(device_type), LossScaleOptions()
@@ -160,28 +159,9 @@ def plan(precision: str, device_type: str) -> Part:
         "kernels": None if problem else kernels,
         "one_pass_steps": f"none: {no_kernels}" if no_kernels else ", ".join(one_pass.OPTIMIZERS),
         "loss_scale": {name: getattr(scale, name) for name in _SCALE} if precision == "fp16" else None,
-        "bytes_per_parameter": _bytes_per_parameter(precision),
         "problem": problem,
         "advice": "" if problem else speed_advice(precision, device_type),
     }
-
-
-def _bytes_per_parameter(precision: str) -> Part:
-    """Return ``weights=...`` -> bytes per parameter with AdamW and gradients in fp32, between two steps."""
-    gradient_and_moments = 3 * torch.float32.itemsize
-    stored = {
-        name: form.dtype.itemsize + form.kept_bytes + gradient_and_moments
-        for name, form in FORMATS.items()
-        if form.dtype is DTYPES[precision]
-    }
-    return {"fp32": torch.float32.itemsize + gradient_and_moments, **stored}
-
-
-def _problem(device_type: str) -> str:
-    if device_type == "cpu" or torch.get_device_module(device_type).is_available():
-        return ""
-    found = f"torch {torch.__version__} finds no {device_type} device on this machine"
-    return f"{found}; plan for another with --device, or ask on a machine that has one"
 
 
 def print_report(report: dict[str, Any]) -> None:

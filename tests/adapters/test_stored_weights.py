@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from amp_plugin import AmpKwargs, AmpMonitor, AmpPrecision, FabricAmpPrecision, autocast, store_weights
 from amp_plugin.adapters.accelerate import install
-from amp_plugin.cli.doctor import plan
 from amp_plugin.weights.store import convert_to_fp32
 from tests.adapters.accelerate_pair import ours, reset
 from tests.adapters.lightning_models import QUIET, Linear, OneWeight, fit, make_trainer
@@ -639,16 +638,6 @@ def test_the_bytes_are_counted_once_a_step_was_taken():
     assert told[:2] == [None, None]
     assert told[2].optimizer_state >= 8 * told[2].parameters
     assert told[3] is told[2]
-
-
-def test_doctor_plans_bytes_a_parameter():
-    assert plan("bf16", "cpu")["bytes_per_parameter"] == {
-        "fp32": 16,
-        "bf16": 16,
-        "bf16-stochastic": 14,
-        "bf16-true": 16,
-    }
-    assert plan("fp16", "cpu")["bytes_per_parameter"] == {"fp32": 16, "fp16": 18, "fp16-true": 18}
 
 
 # -- options --------------------------------------------------------------------------------------
