@@ -91,8 +91,7 @@ def map_charts(rows: int) -> dict[str, dict[str, Any]]:
     """Return id -> map of modules x steps: bits of headroom, and the share of zeros."""
     import altair as alt  # noqa: PLC0415 - of the extra
 
-    titles = {"first": "step", "last": "to step", "bits": "bits left (-1: overflow)", "zeros": "% zeros"}
-    tips = [alt.Tooltip("module:N"), *(alt.Tooltip(f"{name}:Q", title=text) for name, text in titles.items())]
+    tips = ["module:N", "first:Q", "last:Q", alt.Tooltip("bits:Q", title="bits left"), "zeros:Q"]
     charts = {}
     for name, (legend, description, domain, colours) in _MAPS.items():
         scale = alt.Scale(domain=domain, range=colours, clamp=True, type="linear", interpolate="rgb")

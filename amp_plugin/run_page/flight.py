@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from amp_plugin.casting.threads import RegionState, current_state
 from amp_plugin.numerics.diagnose import Diagnosis, diagnosed
@@ -39,7 +38,7 @@ _IN_A_ROW: Final = 3  # skips that a loss scale may need while it is found
 Found = Callable[[Sequence[Finding], str], None]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ModelCall:
     """A call of the model in training that can be run again, back to its parameters."""
 
@@ -68,34 +67,27 @@ class FlightRecorder:
 
     def __init__(self, log: StepLog, model: nn.Module, found: Found, *, watches: bool) -> None:
         self._log, self._model, self._found, self._watches = log, model, found, watches
-        self._was_exact = log.exact
-        self._hook: RemovableHandle | None = None
         self._watching: Diagnosis | None = None
         self._looks = self.unseen = 0
         self._was_wrong = self._is_explained = False
 
-    def open(self) -> None:
-        """Keep windows from now on."""
-        self._log.keeps_window = self._log.exact = True
-        self._hook = self._model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
-
-    def close(self) -> None:
-        """Keep nothing any more."""
-        self._end_watch()
-        if self._hook is not None:
-            self._hook.remove()
-        self._log.keeps_window, self._log.exact = False, self._was_exact
-        self._log.calls.clear()
+    def open(self, stack: ExitStack) -> None:
+        """Keep windows until the stack is closed."""
+        log = self._log
+        stack.callback(log.calls.clear)
+        stack.callback(setattr, log, "exact", log.exact)
+        stack.callback(setattr, log, "keeps_window", False)
+        log.keeps_window = log.exact = True
+        hook = self._model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+        stack.callback(hook.remove)
+        stack.callback(self._end_watch)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Remember a call of the model where the program records nothing itself."""
         watched = module.training and torch.is_grad_enabled() and not is_compiling()
         in_backward = torch._C._current_graph_task_id() != -1  # checkpoint's recomputation
         if watched and not in_backward and not self._log.replaying and not self._is_recorded():
-            regions, place = current_state(), called_from()[0]
-            self._log.remember(
-                ModelCall(model=module, args=args, kwargs=kwargs, regions=regions, place=place)
-            )
+            self._log.remember(ModelCall(module, args, kwargs, current_state(), called_from()[0]))
 
     def _is_recorded(self) -> bool:
         """Return whether the program itself says how this window is run again."""

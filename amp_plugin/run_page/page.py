@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,14 +25,11 @@ _OFTEN: Final = 0.05  # share of skipped steps that is worth a change
 
 def require_libraries() -> None:
     """Raise if the packages that draw the page are missing."""
-    try:
-        import altair  # noqa: F401, PLC0415, ICN001 - optional
-        import jinja2  # noqa: F401, PLC0415 - optional
-        import vl_convert  # noqa: F401, PLC0415 - optional
-    except ImportError as error:
-        packages = "altair jinja2 vl-convert-python"
-        msg = f"a report needs {error.name}, which is not installed; run: pip install {packages}"
-        raise ImportError(msg) from error
+    for package in ("altair", "jinja2", "vl_convert"):
+        if find_spec(package) is None:
+            packages = "altair jinja2 vl-convert-python"
+            msg = f"a report needs {package}, which is not installed; run: pip install {packages}"
+            raise ImportError(msg)
 
 
 @cache
@@ -39,9 +37,8 @@ def _runtime() -> str:
     """Return Vega, Vega-Lite and vega-embed as one script."""
     import vl_convert  # noqa: PLC0415 - of the extra
 
-    return str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")).replace(
-        "</script", "<\\/script"
-    )
+    script = str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
+    return script.replace("</script", "<\\/script")
 
 
 @cache

@@ -106,8 +106,7 @@ class RunReport:
                 stack.callback(self._try_to_write)
             self._survey.open()
             stack.callback(self._survey.close)
-            self._flight.open()
-            stack.callback(self._flight.close)
+            self._flight.open(stack)
             self._log.hear_loss = self.history.hear_loss
             stack.callback(setattr, self._log, "hear_loss", None)
             self._log.subscribe(self._look, first=True)

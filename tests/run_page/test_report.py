@@ -361,10 +361,3 @@ def test_the_last_page_is_whole_and_two_runs_into_one_folder_do_not_mix(tmp_path
     assert "Sequential" not in text_of(path)
     with amp_plugin.report(amp_plugin.GradScaler("cpu"), make_net(), path) as page:
         assert page.path == path  # what was killed holds no name
-
-
-def test_only_rank_0_writes(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    _, page = train(tmp_path / "run.html", bad=(2,))
-    assert page.history.skipped == 1
-    assert list(tmp_path.iterdir()) == []
