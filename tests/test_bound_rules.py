@@ -96,13 +96,6 @@ def test_the_environment_binds_rules_where_torch_is_imported(files: Path, instal
     assert "No such file or directory; give the path of a YAML file of rules, or unset the" in missing.stderr
 
 
-def test_rules_of_the_process_hold_again_after_a_run_with_others(files: Path) -> None:
-    a_run = "import amp_plugin as ours\nours.set_default_rules(ours.OpRules.default('cpu'))\nours.set_default_rules(None)\n"
-    (files / "train.py").write_text(a_run + ATTENTION.replace('amp_plugin" for', 'none" for'))
-    result = amp("run", "--rules", str(files / "rules.yaml"), str(files / "train.py"))
-    assert "finite" in result.stdout, result.output
-
-
 def test_bound_rules_nest() -> None:
     import torch
 

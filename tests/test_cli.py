@@ -220,10 +220,8 @@ def test_no_message_names_a_package_on_no_index() -> None:
 def test_a_build_that_fails(no_core: None) -> None:
     result = amp("build", "--json")
     assert result.exit_code == 1
-    assert json.loads(result.stdout) == {
-        "built": False,
-        "reason": result.stderr.removeprefix("error: ").strip(),
-    }
+    reason = result.stderr.removeprefix("error: ").strip()
+    assert json.loads(result.stdout) == {"built": False, "reason": reason}
     assert "no C++ compiler on PATH" in result.stderr
 
 
@@ -241,9 +239,7 @@ sys.exit(3)
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(
-        sys, "excepthook", sys.__excepthook__
-    )  # torch's process groups leave one that names ranks
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # process groups leave one that names ranks
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
     return path

@@ -58,12 +58,7 @@ def test_torchs_warning_of_a_region_shows_the_users_line(recwarn):
 
 def test_lines_of_frameworks_are_passed_over(recwarn):
     source = "def outer(warn):\n    warn('deep')\n"
-    for package in (
-        "lightning.pytorch.strategies.strategy",
-        "accelerate.accelerator",
-        "torch.optim",
-        "contextlib",
-    ):
+    for package in ("lightning.pytorch.strategies", "accelerate.accelerator", "torch.optim", "contextlib"):
         inside = {"__name__": package}
         exec(compile(source, "framework.py", "exec"), inside)
         inside["outer"](warn_user)

@@ -47,14 +47,8 @@ version: int = amp_plugin.__version__
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(word) for word in command],
-        cwd=cwd,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words, variables = [str(word) for word in command], {**os.environ, **environment}
+    return subprocess.run(words, cwd=cwd, env=variables, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -153,17 +147,11 @@ def test_a_wheel_with_the_core_inside_needs_no_compiler(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("checker", ["mypy", "pyright"])
 def test_types_reach_a_consumer(checker: str, tmp_path: Path) -> None:
-    command = {
-        "mypy": [
-            sys.executable,
-            "-m",
-            "mypy",
-            "--strict",
-            # The options and the cache of `make lint`: to read torch's modules takes a minute.
-            *("--config-file", ROOT / "pyproject.toml", "--cache-dir", ROOT / ".mypy_cache"),
-        ],
-        "pyright": [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "--level", "error"],
-    }[checker]
+    python, settings = sys.executable, ROOT / "pyproject.toml"
+    # The options and the cache of `make lint`: to read torch's modules takes a minute.
+    mypy = ["mypy", "--strict", "--config-file", settings, "--cache-dir", ROOT / ".mypy_cache"]
+    pyright = ["basedpyright", "--pythonpath", python, "--level", "error"]
+    command = [python, "-m", *{"mypy": mypy, "pyright": pyright}[checker]]
     (tmp_path / "consumer.py").write_text(CONSUMER)
     (tmp_path / "wrong.py").write_text(WRONG)
     (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
