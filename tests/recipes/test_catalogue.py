@@ -187,22 +187,17 @@ def test_values_that_do_not_go_together_are_named(name, override, message):
 def test_a_folder_that_cannot_be_made_is_named_before_the_training(monkeypatch, tmp_path, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setattr(catalogue.load("clipping"), "train", lambda config: pytest.fail("it trains"))
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit, match="2"):
         catalogue.run("clipping", [f"output={tmp_path}/file"])
-    assert stop.value.code == 2
-    assert re.search(
-        r": output=.*file is not allowed; .*clipping_fp16 cannot be made: Not a", capsys.readouterr().err
-    )
+    told = r": output=.*file is not allowed; .*clipping_fp16 cannot be made: Not a"
+    assert re.search(told, capsys.readouterr().err)
 
 
 def test_a_key_written_as_an_option_is_answered_with_how_to_write_it(capsys):
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit, match="2"):
         catalogue.run("clipping", ["max_norm=2", "--steps", "10"])
-    assert stop.value.code == 2
-    assert re.fullmatch(
-        r"python -m recipes run clipping: unknown option '--steps(=10)?'; keys .* no dashes, write steps=10\n",
-        capsys.readouterr().err,
-    )
+    told = "run clipping: unknown option '--steps'; keys .* no dashes, write steps=10"
+    assert re.search(told, capsys.readouterr().err)
 
 
 # -- first steps --------------------------------------------------------------------------------
@@ -213,9 +208,7 @@ def test_a_key_written_as_an_option_is_answered_with_how_to_write_it(capsys):
 def test_the_first_losses_are_the_golden_ones(name, precision):
     golden = json.loads(GOLDEN.read_text())[name][precision]
     losses = first_losses(name, precision)
-    if (
-        name == "lbfgs" and precision != "fp32"
-    ):  # its third step differs by up to a quarter between processors
+    if name == "lbfgs" and precision != "fp32":  # its third step differs by a quarter between processors
         assert losses[2] < 2 * golden[2]
         losses, golden = losses[:2], golden[:2]
     assert losses == pytest.approx(golden, rel=TOLERANCE[precision])
@@ -281,9 +274,8 @@ def test_a_whole_run_ends_well_and_the_precisions_agree(name, tmp_path):
         reached[precision] = numbers[key] if key in numbers else numbers["results"][key]
         for path in record.save(tmp_path / precision):
             assert path.suffix == ".json" or 500 < path.stat().st_size < 80_000, path
-        assert json.loads((tmp_path / precision / "result.json").read_text()) == json.loads(
-            json.dumps(record.as_dict(), allow_nan=False)
-        )
+        saved = json.loads((tmp_path / precision / "result.json").read_text())
+        assert saved == json.loads(json.dumps(record.as_dict(), allow_nan=False))
     assert least <= min(reached.values()) <= max(reached.values()) <= most, reached
     assert reached["fp16"] == pytest.approx(reached["fp32"], abs=tolerance), reached
     assert reached["bf16"] == pytest.approx(reached["fp32"], abs=tolerance), reached
@@ -304,10 +296,8 @@ def test_a_form_s_whole_run_ends_well(name):
 @pytest.mark.parametrize("options", [["device=cuda"], ["device=cpu"]])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says so only where there is no GPU")
 def test_cuda_graph_says_that_it_needs_a_gpu(options):
-    told = (
-        r"needs device=cuda and a CUDA device; given is device=.*, and torch .* finds no CUDA device here\. "
-    )
-    with pytest.raises(ConfigError, match=told + "Without one, .*: python -m recipes run typical_training"):
+    told = "needs device=cuda and a CUDA device; given is device=.* Without one, .* run typical_training"
+    with pytest.raises(ConfigError, match=told):
         catalogue.load("cuda_graph").train(config_of("cuda_graph", "fp16", *options))
 
 
@@ -321,9 +311,8 @@ def test_cuda_graph_learns_the_digits(precision):
 
 @pytest.mark.gpu
 def test_cuda_graph_skips_an_overflow_on_replay():
-    record = catalogue.load("cuda_graph").train(
-        config_of("cuda_graph", "fp16", "loss_scale.init_scale=1e9", "steps=60")
-    )
+    config = config_of("cuda_graph", "fp16", "loss_scale.init_scale=1e9", "steps=60")
+    record = catalogue.load("cuda_graph").train(config)
     assert record.skipped
     assert record.loss_scales[-1] < 1e9
     assert record.losses[-1] < record.losses[0]
@@ -351,10 +340,8 @@ def test_list_and_run_from_the_command_line(tmp_path):
     assert graph.stderr.startswith("python -m recipes run cuda_graph: a CUDA graph needs device=cuda and")
     assert ran.returncode == 0, ran.stderr
     assert "arning" not in ran.stderr.replace("amp_plugin's native core", "")
-    assert {path.name for path in (tmp_path / "typical_training_bf16").iterdir()} == {
-        "result.json",
-        "training.png",
-    }
+    written = {path.name for path in (tmp_path / "typical_training_bf16").iterdir()}
+    assert written == {"result.json", "training.png"}
 
 
 def test_a_wrong_name_is_answered_with_the_nearest():

@@ -1,7 +1,6 @@
 """The digits recipe: its config, its data, and runs in three precisions."""
 
 import logging
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -88,13 +87,10 @@ def test_a_wrong_command_line_ends_the_program(capsys):
 
 def test_an_accelerator_that_is_not_there_is_named(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train_digits.py", "accelerator=gppu"])
-    with pytest.raises(SystemExit) as error:
+    with pytest.raises(SystemExit, match="2"):
         main()
-    assert error.value.code == 2
-    assert re.fullmatch(
-        r"train_digits.py: accelerator=gppu is not allowed here; use auto, cpu or gpu: .*\n",
-        capsys.readouterr().err,
-    )
+    told = "train_digits.py: accelerator=gppu is not allowed here; use auto, cpu or gpu: "
+    assert told in capsys.readouterr().err
 
 
 # -- data and model -----------------------------------------------------------------------------
