@@ -15,7 +15,10 @@ from tests.run_page.test_seeded_faults import wrong_in
 PLAIN = """
 import sys, torch
 torch.manual_seed(0)
-net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Softplus(), torch.nn.Linear(16, 1))
+class Root(torch.nn.Module):
+    def forward(self, x):
+        return (x - x if step == 6 and "pole" in sys.argv else x.abs() + 1).sqrt()
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), Root(), torch.nn.Linear(16, 1))
 optimizer = torch.optim.AdamW(net.parameters())
 for step in range(10):
     batch = torch.randn(4, 8)
@@ -97,10 +100,16 @@ def test_the_page_is_not_the_programs_own_use_of_amp_plugin(tmp_path, capsys):
 
 
 @pytest.mark.native
-def test_its_bad_batch_is_named(tmp_path):
-    text = wrong_in(run(tmp_path, PLAIN, "bad"))
-    assert "the data held nan: row 2, read by aten::addmm" in text
-    assert "in <module>: out = net(batch)" in text
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("bad", ("the data held nan: row 2, read by aten::addmm", "in <module>: out = net(batch)")),
+        ("pole", ("in the backward pass of aten::sqrt", 'in forward: return (x - x if step == 6 and "pole"')),
+    ],
+)
+def test_what_goes_wrong_once_in_its_model_is_named(tmp_path, fault, named):
+    text = wrong_in(run(tmp_path, PLAIN, fault))
+    assert [part for part in named if part not in text] == []
 
 
 @pytest.mark.native
