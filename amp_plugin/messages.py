@@ -23,23 +23,9 @@ def did_you_mean(
     at_most: int = 1,
     separator: str = "; ",
 ) -> str:
-    """Return ``"; did you mean X?"``, or ``""`` if no known name is near.
+    """Return ``"; did you mean X?"`` with the names nearest to what was given, or ``""`` if none is near.
 
-    Args:
-        given: what the user wrote.
-        known: the names that are allowed.
-        aliases: other words for known names; they win over names that look alike.
-        written: how the user has to write a known name, for example in quotes.
-        at_most: number of names to suggest, the nearest first.
-        separator: what stands before the hint.
-
-    Example:
-        >>> did_you_mean("epoch", ["epochs", "seed"])
-        '; did you mean epochs?'
-        >>> did_you_mean("gpu", ["cpu", "cuda"], aliases={"gpu": "cuda"}, written=repr)
-        "; did you mean 'cuda'?"
-        >>> did_you_mean("xyz", ["epochs", "seed"])
-        ''
+    ``aliases`` are other words for known names, and win over names that look alike.
     """
     alias = (aliases or {}).get(str(given))
     near = [alias] if alias else difflib.get_close_matches(str(given), list(known), at_most, _LEAST_ALIKE)
@@ -54,20 +40,7 @@ OTHERS_CODE: Final = {
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the innermost caller outside this package, torch and the frameworks.
-
-    Args:
-        text: what happened, and what to do.
-        category: the kind of warning.
-
-    Example:
-        >>> import warnings
-        >>> with warnings.catch_warnings(record=True) as caught:
-        ...     warnings.simplefilter("always")
-        ...     warn_user("the scale is high", RuntimeWarning)
-        >>> caught[0].category.__name__
-        'RuntimeWarning'
-    """
+    """Warn at the innermost caller outside this package, torch and the frameworks."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _is_others(frame):
         frame, level = frame.f_back, level + 1

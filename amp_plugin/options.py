@@ -31,7 +31,7 @@ from typing import (
 )
 
 import torch
-from typing_extensions import Doc, Self
+from typing_extensions import Doc
 
 from amp_plugin.messages import did_you_mean
 from amp_plugin.precision import (
@@ -42,6 +42,7 @@ from amp_plugin.precision import (
     StockName,
     TrainingPrecision,
     WeightsName,
+    checked_word,
 )
 
 if TYPE_CHECKING:
@@ -96,9 +97,9 @@ class LossScaleOptions:
     def __post_init__(self) -> None:
         for name, wanted in option_types(cast("Any", type(self))).items():
             check_type(name, getattr(self, name), wanted)
-        positive("init_scale", self.init_scale)
-        checked_growth_factor(self.growth_factor)
-        checked_backoff_factor(self.backoff_factor)
+        between("init_scale", self.init_scale, 0)
+        between("growth_factor", self.growth_factor, 1)
+        between("backoff_factor", self.backoff_factor, 0, 1)
         for name in ("growth_interval", "hysteresis"):
             object.__setattr__(self, name, whole(name, getattr(self, name)))
         if not self.floor <= self.init_scale <= self.ceiling:
@@ -108,24 +109,19 @@ class LossScaleOptions:
             )
             raise ValueError(msg)
 
-    @classmethod
-    def among(cls, values: Mapping[str, Any]) -> Self:
-        """Take the options out of values by name; other names are left alone."""
-        return cls(**{name: values[name] for name in option_names(cls) if name in values})
-
     @property
     def floor(self) -> float:
         """The smallest scale."""
         if self.min_scale is None:
             return min(float(torch.finfo(torch.float32).tiny), float(self.init_scale))
-        return positive("min_scale", self.min_scale)
+        return between("min_scale", self.min_scale, 0)
 
     @property
     def ceiling(self) -> float:
         """The largest scale."""
         if self.max_scale is None:
             return float(torch.finfo(torch.float32).max)
-        return positive("max_scale", self.max_scale)
+        return between("max_scale", self.max_scale, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +149,9 @@ class _Device:
 
 
 @dataclass(frozen=True)
-class _Others:
+class GradScalerOptions(ScalingOptions, _Device):
+    """The arguments of GradScaler; by position in the order of torch's: device, the scale, enabled."""
+
     enabled: Annotated[
         bool,
         Doc(
@@ -177,11 +175,6 @@ class _Others:
             "``process_groups``, and norms are added up over them."
         ),
     ] = ()
-
-
-@dataclass(frozen=True)
-class GradScalerOptions(_Others, ScalingOptions, _Device):
-    """The arguments of GradScaler; by position in the order of torch's: device, the scale, enabled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,12 +275,8 @@ class AccelerateOptions(PrecisionOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.max_skips_in_a_row >= 0 and float(self.max_skips_in_a_row).is_integer()):
-            msg = (
-                f"max_skips_in_a_row={self.max_skips_in_a_row} is not allowed; give a number of optimizer "
-                "steps, or 0 to go on for ever"
-            )
-            raise ValueError(msg)
+        if self.max_skips_in_a_row != 0:
+            whole("max_skips_in_a_row", self.max_skips_in_a_row)
 
 
 # -- what is stated of an option -----------------------------------------------------------------
@@ -335,18 +324,10 @@ OWN_VARIABLES: Final = (
     "AMP_PLUGIN_CONFIG",
     "AMP_PLUGIN_TAKEOVER",
 )
-_OF_OTHERS: Final = ("XDG_CACHE_HOME", "CXX", "MAX_JOBS")
 KNOWN_VARIABLES: Final = (
     *OWN_VARIABLES,
     *(PREFIX + option.upper() for option in option_names(AccelerateOptions)),
 )
-
-
-def read_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return name -> value of the package's variables, misspelt ones included."""
-    return {
-        name: value for name, value in environment.items() if name.startswith(PREFIX) or name in _OF_OTHERS
-    }
 
 
 def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -369,16 +350,22 @@ def takes(
 
     Type checkers, editors, ``help``, ``inspect.signature`` and jsonargparse see each with type and default.
     """
-    signature = _signature(options, by_position=by_position, or_none=or_none)
+    types, kinds = option_types(options), inspect.Parameter
+    shown = [kinds("self", kinds.POSITIONAL_OR_KEYWORD)]
+    for place, parameter in enumerate(inspect.signature(options).parameters.values()):
+        kind, annotation, default = parameter.kind, types[parameter.name], parameter.default
+        if by_position is not None and place >= by_position:
+            kind = kinds.KEYWORD_ONLY
+        if or_none:
+            annotation, default = annotation | None, None
+        shown.append(parameter.replace(kind=kind, annotation=annotation, default=default))
+    signature = inspect.Signature(shown, return_annotation=None)
 
     def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
+        @functools.wraps(init)
         def checked(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
-            refuse_misfits(type(self).__name__, signature, args, kwargs)
-            names = [*signature.parameters][1:]
-            init(self, **dict(zip(names, args, strict=False)), **kwargs)
+            init(**bind(type(self).__name__, signature, self, *args, **kwargs))
 
-        checked.__name__, checked.__qualname__ = init.__name__, init.__qualname__
-        checked.__module__, checked.__doc__ = init.__module__, init.__doc__
         checked.__annotations__ = {p.name: p.annotation for p in [*signature.parameters.values()][1:]}
         checked.__signature__ = signature  # type: ignore[attr-defined]
         return checked
@@ -386,32 +373,13 @@ def takes(
     return decorate
 
 
-def _signature(options: Any, *, by_position: int | None, or_none: bool) -> inspect.Signature:
-    types = option_types(options)
-    given = list(inspect.signature(options).parameters.values())
-    shown = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    for place, parameter in enumerate(given):
-        annotation, default = types[parameter.name], parameter.default
-        is_named = by_position is not None and place >= by_position
-        shown.append(
-            parameter.replace(
-                kind=inspect.Parameter.KEYWORD_ONLY if is_named else parameter.kind,
-                annotation=annotation | None if or_none else annotation,
-                default=None if or_none else default,
-            )
-        )
-    return inspect.Signature(shown, return_annotation=None)
-
-
 def lists_options(options: type) -> Callable[[Class], Class]:
     """List the options in the docstring of a class, in place of ``{options}``."""
 
     def decorate(kind: Class) -> Class:
-        lines = [f"{name}: {text}" for name, text in option_docs(options).items()]
-        filled = [
-            textwrap.fill(line, 110, initial_indent=" " * 8, subsequent_indent=" " * 12) for line in lines
-        ]
-        kind.__doc__ = (kind.__doc__ or "").replace("        {options}", "\n".join(filled))
+        filled = textwrap.TextWrapper(110, initial_indent=" " * 8, subsequent_indent=" " * 12).fill
+        lines = [filled(f"{name}: {text}") for name, text in option_docs(options).items()]
+        kind.__doc__ = (kind.__doc__ or "").replace("        {options}", "\n".join(lines))
         return kind
 
     return decorate
@@ -425,63 +393,45 @@ def unknown_option(source: str, name: object, allowed: Iterable[str]) -> str:
     return f"{source}: unknown option {name!r}{allowed_are} {', '.join(allowed)}"
 
 
-def refuse_misfits(
-    owner: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Iterable[str]
-) -> None:
-    """Raise if arguments do not fit a class."""
-    params = list(signature.parameters.values())[1:]
-    allowed = [param.name for param in params]
+def bind(owner: str, signature: inspect.Signature, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return arguments of an ``__init__`` by name, or raise TypeError with the names that are allowed."""
+    allowed = [*signature.parameters][1:]
     for name in kwargs:
         if name not in allowed:
             raise TypeError(unknown_option(owner, name, allowed))
-        if name in allowed[: len(args)]:
-            msg = f"{owner}: {name!r} is given twice, by position and by name; give it by name"
-            raise TypeError(msg)
-    positional = sum(param.kind is not inspect.Parameter.KEYWORD_ONLY for param in params)
-    if len(args) > positional:
-        listed = ", ".join(allowed)
-        msg = f"{owner}: too many positional arguments; allowed are {listed}: give them by name"
-        raise TypeError(msg)
+    try:
+        return signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        msg = f"{owner}: {error}; give options by name; allowed are {', '.join(allowed)}"
+        raise TypeError(msg) from None
 
 
 # -- checks --------------------------------------------------------------------------------------
-
-_WORDS: Final = {HysteresisMode, OnNonfinite, Literal["hold", "raise"]}
 
 
 def check_type(name: str, value: object, wanted: Any) -> None:
     """Raise if a switch, a number or a word of an option is something else; other types are left alone."""
     accepts_none = type(None) in get_args(wanted)
+    is_number = isinstance(value, SupportsFloat) and not isinstance(value, bool)
+    allowed = ""
     if wanted is bool:
-        flag(name, value)
-    elif wanted in {int, float} or (accepts_none and {int, float} & {*get_args(wanted)}):
-        number(name, value, none=accepts_none)
-    elif get_origin(wanted) is Literal and wanted in _WORDS and value not in get_args(wanted):
-        words = [repr(word) for word in get_args(wanted)]
-        msg = f"{name}={value!r} is not known; use {', '.join(words[:-1])} or {words[-1]}"
-        raise ValueError(msg)
-
-
-def flag(name: str, value: object) -> None:
-    """Raise if an option is neither True nor False."""
-    if not isinstance(value, bool):
-        msg = f"{name}={value!r} is not allowed; give True or False"
+        allowed = "" if isinstance(value, bool) else "True or False"
+    elif {int, float} & {wanted, *get_args(wanted)}:
+        fits = is_number or (accepts_none and value is None)
+        allowed = "" if fits else f"a number{' or None' if accepts_none else ''}"
+    elif get_origin(wanted) is Literal:
+        checked_word(name, value, wanted)
+    if allowed:
+        msg = f"{name}={value!r} is not allowed; give {allowed}"
         raise TypeError(msg)
 
 
-def number(name: str, value: object, *, none: bool = False) -> None:
-    """Raise unless an option is a number (or None, where that is allowed)."""
+def between(name: str, value: Any, low: float, high: float = math.inf) -> float:
+    """Return ``value`` as a float, or raise ValueError unless it lies between two numbers."""
     is_number = isinstance(value, SupportsFloat) and not isinstance(value, bool)
-    if not (is_number or (none and value is None)):
-        msg = f"{name}={value!r} is not allowed; give a number{' or None' if none else ''}"
-        raise TypeError(msg)
-
-
-def positive(name: str, value: float) -> float:
-    """Return ``value`` as a float, or raise ValueError unless it is finite and above 0."""
-    is_number = isinstance(value, SupportsFloat) and not isinstance(value, bool)
-    if not (is_number and math.isfinite(value) and value > 0):
-        msg = f"{name}={value!r} is not allowed; give a finite number greater than 0"
+    if not (is_number and low < float(value) < high):
+        limits = f"more than {low:g}" + (f" and less than {high:g}" if high < math.inf else "")
+        msg = f"{name}={value!r} is not allowed; give a finite number, {limits}"
         raise ValueError(msg)
     return float(value)
 
@@ -492,19 +442,3 @@ def whole(name: str, value: int) -> int:
         msg = f"{name}={value!r} is not allowed; give a whole number of at least 1"
         raise ValueError(msg)
     return int(value)
-
-
-def checked_growth_factor(value: float) -> float:
-    """Return the growth factor, or raise ValueError if it would not grow the scale."""
-    if not (math.isfinite(value) and value > 1.0):
-        msg = f"The growth factor must be > 1.0. Got growth_factor={value!r}; the default is 2.0"
-        raise ValueError(msg)
-    return float(value)
-
-
-def checked_backoff_factor(value: float) -> float:
-    """Return the backoff factor, or raise ValueError if it would not lower the scale."""
-    if not 0.0 < value < 1.0:
-        msg = f"The backoff factor must be < 1.0 and > 0.0. Got backoff_factor={value!r}; the default is 0.5"
-        raise ValueError(msg)
-    return float(value)

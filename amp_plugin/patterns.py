@@ -21,17 +21,9 @@ def clean_name(name: str) -> str:
 def matched_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
     """Return name -> module of the submodules that match a pattern, in the order of ``named_modules``.
 
-    Args:
-        model: The model; it is not a submodule of its own, so no pattern matches it.
-        patterns: Shell patterns for names of ``model.named_modules()``, such as ``"blocks.*.norm"``, or names
-            of classes and base classes, such as ``"LayerNorm"``. ``torch.nn.Module`` is not one of them:
-            every module is of that class. Names are those of the model before FSDP, activation
-            checkpointing or torch.compile wrapped modules of it.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
-        >>> list(matched_modules(model, ["LayerNorm"])), list(matched_modules(model, ["?"]))
-        (['1'], ['0', '1'])
+    Patterns are shell patterns for names, such as ``"blocks.*.norm"``, as they are before FSDP, activation
+    checkpointing or torch.compile wrap modules; or names of classes and base classes, such as
+    ``"LayerNorm"``, but not ``torch.nn.Module``, which every module is.
     """
     patterns = list(patterns)
     return {
@@ -43,10 +35,7 @@ def matched_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.M
 
 def found_patterns(model: nn.Module, patterns: Iterable[str]) -> list[str]:
     """Return the patterns that match a submodule of a model."""
-    modules = _submodules(model).items()
-    return [
-        pattern for pattern in patterns if any(_is_meant(name, module, pattern) for name, module in modules)
-    ]
+    return [pattern for pattern in patterns if matched_modules(model, [pattern])]
 
 
 def require_matches(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, Literal, cast, get_args
 
 import torch
@@ -43,15 +40,6 @@ WEIGHTS_IN_16_BITS: Final[dict[str, Literal["fp16", "bf16"]]] = {
     "bf16-true": "bf16",
     "O3": "fp16",
 }
-_WEIGHTS: Final = get_args(WeightsName)
-_STORED_AS: Final = {
-    **dict.fromkeys(("bfloat16", "torch.bfloat16"), "bf16"),
-    **dict.fromkeys(("float16", "half", "torch.float16"), "fp16"),
-    **dict.fromkeys(("float32", "float", "torch.float32", "32-true", "no"), "fp32"),
-    **dict.fromkeys(("stochastic", "bf16_stochastic", "stochastic-bf16"), "bf16-stochastic"),
-    **dict.fromkeys(("bf16_true",), "bf16-true"),
-    **dict.fromkeys(("16-true", "fp16_true"), "fp16-true"),
-}
 _DOUBLE: Final = ("64", "64-true", "float64", "double", "fp64")
 
 
@@ -61,12 +49,7 @@ def short_name(dtype: torch.dtype) -> str:
 
 
 def known_precision(given: object) -> PrecisionName | None:
-    """Return our name of a precision, from a name of anybody's, a dtype, or 16 and 32; None if it is none.
-
-    Example:
-        >>> known_precision("16-mixed"), known_precision(torch.bfloat16), known_precision("fp8")
-        ('fp16', 'bf16', None)
-    """
+    """Return our name of a precision, from a name of anybody's, a dtype, or 16 and 32; None if it is none."""
     name = str(given).removeprefix("torch.")
     return cast("PrecisionName", name) if name in DTYPES else OTHER_NAMES.get(name)
 
@@ -79,7 +62,7 @@ def checked_precision(
     if known is not None:
         return known
     place = f"{option}={given!r}{f' from {source}' if source else ''}"
-    name = str(given).removeprefix("torch.")
+    name, allowed = str(given).removeprefix("torch."), ", ".join(map(repr, DTYPES))
     if name in WEIGHTS_IN_16_BITS:
         mine = WEIGHTS_IN_16_BITS[name]
         msg = (
@@ -89,13 +72,13 @@ def checked_precision(
         )
     elif name in _DOUBLE:
         msg = (
-            f"{place} is not mixed precision, nothing is cast in float64; allowed are {_allowed()}. For "
+            f"{place} is not mixed precision, nothing is cast in float64; allowed are {allowed}. For "
             "float64 leave amp_plugin out: use Lightning's own precision='64-true', or model.double()"
         )
     else:
         names = [*DTYPES, *OTHER_NAMES]
         hint = did_you_mean(name, names, written=lambda near: f"{option}={OTHER_NAMES.get(near, near)!r}")
-        msg = f"{place} is unknown; allowed are {_allowed()}{hint}"
+        msg = f"{place} is unknown; allowed are {allowed}{hint}"
     raise ValueError(msg)
 
 
@@ -107,60 +90,22 @@ def checked_training_precision(given: object) -> TrainingPrecision:
 
 
 def weights_meant(precision: object, weights: WeightsName) -> WeightsName:
-    """Return how weights are stored: as the option says, or as the name of the precision implies.
-
-    Args:
-        precision: as given: Lightning's ``"bf16-true"`` and ``"16-true"`` keep all weights in 16 bits.
-        weights: as given; ``"fp32"``, the default, leaves it to the precision.
-
-    Example:
-        >>> weights_meant("bf16-true", "fp32"), weights_meant("bf16-true", "bf16-stochastic")
-        ('bf16-true', 'bf16-stochastic')
-        >>> weights_meant("bf16-mixed", "fp32")
-        'fp32'
-    """
+    """Return how weights are stored: as asked for, or as the name of the precision implies."""
     name = WEIGHTS_IN_16_BITS.get(str(precision))
     return cast("WeightsName", f"{name}-true") if name is not None and weights == "fp32" else weights
 
 
-def checked_dtype(option: str, given: Any, allowed: Sequence[str] = get_args(PrecisionName)) -> Any:
-    """Return the name of a dtype, also of a torch.dtype."""
-    name = known_precision(given) if isinstance(given, torch.dtype) else given
+def checked_word(option: str, given: Any, words: Any) -> Any:
+    """Return one of the words of a Literal, also from a torch.dtype, or raise ValueError."""
+    known, allowed = known_precision(given), get_args(words)
+    name = known if isinstance(given, torch.dtype) else given
     if name in allowed:
         return name
-    known = known_precision(given)
-    near = [*allowed] if known is None else [name for name in allowed if name == known]
-    given_as = {str(given): name for name in near[: known is not None]}
-    hint = did_you_mean(given, near, aliases=given_as, written=lambda name: f"{option}={name!r}")
+    meant = {"16-true": "fp16-true"}.get(str(given), known)
+    aliases = {str(given): str(meant)} if meant in allowed else {}
+    hint = did_you_mean(given, allowed, aliases=aliases, written=lambda near: f"{option}={near!r}")
     msg = f"{option}={given!r} is not allowed; give {' or '.join(map(repr, allowed))}{hint}"
     raise ValueError(msg)
-
-
-def checked_reduce(given: Any) -> ReduceName:
-    """Return the dtype that gradients are to be reduced in."""
-    return checked_dtype("reduce", given, get_args(ReduceName))  # type: ignore[no-any-return]
-
-
-def checked_state(given: Any) -> StateName:
-    """Return how optimizers' moments are to be kept, or raise ValueError."""
-    return _checked_word("state", given, get_args(StateName), {})  # type: ignore[no-any-return]
-
-
-def checked_weights(given: Any) -> WeightsName:
-    """Return how weights are to be stored, or raise ValueError."""
-    return _checked_word("weights", given, _WEIGHTS, _STORED_AS)  # type: ignore[no-any-return]
-
-
-def _checked_word(option: str, given: Any, words: Sequence[str], aliases: Mapping[str, str]) -> Any:
-    if given in words:
-        return given
-    hint = did_you_mean(str(given), words, aliases=aliases, written=lambda near: f"{option}={near!r}")
-    msg = f"{option}={given!r} is unknown; allowed are {', '.join(map(repr, words))}{hint}"
-    raise ValueError(msg)
-
-
-def _allowed() -> str:
-    return ", ".join(map(repr, DTYPES))
 
 
 def refuse_other_precision(weights: str, precision: str, *, named: str = "precision") -> None:
@@ -168,7 +113,7 @@ def refuse_other_precision(weights: str, precision: str, *, named: str = "precis
     wanted = weights.partition("-")[0]
     if weights == "fp32" or wanted == precision:
         return
-    fits = f" or weights={precision!r}" if precision in _WEIGHTS and precision != "fp32" else ""
+    fits = f" or weights={precision!r}" if precision in get_args(WeightsName) and precision != "fp32" else ""
     msg = (
         f"weights={weights!r} needs {named}={wanted!r}, not {precision!r}: the model computes with its "
         f"weights as they are stored. Use {named}={wanted!r}, weights='fp32'{fits}"
@@ -183,31 +128,22 @@ def stores_all(weights: str) -> bool:
 
 # -- speed ---------------------------------------------------------------------------------------
 
-# Names of instruction sets in /proc/cpuinfo, of x86-64 and of Arm.
-_BF16_ARITHMETIC: Final = {"avx512_bf16", "amx_bf16", "bf16"}
-_FP16_ARITHMETIC: Final = {"avx512_fp16", "amx_fp16", "asimdhp"}
+_ARITHMETIC: Final = {  # as torch calls the instruction sets of x86-64 and of Arm
+    "fp16": ("avx512_fp16", "amx_fp16", "fp16_arith"),
+    "bf16": ("avx512_bf16", "amx_bf16", "bf16"),
+}
 
 
-def processor_facts() -> tuple[str, set[str]]:
-    """Return the processor's name and its instruction sets; none where /proc/cpuinfo lists none."""
-    name, flags = platform.processor() or platform.machine(), set()
-    file = Path("/proc/cpuinfo")
-    for line in file.read_text().splitlines() if file.exists() else ():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            name = value.strip()
-        if key.strip() in {"flags", "Features"}:
-            flags = set(value.split())
-    return name, flags
+def cpu_capabilities() -> dict[str, Any]:
+    """Return what torch knows of the processor; nothing where torch is too old to say."""
+    return dict(getattr(torch.cpu, "get_capabilities", dict)())
 
 
 def is_fast(precision: str, device_type: str, index: int = 0) -> bool | None:
     """Return whether a device has arithmetic of a precision; None if that is not known."""
     if device_type == "cpu":
-        flags = processor_facts()[1]
-        return (
-            bool(flags & (_FP16_ARITHMETIC if precision == "fp16" else _BF16_ARITHMETIC)) if flags else None
-        )
+        found = cpu_capabilities()
+        return any(found.get(name) for name in _ARITHMETIC[precision]) if found else None
     if device_type == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_properties(index).major >= (7 if precision == "fp16" else 8)
     return None

@@ -5,16 +5,12 @@ from __future__ import annotations
 import importlib.util
 import runpy
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from amp_plugin.casting.bound_rules import ours_by_default
-
-if TYPE_CHECKING:
-    from amp_plugin.casting.rules import OpRules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +22,7 @@ class Program:
     module: str | None = None  # None if a file was named
 
 
-def program_named(name: str, *, as_module: bool, command: str) -> Program:
+def program_named(name: str, *, as_module: bool) -> Program:
     """Return a Python file, or a module or package as ``python -m`` finds it from the present folder."""
     if not as_module and Path(name).is_file():
         return Program(name=name, file=Path(name))
@@ -37,7 +33,7 @@ def program_named(name: str, *, as_module: bool, command: str) -> Program:
         msg = f"module {name!r} is not found from {Path.cwd()} or among the installed packages"
     else:
         kind = "is a folder" if Path(name).is_dir() else "does not exist"
-        msg = f"file {name!r} {kind}" + (f"; for a module write: {command} -m {name}" if place else "")
+        msg = f"file {name!r} {kind}" + (f"; for a module write: -m {name}" if place else "")
     raise ValueError(msg)
 
 
@@ -110,12 +106,3 @@ def _exit_code(stop: SystemExit) -> int:
         return stop.code or 0
     print(stop.code, file=sys.stderr)
     return 1
-
-
-@contextmanager
-def default_rules(rules: Iterable[OpRules], around: AbstractContextManager[object]) -> Iterator[None]:
-    """Open a region around a program in which torch's autocast blocks follow rules."""
-    from amp_plugin.casting.dispatcher import process_follows  # noqa: PLC0415 - loads torch
-
-    with process_follows(*rules), around:
-        yield

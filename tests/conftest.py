@@ -46,12 +46,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Pass over files without a test marked ``gpu`` where those alone are asked for: imports take longer than tests."""
     if not config.option.markexpr.startswith("gpu") or collection_path.suffix != ".py":
         return None
-    texts = (
-        path.read_text()
-        for path in (collection_path, collection_path.parent / "conftest.py")
-        if path.exists()
-    )
-    return None if any("pytest.mark.gpu" in text for text in texts) else True
+    files = (collection_path, collection_path.parent / "conftest.py")
+    return None if any("pytest.mark.gpu" in file.read_text() for file in files if file.exists()) else True
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -65,7 +61,5 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 def _native_core():
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # what a missing compiler warns of is tested in tests/kernels/test_build.py
+        warnings.simplefilter("ignore")  # tests/kernels/test_build.py tests what a missing compiler warns of
         return native_core()

@@ -47,12 +47,7 @@ def copy_is_kept() -> bool:
 
 
 class CopiedProcess:
-    """A process that calls a function, with the methods of ``multiprocessing.Process``.
-
-    Args:
-        target: what it calls.
-        args: the arguments.
-    """
+    """A process that calls a function, with the methods of ``multiprocessing.Process``."""
 
     name = "copied process"
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -29,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.catalogue import CPU
@@ -54,38 +54,23 @@ WIDTH = 110
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One command.
-
-    Attributes:
-        name: For the summary, and to ask for it.
-        command: What is run, in the folder of the project.
-        needs: Packages or programs without which it is left out.
-        limit: Seconds after which it is ended.
-        environment: Added to this process's.
-    """
+    """One command, run in the folder of the project."""
 
     name: str
     command: tuple[str, ...]
-    needs: tuple[str, ...] = ()
-    limit: float = 300.0
-    environment: tuple[tuple[str, str], ...] = ()
+    needs: tuple[str, ...] = ()  # packages or programs without which it is left out
+    limit: float = 300.0  # seconds after which it is ended
+    environment: tuple[tuple[str, str], ...] = ()  # added to this process's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of a step.
-
-    Attributes:
-        name: Of the step.
-        verdict: ``"passed"``, ``"FAILED"`` and why, why it was left out, or that it was cut off for want of time.
-        seconds: It took.
-        failures: Lines that name failed tests and missed promises.
-    """
+    """What became of a step."""
 
     name: str
-    verdict: str
+    verdict: str  # "passed", "FAILED" and why, why it was left out, or that it was cut off for want of time
     seconds: float = 0.0
-    failures: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()  # lines that name failed tests and missed promises
 
     def __str__(self) -> str:
         more = len(self.failures) - 1
@@ -100,7 +85,7 @@ def pytest_over(*where: str, marked: str = "gpu and not slow") -> tuple[str, ...
     return (
         *(sys.executable, "-m", "pytest", "-v", "--tb", "short", "-m", marked),
         *("--continue-on-collection-errors", "-p", "no:cacheprovider"),
-        *(patient if importlib.util.find_spec("pytest_timeout") else ()),
+        *(patient if find_spec("pytest_timeout") else ()),
         *where,
     )
 
@@ -149,11 +134,8 @@ def steps() -> list[Step]:
 
 def missing(step: Step) -> list[str]:
     """Return what a step needs and this machine lacks."""
-    return [
-        need
-        for need in step.needs
-        if not (Path(need).exists() if "/" in need else importlib.util.find_spec(need) is not None)
-    ]
+    found = {need: Path(need).exists() if "/" in need else bool(find_spec(need)) for need in step.needs}
+    return [need for need, is_there in found.items() if not is_there]
 
 
 def run(step: Step, log: Path, limit: float) -> Outcome:
@@ -167,9 +149,8 @@ def run(step: Step, log: Path, limit: float) -> Outcome:
         start = output.tell()
         status = _status(step, output.fileno(), most)
     said = log.read_bytes()[start:].decode(errors="replace")
-    told = (SUMMARY.findall(said) or [line for line in said.splitlines() if line.strip()] or ["no output"])[
-        -1
-    ].strip(" =")
+    lines = [line for line in said.splitlines() if line.strip()]
+    told = (SUMMARY.findall(said) or lines or ["no output"])[-1].strip(" =")
     if status is None:
         verdict = f"{'cut off' if most < step.limit else 'FAILED, ended'} after {most:.0f} s: {told}"
     elif status or ("pytest" in step.command and " passed" not in told and "SUMMARY" not in told):
@@ -231,15 +212,9 @@ def asked_for(words: Sequence[str] | None, names: Sequence[str]) -> argparse.Nam
     parser = argparse.ArgumentParser(prog="python -m tests.on_gpu", description="Run all that needs a GPU.")
     parser.add_argument("only", nargs="*", metavar="step", choices=[FIRST, *names, []], help="all by default")
     parser.add_argument("--rest", action="store_true", help="only what has no outcome in the results yet")
-    parser.add_argument(
-        "--within", type=float, default=float("inf"), help="seconds for all; --rest does the others"
-    )
-    parser.add_argument(
-        "--results",
-        type=Path,
-        default=Path(tempfile.gettempdir()) / "amp-plugin-on-gpu",
-        help="folder that is kept",
-    )
+    parser.add_argument("--within", type=float, default=float("inf"), help="seconds; --rest does the others")
+    results = Path(tempfile.gettempdir()) / "amp-plugin-on-gpu"
+    parser.add_argument("--results", type=Path, default=results, help="folder that is kept")
     asked = parser.parse_args(words)
     if FIRST in asked.only:
         asked.only = [name for name in names if name in {*asked.only, *FIRST_STEPS}]

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 import tomllib
-from typer.testing import CliRunner
 
-from amp_plugin.cli import app
+from tests.commands import amp
 
 pytestmark = pytest.mark.native
 
@@ -37,15 +36,11 @@ def files(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(*words: str):
-    return CliRunner().invoke(app, ["run", *words], env={"TERM": "dumb", "NO_COLOR": "1"})
-
-
 def test_a_program_is_cured_without_being_touched_and_names_are_given_back(files: Path) -> None:
     import torch
 
     before = torch.autocast.__enter__
-    result = run("--rules", str(files / "rules.yaml"), str(files / "train.py"), "--lr", "3")
+    result = amp("run", "--rules", str(files / "rules.yaml"), str(files / "train.py"), "--lr", "3")
     assert result.exit_code == 0, result.output
     assert "finite ['--lr', '3']" in result.stdout
     assert f"torch.autocast on cpu follows {files / 'rules.yaml'}" in result.stderr
@@ -58,12 +53,18 @@ def test_a_program_is_cured_without_being_touched_and_names_are_given_back(files
 def test_rules_of_another_device_are_told(files: Path) -> None:
     (files / "rules.yaml").write_text("device_type: cuda\nrules: {aten::mm: fp32}\n")
     with pytest.warns(UserWarning, match=r"rules.yaml: the rules are for cuda; autocast on cpu follows"):
-        assert run("--rules", str(files / "rules.yaml"), str(files / "train.py")).exit_code == 0
+        assert amp("run", "--rules", str(files / "rules.yaml"), str(files / "train.py")).exit_code == 0
+
+
+def test_a_file_that_nothing_reads_is_told_at_the_end(files: Path) -> None:
+    result = amp("run", "--rules", str(files / "rules.yaml"), str(files / "quiet.py"))
+    assert result.exit_code == 0
+    assert "no autocast block on cpu was opened, so nothing has read the rules of" in result.stderr
 
 
 def test_a_file_that_holds_no_rules_is_refused(files: Path) -> None:
     (files / "rules.yaml").write_text("rules: {aten::mumul: fp32}\n")
-    assert run("--rules", str(files / "rules.yaml"), str(files / "train.py")).exit_code == 2
+    assert amp("run", "--rules", str(files / "rules.yaml"), str(files / "train.py")).exit_code == 2
 
 
 @pytest.fixture
@@ -81,14 +82,8 @@ def installed(files: Path) -> dict[str, str]:
 
 
 def python(script: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(script)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    words = [sys.executable, str(script)]
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_the_environment_binds_rules_where_torch_is_imported(files: Path, installed: dict[str, str]) -> None:
@@ -104,13 +99,6 @@ def test_the_environment_binds_rules_where_torch_is_imported(files: Path, instal
     missing = python(files / "train.py", installed)
     assert missing.returncode == 1
     assert "No such file or directory; give the path of a YAML file of rules, or unset the" in missing.stderr
-
-
-def test_rules_of_the_process_hold_again_after_a_run_with_others(files: Path) -> None:
-    a_run = "import amp_plugin as ours\nours.set_default_rules(ours.OpRules.default('cpu'))\nours.set_default_rules(None)\n"
-    (files / "train.py").write_text(a_run + ATTENTION.replace('amp_plugin" for', 'none" for'))
-    result = run("--rules", str(files / "rules.yaml"), str(files / "train.py"))
-    assert "finite" in result.stdout, result.output
 
 
 def test_bound_rules_nest() -> None:

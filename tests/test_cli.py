@@ -11,14 +11,15 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 import amp_plugin
 from amp_plugin import options
+from amp_plugin.casting.rules_files import TABLES
 from amp_plugin.cli import doctor
-from amp_plugin.cli.doctor import _lines
+from amp_plugin.cli.arguments import Device
 from amp_plugin.kernels import build
 from amp_plugin.kernels.build import NativeCore
 from amp_plugin.kernels.cuda import compile as compile_
@@ -48,60 +49,50 @@ def no_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         yield
 
 
-def test_version() -> None:
-    assert amp("--version").output.strip() == amp_plugin.__version__
-
-
 def test_it_runs_from_the_sources_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["__main__.py", "--version"])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit):
         runpy.run_module("amp_plugin", run_name="__main__")
-    assert not ended.value.code
     assert capsys.readouterr().out.strip() == amp_plugin.__version__
-
-
-def test_help_names_every_command() -> None:
-    output = amp("--help").output
-    for command in ("doctor", "build", "casts", "diagnose", "compare", "rules"):
-        assert re.search(rf"\b{command}\b", output)
 
 
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["docter"], r"No such command 'docter'\. Did you mean 'doctor'\?"),
-        (["doctor", "--precison", "fp16"], r"No such option: --precison .*--precision"),
-        (
-            ["doctor", "--precision", "fp61"],
-            r"'--precision': 'fp61' is not one of 'fp16', 'bf16', 'fp32'; did you mean 'fp16'\?",
-        ),
-        (
-            ["doctor", "--device", "gpu"],
-            r"'--device': 'gpu' is not one of 'cpu', 'cuda', 'mps', 'xpu'; did you mean 'cuda'\?",
-        ),
-        (["casts", "no_such_script.py"], r"file 'no_such_script\.py' does not exist"),
-        (
-            ["casts", "--by", "modle", __file__],
-            r"'--by': 'modle' is not one of .*'op'; did you mean 'module'\?",
-        ),
-        (["build", "--cuda", "sm90"], r"--cuda.*'sm90' is not a GPU architecture; give it as sm_90"),
-        (["build", "--rebuilt"], r"No such option: --rebuilt .*--rebuild"),
+        (["docter"], "No such command 'docter'"),
+        (["doctor", "--precision", "fp61"], "'fp61' is not one of 'fp16', 'bf16', 'fp32'"),
+        (["doctor", "--device", "gpu"], "'gpu' is not one of 'cpu', 'cuda', 'mps', 'xpu'"),
+        (["casts", "--by", "modle", __file__], "'modle' is not one of 'cast', 'module', 'op'"),
+        (["build", "--cuda", "sm90"], "'sm90' is not a GPU architecture; give it as sm_90"),
+        (["casts", "no_such_script.py"], "file 'no_such_script.py' does not exist"),
+        (["casts", "."], "file '.' is a folder"),
+        (["casts", "json.tool"], "file 'json.tool' does not exist; for a module write: -m json.tool"),
+        (["casts", "-m", "no_such.module"], "module 'no_such.module' is not found from"),
     ],
 )
-def test_typos_get_the_nearest_name(words: list[str], answer: str) -> None:
+def test_what_is_wrong_on_a_command_line(words: list[str], answer: str) -> None:
     result = amp(*words)
     assert result.exit_code == 2
-    assert re.search(answer, " ".join(result.output.split()))
+    assert answer in re.sub(r"[\s│]+", " ", result.output)
+
+
+def test_the_devices_are_those_that_have_rules() -> None:
+    assert get_args(get_args(get_args(Device)[0])[0]) == (*TABLES,)
 
 
 def test_doctor_on_a_healthy_machine(whole_core: None) -> None:
     result = amp("doctor")
     assert result.exit_code == 0, result.output
     assert "All is well." in result.output
-    for title in ("versions", "devices", "native core", "cuda kernels", "cache", "plan"):
+    report = json.loads(amp("doctor", "--json").stdout)
+    for title in ("versions", "devices", "native_core", "cuda_kernels", "cache", "plan"):
         assert re.search(rf"^{title}$", result.output, re.MULTILINE)
+        assert report[title]
+    for value in (report["versions"]["torch"], report["cache"]["folder"], report["devices"][0]["name"]):
+        assert value in result.output
+    assert all(line == line.rstrip() for line in result.output.splitlines())
 
 
 def test_doctor_says_why_the_core_is_missing(no_core: None) -> None:
@@ -109,24 +100,23 @@ def test_doctor_says_why_the_core_is_missing(no_core: None) -> None:
     assert result.exit_code == 1
     assert re.search(r"reason +there is no C\+\+ compiler on PATH; install g\+\+ 10", result.output)
     assert re.search(r"kernels +torch", result.output)
-    assert "compile seconds" not in result.output
+    assert "compile_seconds" not in result.output
     assert "Something is missing" in result.output
 
 
-def test_doctor_says_why_the_cache_is_not_used(no_core: None, tmp_path: Path) -> None:
+def test_doctor_says_why_the_cache_is_not_used_and_names_a_bad_setting(
+    no_core: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMP_PLUGIN_NATIVE", "yes")
+    result = amp("doctor", "--json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "error: AMP_PLUGIN_NATIVE='yes' is not allowed; use 0 (fallback) or 1" in result.stderr
+    monkeypatch.delenv("AMP_PLUGIN_NATIVE")
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
     result = amp("doctor", "--json")
     assert result.exit_code == 1
     assert "others can write" in json.loads(result.stdout)["cache"]["problem"]
-
-
-def test_doctor_names_a_setting_that_is_not_allowed(no_core: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AMP_PLUGIN_NATIVE", "yes")
-    result = amp("doctor", "--json")
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert "error: AMP_PLUGIN_NATIVE='yes' is not allowed; use 0 (fallback) or 1" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -142,9 +132,7 @@ def test_the_plan(whole_core: None, precision: str, device: str, expected: dict[
     plan = json.loads(result.stdout)["plan"]
     assert {name: plan[name] for name in expected} == expected
     if precision == "fp16":
-        scaler = amp_plugin.GradScaler(device)
-        assert plan["loss_scale"]["init_scale"] == scaler.get_scale()
-        assert plan["loss_scale"]["growth_interval"] == scaler.get_growth_interval()
+        assert plan["loss_scale"]["init_scale"] == amp_plugin.GradScaler(device).get_scale()
     if precision != "fp32":
         assert sum(plan["ops"].values()) == len(amp_plugin.OpRules.default(device).rules)
 
@@ -152,11 +140,8 @@ def test_the_plan(whole_core: None, precision: str, device: str, expected: dict[
 def test_a_device_that_is_not_here(whole_core: None) -> None:
     result = amp("doctor", "--device", "xpu")
     assert result.exit_code == 1
-    assert re.search(
-        r"problem +torch .* finds no xpu device on this machine; plan for another", result.output
-    )
+    assert re.search("problem +torch finds no xpu device on this machine; plan for another", result.output)
     assert not re.search(r"^  kernels +(amp_plugin|torch)$", result.output, re.MULTILINE)
-    assert "All is well" not in result.output
 
 
 @pytest.mark.parametrize(
@@ -187,32 +172,6 @@ def test_the_variables_known_are_those_of_the_adapter() -> None:
     assert settings.CONFIG in options.OWN_VARIABLES
 
 
-def test_the_report_is_for_people_without_json(whole_core: None, tmp_path: Path) -> None:
-    (tmp_path / "cache").mkdir(mode=0o700)
-    (tmp_path / "cache/entry").write_bytes(bytes(2_881_316))
-    output = amp("doctor").output
-    assert re.search(r"^  size +2\.9 MB$", output, re.MULTILINE)
-    assert json.loads(amp("doctor", "--json").stdout)["cache"]["bytes"] == 2_881_316
-    assert all(line == line.rstrip() for line in output.splitlines())
-
-
-def test_lines_break_between_words_and_paths_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = "/home/somebody/.cache/amp_plugin/libamp_plugin-70d5e8e1acc8004a/libamp_plugin.so"
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert _lines(f"kept in {path} now", 40) == ["kept in", path, "now"]
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
-    assert _lines(f"kept in {path} now", 40) == [f"kept in {path} now"]
-
-
-def test_json_and_text_agree(whole_core: None) -> None:
-    report = json.loads(amp("doctor", "--json").stdout)
-    text = amp("doctor").output
-    assert report["versions"]["torch"] in text
-    assert report["cache"]["folder"] in text
-    assert report["native_core"]["library"] in text
-    assert report["devices"][0]["name"] in text
-
-
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Replace compiling; returns what `rebuild` was asked for."""
@@ -227,17 +186,11 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def test_build(built: list[bool]) -> None:
-    result = amp("build")
-    assert result.exit_code == 0
-    assert result.output == "already compiled: /cache/core.so\n"
-    assert built == [False]
-
-
-def test_rebuild_as_json(built: list[bool]) -> None:
+    assert amp("build").output == "already compiled: /cache/core.so\n"
     result = amp("build", "--rebuild", "--json")
     assert result.exit_code == 0
     assert json.loads(result.stdout) == {"built": True, "core": "/cache/core.so", "seconds": 20.2}
-    assert built == [True]
+    assert built == [False, True]
 
 
 def test_build_of_cuda_kernels(built: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,10 +220,8 @@ def test_no_message_names_a_package_on_no_index() -> None:
 def test_a_build_that_fails(no_core: None) -> None:
     result = amp("build", "--json")
     assert result.exit_code == 1
-    assert json.loads(result.stdout) == {
-        "built": False,
-        "reason": result.stderr.removeprefix("error: ").strip(),
-    }
+    reason = result.stderr.removeprefix("error: ").strip()
+    assert json.loads(result.stdout) == {"built": False, "reason": reason}
     assert "no C++ compiler on PATH" in result.stderr
 
 
@@ -288,9 +239,7 @@ sys.exit(3)
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(
-        sys, "excepthook", sys.__excepthook__
-    )  # torch's process groups leave one that names ranks
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # process groups leave one that names ranks
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
     return path
@@ -341,35 +290,6 @@ def test_casts_of_a_module(script: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert sys.path == path
 
 
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [
-        (
-            ["casts", "-m", "no_such.module"],
-            r"module 'no_such\.module' is not found from .* installed packages",
-        ),
-        (
-            ["casts", "json.tool"],
-            r"file 'json\.tool' does not exist; for a module write: casts -m json\.tool",
-        ),
-        (["casts", "."], "file '.' is a folder"),
-    ],
-)
-def test_casts_of_nothing(words: list[str], answer: str) -> None:
-    result = amp(*words)
-    assert result.exit_code == 2
-    assert re.search(answer, re.sub(r"[\s│]+", " ", result.output)), result.output
-
-
-@pytest.mark.native
-def test_casts_leaves_the_process_as_it_was(script: Path) -> None:
-    before = (sys.argv, list(sys.path))
-    amp("casts", str(script))
-    assert (sys.argv, sys.path) == before
-    result = amp("casts", str(script))  # the log of the first run is closed
-    assert result.exit_code == 3
-
-
 @pytest.mark.native
 @pytest.mark.parametrize(("end", "code"), [("sys.exit('no data')", 1), ("sys.exit()", 0), ("", 0)])
 def test_the_exit_code_is_the_scripts(end: str, code: int, script: Path) -> None:
@@ -400,23 +320,6 @@ def test_what_was_cast_before_an_error_is_listed(script: Path) -> None:
     assert "no casts" not in result.output
 
 
-@pytest.mark.native
-def test_a_script_without_casts_is_told_what_counts(script: Path) -> None:
-    script.write_text("print('nothing')")
-    result = amp("casts", str(script))
-    assert result.exit_code == 0
-    told = "no casts: was the code in an autocast block, amp_plugin's or torch's"
-    assert told in " ".join(result.output.split())
-
-
-@pytest.mark.native
-def test_a_list_of_casts_has_no_blanks_at_its_right(script: Path) -> None:
-    result = amp("casts", script, columns=60)
-    lines = result.stdout.splitlines()
-    assert max(map(len, lines)) <= 60
-    assert all(line == line.rstrip() for line in lines)
-
-
 def test_casts_needs_the_native_core(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_core", None)
     monkeypatch.setenv("AMP_PLUGIN_NATIVE", "0")
@@ -431,16 +334,12 @@ def test_casts_needs_the_native_core(script: Path, monkeypatch: pytest.MonkeyPat
 def test_casts_fold_siblings_and_count_compiled_graphs(script: Path) -> None:
     script.write_text(
         "import torch\nfrom torch import nn\n"
-        "class Block(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        "        self.mlp = nn.Linear(4, 4)\n    def forward(self, x):\n        return self.mlp(x)\n"
-        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        "        self.blocks = nn.ModuleList(Block() for _ in range(12))\n"
-        "    def forward(self, x):\n        for block in self.blocks:\n            x = block(x)\n        return x\n"
-        "net = Net()\nscale = torch.compile(lambda x: x * 2, backend='eager')\n"
+        "net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(12)))\n"
+        "scale = torch.compile(lambda x: x * 2, backend='eager')\n"
         "with torch.autocast('cpu', dtype=torch.bfloat16):\n    scale(net(torch.ones(2, 4)))\n"
     )
     answer = json.loads(amp("casts", "--json", "--by", "module", str(script)).stdout)
-    assert {row["module"] for row in answer["rows"]} == {"Net.blocks.*.mlp, x12", "Net.blocks.0.mlp"}
+    assert {row["module"] for row in answer["rows"]} == {"Sequential.*.*"}
     assert answer["compiled_graphs"] == 1
     every = json.loads(amp("casts", "--json", "--every", "--by", "module", str(script)).stdout)
     assert len(every["rows"]) == 12

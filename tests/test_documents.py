@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote
 
 import pytest
 
@@ -66,9 +63,7 @@ def test_the_links_of_a_page_resolve(page: Path) -> None:
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), f"{name(page)} links to {target}, which does not exist"
         if anchor and file.suffix == ".md":
-            assert anchor in headings(file), (
-                f"{name(page)} links to {target}; {path} has {sorted(headings(file))}"
-            )
+            assert anchor in headings(file), f"{name(page)} links to {target}"
 
 
 def headings(page: Path) -> set[str]:
@@ -132,80 +127,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert answer.stdout + answer.stderr == ""
     for page in (ROOT / "docs").rglob("*.md"):
         assert (tmp_path / "site" / page.relative_to(ROOT / "docs")).with_suffix(".html").exists()
-    assert broken_links(tmp_path / "site") == []
+    loaded = re.compile(r"""(?:src|<link[^>]*href)=["']?(https?:)?//""")
+    for page in (tmp_path / "site").rglob("*.html"):
+        assert not loaded.search(page.read_text()), f"{page.name} would load from elsewhere"
     assert (tmp_path / "site" / "search" / "search_index.js").exists()  # the search works from disk
-
-
-class Links(HTMLParser):
-    """What a page of the site links to and loads, and the anchors it offers."""
-
-    def __init__(self, page: Path) -> None:
-        super().__init__()
-        self.targets: list[str] = []
-        self.anchors: set[str] = set()
-        self.feed(page.read_text())
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        for attribute, value in attributes:
-            if attribute in {"href", "src"} and value:
-                self.targets.append(value)
-            elif attribute in {"id", "name"} and value:
-                self.anchors.add(value)
-
-
-def broken_links(site: Path) -> list[str]:
-    """Links within the site that lead nowhere, and everything that a page would load from elsewhere."""
-    pages = {page.resolve(): Links(page) for page in site.rglob("*.html") if page.name != "404.html"}
-    broken = []
-    for page, links in pages.items():
-        for target in links.targets:
-            path, _, anchor = unquote(target).partition("#")
-            file = (page.parent / path).resolve() if path else page
-            if target.startswith(("https://", "mailto:", "data:")):
-                continue
-            if not file.exists() or (anchor and file in pages and anchor not in pages[file].anchors):
-                broken.append(f"{page.name}: {target}")
-    return broken
-
-
-def test_a_broken_link_of_the_site_is_found(tmp_path: Path) -> None:
-    (tmp_path / "a.html").write_text(
-        '<a href="b.html#here">b</a><a href="b.html#there">b</a><img src="c.png">'
-    )
-    (tmp_path / "b.html").write_text(
-        '<p id="here"><a href="../recipes/x.py">x</a><a href="https://x.org">x</a>'
-    )
-    assert sorted(broken_links(tmp_path)) == [
-        "a.html: b.html#there",
-        "a.html: c.png",
-        "b.html: ../recipes/x.py",
-    ]
-
-
-def test_another_python_than_the_environments_is_an_error(tmp_path: Path) -> None:
-    """Make in a folder with an environment that is ready; it has nothing to do but this check."""
-    shutil.copy(ROOT / "Makefile", tmp_path)
-    for name in ("pyproject.toml", "constraints.txt"):
-        (tmp_path / name).touch()
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/python").symlink_to(sys.executable)
-    (tmp_path / ".venv/.ready-torch-1").touch()
-    (tmp_path / "other").write_text("#!/bin/sh\necho 3.77\n")
-    (tmp_path / "other").chmod(0o755)
-
-    def make(*words: str) -> subprocess.CompletedProcess[str]:
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHON"}
-        command = ["make", "TORCH=1", *words, ".venv/.ready-torch-1"]
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
-
-    for words in ((), (f"PYTHON={sys.executable}",)):
-        assert make(*words).returncode == 0, make(*words)
-    missing = make("PYTHON=python3.99")
-    assert missing.returncode != 0
-    assert "PYTHON=python3.99 does not run" in missing.stderr
-    different = make("PYTHON=./other")
-    assert different.returncode != 0
-    version = "{}.{}".format(*sys.version_info)
-    assert f".venv has Python {version}, PYTHON=./other is 3.77; run make clean" in different.stderr

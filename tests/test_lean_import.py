@@ -17,13 +17,7 @@ HEAVY = ("accelerate", "cuda", "lightning", "matplotlib", "pytorch_lightning", "
 
 
 def loaded_by(statements: str, cache: Path, *, with_torch: bool = False) -> dict[str, object]:
-    """Run statements in a new process; returns its modules and whether CUDA was touched.
-
-    Args:
-        statements: what it does.
-        cache: folder of compiled code.
-        with_torch: it may have imported torch before.
-    """
+    """Run statements in a new process, which may have torch; return its modules and what it has touched."""
     code = f"""
 import json, os, subprocess, sys
 started = []
@@ -61,9 +55,7 @@ def test_import_loads_nothing_heavy(tmp_path: Path) -> None:
 
 
 def test_the_public_names_load_no_framework_and_compile_nothing(tmp_path: Path) -> None:
-    found = loaded_by(
-        "import amp_plugin\nfor name in amp_plugin.__all__: getattr(amp_plugin, name)", tmp_path / "cache"
-    )
+    found = loaded_by("from amp_plugin import *\nassert GradScaler.__doc__", tmp_path / "cache")
     torch_alone = loaded_by("import torch", tmp_path / "cache")
     assert not ({*HEAVY} - {"rich"}) & ({*found["modules"]} - {*torch_alone["modules"]})
     assert not found["cuda"]
@@ -74,14 +66,6 @@ def test_the_public_names_load_no_framework_and_compile_nothing(tmp_path: Path) 
 def test_the_command_line_starts_without_torch(tmp_path: Path) -> None:
     found = loaded_by("import amp_plugin.cli", tmp_path / "cache")
     assert "torch" not in found["modules"]
-
-
-@pytest.mark.parametrize("name", dir(amp_plugin))
-def test_every_public_name_is_there_and_documented(name: str) -> None:
-    value = getattr(amp_plugin, name)
-    assert name in dir(amp_plugin)
-    if name != "__version__":
-        assert value.__doc__
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
@@ -95,13 +79,12 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 @pytest.mark.parametrize("name", ["AmpPrecision", "AmpAccelerator"])
 def test_a_name_of_an_adapter_loads_its_framework_alone(tmp_path: Path, name: str) -> None:
     found = loaded_by(f"from amp_plugin import {name}", tmp_path / "cache", with_torch=True)
-    adapters = {
-        "AmpPrecision": "amp_plugin.adapters.lightning",
-        "AmpAccelerator": "amp_plugin.adapters.accelerate",
+    own = {"AmpPrecision": "lightning", "AmpAccelerator": "accelerate"}[name]
+    frameworks = {"accelerate", "lightning", "pytorch_lightning"}
+    assert {framework for framework in frameworks if f"amp_plugin.adapters.{framework}" in found["ours"]} == {
+        own
     }
-    assert [module for module in adapters.values() if module in found["ours"]] == [adapters[name]]
-    others = {"accelerate", "lightning", "pytorch_lightning"} - {adapters[name].rpartition(".")[2]}
-    assert not others & {*found["modules"]}
+    assert not (frameworks - {own}) & {*found["modules"]}
 
 
 def test_the_lightning_names_are_for_the_package_of_the_program(tmp_path: Path) -> None:
@@ -128,11 +111,6 @@ def test_what_to_install_is_what_the_extras_say() -> None:
     project = (Path(__file__).parent.parent / "pyproject.toml").read_text()
     for extra, requirement in amp_plugin._REQUIREMENTS.items():
         assert f'{extra} = ["{requirement}"]' in project
-
-
-def test_a_star_import_leaves_the_adapters_out(tmp_path: Path) -> None:
-    found = loaded_by("from amp_plugin import *\nGradScaler", tmp_path / "cache", with_torch=True)
-    assert not {"accelerate", "lightning"} & {*found["modules"]}
 
 
 USE = """

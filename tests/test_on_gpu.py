@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import re
 import sys
 import time
 from dataclasses import replace
@@ -15,10 +13,7 @@ import torch
 from benchmarks.__main__ import arguments
 from benchmarks.catalogue import keys
 from tests import on_gpu
-from tests.on_gpu import ROOT, Outcome, Step, main, run, steps
-
-# The package depends on them, or pytest does.
-INSTALLED = {"filelock", "packaging", "pytest", "rich", "typer", "yaml"}
+from tests.on_gpu import ROOT, Step, main, run, steps
 
 
 def python(name, code, **options):
@@ -56,10 +51,8 @@ def on_a_gpu(monkeypatch, tmp_path):
 
 
 def kept(tmp_path):
-    return {
-        data["name"]: data["verdict"]
-        for data in json.loads((tmp_path / "kept" / "outcomes.json").read_text())
-    }
+    outcomes = json.loads((tmp_path / "kept" / "outcomes.json").read_text())
+    return {outcome["name"]: outcome["verdict"] for outcome in outcomes}
 
 
 def test_a_failure_is_the_exit_status_and_what_a_machine_lacks_is_not(on_a_gpu, capsys):
@@ -108,7 +101,7 @@ def test_an_outcome_and_figures_are_kept_before_the_next_step_begins(on_a_gpu, t
     figures, folder = tmp_path / "figures" / "nvidia-h200.json", tmp_path / "kept"
     measures = python("bandwidth", f"open({str(figures)!r}, 'w').write('[1]')")
     looks = (
-        f"print(open({str(folder / 'outcomes.json')!r}).read(), open({str(folder / figures.name)!r}).read())"
+        f"for name in ('outcomes.json', {figures.name!r}): print(open({str(folder)!r} + '/' + name).read())"
     )
     assert on_a_gpu(of=[measures, python("looks", looks)]) == 0
     log = (folder / "on-gpu.log").read_text()
@@ -148,36 +141,21 @@ def test_the_sanitizers_last_word_and_missed_promises_are_named(log):
     [
         ("def test_a(): pass\ndef test_b(): pytest.skip()", "passed: 1 passed, 1 skipped in "),
         ("def test_b(): pytest.skip()", "FAILED, exit status 0: 1 skipped in "),
-        ("def test_a(): pass\ndef test_c(): 1 / 0", "FAILED, exit status 1: 1 failed, 1 passed in "),
         ("import no_such_package", "FAILED, exit status 1: 1 error in "),
         ("import os; os._exit(5)", "FAILED, exit status 5: collecting"),
         ("import time\ndef test_a(): time.sleep(9)\ndef test_b(): pass", "FAILED, exit status 1: 1 failed, 1 passed in "),
     ],
-    ids=["passes", "skips", "fails", "cannot be read", "dies", "is slow"],
+    ids=["passes", "skips", "cannot be read", "dies", "is slow"],
 )  # fmt: skip
 def test_a_step_without_a_test_that_ran_has_failed(lines, verdict, tmp_path, log):
     (tmp_path / "test_it.py").write_text(f"import pytest\n{lines}")
-    command = [
-        *on_gpu.pytest_over(str(tmp_path), marked=""),
-        "--noconftest",
-        "-c",
-        "/dev/null",
-        "--timeout",
-        "1",
-    ]
-    outcome = run(Step(name="tests", command=tuple(command)), log, limit=99.0)
+    options = ("--noconftest", "-c", "/dev/null", "--timeout", "1")
+    command = (*on_gpu.pytest_over(str(tmp_path), marked=""), *options)
+    outcome = run(Step(name="tests", command=command), log, limit=99.0)
     assert outcome.verdict.startswith(verdict)
     if "1 failed" in verdict:
         (failure,) = outcome.failures
         assert "FAILED" in failure
-
-
-def test_a_summary_stays_short():
-    """Where all steps fail, in many tests each, it is read where only the last 12 000 characters are shown."""
-    failures = tuple(f"FAILED tests/kernels/test_it.py::test_{i}: {'x' * 160}" for i in range(8))
-    text = str(Outcome(name="step", verdict="FAILED " * 30, failures=failures))
-    assert "and 7 others; outcomes.json names them" in text
-    assert len(text) * len(steps()) < 12_000
 
 
 def test_steps_have_names_of_their_own_and_what_they_name_is_there():
@@ -185,10 +163,8 @@ def test_steps_have_names_of_their_own_and_what_they_name_is_there():
     assert len(set(names)) == len(names)
     assert max(step.limit for step in steps()) <= 300  # they fit a command of ten minutes
     assert names.index("clipping") < names.index("promises") < names.index("racecheck")
-    paths = {
-        word.partition("::")[0] for step in steps() for word in step.command if word.startswith("tests/")
-    }
-    assert all((ROOT / path).exists() for path in paths)
+    paths = [word.partition("::")[0] for step in steps() for word in step.command]
+    assert all((ROOT / path).exists() for path in paths if path.startswith("tests/"))
     parts = (ROOT / on_gpu.FIRST_TESTS).read_text()
     assert all(f"def test_{part}()" in parts for part in on_gpu.PARTS)
 
@@ -201,54 +177,3 @@ def test_the_benchmarks_understand_their_steps():
             assert options.keep or options.promises
             measured += options.only if options.keep else []
     assert sorted([*measured, "host"]) == sorted(keys("cuda"))  # host needs no GPU
-
-
-@pytest.mark.parametrize(
-    "step",
-    [step for step in steps() if "pytest" in step.command],
-    ids=lambda step: step.name,
-)
-def test_a_step_needs_what_its_tests_import(step):
-    """Else one package that a machine with a GPU lacks costs a file, or the step."""
-    known = {
-        *sys.stdlib_module_names,
-        "amp_plugin",
-        "benchmarks",
-        "recipes",
-        "tests",
-        "torch",
-        *step.needs,
-        *INSTALLED,
-    }
-    folders = [ROOT / word.partition("::")[0] for word in step.command if word.startswith("tests/")]
-    files = {
-        file
-        for folder in folders
-        for file in (folder.rglob("test_*.py") if folder.is_dir() else [folder])
-        if "pytest.mark.gpu" in file.read_text()
-    }
-    assert files
-    modules = {
-        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
-        for file in sorted((ROOT / "tests").rglob("*.py"))
-    }
-    for file in files:
-        asked = set(re.findall(r"""importorskip\(["'](\w+)""", file.read_text()))
-        found = {name.partition(".")[0] for name in imported_at_once(file, modules, set())}
-        assert found <= known | asked, f"{file.relative_to(ROOT)} imports {found - known - asked}"
-    private = [file.name for file in files if "from torch.testing._internal" in file.read_text()]
-    assert private == [], "torchs_own() imports these without expecttest"
-
-
-def imported_at_once(file, modules, seen):
-    """Return the names that a file imports outside of functions, those of test modules among them followed."""
-    seen.add(file)
-    names = set()
-    for node in ast.parse(file.read_text()).body:
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            members = {f"{node.module}.{alias.name}" for alias in node.names}
-            names |= {member if member in modules else node.module for member in members}
-    own = {modules[name] for name in names if name in modules} - seen
-    return names.union(*(imported_at_once(other, modules, seen) for other in own))

@@ -69,16 +69,13 @@ def test_help_says_what_each_option_means(kind, options):
 
 
 def test_every_adapter_has_the_loss_scales_options_with_its_defaults():
+    assert set(get_args(HysteresisMode)) == set(HYSTERESIS_MODES)
     stated = option_defaults(LossScaleOptions)
     for options in (GradScalerOptions, LightningOptions, AccelerateOptions):
         assert stated.items() <= option_defaults(options).items()
     assert (
         AmpPrecision().scaler.loss_scale.options == GradScaler("cpu").loss_scale.options == LossScaleOptions()
     )
-
-
-def test_words_are_those_of_the_kernels():
-    assert set(get_args(HysteresisMode)) == set(HYSTERESIS_MODES)
 
 
 @pytest.mark.parametrize("page", OPTIONS)
@@ -93,9 +90,13 @@ def test_the_tables_of_the_documentation_are_up_to_date(page):
         ({"init_scale": "8"}, TypeError, "init_scale='8' is not allowed; give a number"),
         ({"min_scale": "8"}, TypeError, "min_scale='8' is not allowed; give a number or None"),
         ({"dynamic": 1}, TypeError, "dynamic=1 is not allowed; give True or False"),
-        ({"on_nonfinite": "stop"}, ValueError, "on_nonfinite='stop' is not known; use 'skip', 'raise' or"),
-        ({"hysteresis_mode": "x"}, ValueError, "hysteresis_mode='x' is not known; use 'apex', 'megatron' or"),
-        ({"init_scale": -1.0}, ValueError, "init_scale=-1.0 is not allowed; give a finite number greater"),
+        ({"on_nonfinite": "stop"}, ValueError, "on_nonfinite='stop' is not allowed; give 'skip' or"),
+        ({"hysteresis_mode": "x"}, ValueError, "hysteresis_mode='x' is not allowed; give 'apex' or"),
+        (
+            {"init_scale": -1.0},
+            ValueError,
+            "init_scale=-1.0 is not allowed; give a finite number, more than 0",
+        ),
         (
             {"init_scal": 1.0},
             TypeError,
@@ -110,9 +111,9 @@ def test_a_bad_value_is_refused_in_the_same_words(make, options, error, message)
 
 
 def test_an_option_given_twice():
-    with pytest.raises(TypeError, match="GradScaler: 'device' is given twice"):
+    with pytest.raises(TypeError, match="GradScaler: multiple values for argument 'device'"):
         GradScaler("cpu", device="cpu")
-    with pytest.raises(TypeError, match="GradScaler: too many positional arguments; allowed are device, "):
+    with pytest.raises(TypeError, match="GradScaler: too many positional arguments; .* allowed are device, "):
         GradScaler("cpu", 8.0, 2.0, 0.5, 100, True, 1.0)
 
 

@@ -47,14 +47,8 @@ version: int = amp_plugin.__version__
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(word) for word in command],
-        cwd=cwd,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words, variables = [str(word) for word in command], {**os.environ, **environment}
+    return subprocess.run(words, cwd=cwd, env=variables, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -89,45 +83,45 @@ def test_the_sdist_holds_the_whole_project(built: tuple[Path, Path]) -> None:
     _, sdist = built
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {
-        "README.md",
-        "LICENSE",
-        "CHANGELOG.md",
-        "Makefile",
-        "constraints.txt",
-        "tests/test_packaging.py",
-    } <= names
+    assert {"README.md", "LICENSE", "Makefile", "constraints.txt", "tests/test_packaging.py"} <= names
     assert not [name for name in names if name.startswith((".venv", ".git/", "runs", "site"))]
+
+
+def installed(wheel: Path, folder: Path) -> tuple[Path, Path, dict[str, str]]:
+    """Return the programs and packages of an environment without a compiler, to which this one lends torch."""
+    venv.create(folder / "empty", with_pip=False)
+    programs = folder / "empty" / "bin"
+    python = programs / "python"
+    variables = {"PATH": str(programs), "AMP_PLUGIN_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": ""}
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
+    answer = run(*pip, cwd=folder, **variables)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    asked = run(python, "-c", "import site; print(site.getsitepackages()[0])", cwd=folder)
+    site = Path(asked.stdout.strip())
+    (site / "lent.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    return programs, site, variables
+
+
+REGION = """
+import pathlib, time, torch, amp_plugin
+start = time.perf_counter()
+with amp_plugin.autocast("cpu", dtype=torch.bfloat16):
+    product = torch.ones(2, 2) @ torch.ones(2, 2)
+seconds = time.perf_counter() - start
+from amp_plugin.kernels.build import native_core
+core = native_core()
+print(pathlib.Path(amp_plugin.__file__).parents[1], product.dtype, core.loaded, core.seconds, f"{seconds:.2f}")
+"""
 
 
 @pytest.mark.slow
 def test_the_wheel_works_in_an_empty_environment(built: tuple[Path, Path], tmp_path: Path) -> None:
-    """Installed without a compiler; torch and the other dependencies are lent by this environment."""
-    wheel, _ = built
-    venv.create(tmp_path / "empty", with_pip=False)
-    python = tmp_path / "empty" / "bin" / "python"
-    site = Path(
-        run(python, "-c", "import site; print(site.getsitepackages()[0])", cwd=tmp_path).stdout.strip()
-    )
-    no_compiler = {"PATH": str(tmp_path / "empty" / "bin"), "AMP_PLUGIN_CACHE_DIR": str(tmp_path / "cache")}
-    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
-    answer = run(*pip, cwd=tmp_path, **no_compiler)
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    lent = [path for path in sys.path if path.endswith("site-packages")]
-    (site / "lent.pth").write_text("\n".join(lent))
-
-    found = run(python, "-c", "import amp_plugin; print(amp_plugin.__file__)", cwd=tmp_path)
-    assert found.stdout.startswith(str(site))
-    code = (
-        "import torch, amp_plugin\n"
-        "with amp_plugin.autocast('cpu', dtype=torch.bfloat16):\n"
-        "    print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)\n"
-    )
-    worked = run(python, "-W", "ignore", "-c", code, cwd=tmp_path, **no_compiler)
-    assert worked.stdout == "torch.bfloat16\n", worked.stderr
-    version = run(tmp_path / "empty" / "bin" / "amp-plugin", "--version", cwd=tmp_path)
+    programs, site, variables = installed(built[0], tmp_path)
+    worked = run(programs / "python", "-W", "ignore", "-c", REGION, cwd=tmp_path, **variables)
+    assert worked.stdout.startswith(f"{site} torch.bfloat16 False"), worked.stderr
+    version = run(programs / "amp-plugin", "--version", cwd=tmp_path)
     assert version.stdout.strip() == amp_plugin.__version__
-    doctor = run(tmp_path / "empty" / "bin" / "amp-plugin", "doctor", cwd=tmp_path, **no_compiler)
+    doctor = run(programs / "amp-plugin", "doctor", cwd=tmp_path, **variables)
     assert doctor.returncode == 1
     assert "no C++ compiler" in doctor.stdout
 
@@ -135,65 +129,29 @@ def test_the_wheel_works_in_an_empty_environment(built: tuple[Path, Path], tmp_p
 @pytest.mark.whole_run
 def test_a_wheel_with_the_core_inside_needs_no_compiler(tmp_path: Path) -> None:
     """`make wheels`, installed into a fresh environment; the first region is open within 3 s."""
-    core = tmp_path / "core"
+    core, dist = tmp_path / "core", tmp_path / "dist"
     write = "import sys, pathlib; from amp_plugin.kernels.build import write_cores; write_cores(pathlib.Path(sys.argv[1]))"
     answer = run(sys.executable, "-c", write, core, cwd=ROOT)
     assert answer.returncode == 0, answer.stderr
-    command = (
-        sys.executable,
-        "-m",
-        "build",
-        "--no-isolation",
-        "--wheel",
-        "--outdir",
-        tmp_path / "dist",
-        ROOT,
-    )
+    command = (sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", dist, ROOT)
     answer = run(*command, cwd=tmp_path, AMP_PLUGIN_BUNDLE=str(core))
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    (wheel,) = (tmp_path / "dist").glob("*-manylinux_*_x86_64.whl")
-
-    venv.create(tmp_path / "empty", with_pip=False)
-    python = tmp_path / "empty" / "bin" / "python"
-    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
-    assert run(*pip, cwd=tmp_path).returncode == 0
-    site = Path(
-        run(python, "-c", "import site; print(site.getsitepackages()[0])", cwd=tmp_path).stdout.strip()
-    )
-    (site / "lent.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
-    code = (
-        "import pathlib, time, torch, amp_plugin\n"
-        "start = time.perf_counter()\n"
-        "with amp_plugin.autocast('cpu', dtype=torch.bfloat16):\n"
-        "    product = torch.ones(2, 2) @ torch.ones(2, 2)\n"
-        "seconds = time.perf_counter() - start\n"
-        "from amp_plugin.kernels.build import native_core\n"
-        "site = pathlib.Path(amp_plugin.__file__).parents[1]\n"
-        "core = native_core()\n"
-        "print(site, product.dtype, core.loaded, core.seconds, f'{seconds:.2f}')\n"
-    )
-    no_compiler = {"PATH": str(tmp_path / "empty" / "bin"), "AMP_PLUGIN_CACHE_DIR": str(tmp_path / "cache")}
-    worked = run(python, "-I", "-W", "error", "-c", code, cwd=tmp_path, **no_compiler)
+    (wheel,) = dist.glob("*-manylinux_*_x86_64.whl")
+    programs, site, variables = installed(wheel, tmp_path)
+    worked = run(programs / "python", "-I", "-W", "error", "-c", REGION, cwd=tmp_path, **variables)
     printed, _, seconds = worked.stdout.strip().rpartition(" ")
     assert printed == f"{site} torch.bfloat16 True 0.0", worked.stderr
     assert float(seconds) < 3
-    print(f"{wheel.name}: first region after {seconds} s")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checker", ["mypy", "pyright"])
 def test_types_reach_a_consumer(checker: str, tmp_path: Path) -> None:
-    command = {
-        "mypy": [
-            sys.executable,
-            "-m",
-            "mypy",
-            "--strict",
-            # The options and the cache of `make lint`: to read torch's modules takes a minute.
-            *("--config-file", ROOT / "pyproject.toml", "--cache-dir", ROOT / ".mypy_cache"),
-        ],
-        "pyright": [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "--level", "error"],
-    }[checker]
+    python, settings = sys.executable, ROOT / "pyproject.toml"
+    # The options and the cache of `make lint`: to read torch's modules takes a minute.
+    mypy = ["mypy", "--strict", "--config-file", settings, "--cache-dir", ROOT / ".mypy_cache"]
+    pyright = ["basedpyright", "--pythonpath", python, "--level", "error"]
+    command = [python, "-m", *{"mypy": mypy, "pyright": pyright}[checker]]
     (tmp_path / "consumer.py").write_text(CONSUMER)
     (tmp_path / "wrong.py").write_text(WRONG)
     (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')

@@ -46,16 +46,8 @@ def test_a_file_says_its_device_and_what_it_keeps(tmp_path: Path) -> None:
     ("words", "error"),
     [
         (["show", "torch-2.1", "--device", "cpu"], "unknown policy 'torch-2.1', did you mean torch-2.1"),
-        (["show", "torch-2.1", "--device", "cpu"], "or give default, or a rules file that ends in .yaml"),
-        (["show", "gone.yaml"], "gone.yaml: No such file or directory; give default, a policy such as"),
-        (
-            ["show", "--device", "gpu"],
-            "'gpu' is not one of 'cpu', 'cuda', 'mps', 'xpu'; did you mean 'cuda'?",
-        ),
-        (
-            ["diff", "FILE", "--device", "cpu"],
-            "rules of cpu and xpu cannot be compared; give those of one device",
-        ),
+        (["show", "gone.yaml"], "No such file or directory: 'gone.yaml'; give default, a policy such as"),
+        (["diff", "FILE", "--device", "cpu"], "rules of cpu and xpu differ in device; give those of one"),
     ],
 )
 def test_what_is_wrong_on_the_command_line(tmp_path: Path, words: list[str], error: str) -> None:

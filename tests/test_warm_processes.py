@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import subprocess
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import pytest
@@ -18,19 +16,11 @@ import torch.distributed as dist
 from tests import warm_processes
 from tests.copied_process import copy_is_kept
 from tests.process_groups import destroy
-from tests.torchs_own import torchs_own
-
-torchs_own("common_utils")  # forbids it
 
 
 def speak() -> None:
-    print(
-        "output",
-        os.environ["SAID"],
-        Path.cwd().name,
-        "amp_plugin.kernels" in sys.modules,
-        "torch" in sys.modules,
-    )
+    loaded = ["amp_plugin.kernels" in sys.modules, "torch" in sys.modules]
+    print("output", os.environ["SAID"], Path.cwd().name, *loaded)
     print("errors", file=sys.stderr)
 
 
@@ -63,16 +53,6 @@ def sum_of_ranks() -> None:
     destroy()
 
 
-def warn() -> None:
-    warnings.warn("of the user", UserWarning, stacklevel=1)
-    warnings.warn("of a library", DeprecationWarning, stacklevel=1)
-    logging.getLogger("test").warning("logged")
-    print(sys.modules["__main__"].__dict__.get("__file__"), torch.get_num_threads(), sys.stdin.read())
-    torch.backends.cudnn.benchmark = (
-        False  # which torch's helpers for tests forbid in the process with the tests
-    )
-
-
 @pytest.fixture(params=[False, True], ids=["with torch", "with all that tests import"])
 def frameworks(request: pytest.FixtureRequest) -> bool:
     if request.param and not copy_is_kept():
@@ -85,14 +65,6 @@ def test_output_errors_environment_and_folder(tmp_path: Path, frameworks: bool) 
     assert (answer.returncode, answer.stderr) == (0, "errors\n")
     assert answer.stdout == f"output yes {tmp_path.name} {frameworks} True\n"
     assert "SAID" not in os.environ
-
-
-def test_nothing_of_pytest_is_left_in_a_copy() -> None:
-    answer = warm_processes.call(warn, frameworks=True)
-    assert (answer.returncode, answer.stdout) == (0, "None 1 \n")
-    assert "UserWarning: of the user" in answer.stderr
-    assert "logged" in answer.stderr
-    assert "of a library" not in answer.stderr
 
 
 def test_what_is_spawned_in_a_copy_is_a_copy_too(tmp_path: Path) -> None:
@@ -112,14 +84,6 @@ def test_an_error_is_told_with_the_exit_status(frameworks: bool) -> None:
     assert answer.stderr.endswith("ValueError: of the test\n")
     answer = warm_processes.call(leave, frameworks=frameworks)
     assert (answer.returncode, answer.stderr) == (1, "no more\n")
-
-
-def test_a_program_that_fails_is_told(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text("print(__name__)\nmissing\n")
-    answer = warm_processes.run_program(program)
-    assert (answer.returncode, answer.stdout) == (1, "__main__\n")
-    assert "NameError: name 'missing' is not defined" in answer.stderr
 
 
 def test_what_does_not_end_is_killed(frameworks: bool) -> None:

@@ -36,12 +36,7 @@ _forked.set_forkserver_preload(PRELOADED)
 class WarmProcess:
     """A process that calls a function of a module, with its output in files.
 
-    Args:
-        function: what to call; the process imports its module.
-        arguments: what to call it with.
-        environment: variables beside, or instead of, those of this process.
-        folder: where it starts.
-        frameworks: whether it finds the frameworks and the native core loaded, as they are in this process.
+    With ``frameworks`` it finds the frameworks and the native core loaded, as they are in this process.
     """
 
     def __init__(
@@ -73,14 +68,7 @@ class WarmProcess:
         self._folder.cleanup()
 
     def wait(self, seconds: float) -> CompletedProcess[str]:
-        """Wait for its end; return its exit status, output and errors.
-
-        Args:
-            seconds: after which it is killed.
-
-        Raises:
-            TimeoutExpired: it had not ended by then.
-        """
+        """Wait for its end, and return its exit status, output and errors; raise TimeoutExpired if it hangs."""
         self._process.join(seconds)
         if self._process.exitcode is None:
             said = self.errors()
@@ -125,15 +113,7 @@ def call_on_ranks(
 ) -> list[CompletedProcess[str]]:
     """Call a function in processes side by side, with the variables that torchrun gives to each.
 
-    Args:
-        count: of processes.
-        seconds: after which those that have not ended are killed.
-        function: what each of them calls.
-        arguments: what it calls it with.
-        variables: more environment variables of all of them.
-
-    Returns:
-        How each of them ended, by rank.
+    Return how each of them ended, by rank; those that take longer than ``seconds`` are killed.
     """
     shared = {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     processes = [
@@ -156,13 +136,8 @@ def _free_port() -> int:
 
 
 def _variables_of(rank: int, count: int) -> dict[str, str]:
-    ranks = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": count,
-        "LOCAL_WORLD_SIZE": count,
-        "GROUP_RANK": 0,
-    }
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
+    ranks |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     return {"TORCHELASTIC_RUN_ID": "test", **{name: str(value) for name, value in ranks.items()}}
 
 

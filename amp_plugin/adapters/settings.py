@@ -15,10 +15,10 @@ from amp_plugin.options import PrecisionOptions, ScalingOptions, option_names
 from amp_plugin.precision import (
     TRAINING_DTYPES,
     PrecisionName,
+    ReduceName,
+    WeightsName,
     checked_precision,
-    checked_reduce,
-    checked_state,
-    checked_weights,
+    checked_word,
     refuse_other_precision,
 )
 from amp_plugin.scaling.grad_scaler import GradScaler
@@ -44,8 +44,8 @@ class AdapterSettings(PrecisionOptions):
             msg = f"fp32_modules={names!r} is not allowed; give a list of names: ['LayerNorm']"
             raise TypeError(msg)
         read: dict[str, Any] = {}
-        read["weights"], read["reduce"] = checked_weights(self.weights), checked_reduce(self.reduce)
-        checked_state(self.state)
+        read["weights"] = checked_word("weights", self.weights, WeightsName)
+        read["reduce"] = checked_word("reduce", self.reduce, ReduceName)
         if self.precision:  # else it is not known yet
             refuse_other_precision(read["weights"], self.precision, named=self.named)
         if self.eval_precision is not None:

@@ -135,15 +135,15 @@ def bind_environment() -> None:
     Raises:
         ValueError: there is no such file, or it holds no rules.
     """
-    path = os.environ.get("AMP_PLUGIN_RULES", "")
-    if not path or is_launcher():
+    if not os.environ.get("AMP_PLUGIN_RULES") or is_launcher():
         return
     from amp_plugin.casting.rules import environment_rules  # noqa: PLC0415 - most processes stop above
 
-    rules, name, bound = environment_rules(), f"AMP_PLUGIN_RULES={path}", ExitStack()
-    blocks = bound.enter_context(bound_autocast(rules, name))
-    bound.callback(warn_if_unread, rules, name, blocks)
-    atexit.register(bound.close)
+    if rules := environment_rules():
+        name, bound = f"AMP_PLUGIN_RULES={os.environ['AMP_PLUGIN_RULES']}", ExitStack()
+        blocks = bound.enter_context(bound_autocast(rules, name))
+        bound.callback(warn_if_unread, rules, name, blocks)
+        atexit.register(bound.close)
 
 
 def is_launcher() -> bool:

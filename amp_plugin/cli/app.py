@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 import amp_plugin
 from amp_plugin.cli import export, numerics, rules, run, tune
-from amp_plugin.cli.arguments import OF_SCRIPTS, AsJson, Device, fail, word_option
+from amp_plugin.cli.arguments import OF_SCRIPTS, AsJson, Device, fail
 
 app = typer.Typer(
     name="amp-plugin",
@@ -42,7 +42,9 @@ def main(
 
 @app.command()
 def doctor(
-    precision: Annotated[str, word_option(("fp16", "bf16", "fp32"), "Precision to plan for.")] = "fp16",
+    precision: Annotated[
+        Literal["fp16", "bf16", "fp32"], typer.Option(help="Precision to plan for.")
+    ] = "fp16",
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:

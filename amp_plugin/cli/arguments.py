@@ -1,20 +1,17 @@
-"""What commands have in common: a script and its arguments, words of a list, `--json`, tables and errors."""
+"""What commands have in common: a script and its arguments, a device, `--json`, tables and errors."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Final, NoReturn
+from typing import Annotated, Final, Literal, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from amp_plugin.casting.rules_files import TABLES
-from amp_plugin.messages import did_you_mean
 from amp_plugin.program import Program, program_named
 
 OF_SCRIPTS: Final = {"allow_interspersed_args": False}
@@ -24,12 +21,16 @@ Script = Annotated[str, typer.Argument(help="A Python file to run; with -m a mod
 Arguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")]
 AsModule = Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Device = Annotated[
+    Literal["cpu", "cuda", "mps", "xpu"] | None,
+    typer.Option(help="Device; default: a rules file's, or the best here."),
+]
 
 
-def program_of(script: str, *, as_module: bool, command: str) -> Program:
+def program_of(script: str, *, as_module: bool) -> Program:
     """Return the program that a command is to run."""
     try:
-        return program_named(script, as_module=as_module, command=command)
+        return program_named(script, as_module=as_module)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="SCRIPT") from error
 
@@ -42,33 +43,6 @@ def need_core(command: str) -> None:
         require_native(f"amp-plugin {command}")
     except (RuntimeError, ValueError) as error:
         fail(str(error), code=1)
-
-
-def word_option(
-    allowed: Iterable[str],
-    purpose: str,
-    *,
-    name: str | None = None,
-    aliases: Mapping[str, str] | None = None,
-) -> Any:
-    """Return an option whose value is one of some words."""
-    words = tuple(allowed)
-
-    def check(given: str | None) -> str | None:
-        if given is None or given in words:
-            return given
-        hint = did_you_mean(given, words, aliases=aliases, written=repr)
-        msg = f"{given!r} is not one of {', '.join(map(repr, words))}{hint}"
-        raise typer.BadParameter(msg)
-
-    names = () if name is None else (name,)
-    return typer.Option(*names, metavar="|".join(words), callback=check, help=purpose)
-
-
-Device = Annotated[
-    str | None,
-    word_option(TABLES, "Device; default: a rules file's, or the best here.", aliases={"gpu": "cuda"}),
-]
 
 
 def show(table: Table) -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from amp_plugin.cli.arguments import AsJson, fail, word_option
+from amp_plugin.cli.arguments import AsJson, fail
 
 
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A file, or a folder of Accelerate or transformers.")],
     target: Annotated[Path, typer.Argument(help="The file to write, *.safetensors.")],
-    dtype: Annotated[str, word_option(("fp32", "bf16", "fp16"), "Dtype of the weights.")] = "fp32",
+    dtype: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="Dtype of the weights.")] = "fp32",
     prefix: Annotated[str, typer.Option(help="Take only names that begin so, and drop it: model.")] = "",
     key: Annotated[str, typer.Option(help="Where a file of torch.save holds the state dict.")] = "",
     force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -22,21 +20,11 @@ from amp_plugin.cli.arguments import (
     output_of_script,
     program_of,
     show,
-    word_option,
 )
 from amp_plugin.program import Program
 
 if TYPE_CHECKING:
     from amp_plugin.numerics.finding import Finding
-
-_WIDE = {"fp32": "float32", "fp64": "float64"}
-_NO_STOPS = "--compare measures errors and stops nowhere; leave --keep-going, --strict and --save out"
-_NO_MORE = "--save records a run; leave --keep-going and --strict out"
-_MOST_RUNS = 8  # of a program with --keep-going
-_NAMES = {"float32": "fp32", "float": "fp32", "float64": "fp64", "double": "fp64"}
-
-_PURPOSE = "Measure each op's error, or compare compiled code with eager code."
-Compare = Annotated[str | None, word_option((*_WIDE, "eager"), _PURPOSE, aliases=_NAMES)]
 
 
 def diagnose(
@@ -49,7 +37,10 @@ def diagnose(
     strict: Annotated[
         bool, typer.Option("--strict", help="Report an infinity even if nothing comes of it.")
     ] = False,
-    compare: Compare = None,
+    compare: Annotated[
+        Literal["fp32", "fp64", "eager"] | None,
+        typer.Option(help="Measure each op's error, or compare compiled code with eager code."),
+    ] = None,
     save: Annotated[
         Path | None, typer.Option(help="Record what each op makes into this file, for `compare`.")
     ] = None,
@@ -58,13 +49,11 @@ def diagnose(
     as_json: AsJson = False,
 ) -> None:
     """Run a script and name the first op that makes a nan or a harmful infinity; exit code 1 if one does."""
-    program = program_of(script, as_module=as_module, command="diagnose")
-    for given, others, why in (
-        (compare, (keep_going, strict, save), _NO_STOPS),
-        (save, (keep_going, strict), _NO_MORE),
-    ):
-        if given and any(others):
-            fail(why, code=2)
+    program = program_of(script, as_module=as_module)
+    if compare and (keep_going or strict or save):
+        fail("--compare measures errors; leave --keep-going, --strict and --save out", code=2)
+    if save and (keep_going or strict):
+        fail("--save records a run; leave --keep-going and --strict out", code=2)
     if compare or save:
         _measure(program, arguments or [], compare, save, steps, rows, as_json)
     else:
@@ -86,8 +75,6 @@ def _find_non_finite(
     diagnosis = Diagnosis(keep_going=keep_going, strict=strict, on_finding=tell_at_once)
     with output_of_script(as_json=as_json):
         run = run_program(program, arguments, around=diagnosis, expected=NonFiniteError)
-    if keep_going:
-        diagnosis.findings += _behind_the_cures(program, arguments, diagnosis.findings, strict=strict)
     if as_json:
         findings = [finding.to_dict() for finding in diagnosis.findings]
         print(json.dumps({"script": program.name, "exit_code": run.code, "findings": findings}))
@@ -104,40 +91,6 @@ def _find_non_finite(
             file=sys.stderr,
         )
     raise typer.Exit(1 if diagnosis.findings else run.code)
-
-
-def _behind_the_cures(
-    program: Program, arguments: list[str], found: list[Finding], *, strict: bool
-) -> list[Finding]:
-    """Run the program again with the ops in fp32 that overflowed, and return what that brings to light.
-
-    Not on several ranks, which would have to run alike, and not where no rule of an op is a cure.
-    """
-    from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
-    from amp_plugin.numerics.diagnose import Diagnosis  # noqa: PLC0415 - loads torch
-    from amp_plugin.program import default_rules, run_program  # noqa: PLC0415
-
-    known = {(finding.op, finding.place) for finding in found}
-    rules: dict[str, OpRules] = {}
-    behind: list[Finding] = []
-    latest = found
-    for _ in range(_MOST_RUNS):
-        cured = [finding for finding in latest if finding.cures and finding.rank is None]
-        if not cured:
-            break
-        for finding in cured:
-            device = finding.device_type
-            changed = rules.get(device) or OpRules.default(device)
-            for name in finding.rule_names:
-                changed = changed.with_rule(name, "fp32")
-            rules[device] = changed
-        again = Diagnosis(keep_going=True, strict=strict)
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            run_program(program, arguments, around=default_rules(rules.values(), again))
-        latest = [finding for finding in again.findings if (finding.op, finding.place) not in known]
-        known |= {(finding.op, finding.place) for finding in latest}
-        behind += latest
-    return behind
 
 
 def _print_finding(finding: Finding) -> None:
@@ -166,9 +119,10 @@ def _measure(
     region: RunRecorder | CompiledComparison | ShadowRun
     if file is not None:
         region = RunRecorder(file, steps=steps)
+    elif than == "eager":
+        region = CompiledComparison()
     else:
-        dtype = _WIDE.get(than or "")
-        region = ShadowRun(dtype=getattr(torch, dtype)) if dtype else CompiledComparison()
+        region = ShadowRun(dtype=torch.float32 if than == "fp32" else torch.float64)
     with output_of_script(as_json=as_json):
         run = run_program(program, arguments, around=region)
     if as_json:

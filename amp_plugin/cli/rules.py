@@ -51,12 +51,8 @@ def diff_rules(
     if as_json:
         print(json.dumps({"device_type": chosen.device_type, "ops": differing}, indent=2))
     elif differing:
-        table = _table(
-            f"{len(differing)} op{'s' * (len(differing) > 1)} treated differently on {chosen.device_type}",
-            "op",
-            first,
-            second,
-        )
+        title = f"{len(differing)} ops treated differently on {chosen.device_type}"
+        table = _table(title, "op", first, second)
         for op, pair in differing.items():
             table.add_row(op, *pair)
         show(table)
@@ -81,25 +77,9 @@ def _rule_sets(words: list[str], device: str | None) -> list[OpRules]:
         files = {word: OpRules.from_yaml(word) for word in words if word.endswith((".yaml", ".yml"))}
         devices = {rules.device_type for rules in files.values()} | ({device} if device else set())
         if len(devices) > 1:
-            fail(
-                f"rules of {' and '.join(sorted(devices))} cannot be compared; give those of one device",
-                code=2,
-            )
+            fail(f"rules of {' and '.join(sorted(devices))} differ in device; give those of one", code=2)
         of = devices.pop() if devices else default_device()
-        return [files.get(word) or _named(word, of) for word in words]
-    except OSError as error:
-        fail(f"{error.filename}: {error.strerror}; give {_WHAT}", code=2)
-    except ValueError as error:
-        fail(str(error), code=2)
-
-
-def _named(word: str, device_type: str) -> OpRules:
-    from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
-
-    if word == "default":
-        return OpRules.default(device_type)
-    try:
-        return OpRules.named(word, device_type)
-    except ValueError as error:
-        msg = f"{error}; or give default, or a rules file that ends in .yaml"
-        raise ValueError(msg) from error
+        default = {"default": OpRules.default(of)}
+        return [files.get(word) or default.get(word) or OpRules.named(word, of) for word in words]
+    except (OSError, ValueError) as error:
+        fail(f"{error}; give {_WHAT}", code=2)

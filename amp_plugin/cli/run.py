@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final, Literal
 
 import typer
 
@@ -22,22 +22,17 @@ from amp_plugin.cli.arguments import (
     output_of_script,
     program_of,
     show,
-    word_option,
 )
-
-if TYPE_CHECKING:
-    from amp_plugin.casting.cast_log import Cast
 
 Rules = Annotated[
     Path | None,
     typer.Option("--rules", exists=True, dir_okay=False, help="Op rules that autocast follows, a YAML file."),
 ]
 Precision = Annotated[
-    str | None,
-    word_option(
-        ("fp16", "bf16"),
-        "What the program gets where it chooses none: the dtype of autocast blocks, mixed_precision of an "
-        "Accelerator, precision of a Trainer or Fabric.",
+    Literal["fp16", "bf16"] | None,
+    typer.Option(
+        help="What the program gets where it chooses none: the dtype of autocast blocks, mixed_precision of "
+        "an Accelerator, precision of a Trainer or Fabric."
     ),
 ]
 
@@ -59,7 +54,30 @@ def run(
     amp_plugin's while it runs, in the processes that it starts too. The program need not import amp_plugin.
     When it ends, all of it is given back. With several processes: torchrun -m amp_plugin run train.py
     """
-    _launch("run", script, arguments, precision=precision, rules=rules, page=page, as_module=as_module)
+    from amp_plugin.adapters.takeover import Takeover  # noqa: PLC0415 - loads torch
+    from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
+    from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
+    from amp_plugin.run_page.page import require_libraries  # noqa: PLC0415 - loads torch
+    from amp_plugin.run_page.program import program_page  # noqa: PLC0415 - loads torch
+
+    program = program_of(script, as_module=as_module)
+    if rules is not None:
+        need_core("run --rules")
+    try:
+        if page is not None:
+            require_libraries()
+        takeover = Takeover(
+            Path(program.name).name,
+            precision=precision,
+            rules=None if rules is None else OpRules.from_yaml(rules),
+            rules_name="" if rules is None else str(rules),
+        )
+    except ImportError as error:
+        fail(str(error), code=1)
+    except (OSError, ValueError) as error:
+        fail(str(error), code=2)
+    around = takeover if page is None else _both(program_page(page, program.name), takeover)
+    raise typer.Exit(run_program(program, arguments or [], around=around).code)
 
 
 def report(
@@ -75,46 +93,7 @@ def report(
     The page shows loss scale, skips, norms, how near gradients come to overflow, and the op and line behind a
     skipped step. The script need not import amp_plugin: it runs on it, as under `amp-plugin run`.
     """
-    _launch("report", script, arguments, precision=precision, rules=rules, page=page, as_module=as_module)
-
-
-def _launch(
-    command: str,
-    script: str,
-    arguments: list[str] | None,
-    *,
-    precision: str | None,
-    rules: Path | None,
-    page: Path | None,
-    as_module: bool,
-) -> None:
-    from amp_plugin.adapters.takeover import Takeover  # noqa: PLC0415 - loads torch
-    from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
-    from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
-    from amp_plugin.run_page.program import ProgramPage  # noqa: PLC0415 - loads torch
-
-    program = program_of(script, as_module=as_module, command=command)
-    if rules is not None:
-        need_core(f"{command} --rules")
-    try:
-        drawn = None if page is None else ProgramPage(page)
-        takeover = Takeover(
-            Path(program.name).name,
-            precision=precision,  # type: ignore[arg-type] # its words are checked
-            rules=None if rules is None else OpRules.from_yaml(rules),
-            rules_name="" if rules is None else str(rules),
-        )
-    except ImportError as error:
-        fail(str(error), code=1)
-    except (OSError, ValueError) as error:
-        fail(str(error), code=2)
-    around = takeover if drawn is None else _both(takeover, drawn)
-    ran = run_program(program, arguments or [], around=around)
-    if drawn is not None and (
-        drawn.page is not None or not ran.code
-    ):  # else the error explains the missing page
-        print(f"amp-plugin {command}: {program.name} {drawn.outcome()}", file=sys.stderr)
-    raise typer.Exit(ran.code)
+    run(script, arguments, precision, rules, page, as_module)
 
 
 @contextmanager
@@ -128,16 +107,15 @@ _FIELDS: Final = {  # of a row in JSON
     "module": ("module",),
     "op": ("op",),
 }
-_NO_CASTS = "no casts: was the code in an autocast block, amp_plugin's or torch's, and not compiled?"
 
 
 def casts(
     script: Script,
     arguments: Arguments = None,
     as_module: AsModule = False,
-    by: Annotated[str, word_option(_FIELDS, "What a row adds up.")] = "cast",
+    by: Annotated[Literal["cast", "module", "op"], typer.Option(help="What a row adds up.")] = "cast",
     every: Annotated[
-        bool, typer.Option("--every", help="Give each module a row; else siblings that cast alike share one.")
+        bool, typer.Option("--every", help="Give each module a row; else numbered siblings share one.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -147,24 +125,22 @@ def casts(
     from amp_plugin.casting.cast_log import cast_table, grouped, log_casts  # noqa: PLC0415 - loads torch
     from amp_plugin.program import run_program  # noqa: PLC0415
 
-    program = program_of(script, as_module=as_module, command="casts")
+    program = program_of(script, as_module=as_module)
     need_core("casts")
     log = log_casts()
     counters["stats"]["unique_graphs"] = 0
     with output_of_script(as_json=as_json):
         ran = run_program(program, arguments or [], around=log)
     graphs = int(counters["stats"]["unique_graphs"])
-    made = log.records() if every else _folded(log.records())
+    made = log.records()
+    if not every:
+        made = [replace(cast, module=re.sub(r"\b\d+\b", "*", cast.module)) for cast in made]
     if as_json:
-        fields = _FIELDS[by]
-        groups = grouped(made, lambda cast: tuple(_text(getattr(cast, field)) for field in fields))
-        rows = [dict(zip(fields, key, strict=True)) | asdict(totals) for key, totals in groups.items()]
+        groups = grouped(made, lambda cast: tuple((name, _text(getattr(cast, name))) for name in _FIELDS[by]))
+        rows = [dict(key) | asdict(totals) for key, totals in groups.items()]
         print(json.dumps({"script": script, "by": by, "compiled_graphs": graphs, "rows": rows}))
     elif made or not ran.failed:
-        if made:
-            show(cast_table(made, by))  # type: ignore[arg-type]
-        else:
-            print(_NO_CASTS)
+        show(cast_table(made, by))
         if graphs:
             print(f"{graphs} compiled graphs: their casts are inside them and not in this table")
     raise typer.Exit(ran.code)
@@ -172,20 +148,3 @@ def casts(
 
 def _text(value: object) -> str:
     return str(value).removeprefix("torch.")
-
-
-def _folded(made: Sequence[Cast]) -> list[Cast]:
-    """Return casts with one name for sibling modules that cast alike: ``Net.blocks.*.mlp, x12``."""
-    from amp_plugin.numerics.modules import pattern_of  # noqa: PLC0415 - loads torch
-
-    def kind(cast: Cast) -> tuple[object, ...]:
-        return pattern_of(cast.module), cast.op, cast.argument, cast.kind, cast.before, cast.after
-
-    siblings: dict[tuple[object, ...], dict[str, None]] = {}
-    for cast in made:
-        siblings.setdefault(kind(cast), {})[cast.module] = None
-    names = {
-        alike: f"{alike[0]}, x{len(modules)}" if len(modules) > 1 else next(iter(modules))
-        for alike, modules in siblings.items()
-    }
-    return [replace(cast, module=names[kind(cast)]) for cast in made]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
@@ -19,23 +19,10 @@ from amp_plugin.cli.arguments import (
     need_core,
     program_of,
     show,
-    word_option,
 )
 
 if TYPE_CHECKING:
     from amp_plugin.tuning.tune import Tuning
-
-_GOAL_NAMES: Final = {"speed": "casts", "bytes": "memory", "fp16": "accuracy"}
-_DTYPE_NAMES: Final = {"float64": "fp64", "double": "fp64", "float32": "fp32"}
-
-Output = Annotated[Path, typer.Option("-o", "--output", help="The rules file to write.")]
-Goal = Annotated[
-    str,
-    word_option(("memory", "casts", "accuracy"), "What to improve.", name="--for", aliases=_GOAL_NAMES),
-]
-Reference = Annotated[
-    str, word_option(("fp64", "fp32"), "What to compare gradients with.", aliases=_DTYPE_NAMES)
-]
 
 
 def _share(given: str) -> float:
@@ -47,6 +34,9 @@ def _share(given: str) -> float:
     return float(number[1]) / (100 if number[2] else 1)
 
 
+Output = Annotated[Path, typer.Option("-o", "--output", help="The rules file to write.")]
+Goal = Annotated[Literal["memory", "casts", "accuracy"], typer.Option("--for", help="What to improve.")]
+Reference = Annotated[Literal["fp64", "fp32"], typer.Option(help="What to compare gradients with.")]
 Budget = Annotated[
     float,
     typer.Option(
@@ -77,7 +67,7 @@ def tune(
     from amp_plugin.cli.doctor import default_device  # noqa: PLC0415 - loads torch
     from amp_plugin.tuning import tune, workload  # noqa: PLC0415 - loads torch
 
-    program = program_of(script, as_module=as_module, command="tune")
+    program = program_of(script, as_module=as_module)
     need_core("tune")
     try:
         tuning = tune.tuned(

@@ -4,23 +4,6 @@ Every op takes all gradients of one optimizer on one device, dtypes mixed (float
 float64, complex64, complex128), any strides and sizes; no lazily conjugated or negated ones. Sparse gradients
 enter through their values, DTensors through their local tensors.
 
-op                      bytes (B = all gradients)   launches (CUDA)  host syncs
-======================  ==========================  ===============  ==========
-norm_check              read B                      1                0
-unscale\_               read B, write B             1                0
-multiply\_              read B, write B; 0 if 1     1                0
-update_scale\_          a few scalars               1                0
-clip_factor             a few scalars               1                0
-adam\_, sgd\_            read B, params and states,   1                0
-                        write the same; B only if
-                        grad_scale is not 1
-pack_weights\_          read 4, write 4 a weight    1                0
-unpack_weights\_        read 4, write 4 a weight    1                0
-round_weights\_         read 4, write 2 a weight    per tensor       0
-pack_measurements\_     a few scalars               1                0
-unpack_measurements     a few scalars               1                0
-======================  ==========================  ===============  ==========
-=======
 On a GPU each is one launch (``round_weights_`` one per tensor) without a host sync. For B bytes of gradients
 ``norm_check`` reads B, ``unscale_`` and ``multiply_`` write it too, ``adam_`` and ``sgd_`` besides read and
 write parameters and states; a weight is 4 bytes read and 4 (rounded: 2) written; the others move scalars.

@@ -3,8 +3,8 @@
 ::
 
     a call went through recorded(), or AmpMonitor    it runs again: the same batch, random numbers and weights
-    a loop that records nothing                      the model's calls run again, with the gradients of their
-                                                     results; and the step that follows is watched as it runs
+    a loop that records nothing                      the model's calls run again, back to its parameters;
+                                                     and the step that follows is watched as it runs
 
 The first of a row of skips is looked at where nothing is scaled, and the third under a loss scale, which
 overflows while it is found; the first at once if its gradients hold a nan, which a loss scale seldom makes.
@@ -16,21 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from amp_plugin.casting.threads import RegionState, current_state
 from amp_plugin.numerics.diagnose import Diagnosis, diagnosed
 from amp_plugin.numerics.finding import Finding
 from amp_plugin.numerics.places import Place, called_from
-from amp_plugin.numerics.values import unwatched
 from amp_plugin.scaling.replay import Replay, explain
 from amp_plugin.scaling.step_log import LoggedStep, StepLog
 
@@ -41,7 +38,7 @@ _IN_A_ROW: Final = 3  # skips that a loss scale may need while it is found
 Found = Callable[[Sequence[Finding], str], None]
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ModelCall:
     """A call of the model in training that can be run again, back to its parameters."""
 
@@ -50,26 +47,15 @@ class ModelCall:
     kwargs: dict[str, Any]
     regions: tuple[RegionState, ...]
     place: Place | None  # the line that called it
-    gradients: dict[int, Tensor] = field(default_factory=dict)
-
-    def follow(self, output: Any) -> None:
-        """Keep the gradients of the results once they are there."""
-        for place, result in _differentiable(output):
-            result.register_hook(partial(self.gradients.__setitem__, place))  # type: ignore[no-untyped-call]
 
     def __call__(self) -> None:
-        """Run it again; its backward pass too, if the loss has sent finite gradients into it."""
+        """Run it again, and its backward pass with gradients of 0, which a pole makes nan."""
         with ExitStack() as stack:
             for state in self.regions:
                 stack.enter_context(state.region())
             output = self.model(*self.args, **self.kwargs)
-        results = [
-            (result, self.gradients[i]) for i, result in _differentiable(output) if i in self.gradients
-        ]
-        with unwatched():
-            are_finite = all(bool(torch.isfinite(given).all()) for _, given in results)
-        if results and are_finite:
-            torch.autograd.backward([result for result, _ in results], [given for _, given in results])
+        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        torch.autograd.backward(results, [torch.zeros_like(result) for result in results])
 
 
 class FlightRecorder:
@@ -81,88 +67,64 @@ class FlightRecorder:
 
     def __init__(self, log: StepLog, model: nn.Module, found: Found, *, watches: bool) -> None:
         self._log, self._model, self._found, self._watches = log, model, found, watches
-        self._was_exact = log.exact
-        self._hooks: list[RemovableHandle] = []
-        self._running: ModelCall | None = None
         self._watching: Diagnosis | None = None
         self._looks = self.unseen = 0
         self._was_wrong = self._is_explained = False
 
-    def open(self) -> None:
-        """Keep windows from now on."""
-        self._log.keeps_window = self._log.exact = True
-        self._hooks = [
-            self._model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
-            self._model.register_forward_hook(self._leave),
-        ]
-
-    def close(self) -> None:
-        """Keep nothing any more."""
-        self._end_watch()
-        while self._hooks:
-            self._hooks.pop().remove()
-        self._log.keeps_window, self._log.exact = False, self._was_exact
-        self._log.calls.clear()
+    def open(self, stack: ExitStack) -> None:
+        """Keep windows until the stack is closed."""
+        log = self._log
+        stack.callback(log.calls.clear)
+        stack.callback(setattr, log, "exact", log.exact)
+        stack.callback(setattr, log, "keeps_window", False)
+        log.keeps_window = log.exact = True
+        hook = self._model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+        stack.callback(hook.remove)
+        stack.callback(self._end_watch)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Remember a call of the model where the program records nothing itself."""
         watched = module.training and torch.is_grad_enabled() and not is_compiling()
         in_backward = torch._C._current_graph_task_id() != -1  # checkpoint's recomputation
-        if not watched or in_backward or self._log.replaying:
-            return
-        if all(isinstance(recorded.call, ModelCall) for recorded in self._log.calls):
-            regions, place = current_state(), called_from()[0]
-            call = ModelCall(model=module, args=args, kwargs=kwargs, regions=regions, place=place)
-            self._log.remember(call)
-            self._running = call
+        if watched and not in_backward and not self._log.replaying and not self._is_recorded():
+            self._log.remember(ModelCall(module, args, kwargs, current_state(), called_from()[0]))
 
-    def _leave(self, _: nn.Module, __: Any, output: Any) -> None:
-        call, self._running = self._running, None
-        if call is not None:
-            call.follow(output)
+    def _is_recorded(self) -> bool:
+        """Return whether the program itself says how this window is run again."""
+        return any(not isinstance(recorded.call, ModelCall) for recorded in self._log.calls)
 
     def look(self, step: LoggedStep, *, is_wrong: bool) -> None:
         """Look at a step: run it again if it went wrong and the loss scale alone does not explain that."""
         self._end_watch()
         self.unseen += not self._log.calls
+        was_wrong, self._was_wrong = self._was_wrong, is_wrong
         if not (is_wrong or step.result.skipped):
-            self._was_wrong = self._is_explained = False
+            self._is_explained = False
             return
         alone = ranks() == 1  # else all run it again or none: by what every rank knows of the step
-        is_worth_it = (alone and is_wrong and not self._was_wrong) or self._is_worth_it(step)
-        self._was_wrong = is_wrong
-        is_known = (self._is_explained and alone) or self._looks == _MOST_LOOKS
-        if is_known or not is_worth_it or self._log.replaying:
+        is_worth_it = (alone and is_wrong and not was_wrong) or _is_worth_it(step)
+        if not is_worth_it or (self._is_explained and alone) or self._looks == _MOST_LOOKS:
             return
         self._looks += 1
         with _buffers_kept(self._model):
             explained = explain(self._log, step, self._run_again, list(self._model.parameters()))
         findings, how = explained or ((), "")
-        if findings or any(not isinstance(recorded.call, ModelCall) for recorded in self._log.calls):
+        if findings or self._is_recorded():
             self._tell(findings, how)
-            return
-        if not self._watches:
+        elif self._watches:
+            self._watching = Diagnosis(self._model, keep_going=True)
+            self._watching.__enter__()
+        else:
             self._is_explained = True  # the weights are lost from now on
-            self._found(
-                (), "The model's calls were run again and were finite: amp-plugin diagnose watches all."
-            )
-            return
-        self._watching = Diagnosis(self._model, keep_going=True)
-        self._watching.__enter__()
-
-    def _is_worth_it(self, step: LoggedStep) -> bool:
-        result = step.result
-        if not result.skipped:
-            return False
-        usual = _IN_A_ROW if result.is_scaled else 1
-        has_nan = result.norm is not None and bool(result.norm.isnan())
-        return step.in_a_row == usual or (step.in_a_row == 1 and has_nan)
+            self._found((), "The model's calls ran again and were sound: amp-plugin diagnose watches all.")
 
     def _run_again(self, replay: Replay) -> tuple[Sequence[Finding], str]:
         diagnosis, failed = diagnosed(replay.run, self._model)
         how = f"The step was run again{f'; then it raised {failed}' if failed else ''}."
-        findings = [_placed(finding, replay) for finding in diagnosis.findings]
-        return findings, how if diagnosis.findings else f"{how} {diagnosis.report()}"
+        call = replay.calls[0].call
+        place = call.place if isinstance(call, ModelCall) else None
+        findings = [_placed(finding, place) for finding in diagnosis.findings]
+        return findings, how if findings else f"{how} {diagnosis.report()}"
 
     def _end_watch(self) -> None:
         watching, self._watching = self._watching, None
@@ -183,23 +145,21 @@ def ranks() -> int:
     return distributed.get_world_size() if joined else 1
 
 
-def _placed(finding: Finding, replay: Replay) -> Finding:
-    """Return a finding with the line that called the model in place of the one that has stepped."""
-    calls = [recorded.call for recorded in replay.calls]
-    called = next((call.place for call in calls if isinstance(call, ModelCall)), None)
-    stepped = called_from()[0]
-    if called is None or stepped not in {finding.place, finding.caller}:
-        return finding
-    return replace(
-        finding,
-        place=called if finding.place == stepped else finding.place,
-        caller=called if finding.caller == stepped else finding.caller,
+def _is_worth_it(step: LoggedStep) -> bool:
+    result = step.result
+    has_nan = result.norm is not None and bool(result.norm.isnan())
+    return result.skipped and (
+        step.in_a_row == (_IN_A_ROW if result.is_scaled else 1) or (step.in_a_row == 1 and has_nan)
     )
 
 
-def _differentiable(output: Any) -> list[tuple[int, Tensor]]:
-    leaves = enumerate([output] if isinstance(output, Tensor) else tree_leaves(output))
-    return [(i, leaf) for i, leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+def _placed(finding: Finding, called: Place | None) -> Finding:
+    """Return a finding with the line that called the model in place of the one that has stepped."""
+    stepped = called_from()[0]
+    lines: dict[str, Any] = {
+        name: called for name in ("place", "caller") if called and getattr(finding, name) == stepped
+    }
+    return replace(finding, **lines)
 
 
 @contextmanager

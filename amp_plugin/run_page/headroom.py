@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from amp_plugin.patterns import clean_name
-from amp_plugin.run_page.history import halved
+from amp_plugin.precision import short_name
 from amp_plugin.scaling.gradients import local_gradient
 from amp_plugin.scaling.step_log import StepResult
 
@@ -24,17 +24,9 @@ BUDGET: Final = 0.0025
 """The share of a run's time that reads may take; writing the page may take as much again."""
 
 _MOST_ELEMENTS = 4096
-_MOST_COLUMNS = 360  # of the map; beyond, two neighbours become one
+_MOST_COLUMNS = 360  # of the map
 _MOST_ROWS = 250
-
-
-class Column(NamedTuple):
-    """The gradients of one step, or of some in a row: a number per module, nan where it has no gradient."""
-
-    first: int
-    last: int
-    largest: Tensor  # of the scaled gradients, inf if one of them is not finite
-    zeros: Tensor  # share of the elements
+_NEAREST = 3
 
 
 class Headroom:
@@ -42,13 +34,13 @@ class Headroom:
 
     def __init__(self, model: nn.Module) -> None:
         rows: dict[str, int] = {}
-        self._row_of: dict[int, int] = {}
-        for name, param in model.named_parameters():
-            owner = clean_name(name).rpartition(".")[0]
-            self._row_of[id(param)] = rows.setdefault(owner, len(rows))
+        self._row_of = {
+            param: rows.setdefault(_owner(name), len(rows)) for name, param in model.named_parameters()
+        }
         self.modules = list(rows)
-        self._params = list(model.parameters())
-        self.columns: list[Column] = []
+        self.first: list[int] = []  # of the steps of a column
+        self.last: list[int] = []
+        self._largest = self._zeros = torch.empty(len(rows), 0)  # module x column, nan without a gradient
         self.reads, self.seconds = 0, 0.0
         self._began = time.perf_counter()
 
@@ -58,76 +50,87 @@ class Headroom:
 
     def note_overflow(self, step: int, names: Iterable[str]) -> None:
         """Add a skipped step by the names of the parameters that overflowed; nothing is read."""
-        owners = {clean_name(name).rpartition(".")[0] for name in names}
+        owners = {_owner(name) for name in names}
         largest = torch.tensor([math.inf if name in owners else math.nan for name in self.modules])
         if largest.isinf().any():
-            self._add(Column(step, step, largest, torch.full_like(largest, math.nan)))
+            self._add(step, largest, torch.full_like(largest, math.nan))
 
     def read(self, step: int, result: StepResult) -> None:
         """Read the gradients that a step has left."""
         start = time.perf_counter()
-        gradients = [
-            (self._row_of[id(param)], local_gradient(param)[0].detach())
-            for param in self._params
+        found = {
+            local_gradient(param)[0].detach(): row
+            for param, row in self._row_of.items()
             if param.grad is not None and param.grad.layout is torch.strided
-        ]
-        found = [(row, gradient) for row, gradient in gradients if gradient.numel()]
+        }
+        found = {gradient: row for gradient, row in found.items() if gradient.numel()}
         if found:
-            self._add(Column(step, step, *self._measured(found, _times_made(result))))
+            self._measure(step, torch.tensor([*found.values()]), [*found], _times_made(result))
         self.reads += 1
         self.seconds += time.perf_counter() - start
 
-    def _measured(self, found: list[tuple[int, Tensor]], factor: float) -> tuple[Tensor, Tensor]:
-        largest = [math.nan] * len(self.modules)
-        zeros, counts = torch.zeros(len(self.modules)), torch.zeros(len(self.modules))
-        groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
-        for row, gradient in found:
-            groups.setdefault((gradient.device, gradient.dtype), []).append((row, gradient))
-        for members in groups.values():
-            rows = torch.tensor([row for row, _ in members])
-            norms = torch._foreach_norm([gradient for _, gradient in members], math.inf)
-            values = torch.stack(norms).float().cpu().nan_to_num(nan=math.inf) * factor
-            for (row, _), value in zip(members, values.tolist(), strict=True):
-                largest[row] = value if math.isnan(largest[row]) else max(largest[row], value)
-            parts = [_some_of(gradient) for _, gradient in members]
-            sizes = torch.tensor([len(part) for part in parts])
-            is_zero = (torch.cat(parts) == 0).float().cpu()
-            zeros = zeros.index_add(0, rows.repeat_interleave(sizes), is_zero)
-            counts = counts.index_add(0, rows, sizes.float())
-        return torch.tensor(largest), zeros / counts  # 0 / 0 is nan
+    def _measure(self, step: int, rows: Tensor, gradients: list[Tensor], factor: float) -> None:
+        parts = [_some_of(gradient) for gradient in gradients]
+        norms = _on_host(torch._foreach_norm(gradients, math.inf)).nan_to_num(nan=math.inf) * factor
+        shares = _on_host([(part == 0).float().mean() for part in parts])
+        sizes = torch.tensor([float(len(part)) for part in parts])
+        nothing, empty = torch.full((len(self.modules),), math.nan), torch.zeros(len(self.modules))
+        zeros = empty.index_add(0, rows, shares * sizes) / empty.index_add(0, rows, sizes)  # 0 / 0 is nan
+        self._add(step, nothing.scatter_reduce(0, rows, norms, "amax", include_self=False), zeros)
 
-    def _add(self, column: Column) -> None:
-        self.columns.append(column)
-        if len(self.columns) > _MOST_COLUMNS:
-            self.columns = halved(self.columns, _joined)
+    def _add(self, step: int, largest: Tensor, zeros: Tensor) -> None:
+        """Add a column; of too many, two neighbours become one."""
+        if len(self.first) == _MOST_COLUMNS:
+            self.first, self.last = self.first[::2], self.last[1::2]
+            self._largest = torch.fmax(self._largest[:, ::2], self._largest[:, 1::2])
+            self._zeros = torch.stack([self._zeros[:, ::2], self._zeros[:, 1::2]]).nanmean(dim=0)
+        self.first.append(step)
+        self.last.append(step)
+        self._largest = torch.cat([self._largest, largest[:, None]], dim=1)
+        self._zeros = torch.cat([self._zeros, zeros[:, None]], dim=1)
 
-    def bits(self, limits: Mapping[str, float]) -> Tensor:
+    def bits(self, dtypes: Mapping[str, torch.dtype]) -> Tensor:
         """Return, modules x columns, how often the largest gradient could double; -1 has overflowed."""
-        if not self.columns:
-            return torch.empty(len(self.modules), 0)
-        largest = torch.stack([column.largest for column in self.columns], dim=1)
-        limit = torch.tensor([[limits[name]] for name in self.modules], dtype=torch.float64)
-        return (limit / largest).log2().clamp(min=-1.0)
+        limits = [[torch.finfo(dtypes[name]).max] for name in self.modules]
+        return (torch.tensor(limits, dtype=torch.float64) / self._largest).log2().clamp(min=-1.0)
 
-    def zeros(self) -> Tensor:
-        """Return, modules x columns, the share of elements that are zero."""
-        parts = [column.zeros for column in self.columns]
-        return torch.stack(parts, dim=1) if parts else torch.empty(len(self.modules), 0)
+    def nearest(self, dtypes: Mapping[str, torch.dtype]) -> list[tuple[str, str, float, int]]:
+        """Return module, dtype, bits left and step of those nearest to overflow, skipped steps left out."""
+        bits = self.bits(dtypes)
+        least, places = _least(bits.masked_fill((bits < 0).any(dim=0), math.inf))
+        near = [row for row in least.argsort(stable=True).tolist() if least[row] < math.inf]
+        names = [(row, self.modules[row]) for row in near[:_NEAREST]]
+        return [
+            (name or "(model)", short_name(dtypes[name]), float(least[row]), self.first[places[row]])
+            for row, name in names
+        ]
 
-    def cells(self, limits: Mapping[str, float]) -> dict[str, Any]:
+    def cells(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
         """Return the map for a page: names and steps, and row by row the bits and the shares in percent."""
-        bits, zeros = self.bits(limits), self.zeros()
-        order = list(range(len(self.modules)))
-        if len(order) > _MOST_ROWS:
-            nearest = bits.nan_to_num(nan=math.inf).amin(dim=1).argsort()[:_MOST_ROWS]
-            order = sorted(nearest.tolist())
+        bits = self.bits(dtypes)
+        order = sorted(_least(bits)[0].argsort()[:_MOST_ROWS].tolist())
         return {
             "modules": [self.modules[row] or "(model)" for row in order],
-            "first": [column.first for column in self.columns],
-            "last": [column.last for column in self.columns],
-            "bits": [[_shown(bit, 1) for bit in bits[row].tolist()] for row in order],
-            "zeros": [[_shown(100 * share, 1) for share in zeros[row].tolist()] for row in order],
+            "first": self.first,
+            "last": self.last,
+            "bits": [[*map(_shown, bits[row].tolist())] for row in order],
+            "zeros": [[*map(_shown, (100 * self._zeros[row]).tolist())] for row in order],
         }
+
+
+def _least(bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the fewest bits of each module, infinity if there are none, and their column."""
+    least, places = nn.functional.pad(bits.nan_to_num(nan=math.inf), (0, 1), value=math.inf).min(dim=1)
+    return least, places
+
+
+def _owner(parameter: str) -> str:
+    return clean_name(parameter).rpartition(".")[0]
+
+
+def _on_host(numbers: Iterable[Tensor]) -> Tensor:
+    numbers = list(numbers)
+    return torch.stack([number.to(numbers[0].device, torch.float32) for number in numbers]).cpu()
 
 
 def _times_made(result: StepResult) -> float:
@@ -140,14 +143,8 @@ def _times_made(result: StepResult) -> float:
 
 
 def _some_of(gradient: Tensor) -> Tensor:
-    flat = gradient.flatten() if gradient.is_contiguous() else gradient.reshape(-1)
-    return flat[:: math.ceil(flat.numel() / _MOST_ELEMENTS)]
+    return gradient.reshape(-1)[:: math.ceil(gradient.numel() / _MOST_ELEMENTS)]
 
 
-def _joined(first: Column, second: Column) -> Column:
-    zeros = torch.stack([first.zeros, second.zeros]).nanmean(dim=0)
-    return Column(first.first, second.last, torch.fmax(first.largest, second.largest), zeros)
-
-
-def _shown(value: float, digits: int) -> float | None:
-    return round(value, digits) if math.isfinite(value) else None
+def _shown(value: float) -> float | None:
+    return round(value, 1) if math.isfinite(value) else None

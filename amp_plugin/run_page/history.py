@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple, TypeVar
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
 from amp_plugin.numerics.finding import Finding
 from amp_plugin.scaling.step_log import LoggedStep
 
-_MOST_STEPS: Final = 10_000  # points of a curve; beyond, two neighbours become one
-_MOST_UNSETTLED: Final = 128
+_MOST_STEPS: Final = 10_000  # points of a curve; beyond, every second one goes
 _MOST_SKIPS: Final = 1_000  # kept with their parameters; all are counted
-
-Columns = dict[str, list[Any]]
-T = TypeVar("T")
 
 
 class Point(NamedTuple):
-    """One optimizer step, or several in a row of a long run."""
+    """One optimizer step."""
 
     step: int  # counted from 1 for each optimizer
-    optimizer: int  # its place among those that have stepped
+    optimizer: str
     scale: float | None
     before: float | None  # norm of the unscaled gradients before clipping
     after: float | None  # the same after clipping
@@ -40,26 +37,22 @@ class Skip:
     in_a_row: int  # this one included
     parameters: str  # whose gradients were not finite, in one line
     meaning: str
-    findings: tuple[Finding, ...] = field(default=())  # in it, or in another one skipped in a row with it
+    findings: tuple[Finding, ...] = ()  # in it, or in another one skipped in a row with it
 
     @property
-    def place(self) -> str:
-        """Op and line of the first finding; empty if there is none."""
-        return located(self.findings[0]) if self.findings else ""
+    def found(self) -> str:
+        """Op, module and line of the first finding."""
+        if not self.findings:
+            return "not run again"
+        finding = self.findings[0]
+        op = finding.op.removeprefix("aten::").removesuffix(".default")
+        return ", ".join(str(part) for part in (op, finding.module, finding.caller or finding.place) if part)
 
     @property
     def blames_scale(self) -> bool:
         """Whether a lower loss scale would do: what overflowed has done so in the backward pass."""
         found = [finding.direction == "backward" for finding in self.findings]
         return all(found) if found else "nan" not in self.parameters
-
-
-def located(finding: Finding) -> str:
-    """Return the op, the module and the line of a finding, in one line."""
-    line = finding.caller or finding.place
-    op = finding.op.removeprefix("aten::").removesuffix(".default")
-    module = f" in {finding.module}" if finding.module else ""
-    return f"{op}{module}" + (f", {line}" if line else "")
 
 
 class Look(NamedTuple):
@@ -78,20 +71,19 @@ class History:
         skipped: How many of them were skipped.
         is_wrong: Whether the loss of the last one was not finite, or its gradients though it was taken.
         wrong_steps: The steps of which that is true.
-        skips: The first of those, with their parameters.
-        per_point: Steps that a point of the curves stands for.
+        skips: The first of those skipped, with their parameters.
+        per_point: Of so many steps of an optimizer one is a point of the curves.
     """
 
     def __init__(self) -> None:
-        self.steps = self.skipped = self._zero_steps = 0
+        self.steps = self.skipped = self._zero_steps = self._newest = 0
         self.is_wrong = False
         self.wrong_steps: list[int] = []
         self.skips: list[Skip] = []
         self.per_point = 1
         self._points: list[Point] = []
-        self._clipped: dict[int, Callable[[], Tensor]] = {}  # point -> its norm after clipping, to compute
-        self._counts: dict[int, tuple[int, int]] = {}  # of each optimizer: its place, its steps
-        self._kinds: list[str] = []
+        self._names: dict[int, str] = {}  # of the optimizers
+        self._counts: Counter[str] = Counter()
         self._losses: list[Tensor] = []
 
     def hear_loss(self, loss: Any) -> None:
@@ -102,7 +94,9 @@ class History:
     def add(self, step: LoggedStep) -> None:
         """Add a step that the host knows."""
         result = step.result
-        optimizer, number = self._count(step)
+        name = self._names.setdefault(id(step.optimizer()), f"{len(self._names)}: {step.kind}")
+        self._counts[name] += 1
+        number = self._newest = self._counts[name]
         scale = result.scale_before if result.is_scaled else None
         loss = sum(float(part) for part in self._losses) if self._losses else None
         self._losses.clear()
@@ -112,14 +106,12 @@ class History:
         self.is_wrong = not all(value is None or math.isfinite(value) for value in told)
         self.wrong_steps += [number] if self.is_wrong else []
         self.steps += 1
-        if result.clipped_later is not None:
-            self._clipped[len(self._points)] = result.clipped_later
-        self._points.append(Point(number, optimizer, scale, _shown(before), _shown(before), _shown(loss)))
-        if len(self._clipped) > _MOST_UNSETTLED:
-            self._settle()
+        if number % self.per_point == 0:
+            after = result.clipped_norm
+            self._points.append(Point(number, name, scale, *map(_shown, (before, after, loss))))
         if len(self._points) > _MOST_STEPS:
-            self._settle()
-            self._points, self.per_point = halved(self._points, _joined), self.per_point * 2
+            self.per_point *= 2
+            self._points = [point for point in self._points if point.step % self.per_point == 0]
         if result.skipped:
             self.skipped += 1
             report = result.overflow_report()
@@ -133,33 +125,13 @@ class History:
             )
             self.skips += [skip] if len(self.skips) < _MOST_SKIPS else []
 
-    def _settle(self) -> None:
-        """Compute the norms after clipping: some ops each, which cost less for many steps in a row."""
-        for place, clipped in self._clipped.items():
-            self._points[place] = self._points[place]._replace(after=_shown(float(clipped())))
-        self._clipped.clear()
-
-    def _count(self, step: LoggedStep) -> tuple[int, int]:
-        """Return the place of a step's optimizer, and the step's number among its steps."""
-        place, steps = self._counts.get(id(step.optimizer()), (len(self._counts), 0))
-        self._counts[id(step.optimizer())] = place, steps + 1
-        if place == len(self._kinds):
-            self._kinds.append(step.kind)
-        return place, steps + 1
-
     def explain(self, findings: Sequence[Finding], how: str) -> Look:
         """Add what was found to the skips that have just been, in a row, and return it."""
-        last = self.last()
-        look = Look(step=last.step if last else 0, how=how, findings=tuple(findings))
+        look = Look(step=self._newest, how=how, findings=tuple(findings))
         row = self.skips[-1].in_a_row if self.skips and self.skips[-1].step >= look.step - 1 else 0
         for place in range(max(0, len(self.skips) - row), len(self.skips)) if findings else ():
             self.skips[place] = replace(self.skips[place], findings=look.findings)
         return look
-
-    @property
-    def has_scale(self) -> bool:
-        """Whether losses are scaled."""
-        return any(point.scale is not None for point in self._points)
 
     @property
     def finding_scale(self) -> list[Skip]:
@@ -174,55 +146,12 @@ class History:
         """Whether each step that was taken had gradients of zeros alone."""
         return 0 < self.steps - self.skipped == self._zero_steps
 
-    @property
-    def optimizers(self) -> int:
-        """How many optimizers have stepped."""
-        return len(self._counts)
-
-    def last(self) -> Point | None:
-        """Return the newest point."""
-        return self._points[-1] if self._points else None
-
-    def curves(self) -> Columns:
+    def curves(self) -> dict[str, list[Any]]:
         """Return a column for each number of the points."""
-        self._settle()
-        columns = {name: [getattr(point, name) for point in self._points] for name in Point._fields}
-        columns |= {name: [*map(_rounded, columns[name])] for name in ("before", "after", "loss")}
-        return columns | {"optimizer": [f"{i}: {self._kinds[i]}" for i in columns["optimizer"]]}
-
-    def marks(self) -> Columns:
-        """Return a column for each thing to know of the skips."""
-        return {
-            "step": [skip.step for skip in self.skips],
-            "scale": [skip.scale for skip in self.skips],
-            "parameters": [skip.parameters for skip in self.skips],
-            "found": [skip.place or "not run again" for skip in self.skips],
-        }
+        columns = zip(*self._points, strict=True) if self._points else [()] * len(Point._fields)
+        return {name: list(column) for name, column in zip(Point._fields, columns, strict=True)}
 
 
-def halved(points: list[T], join: Callable[[T, T], T]) -> list[T]:
-    """Return one point for two neighbours."""
-    return [*map(join, points[::2], points[1::2]), *(points[-1:] if len(points) % 2 else [])]
-
-
-def _joined(first: Point, second: Point) -> Point:
-    """Return the first one's number, the lower scale, the larger norms."""
-
-    def among(name: str) -> list[float]:
-        return [value for point in (first, second) if (value := getattr(point, name)) is not None]
-
-    return first._replace(
-        scale=min(among("scale"), default=None),
-        before=max(among("before"), default=None),
-        after=max(among("after"), default=None),
-        loss=sum(among("loss")) / len(among("loss")) if among("loss") else None,
-    )
-
-
-def _shown(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _rounded(value: float | None) -> float | None:
-    """Return five digits of a number."""
-    return None if value is None else float(f"{value:.5g}")
+def _shown(value: Tensor | float | None) -> float | None:
+    """Return five digits of a number, None if it is not finite."""
+    return None if value is None or not math.isfinite(value) else float(f"{float(value):.5g}")

@@ -3,76 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from amp_plugin.numerics.finding import Finding
 from amp_plugin.run_page.charts import curve_charts, map_charts
-from amp_plugin.run_page.dtypes import Branch
 from amp_plugin.run_page.headroom import Headroom
 from amp_plugin.run_page.history import History, Look, Skip
 
 _MOST_LISTED: Final = 50  # skips in the table
-_NEAREST: Final = 3
+_MOST_RANGES: Final = 12
+_MOST_CHANGES: Final = 3
 _FAR: Final = 40.0  # bits: no fp16
 _TOO_HIGH: Final = "the loss scale was too high for the gradients and was lowered, which is how it is found"
 _OFTEN: Final = 0.05  # share of skipped steps that is worth a change
 
-_FONT = "system-ui, sans-serif"
-THEMES: Final = {
-    name: {
-        "background": "transparent",
-        "font": _FONT,
-        "view": {"stroke": None},
-        "axis": {
-            "labelColor": muted,
-            "titleColor": muted,
-            "gridColor": grid,
-            "domainColor": grid,
-            "tickColor": grid,
-            "titleFontWeight": "normal",
-        },
-        "legend": {"labelColor": muted, "titleColor": muted, "titleFontWeight": "normal"},
-    }
-    for name, muted, grid in (("light", "#59636e", "#e4e8ec"), ("dark", "#9198a1", "#2d333b"))
-}
-"""What Vega draws with, by the colour scheme of the reader."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
-    """All that a page shows."""
-
-    title: str
-    name: str
-    state: str  # "running", "finished", or what ended the run
-    began: str
-    written: str
-    history: History
-    headroom: Headroom
-    limits: Mapping[str, float]  # by module: the largest number of the dtype its gradients are made in
-    dtypes: Mapping[str, str]
-    tree: Branch
-    rules: Mapping[str, Mapping[str, tuple[str, str]]]  # by device and op: torch's rule and another in force
-    looks: Sequence[Look]
-    unseen: Sequence[str]  # sentences: which steps it shows less of
-    surroundings: Mapping[str, str]
-    options: Mapping[str, str]
-    command: str
-
 
 def require_libraries() -> None:
     """Raise if the packages that draw the page are missing."""
-    try:
-        import altair  # noqa: F401, PLC0415, ICN001 - optional
-        import jinja2  # noqa: F401, PLC0415 - optional
-        import vl_convert  # noqa: F401, PLC0415 - optional
-    except ImportError as error:
-        packages = "altair jinja2 vl-convert-python"
-        msg = f"a report needs {error.name}, which is not installed; run: pip install {packages}"
-        raise ImportError(msg) from error
+    for package in ("altair", "jinja2", "vl_convert"):
+        if find_spec(package) is None:
+            packages = "altair jinja2 vl-convert-python"
+            msg = f"a report needs {package}, which is not installed; run: pip install {packages}"
+            raise ImportError(msg)
 
 
 @cache
@@ -80,9 +37,8 @@ def _runtime() -> str:
     """Return Vega, Vega-Lite and vega-embed as one script."""
     import vl_convert  # noqa: PLC0415 - of the extra
 
-    return str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")).replace(
-        "</script", "<\\/script"
-    )
+    script = str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
+    return script.replace("</script", "<\\/script")
 
 
 @cache
@@ -97,30 +53,35 @@ def _template() -> Any:
     return environment.get_template("page.html.jinja")
 
 
-def render(facts: Facts) -> str:
-    """Return the page."""
-    history, cells = facts.history, facts.headroom.cells(facts.limits)
-    curves = history.curves()
-    charts = curve_charts(
-        has_scale=history.has_scale,
-        has_norm=any(norm is not None for norm in curves["before"]),
-        has_loss=any(loss is not None for loss in curves["loss"]),
-        has_skips=bool(history.skips),
-        several=history.optimizers > 1,
-    )
-    maps = map_charts(len(cells["modules"])) if cells["first"] else {}
+def render(
+    history: History,
+    headroom: Headroom,
+    dtypes: Mapping[str, torch.dtype],
+    *,
+    looks: Sequence[Look],
+    unseen: list[str],
+    **facts: object,
+) -> str:
+    """Return the page; ``facts`` are shown as they are given."""
+    cells, curves = headroom.cells(dtypes), history.curves()
+    charts = curve_charts(curves, has_skips=bool(history.skips)) if history.steps else {}
+    maps = map_charts(len(cells["modules"])) if cells["first"] and history.steps else {}
+    skips = [
+        {"step": skip.step, "scale": skip.scale, "parameters": skip.parameters, "found": skip.found}
+        for skip in history.skips
+    ]
     text: str = _template().render(
-        facts=facts,
-        short=list(in_short(facts)),
-        nearest=nearest(facts),
-        skips=history.skips[-_MOST_LISTED:],
-        charts=charts if history.steps else {},
+        **facts,
+        history=history,
+        headroom=headroom,
+        short=in_short(history, headroom.nearest(dtypes), looks, unseen),
+        nearest=headroom.nearest(dtypes),
+        skips=skips[-_MOST_LISTED:],
+        charts=charts,
         maps=maps,
-        data={"curves": curves, "skips": history.marks(), "cells": cells, "steps": history.steps},
-        specs={**charts, **maps} if history.steps else {},
-        themes=THEMES,
+        data={"curves": curves, "skips": skips, "cells": cells, "steps": history.steps},
         runtime=_runtime(),
-        looks=new_findings(facts.looks),
+        looks=new_findings(looks),
     )
     return text
 
@@ -128,37 +89,30 @@ def render(facts: Facts) -> str:
 # -- in words ------------------------------------------------------------------------------------
 
 
-def in_short(facts: Facts) -> Iterable[tuple[str, str]]:
-    """Yield question and answer: when did it skip, why, which layer is near overflow, what to change."""
-    history = facts.history
+def in_short(
+    history: History, nearest: Sequence[tuple[str, str, float, int]], looks: Sequence[Look], unseen: list[str]
+) -> dict[str, list[str]]:
+    """Return question -> answers: when did it skip, why, which layer is near overflow, what to change."""
     if not history.steps:
-        yield "steps", " ".join(facts.unseen) or "no optimizer step yet"
-        return
-    when = f"{history.skipped} of {history.steps} steps"
-    if history.skips:
-        numbers = _ranges([skip.step for skip in history.skips])
-        when += f": {numbers}"
-    yield "skipped", when if history.skipped else f"none of {history.steps} steps"
+        return {"steps": unseen or ["no optimizer step yet"]}
+    taken = history.steps - history.skipped
+    answers = {
+        "skipped": [f"none of {history.steps} steps"],
+        "why": _reasons(history),
+        "loss not finite": [_ranges(history.wrong_steps)] if history.wrong_steps else [],
+        "gradients": [f"all zero in each of the {taken} steps that were taken"] * history.learns_nothing,
+        "nearest to overflow": [],
+        "change": _changes(history, looks),
+        "not seen": unseen,
+    }
     if history.skipped:
-        yield from (("" if place else "why", reason) for place, reason in enumerate(_reasons(history)))
-    if history.wrong_steps:
-        yield "loss not finite", _ranges(history.wrong_steps)
-    if history.learns_nothing:
-        yield "gradients", f"all zero in each of the {history.steps - history.skipped} steps that were taken"
-    near = nearest(facts)
-    if near:
-        name, dtype, bits, step = near[0]
-        yield (
-            "nearest to overflow",
-            (
-                f"{name}: at step {step} its largest gradient had {bits:.1f} bits left in {dtype}; "
-                f"{_times(2.0**bits)} times as large, it would have overflowed"
-                if bits < _FAR
-                else f"no module: all have {int(bits)} bits left in {dtype}, or more"
-            ),
-        )
-    yield from (("" if place else "change", change) for place, change in enumerate(_changes(facts)))
-    yield from (("" if place else "not seen", text) for place, text in enumerate(facts.unseen))
+        numbers = _ranges([skip.step for skip in history.skips])
+        answers["skipped"] = [f"{history.skipped} of {history.steps} steps: {numbers}"]
+    for name, dtype, bits, step in nearest[:1]:
+        near = f"{name}: at step {step} its largest gradient could double {bits:.1f} times in {dtype}"
+        far = f"no module: each largest gradient could double {int(bits)} times in {dtype}, or more"
+        answers["nearest to overflow"] = [near if bits < _FAR else far]
+    return {question: answer for question, answer in answers.items() if answer}
 
 
 def _reasons(history: History) -> list[str]:
@@ -168,74 +122,48 @@ def _reasons(history: History) -> list[str]:
     for skip in history.skips:
         reason = _TOO_HIGH if skip in finding_scale else _reason(skip)
         steps.setdefault(reason, []).append(skip.step)
-    return [f"{_ranges(numbers, most=6)}: {reason}" for reason, numbers in steps.items()]
+    return [f"{_ranges(numbers)}: {reason}" for reason, numbers in steps.items()]
 
 
 def _reason(skip: Skip) -> str:
     if skip.findings:
-        return f"{skip.findings[0].headline} ({skip.place})"
-    if skip.scale is not None and skip.blames_scale:
-        return _TOO_HIGH
-    return f"{skip.parameters}. {skip.meaning}"
+        return f"{skip.findings[0].headline} ({skip.found})"
+    too_high = skip.scale is not None and skip.blames_scale
+    return _TOO_HIGH if too_high else f"{skip.parameters}. {skip.meaning}"
 
 
-def _changes(facts: Facts) -> list[str]:
-    history, finding_scale = facts.history, facts.history.finding_scale
+def _changes(history: History, looks: Iterable[Look]) -> list[str]:
+    finding_scale, has_scale = history.finding_scale, any(history.curves()["scale"])
     changes = []
     if finding_scale:
-        scale, count = min(skip.scale or 1.0 for skip in finding_scale) / 2, len(finding_scale)
-        steps = f"the first {count} steps, which were" if count > 1 else "the first step, which was"
-        changes.append(f"lower init_scale to {scale:g}: it saves {steps} skipped while the scale was found")
+        scale = min(skip.scale or 1.0 for skip in finding_scale) / 2
+        steps = _ranges([skip.step for skip in finding_scale])
+        changes.append(f"lower init_scale to {scale:g}: {steps} went into finding the scale")
     if history.learns_nothing:
-        lost = "raise init_scale" if history.has_scale else "in fp16 use a loss scale"
+        lost = "raise init_scale" if has_scale else "in fp16 use a loss scale"
         changes.append(
             "look for what cuts the loss off from the weights, such as detach(), no_grad() or a factor of 0; "
             f"if the gradients are too small for the dtype, {lost}"
         )
-    looks = [look for look in facts.looks if look.step > len(finding_scale)]
-    advice = dict.fromkeys(finding.advice for look in looks for finding in look.findings)
-    if advice:
-        return [*changes, *advice][:_NEAREST]
+    found = [finding for look in looks if look.step > len(finding_scale) for finding in look.findings]
     others = history.skipped - len(finding_scale)
-    if history.has_scale and 0 < others <= _OFTEN * history.steps:
+    if found:
+        changes += dict.fromkeys(finding.advice for finding in found)
+    elif has_scale and 0 < others <= _OFTEN * history.steps:
         changes.append("nothing: a few skips keep the loss scale as high as the gradients allow")
     elif others or history.wrong_steps:
         changes.append("look at the modules that overflow, below; compute them in fp32 or use bf16")
-    return changes or ["nothing: no step was skipped"]
+    return changes[:_MOST_CHANGES] or ["nothing: no step was skipped"]
 
 
-def new_findings(looks: Iterable[Look]) -> list[tuple[Look, list[Finding]]]:
+def new_findings(looks: Sequence[Look]) -> list[tuple[Look, list[Finding]]]:
     """Return each look with those of its findings that none before it had."""
-    known: set[tuple[object, ...]] = set()
-    kept = []
-    for look in looks:
-        new = [finding for finding in look.findings if (finding.headline, finding.place) not in known]
-        known |= {(finding.headline, finding.place) for finding in new}
-        if new or not look.findings:
-            kept.append((look, new))
-    return kept
+    first = {(f.headline, f.place): look for look in reversed(looks) for f in look.findings}
+    new = [(look, [f for f in look.findings if first[f.headline, f.place] is look]) for look in looks]
+    return [(look, findings) for look, findings in new if findings or not look.findings]
 
 
-def nearest(facts: Facts) -> list[tuple[str, str, float, int]]:
-    """Return module, dtype, bits left and step of those nearest to overflow, skipped steps left out."""
-    bits = facts.headroom.bits(facts.limits)
-    taken = [i for i in range(bits.shape[1]) if not bool((bits[:, i] < 0).any())]
-    if not taken:
-        return []
-    found = []
-    for row, name in enumerate(facts.headroom.modules):
-        known = [(value, i) for i in taken if (value := float(bits[row, i])) < float("inf")]
-        if known:
-            least, column = min(known)
-            found.append((name or "(model)", facts.dtypes[name], least, facts.headroom.columns[column].first))
-    return sorted(found, key=lambda entry: entry[2])[:_NEAREST]
-
-
-def _times(factor: float) -> str:
-    return f"{factor:.2g}" if factor < 10 else f"{factor:,.0f}"
-
-
-def _ranges(numbers: Sequence[int], most: int = 12) -> str:
+def _ranges(numbers: Sequence[int]) -> str:
     """Return numbers in words: ``steps 1 to 3, 57``."""
     runs: list[list[int]] = []
     for number in numbers:
@@ -244,5 +172,5 @@ def _ranges(numbers: Sequence[int], most: int = 12) -> str:
         else:
             runs.append([number, number])
     texts = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return f"step{'s' * (len(numbers) > 1)} {', '.join(texts[:most])}{more}"
+    more = f" and {len(texts) - _MOST_RANGES} more" if len(texts) > _MOST_RANGES else ""
+    return f"step{'s' * (len(numbers) > 1)} {', '.join(texts[:_MOST_RANGES])}{more}"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import platform
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import fields, is_dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -29,33 +30,13 @@ from amp_plugin.run_page.dtypes import Survey
 from amp_plugin.run_page.flight import FlightRecorder, ranks
 from amp_plugin.run_page.headroom import BUDGET, Headroom
 from amp_plugin.run_page.history import History, Look
-from amp_plugin.run_page.page import Facts, render, require_libraries
+from amp_plugin.run_page.page import render, require_libraries
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.step_log import LoggedStep, StepLog
 
 _SECONDS: Final = 10.0  # between two writes, at least
-_MOST_NAMES: Final = 100
 _pages = itertools.count()  # every rank makes its pages in the same order
-_PACKAGES: Final = ("accelerate", "lightning", "pytorch_lightning", "transformers")
-
-
-class OtherRanks:
-    """The looks of the ranks that write no page."""
-
-    def __init__(self) -> None:
-        self._name = f"amp_plugin/page/{next(_pages)}"
-
-    def send(self, looks: Sequence[Look]) -> None:
-        """Leave what this rank has found so far where rank 0 finds it."""
-        if ranks() > 1:
-            _store().set(f"{self._name}/{distributed.get_rank()}", pickle.dumps(tuple(looks)))
-
-    def received(self) -> Iterator[Look]:
-        """Return what the others have left by now."""
-        for rank in range(1, ranks()):
-            key = f"{self._name}/{rank}"
-            if _store().check([key]):
-                yield from pickle.loads(_store().get(key))  # noqa: S301 -- a rank of this run wrote it
+_PACKAGES: Final = ("torch", "amp_plugin", "accelerate", "lightning", "pytorch_lightning", "transformers")
 
 
 def _store() -> Any:
@@ -77,7 +58,7 @@ class RunReport:
 
     Args:
         scaler, model, path: As for ``report``.
-        options: A dataclass of what the run was asked to do, for the page; or None.
+        options: A dataclass to show; else those of the scaler or plugin.
         skips: Whether steps that are not finite are skipped.
 
     Attributes:
@@ -92,22 +73,24 @@ class RunReport:
         model: nn.Module,
         path: str | Path,
         *,
-        options: object,
+        options: object = None,
         skips: bool = True,
     ) -> None:
         require_libraries()
         self._scaler, self._log, self._model = scaler, scaler.step_log, model
         self.path = Path(path)
-        self._options = options
+        self._options = options or getattr(scaler, "settings", None)
+        if isinstance(scaler, GradScaler) and scaler.is_enabled():
+            self._options = scaler.loss_scale.options
         self.looks: list[Look] = []
-        self._others = OtherRanks()
+        self._key = f"amp_plugin/page/{next(_pages)}"
         self.history = History()
         self._survey, self._headroom = Survey(model), Headroom(model)
         self._flight = FlightRecorder(self._log, model, self._take_findings, watches=skips)
-        self._optimizers: dict[int, Optimizer] = {}
+        self._optimizers: list[Optimizer] = []
         self._open = ExitStack()
         self._writes = (rank_of_process() or 0) == 0
-        self._written, self._cost = 0.0, 0.0
+        self._written = self._cost = 0.0
         self._began, self._state = _now(), "running"
 
     def __enter__(self) -> Self:
@@ -119,16 +102,15 @@ class RunReport:
         with ExitStack() as stack:
             if self._writes:
                 self.path = _claimed(self.path, stack)
+                self.write()
+                stack.callback(self._try_to_write)
             self._survey.open()
             stack.callback(self._survey.close)
-            self._flight.open()
-            stack.callback(self._flight.close)
+            self._flight.open(stack)
             self._log.hear_loss = self.history.hear_loss
             stack.callback(setattr, self._log, "hear_loss", None)
             self._log.subscribe(self._look, first=True)
             stack.callback(self._log.unsubscribe, self._look)
-            if self._writes:
-                self.write()
             self._open = stack.pop_all()
         return self
 
@@ -139,18 +121,14 @@ class RunReport:
         with self._open:
             if error is None:
                 self._log.read(wait=True)
-            self._flight.close()
-            self._survey.close()
             first_line = shorten(str(error).partition("\n")[0], 200, placeholder=" ...")
             self._state = "finished" if error is None else f"ended by {type(error).__name__}: {first_line}"
-            if self._writes:
-                self._try_to_write()
 
     def _look(self, step: LoggedStep) -> None:
         optimizer = step.optimizer()
         if optimizer is None or self._log.replaying:
             return
-        if id(optimizer) not in self._optimizers:
+        if optimizer not in self._optimizers:
             self._meet(optimizer)
         self._survey.close()
         self.history.add(step)
@@ -166,7 +144,7 @@ class RunReport:
 
     def _meet(self, optimizer: Optimizer) -> None:
         """Name the parameters of an optimizer that nobody has named."""
-        self._optimizers[id(optimizer)] = optimizer
+        self._optimizers.append(optimizer)
         if isinstance(self._scaler, GradScaler):
             own = {id(param) for group in optimizer.param_groups for param in group["params"]}
             names = {name: param for name, param in self._model.named_parameters() if id(param) in own}
@@ -175,8 +153,14 @@ class RunReport:
     def _take_findings(self, findings: Sequence[Finding], how: str) -> None:
         self.looks.append(self.history.explain(findings, how))
         self._written = 0.0  # worth a page
-        if not self._writes:
-            self._others.send(self.looks)
+        if not self._writes and ranks() > 1:  # where rank 0 finds them
+            _store().set(f"{self._key}/{distributed.get_rank()}", pickle.dumps(self.looks))
+
+    def _all_looks(self) -> list[Look]:
+        """Return what was found here, and by the other ranks by now."""
+        keys = [f"{self._key}/{rank}" for rank in range(1, ranks())]
+        others = [pickle.loads(_store().get(key)) for key in keys if _store().check([key])]  # noqa: S301 - ours
+        return sorted(itertools.chain(self.looks, *others), key=lambda look: look.step)
 
     def _try_to_write(self) -> None:
         """Write the page; a disk that is full ends no training."""
@@ -188,7 +172,8 @@ class RunReport:
     def write(self) -> None:
         """Write the page as it is now; the file is replaced in one go."""
         start = time.perf_counter()
-        text = render(self._facts())
+        dtypes = {name: self._survey.dtype_of(name) for name in self._headroom.modules}
+        text = render(self.history, self._headroom, dtypes, looks=self._all_looks(), **self._facts())
         unfinished = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             unfinished.write_text(text, encoding="utf-8")
@@ -198,60 +183,41 @@ class RunReport:
         self._written = time.perf_counter()
         self._cost = self._written - start
 
-    def _facts(self) -> Facts:
-        modules = self._headroom.modules
+    def _facts(self) -> dict[str, Any]:
         options = fields(self._options) if is_dataclass(self._options) else ()
-        limits = {name: torch.finfo(self._survey.dtype_of(name)).max for name in modules}
-        return Facts(
-            title=Path(sys.argv[0]).name or "python",
-            name=self.path.name,
-            state=self._state,
-            began=self._began,
-            written=_now(),
-            history=self.history,
-            headroom=self._headroom,
-            limits=limits,
-            dtypes={name: str(self._survey.dtype_of(name)).removeprefix("torch.") for name in modules},
-            tree=self._survey.tree(self._optimizers.values()),
-            rules=self._survey.rules_unlike_torchs(),
-            looks=sorted([*self.looks, *self._others.received()], key=lambda look: look.step),
-            surroundings=self._surroundings(),
-            unseen=self._unseen(),
-            options={option.name: str(getattr(self._options, option.name)) for option in options},
-            command=shlex.join(sys.orig_argv),
-        )
+        device = next((param.device for param in self._model.parameters()), torch.device("cpu"))
+        surroundings: dict[str, object] = {
+            "python": platform.python_version(),
+            **{name: sys.modules[name].__version__ for name in _PACKAGES if name in sys.modules},
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device,
+            "ranks": ranks(),
+            "seed": torch.initial_seed(),
+            "folder": Path.cwd(),
+        }
+        return {
+            "title": Path(sys.argv[0]).name or "python",
+            "name": self.path.name,
+            "state": self._state,
+            "began": self._began,
+            "written": _now(),
+            "tree": self._survey.tree(self._optimizers),
+            "rules": self._survey.rules_unlike_torchs(),
+            "unseen": self._unseen(),
+            "surroundings": surroundings,
+            "options": {option.name: getattr(self._options, option.name) for option in options},
+            "command": shlex.join(sys.orig_argv),
+        }
 
     def _unseen(self) -> list[str]:
         """Return a sentence for each kind of step of which the page shows less, or nothing."""
         texts = []
-        if self._flight.unseen:
-            texts.append(
-                f"At {self._flight.unseen} or more of {self.history.steps} steps the model's call was not "
-                "seen: it ran in compiled code, or was not a call of the model given. Loss scale, skips, "
-                "norms and gradients are drawn all the same; the loss, and what modules compute, are not."
-            )
+        if self._flight.unseen > 1:  # a page that a program's first call has opened did not see that one
+            seen = f"At {self._flight.unseen} of {self.history.steps} steps the model's call was not seen"
+            texts.append(f"{seen}: it ran in compiled code, or was not a call of the model given.")
         if self._log.has_captured:
-            texts.append(
-                "Steps captured in a CUDA graph are not drawn, since the host does not learn of each replay; "
-                f"skipped in all, replays included: {self._log.skipped_steps()}."
-            )
+            skipped = f"skipped in all, replays included: {self._log.skipped_steps()}."
+            texts.append(f"Steps captured in a CUDA graph are not drawn: nobody hears of replays; {skipped}")
         return texts
-
-    def _surroundings(self) -> dict[str, str]:
-        device = next((param.device for param in self._model.parameters()), torch.device("cpu"))
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-        found = {"python": sys.version.partition(" ")[0], "torch": torch.__version__}
-        found["amp_plugin"] = sys.modules["amp_plugin"].__version__
-        loaded = [package for package in _PACKAGES if package in sys.modules]
-        found |= {package: sys.modules[package].__version__ for package in loaded}
-        ranks = os.environ.get("WORLD_SIZE", "1")
-        found |= {
-            "device": name,
-            "ranks": ranks,
-            "seed": str(torch.initial_seed()),
-            "folder": str(Path.cwd()),
-        }
-        return found
 
 
 def report(scaler: HasStepLog, model: nn.Module, path: str | Path = "run.html") -> RunReport:
@@ -293,25 +259,19 @@ def report(scaler: HasStepLog, model: nn.Module, path: str | Path = "run.html") 
         ...     page.history.steps
         3
     """
-    if isinstance(scaler, GradScaler):
-        enabled = scaler.is_enabled()
-        return RunReport(scaler, model, path, options=scaler.loss_scale.options if enabled else None)
-    return RunReport(scaler, model, path, options=getattr(scaler, "settings", None))
+    return RunReport(scaler, model, path)
 
 
 def _claimed(path: Path, stack: ExitStack) -> Path:
     """Return the path, or the next one that no other run writes, locked until the stack ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    for number in range(1, _MOST_NAMES):
-        chosen = path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}")
-        lock = FileLock(chosen.with_name(f".{chosen.name}.lock"), timeout=0)
-        try:
-            stack.enter_context(lock)
-        except Timeout:
-            continue
-        return chosen
-    msg = f"{path}: {_MOST_NAMES} runs write pages of this name; give another one"
-    raise OSError(msg)
+    number, chosen = 1, path
+    while True:
+        with suppress(Timeout):
+            stack.enter_context(FileLock(chosen.with_name(f".{chosen.name}.lock"), timeout=0))
+            return chosen
+        number += 1
+        chosen = path.with_name(f"{path.stem}-{number}{path.suffix}")
 
 
 def _now() -> str:

@@ -17,7 +17,7 @@ from typing_extensions import Self
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.messages import warn_user
-from amp_plugin.options import GradScalerOptions, LossScaleOptions, lists_options, takes
+from amp_plugin.options import GradScalerOptions, LossScaleOptions, lists_options, option_names, takes
 from amp_plugin.scaling import closures
 from amp_plugin.scaling.clipping import NormClip, clip_norm, number
 from amp_plugin.scaling.clipping import clip_value as clip_gradient_values
@@ -81,7 +81,7 @@ class GradScaler(TorchNames):
         options = GradScalerOptions(**given)
         self._device = str(options.device)
         self._enabled = options.enabled and _usable(self._device)
-        rule = LossScaleOptions.among(vars(options))
+        rule = LossScaleOptions(**{name: getattr(options, name) for name in option_names(LossScaleOptions)})
         self._scales = LossScales(rule, options.losses, enabled=self._enabled)
         self._groups = Groups(tuple(options.process_groups), tuple(options.sharded_groups))
         self._fp16_gradients = options.fp16_gradients

@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from amp_plugin.messages import warn_user
-from amp_plugin.options import checked_backoff_factor, checked_growth_factor, whole
+from amp_plugin.options import between, whole
 from amp_plugin.scaling.loss_scale import LossScale, LossScales
 from amp_plugin.scaling.registry import Registry
 
@@ -71,7 +71,7 @@ class TorchNames(torch.amp.GradScaler):
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the growth factor, more than 1."""
-        self._dynamic("set_growth_factor").growth_factor = checked_growth_factor(new_factor)
+        self._dynamic("set_growth_factor").growth_factor = between("growth_factor", new_factor, 1)
 
     def get_backoff_factor(self) -> float:
         """Return the backoff factor; 1.0 for a constant scale."""
@@ -79,7 +79,7 @@ class TorchNames(torch.amp.GradScaler):
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the backoff factor, between 0 and 1."""
-        self._dynamic("set_backoff_factor").backoff_factor = checked_backoff_factor(new_factor)
+        self._dynamic("set_backoff_factor").backoff_factor = between("backoff_factor", new_factor, 0, 1)
 
     def get_growth_interval(self) -> int:
         """Return the growth interval in optimizer steps; 0 for a constant scale."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from amp_plugin.messages import warn_user
-from amp_plugin.options import positive
+from amp_plugin.options import between
 from amp_plugin.scaling.loss_scale import LossScale, PendingScale
 from amp_plugin.scaling.per_optimizer import PerOptimizerState
 from amp_plugin.scaling.registry import Registry
@@ -190,7 +190,7 @@ def _unscale_again(states: list[PerOptimizerState]) -> None:
 
 def _checked(new_scale: float | Tensor) -> float | Tensor:
     if not isinstance(new_scale, Tensor):
-        return positive("new_scale", new_scale)
+        return between("new_scale", new_scale, 0)
     if new_scale.numel() != 1 or not new_scale.is_floating_point():
         msg = (
             f"new_scale must be a number or a floating tensor of one element, got "

@@ -14,9 +14,7 @@ from amp_plugin.precision import (
     PrecisionName,
     ReduceName,
     WeightsName,
-    checked_dtype,
-    checked_reduce,
-    checked_weights,
+    checked_word,
     refuse_other_precision,
 )
 
@@ -53,9 +51,9 @@ class DtypePlan:
             msg = f"fp32_modules={self.fp32_modules!r} is one string; give a list: [{self.fp32_modules!r}]"
             raise TypeError(msg)
         object.__setattr__(self, "fp32_modules", tuple(self.fp32_modules))
-        object.__setattr__(self, "compute", checked_dtype("compute", self.compute))
-        object.__setattr__(self, "reduce", checked_reduce(self.reduce))
-        object.__setattr__(self, "weights", checked_weights(self.weights))
+        object.__setattr__(self, "compute", checked_word("compute", self.compute, PrecisionName))
+        object.__setattr__(self, "reduce", checked_word("reduce", self.reduce, ReduceName))
+        object.__setattr__(self, "weights", checked_word("weights", self.weights, WeightsName))
         refuse_other_precision(self.weights, self.compute, named="compute")
 
     @property

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from amp_plugin.kernels.build import native_core
 from amp_plugin.patterns import matched_modules, require_matches
-from amp_plugin.precision import StateName, WeightsName, checked_state, checked_weights, stores_all
+from amp_plugin.precision import StateName, WeightsName, checked_word, stores_all
 from amp_plugin.weights.compressed_state import ask_for, bytes_of, local_of
 from amp_plugin.weights.ddp import refuse_sharded, sharded_by
 from amp_plugin.weights.formats import HALVES
@@ -111,7 +111,8 @@ def store_weights(
         >>> model.weight.grad.dtype
         torch.float32
     """
-    name, state = checked_weights(weights), checked_state(state)
+    name = checked_word("weights", weights, WeightsName)
+    state = checked_word("state", state, StateName)
     refuse_sharded(name, sharded_by(model))
     if torch.__future__.get_swap_module_params_on_conversion():
         msg = "torch.__future__.set_swap_module_params_on_conversion(True) replaces parameters: unset it"

@@ -179,7 +179,7 @@ def test_evaluation_has_a_precision_of_its_own(training, evaluation, expected):
 
 
 def test_slow_fp16_is_told_at_the_users_line(monkeypatch):
-    monkeypatch.setattr(precision, "processor_facts", lambda: ("an old one", {"avx2", "avx512_bf16"}))
+    monkeypatch.setattr(precision, "cpu_capabilities", lambda: {"avx2": True, "avx512_bf16": True})
     reset()
     with pytest.warns(UserWarning, match="fp16 is not fast on this cpu; bf16 is. The numbers") as told:
         AmpAccelerator(mixed_precision="fp16", cpu=True)

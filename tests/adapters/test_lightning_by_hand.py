@@ -57,7 +57,7 @@ def test_a_metric_is_handed_on():
 
 
 def test_warnings_show_the_users_line(monkeypatch, recwarn):
-    monkeypatch.setattr(precision, "processor_facts", lambda: ("an old one", {"avx2"}))
+    monkeypatch.setattr(precision, "cpu_capabilities", lambda: {"avx2": True})
     plugin = AmpPrecision("fp16", init_scale=1.5)
     fit(OneWeight(overflow_at=range(60)), plugin, steps=51, callbacks=[AmpMonitor(max_skips_in_a_row=60)])
     expected = (

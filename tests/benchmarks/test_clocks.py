@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import clocks
-from benchmarks.clocks import device_time, event_time, thread_time, waited, wall_time
+from benchmarks.clocks import device_time, event_time, thread_time, wall_time
 from benchmarks.memory import peak
 
 
@@ -29,12 +29,6 @@ def test_wall_time_is_microseconds_of_one_call_without_what_prepares_it():
 
 def test_cpu_time_does_not_count_waiting():
     assert thread_time(lambda: time.sleep(0.05))() < 20_000
-
-
-def test_a_sample_prepares_once_and_calls_as_often_as_said():
-    calls = []
-    wall_time(lambda: calls.append("call"), repeat=3, prepare=lambda: calls.append("prepare"))()
-    assert calls == ["prepare", "call", "call", "call"]
 
 
 class Written(TorchDispatchMode):
@@ -63,11 +57,6 @@ def test_a_gpus_cache_is_flushed_by_reading(monkeypatch):
         with Written() as written:
             assert sample() == 500.0
         assert written.seen == [("aten.sum.default", False)]
-
-
-def test_waiting_only_grows():
-    before = waited()
-    assert waited() >= before >= 0
 
 
 @pytest.mark.filterwarnings("ignore:.*")

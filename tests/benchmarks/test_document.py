@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import pytest
 
 from benchmarks import plots
-from benchmarks.document import DOCS, PAGES, blocks, filled, read_pages
+from benchmarks.document import PAGES, blocks, filled, read_pages
 from benchmarks.report import RESULTS, Report
 
 ONE, OTHER = PAGES[:2]
@@ -50,12 +49,6 @@ def test_figures_are_drawn_with_units_and_the_same_each_time(report, tmp_path):
         assert "time a tensor, µs".encode() in content or b"time of amp_plugin" in content
 
 
-def test_figures_have_no_background_of_their_own(report, tmp_path):
-    plots.draw(report, tmp_path)
-    for file in tmp_path.iterdir():
-        assert not re.search(r'id="patch_1">\s*<path[^>]*fill: #', file.read_text(encoding="utf-8"))
-
-
 def kept():
     """The reports that the pages show: each device's last one."""
     return [Report.from_json(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("*.json"))]
@@ -73,8 +66,3 @@ def test_the_pages_show_the_kept_figures_and_no_others(tmp_path):
     }  # the last report of each device is the one that the pages show
     assert same["cpu"]
     assert all(same.values())
-
-
-def test_every_figure_of_the_pages_is_there():
-    for name in re.findall(r"\(images/([^)]+)\)", "".join(read_pages().values())):
-        assert (DOCS / "images" / name).exists()

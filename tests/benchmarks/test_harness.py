@@ -89,13 +89,10 @@ def test_a_variant_that_measures_nothing_has_no_ratio():
         ("ours / theirs", 1.0, 1.11, 1.0, 1.11, False),
         ("theirs / ours", 3.0, 1.0, 2.8, 2.8, True),
         ("theirs / ours", 3.0, 1.0, 2.7, 2.7, False),
-        ("ours - theirs", 0.2, 1.21, 1.0, 0.21, True),
         ("ours - theirs", 0.2, 1.23, 1.0, 0.23, False),
-        ("ours", 0.1, 0.109, 5.0, 0.109, True),
         ("ours", 0.1, 0.111, 5.0, 0.111, False),
         ("share of max(5 %, 0.1 us)", 1.0, 10.5, 10.0, 1.0, True),
         ("share of max(5 %, 0.1 us)", 1.0, 10.6, 10.0, 1.2, False),
-        ("share of max(5 %, 0.1 us)", 1.0, 1.1, 1.0, 1.0, True),
         ("share of max(5 %, 0.1 us)", 1.0, 1.12, 1.0, 1.2, False),
     ],
 )
@@ -105,22 +102,11 @@ def test_a_gate_fails_when_it_is_missed_by_more_than_a_tenth(measure_, limit, ou
     assert verdict.holds is holds
 
 
-def test_a_verdict_says_what_was_allowed():
-    assert judge(Gate(limit=1.15), [1.0], [2.0]).text == "0.50x, at most 1.15x"
-    assert judge(Gate(limit=3, measure="theirs / ours"), [1.0], [2.0]).text == "2.00x, at least 3.00x"
-    assert (
-        judge(Gate(limit=0.2, measure="ours - theirs"), [1.0], [2.0]).text == "-1.000 µs, at most +0.200 µs"
-    )
-    share = Gate(limit=1.0, measure="share of max(5 %, 0.1 us)")
-    assert judge(share, [10.25], [10.0]).text == "0.50, at most 1 x max(5 %, 0.1 µs)"
-
-
 @pytest.mark.parametrize(
     ("gate", "ours", "theirs", "promise"),
     [
         (Gate(limit=1.15), 1.0, 2.0, "at most 1.15: kept"),
         (Gate(limit=1.0), 1.05, 1.0, "at most 1.00: just missed"),
-        (Gate(limit=1.0), 1.2, 1.0, "at most 1.00: missed"),
         (Gate(limit=3, measure="theirs / ours"), 1.0, 2.0, "at least 3.00 times as fast: missed"),
         (Gate(limit=0.2, measure="ours - theirs"), 1.0, 2.0, "at most 0.200 µs more: kept"),
         (
@@ -133,13 +119,6 @@ def test_a_verdict_says_what_was_allowed():
 )
 def test_a_promise_is_told_with_what_became_of_it(gate, ours, theirs, promise):
     assert judge(gate, [ours], [theirs]).promise == promise
-
-
-def test_an_unknown_measure_names_those_there_are():
-    with pytest.raises(
-        ValueError, match="there is no measure 'speed'; choose one of ours / theirs, theirs / ours"
-    ):
-        Gate(limit=1.0, measure="speed")
 
 
 def test_a_gate_against_a_variant_that_is_not_there_is_refused():

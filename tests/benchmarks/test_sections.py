@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-import warnings
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -69,37 +67,6 @@ def test_one_page_has_a_place_for_each_section():
         assert pages.count(f"<!-- end cpu {key} -->") == 1
 
 
-def test_promises_are_those_that_were_made():
-    """The measure and the limit of each gate."""
-    promised = sorted(
-        (key, gate.measure, gate.limit)
-        for key, of_key in SECTIONS.items()
-        for comparison in of_key.comparisons(TINY)
-        for gate in comparison.gates
-    )
-    share = "share of max(5 %, 0.1 us)"
-    assert ("ops", "ours / theirs", 0.4) in promised
-    assert ("ops", "ours / theirs", 1.01) in promised
-    assert ("ops", "ours - theirs", 0.2) in promised
-    assert (("host", "ours", 10.0) in promised) is not bool(host_device.cannot())
-    assert sum(gate == ("ops", share, 1.0) for gate in promised) == 8
-    assert [gate[2] for gate in promised if gate[0] == "kernels" and gate[1] == "ours / theirs"] == [
-        0.5,
-        1.1,
-        1.1,
-        1.1,
-        1.15,
-    ]
-    assert [gate[2] for gate in promised if gate[0] == "clipping"] == [1.0] * 4 + [3.0, 5.0, 25.0, 50.0]
-    steps = [(measure, limit) for key, measure, limit in promised if key == "steps"]
-    assert [limit for measure, limit in steps if measure == "theirs / ours"] == [1.65, 1.65, 1.7, 1.8, 5.0]
-    assert [limit for measure, limit in steps if measure == "ours / theirs"] == [1.05, 1.1, *[1.15] * 4]
-    assert ("models", "ours / theirs", 1.0) in promised
-    assert [gate[2] for gate in promised if gate[0] == "weights"] == [1.02, 1.02, 1.03, 1.05]
-    for framework in ("lightning", "accelerate"):
-        assert [gate[2] for gate in promised if gate[0] == framework] == [1.0] * 8
-
-
 def test_a_section_runs_on_its_own_number_of_threads():
     before = torch.get_num_threads()
     with threads(3):
@@ -107,11 +74,6 @@ def test_a_section_runs_on_its_own_number_of_threads():
     with threads(0):
         assert torch.get_num_threads() == before
     assert torch.get_num_threads() == before
-
-
-def test_other_devices_are_refused():
-    with pytest.raises(ValueError, match="benchmarks run on 'cpu' and 'cuda', not on 'mps'"):
-        Setting(device="mps")
 
 
 class Promise(Section):
@@ -159,17 +121,6 @@ def test_figures_of_another_machine_are_judged_and_drawn(monkeypatch, capsys, tm
     assert "--figures goes with --draw or --promises" in capsys.readouterr().err
 
 
-def test_figures_are_kept_without_writing_a_page(monkeypatch, report):
-    kept = []
-    monkeypatch.setattr(command, "keys", lambda device: ["promise"])
-    monkeypatch.setattr(command, "section", lambda key: Promise(1.0))
-    monkeypatch.setattr(command, "prepare", lambda device: None)
-    monkeypatch.setattr(command, "save", kept.append)
-    monkeypatch.setattr(command, "write", lambda report: pytest.fail("a page was written"))
-    assert command.main(["--keep"]) == 0
-    assert "promise" in kept[0].sections
-
-
 def test_on_a_gpu_no_set_may_be_slower_than_torch(monkeypatch):
     on_cuda = SimpleNamespace(device="cuda", sized=TINY.sized, rounds=TINY.rounds, memory_clock=wall_time)
     monkeypatch.setattr(
@@ -203,31 +154,6 @@ def test_the_check_of_the_kernels_sees_a_wrong_one(monkeypatch):
     monkeypatch.setattr(cuda.OP, "norm_check", lambda grads, scale: wrong)
     with pytest.raises(ArithmeticError, match="the norm is 1.0, exactly"):
         cuda.check(grads)
-
-
-def test_launches_are_what_ran_on_the_device_without_annotations(monkeypatch):
-    def event(device, *, annotation=False):
-        return SimpleNamespace(device_type=device, is_user_annotation=annotation)
-
-    kinds = torch.autograd.DeviceType
-    events = [event(kinds.CPU), event(kinds.CUDA), event(kinds.CUDA, annotation=True), event(kinds.CUDA)]
-    profiler = nullcontext(SimpleNamespace(events=lambda: events))
-    monkeypatch.setattr(torch.profiler, "profile", lambda **_: profiler)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert cuda.launches(lambda: None) == 2
-
-
-def test_waits_are_counted(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
-    calls = []
-
-    def wait():
-        if calls:  # the first call only warms up
-            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-        calls.append(0)
-
-    assert cuda.waits(wait) == 1
-    assert cuda.waits(lambda: None) == 0
 
 
 def test_bandwidth_counts_what_each_op_reads_and_writes(monkeypatch):

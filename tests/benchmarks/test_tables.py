@@ -16,9 +16,7 @@ from benchmarks.harness import Spread
         (0.0375, "us", "37.5 ns"),
         (8.5, "us", "8.50 µs"),
         (3780, "us", "3.78 ms"),
-        (123456, "us", "123 ms"),
         (2.5e6, "us", "2.50 s"),
-        (12, "bytes", "12 bytes"),
         (1_354_888, "bytes", "1.35 MB"),
         (25, "casts", "25.0"),
         (1.1e-2, "relative error", "1.1e-02"),
@@ -39,10 +37,8 @@ def test_ratios_show_the_middle_half():
     ("label", "median", "low", "loses"),
     [
         ("torch", 1.02, 1.01, True),
-        ("stock", 1.02, 1.01, True),
         ("torch", 1.02, 0.99, False),
         ("torch", 1.005, 1.001, False),
-        ("torch", 0.9, 0.8, False),
         ("limit", 1.5, 1.4, False),
     ],
 )
@@ -73,32 +69,9 @@ def test_the_summary_has_one_promise_of_each_section(report):
     assert len(tables.summary(report, most=0).splitlines()) == 2
 
 
-def test_the_summary_is_filled_with_second_promises_and_marks_what_is_missed(report):
-    models = report.sections["models"]
-    renamed = replace(models, outcomes=tuple(replace(outcome, table="More") for outcome in models.outcomes))
-    both = replace(report, sections={"models": models, "more": renamed})
-    names = [
-        line.split(" | ")[0].removeprefix("| ") for line in tables.summary(both, most=3).splitlines()[2:]
-    ]
-    assert names == ["Models: fast", "Models: slow", "More: fast"]
-    assert "| Models: slow | torch | 2.00 | **at most 1.00: missed** |" in tables.summary(both)
-
-
-def test_slower_than_a_limit_is_no_loss(report):
-    assert "**1.50" not in tables.section(report, "kernels")
-
-
 def test_all_losses_are_listed(report):
     listed = tables.losses(report)
     assert "| Models: slow | torch | 2.00 |" in listed
     assert listed.count("\n") == 2
     others = {key: record for key, record in report.sections.items() if key != "models"}
     assert tables.losses(replace(report, sections=others)) == "None in this run."
-
-
-def test_published_figures_stand_beside_ours_and_are_named(report):
-    text = tables.published(report)
-    assert "| 1000 | 9.37 ms | 2.14 ms | 1.01 ms | 0.47 | 0.001 |" in text
-    assert "pytorch/pytorch#91846" in text
-    assert "DeepSpeed" in text
-    assert "| 10000 |" not in text  # not measured in this report

@@ -4,14 +4,12 @@
 1e-3 on another machine; fp16 and bf16 within their rounding, see ``TOLERANCE``).
 """
 
-import importlib
 import json
 import re
 import sys
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,10 +17,9 @@ import yaml
 from accelerate.state import AcceleratorState, GradientState
 
 from amp_plugin import set_default_rules
-from recipes import catalogue, settings
+from recipes import catalogue
 from recipes.bounds import bounds_of
 from recipes.config import ConfigError, load_config
-from recipes.digits import TRAINING_IMAGES, digits_loaders
 from recipes.settings import Precision
 from tests import warm_processes
 from tests.recipes.command_line import on_the_command_line, train_and_print
@@ -98,13 +95,6 @@ def test_there_are_configs_of_recipes_alone():
     assert set(FINAL) == set(PLAIN)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", [*PLAIN, *WITHOUT_CPU])
-def test_the_command_line_sets_the_precision_and_nothing_else(name, precision):
-    schema = catalogue.load(name).Config
-    assert config_of(name, precision) == schema(precision=Precision[precision])
-
-
 @pytest.mark.parametrize("name", [*PLAIN, *WITHOUT_CPU])
 def test_a_config_sets_every_key_to_its_default_and_explains_it(name):
     schema = catalogue.load(name).Config
@@ -131,13 +121,6 @@ def keys_of(config):
         yield field.name, default
         if is_dataclass(default):
             yield from keys_of(default)
-
-
-def test_a_wrong_key_is_named_with_the_nearest_right_one():
-    with pytest.raises(ConfigError, match=r"unknown key 'max_nrom'; allowed are .*did you mean max_norm\?"):
-        config_of("clipping", "fp16", "max_nrom=1")
-    with pytest.raises(ConfigError, match="steps must be int: .*many"):
-        config_of("clipping", "fp16", "steps=many")
 
 
 def numbers_of(schema, prefix=""):
@@ -167,15 +150,10 @@ def test_every_number_of_a_config_has_bounds_that_its_default_keeps(name):
     ("name", "override", "allowed"),
     [
         ("clipping", "steps=0", "at least 1"),
-        ("clipping", "batch_size=0", "at least 1"),
-        ("clipping", "learning_rate=0", "above 0"),
         ("clipping", "learning_rate=inf", "above 0"),
         ("clipping", "width=6", "at least 4 and a multiple of 4"),
-        ("clipping", "seed=4294967296", "at least 0 and at most 4,294,967,295"),
         ("clipping", "loss_scale.init_scale=1e+39", "at most 3.40282e+38 and above 0"),
-        ("clipping", "loss_scale.growth_factor=1", "above 1"),
         ("clipping", "loss_scale.backoff_factor=1", "above 0 and below 1"),
-        ("wgan_gp_lightning", "steps=0", "at least 1"),
         ("compiled", "batch_size=1258", "at least 1 and at most 1,257"),
         ("several_models", "widths=[4]", "2 numbers, each at least 4 and a multiple of 4"),
     ],
@@ -186,60 +164,40 @@ def test_a_number_out_of_bounds_is_named(name, override, allowed):
         config_of(name, "fp16", override)
 
 
-def test_a_number_out_of_bounds_in_a_file_is_named_with_the_file(tmp_path):
-    (tmp_path / "wrong.yaml").write_text("steps: -1\n")
-    schema = catalogue.load("clipping").Config
-    with pytest.raises(ConfigError, match=r"wrong\.yaml: steps=-1 is not allowed"):
-        load_config(schema, tmp_path / "wrong.yaml", ["seed=1"])
-    assert load_config(schema, tmp_path / "wrong.yaml", ["steps=2"]).steps == 2
-
-
-def test_training_images_are_as_many_as_a_bound_says():
-    assert len(digits_loaders(batch_size=64, seed=0).train.dataset) == TRAINING_IMAGES
-
-
-def test_values_that_do_not_go_together_are_named():
-    with pytest.raises(ConfigError, match="width=48 is not allowed; it must be a multiple of heads=5"):
-        catalogue.load("char_gpt").train(config_of("char_gpt", "fp16", "heads=5"))
-    with pytest.raises(
-        ConfigError, match=r"context=1000000 is not allowed; the text held out has \d+,\d+ char"
-    ):
-        catalogue.load("char_gpt").train(config_of("char_gpt", "fp16", "context=1000000"))
-    with pytest.raises(ConfigError, match="width=48 is not allowed; it must be a multiple of heads=5"):
-        catalogue.load("stored_weights").train(config_of("stored_weights", "bf16", "width=48", "heads=5"))
-    with pytest.raises(ConfigError, match=r"context=1000000 is not allowed; the text has \d+,\d+ char"):
-        catalogue.load("stored_weights").train(config_of("stored_weights", "bf16", "context=1000000"))
-    with pytest.raises(ConfigError, match="backend=induktor is not known; torch has .*inductor"):
-        catalogue.load("compiled").train(config_of("compiled", "fp16", "backend=induktor"))
+@pytest.mark.parametrize(
+    ("name", "override", "message"),
+    [
+        ("char_gpt", "heads=5", "width=48 is not allowed; it must be a multiple of heads=5"),
+        (
+            "char_gpt",
+            "context=1000000",
+            r"context=1000000 is not allowed; the text held out has \d+,\d+ char",
+        ),
+        ("stored_weights", "heads=5", r"width=\d+ is not allowed; it must be a multiple of heads=5"),
+        ("stored_weights", "context=1000000", r"context=1000000 is not allowed; the text has \d+,\d+ char"),
+        ("compiled", "backend=induktor", "backend=induktor is not known; torch has .*inductor"),
+        ("clipping", "device=meta", "device=meta, but torch .* finds no such device here; use device=cpu"),
+    ],
+)
+def test_values_that_do_not_go_together_are_named(name, override, message):
+    with pytest.raises(ConfigError, match=message):
+        catalogue.load(name).train(config_of(name, "bf16", override))
 
 
 def test_a_folder_that_cannot_be_made_is_named_before_the_training(monkeypatch, tmp_path, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setattr(catalogue.load("clipping"), "train", lambda config: pytest.fail("it trains"))
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit, match="2"):
         catalogue.run("clipping", [f"output={tmp_path}/file"])
-    assert stop.value.code == 2
-    assert re.search(
-        r": output=.*file is not allowed; .*clipping_fp16 cannot be made: Not a", capsys.readouterr().err
-    )
+    told = r": output=.*file is not allowed; .*clipping_fp16 cannot be made: Not a"
+    assert re.search(told, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("given", [["--steps", "10"], ["--steps=10"], ["max_norm=2", "--steps", "10"]])
-def test_a_key_written_as_an_option_is_answered_with_how_to_write_it(given, capsys):
-    with pytest.raises(SystemExit) as stop:
-        catalogue.run("clipping", given)
-    assert stop.value.code == 2
-    assert re.fullmatch(
-        r"python -m recipes run clipping: unknown option '--steps(=10)?'; keys .* no dashes, write steps=10\n",
-        capsys.readouterr().err,
-    )
-
-
-def test_a_device_that_is_not_there_is_named():
-    with pytest.raises(
-        ConfigError, match="device=meta, but torch .* finds no such device here; use device=cpu"
-    ):
-        catalogue.load("clipping").train(config_of("clipping", "fp16", "device=meta"))
+def test_a_key_written_as_an_option_is_answered_with_how_to_write_it(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        catalogue.run("clipping", ["max_norm=2", "--steps", "10"])
+    told = "run clipping: unknown option '--steps'; keys .* no dashes, write steps=10"
+    assert re.search(told, capsys.readouterr().err)
 
 
 # -- first steps --------------------------------------------------------------------------------
@@ -250,9 +208,7 @@ def test_a_device_that_is_not_there_is_named():
 def test_the_first_losses_are_the_golden_ones(name, precision):
     golden = json.loads(GOLDEN.read_text())[name][precision]
     losses = first_losses(name, precision)
-    if (
-        name == "lbfgs" and precision != "fp32"
-    ):  # its third step differs by up to a quarter between processors
+    if name == "lbfgs" and precision != "fp32":  # its third step differs by a quarter between processors
         assert losses[2] < 2 * golden[2]
         losses, golden = losses[:2], golden[:2]
     assert losses == pytest.approx(golden, rel=TOLERANCE[precision])
@@ -298,29 +254,6 @@ def test_a_framework_s_form_has_the_losses_of_the_plain_one(name, precision):
     assert form.test_accuracy == plain.test_accuracy
 
 
-class ClockReadError(Exception):
-    """The recipe looked at the clock."""
-
-
-@pytest.mark.parametrize("name", [*ON_CPU, "train_digits", "train_digits_accelerate"])
-def test_the_clock_starts_after_the_native_core_is_loaded(name, monkeypatch):
-    recipe, loaded = importlib.import_module(f"recipes.{name}"), []
-
-    def read_clock():
-        raise ClockReadError
-
-    monkeypatch.setattr(recipe, "time", SimpleNamespace(perf_counter=read_clock))
-    monkeypatch.setattr(
-        recipe if name.startswith("train_") else settings, "native_core", lambda: loaded.append(1)
-    )
-    config = (
-        recipe.DigitsConfig() if name.startswith("train_") else config_of(name, "bf16", *QUICK.get(name, []))
-    )
-    with pytest.raises(ClockReadError):
-        recipe.train(config)
-    assert loaded
-
-
 # -- whole runs ---------------------------------------------------------------------------------
 
 WHOLE = [pytest.param(name, marks=pytest.mark.dist) if name in SEVERAL else name for name in PLAIN]
@@ -341,27 +274,11 @@ def test_a_whole_run_ends_well_and_the_precisions_agree(name, tmp_path):
         reached[precision] = numbers[key] if key in numbers else numbers["results"][key]
         for path in record.save(tmp_path / precision):
             assert path.suffix == ".json" or 500 < path.stat().st_size < 80_000, path
-        assert json.loads((tmp_path / precision / "result.json").read_text()) == json.loads(
-            json.dumps(record.as_dict(), allow_nan=False)
-        )
+        saved = json.loads((tmp_path / precision / "result.json").read_text())
+        assert saved == json.loads(json.dumps(record.as_dict(), allow_nan=False))
     assert least <= min(reached.values()) <= max(reached.values()) <= most, reached
     assert reached["fp16"] == pytest.approx(reached["fp32"], abs=tolerance), reached
     assert reached["bf16"] == pytest.approx(reached["fp32"], abs=tolerance), reached
-
-
-@pytest.mark.slow
-@pytest.mark.whole_run
-def test_stored_weights_move_and_learn_where_loaded_ones_stand_still():
-    record = catalogue.load("stored_weights").train(config_of("stored_weights", "bf16"))
-    ways = ("as loaded", "fp32", "bf16", "bf16-stochastic")
-    moved, loss = (
-        {way: record.results[f"{what}, {way}"] for way in ways} for what in ("weights moved", "loss")
-    )
-    assert moved["as loaded"] < 0.3
-    assert moved["fp32"] == pytest.approx(moved["bf16"], abs=1e-3)
-    assert moved["bf16-stochastic"] > 0.9
-    assert loss["as loaded"] > max(loss[way] for way in ways[1:]) + 0.1
-    assert loss["bf16"] == pytest.approx(loss["fp32"], abs=0.01)
 
 
 @pytest.mark.slow
@@ -379,10 +296,8 @@ def test_a_form_s_whole_run_ends_well(name):
 @pytest.mark.parametrize("options", [["device=cuda"], ["device=cpu"]])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says so only where there is no GPU")
 def test_cuda_graph_says_that_it_needs_a_gpu(options):
-    told = (
-        r"needs device=cuda and a CUDA device; given is device=.*, and torch .* finds no CUDA device here\. "
-    )
-    with pytest.raises(ConfigError, match=told + "Without one, .*: python -m recipes run typical_training"):
+    told = "needs device=cuda and a CUDA device; given is device=.* Without one, .* run typical_training"
+    with pytest.raises(ConfigError, match=told):
         catalogue.load("cuda_graph").train(config_of("cuda_graph", "fp16", *options))
 
 
@@ -396,9 +311,8 @@ def test_cuda_graph_learns_the_digits(precision):
 
 @pytest.mark.gpu
 def test_cuda_graph_skips_an_overflow_on_replay():
-    record = catalogue.load("cuda_graph").train(
-        config_of("cuda_graph", "fp16", "loss_scale.init_scale=1e9", "steps=60")
-    )
+    config = config_of("cuda_graph", "fp16", "loss_scale.init_scale=1e9", "steps=60")
+    record = catalogue.load("cuda_graph").train(config)
     assert record.skipped
     assert record.loss_scales[-1] < 1e9
     assert record.losses[-1] < record.losses[0]
@@ -426,10 +340,8 @@ def test_list_and_run_from_the_command_line(tmp_path):
     assert graph.stderr.startswith("python -m recipes run cuda_graph: a CUDA graph needs device=cuda and")
     assert ran.returncode == 0, ran.stderr
     assert "arning" not in ran.stderr.replace("amp_plugin's native core", "")
-    assert {path.name for path in (tmp_path / "typical_training_bf16").iterdir()} == {
-        "result.json",
-        "training.png",
-    }
+    written = {path.name for path in (tmp_path / "typical_training_bf16").iterdir()}
+    assert written == {"result.json", "training.png"}
 
 
 def test_a_wrong_name_is_answered_with_the_nearest():

@@ -1,7 +1,6 @@
 """The digits recipe: its config, its data, and runs in three precisions."""
 
 import logging
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes import training_record
 from recipes.config import ConfigError, config_from_command_line, load_config
-from recipes.digits import DigitsNet, digits_loaders
+from recipes.digits import digits_loaders
 from recipes.settings import LossScaleConfig, Precision
 from recipes.train_digits import DigitsConfig, main, train
 from recipes.training_record import TrainingRecord
@@ -39,13 +37,8 @@ def _quiet():
 # -- config -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-def test_the_config_sets_the_defaults_in_each_precision(precision):
-    config = load_config(DigitsConfig, CONFIG, [f"precision={precision}"])
-    assert config == DigitsConfig(precision=Precision[precision])
-
-
 def test_overrides_replace_values_of_the_file():
+    assert load_config(DigitsConfig, CONFIG) == DigitsConfig()
     config = load_config(DigitsConfig, CONFIG, ["epochs=3", "loss_scale.init_scale=8", "precision=bf16"])
     assert (config.epochs, config.precision) == (3, Precision.bf16)
     assert config.loss_scale == LossScaleConfig(init_scale=8.0)
@@ -59,12 +52,9 @@ def test_overrides_replace_values_of_the_file():
             "loss_scale.init=3",
             r"unknown key 'loss_scale.init'; allowed are init_scale, .*did you mean loss_scale.init_scale",
         ),
-        ("epochs=many", r"epochs must be int: .*many"),
         ("precision=fp8", r"precision must be one of fp16, bf16, fp32: .*fp8"),
         ("clip_norm=[1]", "clip_norm must be float"),
         ("loss_scale=3", "LossScaleConfig.*a section takes keys of its own"),
-        ("epochs=0", r"command line: epochs=0 is not allowed; it must be at least 1"),
-        ("clip_norm=-1", r"clip_norm=-1 is not allowed; it must be above 0"),
         ("loss_scale.growth_interval=0", r"loss_scale.growth_interval=0 is not allowed; .*at least 1"),
         ("epochs", r"override 'epochs' has no '='; write key=value"),
     ],
@@ -97,13 +87,10 @@ def test_a_wrong_command_line_ends_the_program(capsys):
 
 def test_an_accelerator_that_is_not_there_is_named(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train_digits.py", "accelerator=gppu"])
-    with pytest.raises(SystemExit) as error:
+    with pytest.raises(SystemExit, match="2"):
         main()
-    assert error.value.code == 2
-    assert re.fullmatch(
-        r"train_digits.py: accelerator=gppu is not allowed here; use auto, cpu or gpu: .*\n",
-        capsys.readouterr().err,
-    )
+    told = "train_digits.py: accelerator=gppu is not allowed here; use auto, cpu or gpu: "
+    assert told in capsys.readouterr().err
 
 
 # -- data and model -----------------------------------------------------------------------------
@@ -119,22 +106,8 @@ def test_the_order_of_the_data_depends_on_the_seed_alone():
     sizes = [len(part.dataset) for part in (loaders.train, loaders.validation, loaders.test)]
     assert sizes == [1257, 180, 360]
     images, _ = next(iter(loaders.train))
-    assert (images.shape, images.dtype, images.min(), images.max()) == (
-        (64, 1, 8, 8),
-        torch.float32,
-        0.0,
-        1.0,
-    )
-
-
-def test_shifted_images_keep_their_ink_but_for_the_border():
-    loaders = digits_loaders(batch_size=64, seed=0)
-    images, _ = next(iter(loaders.train))
-    originals = torch.stack([image for image, _ in loaders.train.dataset])
-    inner = {round(float(image.sum()), 4) for image in originals}
-    kept = sum(round(float(image.sum()), 4) in inner for image in images)
-    assert kept > 32
-    assert DigitsNet(8)(images).shape == (64, 10)
+    assert (images.shape, images.dtype) == ((64, 1, 8, 8), torch.float32)
+    assert (images.min(), images.max()) == (0.0, 1.0)
 
 
 # -- record -------------------------------------------------------------------------------------
@@ -152,25 +125,6 @@ def test_the_record_counts_taken_and_skipped_steps(capsys):
     assert (table["optimizer steps taken"], table["optimizer steps skipped"]) == ("2", "1")
     assert (table["final loss scale"], table["test accuracy"]) == ("4", "50.00%")
     assert record.accuracies == [(3, 0.25)]
-
-
-def test_the_plot_ends_with_the_last_step_and_skips_are_drawn_behind_the_scale(monkeypatch, tmp_path):
-    drawn = []
-    monkeypatch.setattr(training_record, "_write", lambda figure, path: drawn.append(figure))
-    record = TrainingRecord(title="run")
-    for step in range(400):
-        record.add_step(loss=1.0, loss_scale=8.0, skipped=step == 399)
-    record.add_accuracy(0.5)
-    record.save_plot(tmp_path / "training.png")
-    loss, accuracy, scale = drawn[0].axes
-    assert loss.get_xlim() == (0, 400)
-    assert 400 in scale.get_xticks()
-    assert accuracy.lines[0].get_xdata()[-1] == 400
-    assert not accuracy.lines[0].get_clip_on()
-    curve, skip = scale.lines
-    assert skip.get_xdata() == [399, 399]
-    assert skip.get_zorder() < curve.get_zorder()
-    assert list(curve.get_xdata()) == list(range(401))
 
 
 # -- runs ---------------------------------------------------------------------------------------

@@ -17,21 +17,13 @@ STEPS = 8
 
 @dataclass(frozen=True)
 class Fault:
-    """A step that goes wrong.
+    """A step that goes wrong."""
 
-    Attributes:
-        loss: computes the loss of a batch by a net; is told the number of the step.
-        op: a regular expression for the op to name.
-        precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
-        recorded: whether the loop runs its passes through ``scaler.recorded``.
-        lr: of plain SGD.
-    """
-
-    loss: Callable[[Net, Tensor, int], Tensor]
-    op: str
+    loss: Callable[[Net, Tensor, int], Tensor]  # of a net, a batch and the number of the step
+    op: str  # a regular expression for the op to name
     precision: str
-    recorded: bool
-    lr: float
+    recorded: bool  # whether the loop runs its passes through scaler.recorded
+    lr: float  # of plain SGD
 
     @property
     def name(self) -> str:
@@ -155,13 +147,6 @@ def entropy_by_hand(net, x, step):
     return -(1.0 - chance).log().mean()  # <-
 
 
-@seeded("pow|square|mul", precision="fp16")
-def squares_beyond_fp16(net, x, step):
-    out = net(x) * (400.0 if step >= FROM else 1.0) + 1.0
-    squares = out.half() * out.half() * (1.0 if step < FROM else 30.0)  # <-
-    return squares.float().mean()
-
-
 @seeded("matmul|mm|bmm", precision="fp16")
 def scores_beyond_fp16(net, x, step):
     queries = net(x) * (900.0 if step >= FROM else 1.0) + (300.0 if step >= FROM else 0.0)
@@ -208,13 +193,6 @@ def nothing_times_infinity(net, x, step):
     if step >= FROM:
         shares = shares + torch.log(torch.zeros(8))  # <-
     return -(wanted * shares).sum()
-
-
-@seeded("div|reciprocal")
-def unit_vectors_by_hand(net, x, step):
-    out = net(x).float() * (0.0 if step >= FROM else 1.0)
-    lengths = out.square().sum(-1, keepdim=True)
-    return (out / lengths).sum()  # <-
 
 
 @seeded("mul", precision="fp16", recorded=True)

@@ -16,12 +16,12 @@ _VALUES = [1.0, 20.0, None, 3.0, None, 5.0, 0.07, 6.0]  # None: not finite
 
 def drawn(name):
     """Return one of the charts as SVG."""
-    charts = curve_charts(has_scale=True, has_norm=True, has_loss=True, has_skips=False, several=False)
     rows = [
         {"step": i, "scale": 2.0 ** (16 - i), "optimizer": "0: SGD"}
         | dict.fromkeys(("before", "after", "loss"), value)
         for i, value in enumerate(_VALUES, start=1)
     ]
+    charts = curve_charts({name: [row[name] for row in rows] for name in rows[0]}, has_skips=False)
     return vl_convert.vegalite_to_svg({**charts[name], "width": 400, "datasets": {"curves": rows}})
 
 

@@ -158,15 +158,8 @@ def test_transformers(tmp_path, accelerate, monkeypatch):
     transformers = pytest.importorskip("transformers")
     monkeypatch.setenv("AMP_PLUGIN_REPORT", str(tmp_path / "run.html"))
     install()
-    arguments = transformers.TrainingArguments(
-        str(tmp_path),
-        bf16=True,
-        use_cpu=True,
-        max_steps=6,
-        report_to=[],
-        disable_tqdm=True,
-        save_strategy="no",
-    )
+    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    arguments = transformers.TrainingArguments(str(tmp_path), bf16=True, use_cpu=True, max_steps=6, **quiet)
     model = bert(layers=1, dropout=0.1)
     model.classifier.register_forward_hook(
         lambda module, _, out: out * math.nan if int(trainer.state.global_step) == 3 else out

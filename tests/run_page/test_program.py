@@ -15,7 +15,10 @@ from tests.run_page.test_seeded_faults import wrong_in
 PLAIN = """
 import sys, torch
 torch.manual_seed(0)
-net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Softplus(), torch.nn.Linear(16, 1))
+class Root(torch.nn.Module):
+    def forward(self, x):
+        return (x - x if step == 6 and "pole" in sys.argv else x.abs() + 1).sqrt()
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), Root(), torch.nn.Linear(16, 1))
 optimizer = torch.optim.AdamW(net.parameters())
 for step in range(10):
     batch = torch.randn(4, 8)
@@ -28,13 +31,13 @@ for step in range(10):
     optimizer.zero_grad()
 """
 SCALED = """
-import torch, amp_plugin
+import torch
 torch.manual_seed(0)
 net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
 optimizer = torch.optim.AdamW(net.parameters())
-scaler = amp_plugin.GradScaler("cpu")
+scaler = torch.amp.GradScaler("cpu")
 for step in range(10):
-    with amp_plugin.autocast("cpu", dtype=torch.float16):
+    with torch.autocast("cpu", dtype=torch.float16):
         out = net(torch.randn(4, 8))
     shares = out.float().sigmoid() * (step < 5)
     loss = shares.log().mean()
@@ -87,6 +90,7 @@ def test_a_program_without_a_scaler(tmp_path, capsys):
     assert all(norm > 0 for norm in curves["before"])
     assert "none of 10 steps" in text_of(page)
     assert "bf16" in text_of(page)
+    assert "not seen" not in text_of(page)
 
 
 @pytest.mark.native
@@ -96,10 +100,16 @@ def test_the_page_is_not_the_programs_own_use_of_amp_plugin(tmp_path, capsys):
 
 
 @pytest.mark.native
-def test_its_bad_batch_is_named(tmp_path):
-    text = wrong_in(run(tmp_path, PLAIN, "bad"))
-    assert "the data held nan: row 2, read by aten::addmm" in text
-    assert "in <module>: out = net(batch)" in text
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("bad", ("the data held nan: row 2, read by aten::addmm", "in <module>: out = net(batch)")),
+        ("pole", ("in the backward pass of aten::sqrt", 'in forward: return (x - x if step == 6 and "pole"')),
+    ],
+)
+def test_what_goes_wrong_once_in_its_model_is_named(tmp_path, fault, named):
+    text = wrong_in(run(tmp_path, PLAIN, fault))
+    assert [part for part in named if part not in text] == []
 
 
 @pytest.mark.native
@@ -114,25 +124,12 @@ def test_a_program_with_a_scaler(tmp_path, command):
 
 
 @pytest.mark.native
-def test_a_program_on_torch_amp(tmp_path):
-    source = SCALED.replace("amp_plugin.", "torch.amp.").replace("import torch, amp_plugin", "import torch")
-    page = run(tmp_path, source.replace("torch.amp.autocast", "torch.autocast"))
-    assert data_of(page)["curves"]["scale"][:5] == [2.0**16] * 5
-    assert "in <module>: loss = shares.log().mean()" in wrong_in(page)
-
-
-def test_a_program_that_trains_nothing_has_no_page(tmp_path, capsys):
-    page = run(tmp_path, "print('hello')")
-    assert not page.exists()
-    assert "called no model to be trained: no page" in capsys.readouterr().err
-
-
-@pytest.mark.native
-def test_a_step_that_is_compiled_whole_is_told_how_to_get_a_page(tmp_path, capsys):
-    page = run(tmp_path, COMPILED)
+@pytest.mark.parametrize("source", ["print('hello')", COMPILED], ids=["nothing", "compiled whole"])
+def test_a_program_that_trains_nothing_that_is_seen_is_told_how_to_get_a_page(tmp_path, capsys, source):
+    page = run(tmp_path, source)
     said = capsys.readouterr().err
     assert not page.exists()
-    assert "called in compiled code only" in said
+    assert "called no model to be trained, or in compiled code only: no page" in said
     assert "with amp_plugin.report(scaler, model, path):" in said
     assert "without an enabled GradScaler" not in said
 

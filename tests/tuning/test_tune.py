@@ -369,7 +369,7 @@ class TestCommand:
             (
                 ["--for", "speed", "SCRIPT"],
                 2,
-                "'speed' is not one of 'memory', 'casts', 'accuracy'; did you mean",
+                "'speed' is not one of 'memory', 'casts', 'accuracy'",
             ),
             (["--budget", "much", "SCRIPT"], 2, "'much' is not a share; give it as 5% or 0.05"),
             (

@@ -45,7 +45,7 @@ from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.casting.threads import RegionState
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.messages import warn_user
-from amp_plugin.options import refuse_misfits
+from amp_plugin.options import bind
 from amp_plugin.patterns import found_patterns, require_matches
 from amp_plugin.precision import TRAINING_DTYPES, warn_of_slow_fp16
 from amp_plugin.scaling.grad_scaler import GradScaler
@@ -102,8 +102,7 @@ class AmpAccelerator(HasScaler, Accelerator):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         refuse_misplaced(type(self).__name__, kwargs)
-        refuse_misfits(type(self).__name__, _SIGNATURE, args, kwargs)
-        given = _SIGNATURE.bind(self, *args, **kwargs).arguments
+        given = bind(type(self).__name__, _SIGNATURE, self, *args, **kwargs)
         given.pop("self")
         self._settings = settings = take_options(given, os.environ)
         self._stepping = Stepping()

@@ -98,7 +98,7 @@ class Monitor:
             from amp_plugin.run_page.report import RunReport  # noqa: PLC0415 - loads the diagnosis
 
             plugin = trainer.precision_plugin
-            self._page = RunReport(plugin, pl_module, self.report, options=plugin.settings).__enter__()
+            self._page = RunReport(plugin, pl_module, self.report).__enter__()
             self.package.utilities.rank_zero_info(f"the run is drawn in {self._page.path}")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
