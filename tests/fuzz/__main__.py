@@ -19,7 +19,15 @@ FUZZERS = {"scaler": (SCALER, 20_000), "graphs": (GRAPHS, 5_000)}
 
 
 def main() -> int:
-    options = _parser().parse_args()
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=FUZZERS)
+    parser.add_argument("--count", type=int, help="how many; default: 20000 of scaler, 5000 of graphs")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="index of the first")
+    parser.add_argument("--failures", type=int, default=1, help="failures to show before it ends")
+    options = parser.parse_args()
     fuzzer, most = FUZZERS[options.what]
     count = options.count or most
     started = time.monotonic()
@@ -33,18 +41,6 @@ def main() -> int:
         f"{options.what}: {count} from seed {options.seed}, {seconds:.0f} s, failures: {dict(kinds) or 'none'}"
     )
     return 1 if kinds else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", choices=FUZZERS)
-    parser.add_argument("--count", type=int, help="how many; default: 20000 of scaler, 5000 of graphs")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="index of the first")
-    parser.add_argument("--failures", type=int, default=1, help="failures to show before it ends")
-    return parser
 
 
 if __name__ == "__main__":

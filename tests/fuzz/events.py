@@ -99,16 +99,6 @@ def backward_early(run: Run) -> None:
         run.backward(name, "linear", pairs)
 
 
-def regularise(run: Run, o: int) -> None:
-    """Add the gradient of a loss that is not scaled to unscaled gradients."""
-    members = run.members(o)
-    if are_unscaled(run.oracle, members) and run.oracle.present(members) == members:
-        pairs = [(i, 0.5) for i in members]
-        run.scene.run(f"linear({terms(pairs)}).backward()")
-        for index in members:
-            run.oracle.edit(index, lambda grad: grad.add_(0.5))
-
-
 def unscale(run: Run, o: int) -> None:
     line, oracle = f"scaler.unscale_(o{o})", run.oracle
     if not oracle.used:
@@ -285,11 +275,6 @@ def edit_unscaled(run: Run, o: int, kind: str) -> None:
         oracle.edit(index, lambda grad: None)
 
 
-def swap(run: Run, index: int) -> None:
-    if not run.oracle.present([index]) and run.early is None:
-        run.scene.run(f"torch.utils.swap_tensors(p{index}, Parameter(p{index}.detach().clone()))")
-
-
 # -- updates, saved states, copies, and which optimizers and parameters there are ------------------
 
 
@@ -320,8 +305,8 @@ def register(run: Run, o: int) -> None:
 
 
 def add_param_group(run: Run, o: int, index: int) -> None:
-    fixed, oracle = ("lbfgs", "two_calls"), run.oracle
-    if run.kind(o) in fixed or index in run.owned_by(*fixed) or index in run.members(o):
+    oracle = run.oracle
+    if run.kind(o) == "two_calls" or index in run.owned_by("two_calls") or index in run.members(o):
         return
     if oracle.windows[o].folded:
         return
@@ -335,11 +320,7 @@ def save(run: Run) -> None:
     run.oracle.end_iteration()
     run.scene.see_state(run.scene["saved"])
     scales = run.oracle.scales
-    run.saved = {
-        "skipped": run.skipped,
-        "rule": (scales.growth_factor, scales.backoff_factor, scales.growth_interval),
-        "scales": next(iter(scales.worlds)).scales,
-    }
+    run.saved = {"skipped": run.skipped, "scales": next(iter(scales.worlds)).scales}
 
 
 def load(run: Run) -> None:
@@ -347,50 +328,21 @@ def load(run: Run) -> None:
         run.scene.run("scaler.load_state_dict(saved)")
         scales = run.oracle.scales
         scales.load({name: s[:3] for name, s in zip(scales.names, run.saved["scales"], strict=True)})
-        scales.growth_factor, scales.backoff_factor, scales.growth_interval = run.saved["rule"]
         run.skipped = run.saved["skipped"]
         for window in run.oracle.windows:  # those of each optimizer are counted from here on
             window.skipped = 0
 
 
-def set_rule(run: Run, rule: tuple[str, float]) -> None:
-    """``set_growth_factor`` and its like; they are the default scale's."""
-    name, value = rule
-    if len(run.oracle.scales.names) == 1 and run.setup.options.get("dynamic", True):
-        run.scene.run(f"scaler.set_{name}({value})")
-        setattr(run.oracle.scales, name, value)
-
-
 def copy(run: Run, pickled: bool) -> None:
     """Go on with a copy, between iterations."""
-    if run.early is None:  # nothing is on its way that only the old scaler knows
-        _clear_all(run)
-        way = "pickle.loads(pickle.dumps(scaler))" if pickled else "copy.deepcopy(scaler)"
-        refused = error_of_copy(run.oracle)
-        if not run.scene.run(f"scaler = {way}", refused, "may only be pickled at the beginning"):
-            _start_anew(run)
-
-
-def restart(run: Run) -> None:
-    """Go on with a new scaler that has loaded the old one's state."""
-    if run.early is None:  # nothing is on its way that only the old scaler knows
-        _clear_all(run)
-        run.scene.run("state = scaler.state_dict()")
-        run.oracle.end_iteration()
-        run.scene.see_state(run.scene["state"])
-        run.scene.make_scaler(run.setup)
-        run.scene.run("scaler.load_state_dict(state)")
-        _start_anew(run)
-
-
-def _clear_all(run: Run) -> None:
-    everyone = range(PARAMS)
+    if run.early is not None:
+        return
+    everyone, oracle = range(PARAMS), run.oracle
     run.scene.run(f"for p in ({params(everyone)}): p.grad = None")
-    run.oracle.clear(everyone, zeroed=False)
-
-
-def _start_anew(run: Run) -> None:
-    known = sorted(run.oracle.known)
-    run.oracle.start_anew()
-    for o in known:
-        register(run, o)
+    oracle.clear(everyone, zeroed=False)
+    way = "pickle.loads(pickle.dumps(scaler))" if pickled else "copy.deepcopy(scaler)"
+    if not run.scene.run(f"scaler = {way}", error_of_copy(oracle), "may only be pickled at the beginning"):
+        known = sorted(oracle.known)
+        oracle.start_anew()
+        for o in known:
+            register(run, o)

@@ -23,11 +23,6 @@ def linear(*terms: tuple[Tensor, float]) -> Tensor:
     return sum((factor * param).sum() for param, factor in terms)
 
 
-def bowl(*terms: tuple[Tensor, float]) -> Tensor:
-    """A convex loss, for optimizers that look for its minimum."""
-    return sum((0.5 * factor * (param - 1.0) ** 2).sum() for param, factor in terms)
-
-
 def collective(factor: float, *grads: Tensor) -> None:
     """Multiply gradients as a collective writes them: no version counter moves."""
     for grad in grads:
@@ -76,8 +71,7 @@ class TwoCalls(torch.optim.Optimizer):
         return value
 
 
-_SGD, _ADAMW, _LBFGS = torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS
-_ENDLESS = {"tolerance_grad": 0.0, "tolerance_change": 0.0, "history_size": 3, "max_iter": 3, "lr": 0.2}
+_SGD, _ADAMW = torch.optim.SGD, torch.optim.AdamW
 
 OPTIMIZERS = {
     "sgd": (_SGD, {"lr": 0.1}),
@@ -86,13 +80,10 @@ OPTIMIZERS = {
     "sgd_fused_momentum": (_SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
     "adamw_fused": (_ADAMW, {"lr": 0.05, "fused": True}),
     "adamw_foreach": (_ADAMW, {"lr": 0.05, "foreach": True}),
-    "lbfgs": (_LBFGS, _ENDLESS),
     "third_party": (ThirdParty, {}),
     "two_calls": (TwoCalls, {}),
 }
 """Each kind of optimizer: its class and options."""
-
-NEED_CLOSURE = {"lbfgs", "two_calls"}
 
 
 def optimizer(kind: str, params: list[Tensor]) -> torch.optim.Optimizer:

@@ -25,7 +25,6 @@ _KINDS = {
     "adamw_fused": 4,
     "adamw_foreach": 3,
     "third_party": 3,
-    "lbfgs": 1,
     "two_calls": 1,
 }
 
@@ -82,28 +81,24 @@ def _share(rng: random.Random, members: list[list[int]]) -> None:
         members[second].pop(0)
 
 
+_OPTIONS = (
+    (1.0, "init_scale", (2.0, 8.0, 8.0, 1024.0, 65536.0)),
+    (1.0, "growth_interval", (1, 1, 2, 3, 2000)),
+    (0.15, "growth_factor", (1.5, 3.0, 1.001)),
+    (0.15, "backoff_factor", (0.3, 0.7, 0.1)),
+    (0.1, "dynamic", (False,)),
+    (0.2, "losses", (("b",), ("b", "c"))),
+    (0.15, "hysteresis", (2, 3)),
+    (0.5, "hysteresis_mode", ("apex", "megatron", "deepspeed")),
+    (0.4, "one_pass", (False,)),
+    (0.15, "min_scale", (2.0**-20, 0.5, 1.0, 2.0)),
+    (0.1, "max_scale", (2.0**17,)),
+)
+"""Arguments of GradScaler: how often each is given, and its choices."""
+
+
 def _options(rng: random.Random) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "init_scale": 2.0 ** rng.choice((1, 3, 3, 10, 16)),
-        "growth_interval": rng.choice((1, 1, 2, 3, 2000)),
-    }
-    if rng.random() < 0.15:
-        options["growth_factor"] = rng.choice((1.5, 3.0, 1.001))
-        options["backoff_factor"] = rng.choice((0.3, 0.7, 0.1))
-    if rng.random() < 0.1:
-        options["dynamic"] = False
-    if rng.random() < 0.2:
-        options["losses"] = rng.choice((("b",), ("b", "c")))
-    if rng.random() < 0.15:
-        options["hysteresis"] = rng.choice((2, 3))
-        options["hysteresis_mode"] = rng.choice(("apex", "megatron", "deepspeed"))
-    if rng.random() < 0.4:
-        options["one_pass"] = False
-    if rng.random() < 0.15:
-        options["min_scale"] = 2.0 ** rng.choice((-20, -1, 0, 1))
-    if rng.random() < 0.1:
-        options["max_scale"] = 2.0**17
-    return options
+    return {name: rng.choice(choices) for chance, name, choices in _OPTIONS if rng.random() < chance}
 
 
 class Event(NamedTuple):
@@ -135,7 +130,6 @@ _EVENTS: dict[str, tuple[Any, ...]] = {
     "inject": (3, "param", ("inf", "-inf", "nan"), ("in place", "data", "replaced")),
     "repair": (1, "param"),
     "edit_unscaled": (3, "o", ("torch norm", "torch value", "decay")),
-    "regularise": (1, "o"),
     "step": (12, "o"),
     "closure": (
         3,
@@ -146,7 +140,6 @@ _EVENTS: dict[str, tuple[Any, ...]] = {
         (None, None, None, 0, 1, 2),
         "loss_name",
     ),
-    "raw_step": (1, "o"),
     "update": (8,),
     "set_scale": (2, (0.25, 1.0, 4.0, 64.0, 4096.0)),
     "end_iteration": (2,),
@@ -158,9 +151,6 @@ _EVENTS: dict[str, tuple[Any, ...]] = {
     "save": (1,),
     "load": (1,),
     "copy": (1, _BOOL),
-    "restart": (1,),
-    "swap": (1, "param"),
-    "set_rule": (1, (("growth_factor", 4.0), ("backoff_factor", 0.25), ("growth_interval", 2))),
 }
 """How often each event is drawn, and for each argument the choices or the method that draws it."""
 

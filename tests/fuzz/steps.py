@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 
-from tests.fuzz import prelude
 from tests.fuzz.events import NOT_SCALED_YET, Run, zero_grad
 from tests.fuzz.model import NO, YES
 from tests.fuzz.oracle import GaveUpError
-from tests.fuzz.predictions import are_unscaled, error_of_missing_update, error_of_step, may_meet
+from tests.fuzz.predictions import error_of_missing_update, error_of_step, may_meet
 from tests.fuzz.scale_model import DEFAULT, Disagreement
 from tests.fuzz.scene import named, terms, value_of
 
 
 def step(run: Run, o: int) -> None:
-    if run.kind(o) in prelude.NEED_CLOSURE:
+    if run.kind(o) == "two_calls":
         closure(run, o, tuple((i, 2.0) for i in run.members(o)), True, "", None, DEFAULT)
     elif not run.oracle.used:
         run.scene.run(f"scaler.step(o{o})", YES, NOT_SCALED_YET)
@@ -35,16 +34,7 @@ def _is_taken_on(run: Run, o: int) -> bool:
     return not run.scene.run(f"scaler.step(o{o})", error_of_step(run.oracle, o), expected)
 
 
-def raw_step(run: Run, o: int) -> None:
-    oracle, members = run.oracle, run.members(o)
-    if run.kind(o) in prelude.NEED_CLOSURE or o not in oracle.known:
-        return
-    if are_unscaled(oracle, members) and oracle.finite(members):
-        run.scene.run(f"o{o}.step()")
-        oracle.optimizers[o].step()
-        run.scene.compare_weights()
-
-
+_LIMIT = 0.5  # where closures clip
 _MAY_LOOK_FIRST = {"third_party", "two_calls"}
 
 
@@ -52,11 +42,9 @@ _MAY_LOOK_FIRST = {"third_party", "two_calls"}
 class _Closure:
     """What a closure does."""
 
-    loss: str  # the function that computes it
     pairs: list[tuple[int, float]]  # its terms
     zero: bool | None  # gradients first: True to None, False in place
     edit: str  # of gradients after its backward
-    limit: float  # where it clips
     factors: list[float]  # of the loss in each call; inf overflows
     name: str  # of the scale
 
@@ -64,11 +52,11 @@ class _Closure:
         lines = [f"factors = {self.factors}", "def closure():"]
         if self.zero is not None:
             lines.append(f"    o{o}.zero_grad(set_to_none={self.zero})")
-        lines.append(f"    value = {self.loss}({terms(self.pairs)}) * factors.pop(0)")
+        lines.append(f"    value = loss({terms(self.pairs)}) * factors.pop(0)")
         lines.append(f"    scaler.scale(value{named(self.name)}).backward()")
         calls = {
-            "clip norm": f"clip_grad_norm_(o{o}, {self.limit})",
-            "clip value": f"clip_grad_value_(o{o}, {self.limit})",
+            "clip norm": f"clip_grad_norm_(o{o}, {_LIMIT})",
+            "clip value": f"clip_grad_value_(o{o}, {_LIMIT})",
         }
         if self.edit:
             lines.append(f"    scaler.{calls.get(self.edit, f'ensure_unscaled(o{o})')}")
@@ -83,16 +71,10 @@ def closure(
     oracle, own = run.oracle, run.members(o)
     if not may_meet(oracle, o):
         return
-    to_minimum = run.kind(o) == "lbfgs"  # learns nothing from gradients of one length, so it clips far out
-    if to_minimum:
-        pairs, zero = [pair for pair in pairs if pair[0] in own], zero is not False
-        edit = edit if edit != "decay" else ""
     made = _Closure(
-        loss="bowl" if to_minimum else "loss",
         pairs=[*pairs, *((i, 1.0) for i in own if i not in dict(pairs))],
         zero=zero,
         edit=edit,
-        limit=50.0 if to_minimum else 0.5,
         factors=[math.inf if call == overflow else 1.0 for call in range(6)],
         name=name,
     )
@@ -102,14 +84,9 @@ def closure(
     gave_up = _mirror(run, o, made)
     oracle.close(o, gave_up)
     run.count_skip(o, gave_up)
-    if to_minimum:  # where gradients repeat to the last bit, LBFGS divides by their rounding and leaps
-        run.scene.compare_weights(rtol=1e-2, farthest=1e3)
-    else:
-        run.scene.compare_weights()
+    run.scene.compare_weights()
     if gave_up:
         zero_grad(run, o, set_to_none=True)
-    elif to_minimum:
-        run.scene.take_gradients(oracle.present(own))
 
 
 def _mirror(run: Run, o: int, given: _Closure) -> bool:
@@ -135,7 +112,7 @@ def _mirror(run: Run, o: int, given: _Closure) -> bool:
         found = _call(run, o, given, weighted)
         if found == {True} or (True in found and skipped and made == calls):
             raise GaveUpError
-        return value_of(given.loss, weighted, run.oracle.params)
+        return value_of("loss", weighted, run.oracle.params)
 
     gave_up = run.oracle.run_closure(o, closure)
     if (made, gave_up) != (calls, skipped):
@@ -150,15 +127,15 @@ def _call(run: Run, o: int, given: _Closure, weighted: Any) -> set[bool]:
     if given.zero is not None:
         oracle.clear(own, zeroed=not given.zero)
     oracle.scale(given.name)
-    run.backward(given.name, given.loss, weighted)
+    run.backward(given.name, "loss", weighted)
     if given.edit:
         oracle.unscale(o, explicit=given.edit in {"ensure", "decay"})
     if given.edit == "clip norm":
-        oracle.clip_norm(own, given.limit, 2.0)
+        oracle.clip_norm(own, _LIMIT, 2.0)
     for index in oracle.present(own):
         param = oracle.params[index]
         if given.edit == "clip value":
-            param.grad.clamp_(-given.limit, given.limit)
+            param.grad.clamp_(-_LIMIT, _LIMIT)
         elif given.edit == "decay":
             decay = 0.1 * param.detach().abs()
             oracle.edit(index, lambda grad: grad.add_(decay))

@@ -78,8 +78,7 @@ def test_a_fused_step_takes_gradients_in_any_order(optimizer, scaler, closure):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_fused_step_takes_state_of_a_model_that_was_converted(optimizer, scaler):
     make, options = OPTIMIZERS[optimizer], SCALERS[scaler]
-    right = trained(make, fused=False, convert_at=2, **options)
-    found = trained(make, fused=True, convert_at=2, **options)
+    found, right = (trained(make, fused=fused, convert_at=2, **options) for fused in (True, False))
     torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
 
 

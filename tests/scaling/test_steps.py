@@ -275,7 +275,7 @@ def test_otherwise_a_clip_is_measured_by_our_op(target):
 def test_a_step_that_is_refused_registers_nothing(weights):
     one, scaler = weights(), GradScaler("cpu")
     for arguments in ((), (None,)):
-        with pytest.raises(RuntimeError, match="step.* attempted|Attempted step but _scale is None"):
+        with pytest.raises(RuntimeError, match="Attempted step but _scale is None"):
             scaler.step(one.optimizer, *arguments)
     assert scaler.optimizers == []
 
