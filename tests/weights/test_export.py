@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner
 
+from amp_plugin import AmpPrecision
 from amp_plugin.cli import app
+from amp_plugin.weights.formats import FORMATS
+from tests.adapters.accelerate_pair import ours, reset
+from tests.adapters.lightning_models import Linear, fit
 
 
 class Tied(nn.Module):
@@ -29,12 +34,16 @@ def export(*words: object) -> tuple[int, str]:
     return result.exit_code, " ".join((result.stdout + result.stderr).split())
 
 
-def assert_same(file: Path, wanted: dict[str, torch.Tensor]) -> None:
+def export_same(source: Path, file: Path, wanted: dict[str, torch.Tensor], *options: str) -> str:
+    """Assert that an export has these tensors; return what it says."""
+    code, text = export(source, file, *options)
+    assert code == 0, text
     found = load_file(file)
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert found[name].dtype is value.dtype, name
         assert torch.equal(found[name], value), name
+    return text
 
 
 @pytest.fixture
@@ -48,11 +57,9 @@ def test_a_file_of_torch_save_is_exact(tmp_path, target, key):
     torch.save(
         model.state_dict() if key is None else {"epoch": 3, key: model.state_dict()}, tmp_path / "a.pt"
     )
-    code, text = export(tmp_path / "a.pt", target)
-    assert code == 0, text
+    text = export_same(tmp_path / "a.pt", target, model.state_dict())
     assert "7 tensors" in text
     assert "in fp32" in text
-    assert_same(target, model.state_dict())
     Tied().load_state_dict(load_file(target))  # tied weights are there under both names
 
 
@@ -60,9 +67,8 @@ def test_a_file_of_torch_save_is_exact(tmp_path, target, key):
 def test_weights_are_rounded_once_and_counts_are_not(tmp_path, target, name, dtype):
     model = Tied()
     torch.save(model.state_dict(), tmp_path / "a.pt")
-    assert export(tmp_path / "a.pt", target, "--dtype", name)[0] == 0
     wanted = {key: v.to(dtype) if v.is_floating_point() else v for key, v in model.state_dict().items()}
-    assert_same(target, wanted)
+    export_same(tmp_path / "a.pt", target, wanted, "--dtype", name)
 
 
 def test_a_prefix_and_what_compile_adds_are_dropped(tmp_path, target):
@@ -77,46 +83,21 @@ def test_a_prefix_and_what_compile_adds_are_dropped(tmp_path, target):
 
 @pytest.mark.filterwarnings("ignore")
 def test_lightnings_checkpoint_with_stored_weights(tmp_path, target):
-    lightning = pytest.importorskip("lightning.pytorch")
-    from lightning.pytorch.demos.boring_classes import BoringModel
-
-    from amp_plugin import AmpPrecision
-
-    module = BoringModel()
-    trainer = lightning.Trainer(
-        plugins=[AmpPrecision("bf16", weights="bf16")],
-        max_steps=3,
-        accelerator="cpu",
-        default_root_dir=tmp_path,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        logger=False,
-    )
-    trainer.fit(module)
+    module = Linear(torch.optim.AdamW)
+    data = DataLoader(TensorDataset(torch.ones(6, 8), torch.ones(6, 1)), 2)
+    trainer = fit(module, AmpPrecision("bf16", weights="bf16"), steps=3, data=data)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
-    code, text = export(tmp_path / "last.ckpt", target)
-    assert code == 0, text
-    assert_same(target, module.state_dict())
+    export_same(tmp_path / "last.ckpt", target, module.state_dict())
 
 
 @pytest.mark.parametrize("safe", [True, False])
 def test_accelerates_folder(tmp_path, target, safe):
-    pytest.importorskip("accelerate")
-    from amp_plugin import AmpAccelerator, AmpKwargs
-    from tests.adapters.accelerate_pair import reset
-
-    reset()
-    accelerator = AmpAccelerator(
-        mixed_precision="bf16", cpu=True, kwargs_handlers=[AmpKwargs(weights="bf16")]
-    )
-    model = nn.Linear(4, 2)
+    accelerator, model = ours(precision="bf16", weights="bf16"), nn.Linear(4, 2)
     wanted = {name: value.clone() for name, value in model.state_dict().items()}
     model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     assert model.weight.dtype is torch.bfloat16
     accelerator.save_state(str(tmp_path / "state"), safe_serialization=safe)
-    code, text = export(tmp_path / "state", target)
-    assert code == 0, text
-    assert_same(target, wanted)
+    export_same(tmp_path / "state", target, wanted)
     reset()
 
 
@@ -133,10 +114,8 @@ def test_low_halves_that_0_2_kept_in_the_optimizer_are_found(tmp_path, target, f
     }
     state = {name: high for name, (high, _) in halves.items()}
     torch.save({"state_dict": state, "optimizer_states": [optimizer]}, tmp_path / "last.ckpt")
-    code, text = export(tmp_path / "last.ckpt", target)
-    assert code == 0, text
+    text = export_same(tmp_path / "last.ckpt", target, wanted)
     assert "2 weights that 0.2 stored in 16 bits are exact" in text
-    assert_same(target, wanted)
     del rests[4]
     torch.save({"state_dict": state, "optimizer_states": [optimizer]}, tmp_path / "last.ckpt")
     code, text = export(tmp_path / "last.ckpt", target, "--force")
@@ -145,16 +124,10 @@ def test_low_halves_that_0_2_kept_in_the_optimizer_are_found(tmp_path, target, f
 
 
 def pack(value, form):
-    if form == "fp16":
-        return value.half(), value
-    high, low = torch.empty_like(value, dtype=torch.bfloat16), torch.empty_like(value, dtype=torch.int16)
-    torch.ops.amp_plugin.pack_weights_([value], [high], [low])
-    return high, low
+    return FORMATS[form].split(value)
 
 
 def test_shards_of_one_model_are_put_together(tmp_path, target):
-    from safetensors.torch import save_file
-
     save_file({"a": torch.ones(2)}, tmp_path / "model-00001-of-00002.safetensors")
     save_file({"b": torch.zeros(2)}, tmp_path / "model-00002-of-00002.safetensors")
     assert export(tmp_path, target.with_name("whole.safetensors"))[0] == 0

@@ -11,6 +11,7 @@ from torch import nn
 
 from amp_plugin import restore_weights, store_weights
 from amp_plugin.weights.store import in_fp32
+from tests.weights.twins import exact
 
 WAYS = ["bf16", "fp16", "bf16-true", "fp16-true", "fp32"]
 OPTIMIZERS = {
@@ -51,7 +52,7 @@ class Player:
 
     def play(self, moves):
         names = ["step"] * 4 + [
-            "store", "accumulate", "edit_nothing", "set_to_zero", "edit_in_fp32", "save", "load", "load_into_new",
+            "store", "give_gradients", "edit_nothing", "set_to_zero", "edit_in_fp32", "save", "load", "load_into_new",
             "assign", "copied", "pickled", "freeze", "new_optimizer", "step_in_fp32", "closure", "fail", "restore",
             "to_memory_format", "share",
         ]  # fmt: skip
@@ -96,9 +97,6 @@ class Player:
     def store(self):
         self.way = self.random.choice(WAYS)
         store_weights(self.model, self.optimizers[1], weights=self.way)
-
-    def accumulate(self):
-        self.give_gradients()
 
     def edit_nothing(self):
         with torch.no_grad():
@@ -145,24 +143,21 @@ class Player:
             optimizer.zero_grad()
 
     def assign(self):
-        states = [
-            {name: value.clone() for name, value in model.state_dict().items()} for model in self.models
-        ]
-        for model, state in zip(self.models, states, strict=True):
-            model.load_state_dict(state, assign=True)
+        for model in self.models:
+            model.load_state_dict(exact(model), assign=True)
             model.second.weight = model.first.weight
         self.new_optimizer()
 
     def copied(self):
-        self.twin, self.optimizers[0] = copy.deepcopy((self.twin, self.optimizers[0]))
-        self.model, self.optimizers[1] = copy.deepcopy((self.model, self.optimizers[1]))
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        self.maybe_store()
+        self.replace_by(copy.deepcopy)
 
     def pickled(self):
-        self.twin, self.optimizers[0] = pickle.loads(pickle.dumps((self.twin, self.optimizers[0])))
-        self.model, self.optimizers[1] = pickle.loads(pickle.dumps((self.model, self.optimizers[1])))
+        self.replace_by(lambda pair: pickle.loads(pickle.dumps(pair)))
+
+    def replace_by(self, way):
+        pairs = [way(pair) for pair in zip(self.models, self.optimizers, strict=True)]
+        (self.twin, self.model), self.optimizers = zip(*pairs, strict=True)
+        self.optimizers = list(self.optimizers)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         self.maybe_store()

@@ -15,10 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_plugin import autocast, restore_weights, store_weights
 from amp_plugin.kernels.build import native_core
+from amp_plugin.weights.formats import FORMATS
 from amp_plugin.weights.store import in_fp32, weight_bytes
 from amp_plugin.weights.weight import has_room
 from tests.warm_processes import run_program
-from tests.weights.twins import assert_same, exact, give_gradients, network, step, stepped_twins, train, twins
+from tests.weights.twins import assert_same, exact, give_gradients, network, stepped_twins, train, twins
 
 
 def trained(weights="bf16", steps=5, seed=0):
@@ -109,11 +110,12 @@ def test_a_converted_model_is_an_error_at_the_next_use(weights, convert):
 def test_averages_are_of_float32():
     models, optimizers = stepped_twins(lambda p: AdamW(p, lr=1e-3))
     averages = [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) for model in models]
-    for number in range(10):
-        step(number, models, optimizers)
-        with in_fp32(models[1]):
-            for model, average in zip(models, averages, strict=True):
-                average.update_parameters(model)
+
+    def update(model):
+        with in_fp32(model):
+            averages[models.index(model)].update_parameters(model)
+
+    train(models, optimizers, 10, between=update)
     assert {param.dtype for param in averages[1].parameters()} == {torch.float32}
     assert_same(averages[0].module, averages[1].module)
 
@@ -162,31 +164,6 @@ def test_modules_on_fp32_activations_on_the_cpu(make, training):
         if training:
             outs[-1].float().sum().backward()
     assert torch.equal(*outs)
-
-
-def test_frozen_weights_stay_as_they_came():
-    model = network().bfloat16()
-    model[0].requires_grad_(False)
-    store_weights(model, weights="fp32")
-    assert [model[0].weight.dtype, model[2].weight.dtype] == [torch.bfloat16, torch.float32]
-
-
-def test_a_weight_that_is_unfrozen_later_is_stored_at_its_first_forward():
-    plain, model = models = network(), network()
-    plain[0].bfloat16().float()
-    model[0].bfloat16()
-    for net in models:
-        net[0].requires_grad_(False)
-    optimizers = [AdamW(net.parameters(), lr=1e-5) for net in models]
-    store = store_weights(model, optimizers[1])
-    assert [net[0].weight.dtype for net in models] == [torch.float32, torch.bfloat16]
-    for net in models:
-        net[0].requires_grad_(True)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            net(torch.ones(1, 7))
-    train(models, optimizers, 20)
-    assert len(store) == 4
-    assert_same(plain, model)
 
 
 def test_bytes_a_parameter():
@@ -284,13 +261,10 @@ def test_room_is_what_is_free_but_an_eighth(monkeypatch):
 @pytest.mark.parametrize("weights", ["bf16", "fp32", "fp16"])
 def test_a_checkpoint_of_0_2_loads_all_bits(weights):
     wanted = network()
-    halves = {name: torch.empty_like(value, dtype=torch.bfloat16) for name, value in exact(wanted).items()}
-    lows = [torch.empty_like(value, dtype=torch.int16) for value in exact(wanted).values()]
-    torch.ops.amp_plugin.pack_weights_([*exact(wanted).values()], [*halves.values()], lows)
-    entry = {"form": "bf16", "steps": 3, "rests": dict(enumerate(lows))}
+    pairs = {name: FORMATS["bf16"].split(value) for name, value in exact(wanted).items()}
+    rests = dict(enumerate(low for _, low in pairs.values()))
     model, optimizer = trained(weights, steps=0, seed=1)
-    model.load_state_dict(halves)
-    optimizer.load_state_dict(
-        {**AdamW(wanted.parameters(), lr=1e-3).state_dict(), "amp_plugin_weights": entry}
-    )
+    model.load_state_dict({name: high for name, (high, _) in pairs.items()})
+    entry = {"amp_plugin_weights": {"form": "bf16", "steps": 3, "rests": rests}}
+    optimizer.load_state_dict({**AdamW(wanted.parameters(), lr=1e-3).state_dict(), **entry})
     assert_same(model, wanted)
