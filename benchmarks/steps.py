@@ -104,7 +104,7 @@ def in_16_bits(setting: Setting) -> Comparison:
     """Compare a step of weights stored in bf16 with one of float32 weights."""
     stored, wide = (
         Trained(shapes_of("ResNet-50", setting), setting.device, "fused AdamW", weights=weights)
-        for weights in ("bf16", None)
+        for weights in ("bf16-true", None)
     )
     return Comparison(
         name="ResNet-50, fused AdamW",
@@ -122,8 +122,8 @@ def in_8_bits(setting: Setting) -> Comparison:
     """Compare a step of one thread with compressed state with the uncompressed one and with torch's."""
     steps: dict[str, Sample] = {}
     for label, weights, state in (
-        (OURS, "bf16", "8bit"),
-        (UNCOMPRESSED, "bf16", "fp32"),
+        (OURS, "bf16-true", "8bit"),
+        (UNCOMPRESSED, "bf16-true", "fp32"),
         ("torch", None, "fp32"),
     ):
         trained = Trained(

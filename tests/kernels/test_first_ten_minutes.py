@@ -26,20 +26,13 @@ from amp_plugin.kernels.cuda.catalogue import LAYOUT, SOURCES
 from amp_plugin.kernels.cuda.register import cuda_core
 from benchmarks.setting import Setting
 from tests.host_device import host_device
+from tests.kernels import test_cuda_steps as steps
 from tests.warm_processes import ROOT
 
 pytestmark = pytest.mark.gpu
 whole_run = pytest.mark.whole_run
 OP = torch.ops.amp_plugin
-ADAM = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.98, "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
-SGD = {
-    "lr": 0.1,
-    "momentum": 0.9,
-    "dampening": 0.1,
-    "weight_decay": 0.05,
-    "nesterov": False,
-    "maximize": False,
-}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 15, 17, 1023, 1024, 1025, 70_001)
 MOST = 30_000.0  # GB a second, more than any memory has: work that is so fast was not done
 
@@ -75,14 +68,13 @@ def moved(*lists: list[Tensor]) -> list[list[Tensor]]:
 
 def test_ops():
     """Compare every op with the CPU's, and steps with torch's fused ones. Run under compute-sanitizer, too."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in DTYPES:
         if host_device.LOADED:  # threads take turns there, in this order or in that; a GPU chooses itself
             torch.ops.host_device.descending(dtype is torch.bfloat16)
         for p in (2.0, 1.0, 3.0, 0.0, float("inf"), float("-inf")):
             for bad in (None, float("nan"), float("inf")):
                 measured_alike(dtype, p, bad)
     steps_alike()
-    weights_alike()
     scalars_alike()
 
 
@@ -113,57 +105,14 @@ def close(mine: Tensor, right: Tensor, what: str, *, rtol: float, atol: float = 
 
 
 def steps_alike() -> None:
-    """Take steps of Adam and SGD on both devices, and torch's."""
-    for grad in (torch.float32, torch.bfloat16, torch.float16):
-        for amsgrad, decoupled in itertools.product((False, True), repeat=2):
-            host = adam_tensors(grad, amsgrad=amsgrad)
-            ours = moved(*host)
-            options = {**ADAM, "decoupled_weight_decay": decoupled}
-            OP.adam_(*host, [], grad_scale=torch.tensor(3.7), **options)
-            OP.adam_(*ours, [], grad_scale=number(3.7), **options)
-            lists_alike(ours, host, f"adam_, {grad}, amsgrad={amsgrad}, decoupled={decoupled}")
-        lists = [some(0), some(1, dtype=grad), some(2)]
-        ours = moved(*lists)
-        OP.sgd_(*lists, [], first_step=False, grad_scale=torch.tensor(3.7), **SGD)
-        OP.sgd_(*ours, [], first_step=False, grad_scale=number(3.7), **SGD)
-        lists_alike(ours, lists, f"sgd_, {grad}")
-    theirs, ours = (moved(*adam_tensors(torch.float32)) for _ in range(2))
-    before = [param.clone() for param in ours[0]]
-    OP.adam_(*ours, [], decoupled_weight_decay=True, grad_scale=number(3.7), **ADAM)
-    torch._foreach_add_(theirs[5], 1)
-    torch._fused_adamw_(*theirs, amsgrad=False, grad_scale=number(3.7), found_inf=number(0.0), **ADAM)
-    for mine, right, old in zip(ours[0], theirs[0], before, strict=True):
-        off = (mine - right).abs() - 1e-4 * (mine - old).abs() - 1e-6 * right.abs()
-        assert bool((off <= 0).all()), (
-            f"adam_ is {off.max().item() if off.numel() else 0:.3g} off torch._fused_adamw_"
-        )
-    assert all(map(torch.equal, ours[1], theirs[1])), "gradients are not those of torch._fused_adamw_"
-
-
-def adam_tensors(grad: torch.dtype, *, amsgrad: bool = False) -> list[list[Tensor]]:
-    """Return what a step of Adam takes, on the host."""
-    squares = [[value.square() for value in some(seed)] for seed in (3, 4)]
-    steps = [torch.tensor(4.0 + i % 3) for i in range(len(SIZES))]
-    return [some(0), some(1, dtype=grad), some(2), squares[0], squares[1] if amsgrad else [], steps]
-
-
-def lists_alike(ours: list[list[Tensor]], host: list[list[Tensor]], what: str) -> None:
-    """Compare all tensors of a step."""
-    for mine, right in zip(itertools.chain(*ours), itertools.chain(*host), strict=True):
-        close(mine, right, what, rtol=2e-6, atol=1e-6)
-
-
-def weights_alike() -> None:
-    """Split weights in halves and join them, to the bit."""
-    host = some(7)
-    (masters,) = moved(host)
-    high = [torch.empty_like(master, dtype=torch.bfloat16) for master in masters]
-    low = [torch.empty_like(master, dtype=torch.int16) for master in masters]
-    back = [torch.zeros_like(master) for master in masters]
-    OP.pack_weights_(masters, high, low)
-    OP.unpack_weights_(high, low, back)
-    for mine, right in zip(back, host, strict=True):
-        assert torch.equal(mine.cpu(), right), "a weight that was split and joined is another"
+    """Take steps of Adam and SGD on both devices, and torch's; split weights in halves and join them."""
+    device = torch.device("cuda", 0)
+    for amsgrad, decoupled in itertools.product((False, True), repeat=2):
+        steps.test_adam_stays_close_to_torchs_fused_kernel(device, amsgrad, decoupled)
+    for how, grad, aligned in itertools.product(steps.STORED, DTYPES, (True, False)):
+        steps.test_adam_is_the_cpus_bit_for_bit(device, how, grad, aligned)
+        steps.test_sgd_is_the_cpus_bit_for_bit(device, how, {}, aligned)
+    steps.test_pairs_are_split_and_joined_bit_for_bit(device, True)
 
 
 def scalars_alike() -> None:
@@ -383,7 +332,7 @@ def with_fault(folder, kernel, file, right, wrong):
     [
         ("ops", FLAG, "flags [0, 0, 2, 0, 0, 0, 0, 0] for [0, 0, 0, 0, 0, 2, 0, 0]"),
         ("graphs", "tables are given back early", "a graph that was dropped in flight has the norm"),
-        pytest.param("ops", QUOTIENT, "gradients are not those of torch._fused_adamw_", marks=whole_run),
+        pytest.param("ops", QUOTIENT, "gradients are not those of torch's fused kernel", marks=whole_run),
         pytest.param("ops", BARRIER, "a shuffle or vote was not reached by the whole warp", marks=whole_run),
         pytest.param("ops", "adam is missing", "the CUDA driver cannot load adam", marks=whole_run),
         pytest.param("streams", FLAG, "a nan in tensor 1: flags [2, 0, 0, 0, 0]", marks=whole_run),

@@ -5,8 +5,6 @@
 
 #include <limits>
 
-#include "cuda_scalar.h"
-
 namespace amp_plugin::cuda {
 namespace {
 

@@ -10,9 +10,8 @@
 #include <vector>
 
 #include "cuda_gradients.h"
-#include "cuda_scalar.h"
 #include "op_calls.h"
-#include "versions.h"
+#include "tensor_memory.h"
 
 namespace amp_plugin::cuda {
 namespace {

@@ -7,10 +7,9 @@
 #include <tuple>
 
 #include "cuda_device.h"
-#include "cuda_scalar.h"
 #include "op_calls.h"
 #include "packed_measurements.h"
-#include "versions.h"
+#include "tensor_memory.h"
 
 namespace amp_plugin::cuda {
 namespace {

@@ -6,11 +6,9 @@
 #include <optional>
 
 #include "cuda_device.h"
-#include "cuda_scalar.h"
-#include "memory_order.h"
 #include "op_calls.h"
 #include "step_rows.h"
-#include "versions.h"
+#include "tensor_memory.h"
 
 namespace amp_plugin::cuda {
 namespace {

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "plain_tensor.h"
+#include "tensor_memory.h"
 
 namespace amp_plugin::cuda {
 namespace {

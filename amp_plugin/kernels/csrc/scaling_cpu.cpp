@@ -12,7 +12,7 @@
 #include "cpu_ops.h"
 #include "one_value.h"
 #include "scaling_chunk.h"
-#include "versions.h"
+#include "tensor_memory.h"
 
 namespace amp_plugin {
 namespace {

@@ -9,7 +9,7 @@
 #include "cpu_ops.h"
 #include "one_value.h"
 #include "packed_measurements.h"
-#include "versions.h"
+#include "tensor_memory.h"
 
 namespace amp_plugin {
 namespace {

@@ -7,7 +7,7 @@
 #include "cuda_layout.h"
 #include "one_value.h"
 #include "step_run.h"
-#include "versions.h"
+#include "tensor_memory.h"
 
 namespace amp_plugin {
 namespace {

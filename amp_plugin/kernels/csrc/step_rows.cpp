@@ -7,9 +7,8 @@
 #include <initializer_list>
 #include <optional>
 
-#include "memory_order.h"
 #include "step_run.h"
-#include "versions.h"
+#include "tensor_memory.h"
 
 namespace amp_plugin {
 namespace {

@@ -12,8 +12,7 @@
 
 #include "cpu_ops.h"
 #include "cuda_layout.h"
-#include "memory_order.h"
-#include "versions.h"
+#include "tensor_memory.h"
 
 namespace amp_plugin {
 namespace {

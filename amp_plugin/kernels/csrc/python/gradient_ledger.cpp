@@ -20,8 +20,7 @@
 #include "../cpu_ops.h"
 #include "../cuda_gradients.h"
 #include "../op_calls.h"
-#include "../plain_tensor.h"
-#include "../versions.h"
+#include "../tensor_memory.h"
 #include "local_gradient.h"
 #include "tensors.h"
 

@@ -12,9 +12,8 @@
 #include <vector>
 
 #include "../cpu_ops.h"
-#include "../memory_order.h"
 #include "../op_calls.h"
-#include "../plain_tensor.h"
+#include "../tensor_memory.h"
 #include "tensors.h"
 
 namespace amp_plugin {
