@@ -107,10 +107,7 @@ class AutocastKernels:
             return number
 
     def put_default(self, rules: OpRules) -> None:
-        """Set what the number of the default rules means on their device, until they are put back.
-
-        Every region without rules of its own follows them at once; what is compiled does not.
-        """
+        """Set what the number of the default rules means on their device, for regions made before too."""
         with self._lock, outside_tracers():
             self._define(rules, DEFAULT)
 
@@ -196,10 +193,7 @@ UNWATCHED_OVERLOADS = frozenset(
 
 
 def _is_watched(dispatcher_name: str) -> bool:
-    """Return whether an op of torch's is watched that writes, in place or by ``out=``, what it is given.
-
-    Not so ops that change a shape or the storage, and ``out=`` forms that only ``torch.ops`` reaches.
-    """
+    """Return whether it writes values of what it is given, in place or by an ``out=`` that users reach."""
     name, _, overload = dispatcher_name.partition(".")
     namespace, _, base = name.partition("::")
     is_left_out = base in UNWATCHED or dispatcher_name.removeprefix("aten::") in UNWATCHED_OVERLOADS
