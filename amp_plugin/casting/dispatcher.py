@@ -55,7 +55,6 @@ class AutocastKernels:
         self.followed: dict[str, int] = defaultdict(lambda: NO_RULES)
         self.process_rules: dict[str, int] = {}
         self.checked: dict[tuple[str, torch.dtype | None, bool], tuple[int | None, bool, int]] = {}
-        self._is_installed = False
         self._lock = threading.Lock()
         self._numbers: dict[OpRules, int] = {}
         self.rule_sets: dict[int, OpRules] = {}  # in use besides the default ones, by their numbers
@@ -67,20 +66,16 @@ class AutocastKernels:
         """Install every device's default rules once per process, if the native core is loaded; return it."""
         core = native_core()
         with self._lock, outside_tracers():
-            if not self._is_installed and core.region is not None:
-                self._install_native(core.region)
-            self._is_installed = True
+            if not self.are_native and core.region is not None:
+                watched = list(filter(_is_watched, torch._C._dispatch_get_all_op_names()))
+                for device_type in TABLES:
+                    self._define(OpRules.default(device_type), DEFAULT)
+                    torch.ops.amp_plugin._watch_writes(device_type, watched)
+                core.region.never_keep(_is_managed_by_fsdp)
+                self._step_hook = register_optimizer_step_post_hook(_forgets_casts(core.region.forget_casts))
+                self.enter, self.leave = core.region.enter, core.region.exit
+                self.are_native = True
         return core
-
-    def _install_native(self, region: Any) -> None:
-        watched = list(filter(_is_watched, torch._C._dispatch_get_all_op_names()))
-        for device_type in TABLES:
-            self._define(OpRules.default(device_type), DEFAULT)
-            torch.ops.amp_plugin._watch_writes(device_type, watched)
-        region.never_keep(_is_managed_by_fsdp)
-        self._step_hook = register_optimizer_step_post_hook(_forgets_casts(region.forget_casts))
-        self.enter, self.leave = region.enter, region.exit
-        self.are_native = True
 
     def uninstall(self) -> None:
         """Put torch's own autocast kernels back; the next region made installs ours again."""
@@ -96,7 +91,6 @@ class AutocastKernels:
         self.rule_sets.clear()
         self.process_rules.clear()
         self.tagged.clear()
-        self._is_installed = False
         self.checked.clear()
 
     def number_of(self, rules: OpRules) -> int:
@@ -113,10 +107,7 @@ class AutocastKernels:
             return number
 
     def put_default(self, rules: OpRules) -> None:
-        """Set what the number of the default rules means on their device, until they are put back.
-
-        Every region without rules of its own follows them at once; what is compiled does not.
-        """
+        """Set what the number of the default rules means on their device, for regions made before too."""
         with self._lock, outside_tracers():
             self._define(rules, DEFAULT)
 
@@ -202,10 +193,7 @@ UNWATCHED_OVERLOADS = frozenset(
 
 
 def _is_watched(dispatcher_name: str) -> bool:
-    """Return whether an op of torch's is watched that writes, in place or by ``out=``, what it is given.
-
-    Not so ops that change a shape or the storage, and ``out=`` forms that only ``torch.ops`` reaches.
-    """
+    """Return whether it writes values of what it is given, in place or by an ``out=`` that users reach."""
     name, _, overload = dispatcher_name.partition(".")
     namespace, _, base = name.partition("::")
     is_left_out = base in UNWATCHED or dispatcher_name.removeprefix("aten::") in UNWATCHED_OVERLOADS
@@ -307,9 +295,9 @@ def set_default_rules(rules: OpRules | None) -> None:
 def process_follows(*rules: OpRules) -> Iterator[None]:
     """Set default rules that hold wherever nobody has set others, while the block runs; blocks may nest."""
     process_rules, followed = KERNELS.process_rules, dict(KERNELS.followed)
-    chosen = {each.device_type: number_of(each, each.device_type) for each in rules}
-    KERNELS.process_rules = process_rules | chosen
-    for device_type, number in chosen.items():
+    numbers = {chosen.device_type: number_of(chosen, chosen.device_type) for chosen in rules}
+    KERNELS.process_rules = process_rules | numbers
+    for device_type, number in numbers.items():
         KERNELS.follow_by_default(device_type, number)
     try:
         yield

@@ -35,17 +35,13 @@ if TYPE_CHECKING:
     from amp_plugin.casting.rules import OpRules
 
 
-class _OpenBlocks(threading.local):
-    def __init__(self) -> None:
-        self.blocks: list[tuple[autocast, Any]] = []  # our region, torch's block
+_OPEN = threading.local()
 
 
-_OPEN = _OpenBlocks()
-
-
-def has_block() -> bool:
-    """Return whether a region of ours is open as a block of torch's in this thread."""
-    return bool(_OPEN.blocks)
+def open_blocks() -> list[tuple[autocast, Any]]:
+    """Return this thread's regions of ours that are open as blocks of torch's, each with its block."""
+    blocks: list[tuple[autocast, Any]] = _OPEN.__dict__.setdefault("blocks", [])
+    return blocks
 
 
 def enter_block(region: autocast) -> None:
@@ -55,14 +51,15 @@ def enter_block(region: autocast) -> None:
     if content or (are_rules_in_force() and KERNELS.are_native):
         block = TracedRegion(device, dtype, enabled, cache_enabled, content)
     block.__enter__()
-    _OPEN.blocks.append((region, block))
+    open_blocks().append((region, block))
 
 
 def exit_block(region: autocast) -> None:
     """Close the innermost block of torch's own that `region` opened in this thread."""
-    for index in reversed(range(len(_OPEN.blocks))):
-        if _OPEN.blocks[index][0] is region:
-            _OPEN.blocks.pop(index)[1].__exit__(None, None, None)
+    blocks = open_blocks()
+    for index in reversed(range(len(blocks))):
+        if blocks[index][0] is region:
+            blocks.pop(index)[1].__exit__(None, None, None)
             return
     msg = "autocast: exit without enter; this region is not open in this thread"
     raise RuntimeError(msg)

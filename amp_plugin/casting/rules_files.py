@@ -46,11 +46,8 @@ def _table(device_type: str) -> dict[str, Any]:
 
 def is_older(release: str, than: str) -> bool:
     """Return whether a release, ``"2.9"`` for example, comes before another, ``"2.12"``."""
-    return _numbers(release) < _numbers(than)
-
-
-def _numbers(release: str) -> tuple[int, ...]:
-    return tuple(map(int, release.split(".")[:2]))
+    first, second = ([int(number) for number in name.split(".")[:2]] for name in (release, than))
+    return first < second
 
 
 def torch_release() -> str:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from amp_plugin.casting.dispatcher import DEFAULT, KERNELS, rules_of
-from amp_plugin.casting.region import autocast, call_in, has_block
+from amp_plugin.casting.region import autocast, call_in, open_blocks
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.casting.rules_files import TABLES
 from amp_plugin.casting.run_in import change_class
@@ -62,7 +62,7 @@ def current_state() -> tuple[RegionState, ...]:
 
 def has_region() -> bool:
     """Return whether this thread has a region of ours open."""
-    return has_block() or bool(KERNELS.innermost_regions())
+    return bool(open_blocks()) or bool(KERNELS.innermost_regions())
 
 
 Module = TypeVar("Module", bound=nn.Module)

@@ -3,12 +3,6 @@
 A core that a wheel brought along is looked up first, then one in the build cache; else
 ``torch.utils.cpp_extension.load`` compiles it, in a process of its own, because the import of that module may
 ask the CUDA driver for devices, after which a forked child cannot use them.
-
-Environment:
-    AMP_PLUGIN_NATIVE: ``0`` forces the fallback, silently.
-    AMP_PLUGIN_CACHE_DIR: The cache folder (default ``$XDG_CACHE_HOME/amp_plugin``).
-    CXX: The C++ compiler.
-    MAX_JOBS: How many files are compiled at once (default: one per core).
 """
 
 from __future__ import annotations

@@ -90,14 +90,13 @@ def _measured(grads: list[torch.Tensor], inv_scale: torch.Tensor, *_: float) -> 
     return _number(inv_scale), _number(inv_scale), inv_scale.new_empty((len(grads),), dtype=torch.uint8)
 
 
-FAKES: Final[dict[str, Callable[..., Any]]] = {
+FAKES: Final[dict[str, Callable[..., Any]]] = {  # of ops that return something
     "norm_check": _measured,
     "unscale_": _measured,
     "multiply_": lambda _, factor: _number(factor),
     "clip_factor": lambda norm, *_: _number(norm),
     "unpack_measurements": lambda packed, _: (_number(packed[0]), _number(packed[0])),
 }
-"""Of ops that return something."""
 
 
 def _define() -> None:

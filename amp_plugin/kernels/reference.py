@@ -223,7 +223,14 @@ def pack_measurements_(
     Each norm is part of the element that ``slots`` names; ``replicas`` says how many ranks hold the same
     gradients and will all add their power.
     """
-    _refuse_shapes(packed, norms, slots, replicas)
+    fits = len(norms) == len(slots) and all(0 <= slot < len(replicas) for slot in slots)
+    if not fits or packed.shape != (len(replicas) + 1,):
+        msg = (
+            f"pack_measurements_: got {len(norms)} norms, slots {list(slots)}, {len(replicas)} replicas and "
+            f"packed of shape {list(packed.shape)}; give one slot below {len(replicas)} for each norm, and "
+            "one element more than there are replicas"
+        )
+        raise ValueError(msg)
     values = []
     for slot, count in enumerate(replicas):
         members = [norm for norm, of in zip(norms, slots, strict=True) if of == slot]
@@ -245,19 +252,6 @@ def unpack_measurements(packed: Sequence[Tensor], norm_type: float) -> tuple[Ten
         total = -total
     norm = total if norm_type in _NO_POWER else total.pow(1.0 / norm_type)
     return norm.to(torch.float32), (packed[-1][-1] > 0).to(torch.float32)
-
-
-def _refuse_shapes(
-    packed: Tensor, norms: Sequence[Tensor], slots: Sequence[int], replicas: Sequence[int]
-) -> None:
-    fits = len(norms) == len(slots) and all(0 <= slot < len(replicas) for slot in slots)
-    if not fits or packed.shape != (len(replicas) + 1,):
-        msg = (
-            f"pack_measurements_: got {len(norms)} norms, slots {list(slots)}, {len(replicas)} replicas and "
-            f"packed of shape {list(packed.shape)}; give one slot below {len(replicas)} for each norm, and "
-            "one element more than there are replicas"
-        )
-        raise ValueError(msg)
 
 
 def _power(norms: Sequence[Tensor], norm_type: float, like: Tensor) -> Tensor:

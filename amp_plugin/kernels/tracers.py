@@ -21,11 +21,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def untraced(function: Function) -> Function:
-    """Run a function, and all that it calls, as it is.
-
-    Args:
-        function: a plain Python function that calls nothing of the user's.
-    """
+    """Run a plain function, and all that it calls, as it is; it may call nothing of the user's."""
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     eval_frame.set_code_exec_strategy(function.__code__, skip)
     return function

@@ -33,8 +33,7 @@ class Tuning:
         return (("BLOCKS_PER_MULTIPROCESSOR", str(self.blocks)), ("IN_FLIGHT", str(self.in_flight)))
 
 
-TUNING = Tuning()
-"""Of all devices; a measurement of others sets it before the first is opened."""
+TUNING = Tuning()  # of all devices; a measurement of others sets it before the first is opened
 
 
 def all_kernels() -> Iterator[Kernel]:

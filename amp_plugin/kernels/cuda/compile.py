@@ -114,11 +114,8 @@ def architecture_for(major: int, minor: int) -> str:
     known = [] if int(error) else list(nvrtc.nvrtcGetSupportedArchs()[1])[:count]
     fitting = [number for number in known if 10 * major <= number <= 10 * major + minor]
     if not fitting:
-        newest = f"sm_{max(known)}" if known else "nothing"
-        msg = (
-            f"NVRTC {nvrtc_version()} compiles for up to {newest}, not for sm_{major}{minor}; "
-            "install a newer nvidia-cuda-nvrtc"
-        )
+        newest = f"up to sm_{max(known, default=0)}, not for sm_{major}{minor}"
+        msg = f"NVRTC {nvrtc_version()} compiles for {newest}; install a newer nvidia-cuda-nvrtc"
         raise RuntimeError(msg)
     return f"sm_{max(fitting)}"
 
