@@ -14,12 +14,14 @@ from amp_plugin.numerics.finding import Cause, Finding
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Call
 from amp_plugin.numerics.places import Place, Site, called_from
-from amp_plugin.numerics.values import PLAIN, Storages, is_low_precision
+from amp_plugin.numerics.values import PLAIN, ShadowValues, Storages, is_low_precision
 from amp_plugin.precision import short_name
 
 _ENOUGH = 3  # steps or backward passes, before their lack says something
 _LOST = 0.5  # share of elements that steps did not move
 _UNDERFLOWED = 0.25  # share of the elements of fp16 gradients that are 0 for their range alone
+
+_WIDE = ShadowValues(torch.float32)
 
 # Cause, and which case of it -> what was measured, what to do.
 _REASONS = {
@@ -92,7 +94,7 @@ class Learning:
         if traits.written:  # what it wrote into is gone
             call.count_unmeasured()
             return
-        exact = call.again(call.changed(_widened, torch.float32), results) or ()
+        exact = call.again(call.changed(_WIDE.plain, torch.float32), results) or ()
         for tensor, other in zip(results, exact, strict=False):
             if _has_zeros(tensor):
                 lost = (tensor == 0) & (other != 0)
@@ -157,7 +159,3 @@ def _rounds(param: Tensor, optimizer: Optimizer) -> bool:
 def _has_zeros(tensor: Tensor) -> bool:
     is_fp16 = tensor.dtype is torch.float16 and type(tensor) in PLAIN
     return is_fp16 and bool((tensor == 0).any())
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if type(tensor) in PLAIN and tensor.dtype is torch.float16 else tensor

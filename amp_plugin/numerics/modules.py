@@ -142,8 +142,10 @@ class Tracker:
         """
         model = self._latest() if self._latest is not None else None
         forward = "" if model is None else f"forward pass {self._calls[model]} of {type(model).__name__}"
-        backward = f"backward pass {self.backward_passes}" if in_backward or not forward else ""
-        return f"{', after '.join(filter(None, (backward, forward)))}, optimizer step {self.steps + 1}"
+        is_told = self.backward_passes and (in_backward or not forward)
+        backward = f"backward pass {self.backward_passes}" if is_told else ""
+        passes = ", after ".join(filter(None, (backward, forward)))
+        return ", ".join(filter(None, (passes, f"optimizer step {self.steps + 1}")))
 
     def step_begins(self, _: Optimizer) -> None:
         """Take note of an optimizer that is about to step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,14 +102,11 @@ class WideRun(Region):
             return
         shadows, copy = self.shadows, bool(call.traits.written)  # shadows are written by the results
 
-        def exact(tensor: Tensor) -> Tensor:
-            dtype = shadows.wide(tensor.dtype) if shadows.follows(tensor) else tensor.dtype
-            return tensor.to(dtype, copy=copy)
-
         def arriving(tensor: Tensor) -> Tensor:
             wide = shadows.of(tensor) if shadows.follows(tensor) else tensor
             return wide.clone() if copy else wide
 
+        exact = partial(shadows.plain, copy=copy)
         call.kept = [call.changed(change, shadows.dtype) for change in (exact, arriving)]
 
     def after(self, call: Call, output: Any) -> None:

@@ -297,6 +297,10 @@ class ShadowValues(Storages[Tensor]):
             return self.dtype.to_complex()
         return self.dtype if dtype.is_floating_point else dtype
 
+    def plain(self, tensor: Tensor, *, copy: bool = False) -> Tensor:
+        """Return a tensor's own values in the dtype of its shadow, if it has one."""
+        return tensor.to(self.wide(tensor.dtype) if self.follows(tensor) else tensor.dtype, copy=copy)
+
     def of(self, tensor: Tensor) -> Tensor:
         """Return a tensor's shadow, of its shape; one without a shadow gets its own values, exactly."""
         flat = self.get(tensor)

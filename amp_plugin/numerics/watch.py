@@ -212,9 +212,7 @@ class Watch:
                         self._report(origin, f"finite numbers unlike those of fp64, in {call}")
 
     def _widened(self, tensor: Tensor) -> Tensor:
-        if self._wide.get(tensor) is not None:
-            return self._wide.of(tensor)
-        return tensor.to(self._wide.wide(tensor.dtype)) if self._wide.follows(tensor) else tensor
+        return self._wide.plain(tensor) if self._wide.get(tensor) is None else self._wide.of(tensor)
 
     def _trace(self, call: Call, result: Argument) -> None:
         """Find the origin of a result that is not finite, and report it if it has reached a weight."""
