@@ -38,6 +38,7 @@ class BoundAutocast:
 
     Attributes:
         blocks: device type and dtype -> number of blocks that were opened and on.
+        off: device types of blocks that were opened and off: ``enabled=False``, or no such device is here.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class BoundAutocast:
     ) -> None:
         self._rules, self._name, self._dtype = rules, name, dtype
         self.blocks: Counter[tuple[str, torch.dtype]] = Counter()
+        self.off: set[str] = set()
         self._is_read = False
         self._undo = ExitStack()
 
@@ -61,6 +63,8 @@ class BoundAutocast:
         def enter(block: Any) -> Any:
             if block._enabled:
                 self.blocks[block.device, block.fast_dtype] += 1
+            else:
+                self.off.add(block.device)
             return entered(block)  # type: ignore[no-untyped-call]
 
         self._undo.enter_context(replaced(torch.autocast, "__enter__", enter))
