@@ -46,31 +46,26 @@ if TYPE_CHECKING:
 
 __version__ = "0.3.0"
 
-_HOME = {
-    "DtypePlan": "amp_plugin.sharding.plan",
-    "GradScaler": "amp_plugin.scaling.grad_scaler",
-    "OpRule": "amp_plugin.casting.rules",
-    "OpRules": "amp_plugin.casting.rules",
-    "autocast": "amp_plugin.casting.region",
-    "autocast_module": "amp_plugin.casting.threads",
-    "custom_bwd": "amp_plugin.casting.custom_function",
-    "custom_fwd": "amp_plugin.casting.custom_function",
-    "diagnose": "amp_plugin.numerics.diagnose",
-    "diagnose_skip": "amp_plugin.numerics.diagnose",
-    "dtype_report": "amp_plugin.sharding.report",
-    "fully_shard": "amp_plugin.sharding.fully_shard",
-    "is_autocast_available": "amp_plugin.casting.region",
-    "log_casts": "amp_plugin.casting.cast_log",
-    "log_collectives": "amp_plugin.sharding.collectives",
-    "report": "amp_plugin.run_page.report",
-    "restore_weights": "amp_plugin.weights.store",
-    "run_in": "amp_plugin.casting.run_in",
-    "set_default_rules": "amp_plugin.casting.dispatcher",
-    "shadow_run": "amp_plugin.numerics.shadow",
-    "store_weights": "amp_plugin.weights.store",
-    "tune": "amp_plugin.tuning.tune",
+_NAMES = {  # by the module they live in
+    "casting.cast_log": ("log_casts",),
+    "casting.custom_function": ("custom_bwd", "custom_fwd"),
+    "casting.dispatcher": ("set_default_rules",),
+    "casting.region": ("autocast", "is_autocast_available"),
+    "casting.rules": ("OpRule", "OpRules"),
+    "casting.run_in": ("run_in",),
+    "casting.threads": ("autocast_module",),
+    "numerics.diagnose": ("diagnose", "diagnose_skip"),
+    "numerics.shadow": ("shadow_run",),
+    "run_page.report": ("report",),
+    "scaling.grad_scaler": ("GradScaler",),
+    "sharding.collectives": ("log_collectives",),
+    "sharding.fully_shard": ("fully_shard",),
+    "sharding.plan": ("DtypePlan",),
+    "sharding.report": ("dtype_report",),
+    "tuning.tune": ("tune",),
+    "weights.store": ("restore_weights", "store_weights"),
 }
-
+_HOME = {name: f"amp_plugin.{module}" for module, names in _NAMES.items() for name in names}
 _ADAPTERS = {
     "AmpAccelerator": "accelerate",
     "AmpKwargs": "accelerate",

@@ -230,7 +230,7 @@ def test_storing_weights_loads_the_native_core(tmp_path):
 )
 def test_unknown_ways_are_refused(given, meant):
     ((name, value),) = given.items()
-    with pytest.raises(ValueError, match=f"{name}='{value}' is unknown; .* did you mean .*{meant}"):
+    with pytest.raises(ValueError, match=f"{name}='{value}' is not allowed; .* did you mean .*{meant}"):
         store_weights(network(), **given)
 
 
