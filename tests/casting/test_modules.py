@@ -250,7 +250,6 @@ async def coroutine():
         (Net().forward, TypeError, r"Net.forward is bound to an object, .* decorate it in its class"),
         (coroutine, TypeError, "coroutine is a generator or coroutine function"),
     ],
-    ids=str,
 )
 def test_what_it_cannot_be_applied_to(target, kind, error):
     with pytest.raises(kind, match=error):
