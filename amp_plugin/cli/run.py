@@ -58,7 +58,7 @@ def run(
     from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
     from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
     from amp_plugin.run_page.page import require_libraries  # noqa: PLC0415 - loads torch
-    from amp_plugin.run_page.program import program_page  # noqa: PLC0415 - loads torch
+    from amp_plugin.run_page.report import program_page  # noqa: PLC0415 - loads torch
 
     program = program_of(script, as_module=as_module)
     if rules is not None:

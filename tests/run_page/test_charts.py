@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from amp_plugin.run_page.charts import curve_charts
+from amp_plugin.run_page.page import curve_charts
 
 vl_convert = pytest.importorskip("vl_convert")
 pytest.importorskip("altair")

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Mix
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from amp_plugin import AmpKwargs, AmpPrecision, DtypePlan, FabricAmpPrecision, fully_shard, log_collectives
-from amp_plugin.adapters.accelerate import sharding
+from amp_plugin.adapters.accelerate.forward import fp32_units_apart, give_policy
 from amp_plugin.adapters.accelerate.settings import resolve
 from amp_plugin.adapters.settings import AdapterSettings
 from amp_plugin.sharding.fully_shard import add_up_in_fp32, fsdp1_policy, has_dtypes_by_parameter, policy_of
@@ -115,7 +115,7 @@ class TestFullyShard:
         from torch.distributed import fsdp
 
         net, dtypes = Net(), DtypePlan(fp32_modules=["LayerNorm"])
-        with sharding.fp32_units_apart([net], dtypes):
+        with fp32_units_apart([net], dtypes):
             for module in (*net.blocks, net):
                 fsdp.fully_shard(module, mesh=mesh, mp_policy=policy_of(dtypes))
         assert [unit.gathered for unit in shard_units(net)] == [torch.uint8, torch.uint8, BF16]
@@ -277,13 +277,13 @@ class TestAdapters:
             mixed_precision_policy = kind(BF16, BF16, BF16)
 
         dtypes = resolve([], {}).in_precision("bf16").dtype_plan
-        sharding.give_policy(Plugin, dtypes, version=version, fp32_outputs=True)
+        give_policy(Plugin, dtypes, version=version, fp32_outputs=True)
         assert (Plugin.mixed_precision_policy.param_dtype, Plugin.mixed_precision_policy.reduce_dtype) == (
             BF16,
             FP32,
         )
         Plugin.mixed_precision_policy = chosen = kind(param_dtype=BF16)
-        sharding.give_policy(Plugin, dtypes, version=version, fp32_outputs=True)
+        give_policy(Plugin, dtypes, version=version, fp32_outputs=True)
         assert Plugin.mixed_precision_policy is chosen
 
     def test_outputs_keep_accelerates_dtype_where_they_are_not_to_be_fp32(self):
@@ -291,7 +291,7 @@ class TestAdapters:
             mixed_precision_policy = MixedPrecisionPolicy(BF16, BF16, BF16)
 
         dtypes = resolve([], {}).in_precision("bf16").dtype_plan
-        sharding.give_policy(Plugin, dtypes, version=2, fp32_outputs=False)
+        give_policy(Plugin, dtypes, version=2, fp32_outputs=False)
         assert Plugin.mixed_precision_policy.output_dtype is BF16
 
     def test_the_environment_and_its_bad_values(self):

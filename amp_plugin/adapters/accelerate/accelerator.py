@@ -20,8 +20,8 @@ from accelerate.utils import SCALER_NAME, AutocastKwargs, DistributedType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_plugin.adapters.accelerate import deepspeed, sharding
-from amp_plugin.adapters.accelerate.forward import MixedForward
+from amp_plugin.adapters.accelerate import deepspeed
+from amp_plugin.adapters.accelerate.forward import MixedForward, fp32_units_apart, give_policy
 from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, Stepping, Unprepared, steps_in_backward
 from amp_plugin.adapters.accelerate.settings import refuse_misplaced, refuse_other_engine, take_options
 from amp_plugin.adapters.float8 import leave_out, refuse_device
@@ -141,7 +141,7 @@ class AmpAccelerator(HasScaler, Accelerator):
                 settings.check_sharded()
             if self.native_amp:
                 plugin, plan = self.state.fsdp_plugin, self.dtype_plan
-                sharding.give_policy(plugin, plan, fp32_outputs=settings.fp32_outputs)
+                give_policy(plugin, plan, fp32_outputs=settings.fp32_outputs)
 
     @property
     def _scaler(self) -> GradScaler:
@@ -206,7 +206,7 @@ class AmpAccelerator(HasScaler, Accelerator):
         models, before = [module for module in args if isinstance(module, nn.Module)], len(self._models)
         self._set_up(models)
         apart = self.native_amp and self.is_fsdp2
-        with sharding.fp32_units_apart(models, self.dtype_plan) if apart else nullcontext():
+        with fp32_units_apart(models, self.dtype_plan) if apart else nullcontext():
             prepared = super().prepare(*args, **kwargs)
         if self.native_amp:
             for model in self._models[before:]:
