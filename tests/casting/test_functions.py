@@ -273,33 +273,3 @@ def test_device_type_must_be_a_string():
         custom_fwd(device_type=torch.device("cpu"))
     with pytest.raises(ValueError, match="Expected `device_type` of type `str`"):
         custom_bwd(device_type=0)
-
-
-@pytest.mark.filterwarnings("ignore")  # warnings of Dynamo's own
-@pytest.mark.one_graph
-@pytest.mark.parametrize("device", [{}, {"device_type": "cpu"}])
-def test_compiles_in_one_graph(device):
-    class Plain(torch.autograd.Function):
-        @staticmethod
-        @custom_fwd(**device, cast_inputs=torch.float32)
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            return x @ w
-
-        @staticmethod
-        @custom_bwd(**device)
-        def backward(ctx, grad):
-            x, w = ctx.saved_tensors
-            return grad @ w.t(), x.t() @ grad
-
-    torch._dynamo.reset()
-    x, w = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
-
-    def forward(x, w):
-        return Plain.apply(x.bfloat16(), w)
-
-    with amp_plugin.autocast("cpu", dtype=BF16):
-        compiled = torch.compile(forward, backend="aot_eager", fullgraph=True)(x, w)
-        eager = forward(x, w)
-    assert torch.equal(compiled, eager)
-    assert compiled.dtype is torch.float32
