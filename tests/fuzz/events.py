@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from tests.fuzz.model import NO, YES
-from tests.fuzz.oracle import Oracle
-from tests.fuzz.predictions import (
+from tests.fuzz.model import (
+    NO,
+    YES,
     are_unscaled,
     error_of_copy,
     error_of_unscale,
@@ -17,6 +17,7 @@ from tests.fuzz.predictions import (
     may_meet,
     may_update,
 )
+from tests.fuzz.oracle import Oracle
 from tests.fuzz.scale_model import Disagreement, OutOfDomainError
 from tests.fuzz.scene import Scene, named, params, terms, value_of
 from tests.fuzz.sequences import PARAMS, Setup
