@@ -130,7 +130,7 @@ class Model:
         ]
         self.gradients = [Gradient() for _ in self.params]
         self.windows = [Window() for _ in self.optimizers]
-        self.scales: ScaleModel = setup.scale_model()
+        self.scales = ScaleModel(setup.names, setup.options)
         self.seen = SeenOverflows()
         self.known: dict[int, None] = {}  # optimizers, in the order in which the scaler has met them
         self.joined: set[tuple[int, int]] = (
@@ -138,7 +138,7 @@ class Model:
         )  # (optimizer, parameter) that the scaler has not looked at since
         self.used: set[str] = set()  # scales
         self.updates = 0  # requested
-        self.shown: dict[str, float] = dict.fromkeys(self.scales.names, setup.init_scale)
+        self.shown: dict[str, float] = dict.fromkeys(self.scales.names, self.scales.largest())
         self.last_backward: tuple[str, float] | None = None  # its scale, and the value of that
 
     def owners(self, index: int) -> list[int]:
