@@ -352,9 +352,7 @@ class TestLightning:
             f"AmpPrecision = classes_for({package!r}).AmpPrecision\n"
             f"from {package}.demos.boring_classes import BoringModel"
         )
-        text = LIGHTNING.format(
-            package=package, more=more, chosen='plugins=[AmpPrecision("bf16", device="cpu")]'
-        )
+        text = LIGHTNING.format(package=package, more=more, chosen='plugins=[AmpPrecision("bf16")]')
         result, said = run(text + "trainer.fit(BoringModel())")
         assert result.exit_code == 0, result.output
         assert "train.py uses amp_plugin itself" in said[-1]
