@@ -2,9 +2,10 @@
 
 A core that a wheel brought along is looked up first, then one in the build cache; else
 ``torch.utils.cpp_extension.load`` compiles it, in a process of its own, because the import of that module may
-ask the CUDA driver for devices, after which a forked child cannot use them. The cache also keeps cubins. A file
-is written in a temporary folder and then renamed, so an incomplete one is never seen; loading it runs its code,
-so the folder and the file must belong to the user alone.
+ask the CUDA driver for devices, after which a forked child cannot use them.
+
+The cache also keeps cubins. A file is written in a temporary folder and then renamed, so an incomplete one is
+never seen; loading it runs its code, so the folder and the file must belong to the user alone.
 """
 
 from __future__ import annotations
