@@ -15,12 +15,6 @@ import amp_plugin
 DTYPES = [torch.bfloat16, torch.float16]
 
 
-def digits():
-    data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
-    return images, torch.tensor(data.target)
-
-
 def classifier():
     torch.manual_seed(0)
     return nn.Sequential(
@@ -31,7 +25,8 @@ def classifier():
 
 def losses(autocast, scaler_class, dtype, *, steps=50, whole_loop=False):
     """Losses and final weights of digits training; `whole_loop` opens one region around it all."""
-    images, labels = digits()
+    data = load_digits()
+    images, labels = torch.tensor(data.images).float().unsqueeze(1) / 16, torch.tensor(data.target)
     model = classifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaler = scaler_class("cpu", init_scale=2.0**14, growth_interval=10, enabled=dtype is torch.float16)
@@ -115,33 +110,26 @@ def test_transformers_models_give_the_same_bits(name):
 class TestWholeLoop:
     """A region around forward, backward and step: the backward pass is not autocast by it."""
 
-    def grads(self, whole, forward):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-        x = torch.randn(4, 8)
-        seen = []
-        model[0].weight.register_hook(lambda g: seen.append((g @ g.t()).dtype))
-        outer = amp_plugin.autocast("cpu", enabled=whole)
-        with outer:
-            with amp_plugin.autocast("cpu"):
-                loss = forward(model, x)
-            loss.backward()
-        return [p.grad for p in model.parameters()], seen
-
     def check(self, forward):
-        alone, hook_alone = self.grads(False, forward)
-        whole, hook_whole = self.grads(True, forward)
-        assert hook_alone == hook_whole == [torch.float32]
-        assert all(torch.equal(a, b) for a, b in zip(alone, whole, strict=True))
+        seen, gradients = [], []
+        for whole in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+            model[0].weight.register_hook(lambda g: seen.append((g @ g.t()).dtype))
+            with amp_plugin.autocast("cpu", enabled=whole):
+                with amp_plugin.autocast("cpu"):
+                    loss = forward(model, torch.randn(4, 8))
+                loss.backward()
+            gradients.append([p.grad for p in model.parameters()])
+        assert seen == [torch.float32, torch.float32]
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
-    def test_plain_and_hooks(self):
-        self.check(lambda model, x: model(x).float().square().sum())
-
-    @pytest.mark.parametrize("use_reentrant", [False, True])
+    @pytest.mark.parametrize("use_reentrant", [None, False, True])
     def test_checkpoint(self, use_reentrant):
         def forward(model, x):
-            x = x.clone().requires_grad_()
-            return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=use_reentrant).float().sum()
+            if use_reentrant is not None:
+                model = partial(torch.utils.checkpoint.checkpoint, model, use_reentrant=use_reentrant)
+            return model(x.requires_grad_()).float().square().sum()
 
         self.check(forward)
 
@@ -155,8 +143,7 @@ class TestWholeLoop:
             @staticmethod
             def backward(ctx, grad):
                 (x,) = ctx.saved_tensors
-                identity = torch.eye(x.shape[1])
-                product = x.float() @ identity
+                product = x.float() @ torch.eye(x.shape[1])
                 assert product.dtype is torch.float32
                 return 2 * product.to(x.dtype) * grad
 

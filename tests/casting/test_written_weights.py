@@ -72,22 +72,17 @@ def uses_new_values(write) -> bool:
     return torch.equal(new.nan_to_num(), (X.bfloat16() @ w.bfloat16()).nan_to_num())
 
 
-@pytest.mark.parametrize("name", SEEN)
-def test_seen(name):
-    assert uses_new_values(SEEN[name])
+@pytest.mark.parametrize("name", [*SEEN, *UNSEEN])
+def test_which_are_seen(name):
+    assert uses_new_values((SEEN | UNSEEN)[name]) is (name in SEEN)
 
 
 def test_fewer_rows_of_the_same_memory_are_seen():
     w = torch.nn.Parameter(OTHER.clone())
     with amp_plugin.autocast("cpu", dtype=torch.bfloat16):
-        assert (w @ X).shape == (3, 3)
+        w @ X
         w.data = w.data[:2]
         assert (w @ X).shape == (2, 3)
-
-
-@pytest.mark.parametrize("name", UNSEEN)
-def test_unseen(name):
-    assert not uses_new_values(UNSEEN[name])
 
 
 def test_every_op_that_writes_is_watched_or_named():
