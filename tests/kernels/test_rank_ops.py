@@ -55,9 +55,7 @@ def test_norms_of_several_ranks_and_layouts_are_joined(on, p):
     assert (norm, found) == (pytest.approx(norm_of(norms, p), rel=1e-6), 1.0)
     everywhere = combined(on, norms, [0.0] * 3, [0, 1, 0], [4, 4], p, ranks=4)  # four that hold the same
     assert everywhere == (pytest.approx(norm_of(norms, p), rel=1e-6), 0.0)
-    apart = combined(
-        on, norms, [1.0] * 3, [0, 0, 0], [1], p, ranks=4
-    )  # four that hold others; their flags add up
+    apart = combined(on, norms, [1.0] * 3, [0, 0, 0], [1], p, ranks=4)  # four that hold others; flags add up
     assert apart == (pytest.approx(norm_of(norms * 4, p), rel=1e-6), 1.0)
 
 
@@ -108,9 +106,7 @@ def test_what_does_not_go_together_is_refused(on):
         ([one], [], [-1], [1]),
         ([], [], [], [1, 1]),
     ):
-        with pytest.raises(
-            ValueError, match="norms, slots .* give one slot below . for each norm, and one element"
-        ):
+        with pytest.raises(ValueError, match="norms, slots .* give one slot below . for each norm"):
             ops_.pack_measurements_(packed, *given, 2.0)
 
 
@@ -118,9 +114,7 @@ def test_a_dtype_that_ranks_do_not_add_up_in_is_refused():
     one = torch.ones(())
     with pytest.raises(ValueError, match="packed is Float; give float64 without gaps"):
         OP.pack_measurements_(torch.empty(2), [one], [one], [0], [1], 2.0)
-    with pytest.raises(
-        ValueError, match=r"got Float of shape \[2\] on cpu; give what pack_measurements_ has written"
-    ):
+    with pytest.raises(ValueError, match="got Float of shape .*; give what pack_measurements_ has written"):
         OP.unpack_measurements([torch.empty(2)], 2.0)
 
 
