@@ -241,9 +241,7 @@ def look_at_rules_of_two_devices():
 
 
 def test_rules_of_an_accelerator_stay_in_force_around_those_of_the_cpu():
-    answer = call(
-        look_at_rules_of_two_devices, frameworks=True
-    )  # rule sets are numbered for a process's life
+    answer = call(look_at_rules_of_two_devices, frameworks=True)  # sets are numbered for a process's life
     both, error, *_, state = answer.stdout.splitlines()
     assert (both, state) == ("True True", "False")
     assert "the first 29 can be in force on the CPU and on an accelerator at the same time" in error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
@@ -125,34 +126,24 @@ def test_every_kind_of_input_is_cast_or_passed():
         x: Any
         y: Any
 
-    seen = {}
+    seen = []
 
     class Look(torch.autograd.Function):
         @staticmethod
         @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
-        def forward(ctx, tensor, mapping, items, generator, point, text, array, double, integer):
-            seen.update(locals())
-            seen["generator"] = [tensor.dtype for tensor in generator]
-            return tensor * 1
+        def forward(ctx, *inputs):
+            seen.extend(list(each) if isinstance(each, Iterator) else each for each in inputs)
 
-        @staticmethod
-        @custom_bwd(device_type="cpu")
-        def backward(ctx, grad):
-            return (grad, *[None] * 8)
-
-    half = torch.ones(2, dtype=torch.float16)
-    np = pytest.importorskip("numpy")
-    array = np.ones(2, dtype=np.float16)
+    half, array = torch.ones(2, dtype=torch.float16), pytest.importorskip("numpy").ones(2, dtype="float16")
+    passed = "text", array, half.double(), torch.ones(1, dtype=torch.int64)
     with amp_plugin.autocast("cpu"):
-        Look.apply(
-            half, {"a": half}, [half, (half,)], (tensor for tensor in [half]), Point(half, 1), "text", array,
-            half.double(), torch.ones(1, dtype=torch.int64),
-        )  # fmt: skip
-    cast = [seen["tensor"], seen["mapping"]["a"], seen["items"][1][0], seen["point"].x]
-    assert [tensor.dtype for tensor in cast] + seen["generator"] == [torch.float32] * 5
-    assert type(seen["point"]) is Point
-    assert (seen["text"], seen["array"] is array) == ("text", True)
-    assert (seen["double"].dtype, seen["integer"].dtype) == (torch.float64, torch.int64)
+        Look.apply(half, {"a": half}, [half, (half,)], (each for each in [half]), Point(half, 1), *passed)
+    assert type(seen[4]) is Point
+    cast = [seen[0], seen[1]["a"], seen[2][1][0], seen[3][0], seen[4].x]
+    assert [tensor.dtype for tensor in cast] == [torch.float32] * 5
+    assert seen[5] == "text"
+    assert seen[6] is array
+    assert [tensor.dtype for tensor in seen[7:]] == [torch.float64, torch.int64]
 
 
 def test_backward_without_custom_fwd_says_what_to_do():

@@ -42,13 +42,6 @@ def without_cache(autocast, model):
     one_region(autocast, model, cache_enabled=False)
 
 
-def region_by_region(autocast, model):
-    for batch in BATCHES:
-        with autocast("cpu", BF16):
-            loss = loss_of(model, batch)
-        loss.backward()
-
-
 def nested(autocast, model):
     with autocast("cpu", BF16):
         for batch in BATCHES:
@@ -76,14 +69,6 @@ def no_grad_first(autocast, model):
         loss_of(model, BATCHES[1]).backward()
 
 
-def cleared_by_hand(autocast, model):
-    with autocast("cpu", BF16):
-        loss_of(model, BATCHES[0])
-        torch.clear_autocast_cache()
-        loss_of(model, BATCHES[0])
-        loss_of(model, BATCHES[1]).backward()
-
-
 def casts_and_gradients(program, autocast):
     model = make_model()
     program(autocast, model)  # what is done once per process
@@ -97,11 +82,9 @@ def casts_and_gradients(program, autocast):
 PROGRAMS = [
     one_region,
     without_cache,
-    region_by_region,
     nested,
     torchs_block_inside,
     no_grad_first,
-    cleared_by_hand,
 ]
 
 

@@ -13,7 +13,6 @@ from torch import nn
 
 from amp_plugin import autocast, run_in
 from amp_plugin.casting.run_in import apply_fp32_modules
-from tests.process_groups import group_of_one
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -50,8 +49,6 @@ def in_bf16(call, *args, **kwargs):
 def dtypes_of(net, module):
     """The dtypes in and out of a submodule in a bf16 region, seen below its hooks."""
     seen = []
-    inner = type(module).__mro__[1].forward if "_made_from" in vars(type(module)) else type(module).forward
-    assert inner is nn.Linear.forward
     hook = module.register_forward_hook(lambda _, args, output: seen.append((args[0].dtype, output.dtype)))
     in_bf16(net, torch.ones(2, 4))
     hook.remove()
@@ -108,8 +105,6 @@ def test_an_instance_computes_as_in_fp32_and_survives_copies(cast_back):
 def test_applied_again_the_last_settings_count():
     linear = run_in(FP32)(run_in(torch.float64)(nn.Linear(2, 2)))
     assert in_bf16(linear, torch.ones(1, 2)).dtype is FP32
-    assert type(linear).__mro__.count(nn.Linear) == 1
-    assert len([kind for kind in type(linear).__mro__ if kind.__name__ == "Linear"]) == 2
 
 
 def test_a_lazy_module_stays_in_fp32_when_it_gets_its_shape():
@@ -185,17 +180,6 @@ def test_an_already_compiled_module_is_reached():
     assert in_bf16(linear, torch.ones(1, 2)).dtype is BF16
     run_in(FP32)(linear)
     assert in_bf16(linear, torch.ones(1, 2)).dtype is FP32
-
-
-def test_under_ddp():
-    with group_of_one():
-        net = Net()
-        run_in(FP32, cast_back=True)(net.norm)
-        wrapped = nn.parallel.DistributedDataParallel(net)
-        output = in_bf16(wrapped, torch.ones(2, 4))
-        assert output.dtype is BF16
-        output.sum().backward()
-        assert net.norm.weight.grad.dtype is FP32
 
 
 def test_modules_by_name_pattern_and_class():

@@ -140,39 +140,31 @@ class TestTorchsDefects:
         assert seen["a", "out"] == seen["b", "out"] == (False, torch.bfloat16)
 
     def test_decorated_generator(self):
+        seen = []
+
         def body():
-            sent = yield mm_dtype()
             try:
+                sent = yield mm_dtype()
                 yield sent, mm_dtype()
             except KeyError:
                 yield "caught", mm_dtype()
+            finally:
+                seen.append(mm_dtype())
             return mm_dtype()
 
         theirs = torch.autocast("cpu")(body)()
         assert next(theirs) is torch.float32, "torch has mended this"
-        ours = amp_plugin.autocast("cpu")(body)()
-        assert next(ours) is torch.bfloat16
+        theirs.close()
+        ours, closed = (amp_plugin.autocast("cpu")(body)() for _ in range(2))
+        assert next(ours) is next(closed) is torch.bfloat16
         assert not torch.is_autocast_enabled("cpu")
         assert ours.send(7) == (7, torch.bfloat16)
         assert ours.throw(KeyError()) == ("caught", torch.bfloat16)
         with pytest.raises(StopIteration) as stop:
             next(ours)
         assert stop.value.value is torch.bfloat16
-
-    def test_closed_generator_runs_its_finally_in_the_region(self):
-        seen = []
-
-        @amp_plugin.autocast("cpu")
-        def body():
-            try:
-                yield 1
-            finally:
-                seen.append(mm_dtype())
-
-        generator = body()
-        next(generator)
-        generator.close()
-        assert seen == [torch.bfloat16]
+        closed.close()
+        assert seen == [torch.float32, torch.bfloat16, torch.bfloat16]
 
     def test_decorated_coroutines(self):
         async def body():

@@ -78,3 +78,11 @@ def kernel(request):
     """The registered kernels of the CPU, native ones if there are, and the plain ones."""
     native_core()
     return OP if request.param == "op" else reference
+
+
+@pytest.fixture
+def numbers_of_threads():
+    """1, 2, 3: each is in force while the test goes on with it."""
+    before = torch.get_num_threads()
+    yield (torch.set_num_threads(count) or count for count in (1, 2, 3))
+    torch.set_num_threads(before)

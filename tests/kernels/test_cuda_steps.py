@@ -167,21 +167,6 @@ def test_adam_stays_close_to_torchs_fused_kernel(device, amsgrad, decoupled):
             torch.testing.assert_close(mine, right, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("options", OPTIONS_OF_SGD[:3], ids=str)
-def test_sgd_stays_close_to_torchs_fused_kernel(device, options):
-    options = {**SGD, **options}
-    ours = moved([values(i, (70, 5000)) for i in range(3)], device)
-    ours[2] = ours[2] if options["momentum"] else []
-    theirs = copied(ours)
-    late = {"grad_scale": torch.tensor(3.0, device=device), "found_inf": torch.tensor(0.0, device=device)}
-    plain = {name: value for name, value in options.items() if name != "first_step"}
-    for _ in range(5):
-        OP.sgd_(*ours, [], **late, **options)
-        torch._fused_sgd_(*theirs, is_first_step=False, **late, **plain)
-        for mine, right in pairs(ours, theirs):
-            torch.testing.assert_close(mine, right, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("how", STORED)
 @pytest.mark.parametrize("options", OPTIONS_OF_SGD, ids=str)
 @pytest.mark.parametrize("aligned", [True, False])

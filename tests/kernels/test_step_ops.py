@@ -298,15 +298,11 @@ def test_any_memory_order(on):
 
 
 @pytest.mark.native
-def test_threads_do_not_change_a_bit():
+def test_threads_do_not_change_a_bit(numbers_of_threads):
     given = Adam([(3 * TASK + 5,), (7,), (TASK,)], amsgrad=True)
-    before = torch.get_num_threads()
-    results = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        results.append(given.tensors())
-        OP.adam_(*results[-1], [], decoupled_weight_decay=True, grad_scale=torch.tensor(3.0), **ADAM)
-    torch.set_num_threads(before)
+    results = [given.tensors() for _ in range(3)]
+    for tensors, _ in zip(results, numbers_of_threads, strict=True):
+        OP.adam_(*tensors, [], decoupled_weight_decay=True, grad_scale=torch.tensor(3.0), **ADAM)
     assert all(all_equal(results[0], other) for other in results[1:])
 
 
@@ -424,7 +420,5 @@ def test_opcheck():
 
 def test_no_parameters_at_all():
     """No tensor tells the device then, and torch's own ops are asked."""
-    lists: list[list[torch.Tensor]] = [[] for _ in range(7)]
-    assert OP.adam_(*lists, decoupled_weight_decay=True, **ADAM) is None
-    assert OP.sgd_(*lists[:4], **SGD) is None
-    assert lists == [[]] * 7
+    assert OP.adam_(*([] for _ in range(7)), decoupled_weight_decay=True, **ADAM) is None
+    assert OP.sgd_(*([] for _ in range(4)), **SGD) is None

@@ -159,15 +159,12 @@ def test_stochastic_rounding_keeps_what_is_representable(kernel):
         assert torch.equal(bits(out.float())[~master.isnan()], bits(master)[~master.isnan()])
 
 
-def test_results_do_not_depend_on_threads():
+def test_results_do_not_depend_on_threads(numbers_of_threads):
     master, results = torch.randn(500_000), []
-    before = torch.get_num_threads()
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
+    for _ in numbers_of_threads:
         out = torch.empty_like(master, dtype=torch.bfloat16)
         OP.round_weights_([master], [out], 3, 4)
         results.append((out, *pair_of(OP, master)))
-    torch.set_num_threads(before)
     for other in results[1:]:
         assert all(map(torch.equal, other, results[0]))
 
