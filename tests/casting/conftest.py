@@ -1,16 +1,41 @@
-"""Each test begins with torch's own kernels under ``torch.autocast``."""
+"""Each test begins and ends with torch's own kernels under ``torch.autocast``, and leaves autocast as it was."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 from amp_plugin import set_default_rules
 from amp_plugin.casting.dispatcher import KERNELS, NO_RULES
 from amp_plugin.casting.rules import TABLES
 
 
-@pytest.fixture(autouse=True)
-def blocks_are_torchs() -> None:
+def give_back() -> None:
     """Give torch its kernels back: an Accelerator that no test has ended has `torch.autocast` run on ours."""
     if any(KERNELS.followed[device] != NO_RULES for device in TABLES):
         set_default_rules(None)
+
+
+def autocast_state() -> tuple[object, ...]:
+    devices = ("cpu", "cuda", "ipu", "maia", "mtia")
+    nesting = torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()
+    on = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
+    return on, torch.is_autocast_cache_enabled(), nesting
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    give_back()
+    before = autocast_state()
+    yield
+    give_back()
+    assert autocast_state() == before
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()

@@ -19,6 +19,7 @@ from tests.warm_processes import call
 
 pytestmark = [
     pytest.mark.native,
+    pytest.mark.usefixtures("fresh_dynamo"),
     # torch's own: inductor scripts functions when first used, Dynamo looks at .grad of inputs
     pytest.mark.filterwarnings(
         "ignore:`torch.jit",
@@ -35,74 +36,42 @@ LINEAR32 = DEFAULT.with_rule("aten::linear", "fp32")
 X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left():
-    torch.compiler.reset()
-    before = autocast_state()
-    yield
-    assert autocast_state() == before
-    torch.compiler.reset()
-
-
-def autocast_state():
-    devices = ("cpu", "cuda", "maia", "mtia", "ipu")
-    return [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
-
-
 def region(rules, dtype=BF16):
     return amp_plugin.autocast("cpu", dtype=dtype, rules=rules)
 
 
-RULES = {"default": (None,), "own": (SOFTMAX32,), "nested": (None, SOFTMAX32, LINEAR32, None)}
-INNER = {0: (1,), 1: (2, 3)}  # which regions are opened inside which
+# The rules of a region, and of those that are opened inside.
+RULES = {"default": [None], "own": [SOFTMAX32], "nested": [None, [SOFTMAX32, [LINEAR32], [None]]]}
 
 
 class Model(nn.Module):
     """A linear per region, used once: compilers keep no casts, so what uses a weight twice is summed otherwise."""
 
-    def __init__(self, how, rules):
+    def __init__(self, how, rules, *inner):
         super().__init__()
-        torch.manual_seed(0)
-        self.how, self.sets = how, RULES[rules]
-        self.linears = nn.ModuleList(nn.Linear(8, 8) for _ in self.sets)
-        self.held = [region(rules) for rules in self.sets]
-        self.decorated = [held(self.make_block(i)) for i, held in enumerate(self.held)]
-        self.parts = nn.ModuleList(
-            Part(held, self.decorated[i].__wrapped__) for i, held in enumerate(self.held)
-        )
-
-    def make_block(self, i):
-        return lambda x: self.block(i, x)
+        self.how, self.rules, self.held = how, rules, region(rules)
+        self.linear = nn.Linear(8, 8)
+        self.inner = nn.ModuleList(Model(how, *sets) for sets in inner)
+        self.decorated = self.held(self.block)
 
     def forward(self, x):
-        return self.open(0, x)
+        if self.how == "decorator":
+            return self.decorated(x)
+        with region(self.rules) if self.how == "inside" else self.held:
+            return self.block(x)
 
-    def open(self, i, x):
-        if self.how == "inside":
-            with region(self.sets[i]):
-                return self.block(i, x)
-        if self.how == "held":
-            with self.held[i]:
-                return self.block(i, x)
-        return {"decorator": self.decorated, "module": self.parts}[self.how][i](x)
-
-    def block(self, i, x):
-        outputs = [self.linears[i](x), self.linears[i].weight.softmax(-1)]
-        for inner in INNER.get(i, ()) if len(self.sets) > 1 else ():
-            outputs += self.open(inner, x)
+    def block(self, x):
+        outputs = [self.linear(x), self.linear.weight.softmax(-1)]
+        for inner in self.inner:
+            outputs += inner(x)
         with torch.autocast("cpu", dtype=FP16):
             outputs.append((x @ x.T).softmax(-1))
         return [*outputs, (x @ x.T).softmax(-1)]
 
 
-class Part(nn.Module):
-    def __init__(self, held, block):
-        super().__init__()
-        self.held, self.block = held, block
-
-    def forward(self, x):
-        with self.held:
-            return self.block(x)
+def make_model(how, rules):
+    torch.manual_seed(0)
+    return Model(how, *RULES[rules])
 
 
 def step(model, forward):
@@ -118,10 +87,14 @@ def assert_same(ours, theirs, bits=True):
         assert torch.equal(a, b) if bits else torch.allclose(a.float(), b.float(), rtol=0.02, atol=0.01)
 
 
-HOW = ["inside", "held", "decorator", "module"]
 # "nested" holds the other two: default rules and own ones
-PLACES = [("nested", "inside"), ("nested", "held"), ("nested", "decorator"), ("nested", "module")]
-PLACES += [("default", "inside"), ("own", "held")]
+PLACES = [
+    ("nested", "inside"),
+    ("nested", "held"),
+    ("nested", "decorator"),
+    ("default", "inside"),
+    ("own", "held"),
+]
 BACKENDS = [*itertools.product(["eager", "aot_eager"], PLACES), ("inductor", ("nested", "inside"))]
 
 
@@ -133,27 +106,23 @@ def marked(choice, place):
 @pytest.mark.parametrize(("backend", "place"), [marked(*case) for case in BACKENDS])
 def test_forward_and_backward_equal_eager(backend, place):
     rules, how = place
-    model = Model(how, rules)
+    model = make_model(how, rules)
     eager = step(model, model)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
-    assert_same(step(model, compiled), eager, bits=backend != "inductor")
-    assert_same(step(model, compiled), eager, bits=backend != "inductor")
+    for _ in range(2):
+        assert_same(step(model, compiled), eager, bits=backend != "inductor")
 
 
 # Without strict=True Python itself runs the model: a decorator is a block there. How a region is opened is seen by
 # Dynamo alone, as in the test above; the program that it hands on is the same.
-EXPORTS = [*(marked(True, place) for place in (PLACES[0], *PLACES[4:])), (False, PLACES[0])]
-OTHER_EXPORTS = [*((True, place) for place in PLACES[1:4]), (False, PLACES[1])]
+EXPORTS = [*(marked(True, place) for place in (PLACES[0], *PLACES[3:])), (False, PLACES[0])]
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch 2.11's, as it loads
-@pytest.mark.parametrize(
-    ("strict", "place"),
-    [*EXPORTS, *(pytest.param(*export, marks=pytest.mark.whole_run) for export in OTHER_EXPORTS)],
-)
+@pytest.mark.parametrize(("strict", "place"), EXPORTS)
 def test_exported_programs_equal_eager(strict, place):
     rules, how = place
-    model = Model(how, rules)
+    model = make_model(how, rules)
     with torch.no_grad():
         eager = model(X)
         program = torch.export.export(model, (X,), strict=strict)
@@ -165,17 +134,12 @@ def test_exported_programs_equal_eager(strict, place):
         assert_same(torch.export.load(file).module()(X), eager)
 
 
-def count_frames(program, *, backend="aot_eager", fullgraph=True):
+def count_frames(program):
     """Return how many graphs are made of a program, per call, and how often it is compiled again."""
     torch.compiler.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
-    compiled = torch.compile(program, backend=counter, fullgraph=fullgraph)
-    counts = []
-    for x in (X, X, X[:3], X[:4], X.double()):
-        compiled(x)
-        counts.append(counter.frame_count)
-    torch.compiler.reset()
-    return counts
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(program, backend=counter, fullgraph=True)
+    return [(compiled(x), counter.frame_count)[1] for x in (X, X, X[:3], X[:4], X.double())]
 
 
 @pytest.mark.parametrize("how", [pytest.param("inside", marks=pytest.mark.one_graph), "held", "decorator"])
@@ -184,15 +148,11 @@ def test_frames_and_recompiles_are_those_of_torch(how):
         held = make()
         body = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1))
 
-        def inside(x):
-            with make():
+        def forward(x):
+            with make() if how == "inside" else held:
                 return body(x.float())
 
-        def with_held(x):
-            with held:
-                return body(x.float())
-
-        return {"inside": inside, "held": with_held, "decorator": held(lambda x: body(x.float()))}[how]
+        return held(lambda x: body(x.float())) if how == "decorator" else forward
 
     theirs = count_frames(program(lambda: torch.autocast("cpu", dtype=BF16)))
     assert theirs[0] == theirs[1] == 1
@@ -281,20 +241,20 @@ def look_at_rules_of_two_devices():
 
 
 def test_rules_of_an_accelerator_stay_in_force_around_those_of_the_cpu():
-    answer = call(
-        look_at_rules_of_two_devices, frameworks=True
-    )  # rule sets are numbered for a process's life
+    answer = call(look_at_rules_of_two_devices, frameworks=True)  # sets are numbered for a process's life
     both, error, *_, state = answer.stdout.splitlines()
     assert (both, state) == ("True True", "False")
     assert "the first 29 can be in force on the CPU and on an accelerator at the same time" in error
 
 
-def test_a_break_inside_own_rules_runs_the_function_as_it_is():
+@pytest.mark.parametrize("rules", [None, SOFTMAX32], ids=["default", "own"])
+def test_a_break_inside_a_region(rules):
+    """Inside own rules the function runs as it is."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     inner = torch.compile(lambda x: x.softmax(-1), backend=counter)
 
     def forward(x):
-        with region(SOFTMAX32):
+        with region(rules):
             y = x @ x.T
             torch._dynamo.graph_break()
             return inner(y)
@@ -328,20 +288,12 @@ def test_wrong_rules_are_named():
 
 
 def test_blocks_of_a_model_compiled_one_by_one():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
+    class Block(nn.Linear):
         def forward(self, x):
-            return self.linear(x).softmax(-1)
+            return super().forward(x).softmax(-1)
 
-    model = nn.Sequential(Block(), Block())
-
-    def forward(x):
-        with region(SOFTMAX32):
-            return [model(x)]
-
+    model = nn.Sequential(Block(8, 8), Block(8, 8))
+    forward = region(SOFTMAX32)(lambda x: [model(x)])
     eager = step(model, forward)
     for block in model:
         block.compile(backend="aot_eager", fullgraph=True)
@@ -349,12 +301,8 @@ def test_blocks_of_a_model_compiled_one_by_one():
 
 
 def test_nested_compile_region():
-    linear, held = nn.Linear(8, 8), region(SOFTMAX32)
-
-    def block(x):
-        with held:
-            return linear(x).softmax(-1)
-
+    linear = nn.Linear(8, 8)
+    block = region(SOFTMAX32)(lambda x: linear(x).softmax(-1))
     nested = torch.compiler.nested_compile_region(block)
     compiled = torch.compile(lambda x: [nested(nested(x))], backend="aot_eager", fullgraph=True)
     assert_same(compiled(X), [block(block(X))])
@@ -363,7 +311,7 @@ def test_nested_compile_region():
 @pytest.mark.one_graph
 @pytest.mark.filterwarnings("ignore:.*compiled_autograd")
 def test_compiled_autograd():
-    model = Model("inside", "nested")
+    model = make_model("inside", "nested")
     eager = step(model, model)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):

@@ -50,23 +50,3 @@ def test_graphed_callables_equal_eager():
                     p.mul_(1.5)
                     q.mul_(1.5)
     assert torch.ops.amp_plugin._kept_cast_count() == 0
-
-
-def test_capture_keeps_no_cast():
-    model = make_model()
-    x = torch.randn(16, 64, device="cuda")
-    with torch.no_grad(), amp_plugin.autocast("cuda", dtype=torch.bfloat16):
-        model(x)
-    graph = torch.cuda.CUDAGraph()
-    with (
-        torch.cuda.graph(graph),
-        torch.no_grad(),
-        amp_plugin.autocast("cuda", dtype=torch.bfloat16),
-    ):
-        output = model(x)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(2)
-    graph.replay()
-    with torch.no_grad(), amp_plugin.autocast("cuda", dtype=torch.bfloat16):
-        assert torch.equal(output, model(x))

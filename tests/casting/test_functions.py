@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
@@ -13,27 +14,32 @@ from amp_plugin import custom_bwd, custom_fwd
 BF16 = torch.bfloat16
 
 
-def product(fwd, bwd, **options):
-    """x @ w as a Function that records in which state its methods run."""
+def product(fwd, bwd, *, with_setup_context=False, **options):
+    """x @ w as a Function of either form that records in which state its methods run."""
+
+    def multiply(x, w):
+        Product.seen.append((torch.is_autocast_enabled("cpu"), x.dtype))
+        return x @ w
+
+    def save(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    def both(ctx, *inputs):
+        save(ctx, inputs, None)
+        return multiply(*inputs)
 
     class Product(torch.autograd.Function):
         seen: ClassVar = []
-
-        @staticmethod
-        @fwd(device_type="cpu", **options)
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            Product.seen.append(("forward", torch.is_autocast_enabled("cpu"), x.dtype))
-            return x @ w
+        forward = staticmethod(fwd(device_type="cpu", **options)(multiply if with_setup_context else both))
+        if with_setup_context:
+            setup_context = staticmethod(save)
 
         @staticmethod
         @bwd(device_type="cpu")
         def backward(ctx, grad):
             x, w = ctx.saved_tensors
-            Product.seen.append(
-                ("backward", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
-            )
-            return grad @ w.t(), x.t() @ grad
+            Product.seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+            return grad.to(x.dtype) @ w.t(), x.t() @ grad.to(x.dtype)
 
     return Product
 
@@ -57,33 +63,9 @@ def test_same_as_torch(cast_inputs, enabled):
         assert torch.equal(a, b)
 
 
-def with_setup_context(fwd, bwd, cast_inputs=None):
-    class Product(torch.autograd.Function):
-        seen: ClassVar = []
-
-        @staticmethod
-        @fwd(device_type="cpu", cast_inputs=cast_inputs)
-        def forward(x, w):
-            Product.seen.append((torch.is_autocast_enabled("cpu"), x.dtype))
-            return x @ w
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(*inputs)
-
-        @staticmethod
-        @bwd(device_type="cpu")
-        def backward(ctx, grad):
-            x, w = ctx.saved_tensors
-            Product.seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
-            return grad.to(x.dtype) @ w.t(), x.t() @ grad.to(x.dtype)
-
-    return Product
-
-
 @pytest.mark.parametrize("cast_inputs", [None, torch.float32])
 def test_setup_context(cast_inputs):
-    function = with_setup_context(custom_fwd, custom_bwd, cast_inputs)
+    function = product(custom_fwd, custom_bwd, with_setup_context=True, cast_inputs=cast_inputs)
     x, w = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
     with amp_plugin.autocast("cpu", dtype=torch.float16):
         inside = function.apply(x, w)
@@ -102,7 +84,7 @@ def test_setup_context(cast_inputs):
 
 
 def test_setup_context_with_nested_functions():
-    inner = with_setup_context(custom_fwd, custom_bwd, torch.float32)
+    inner = product(custom_fwd, custom_bwd, with_setup_context=True, cast_inputs=torch.float32)
 
     class Outer(torch.autograd.Function):
         seen: ClassVar = []
@@ -129,7 +111,7 @@ def test_setup_context_with_nested_functions():
 
 
 def test_setup_context_under_functorch():
-    function = with_setup_context(custom_fwd, custom_bwd)
+    function = product(custom_fwd, custom_bwd, with_setup_context=True)
     function.generate_vmap_rule = True
     x, w = torch.randn(3, 3), torch.randn(3, 3)
     with amp_plugin.autocast("cpu", dtype=torch.float16):
@@ -144,57 +126,33 @@ def test_every_kind_of_input_is_cast_or_passed():
         x: Any
         y: Any
 
-    seen = {}
+    seen = []
 
     class Look(torch.autograd.Function):
         @staticmethod
         @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
-        def forward(ctx, tensor, mapping, items, generator, point, text, array, double, integer):
-            seen.update(locals())
-            seen["generator"] = [tensor.dtype for tensor in generator]
-            return tensor * 1
+        def forward(ctx, *inputs):
+            seen.extend(list(each) if isinstance(each, Iterator) else each for each in inputs)
 
-        @staticmethod
-        @custom_bwd(device_type="cpu")
-        def backward(ctx, grad):
-            return (grad, *[None] * 8)
-
-    half = torch.ones(2, dtype=torch.float16)
-    np = pytest.importorskip("numpy")
-    array = np.ones(2, dtype=np.float16)
+    half, array = torch.ones(2, dtype=torch.float16), pytest.importorskip("numpy").ones(2, dtype="float16")
+    passed = "text", array, half.double(), torch.ones(1, dtype=torch.int64)
     with amp_plugin.autocast("cpu"):
-        Look.apply(
-            half, {"a": half}, [half, (half,)], (tensor for tensor in [half]), Point(half, 1), "text", array,
-            half.double(), torch.ones(1, dtype=torch.int64),
-        )  # fmt: skip
-    f32 = torch.float32
-    assert seen["tensor"].dtype is f32
-    assert seen["mapping"]["a"].dtype is f32
-    assert seen["items"][1][0].dtype is f32
-    assert seen["generator"] == [f32]
-    assert seen["point"].x.dtype is f32
-    assert type(seen["point"]) is Point
-    assert seen["text"] == "text"
-    assert seen["array"] is array
-    assert seen["double"].dtype is torch.float64
-    assert seen["integer"].dtype is torch.int64
+        Look.apply(half, {"a": half}, [half, (half,)], (each for each in [half]), Point(half, 1), *passed)
+    assert type(seen[4]) is Point
+    cast = [seen[0], seen[1]["a"], seen[2][1][0], seen[3][0], seen[4].x]
+    assert [tensor.dtype for tensor in cast] == [torch.float32] * 5
+    assert seen[5] == "text"
+    assert seen[6] is array
+    assert [tensor.dtype for tensor in seen[7:]] == [torch.float64, torch.int64]
 
 
 def test_backward_without_custom_fwd_says_what_to_do():
-    class Half(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 1
-
-        @staticmethod
-        @custom_bwd(device_type="cpu")
-        def backward(ctx, grad):
-            return grad
-
+    half = product(lambda **_: lambda forward: forward, custom_bwd)
+    x = torch.ones(1, 1, requires_grad=True)
     with pytest.raises(
-        RuntimeError, match=r"forward of HalfBackward recorded no autocast state; decorate it"
+        RuntimeError, match="forward of ProductBackward recorded no autocast state; decorate it"
     ):
-        Half.apply(torch.ones(1, requires_grad=True)).backward()
+        half.apply(x, x).backward()
 
 
 class Anywhere(torch.autograd.Function):
@@ -268,8 +226,7 @@ def test_without_a_tensor_the_device_has_to_be_named():
         Constant.apply(2)
 
 
-def test_device_type_must_be_a_string():
+@pytest.mark.parametrize("decorator", [custom_fwd, custom_bwd])
+def test_device_type_must_be_a_string(decorator):
     with pytest.raises(ValueError, match="Expected `device_type` of type `str`"):
-        custom_fwd(device_type=torch.device("cpu"))
-    with pytest.raises(ValueError, match="Expected `device_type` of type `str`"):
-        custom_bwd(device_type=0)
+        decorator(device_type=torch.device("cpu"))

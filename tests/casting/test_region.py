@@ -14,23 +14,6 @@ import amp_plugin
 from amp_plugin.casting.dispatcher import KERNELS
 
 
-@pytest.fixture(autouse=True)
-def state_is_left_as_found():
-    before = _state()
-    yield
-    assert _state() == before
-
-
-def _state():
-    devices = ("cpu", "cuda", "ipu", "maia", "mtia")
-    nesting = torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()
-    return (
-        [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices],
-        torch.is_autocast_cache_enabled(),
-        nesting,
-    )
-
-
 def mm_dtype(x=None):
     x = torch.ones(2, 2) if x is None else x
     return (x @ x).dtype
@@ -49,32 +32,26 @@ class TestLikeTorch:
             assert mm_dtype() is torch.float16
         assert mm_dtype() is torch.float32
 
-    def test_errors_are_torchs(self):
-        with pytest.raises(ValueError, match="Expected `device_type` of type `str`"):
-            amp_plugin.autocast(torch.device("cpu"))
-        with pytest.raises(
-            RuntimeError, match=r"unsupported autocast device_type 'opengl'|unknown device type"
-        ):
-            amp_plugin.autocast("opengl", dtype=torch.float16)
-        with pytest.raises(TypeError, match="requires a callable, but got int"):
-            amp_plugin.autocast("cpu")(3)
-
     @pytest.mark.parametrize(
-        ("arguments", "error"),
+        ("given", "arguments", "kind", "error"),
         [
-            ({"dtype": "bf16"}, r"autocast\(dtype='bf16'\): a torch.dtype is wanted, give torch.bfloat16$"),
-            ({"dtype": "fp8"}, r"give torch.float16 or torch.bfloat16$"),
+            (torch.device("cpu"), {}, ValueError, "Expected `device_type` of type `str`"),
             (
-                {"rules": "my.yaml"},
-                r"rules='my.yaml': .* wanted, for example OpRules.from_yaml\('rules.yaml'\)",
+                "opengl",
+                {"dtype": torch.float16},
+                RuntimeError,
+                "unsupported autocast device_type|unknown device type",
             ),
+            ("cpu", {"dtype": "bf16"}, TypeError, "a torch.dtype is wanted, give torch.bfloat16$"),
+            ("cpu", {"dtype": "fp8"}, TypeError, "give torch.float16 or torch.bfloat16$"),
+            ("cpu", {"rules": "my.yaml"}, TypeError, r"rules='my.yaml': .*OpRules.from_yaml\('rules.yaml'\)"),
         ],
     )
-    def test_arguments_of_another_type(self, arguments, error):
-        with pytest.raises(TypeError, match=error):
-            amp_plugin.autocast("cpu", **arguments)
+    def test_wrong_arguments(self, given, arguments, kind, error):
+        with pytest.raises(kind, match=error):
+            amp_plugin.autocast(given, **arguments)
         if "rules" in arguments:
-            with pytest.raises(TypeError, match=error):
+            with pytest.raises(kind, match=error):
                 amp_plugin.set_default_rules(arguments["rules"])
 
     def test_unsupported_dtype_warns_every_time(self):
@@ -90,9 +67,11 @@ class TestLikeTorch:
             with pytest.warns(UserWarning, match="CUDA is not available"):
                 amp_plugin.autocast("cuda")
 
-    def test_exit_without_enter(self):
+    def test_wrong_uses(self):
         with pytest.raises(RuntimeError, match="exit without enter; this region is not open in this thread"):
             amp_plugin.autocast("cpu").__exit__(None, None, None)
+        with pytest.raises(TypeError, match="requires a callable, but got int"):
+            amp_plugin.autocast("cpu")(3)
 
     def test_is_autocast_available(self):
         assert amp_plugin.is_autocast_available("cpu")
@@ -161,39 +140,31 @@ class TestTorchsDefects:
         assert seen["a", "out"] == seen["b", "out"] == (False, torch.bfloat16)
 
     def test_decorated_generator(self):
+        seen = []
+
         def body():
-            sent = yield mm_dtype()
             try:
+                sent = yield mm_dtype()
                 yield sent, mm_dtype()
             except KeyError:
                 yield "caught", mm_dtype()
+            finally:
+                seen.append(mm_dtype())
             return mm_dtype()
 
         theirs = torch.autocast("cpu")(body)()
         assert next(theirs) is torch.float32, "torch has mended this"
-        ours = amp_plugin.autocast("cpu")(body)()
-        assert next(ours) is torch.bfloat16
+        theirs.close()
+        ours, closed = (amp_plugin.autocast("cpu")(body)() for _ in range(2))
+        assert next(ours) is next(closed) is torch.bfloat16
         assert not torch.is_autocast_enabled("cpu")
         assert ours.send(7) == (7, torch.bfloat16)
         assert ours.throw(KeyError()) == ("caught", torch.bfloat16)
         with pytest.raises(StopIteration) as stop:
             next(ours)
         assert stop.value.value is torch.bfloat16
-
-    def test_closed_generator_runs_its_finally_in_the_region(self):
-        seen = []
-
-        @amp_plugin.autocast("cpu")
-        def body():
-            try:
-                yield 1
-            finally:
-                seen.append(mm_dtype())
-
-        generator = body()
-        next(generator)
-        generator.close()
-        assert seen == [torch.bfloat16]
+        closed.close()
+        assert seen == [torch.float32, torch.bfloat16, torch.bfloat16]
 
     def test_decorated_coroutines(self):
         async def body():
@@ -221,14 +192,8 @@ class TestTorchsDefects:
             amp_plugin.autocast("cpu")(body)
 
     def test_decorated_function_keeps_its_name(self):
-        @amp_plugin.autocast("cpu")
-        def forward(x):
-            """Doc."""
-            return x @ x
-
-        assert forward.__name__ == "forward"
-        assert forward.__doc__ == "Doc."
-        assert forward(torch.ones(2, 2)).dtype is torch.bfloat16
+        forward = amp_plugin.autocast("cpu")(mm_dtype)
+        assert (forward.__name__, forward()) == ("mm_dtype", torch.bfloat16)
 
     @pytest.mark.native
     def test_mixed_half_dtypes_are_promoted(self):
@@ -239,17 +204,6 @@ class TestTorchsDefects:
             assert torch.cat([half, bf16]).dtype is torch.float32
             assert torch.cat([half, half]).dtype is torch.float16
             assert torch.cat([half, bf16.double()]).dtype is torch.float64
-
-    def test_regions_closed_out_of_order(self):
-        first, second = (
-            amp_plugin.autocast("cpu", dtype=torch.float16),
-            amp_plugin.autocast("cpu", dtype=torch.bfloat16),
-        )
-        first.__enter__()
-        second.__enter__()
-        second.__exit__(None, None, None)
-        assert mm_dtype() is torch.float16
-        first.__exit__(None, None, None)
 
 
 @pytest.mark.native
@@ -277,16 +231,16 @@ class TestWeightCache:
     def test_threads_do_not_empty_each_others_cache(self):
         w, x = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3)
 
-        def other():
+        def use():
             with amp_plugin.autocast("cpu"):
                 x @ w
+                if threading.current_thread() is threading.main_thread():
+                    thread = threading.Thread(target=use)
+                    thread.start()
+                    thread.join()
+                assert self.casts() == 1
 
-        with amp_plugin.autocast("cpu"):
-            x @ w
-            thread = threading.Thread(target=other)
-            thread.start()
-            thread.join()
-            assert self.casts() == 1
+        use()
 
     @pytest.mark.parametrize("cache_enabled", [True, False])
     def test_torchs_flag_is_the_regions(self, cache_enabled):
@@ -298,55 +252,39 @@ class TestWeightCache:
 
 @pytest.mark.native
 class TestTorchIsLeftAlone:
-    def test_torch_autocast_gives_the_same_bits_and_runs_torchs_kernel(self):
+    def test_torch_autocast_gives_the_same_bits(self):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 2))
-        x = torch.randn(4, 8)
-
-        def run():
+        x, seen = torch.randn(4, 8), []
+        for change, ours in ((KERNELS.uninstall, False), (KERNELS.install, True)):
+            change()
+            assert ("amp_plugin" in torch._C._dispatch_dump("aten::mm")) is ours
+            assert ("aten::mm" in torch.ops.amp_plugin._installed("cpu")) is ours
             model.zero_grad()
             with torch.autocast("cpu"):
                 loss = torch.nn.functional.mse_loss(model(x), torch.zeros(4, 2))
             loss.backward()
-            return [loss.detach(), *(p.grad for p in model.parameters())]
-
-        KERNELS.uninstall()
-        before = run()
-        KERNELS.install()
-        after = run()
-        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+            seen.append([loss.detach(), *(p.grad for p in model.parameters())])
+        assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
     def test_our_kernels_hand_over_to_torchs(self):
         """Only torch's kernel fills torch's weight cache: a second use finds the same cast."""
         w, x = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3)
         KERNELS.install()
-        assert "aten::mm" in torch.ops.amp_plugin._installed("cpu")
         with torch.autocast("cpu"):
             first, second = x @ w, x @ w
         assert first.grad_fn.next_functions[1][0] is second.grad_fn.next_functions[1][0]
         assert torch.ops.amp_plugin._kept_cast_count() == 0
 
-    def test_uninstall_puts_torchs_kernels_back(self):
-        KERNELS.uninstall()
-        assert torch.ops.amp_plugin._installed("cpu") == []
-        assert "amp_plugin" not in torch._C._dispatch_dump("aten::mm")
-        KERNELS.install()
-        assert "amp_plugin" in torch._C._dispatch_dump("aten::mm")
 
-
-class TestCopies:
-    """torch's regions can be copied and pickled, so ours can."""
-
-    def test_a_copy_opens_the_same_region(self):
-        region = amp_plugin.autocast("cpu", dtype=torch.float16, cache_enabled=False)
-        for copy in (deepcopy(region), pickle.loads(pickle.dumps(region))):
-            assert type(copy) is amp_plugin.autocast
-            with copy:
-                assert mm_dtype() is torch.float16
-            assert copy._cache_enabled is False
-
-    @pytest.mark.native
-    def test_rules_travel_by_content(self):
-        rules = amp_plugin.OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
-        with pickle.loads(pickle.dumps(amp_plugin.autocast("cpu", rules=rules))):
-            assert torch.softmax(torch.ones(2, dtype=torch.bfloat16), 0).dtype is torch.float32
+@pytest.mark.native
+def test_a_copy_opens_the_same_region():
+    """torch's regions can be copied and pickled, so ours can; rules travel by content."""
+    rules = amp_plugin.OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
+    region = amp_plugin.autocast("cpu", dtype=torch.float16, cache_enabled=False, rules=rules)
+    for copy in (deepcopy(region), pickle.loads(pickle.dumps(region))):
+        assert type(copy) is amp_plugin.autocast
+        with copy:
+            assert mm_dtype() is torch.float16
+            assert torch.softmax(torch.ones(2, dtype=torch.float16), 0).dtype is torch.float32
+            assert not torch.is_autocast_cache_enabled()

@@ -3,46 +3,31 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 
 import pytest
 import torch
 
 import amp_plugin
+from amp_plugin.casting.dispatcher import KERNELS
 from amp_plugin.casting.op_names import full_name, overloads_of
-from amp_plugin.casting.rules import TABLES, OpRule, OpRules
-from tests.warm_processes import call, run_program
+from amp_plugin.casting.rules import TABLES, OpRule, OpRules, torch_release
+from tests.warm_processes import call
 
 KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}
 # Registered by the CUDA build on CUDA's key for its own use: torch's kernel repacks cuDNN's weights.
 NO_RULE = {"aten::_cudnn_rnn.default"}
-
-
-@pytest.fixture(scope="module")
-def registered_by_torch(tmp_path_factory):
-    """What torch registers on each autocast key, read where nothing of ours is installed.
-
-    Without the overloads for named tensors, gone since torch 2.13: torch's own kernels see to them.
-    """
-    program = tmp_path_factory.mktemp("registered") / "program.py"
-    program.write_text(
-        "import json, torch\n"
-        f"keys = {KEYS!r}\n"
-        "print(json.dumps({d: torch._C._dispatch_get_registrations_for_dispatch_key(k) for d, k in keys.items()}))"
-    )
-    answer = run_program(program)
-    assert answer.returncode == 0, answer.stderr
-    names = json.loads(answer.stdout)
-    return {
-        device: {full_name(op) for op in ops if not re.search(r"\.(names_|\w*[Dd]imname)", op)} - NO_RULE
-        for device, ops in names.items()
-    }
+SOFTMAX32 = OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
 
 
 @pytest.mark.parametrize("device", TABLES)
-def test_table_equals_torchs_registrations(registered_by_torch, device):
-    assert set(OpRules.default(device).rules) == registered_by_torch[device]
+def test_table_equals_torchs_registrations(device):
+    """Without the overloads for named tensors, gone since torch 2.13: torch's own kernels see to them."""
+    KERNELS.uninstall()
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key(KEYS[device])
+    names = {full_name(op) for op in registered if op.startswith("aten::")}
+    names = {name for name in names if not re.search(r"\.(names_|\w*[Dd]imname)", name)}
+    assert set(OpRules.default(device).rules) == names - NO_RULE
 
 
 def test_with_rule_makes_another_set():
@@ -68,11 +53,8 @@ def test_an_op_name_means_every_functional_overload():
 @pytest.mark.parametrize(
     ("op", "error"),
     [
-        ("linear", r"an op is named like .*, got 'linear', did you mean aten::linear\?"),
-        (
-            "aten::linear",
-            r"'aten::linear' is not a full name; with_rule\(\) takes it, here give aten::linear.default",
-        ),
+        ("linear", r"got 'linear', did you mean aten::linear\?"),
+        ("aten::linear", r"with_rule\(\) takes it, here give aten::linear.default"),
         ("aten::sofmax.int", r"unknown op 'aten::sofmax.int', did you mean aten::softmax.int"),
         (torch.ops.aten.mm.default, "is not a full name; .* here give aten::mm.default"),
         (5, "an op is named like .*, got 5"),
@@ -84,7 +66,6 @@ def test_rules_are_made_of_full_names_only(op, error):
 
 
 WRITING = ["aten::mm.out", "aten::addmm_", "aten::add_.Tensor", torch.ops.aten.mm.out]
-OPERATORS = r"an op is named like .*, got '{}', did you mean {}"
 
 
 @pytest.mark.parametrize(
@@ -92,10 +73,9 @@ OPERATORS = r"an op is named like .*, got '{}', did you mean {}"
     [
         ("aten::sofmax", "fp32", r"unknown op 'aten::sofmax', did you mean aten::softmax"),
         ("aten::softmax.in", "fp32", r"unknown op .*, did you mean aten::softmax.int or (?!.*out)"),
-        ("softmax", "fp32", OPERATORS.format("softmax", "aten::softmax")),
-        ("torch.mm", "fp32", OPERATORS.format("torch.mm", "aten::mm")),
-        ("aten.softmax.int", "fp32", OPERATORS.format("aten.softmax.int", "aten::softmax.int")),
-        ("sofmax", "fp32", OPERATORS.format("sofmax", "aten::softmax")),
+        ("torch.mm", "fp32", r"an op is named like .*, got 'torch.mm', did you mean aten::mm"),
+        ("aten.softmax.int", "fp32", "got 'aten.softmax.int', did you mean aten::softmax.int"),
+        ("sofmax", "fp32", "got 'sofmax', did you mean aten::softmax"),
         ("aten::mm", "fp33", r"unknown rule 'fp33', did you mean fp32\?; allowed: lower_precision"),
         *(("aten::mm", dtype, r"did you mean fp32\?") for dtype in ("float32", "FP32", torch.float32)),
         ("aten::mm", "bf16", r"unknown rule 'bf16', did you mean lower_precision\?"),
@@ -117,34 +97,21 @@ def test_unknown_arguments_and_devices():
 
 def test_the_rule_of_an_op_is_asked_for_by_the_names_that_set_it():
     rules = OpRules.default("cpu")
-    assert (
-        rules["aten::linear"]
-        is rules[torch.ops.aten.linear]
-        is rules["aten::mm.default"]
-        is OpRule.LOWER_PRECISION
-    )
+    for op in ("aten::linear", torch.ops.aten.linear, "aten::mm.default"):
+        assert rules[op] is OpRule.LOWER_PRECISION
     assert rules["aten::relu.default"] is OpRule.UNCHANGED
     with pytest.raises(ValueError, match=r"unknown op 'aten::mmm', did you mean aten::mm"):
         rules["aten::mmm"]
-    with pytest.raises(
-        ValueError,
-        match=r"the overloads of aten::mm have several rules; ask for one of aten::mm.default: lower",
-    ):
+    with pytest.raises(ValueError, match="several rules; ask for one of aten::mm.default: lower"):
         rules["aten::mm"]
 
 
 def test_yaml_round_trip(tmp_path):
-    rules = (
-        OpRules.default("cpu")
-        .with_rule("aten::softmax", "fp32")
-        .with_rule("aten::mm.default", "lower_precision", keep={"mat2"})
-    )
+    rules = SOFTMAX32.with_rule("aten::mm.default", "lower_precision", keep={"mat2"})
     path = tmp_path / "rules.yaml"
     path.write_text(rules.to_yaml())
+    assert f"torch: '{torch_release()}'\n" in rules.to_yaml()
     assert OpRules.from_yaml(path) == rules
-    path.write_text("device_type: cpu\nrules: {aten::sofmax: fp32}\n")
-    with pytest.raises(ValueError, match=r"rules.yaml: unknown op 'aten::sofmax'"):
-        OpRules.from_yaml(path)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +120,10 @@ def test_yaml_round_trip(tmp_path):
         ("device: cpu", r"unknown key 'device', did you mean device_type\?; allowed: device_type, rules"),
         ("rules: {}", "the key device_type is missing; give one of cpu, cuda"),
         ("device_type: cpu\nrules: [aten::mm]", "rules: give a mapping of op to rule .*, got ..aten::mm"),
-        ("- aten::mm", "a rules file is a mapping with the keys device_type and rules, got ..aten::mm"),
         ("", "a rules file is a mapping .* got None"),
+        ("device_type: cpu\ntorch: 2.13", "torch: give the version as text, torch: '2.13', got 2.13"),
+        ("device_type: cpu\nbase: torch-3.0", "unknown policy 'torch-3.0'"),
+        ("device_type: cpu\nrules: {aten::gone_since: fp32}", "unknown op 'aten::gone_since'"),
         ("device_type: {cpu", "expected ',' or '}'"),
     ],
 )
@@ -166,9 +135,7 @@ def test_what_is_wrong_with_a_rules_file(tmp_path, text, error):
 
 
 def test_rules_for_another_device_are_refused():
-    with pytest.raises(
-        ValueError, match=r"rules for 'cuda' were given to a region on 'cpu'; use rules.as_policy_of"
-    ):
+    with pytest.raises(ValueError, match="'cuda' were given to a region on 'cpu'; use rules.as_policy_of"):
         amp_plugin.autocast("cpu", rules=OpRules.default("cuda"))
 
 
@@ -177,37 +144,33 @@ class TestOwnRules:
     x = torch.randn(4, 4, dtype=torch.bfloat16)
 
     def test_op_gets_another_rule(self):
-        rules = OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
-        with amp_plugin.autocast("cpu", rules=rules):
-            assert torch.softmax(self.x, 0).dtype is torch.float32
-            with amp_plugin.autocast("cpu"):
-                assert torch.softmax(self.x, 0).dtype is torch.bfloat16
-            assert torch.softmax(self.x, 0).dtype is torch.float32
-        with amp_plugin.autocast("cpu"):
-            assert torch.softmax(self.x, 0).dtype is torch.bfloat16
-        with torch.autocast("cpu"):
-            assert torch.softmax(self.x, 0).dtype is torch.bfloat16
+        def dtype():
+            return torch.softmax(self.x, 0).dtype
 
-    def test_nested_torch_block_follows_the_region_around_it(self):
-        rules = OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
-        with amp_plugin.autocast("cpu", rules=rules), torch.autocast("cpu", dtype=torch.float16):
-            assert torch.softmax(self.x, 0).dtype is torch.float32
-            assert (self.x.float() @ self.x.float()).dtype is torch.float16
+        with amp_plugin.autocast("cpu", rules=SOFTMAX32):
+            assert dtype() is torch.float32
+            with amp_plugin.autocast("cpu"):
+                assert dtype() is torch.bfloat16
+            assert dtype() is torch.float32
+            with torch.autocast("cpu", dtype=torch.float16):  # follows the region around it
+                assert dtype() is torch.float32
+                assert (self.x.float() @ self.x.float()).dtype is torch.float16
+        for region in (amp_plugin.autocast, torch.autocast):
+            with region("cpu"):
+                assert dtype() is torch.bfloat16
 
     def test_a_region_without_rules_follows_those_of_the_process(self):
         before = amp_plugin.autocast("cpu")
-        amp_plugin.set_default_rules(OpRules.default("cpu").with_rule("aten::softmax.int", "fp32"))
-        try:
-            for region, dtype in (
-                (torch.autocast("cpu"), torch.float32),
-                (amp_plugin.autocast("cpu"), torch.float32),
-                (amp_plugin.autocast("cpu", rules=OpRules.default("cpu")), torch.bfloat16),
-                (before, torch.bfloat16),
-            ):
-                with region:
-                    assert torch.softmax(self.x, 0).dtype is dtype
-        finally:
-            amp_plugin.set_default_rules(None)
+        amp_plugin.set_default_rules(SOFTMAX32)
+        for region, dtype in (
+            (torch.autocast("cpu"), torch.float32),
+            (amp_plugin.autocast("cpu"), torch.float32),
+            (amp_plugin.autocast("cpu", rules=OpRules.default("cpu")), torch.bfloat16),
+            (before, torch.bfloat16),
+        ):
+            with region:
+                assert torch.softmax(self.x, 0).dtype is dtype
+        amp_plugin.set_default_rules(None)
         with amp_plugin.autocast("cpu"):
             assert torch.softmax(self.x, 0).dtype is torch.bfloat16
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -29,20 +31,8 @@ class Net(nn.Module):
 
 
 def in_thread(call, *args):
-    answers = []
-
-    def run():
-        try:
-            answers.append(call(*args))
-        except BaseException as error:  # noqa: BLE001 - raised in the caller
-            answers.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if isinstance(answers[0], BaseException):
-        raise answers[0]
-    return answers[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call, *args).result()
 
 
 def as_data_parallel(module, x, copies=3):
@@ -67,16 +57,16 @@ X = torch.ones(2, 3)
 
 def test_replicas_run_in_the_state_of_the_caller():
     net = autocast_module(Net())
-    with autocast("cpu", dtype=FP16):
-        assert as_data_parallel(net, X) == [(FP16, FP16)] * 3
-        assert net(X) == (FP16, FP16)
-    with autocast("cpu", dtype=BF16):
-        assert as_data_parallel(net, X) == [(BF16, BF16)] * 3
-    with torch.autocast("cpu", dtype=FP16):
-        assert as_data_parallel(net, X) == [(FP16, FP16)] * 3
-    assert as_data_parallel(net, X) == [(FP32, FP32)] * 3
-    with autocast("cpu", dtype=FP16), autocast("cpu", enabled=False):
-        assert as_data_parallel(net, X) == [(FP32, FP32)] * 3
+    for region, dtype in (
+        (autocast("cpu", dtype=FP16), FP16),
+        (autocast("cpu", dtype=BF16), BF16),
+        (torch.autocast("cpu", dtype=FP16), FP16),
+        (nullcontext(), FP32),
+        (autocast("cpu", enabled=False), FP32),
+    ):
+        with region:
+            assert as_data_parallel(net, X) == [(dtype, dtype)] * 3
+            assert net(X) == (dtype, dtype)
 
 
 @pytest.mark.native
@@ -88,8 +78,6 @@ def test_rules_and_the_cache_flag_go_along():
         assert as_data_parallel(net, X) == [(FP16, FP32)] * 3
     assert state == RegionState(device_type="cpu", dtype=FP16, cache_enabled=False, rules=rules)
     assert pickle.loads(pickle.dumps(state)) == state
-    with state.region():
-        assert current_state() == (state,)
     assert in_thread(autocast_module(Net(), state), X) == (FP16, FP32)
 
 
@@ -176,20 +164,19 @@ def test_survives_copies(copied):
 
 
 @pytest.mark.one_graph
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled():
-    torch.compiler.reset()
     state = RegionState(device_type="cpu", dtype=FP16)
     linear = nn.Linear(3, 3)
     expected = in_thread(autocast_module(copy.deepcopy(linear), state), X)
-    inside = torch.compile(autocast_module(copy.deepcopy(linear), state), fullgraph=True, backend="aot_eager")
-    outside = autocast_module(
-        torch.compile(copy.deepcopy(linear), fullgraph=True, backend="aot_eager"), state
-    )
-    for compiled in (inside, outside):
+    compiler = partial(torch.compile, fullgraph=True, backend="aot_eager")
+    for compiled in (
+        compiler(autocast_module(copy.deepcopy(linear), state)),
+        autocast_module(compiler(copy.deepcopy(linear)), state),
+    ):
         assert in_thread(compiled, X).equal(expected)
         with autocast("cpu", dtype=BF16):
             assert compiled(X).dtype is BF16
-    torch.compiler.reset()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
@@ -201,23 +188,14 @@ def test_torchscript_is_refused():
 
 @pytest.mark.gpu
 def test_data_parallel_over_one_device_twice():
-    class Product(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.dtypes = []
-
-        def forward(self, x):
-            y = self.linear(x)
-            self.dtypes.append(y.dtype)  # the list is shared by the replicas
-            return y
-
     def dtypes(change, block):
-        net = Product().cuda()
+        seen = []
+        net = nn.Linear(4, 4).cuda()
+        net.register_forward_hook(lambda *given: seen.append(given[-1].dtype))
         parallel = change(nn.DataParallel(net, device_ids=[0, 0]))
         with block:
             parallel(torch.ones(4, 4, device="cuda"))
-        return net.dtypes
+        return seen
 
     assert dtypes(lambda each: each, torch.autocast("cuda", dtype=BF16)) == [FP16, FP16]  # torch loses it
     assert dtypes(autocast_module, torch.autocast("cuda", dtype=BF16)) == [BF16, BF16]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -35,22 +36,41 @@ class Kernels:
         return (0, 1, 15, 16, 17, chunk - 1, chunk, chunk + 1)
 
 
+@contextmanager
+def cuda_in_order(order):
+    """A GPU, or one emulated with threads and blocks in this order."""
+    if host_device.LOADED:
+        torch.ops.host_device.descending(order == "descending")
+    elif order == "descending":
+        pytest.skip("a GPU chooses the order itself")
+    core = cuda_core(0)
+    assert core.loaded, core.reason
+    yield torch.device("cuda", 0)
+    if host_device.LOADED:
+        torch.ops.host_device.descending(False)
+
+
 @pytest.fixture(scope="module", params=ON)
 def on(request):
-    """The CPU's kernels, the plain ones, and those on a GPU, or emulated with threads and blocks in either order."""
+    """The CPU's kernels, the plain ones, and those on a GPU."""
     if request.param in {"op", "reference"}:
         name = request.param if native_core().loaded else "reference"  # who runs the op then
         yield Kernels(torch.device("cpu"), OP if request.param == "op" else reference, name)
         return
-    if host_device.LOADED:
-        torch.ops.host_device.descending(request.param == "descending")
-    elif request.param == "descending":
-        pytest.skip("a GPU chooses the order itself")
+    with cuda_in_order(request.param) as device:
+        yield Kernels(device, OP, request.param)
+
+
+@pytest.fixture(params=["ascending", "descending"])
+def device(request):
+    with cuda_in_order(request.param) as device:
+        yield device
+
+
+@pytest.fixture
+def cuda_kernels():
     core = cuda_core(0)
     assert core.loaded, core.reason
-    yield Kernels(torch.device("cuda", 0), OP, request.param)
-    if host_device.LOADED:
-        torch.ops.host_device.descending(False)
 
 
 @pytest.fixture(params=["op", "reference"])
@@ -58,3 +78,11 @@ def kernel(request):
     """The registered kernels of the CPU, native ones if there are, and the plain ones."""
     native_core()
     return OP if request.param == "op" else reference
+
+
+@pytest.fixture
+def numbers_of_threads():
+    """1, 2, 3: each is in force while the test goes on with it."""
+    before = torch.get_num_threads()
+    yield (torch.set_num_threads(count) or count for count in (1, 2, 3))
+    torch.set_num_threads(before)

@@ -9,19 +9,18 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 import types
-import warnings
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from amp_plugin import log_casts
 from amp_plugin.kernels import build
-from amp_plugin.kernels.build import NativeCore, build_core, core_name, native_core, require_native
+from amp_plugin.kernels.build import build_core, core_name, native_core, require_native
 from tests.cuda_emulation.emulated_kernels import object_folder, torch_headers
 from tests.warm_processes import WarmProcess, call
 
@@ -38,14 +37,14 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def small_sources(folder: Path) -> Path:
+def small_sources(folder):
     (folder / "csrc").mkdir()
     (folder / "csrc" / "all_small.cpp").write_text(SMALL)
     return folder / "csrc"
 
 
 @pytest.fixture(scope="module")
-def small_core(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_core(tmp_path_factory):
     """A core of small sources, for this machine."""
     folder = tmp_path_factory.mktemp("small")
     with pytest.MonkeyPatch.context() as patch:
@@ -54,7 +53,7 @@ def small_core(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     folder.mkdir(mode=0o700)
     monkeypatch.setenv("AMP_PLUGIN_CACHE_DIR", str(folder))
@@ -62,7 +61,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[Path]:
+def sources(tmp_path, monkeypatch, cache):
     """This process as if nothing was loaded yet, with small sources and a cache of its own."""
     monkeypatch.setattr(build, "SOURCES", small_sources(tmp_path))
     monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
@@ -77,11 +76,11 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> Ite
 
 
 @pytest.fixture
-def no_compiler(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_compiler(sources, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
 
 
-def place(core: Path, folder: Path, width: str | None = None) -> Path:
+def place(core, folder, width=None):
     """Put a copy of a core where one of ``build.SOURCES`` is looked for."""
     folder.mkdir(mode=0o700, exist_ok=True)
     file = folder / core_name(width or build.vector_widths()[0])
@@ -90,7 +89,7 @@ def place(core: Path, folder: Path, width: str | None = None) -> Path:
     return file
 
 
-def load(folder: Path) -> None:
+def load(folder):
     """Load the native core made of ``folder`` and print the result."""
     build.SOURCES = folder
     core = native_core()
@@ -98,7 +97,7 @@ def load(folder: Path) -> None:
 
 
 @needs_compiler
-def test_compiled_loaded_and_then_taken_from_the_cache(sources: Path, cache: Path) -> None:
+def test_compiled_loaded_and_then_taken_from_the_cache(sources, cache):
     first, second = (call(load, sources, environment={"AMP_PLUGIN_NATIVE": "1"}) for _ in range(2))
     assert first.stdout == "True True 42 \n", first.stderr
     assert first.stderr == "amp_plugin: compiling the native core (once, about a minute) ...\n"
@@ -109,65 +108,35 @@ def test_compiled_loaded_and_then_taken_from_the_cache(sources: Path, cache: Pat
 
 
 @needs_compiler
-def test_threads_share_one_core(sources: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    cores: list[NativeCore] = []
-    threads = [threading.Thread(target=lambda: cores.append(native_core())) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(cores) == 8
+def test_threads_share_one_core(sources, capfd):
+    with ThreadPoolExecutor(8) as pool:
+        cores = list(pool.map(lambda _: native_core(), range(8)))
     assert len({id(core) for core in cores}) == 1
-    assert cores[0].loaded
-    assert cores[0].region is not None
     assert cores[0].region.answer() == 42
     assert capfd.readouterr().err.count("compiling the native core") == 1
 
 
-def test_no_compiler_warns_once_and_falls_back(
-    no_compiler: None, cache: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.warns(
-        RuntimeWarning, match=r"falling back to torch\.autocast .*: there is no C\+\+ compiler"
-    ) as caught:
-        core = native_core()
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
-    assert (core.loaded, core.region, core.library) == (False, None, None)
-    assert core.reason.startswith("there is no C++ compiler on PATH; install g++ 10 or newer, or set CXX")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert native_core() is core
-    with pytest.raises(
-        RuntimeError,
-        match=r"^log_casts needs the native core, .*: there is no C.*Fix the cause and start again",
+def test_no_compiler_warns_once_and_falls_back(no_compiler, cache, capfd):
+    reason = r"there is no C\+\+ compiler on PATH; install g\+\+ 10 or newer, or set CXX"
+    with (
+        pytest.warns(RuntimeWarning, match=rf"falling back to torch\.autocast .*: {reason}") as caught,
+        pytest.raises(RuntimeError, match=rf"^log_casts needs the native core, .*{reason}.*Fix the cause"),
     ):
-        require_native("log_casts")
+        log_casts()
+    assert [warning.filename for warning in caught] == [__file__]  # the user's line
+    core = native_core()  # a second warning would be an error
+    assert (core.loaded, core.region, core.library) == (False, None, None)
     assert capfd.readouterr().err == ""
 
 
-def test_the_warning_points_at_the_users_line(no_compiler: None) -> None:
-    with pytest.warns(RuntimeWarning, match="no C") as caught, pytest.raises(RuntimeError, match="log_casts"):
-        log_casts()
-    assert caught[0].filename == __file__
-
-
-def test_a_warning_made_an_error_is_raised_once(no_compiler: None) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(RuntimeWarning, match="no C"):
-            native_core()
-        assert not native_core().loaded
-
-
-def test_a_compiler_that_is_not_there(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(FileNotFoundError, match="CXX='no-such-compiler' is not a program on PATH; install g"):
-        build_core()
+def test_a_warning_made_an_error_is_raised_once(no_compiler):
+    with pytest.raises(RuntimeWarning, match="no C"):
+        native_core()
+    assert not native_core().loaded
 
 
 @needs_compiler
-def test_a_failing_source_names_the_first_error_and_the_log(sources: Path, cache: Path) -> None:
+def test_a_failing_source_names_the_first_error_and_the_log(sources, cache):
     (sources / "all_small.cpp").write_text(
         "int answer() {\n  return unheard_of;\n}\nint other = also_wrong;\n"
     )
@@ -182,7 +151,7 @@ def test_a_failing_source_names_the_first_error_and_the_log(sources: Path, cache
 
 
 @needs_compiler
-def test_a_core_that_does_not_load_is_not_kept(sources: Path, cache: Path) -> None:
+def test_a_core_that_does_not_load_is_not_kept(sources, cache):
     (sources / "all_small.cpp").write_text("int nowhere(); int answer() { return nowhere(); }\n")
     with pytest.warns(RuntimeWarning, match="undefined symbol"):
         assert not native_core().loaded
@@ -190,32 +159,26 @@ def test_a_core_that_does_not_load_is_not_kept(sources: Path, cache: Path) -> No
 
 
 @needs_compiler
-def test_the_compiler_is_the_one_that_cxx_names(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "failing-g++"
-    script.write_text('#!/bin/sh\necho "error: it was called" >&2\nexit 1\n')
-    script.chmod(0o755)
-    monkeypatch.setenv("CXX", str(script))
+def test_the_compiler_is_the_one_that_cxx_names(sources, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", str(tmp_path / "g++"))
+    with pytest.raises(FileNotFoundError, match="CXX='.*' is not a program on PATH; install g"):
+        build_core()
+    (tmp_path / "g++").write_text('#!/bin/sh\necho "error: it was called" >&2\nexit 1\n')
+    (tmp_path / "g++").chmod(0o755)
     with pytest.raises(RuntimeError, match="error: it was called"):
         build_core()
 
 
-def test_no_sources(sources: Path) -> None:
+def test_no_sources(sources):
     (sources / "all_small.cpp").unlink()
     with pytest.raises(FileNotFoundError, match="sources are missing .*; install amp-plugin again"):
         build.compile_core(sources, "AVX2")
 
 
 @needs_compiler
-def test_a_whole_cache_on_a_read_only_file_system_is_used(
-    no_compiler: None, cache: Path, small_core: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_whole_cache_on_a_read_only_file_system_is_used(no_compiler, cache, small_core, monkeypatch):
     file = place(small_core, cache)
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
+    refuse = Mock(side_effect=OSError(errno.EROFS, "Read-only file system"))
     for owner, name in (
         *((os, "chmod"), (os, "replace"), (os, "open")),
         *((build, "FileLock"), (build.tempfile, "TemporaryDirectory")),
@@ -225,17 +188,35 @@ def test_a_whole_cache_on_a_read_only_file_system_is_used(
 
 
 @needs_compiler
-def test_a_rebuild_compiles_what_is_there(sources: Path, cache: Path) -> None:
+def test_a_rebuild_compiles_what_is_there(sources, cache):
     place(Path(__file__), cache)
     file, seconds = build_core(rebuild=True)
     assert seconds > 0
     assert file.read_bytes().startswith(b"\x7fELF")
 
 
-def build_slowly(folder: Path, root: Path) -> None:
+def test_switched_off_in_silence_and_what_is_no_switch(sources, monkeypatch):
+    monkeypatch.setenv("AMP_PLUGIN_NATIVE", "off")
+    with pytest.raises(ValueError, match=r"AMP_PLUGIN_NATIVE='off' is not allowed; use 0 \(fallback\) or 1"):
+        native_core()
+    monkeypatch.setenv("AMP_PLUGIN_NATIVE", "0")
+    assert not native_core().loaded
+    with pytest.raises(
+        RuntimeError, match=r"needs the native core.*switches it off\. Unset AMP_PLUGIN_NATIVE"
+    ):
+        require_native("log_casts")
+
+
+def test_other_systems_fall_back(sources, monkeypatch):
+    monkeypatch.setattr(build.sys, "platform", "darwin")
+    with pytest.warns(RuntimeWarning, match="it is built on Linux only, this is darwin"):
+        assert not native_core().loaded
+
+
+def build_slowly(folder, root):
     """Fail to build a core of ``folder`` as soon as there is a file ``go``."""
 
-    def fail(*_: object) -> None:
+    def fail(*_: object):
         with (root / "calls").open("a") as calls:
             calls.write("called\n")
         while not (root / "go").exists():
@@ -252,7 +233,7 @@ def build_slowly(folder: Path, root: Path) -> None:
 
 
 @needs_compiler
-def test_processes_that_waited_for_a_failed_build_do_not_repeat_it(sources: Path, tmp_path: Path) -> None:
+def test_processes_that_waited_for_a_failed_build_do_not_repeat_it(sources, tmp_path):
     processes = [WarmProcess(build_slowly, sources, tmp_path) for _ in range(3)]
     deadline = time.monotonic() + 120
     while not all("asks" in process.errors() for process in processes):
@@ -266,52 +247,25 @@ def test_processes_that_waited_for_a_failed_build_do_not_repeat_it(sources: Path
     assert (tmp_path / "calls").read_text() == "called\n"
 
 
-def test_switched_off_in_silence(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AMP_PLUGIN_NATIVE", "0")
-    core = native_core()
-    assert not core.loaded
-    assert core.reason == "AMP_PLUGIN_NATIVE=0 switches it off"
-    with pytest.raises(
-        RuntimeError, match=r"needs the native core.*switches it off\. Unset AMP_PLUGIN_NATIVE"
-    ):
-        require_native("log_casts")
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (torch, "__version__", "9.9.9"),
+        (torch.version, "git_version", "0123abcd"),
+        (build.sysconfig, "get_config_var", lambda _: "cpython-399-x86_64-linux-gnu"),
+        (build, "compile_flags", lambda _: ["-O0"]),
+        (build, "SOURCES", Path(__file__).parent),
+    ],
+    ids=["release", "commit", "python", "flags", "sources"],
+)
+def test_another_core_is_needed_for_another(owner, name, value, monkeypatch):
+    before = core_name("AVX2")
+    assert core_name("AVX512") != before
+    monkeypatch.setattr(owner, name, value)
+    assert core_name("AVX2") != before
 
 
-def test_a_switch_that_is_neither(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AMP_PLUGIN_NATIVE", "off")
-    with pytest.raises(ValueError, match=r"AMP_PLUGIN_NATIVE='off' is not allowed; use 0 \(fallback\) or 1"):
-        native_core()
-
-
-def test_other_systems_fall_back(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build.sys, "platform", "darwin")
-    with pytest.warns(RuntimeWarning, match="it is built on Linux only, this is darwin"):
-        assert not native_core().loaded
-
-
-@pytest.mark.parametrize("changed", ["release", "commit", "width", "python", "source", "flags"])
-def test_another_core_is_needed_for_another(
-    changed: str, sources: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before, width = core_name("AVX2"), "AVX2"
-    match changed:
-        case "release":
-            monkeypatch.setattr(torch, "__version__", "9.9.9")
-        case "commit":
-            monkeypatch.setattr(torch.version, "git_version", "0123abcd")
-        case "width":
-            width = "AVX512"
-        case "python":
-            monkeypatch.setattr(build.sysconfig, "get_config_var", lambda _: "cpython-399-x86_64-linux-gnu")
-        case "source":
-            (sources / "below").mkdir()
-            (sources / "below" / "small.h").touch()
-        case "flags":
-            monkeypatch.setattr(build, "compile_flags", lambda _: ["-O0"])
-    assert core_name(width) != before
-
-
-def test_a_build_for_cuda_uses_the_core_of_the_build_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_for_cuda_uses_the_core_of_the_build_for_cpus(monkeypatch):
     names = set()
     for version, cuda in (("2.13.0", "13.0"), ("2.13.0+cpu", None), ("2.13.0+cu126", "12.6")):
         monkeypatch.setattr(torch, "__version__", version)
@@ -322,9 +276,7 @@ def test_a_build_for_cuda_uses_the_core_of_the_build_for_cpus(monkeypatch: pytes
 
 
 @needs_compiler
-def test_the_core_of_a_wheel_needs_no_compiler_and_no_cache(
-    no_compiler: None, cache: Path, small_core: Path
-) -> None:
+def test_the_core_of_a_wheel_needs_no_compiler_and_no_cache(no_compiler, cache, small_core):
     cache.rmdir()
     file = place(small_core, build.PREBUILT)
     assert (native_core().library, native_core().seconds) == (file, 0.0)
@@ -332,25 +284,20 @@ def test_the_core_of_a_wheel_needs_no_compiler_and_no_cache(
     assert not cache.exists()
 
 
-def test_the_widest_core_of_a_wheel_that_runs_here_is_taken(
-    sources: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_widest_core_of_a_wheel_that_runs_here_is_taken(sources, monkeypatch):
     for width in build.TARGETS:
         place(Path(__file__), build.PREBUILT, width)
-    for capability in ("AVX512", "AVX2"):
+    for capability, taken in (("AVX512", "AVX512"), ("AVX2", "AVX2"), ("AVX512", "AVX2")):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda name=capability: name)
-        assert build_core() == (build.PREBUILT / core_name(capability), 0.0)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    (build.PREBUILT / core_name("AVX512")).unlink()
-    assert build_core() == (build.PREBUILT / core_name("AVX2"), 0.0)
+        assert build_core() == (build.PREBUILT / core_name(taken), 0.0)
+        if capability == "AVX2":
+            (build.PREBUILT / core_name("AVX512")).unlink()
 
 
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
-def test_a_wheel_gets_a_core_for_each_width_even_one_that_this_cpu_cannot_run(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wheel_gets_a_core_for_each_width_even_one_that_this_cpu_cannot_run(sources, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     files = build.write_cores(tmp_path / "cores")
     assert [file.name for file in files] == [core_name("AVX512"), core_name("AVX2")]
@@ -358,15 +305,13 @@ def test_a_wheel_gets_a_core_for_each_width_even_one_that_this_cpu_cannot_run(
     assert all(b"PyInit__region" in file.read_bytes() for file in files)
 
 
-def test_ninja_is_found_where_python_was_called_by_its_path(
-    sources: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ninja_is_found_where_python_was_called_by_its_path(sources, monkeypatch):
     monkeypatch.setenv("CXX", sys.executable)
     monkeypatch.setitem(sys.modules, "ninja", types.SimpleNamespace(BIN_DIR="/of/ninja"))
     assert build._environment()["PATH"] == f"{os.environ['PATH']}:/of/ninja"
 
 
-def test_each_source_is_in_one_unit() -> None:
+def test_each_source_is_in_one_unit():
     units = sorted(SOURCES.glob(build.UNITS))
     assert 1 < len(units) < 4
     included = [name for unit in units for name in re.findall(r'#include "(.*)"', unit.read_text())]
@@ -374,13 +319,7 @@ def test_each_source_is_in_one_unit() -> None:
     assert sorted(included) == sorted(sources)
 
 
-def test_only_what_python_calls_reads_the_headers_of_autograd() -> None:
-    heavy = ("#include <torch/csrc/autograd/", "<ATen/ATen.h>", "<ATen/Context.h>", "<torch/extension.h>")
-    for file in (*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")):
-        assert not [header for header in heavy if header in file.read_text()], file
-
-
-def check_without_warnings(file: Path, width: str) -> None:
+def check_without_warnings(file, width):
     """Let the compiler read a file with every warning an error; what it has read so before is not read again."""
     checked = object_folder() / f"{file.stem}-{core_name(width)}.checked"
     if checked.exists():
@@ -393,23 +332,22 @@ def check_without_warnings(file: Path, width: str) -> None:
     checked.touch()
 
 
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("unit", ["dispatch", "python"])
-def test_our_own_sources_compile_without_a_warning(unit: str) -> None:
-    check_without_warnings(SOURCES / f"all_{unit}.cpp", build.vector_widths()[0])
+WIDTHS = [*build.TARGETS, "DEFAULT"] if platform.machine() == "x86_64" else []  # flags of x86-64
+READ = [
+    ("all_dispatch.cpp", None),
+    ("all_python.cpp", None),
+    *(("all_arithmetic.cpp", width) for width in WIDTHS),
+]
+WHOLE_RUN = [(str(file.relative_to(SOURCES)), None) for file in sorted(SOURCES.glob("**/*.cpp"))]
 
 
 @needs_compiler
-@pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
-@pytest.mark.parametrize("width", [*build.TARGETS, "DEFAULT"])
-def test_the_arithmetic_of_other_machines_compiles_without_a_warning(width: str) -> None:
-    check_without_warnings(SOURCES / "all_arithmetic.cpp", width)
-
-
-@needs_compiler
-@pytest.mark.whole_run
-@pytest.mark.parametrize("source", sorted(SOURCES.glob("**/*.cpp")), ids=lambda source: source.name)
-def test_each_source_compiles_by_itself(source: Path) -> None:
-    check_without_warnings(source, build.vector_widths()[0])
+@pytest.mark.parametrize(
+    ("source", "width"),
+    [
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in READ),
+        *(pytest.param(*each, marks=pytest.mark.whole_run) for each in WHOLE_RUN if each not in READ),
+    ],
+)
+def test_a_source_compiles_by_itself_and_without_a_warning(source, width):
+    check_without_warnings(SOURCES / source, width or build.vector_widths()[0])

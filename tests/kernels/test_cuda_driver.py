@@ -30,11 +30,7 @@ from amp_plugin.kernels.cuda import register
 register._no_cuda = lambda: ""
 """
 
-ASKS_TWICE = """
-for _ in range(2):
-    print(register.cuda_core(0), flush=True)
-"""
-ASKS = "print(register.cuda_core(0), flush=True)"
+ASKS = "print(register.cuda_core(0), flush=True)\n"
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +58,7 @@ def run(tmp_path_factory):
 
 def test_all_kernels_are_loaded_when_the_device_is_opened(run):
     """In its context and outside of a capture; then both are as before. No later step can fail for want of one."""
-    lines, errors = run(ASKS_TWICE)
+    lines, errors = run(ASKS * 2)
     core = f"CudaCore(loaded=True, reason='', architecture='sm_90', identity={identity_of('sm_90', 132 * 4)})"
     assert lines[:2] == ["context 0", "capture mode 2"]
     assert lines[-7:] == [
@@ -89,11 +85,13 @@ def test_a_driver_that_does_not_take_the_code_is_told_of(run):
     assert errors.count("plain torch takes over") == 1
 
 
-def test_a_driver_that_is_too_old_is_told_of(run):
-    lines, _ = run(ASKS, driver="old")
-    assert "the CUDA driver has no cuGraphRetainUserObject; update it to CUDA 12 or newer" in lines[-1]
-
-
-def test_a_machine_without_a_driver_is_told_of(run):
-    lines, _ = run(ASKS, driver=None)
-    assert "the CUDA driver cannot be loaded (libcuda.so.1: cannot open" in lines[-1]
+@pytest.mark.parametrize(
+    ("driver", "error"),
+    [
+        ("old", "the CUDA driver has no cuGraphRetainUserObject; update it to CUDA 12 or newer"),
+        (None, "the CUDA driver cannot be loaded (libcuda.so.1: cannot open"),
+    ],
+)
+def test_a_driver_that_is_too_old_or_missing_is_told_of(run, driver, error):
+    lines, _ = run(ASKS, driver=driver)
+    assert error in lines[-1]

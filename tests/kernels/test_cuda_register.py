@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from amp_plugin.kernels import ops
 from amp_plugin.kernels.cuda import register
 from amp_plugin.kernels.cuda.register import CudaCore, cuda_core
+from amp_plugin.kernels.tracers import outside_tracers
+from tests.kernels.test_ops import OPCHECKS
 
 
 @pytest.fixture
@@ -58,11 +61,10 @@ def test_without_cuda_core_there_is_one_warning(monkeypatch):
 @pytest.mark.native
 @pytest.mark.parametrize("missing", ["a newer GPU", "the core"])
 def test_what_is_missing_is_named(undecided, monkeypatch, missing):
-    text = "the native core, which launches them, is not loaded: no compiler"
     if missing == "the core":
-        monkeypatch.setattr(
-            register, "native_core", lambda: SimpleNamespace(loaded=False, reason="no compiler")
-        )
+        core = SimpleNamespace(loaded=False, reason="no compiler")
+        monkeypatch.setattr(register, "native_core", lambda: core)
+        text = "the native core, which launches them, is not loaded: no compiler"
     else:
         undecided.major, text = 7, r"a GPU has compute capability \(7, 0\); the CUDA kernels need 7.5"
     with pytest.warns(RuntimeWarning, match=text):
@@ -72,11 +74,8 @@ def test_what_is_missing_is_named(undecided, monkeypatch, missing):
 @pytest.mark.usefixtures("undecided")
 def test_native_code_turned_off_is_silent(monkeypatch):
     monkeypatch.setenv("AMP_PLUGIN_NATIVE", "0")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert cuda_core() == CudaCore(
-            loaded=False, reason="AMP_PLUGIN_NATIVE=0 turns native code off; unset it"
-        )
+    reason = "AMP_PLUGIN_NATIVE=0 turns native code off; unset it"
+    assert cuda_core() == CudaCore(loaded=False, reason=reason)
 
 
 @pytest.mark.usefixtures("undecided")
@@ -91,19 +90,11 @@ def test_a_device_is_opened_once(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_the_kernels_write_what_the_schemas_say():
-    assert cuda_core(0).loaded
-    amp, half = torch.ops.amp_plugin, torch.tensor(0.5, device="cuda")
-    grads = [torch.randn(5, device="cuda"), torch.randn(3, dtype=torch.float64, device="cuda")]
-    utils = {"test_utils": ("test_schema",)}
-    torch.library.opcheck(amp.norm_check.default, (grads, half), **utils)
-    torch.library.opcheck(amp.unscale_.default, (grads, half, 1.0), **utils)
-    torch.library.opcheck(amp.multiply_.default, (grads, half), **utils)
-    torch.library.opcheck(amp.clip_factor.default, (half, 1.0), **utils)
-    torch.library.opcheck(amp.clip_factor.default, (half, 1.0, half), **utils)
-    counter = torch.ones((), dtype=torch.int32, device="cuda")
-    rule = (half.clone(), 2.0, 0.5, 2000, 0.0, 8.0, 1, 0)
-    torch.library.opcheck(amp.update_scale_.default, (half.clone(), counter.clone(), counter, *rule), **utils)
+@pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize("name", OPCHECKS)
+def test_the_kernels_write_what_the_schemas_say(name):
+    given = tree_map_only(torch.Tensor, lambda tensor: tensor.cuda(), OPCHECKS[name])
+    torch.library.opcheck(getattr(torch.ops.amp_plugin, name).default, given, test_utils=("test_schema",))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
@@ -119,3 +110,15 @@ def test_defining_the_ops_neither_starts_cuda_nor_loads_the_compiler():
         "print(torch.cuda.is_initialized(), {'amp_plugin.kernels.cuda.compile', 'cuda.core'} & {*sys.modules})"
     )
     assert subprocess.check_output([sys.executable, "-W", "error", "-c", code], text=True) == "False set()\n"
+
+
+class CallsInside(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        with outside_tracers():
+            return func(*args, **(kwargs or {}))
+
+
+def test_a_block_that_no_tracer_sees_runs_inside_a_mode_too():
+    """The first region or GPU op of a process may be met there; torch refuses to change a tracer's state."""
+    with CallsInside():
+        assert (torch.ones(2) + 1).tolist() == [2.0, 2.0]

@@ -15,25 +15,19 @@ NORM_TYPES = (2.0, 1.0, math.inf, -math.inf, 0.0, 3.0, 0.5, -1.0)
 MANY = 40  # more than one launch takes
 
 
-@pytest.fixture(params=["op", "reference", pytest.param("on a GPU", marks=pytest.mark.gpu)])
-def on(request):
-    """Where the ops run, and who runs them."""
-    ranks = reference if request.param == "reference" else OP
-    return ranks, torch.device("cuda:0" if request.param == "on a GPU" else "cpu")
-
-
 def tensors(values, device):
     return [torch.tensor(value, device=device) for value in values]
 
 
 def combined(on, norms, flags, slots, replicas, p, ranks=1):
     """Let ``ranks`` ranks that have measured the same combine."""
-    ops_, device = on
-    packed = torch.empty(len(replicas) + 1, dtype=torch.float64, device=device)
-    ops_.pack_measurements_(packed, tensors(norms, device), tensors(flags, device), slots, replicas, p)
+    packed = torch.empty(len(replicas) + 1, dtype=torch.float64, device=on.device)
+    on.ops.pack_measurements_(
+        packed, tensors(norms, on.device), tensors(flags, on.device), slots, replicas, p
+    )
     if not math.isinf(p):
         packed *= ranks
-    norm, found = ops_.unpack_measurements([packed], p)
+    norm, found = on.ops.unpack_measurements([packed], p)
     assert norm.dtype is found.dtype is torch.float32
     assert norm.shape == found.shape == ()
     return norm.item(), found.item()
@@ -55,21 +49,18 @@ def test_norms_of_several_ranks_and_layouts_are_joined(on, p):
     assert (norm, found) == (pytest.approx(norm_of(norms, p), rel=1e-6), 1.0)
     everywhere = combined(on, norms, [0.0] * 3, [0, 1, 0], [4, 4], p, ranks=4)  # four that hold the same
     assert everywhere == (pytest.approx(norm_of(norms, p), rel=1e-6), 0.0)
-    apart = combined(
-        on, norms, [1.0] * 3, [0, 0, 0], [1], p, ranks=4
-    )  # four that hold others; their flags add up
+    apart = combined(on, norms, [1.0] * 3, [0, 0, 0], [1], p, ranks=4)  # four that hold others; flags add up
     assert apart == (pytest.approx(norm_of(norms * 4, p), rel=1e-6), 1.0)
 
 
 @pytest.mark.parametrize("p", NORM_TYPES)
 def test_a_rank_without_gradients_changes_nothing(on, p):
-    ops_, device = on
-    packed = torch.full((3,), 7.0, dtype=torch.float64, device=device)
-    ops_.pack_measurements_(packed, [], [], [], [2, 1], p)
+    packed = torch.full((3,), 7.0, dtype=torch.float64, device=on.device)
+    on.ops.pack_measurements_(packed, [], [], [], [2, 1], p)
     other = torch.tensor(5.0, dtype=torch.float64)
     unchanged = torch.maximum(packed[0].cpu(), -other) if math.isinf(p) else packed[0].cpu() + other
     assert unchanged.item() == (0.0 if p == math.inf else -5.0 if p == -math.inf else 5.0)
-    norm, found = ops_.unpack_measurements([packed], p)
+    norm, found = on.ops.unpack_measurements([packed], p)
     expected = {-math.inf: math.inf, -1.0: math.inf}.get(p, 0.0)
     assert (norm.item(), found.item()) == (expected, 0.0)
 
@@ -84,11 +75,10 @@ def test_a_norm_that_is_not_finite_comes_through(on, p, bad):
 
 def test_the_last_place_knows_of_every_overflow(on):
     """A place's flag travels on with the next one's norms, as it is: float64."""
-    ops_, device = on
-    first, last = (torch.empty(2, dtype=torch.float64, device=device) for _ in range(2))
-    ops_.pack_measurements_(first, tensors([3.0], device), tensors([1.0], device), [0], [1], 2.0)
-    ops_.pack_measurements_(last, tensors([4.0], device), [3 * first[-1]], [0], [1], 2.0)
-    norm, found = ops_.unpack_measurements([first, last], 2.0)
+    first, last = (torch.empty(2, dtype=torch.float64, device=on.device) for _ in range(2))
+    on.ops.pack_measurements_(first, tensors([3.0], on.device), tensors([1.0], on.device), [0], [1], 2.0)
+    on.ops.pack_measurements_(last, tensors([4.0], on.device), [3 * first[-1]], [0], [1], 2.0)
+    norm, found = on.ops.unpack_measurements([first, last], 2.0)
     assert (norm.item(), found.item()) == (5.0, 1.0)
 
 
@@ -100,34 +90,25 @@ def test_more_measurements_than_one_launch_takes(on):
 
 
 def test_what_does_not_go_together_is_refused(on):
-    ops_, device = on
-    packed, one = torch.empty(2, dtype=torch.float64, device=device), torch.ones((), device=device)
+    packed, one = torch.empty(2, dtype=torch.float64, device=on.device), torch.ones((), device=on.device)
     for given in (
         ([one], [one], [], [1]),
         ([one], [], [1], [1]),
         ([one], [], [-1], [1]),
         ([], [], [], [1, 1]),
     ):
-        with pytest.raises(
-            ValueError, match="norms, slots .* give one slot below . for each norm, and one element"
-        ):
-            ops_.pack_measurements_(packed, *given, 2.0)
+        with pytest.raises(ValueError, match="norms, slots .* give one slot below . for each norm"):
+            on.ops.pack_measurements_(packed, *given, 2.0)
 
 
-def test_a_dtype_that_ranks_do_not_add_up_in_is_refused():
+def test_nothing_to_read_and_a_dtype_that_ranks_do_not_add_up_in_are_refused(on):
+    with pytest.raises(ValueError, match="got no packed measurements; give at least one"):
+        on.ops.unpack_measurements([], 2.0)
     one = torch.ones(())
     with pytest.raises(ValueError, match="packed is Float; give float64 without gaps"):
         OP.pack_measurements_(torch.empty(2), [one], [one], [0], [1], 2.0)
-    with pytest.raises(
-        ValueError, match=r"got Float of shape \[2\] on cpu; give what pack_measurements_ has written"
-    ):
+    with pytest.raises(ValueError, match="got Float of shape .*; give what pack_measurements_ has written"):
         OP.unpack_measurements([torch.empty(2)], 2.0)
-
-
-def test_nothing_to_read_is_refused():
-    for unpack in (reference.unpack_measurements, OP.unpack_measurements):
-        with pytest.raises(ValueError, match="got no packed measurements; give at least one"):
-            unpack([], 2.0)
 
 
 def test_opcheck():
@@ -138,10 +119,13 @@ def test_opcheck():
 
 @pytest.mark.gpu
 @pytest.mark.native
-def test_each_is_one_launch_from_cpp():
+def test_each_is_one_launch_from_cpp(cuda_kernels):
     for name in ("pack_measurements_", "unpack_measurements"):
         assert "cuda_ranks.cpp" in torch._C._dispatch_dump(f"amp_plugin::{name}")
     if host_device.LOADED:
+        one = torch.ones((), device="cuda")
+        packed = torch.empty(2, dtype=torch.float64, device="cuda")
         torch.ops.host_device.launched()
-        combined((OP, torch.device("cuda:0")), [3.0, 4.0], [0.0, 1.0], [0, 1], [1, 1], 2.0)
+        OP.pack_measurements_(packed, [one], [one], [0], [1], 2.0)
+        OP.unpack_measurements([packed], 2.0)
         assert torch.ops.host_device.launched() == ["pack_measurements", "unpack_measurements"]

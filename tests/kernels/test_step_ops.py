@@ -51,10 +51,8 @@ class Adam:
     """The tensors of an Adam step."""
 
     def __init__(self, shapes, *, amsgrad=False, grad_dtype=torch.float32, scale=1.0, step=4.0, seed=0):
-        self.params, self.grads = (
-            some(shapes, seed),
-            [g.to(grad_dtype) for g in some(shapes, seed + 1, scale)],
-        )
+        self.params = some(shapes, seed)
+        self.grads = [g.to(grad_dtype) for g in some(shapes, seed + 1, scale)]
         self.exp_avg = some(shapes, seed + 2, 0.1)
         self.exp_avg_sq = [t.square() for t in some(shapes, seed + 3, 0.1)]
         self.largest = [t.square() for t in some(shapes, seed + 4, 0.1)] if amsgrad else []
@@ -102,18 +100,16 @@ def torch_sgd(tensors, **options):
 @pytest.mark.parametrize("first_step", [False, True])
 def test_sgd_has_the_bits_of_torchs_fused_kernel(momentum, first_step):
     shapes = [(size,) for size in SIZES]
-    for damp, nesterov, decay, scale, up in itertools.product(
-        [0.0, 0.3], [False, True], [0.0, 0.1], [None, 2.0**16, 3.7e4], [False, True]
-    ):
+    choices = {
+        "dampening": [0.0, 0.3],
+        "nesterov": [False, True],
+        "weight_decay": [0.0, 0.1],
+        "maximize": [False, True],
+    }
+    for scale, *chosen in itertools.product([None, 2.0**16, 3.7e4], *choices.values()):
         grads, buffers = some(shapes, 1, scale or 1.0), some(shapes, 2) if momentum else []
-        options = {
-            "lr": 1e-3,
-            "momentum": momentum,
-            "dampening": damp,
-            "weight_decay": decay,
-            "nesterov": nesterov,
-        }
-        options |= {"maximize": up, "first_step": first_step}
+        options = dict(zip(choices, chosen, strict=True))
+        options |= {"lr": 1e-3, "momentum": momentum, "first_step": first_step}
         options["grad_scale"] = None if scale is None else torch.tensor(scale)
         theirs, ours = (copies(some(shapes, 0), grads, buffers) for _ in range(2))
         torch_sgd(theirs, **options)
@@ -302,17 +298,12 @@ def test_any_memory_order(on):
 
 
 @pytest.mark.native
-def test_threads_do_not_change_a_bit():
+def test_threads_do_not_change_a_bit(numbers_of_threads):
     given = Adam([(3 * TASK + 5,), (7,), (TASK,)], amsgrad=True)
-    before = torch.get_num_threads()
-    results = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        results.append(given.tensors())
-        OP.adam_(*results[-1], [], decoupled_weight_decay=True, grad_scale=torch.tensor(3.0), **ADAM)
-    torch.set_num_threads(before)
-    assert all(map(torch.equal, itertools.chain(*results[0]), itertools.chain(*results[2])))
-    assert all(map(torch.equal, itertools.chain(*results[0]), itertools.chain(*results[1])))
+    results = [given.tensors() for _ in range(3)]
+    for tensors, _ in zip(results, numbers_of_threads, strict=True):
+        OP.adam_(*tensors, [], decoupled_weight_decay=True, grad_scale=torch.tensor(3.0), **ADAM)
+    assert all(all_equal(results[0], other) for other in results[1:])
 
 
 @pytest.mark.native
@@ -413,9 +404,7 @@ def test_errors_say_what_is_wrong(params, grads, buffers, remainders, error, tex
 @pytest.mark.native
 def test_errors_of_adam_say_what_is_wrong():
     params, grads, first, second, _, steps = Adam([(5,)]).tensors()
-    with pytest.raises(
-        ValueError, match="1 params, 1 exp_avgs, 0 exp_avg_sqs and 1 steps; give one for each"
-    ):
+    with pytest.raises(ValueError, match="1 params, 1 exp_avgs, 0 exp_avg_sqs and 1 steps; give one"):
         OP.adam_(params, grads, first, [], [], steps, [], decoupled_weight_decay=True, **ADAM)
     with pytest.raises(ValueError, match="a step counter is of dtype Long and shape .* must be one float32"):
         OP.adam_(params, grads, first, second, [], [torch.tensor(1)], [], decoupled_weight_decay=True, **ADAM)
@@ -431,7 +420,5 @@ def test_opcheck():
 
 def test_no_parameters_at_all():
     """No tensor tells the device then, and torch's own ops are asked."""
-    lists: list[list[torch.Tensor]] = [[] for _ in range(7)]
-    assert OP.adam_(*lists, decoupled_weight_decay=True, **ADAM) is None
-    assert OP.sgd_(*lists[:4], **SGD) is None
-    assert lists == [[]] * 7
+    assert OP.adam_(*([] for _ in range(7)), decoupled_weight_decay=True, **ADAM) is None
+    assert OP.sgd_(*([] for _ in range(4)), **SGD) is None
