@@ -76,9 +76,9 @@ class ModelWeights:
         return came_narrow
 
     def restore(self) -> None:
-        """Give the models back as ordinary float32 ones."""
-        for model in self._known:
-            restore_weights(model)
+        """Give the models back as ordinary float32 ones; the next run sets them up again."""
+        while self._known:
+            restore_weights(self._known.pop())
 
     def add(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
         """Let optimizers step in float32, and load state dicts exactly; may be called again."""

@@ -12,6 +12,7 @@ from torch import nn
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.sharding.plan import DtypePlan
 from amp_plugin.weights.ddp import refuse_sharded
+from amp_plugin.weights.formats import HALVES
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
@@ -89,7 +90,7 @@ def shard_unit(
     members = unit if isinstance(unit, list) else [unit]
     apart = _outermost(members, in_fp32)
     if has_dtypes_by_parameter():  # torch keeps a weight in the dtype it is stored in, or lowers it
-        beside = [module for module in apart if module not in members and _is_stored_in_fp32(module)]
+        beside = [m for m in apart if m not in members and HALVES.isdisjoint(p.dtype for p in m.parameters())]
         apart = [module for module in apart if module not in beside]
         kept = {id(param) for module in beside for param in module.parameters()}
         override: dict[str, Any] = {_OVERRIDE: lambda param: torch.float32 if id(param) in kept else None}
@@ -134,10 +135,6 @@ def _outermost(modules: Iterable[nn.Module], in_fp32: set[nn.Module]) -> list[nn
         elif any(True for _ in module.parameters()):
             found.append(module)
     return found
-
-
-def _is_stored_in_fp32(module: nn.Module) -> bool:
-    return all(param.dtype is torch.float32 for param in module.parameters())
 
 
 def _refuse_misfits(

@@ -56,16 +56,22 @@ class ShardUnit:
 
 def shard_units(model: nn.Module) -> list[ShardUnit]:
     """Return the units of a model, those that hold others last but one: the model itself is the last."""
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # noqa: PLC0415
     from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
+
+    units = _fsdp_units(model)
+    if not units:
+        ddps = [pair for pair in model.named_modules() if isinstance(pair[1], DistributedDataParallel)]
+        found = [_unit(clean_name(name), "ddp", [*module.parameters()]) for name, module in reversed(ddps)]
+        units = [unit for unit in found or [_unit("", "none", [*model.parameters()])] if unit is not None]
+    return units
+
+
+def _fsdp_units(model: nn.Module) -> list[ShardUnit]:
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # noqa: PLC0415
 
     named = [(clean_name(name), module) for name, module in model.named_modules()]
     units = [_fsdp2(name, module) for name, module in named if isinstance(module, FSDPModule)]
     units += [_fsdp1(name, module) for name, module in named if isinstance(module, FullyShardedDataParallel)]
-    if not units:
-        ddps = [(name, module) for name, module in named if isinstance(module, DistributedDataParallel)]
-        units = [_unit(name, "ddp", [*module.parameters()]) for name, module in ddps]
-        units = units or [_unit("", "none", [*model.parameters()])]
     return [unit for unit in reversed(units) if unit is not None]
 
 
@@ -251,7 +257,7 @@ _SET: Final = {
 
 def check_against_plan(model: nn.Module, plan: DtypePlan) -> bool:
     """Compare what FSDP was told with a plan; return whether FSDP shards the model at all."""
-    units = [unit for unit in shard_units(model) if unit.engine in _SET]
+    units = _fsdp_units(model)
     if units and plan.fp32_modules:
         _refuse_rounded_weights(model, plan.in_fp32(model), units)
     rounded = [unit for unit in units if unit.reduced in HALVES and plan.reduce == "fp32"]

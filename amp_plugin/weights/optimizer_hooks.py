@@ -88,8 +88,8 @@ def add_late_optimizers() -> None:
 
 
 def _add_if_late(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    sees_steps = getattr(getattr(optimizer, _ATTRIBUTE, None), "see_steps", False)
-    if not sees_steps and _are_kept(_params(optimizer)):
+    has_them = getattr(getattr(optimizer, _ATTRIBUTE, None), "sees_steps", False)
+    if not has_them and _are_kept(_params(optimizer)):
         add_optimizer(optimizer)
 
 
@@ -97,16 +97,16 @@ class OptimizerHooks:
     """What one optimizer shows of the parameters that it steps."""
 
     def __init__(self) -> None:
-        self.see_steps = False
+        self.sees_steps = False
         self._shown: list[Tensor] = []
         self._is_widened = False  # its state is float32 meanwhile
         self._told: set[str] = set()
 
     def attach_to_steps(self, optimizer: Optimizer) -> None:
         """Put the other hooks on an optimizer; any number of calls."""
-        if self.see_steps:
+        if self.sees_steps:
             return
-        self.see_steps = True
+        self.sees_steps = True
         before, after = map(torch.compiler.disable, (self.before_step, self.after_step))
         before.leaves_steps = before.leaves_gradients = after.leaves_gradients = True  # for one pass
         optimizer.register_step_pre_hook(before)

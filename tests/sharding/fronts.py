@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from amp_plugin import AmpKwargs, AmpPrecision, FabricAmpPrecision, GradScaler, autocast, fully_shard
 from amp_plugin.adapters.accelerate import AmpAccelerator
+from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.sharding.fully_shard import add_up_in_fp32, fsdp1_policy
 from amp_plugin.sharding.report import shard_units
 from tests.adapters.accelerate_pair import reset
@@ -124,8 +125,6 @@ def wrap(net, policy, **options):
 def plain(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None, log=(), **options):
     dtypes, net = replace(plan(precision, fp32_modules_of(strategy)), **options), Net()
     if strategy == "fsdp1":
-        from amp_plugin.casting.run_in import apply_fp32_modules
-
         apply_fp32_modules(net, dtypes.fp32_modules)
         model = wrap(net, fsdp1_policy(dtypes))
         add_up_in_fp32(model)
@@ -225,14 +224,19 @@ def fabric(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None,
     model = frame.setup_module(net)
     optimizer = frame.setup_optimizers(optimizer_of(model.parameters(), fused=fused))
     run = Run(log=log)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = loss_of(model, step, share_of(strategy), factor_of(step, poison))
-        frame.backward(loss)
-        optimizer.step()
+    for loss in steps_of(model, optimizer, strategy, steps, poison, frame.backward):
         run.add(loss, plugin.last_step(optimizer).skipped)
     run.end(model._forward_module, net, plugin.scaler)
     return run
+
+
+def steps_of(model, optimizer, strategy, steps, poison, backward):
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, step, share_of(strategy), factor_of(step, poison))
+        backward(loss)
+        optimizer.step()
+        yield loss
 
 
 def accelerator_of(strategy, precision, *, micro_batches=1, state_dict_type=None, **options):
@@ -264,11 +268,7 @@ def accelerate(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=N
         shard(net, accelerator.dtype_plan, strategy)
     model, optimizer = accelerator.prepare(net, optimizer_of(net.parameters(), fused=fused))
     run = Run(log=log)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = loss_of(model, step, share_of(strategy), factor_of(step, poison))
-        accelerator.backward(loss)
-        optimizer.step()
+    for loss in steps_of(model, optimizer, strategy, steps, poison, accelerator.backward):
         run.add(loss, accelerator.optimizer_step_was_skipped)
     run.end(model, net, accelerator.scaler)
     return run

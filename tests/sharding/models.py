@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from amp_plugin import DtypePlan, autocast
+from amp_plugin.casting.run_in import apply_fp32_modules
 
 STEPS, FEW_STEPS, ROWS = 20, 4, 2
 IN_FP32 = ("LayerNorm",)
@@ -57,8 +58,6 @@ def optimizer_of(params, *, fused=False):
 
 def alone(shares, precision="bf16", fp32_modules=IN_FP32, steps=STEPS):
     """Train in one process on the rows of all, one micro-batch for each of the others' processes."""
-    from amp_plugin.casting.run_in import apply_fp32_modules
-
     net = Net()
     apply_fp32_modules(net, fp32_modules)
     optimizer, losses = optimizer_of(net.parameters()), []

@@ -62,16 +62,10 @@ def found(ranks, part, key):
 
 class TestCollectives:
     @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
-    @pytest.mark.parametrize("strategy", ["fsdp2", "hsdp"])
-    def test_each_carries_what_the_plan_says_and_there_is_no_other(self, four, strategy, reduce):
-        for report in found(four, "collectives", f"{strategy} {reduce}"):
-            assert (report["extra"], report["missing"]) == ([], [])
-            assert report["calls"] == CALLS[strategy]
-
-    @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
-    def test_two_ranks(self, two, reduce):
-        for report in found(two, "collectives", f"fsdp2 {reduce}"):
-            assert (report["extra"], report["missing"], report["calls"]) == ([], [], CALLS["fsdp2"])
+    @pytest.mark.parametrize(("ranks", "strategy"), [(4, "fsdp2"), (4, "hsdp"), (2, "fsdp2")])
+    def test_each_carries_what_the_plan_says_and_there_is_no_other(self, reports, ranks, strategy, reduce):
+        for report in found(reports[ranks], "collectives", f"{strategy} {reduce}"):
+            assert (report["extra"], report["missing"], report["calls"]) == ([], [], CALLS[strategy])
 
     @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
     def test_tensor_parallelism_adds_activations_up_in_the_dtype_they_are_computed_in(self, four, reduce):

@@ -171,3 +171,10 @@ class TestUnderTheTrainer:
         module = Thawed()
         fit(module, AmpPrecision("bf16", weights="bf16"), steps=2, data=DataLoader(X, batch_size=2))
         assert module.low_halves == [False, True]
+
+    @pytest.mark.parametrize("fits", [1, 2])
+    def test_they_become_float32_in_a_second_run_of_a_plugin_too(self, fits):
+        module, plugin = Thawed(), AmpPrecision("bf16")
+        for number in range(fits):
+            fit(module, plugin, steps=1 if number + 1 < fits else 2, data=DataLoader(X, batch_size=2))
+        assert module.model[0].weight.dtype is torch.float32
