@@ -89,7 +89,7 @@ def first(part: str) -> tuple[str, ...]:
     return (*pytest_over(f"{FIRST_TESTS}::test_{part}", marked="gpu"), "-s")
 
 
-def tested(name: str, *where: str, needs: tuple[str, ...] = (), marked: str = "gpu and not slow") -> Step:
+def run_tests(name: str, *where: str, needs: tuple[str, ...] = (), marked: str = "gpu and not slow") -> Step:
     """Return the step that runs tests."""
     return Step(name=name, command=pytest_over(*where, marked=marked), needs=("pytest", *needs))
 
@@ -119,15 +119,15 @@ def steps() -> list[Step]:
         *(Step(name=f"first-{part}", command=first(part), needs=("pytest",), limit=240.0) for part in PARTS),
         *map(checked, ("memcheck", "initcheck")),
         Step(name="doctor", command=(sys.executable, "-m", "amp_plugin", "doctor"), needs=("typer",)),
-        tested("kernel-tests", *KERNELS, "--ignore", FIRST_TESTS),
+        run_tests("kernel-tests", *KERNELS, "--ignore", FIRST_TESTS),
         *map(section, PROMISED),
         Step(name="promises", command=promises, limit=60.0),
-        tested("scaling-tests", "tests/scaling"),
-        tested("casting-tests", "tests/casting"),
+        run_tests("scaling-tests", "tests/scaling"),
+        run_tests("casting-tests", "tests/casting"),
         *map(checked, ("racecheck", "synccheck")),
-        tested("slow-tests", *KERNELS, marked="gpu and slow"),
-        tested("adapter-tests", "tests/adapters", needs=adapters),
-        tested("recipe-tests", "tests/recipes", needs=recipes),
+        run_tests("slow-tests", *KERNELS, marked="gpu and slow"),
+        run_tests("adapter-tests", "tests/adapters", needs=adapters),
+        run_tests("recipe-tests", "tests/recipes", needs=recipes),
         *map(section, LATER),
     ]
 

@@ -48,10 +48,11 @@ print(json.dumps({{
     return json.loads(answer.stdout)
 
 
-def test_import_loads_nothing_heavy(tmp_path: Path) -> None:
+def test_import_loads_nothing_heavy_and_the_command_line_no_torch(tmp_path: Path) -> None:
     found = loaded_by("import amp_plugin", tmp_path / "cache")
     assert not {"torch", *HEAVY} & {*found["modules"]}
     assert found["ours"] == ["amp_plugin"]
+    assert "torch" not in loaded_by("import amp_plugin.cli", tmp_path / "cache")["modules"]
 
 
 def test_the_public_names_load_no_framework_and_compile_nothing(tmp_path: Path) -> None:
@@ -61,11 +62,6 @@ def test_the_public_names_load_no_framework_and_compile_nothing(tmp_path: Path) 
     assert not found["cuda"]
     assert found["started"] == torch_alone["started"]
     assert not (tmp_path / "cache").exists()
-
-
-def test_the_command_line_starts_without_torch(tmp_path: Path) -> None:
-    found = loaded_by("import amp_plugin.cli", tmp_path / "cache")
-    assert "torch" not in found["modules"]
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
