@@ -39,13 +39,6 @@ class TorchScaler(torch.amp.GradScaler):
         return SimpleNamespace(scale_before=self._get_scale_async().item())
 
 
-@pytest.fixture(autouse=True)
-def same_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 # -- a penalty on scaled gradients --------------------------------------------------------------
 
 
