@@ -77,14 +77,6 @@ def test_what_is_spawned_in_a_copy_is_a_copy_too(tmp_path: Path) -> None:
     assert answer.stderr.endswith("ValueError: of the test\n")
 
 
-def test_an_error_is_told_with_the_exit_status(frameworks: bool) -> None:
-    answer = warm_processes.call(fail, frameworks=frameworks)
-    assert answer.returncode == 1
-    assert answer.stderr.endswith("ValueError: of the test\n")
-    answer = warm_processes.call(leave, frameworks=frameworks)
-    assert (answer.returncode, answer.stderr) == (1, "no more\n")
-
-
 def test_what_does_not_end_is_killed(frameworks: bool) -> None:
     process = warm_processes.WarmProcess(stay, frameworks=frameworks)
     deadline = time.monotonic() + 60

@@ -86,7 +86,7 @@ def test_a_config_sets_every_key_to_its_default_and_explains_it(name):
     path = ROOT / f"configs/{name}.yaml"
     assert load_config(schema, path) == schema()
     text = path.read_text()
-    for path, _, default in keys_of(schema):
+    for path, _, default in keys_of(schema()):
         key = path.rpartition(".")[2]
         line = re.search(rf"^ *{key}:.*# (.+)$", text, re.MULTILINE)
         assert line, f"{key} is missing or has no comment"
@@ -101,17 +101,18 @@ def test_a_config_sets_every_key_to_its_default_and_explains_it(name):
             assert len(meaning) > len(": seed")
 
 
-def keys_of(schema, prefix=""):
+def keys_of(config, prefix=""):
     """Key, class that holds it and default of each value of a config."""
-    for field, default in ((field, getattr(schema(), field.name)) for field in fields(schema)):
-        yield prefix + field.name, schema, default
+    for field in fields(config):
+        default = getattr(config, field.name)
+        yield prefix + field.name, type(config), default
         if is_dataclass(default):
-            yield from keys_of(type(default), f"{prefix}{field.name}.")
+            yield from keys_of(default, f"{prefix}{field.name}.")
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *WITHOUT_CPU])
 def test_every_number_of_a_config_has_bounds_that_its_default_keeps(name):
-    for key, schema, default in keys_of(catalogue.load(name).Config):
+    for key, schema, default in keys_of(catalogue.load(name).Config()):
         if isinstance(default, bool) or not isinstance(default, int | float | list):
             continue
         bounds = bounds_of(schema, key.rpartition(".")[2])

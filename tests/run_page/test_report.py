@@ -209,7 +209,7 @@ def test_a_skip_that_raises_is_on_the_page(tmp_path):
 
 
 @pytest.mark.native
-def test_dtypes_bytes_casts_and_rules(tmp_path):
+def test_dtypes_and_bytes(tmp_path):
     net = make_net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     scaler = amp_plugin.GradScaler("cpu", enabled=False)
@@ -221,9 +221,7 @@ def test_dtypes_bytes_casts_and_rules(tmp_path):
             scaler.scale(loss).backward()
             scaler.step(optimizer)
     text = text_of(tmp_path / "run.html")
-    assert re.search(r"4 Linear fp32 fp32 fp32 fp32 68 16(\.\d)? 0 ", text), text[:4000]
-    assert "aten::linear" in text
-    assert "Rules unlike torch's" in text
+    assert re.search(r"4 Linear fp32 fp32 fp32 fp32 68 16(\.\d)? ", text), text[:4000]
 
 
 def test_without_the_extra_the_error_says_what_to_install(tmp_path, monkeypatch):
