@@ -61,7 +61,6 @@ def test_it_runs_from_the_sources_alone(
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["docter"], "No such command 'docter'"),
         (["doctor", "--precision", "fp61"], "'fp61' is not one of 'fp16', 'bf16', 'fp32'"),
         (["doctor", "--device", "gpu"], "'gpu' is not one of 'cpu', 'cuda', 'mps', 'xpu'"),
         (["casts", "--by", "modle", __file__], "'modle' is not one of 'cast', 'module', 'op'"),
@@ -229,18 +228,15 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.native
 @pytest.mark.parametrize(
     ("by", "expected"),
-    [
-        ("op", [{"op": "aten::linear.default", "casts": 3}, {"op": "aten::mse_loss.default", "casts": 1}]),
-        ("module", [{"module": "Linear", "casts": 3}, {"module": "", "casts": 1}]),
-    ],
+    [("op", ["aten::linear.default", "aten::mse_loss.default"]), ("module", ["Linear", ""])],
 )
-def test_casts_as_json(by: str, expected: list[dict[str, Any]], script: Path) -> None:
+def test_casts_as_json(by: str, expected: list[str], script: Path) -> None:
     result = amp("casts", "--json", "--by", by, str(script))
     report = json.loads(result.stdout)
     assert result.exit_code == 3
     assert "arguments:" in result.stderr
     assert (report["script"], report["by"]) == (str(script), by)
-    assert [{name: row[name] for name in expected[0]} for row in report["rows"]] == expected
+    assert [(row[by], row["casts"]) for row in report["rows"]] == [*zip(expected, (3, 1), strict=True)]
     assert report["rows"][0]["elements"] == 12 + 8 + 2
     assert report["rows"][0]["bytes"] == 6 * (12 + 8 + 2)
 
@@ -299,8 +295,7 @@ def test_casts_needs_the_native_core(script: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("AMP_PLUGIN_NATIVE", "0")
     result = amp("casts", str(script))
     assert result.exit_code == 1
-    assert "error: amp-plugin casts needs the native core" in result.stderr
-    assert "Unset AMP_PLUGIN_NATIVE" in result.stderr
+    assert re.search("casts needs the native core.*Unset AMP_PLUGIN_NATIVE", result.stderr, re.DOTALL)
 
 
 @pytest.mark.native

@@ -93,24 +93,16 @@ def test_the_design_names_the_folders() -> None:
 def test_the_tables_of_the_reference_are_those_of_the_docstrings() -> None:
     page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
     assert page == with_tables(page), "run: python -m docs.api_tables"
-    assert with_tables("# A\n\n## B\n\nold\n\n<!-- ::: amp_plugin.casting.region.autocast -->\n") == (
-        "# A\n\n## B\n\n| name | what it is |\n|---|---|\n"
-        "| `amp_plugin.autocast` | Run a region of a program in mixed precision. |\n"
-        "\nold\n\n<!-- ::: amp_plugin.casting.region.autocast -->\n"
-    )
 
 
 def test_the_readme_names_commands_that_exist() -> None:
     shell = "\n".join(blocks(ROOT / "README.md", "bash"))
-    makefile = (ROOT / "Makefile").read_text()
-    targets = re.findall(r"^make (\w+)", shell, re.MULTILINE)
-    assert targets == ["demo", "test"]
-    for target in targets:
+    makefile, project = (ROOT / "Makefile").read_text(), (ROOT / "pyproject.toml").read_text()
+    for target in re.findall(r"^make (\w+)", shell, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
-    extras = re.search(r"pip install '\.\[(.*)\]'", shell)
-    assert extras is not None
-    for extra in extras.group(1).split(","):
-        assert re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    (extras,) = re.findall(r"pip install '\.\[(.*)\]'", shell)
+    for extra in extras.split(","):
+        assert re.search(rf"^{extra} = \[", project, re.MULTILINE)
 
 
 @pytest.mark.slow

@@ -68,21 +68,14 @@ def test_accelerate_parses_each_launch_file_which_says_how_to_use_it(path):
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("file", "title"),
-    [
-        pytest.param("cpu_fp16", "fp16 x 1", marks=pytest.mark.whole_run),
-        ("cpu_bf16_2_processes", "bf16 x 2"),
-    ],
-)
-def test_launched_for_real_the_digits_are_learnt(file, title, tmp_path):
+def test_launched_for_real_the_digits_are_learnt(tmp_path):
     words = [
-        *("--config_file", str(ROOT / "configs" / "accelerate" / f"{file}.yaml")),
+        *("--config_file", str(ROOT / "configs" / "accelerate" / "cpu_bf16_2_processes.yaml")),
         *(str(ROOT / "recipes" / "train_digits_accelerate.py"), "epochs=12", "width=8", f"output={tmp_path}"),
     ]
     done = launch(words, {"COLUMNS": "100"}, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert title in done.stdout
+    assert "bf16 x 2" in done.stdout
     accuracy = re.search(r"test accuracy\s*│\s*([\d.]+)%", done.stdout)
     assert accuracy is not None, done.stdout
     assert float(accuracy[1]) >= 96.0  # processors without AVX512 round otherwise: 96.67

@@ -64,10 +64,14 @@ def train(
             scaler.recorded(passes, x, step in bad) if records else passes(x, step in bad)
             if clip:
                 scaler.clip_grad_norm_(optimizer, clip, fold=True)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+            take(scaler, optimizer)
     return net, page
+
+
+def take(scaler: amp_plugin.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
 
 
 def few_steps(path: Path, *, compiled: bool = False, captured: Sequence[int] = ()) -> RunReport:
@@ -77,9 +81,7 @@ def few_steps(path: Path, *, compiled: bool = False, captured: Sequence[int] = (
     def step(x: torch.Tensor) -> None:
         scaler.scale(net(x).square().mean()).backward()
         scaler.clip_grad_norm_(optimizer, 0.1)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+        take(scaler, optimizer)
 
     run = torch.compile(step, backend="aot_eager") if compiled else step
     with amp_plugin.report(scaler, net, path) as page:
@@ -179,17 +181,13 @@ def test_a_step_is_run_again_under_the_rules_that_it_had(tmp_path):
     nn.init.ones_(net.weight)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
     default = amp_plugin.OpRules.default("cpu")
-    in_fp32 = amp_plugin.OpRules(
-        device_type="cpu", rules={**default.rules, "aten::linear.default": amp_plugin.OpRule.FP32}
-    )
+    in_fp32 = default.with_rule("aten::linear", "fp32")
     with amp_plugin.report(scaler, net, tmp_path / "run.html"):
         for rules in [in_fp32] * 3 + [default] * 3:  # which overflows
             with amp_plugin.autocast("cpu", dtype=torch.float16, rules=rules):
                 out = net(torch.full((4, 8), 6e4))
             scaler.scale(out.float().square().mean().sqrt()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+            take(scaler, optimizer)
     text = text_of(tmp_path / "run.html")
     assert "in fp16 step 4. The step was run again." in text
     assert "aten::addmm.default made inf" in text
@@ -210,18 +208,9 @@ def test_a_skip_that_raises_is_on_the_page(tmp_path):
 
 @pytest.mark.native
 def test_dtypes_and_bytes(tmp_path):
-    net = make_net()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    scaler = amp_plugin.GradScaler("cpu", enabled=False)
-    rules = amp_plugin.OpRules.default("cpu").with_rule("aten::linear", "fp32")
-    with amp_plugin.report(scaler, net, tmp_path / "run.html"):
-        for _ in range(2):
-            with amp_plugin.autocast("cpu", dtype=torch.bfloat16, rules=rules):
-                loss = net(torch.randn(16, 8).bfloat16()).float().mean()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-    text = text_of(tmp_path / "run.html")
-    assert re.search(r"4 Linear fp32 fp32 fp32 fp32 68 16(\.\d)? ", text), text[:4000]
+    _, page = train(tmp_path / "run.html", steps=2, precision="bf16")
+    text = text_of(page.path)
+    assert re.search(r"4 Linear fp32 bf16 fp32 fp32 68 \d", text), text[:4000]
 
 
 def test_without_the_extra_the_error_says_what_to_install(tmp_path, monkeypatch):
