@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from amp_plugin.numerics.shadow import shadow_run as shadow_run
     from amp_plugin.run_page.report import report as report
     from amp_plugin.scaling.grad_scaler import GradScaler as GradScaler
-    from amp_plugin.sharding.collectives import log_collectives as log_collectives
     from amp_plugin.sharding.fully_shard import fully_shard as fully_shard
     from amp_plugin.sharding.plan import DtypePlan as DtypePlan
     from amp_plugin.sharding.report import dtype_report as dtype_report
+    from amp_plugin.sharding.report import log_collectives as log_collectives
     from amp_plugin.tuning.tune import tune as tune
     from amp_plugin.weights.store import restore_weights as restore_weights
     from amp_plugin.weights.store import store_weights as store_weights

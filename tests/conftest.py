@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from amp_plugin.casting.rules_files import torch_release
+from amp_plugin.casting.rules import torch_release
 from amp_plugin.kernels.build import native_core
 from tests.warm_processes import keep_copy
 

@@ -17,7 +17,7 @@ import pytest
 
 import amp_plugin
 from amp_plugin import options
-from amp_plugin.casting.rules_files import TABLES
+from amp_plugin.casting.rules import TABLES
 from amp_plugin.cli import doctor
 from amp_plugin.cli.arguments import Device
 from amp_plugin.kernels import build

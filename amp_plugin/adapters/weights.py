@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from amp_plugin.messages import warn_user
 from amp_plugin.precision import StateName, WeightsName, stores_all
 from amp_plugin.weights.ddp import reduce_in_fp32, sharded_by
-from amp_plugin.weights.formats import HALVES
 from amp_plugin.weights.optimizer_hooks import add_optimizer
 from amp_plugin.weights.store import (
     convert_to_fp32,
@@ -23,6 +22,7 @@ from amp_plugin.weights.store import (
     restore_weights,
     store_weights,
 )
+from amp_plugin.weights.weight import HALVES
 
 
 class ModelWeights:

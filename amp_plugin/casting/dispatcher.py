@@ -19,8 +19,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from amp_plugin.casting.op_names import argument_names, dispatcher_name, written_arguments
-from amp_plugin.casting.rules import RULES_VARIABLE, OpRule, OpRules, environment_rules, warn_of_device
-from amp_plugin.casting.rules_files import TABLES
+from amp_plugin.casting.rules import (
+    RULES_VARIABLE,
+    TABLES,
+    OpRule,
+    OpRules,
+    environment_rules,
+    warn_of_device,
+)
 from amp_plugin.kernels.build import NativeCore, native_core, require_native
 from amp_plugin.kernels.tracers import outside_tracers
 

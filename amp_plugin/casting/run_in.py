@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_plugin.casting.op_names import nearest
 from amp_plugin.casting.region import autocast, call_in
-from amp_plugin.casting.rules_files import is_older, torch_release
+from amp_plugin.casting.rules import is_older, torch_release
 from amp_plugin.patterns import matched_modules, require_matches
 
 # (original class, settings) -> the methods that replace its own. An importable function: pickles name it.

@@ -14,8 +14,7 @@ from torch.compiler import is_compiling
 
 from amp_plugin.casting.dispatcher import DEFAULT, KERNELS, rules_of
 from amp_plugin.casting.region import autocast, call_in, open_blocks
-from amp_plugin.casting.rules import OpRules
-from amp_plugin.casting.rules_files import TABLES
+from amp_plugin.casting.rules import TABLES, OpRules
 from amp_plugin.casting.run_in import change_class
 
 

@@ -184,7 +184,11 @@ def _advised(tracker: Tracker, finding: Finding, base: str, divisor: str = "") -
     cause = cast("Cause", key.partition(",")[0])
     advice = _ADVICE[key].format(c=case)
     block = torch.get_autocast_dtype(finding.device_type) if finding.in_block else None
-    if cause == "pole" and torch.float16 in {finding.dtype, block, *(each.dtype for each in finding.inputs)}:
+    if cause == "pole" and torch.float16 in {
+        finding.dtype,
+        block,
+        *(given.dtype for given in finding.inputs),
+    }:
         advice += " In fp16 an eps below 6e-8 is 0: take a larger one, or call float() first."
     return replace(finding, cause=cause, advice=advice, cures=cures if cause == "range" else ())
 

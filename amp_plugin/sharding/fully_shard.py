@@ -12,7 +12,7 @@ from torch import nn
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.sharding.plan import DtypePlan
 from amp_plugin.weights.ddp import refuse_sharded
-from amp_plugin.weights.formats import HALVES
+from amp_plugin.weights.weight import HALVES
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy

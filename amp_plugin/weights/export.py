@@ -13,8 +13,8 @@ from torch import Tensor
 
 from amp_plugin.messages import did_you_mean
 from amp_plugin.precision import DTYPES
-from amp_plugin.weights.formats import FORMATS, HALVES
 from amp_plugin.weights.optimizer_hooks import ENTRY_OF_0_2
+from amp_plugin.weights.weight import FORMATS, HALVES
 
 _KEYS: Final = ("state_dict", "model", "model_state_dict")  # of Lightning, and of plain loops
 

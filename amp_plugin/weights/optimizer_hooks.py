@@ -31,8 +31,9 @@ from amp_plugin.weights.compressed_state import (
     packed,
     unpacked,
 )
-from amp_plugin.weights.formats import FORMATS, HALVES
 from amp_plugin.weights.weight import (
+    FORMATS,
+    HALVES,
     FrozenParameter,
     hide_fp32,
     is_unstored_half,

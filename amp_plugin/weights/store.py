@@ -18,9 +18,9 @@ from amp_plugin.patterns import matched_modules, require_matches
 from amp_plugin.precision import StateName, WeightsName, checked_word, stores_all
 from amp_plugin.weights.compressed_state import ask_for, bytes_of, local_of
 from amp_plugin.weights.ddp import refuse_sharded, sharded_by
-from amp_plugin.weights.formats import HALVES
 from amp_plugin.weights.optimizer_hooks import add_late_optimizers, add_optimizer
 from amp_plugin.weights.weight import (
+    HALVES,
     FrozenParameter,
     StoredParameter,
     export_as_is,

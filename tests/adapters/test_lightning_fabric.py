@@ -194,6 +194,9 @@ def test_backward_inside_fabric_autocast_runs_without_it():
         assert torch.is_autocast_enabled("cpu")
         fabric.backward(model(X))
     assert on == [False]
+    with torch.autocast("cpu", torch.bfloat16):  # before any module is set up
+        Fabric(accelerator="cpu", plugins=[FabricAmpPrecision("bf16")]).backward(model.a * 2.0)
+    assert on == [False, False]
 
 
 def test_lazy_parameters():

@@ -42,11 +42,13 @@ def test_loggers_and_the_progress_bar_get_scale_skips_and_norm(tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize(
+    "clip", [{}, {"gradient_clip_val": 1.0}, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}]
+)
 def test_the_norm_alone_is_logged_where_nothing_is_scaled(precision, clip):
     monitor, look = AmpMonitor(), Look()
     plugin = AmpPrecision(precision)
-    options = {"gradient_clip_val": clip, "accumulate_grad_batches": 2}
+    options = {**clip, "accumulate_grad_batches": 2}
     trainer = fit(OneWeight(), plugin, steps=2, callbacks=[monitor, look], **options)
     assert dict(trainer.callback_metrics) == look.shown == {"grad_norm": 3.0}  # the mean of the window
     assert plugin.last_step(trainer.optimizers[0]).norm.item() == 3.0  # before clipping

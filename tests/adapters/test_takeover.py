@@ -313,6 +313,7 @@ class TestLightning:
         assert run(text)[0].stdout.splitlines()[-1] == "torch.bfloat16"
         result, _ = run(text, "--rules", str(tmp_path / "rules.yaml"))
         assert result.stdout.splitlines()[-1] == "torch.float32"
+        assert "nothing has read the rules" not in result.stderr
 
     def test_fabric_takes_our_plugin(self, run, package):
         fabric = "lightning.fabric" if package == "lightning.pytorch" else "lightning_fabric"

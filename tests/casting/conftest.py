@@ -6,7 +6,7 @@ import pytest
 
 from amp_plugin import set_default_rules
 from amp_plugin.casting.dispatcher import KERNELS, NO_RULES
-from amp_plugin.casting.rules_files import TABLES
+from amp_plugin.casting.rules import TABLES
 
 
 @pytest.fixture(autouse=True)

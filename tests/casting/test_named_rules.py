@@ -13,8 +13,7 @@ import torch
 import amp_plugin
 from amp_plugin.casting.dispatcher import KERNELS
 from amp_plugin.casting.op_names import full_name, is_registered
-from amp_plugin.casting.rules import OpRules
-from amp_plugin.casting.rules_files import RELEASES, TABLES, listed_rules, torch_release
+from amp_plugin.casting.rules import RELEASES, TABLES, OpRules, listed_rules, torch_release
 
 # What torch registers on each autocast key, read in each torch with
 # torch._C._dispatch_get_registrations_for_dispatch_key: device -> releases that register them -> ops.

@@ -11,8 +11,7 @@ import torch
 
 import amp_plugin
 from amp_plugin.casting.op_names import full_name, overloads_of
-from amp_plugin.casting.rules import OpRule, OpRules
-from amp_plugin.casting.rules_files import TABLES
+from amp_plugin.casting.rules import TABLES, OpRule, OpRules
 from tests.warm_processes import call, run_program
 
 KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from amp_plugin.kernels.cuda.catalogue import LAYOUT, SOURCES, TUNING, Kernel, Tuning
+from amp_plugin.kernels.cuda import LAYOUT, SOURCES, TUNING, Kernel, Tuning
 
 HERE = Path(__file__).parent
 FLAGS = [

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from tests.fuzz.model import NO, YES
-from tests.fuzz.oracle import Oracle
-from tests.fuzz.predictions import (
+from tests.fuzz.model import (
+    NO,
+    YES,
     are_unscaled,
     error_of_copy,
     error_of_unscale,
@@ -17,6 +17,7 @@ from tests.fuzz.predictions import (
     may_meet,
     may_update,
 )
+from tests.fuzz.oracle import Oracle
 from tests.fuzz.scale_model import Disagreement, OutOfDomainError
 from tests.fuzz.scene import Scene, named, params, terms, value_of
 from tests.fuzz.sequences import PARAMS, Setup
@@ -40,10 +41,6 @@ class Run:
 
     def members(self, o: int) -> list[int]:
         return self.oracle.members[o]
-
-    def owned_by(self, *kinds: str) -> set[int]:
-        """The parameters that optimizers of these kinds step."""
-        return {i for o, kind in enumerate(self.setup.kinds) if kind in kinds for i in self.members(o)}
 
     def may_call(self, o: int) -> bool:
         """Whether a call on an optimizer has a meaning: something was scaled, and it may be met; meets it."""
@@ -306,7 +303,8 @@ def register(run: Run, o: int) -> None:
 
 def add_param_group(run: Run, o: int, index: int) -> None:
     oracle = run.oracle
-    if run.kind(o) == "two_calls" or index in run.owned_by("two_calls") or index in run.members(o):
+    fixed = [other for other, kind in enumerate(run.setup.kinds) if kind == "two_calls"]
+    if o in fixed or any(index in run.members(other) for other in (o, *fixed)):
         return
     if oracle.windows[o].folded:
         return

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from tests.fuzz.model import MAYBE, NO, YES, Gradient, Model, Window
-from tests.fuzz.predictions import update_waits
+from tests.fuzz.model import MAYBE, NO, YES, Gradient, Model, Window, update_waits
 from tests.fuzz.scale_model import DEFAULT
 
 

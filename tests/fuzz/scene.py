@@ -45,12 +45,9 @@ class Scene:
         self.params: list[torch.Tensor] = [self._names[f"p{i}"] for i in range(len(oracle.params))]
         for o, (kind, members) in enumerate(zip(setup.kinds, setup.members, strict=True)):
             self.run(f"o{o} = optimizer({kind!r}, [{params(members)}])")
-        self.make_scaler(setup)
-        self.keep_weights()
-
-    def make_scaler(self, setup: Setup) -> None:
         options = "".join(f", {name}={value!r}" for name, value in setup.options.items())
         self.run(f'scaler = GradScaler("cpu"{options})')
+        self.keep_weights()
 
     def run(self, line: str, refused: str = NO, text: str = "") -> bool:
         """Run a line; return whether it was ``refused``, with a RuntimeError that says ``text``."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from tests.fuzz.scale_model import DEFAULT, ScaleModel
+from tests.fuzz.scale_model import DEFAULT
 
 PARAMS = 5
 
@@ -39,19 +39,11 @@ class Setup:
     options: dict[str, Any] = field(default_factory=dict)  # of GradScaler
 
     @property
-    def init_scale(self) -> float:
-        return self.options.get("init_scale", 2.0**16)
-
-    @property
     def names(self) -> tuple[str, ...]:
         return (DEFAULT, *self.options.get("losses", ()))
 
     def weights(self) -> list[list[float]]:
         return [[0.5 + 0.25 * i, 1.25 - 0.5 * i] for i in range(PARAMS)]
-
-    def scale_model(self) -> ScaleModel:
-        """The model of the scales: torch's rule, with a floor only where one was asked for."""
-        return ScaleModel(self.names, self.options)
 
 
 def draw_setup(rng: random.Random) -> Setup:

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from tests.fuzz.events import NOT_SCALED_YET, Run, zero_grad
-from tests.fuzz.model import NO, YES
+from tests.fuzz.model import NO, YES, error_of_missing_update, error_of_step, may_meet
 from tests.fuzz.oracle import GaveUpError
-from tests.fuzz.predictions import error_of_missing_update, error_of_step, may_meet
 from tests.fuzz.scale_model import DEFAULT, Disagreement
 from tests.fuzz.scene import named, terms, value_of
 

@@ -27,7 +27,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from amp_plugin.kernels.cuda.catalogue import SOURCES, TUNING, Kernel, Tuning, all_kernels
+from amp_plugin.kernels.cuda import SOURCES, TUNING, Kernel, Tuning, all_kernels
 from tests.cuda_emulation.emulated_kernels import (
     build,
     compiler,

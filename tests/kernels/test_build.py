@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from amp_plugin import log_casts
-from amp_plugin.kernels import build, build_cache
+from amp_plugin.kernels import build
 from amp_plugin.kernels.build import NativeCore, build_core, core_name, native_core, require_native
 from tests.cuda_emulation.emulated_kernels import object_folder, torch_headers
 from tests.warm_processes import WarmProcess, call
@@ -218,7 +218,7 @@ def test_a_whole_cache_on_a_read_only_file_system_is_used(
 
     for owner, name in (
         *((os, "chmod"), (os, "replace"), (os, "open")),
-        *((build_cache, "FileLock"), (build_cache.tempfile, "TemporaryDirectory")),
+        *((build, "FileLock"), (build.tempfile, "TemporaryDirectory")),
     ):
         monkeypatch.setattr(owner, name, refuse)
     assert (native_core().library, native_core().seconds) == (file, 0.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from amp_plugin.kernels.build_cache import cache_root, digest, obtain
+from amp_plugin.kernels.build import cache_root, digest, obtain
 from tests.warm_processes import WarmProcess
 
 

@@ -11,7 +11,7 @@ import torch
 import amp_plugin.kernels
 from amp_plugin.casting import dispatcher
 from amp_plugin.kernels import reference
-from amp_plugin.kernels.cuda.catalogue import all_kernels
+from amp_plugin.kernels.cuda import all_kernels
 from amp_plugin.kernels.ops import HYSTERESIS_MODES
 
 KERNELS = Path(amp_plugin.kernels.__file__).parent

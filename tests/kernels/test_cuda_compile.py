@@ -14,8 +14,8 @@ import torch
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
 
+from amp_plugin.kernels.cuda import NORMS, SOURCES, Kernel, Tuning, all_kernels
 from amp_plugin.kernels.cuda import compile as cuda_compile
-from amp_plugin.kernels.cuda.catalogue import NORMS, SOURCES, Kernel, Tuning, all_kernels
 from amp_plugin.kernels.cuda.compile import (
     ARCHITECTURES,
     all_cubins,

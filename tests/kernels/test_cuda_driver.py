@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
 
-from amp_plugin.kernels.cuda.catalogue import all_kernels
+from amp_plugin.kernels.cuda import all_kernels
 from amp_plugin.kernels.cuda.compile import all_cubins, identity_of
 from tests.cuda_emulation.emulated_kernels import HERE, compiler
 from tests.warm_processes import run_program

@@ -11,7 +11,7 @@ pytest.importorskip("cuda.core", reason="needs cuda-core")
 
 from cuda.bindings import nvrtc
 
-from amp_plugin.kernels.cuda.catalogue import SOURCES, TUNING, Kernel, Tuning
+from amp_plugin.kernels.cuda import SOURCES, TUNING, Kernel, Tuning
 from amp_plugin.kernels.cuda.compile import options_for
 
 LOAD = "ld.global.ca.v4.u32"

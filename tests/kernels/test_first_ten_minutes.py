@@ -22,7 +22,7 @@ from torch import Tensor
 
 import benchmarks.cuda
 from amp_plugin.kernels import ops  # noqa: F401 -- defines them
-from amp_plugin.kernels.cuda.catalogue import LAYOUT, SOURCES
+from amp_plugin.kernels.cuda import LAYOUT, SOURCES
 from amp_plugin.kernels.cuda.register import cuda_core
 from benchmarks.setting import Setting
 from tests.host_device import host_device
@@ -277,7 +277,7 @@ def test_sweep():
     """Measure with other numbers of blocks and of loads in flight, each in a process of its own."""
     builds: dict[str, str] = {}
     for blocks, in_flight in itertools.product((2, 4, 5, 8)[often(0, 1) : often(4, 2)], (4, 8)):
-        tuned = "from amp_plugin.kernels.cuda import catalogue as c; "
+        tuned = "from amp_plugin.kernels import cuda as c; "
         tuned += f"c.TUNING = c.Tuning(blocks={blocks}, in_flight={in_flight})"
         code = f"{tuned}\nfrom tests.kernels.test_first_ten_minutes import swept\nswept()"
         done = subprocess.run(
@@ -295,10 +295,11 @@ def swept() -> None:
     """Print what was launched, and the shares of copy_ at 100 MB, as JSON."""
     host_device.install_if_loaded()
     core = cuda_core(0)
-    from amp_plugin.kernels.cuda import catalogue, compile  # noqa: A004 -- needs cuda-core
+    from amp_plugin.kernels import cuda
+    from amp_plugin.kernels.cuda import compile  # noqa: A004 -- needs cuda-core
 
     assert core.loaded, core.reason
-    code = b"".join(compile.all_cubins(core.architecture, catalogue.TUNING).values())
+    code = b"".join(compile.all_cubins(core.architecture, cuda.TUNING).values())
     print(json.dumps([f"{hashlib.sha256(code).hexdigest()} {core.identity}", believable("1 x 100 MB")]))
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from amp_plugin.casting.rules_files import is_older, torch_release
+from amp_plugin.casting.rules import is_older, torch_release
 from tests.numerics import (  # noqa: F401 - they register; the fresh ones were written without a look at diagnose
     broken_programs,
     fresh_broken_programs,

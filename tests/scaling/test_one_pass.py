@@ -120,7 +120,7 @@ def test_gradients_that_were_unscaled_or_are_shared_are_left_to_torch(shared):
 
 
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("clip", [None, "before", "after"])
+@pytest.mark.parametrize("clip", [None, "before", "after", "folded", "folded, trusted"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_overflow_changes_nothing(kind, clip, scale):
     run = Run(kind, scaler=scaler_of(scale))
@@ -134,6 +134,10 @@ def test_an_overflow_changes_nothing(kind, clip, scale):
     run.params[1].grad.data[3] = torch.nan
     if clip == "after":
         run.scaler.clip_grad_norm_(run.params, 0.1)
+    elif clip is not None and "folded" in clip:
+        run.scaler.clip_grad_norm_(run.optimizer, 0.1, fold=True)
+        if "trusted" in clip:
+            run.scaler.assume_unchanged(run.optimizer)
     run.scaler.step(run.optimizer)
     result = run.scaler.last_step(run.optimizer)
     assert (result.skipped, result.one_pass, called) == (True, True, [])

@@ -263,15 +263,6 @@ def test_options_leave_the_step_and_the_clip_to_torch(options, text):
     assert all(map(torch.equal, run.values(), theirs.values()))
 
 
-@pytest.mark.parametrize("target", ["optimizer", "params"])
-def test_otherwise_a_clip_is_measured_by_our_op(target):
-    run = Run("sgd", scaler=scaler_of(None))
-    run.backward()
-    with OpsSeen() as seen:
-        run.scaler.clip_grad_norm_(getattr(run, target), 0.5)
-    assert seen.names.count("norm_check") == 1
-
-
 def test_a_step_that_is_refused_registers_nothing(weights):
     one, scaler = weights(), GradScaler("cpu")
     for arguments in ((), (None,)):

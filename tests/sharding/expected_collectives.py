@@ -9,8 +9,8 @@ from torch import Size, Tensor
 
 from amp_plugin import DtypePlan
 from amp_plugin.precision import short_name
-from amp_plugin.sharding.collectives import Collective
 from amp_plugin.sharding.fully_shard import has_dtypes_by_parameter
+from amp_plugin.sharding.report import Collective
 from tests.sharding.models import Net
 
 

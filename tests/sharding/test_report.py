@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from amp_plugin import DtypePlan, dtype_report, fully_shard
-from amp_plugin.sharding.collectives import _NAMESPACES, _op_of
 from amp_plugin.sharding.fully_shard import has_dtypes_by_parameter
+from amp_plugin.sharding.report import _NAMESPACES, _op_of
 from amp_plugin.weights.store import weight_bytes
 from tests.process_groups import group_of_one
 from tests.sharding.models import Net

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from amp_plugin import AmpPrecision
 from amp_plugin.cli import app
-from amp_plugin.weights.formats import FORMATS
+from amp_plugin.weights.weight import FORMATS
 from tests.adapters.accelerate_pair import ours, reset
 from tests.adapters.lightning_models import Linear, fit
 

@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_plugin import autocast, restore_weights, store_weights
 from amp_plugin.kernels.build import native_core
-from amp_plugin.weights.formats import FORMATS
 from amp_plugin.weights.store import in_fp32, weight_bytes
-from amp_plugin.weights.weight import has_room
+from amp_plugin.weights.weight import FORMATS, has_room
 from tests.warm_processes import run_program
 from tests.weights.twins import assert_same, exact, give_gradients, network, stepped_twins, train, twins
 

@@ -39,8 +39,7 @@ from amp_plugin.adapters.scaler import (
 from amp_plugin.adapters.weights import ModelWeights
 from amp_plugin.casting.bound_rules import replaced
 from amp_plugin.casting.dispatcher import set_default_rules
-from amp_plugin.casting.rules import OpRules
-from amp_plugin.casting.rules_files import TABLES
+from amp_plugin.casting.rules import TABLES, OpRules
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.casting.threads import RegionState
 from amp_plugin.kernels.tracers import outside_graphs

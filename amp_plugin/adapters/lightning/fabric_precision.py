@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from amp_plugin.adapters.lightning.precision_core import PrecisionCore
 from amp_plugin.adapters.scaler import fsdp_root, register, scaler_groups, torch_optimizer
 from amp_plugin.casting.bound_rules import replaced
+from amp_plugin.casting.region import autocast
 from amp_plugin.casting.threads import autocast_module
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.options import LightningOptions, lists_options
@@ -109,8 +110,8 @@ class FabricPrecision(PrecisionCore):
     @outside_graphs
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Scale the loss and run backward without autocast."""
-        inside = torch.is_autocast_enabled(self.device or tensor.device.type)
-        with self._no_region() if inside else nullcontext():
+        device = self.device or tensor.device.type
+        with autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             loss = self._scaler.scale(tensor)
             self.package.plugins.Precision.backward(self, loss, model, *args, **kwargs)
 

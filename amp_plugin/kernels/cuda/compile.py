@@ -14,8 +14,8 @@ from typing import Final
 from cuda.bindings import nvrtc  # type: ignore[import-untyped]
 from cuda.core import Program, ProgramOptions  # type: ignore[import-untyped]
 
-from amp_plugin.kernels.build_cache import cache_root, digest, obtain
-from amp_plugin.kernels.cuda.catalogue import LAYOUT, SOURCES, TUNING, Kernel, Tuning, all_kernels
+from amp_plugin.kernels.build import cache_root, digest, obtain
+from amp_plugin.kernels.cuda import LAYOUT, SOURCES, TUNING, Kernel, Tuning, all_kernels
 
 ARCHITECTURES: Final = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 """What is tested; any other architecture that NVRTC knows, from sm_75 on, compiles as well."""

@@ -13,8 +13,8 @@ from typing import Final
 import torch
 from torch.library import Library
 
+from amp_plugin.kernels import cuda
 from amp_plugin.kernels.build import native_core
-from amp_plugin.kernels.cuda import catalogue
 from amp_plugin.kernels.tracers import outside_tracers, untraced
 from amp_plugin.messages import warn_user
 
@@ -102,10 +102,10 @@ def _load_all(index: int) -> CudaCore:
         msg = f"{properties.name} has compute capability {capability}; the CUDA kernels need 7.5 or newer"
         raise RuntimeError(msg)
     architecture = architecture_for(*capability)
-    cubins = all_cubins(architecture, catalogue.TUNING)
+    cubins = all_cubins(architecture, cuda.TUNING)
     names = [f"{kernel.name} {kernel.norm}".strip() for kernel in cubins]
     code = [torch.frombuffer(bytearray(cubin), dtype=torch.uint8) for cubin in cubins.values()]
-    blocks = properties.multi_processor_count * catalogue.TUNING.blocks
+    blocks = properties.multi_processor_count * cuda.TUNING.blocks
     try:
         torch.ops.amp_plugin._cuda_open(index, blocks, names, code)
     except RuntimeError as error:

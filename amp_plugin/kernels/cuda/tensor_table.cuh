@@ -10,7 +10,7 @@
 
 namespace amp_plugin::cuda {
 
-// What is to be swept on a device; catalogue.py says how much of each.
+// What is to be swept on a device; __init__.py says how much of each.
 constexpr u32 kBlocksPerMultiprocessor = BLOCKS_PER_MULTIPROCESSOR;
 constexpr u32 kInFlight = IN_FLIGHT;  // 16-byte loads a thread issues before it uses the first
 constexpr u32 kFullWarp = 0xffffffffu;
