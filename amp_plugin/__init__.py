@@ -58,10 +58,9 @@ _NAMES = {  # by the module they live in
     "numerics.shadow": ("shadow_run",),
     "run_page.report": ("report",),
     "scaling.grad_scaler": ("GradScaler",),
-    "sharding.collectives": ("log_collectives",),
     "sharding.fully_shard": ("fully_shard",),
     "sharding.plan": ("DtypePlan",),
-    "sharding.report": ("dtype_report",),
+    "sharding.report": ("dtype_report", "log_collectives"),
     "tuning.tune": ("tune",),
     "weights.store": ("restore_weights", "store_weights"),
 }

@@ -38,7 +38,6 @@ FIGURES = ROOT / "benchmarks" / "results"
 KERNELS = ("tests/kernels", "tests/host_device", "tests/benchmarks")
 PROMISED = ("bandwidth", "launches", "clipping", "steps", "kernels", "tensors")  # the sections of most weight
 LATER = tuple(key for key in CPU if key not in PROMISED and key != "host")  # host needs no GPU
-FRAMEWORKS = {"lightning": ("lightning",), "accelerate": ("accelerate",)}
 FIRST = "first-ten-minutes"
 FIRST_TESTS = "tests/kernels/test_first_ten_minutes.py"
 PARTS = ("ops", "streams", "addresses", "graphs", "bandwidth", "sweep")
@@ -47,7 +46,6 @@ FIRST_STEPS = (*(f"first-{part}" for part in PARTS), "memcheck", "initcheck")
 SUMMARY = re.compile(
     r"ERROR SUMMARY: .*|RACECHECK SUMMARY: .*|^=* ?(?:\d+ \w+,? )+in [\d.]+s.*", re.MULTILINE
 )
-FAILURE = re.compile(r"^(?:FAILED|ERROR|MISSED) .*", re.MULTILINE)
 LEAST = 30.0  # seconds without which a long step is not begun
 WIDTH = 110
 
@@ -70,13 +68,9 @@ class Outcome:
     name: str
     verdict: str  # "passed", "FAILED" and why, why it was left out, or that it was cut off for want of time
     seconds: float = 0.0
-    failures: tuple[str, ...] = ()  # lines that name failed tests and missed promises
 
     def __str__(self) -> str:
-        more = len(self.failures) - 1
-        lines = [f"{self.name:<15} {self.seconds:>4.0f} s  {self.verdict}", *self.failures[:1]]
-        lines += [f"and {more} others; outcomes.json names them"] if more > 0 else []
-        return "\n    ".join(line[:WIDTH] for line in lines)
+        return f"{self.name:<15} {self.seconds:>4.0f} s  {self.verdict}"[:WIDTH]
 
 
 def pytest_over(*where: str, marked: str = "gpu and not slow") -> tuple[str, ...]:
@@ -95,10 +89,16 @@ def first(part: str) -> tuple[str, ...]:
     return (*pytest_over(f"{FIRST_TESTS}::test_{part}", marked="gpu"), "-s")
 
 
+def run_tests(name: str, *where: str, needs: tuple[str, ...] = (), marked: str = "gpu and not slow") -> Step:
+    """Return the step that runs tests."""
+    return Step(name=name, command=pytest_over(*where, marked=marked), needs=("pytest", *needs))
+
+
 def section(key: str) -> Step:
     """Return the step that measures a section of the benchmarks, for the figures alone."""
     command = (sys.executable, "-m", "benchmarks", "cuda", "--only", key, "--keep")
-    return Step(name=key, command=command, needs=FRAMEWORKS.get(key, ()), limit=200.0)
+    needs = (key,) if key in {"lightning", "accelerate"} else ()
+    return Step(name=key, command=command, needs=needs, limit=200.0)
 
 
 def checked(tool: str) -> Step:
@@ -112,22 +112,22 @@ def checked(tool: str) -> Step:
 
 def steps() -> list[Step]:
     """Return what there is to run, what matters most first."""
-    adapters = ("pytest", "hypothesis", "lightning", "accelerate")
-    recipes = ("pytest", "omegaconf", "sklearn", "matplotlib", "tensorboard", "lightning", "accelerate")
+    adapters = ("hypothesis", "lightning", "accelerate")
+    recipes = ("omegaconf", "sklearn", "matplotlib", "tensorboard", "lightning", "accelerate")
     promises = (sys.executable, "-m", "benchmarks", "cuda", "--promises")
     return [
         *(Step(name=f"first-{part}", command=first(part), needs=("pytest",), limit=240.0) for part in PARTS),
         *map(checked, ("memcheck", "initcheck")),
         Step(name="doctor", command=(sys.executable, "-m", "amp_plugin", "doctor"), needs=("typer",)),
-        Step(name="kernel-tests", command=pytest_over(*KERNELS, "--ignore", FIRST_TESTS), needs=("pytest",)),
+        run_tests("kernel-tests", *KERNELS, "--ignore", FIRST_TESTS),
         *map(section, PROMISED),
         Step(name="promises", command=promises, limit=60.0),
-        Step(name="scaling-tests", command=pytest_over("tests/scaling"), needs=("pytest",)),
-        Step(name="casting-tests", command=pytest_over("tests/casting"), needs=("pytest",)),
+        run_tests("scaling-tests", "tests/scaling"),
+        run_tests("casting-tests", "tests/casting"),
         *map(checked, ("racecheck", "synccheck")),
-        Step(name="slow-tests", command=pytest_over(*KERNELS, marked="gpu and slow"), needs=("pytest",)),
-        Step(name="adapter-tests", command=pytest_over("tests/adapters"), needs=adapters),
-        Step(name="recipe-tests", command=pytest_over("tests/recipes"), needs=recipes),
+        run_tests("slow-tests", *KERNELS, marked="gpu and slow"),
+        run_tests("adapter-tests", "tests/adapters", needs=adapters),
+        run_tests("recipe-tests", "tests/recipes", needs=recipes),
         *map(section, LATER),
     ]
 
@@ -157,8 +157,7 @@ def run(step: Step, log: Path, limit: float) -> Outcome:
         verdict = f"FAILED, exit status {status}: {told}"
     else:
         verdict = f"passed: {told}"
-    seconds, failures = time.perf_counter() - begin, tuple(FAILURE.findall(said))
-    return Outcome(name=step.name, verdict=verdict, seconds=seconds, failures=failures)
+    return Outcome(name=step.name, verdict=verdict, seconds=time.perf_counter() - begin)
 
 
 def _status(step: Step, output: int, most: float) -> int | None:
@@ -236,7 +235,7 @@ def main(words: Sequence[str] | None = None) -> int:
         file.unlink(missing_ok=True)
         (folder / "on-gpu.log").unlink(missing_ok=True)
     kept = json.loads(file.read_text()) if file.exists() else []
-    outcomes = {data["name"]: Outcome(**{**data, "failures": tuple(data["failures"])}) for data in kept}
+    outcomes = {data["name"]: Outcome(**data) for data in kept}
     copy_newer(folder, FIGURES)
     done = {name for name, outcome in outcomes.items() if not outcome.verdict.startswith("cut off")}
     chosen = [step for step in steps() if not asked.only or step.name in asked.only]
@@ -244,7 +243,7 @@ def main(words: Sequence[str] | None = None) -> int:
         [step for step in chosen if not (asked.rest and step.name in done)], outcomes, folder, asked.within
     )
     print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {sys.version.split()[0]}")
-    print(*outcomes.values(), sep="\n")
+    print(*outcomes.values(), f"what failed stands in {folder / 'on-gpu.log'}", sep="\n")
     return int(any(not outcome.verdict.startswith(("passed", "left out")) for outcome in outcomes.values()))
 
 

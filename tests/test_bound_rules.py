@@ -50,21 +50,17 @@ def test_a_program_is_cured_without_being_touched_and_names_are_given_back(files
         assert (x @ x).isinf().all()
 
 
-def test_rules_of_another_device_are_told(files: Path) -> None:
+def test_rules_that_nothing_reads_are_told_and_what_holds_none_is_refused(files: Path) -> None:
+    words = ("run", "--rules", str(files / "rules.yaml"))
+    (files / "quiet.py").touch()
+    quiet = amp(*words, str(files / "quiet.py"))
+    assert quiet.exit_code == 0
+    assert "no autocast block on cpu was opened, so nothing has read the rules of" in quiet.stderr
     (files / "rules.yaml").write_text("device_type: cuda\nrules: {aten::mm: fp32}\n")
     with pytest.warns(UserWarning, match=r"rules.yaml: the rules are for cuda; autocast on cpu follows"):
-        assert amp("run", "--rules", str(files / "rules.yaml"), str(files / "train.py")).exit_code == 0
-
-
-def test_a_file_that_nothing_reads_is_told_at_the_end(files: Path) -> None:
-    result = amp("run", "--rules", str(files / "rules.yaml"), str(files / "quiet.py"))
-    assert result.exit_code == 0
-    assert "no autocast block on cpu was opened, so nothing has read the rules of" in result.stderr
-
-
-def test_a_file_that_holds_no_rules_is_refused(files: Path) -> None:
+        assert amp(*words, str(files / "train.py")).exit_code == 0
     (files / "rules.yaml").write_text("rules: {aten::mumul: fp32}\n")
-    assert amp("run", "--rules", str(files / "rules.yaml"), str(files / "train.py")).exit_code == 2
+    assert amp(*words, str(files / "train.py")).exit_code == 2
 
 
 @pytest.fixture

@@ -61,7 +61,6 @@ def test_it_runs_from_the_sources_alone(
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["docter"], "No such command 'docter'"),
         (["doctor", "--precision", "fp61"], "'fp61' is not one of 'fp16', 'bf16', 'fp32'"),
         (["doctor", "--device", "gpu"], "'gpu' is not one of 'cpu', 'cuda', 'mps', 'xpu'"),
         (["casts", "--by", "modle", __file__], "'modle' is not one of 'cast', 'module', 'op'"),
@@ -92,7 +91,6 @@ def test_doctor_on_a_healthy_machine(whole_core: None) -> None:
         assert report[title]
     for value in (report["versions"]["torch"], report["cache"]["folder"], report["devices"][0]["name"]):
         assert value in result.output
-    assert all(line == line.rstrip() for line in result.output.splitlines())
 
 
 def test_doctor_says_why_the_core_is_missing(no_core: None) -> None:
@@ -172,35 +170,17 @@ def test_the_variables_known_are_those_of_the_adapter() -> None:
     assert settings.CONFIG in options.OWN_VARIABLES
 
 
-@pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Replace compiling; returns what `rebuild` was asked for."""
-    asked: list[bool] = []
-
-    def core(*, rebuild: bool) -> tuple[Path, float]:
-        asked.append(rebuild)
-        return Path("/cache/core.so"), 20.25 if rebuild else 0.0
-
+def test_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = lambda *, rebuild: (Path("/cache/core.so"), 20.25 if rebuild else 0.0)  # noqa: E731
     monkeypatch.setattr(build, "build_core", core)
-    return asked
-
-
-def test_build(built: list[bool]) -> None:
+    monkeypatch.setattr(compile_, "build_ahead", len)
     assert amp("build").output == "already compiled: /cache/core.so\n"
     result = amp("build", "--rebuild", "--json")
     assert result.exit_code == 0
     assert json.loads(result.stdout) == {"built": True, "core": "/cache/core.so", "seconds": 20.2}
-    assert built == [False, True]
-
-
-def test_build_of_cuda_kernels(built: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[str] = []
-    monkeypatch.setattr(compile_, "build_ahead", lambda architectures: compiled.extend(architectures) or 20)
     result = amp("build", "--cuda", "sm_80", "--cuda", "sm_90a")
-    assert result.exit_code == 0
-    assert compiled == ["sm_80", "sm_90a"]
-    assert result.output.endswith("20 CUDA kernels for sm_80, sm_90a are in the cache\n")
-    assert json.loads(amp("build", "--cuda", "sm_80", "--json").stdout)["cubins"] == 20
+    assert result.output.endswith("2 CUDA kernels for sm_80, sm_90a are in the cache\n")
+    assert json.loads(amp("build", "--cuda", "sm_80", "--json").stdout)["cubins"] == 1
 
 
 def test_the_packages_named_for_cuda_are_the_dependency_and_the_extra() -> None:
@@ -246,29 +226,17 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.native
-def test_casts_of_a_script(script: Path) -> None:
-    result = amp("casts", str(script), "--by", "mine")
-    assert result.exit_code == 3
-    assert "arguments: --by mine" in result.output
-    assert re.search(r"Linear +linear +weight +fp32 → bf16 +1 +0 +48 bytes", result.output)
-    assert re.search(r"total +4 +", result.output)
-
-
-@pytest.mark.native
 @pytest.mark.parametrize(
     ("by", "expected"),
-    [
-        ("op", [{"op": "aten::linear.default", "casts": 3}, {"op": "aten::mse_loss.default", "casts": 1}]),
-        ("module", [{"module": "Linear", "casts": 3}, {"module": "", "casts": 1}]),
-    ],
+    [("op", ["aten::linear.default", "aten::mse_loss.default"]), ("module", ["Linear", ""])],
 )
-def test_casts_as_json(by: str, expected: list[dict[str, Any]], script: Path) -> None:
+def test_casts_as_json(by: str, expected: list[str], script: Path) -> None:
     result = amp("casts", "--json", "--by", by, str(script))
     report = json.loads(result.stdout)
     assert result.exit_code == 3
     assert "arguments:" in result.stderr
     assert (report["script"], report["by"]) == (str(script), by)
-    assert [{name: row[name] for name in expected[0]} for row in report["rows"]] == expected
+    assert [(row[by], row["casts"]) for row in report["rows"]] == [*zip(expected, (3, 1), strict=True)]
     assert report["rows"][0]["elements"] == 12 + 8 + 2
     assert report["rows"][0]["bytes"] == 6 * (12 + 8 + 2)
 
@@ -313,8 +281,10 @@ def test_an_error_of_the_script_is_not_hidden(script: Path) -> None:
 @pytest.mark.native
 def test_what_was_cast_before_an_error_is_listed(script: Path) -> None:
     script.write_text(SCRIPT.replace("sys.exit(3)", "raise KeyboardInterrupt"))
-    result = amp("casts", str(script))
+    result = amp("casts", str(script), "--by", "mine")
     assert result.exit_code == 130
+    assert "arguments: --by mine" in result.output
+    assert re.search(r"total +4 +", result.output)
     assert re.search(r"Linear +linear +weight +fp32 → bf16 +1 +0 +48 bytes", result.stdout)
     assert result.stderr.startswith('Traceback (most recent call last):\n  File "' + str(script))
     assert "no casts" not in result.output
@@ -325,8 +295,7 @@ def test_casts_needs_the_native_core(script: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("AMP_PLUGIN_NATIVE", "0")
     result = amp("casts", str(script))
     assert result.exit_code == 1
-    assert "error: amp-plugin casts needs the native core" in result.stderr
-    assert "Unset AMP_PLUGIN_NATIVE" in result.stderr
+    assert re.search("casts needs the native core.*Unset AMP_PLUGIN_NATIVE", result.stderr, re.DOTALL)
 
 
 @pytest.mark.native

@@ -1,33 +1,30 @@
-"""The hint behind an unknown name, written once; a warning shows the line of the user, not of the package."""
+"""A warning shows the line of the user, not of the package."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
+import pytest
 import torch
 
 import amp_plugin
 from amp_plugin import GradScaler
 from amp_plugin.messages import warn_user
 
-ROOT = Path(__file__).parent.parent
 
-
-def test_a_warning_of_a_caller_outside_shows_its_line(recwarn):
-    warn_user("look here", RuntimeWarning)
-    (seen,) = recwarn
-    assert (seen.filename, seen.category, str(seen.message)) == (__file__, RuntimeWarning, "look here")
-
-
-def test_a_warning_from_deep_in_the_package_shows_the_users_line(recwarn, tmp_path, monkeypatch):
-    source = "def outer(warn):\n    inner(warn)\n\ndef inner(warn):\n    warn('deep')\n"
-    inside = {"__name__": f"{amp_plugin.__name__}.deep"}
-    exec(compile(source, "deep.py", "exec"), inside)
+@pytest.mark.parametrize(
+    ("package", "line"),
+    [
+        *((name, __file__) for name in ("amp_plugin.deep", "lightning.pytorch.strategies")),
+        *((name, __file__) for name in ("accelerate.accelerator", "torch.optim", "contextlib")),
+        ("amp_plugin_of_somebody_else", "neighbour.py"),
+    ],
+)
+def test_lines_of_the_package_and_of_frameworks_are_passed_over(recwarn, package, line):
+    inside = {"__name__": package}
+    source = "def outer(warn):\n    inner(warn)\n\ndef inner(warn):\n    warn('deep', RuntimeWarning)\n"
+    exec(compile(source, "neighbour.py", "exec"), inside)
     inside["outer"](warn_user)
-    neighbour = {"__name__": f"{amp_plugin.__name__}_of_somebody_else"}
-    exec(compile(source, "neighbour.py", "exec"), neighbour)
-    neighbour["outer"](warn_user)
-    assert [seen.filename for seen in recwarn] == [__file__, "neighbour.py"]
+    (seen,) = recwarn
+    assert (seen.filename, seen.category, str(seen.message)) == (line, RuntimeWarning, "deep")
 
 
 def test_each_warning_of_a_scaler_shows_the_users_line(recwarn):
@@ -54,20 +51,3 @@ def test_torchs_warning_of_a_region_shows_the_users_line(recwarn):
         pass
     (seen,) = recwarn
     assert (seen.filename, "dtype is not supported" in str(seen.message)) == (__file__, True)
-
-
-def test_lines_of_frameworks_are_passed_over(recwarn):
-    source = "def outer(warn):\n    warn('deep')\n"
-    for package in ("lightning.pytorch.strategies", "accelerate.accelerator", "torch.optim", "contextlib"):
-        inside = {"__name__": package}
-        exec(compile(source, "framework.py", "exec"), inside)
-        inside["outer"](warn_user)
-    assert {seen.filename for seen in recwarn} == {__file__}
-
-
-def test_the_hint_is_made_in_one_place() -> None:
-    own = {ROOT / "amp_plugin/messages.py"}
-    sources = {*(ROOT / "amp_plugin").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")}
-    assert own <= sources
-    others = [path for path in sources - own if "difflib" in path.read_text()]
-    assert others == []

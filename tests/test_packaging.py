@@ -30,14 +30,10 @@ def step(model: torch.nn.Module, batch: torch.Tensor, optimizer: torch.optim.Opt
         loss: torch.Tensor = model(batch).sum()
     torch.autograd.backward(scaler.scale(loss))
     scaler.step(optimizer)
-    scaler.update()
     return scaler.get_scale()
 
 
-rules: amp_plugin.OpRules = amp_plugin.OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
-rule: amp_plugin.OpRule = rules["aten::softmax.int"]
-available: bool = amp_plugin.is_autocast_available("cpu")
-version: str = amp_plugin.__version__
+rule: amp_plugin.OpRule = amp_plugin.OpRules.default("cpu")["aten::softmax.int"]
 '''
 WRONG = """
 import amp_plugin
@@ -161,6 +157,18 @@ def test_types_reach_a_consumer(checker: str, tmp_path: Path) -> None:
     assert answer.returncode == 1, answer.stdout + answer.stderr
     assert len(said) == 1, answer.stdout + answer.stderr
     assert re.search(r"wrong\.py.*(Incompatible types|not assignable)", said[0]), answer.stdout
+
+
+def test_make_refuses_a_python_that_is_too_old(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    old = tmp_path / "python3.9"
+    old.write_text('#!/bin/sh\ncase "$2" in *sys.exit*) exit 1;; *) echo 3.9;; esac\n')
+    old.chmod(0o755)
+    answer = run("make", "lint", f"PYTHON={old}", cwd=tmp_path)
+    assert answer.returncode == 2
+    assert f"amp_plugin needs Python 3.10 or newer, {old} is older or missing" in answer.stderr
+    assert not (tmp_path / ".venv").exists()
 
 
 def test_the_version_heads_the_changelog() -> None:

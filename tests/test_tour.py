@@ -27,7 +27,7 @@ def source(cell: dict[str, Any]) -> str:
     return FEW if small else "".join(cell["source"])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the notebook has defined after its last cell."""
     matplotlib = pytest.importorskip("matplotlib")
@@ -43,36 +43,21 @@ def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return defined
 
 
-def test_the_first_steps_are_skipped_and_then_the_model_learns(variables: dict[str, Any]) -> None:
+def test_the_cells_show_what_the_text_says(variables: dict[str, Any]) -> None:
     assert variables["skipped"][:5] == [0, 1, 2, 3, 4]
     assert len(variables["skipped"]) < 20
     assert variables["losses"][-1] < 0.7 * variables["losses"][0]
-
-
-def test_one_region_saves_casts_of_weights(variables: dict[str, Any]) -> None:
     four, one = variables["four_regions"], variables["one_region"]
     assert sum(one.values()) < 0.8 * sum(four.values())
     assert {"Reader.digit", "Reader.attention.1.key"} <= set(four)
-
-
-def test_the_overflow_is_named(variables: dict[str, Any]) -> None:
     named = {*variables["overflow"].inf, *variables["overflow"].nan}
     assert "digit.weight" in named
     assert len(named) < 6
-
-
-def test_the_nan_is_traced_to_the_product_of_queries_and_keys(variables: dict[str, Any]) -> None:
     (finding,) = variables["diagnosis"].findings
     assert (finding.op, finding.module) == ("aten::bmm.default", "attention.1")
     assert math.isfinite(variables["cured"].item())
-
-
-def test_tune_finds_the_rule_that_cures(variables: dict[str, Any]) -> None:
     changed = variables["tuning"].rules.diff(variables["OpRules"].default("cpu"))
     assert changed == {"aten::matmul.default": ("fp32", "lower_precision")}
-
-
-def test_stored_weights_move_and_loaded_ones_hardly(variables: dict[str, Any]) -> None:
     stored, loaded = variables["runs"].values()
     for shares, lengths, least, most in ((*stored, 0.9, 1.0), (*loaded, 0.0, 0.2)):
         assert least <= shares[-1] <= most

@@ -142,8 +142,13 @@ def bind_environment() -> None:
     if rules := environment_rules():
         name, bound = f"AMP_PLUGIN_RULES={os.environ['AMP_PLUGIN_RULES']}", ExitStack()
         blocks = bound.enter_context(bound_autocast(rules, name))
-        bound.callback(warn_if_unread, rules, name, blocks)
-        atexit.register(bound.close)
+
+        def end() -> None:
+            bound.close()
+            if "amp_plugin.casting.region" not in sys.modules:  # our own regions read them too
+                warn_if_unread(rules, name, blocks)
+
+        atexit.register(end)
 
 
 def is_launcher() -> bool:

@@ -1,15 +1,7 @@
-"""The flight recorder: keeps the last window's batches, and runs a skipped step again under diagnose.
+"""The flight recorder: keeps the last window's batches, and runs a step that went wrong again under diagnose.
 
-::
-
-    a call went through recorded(), or AmpMonitor    it runs again: the same batch, random numbers and weights
-    a loop that records nothing                      the model's calls run again, back to its parameters;
-                                                     and the step that follows is watched as it runs
-
-The first of a row of skips is looked at where nothing is scaled, and the third under a loss scale, which
-overflows while it is found; the first at once if its gradients hold a nan, which a loss scale seldom makes.
-So is the first of a row of losses that are not finite, also if the step was taken: it ran with weights
-that are one update older then.
+Where a loop records nothing, the model's calls run again, and the step that follows is watched as it runs.
+docs/run_page.md says which steps are looked at.
 """
 
 from __future__ import annotations
@@ -59,16 +51,12 @@ class ModelCall:
 
 
 class FlightRecorder:
-    """Keeps what the last window needs to be run again, and looks at the steps that are skipped.
-
-    Attributes:
-        unseen: Steps before which no call of the model was seen, such as those compiled whole.
-    """
+    """Keeps what the last window needs to be run again, and looks at the steps that are skipped."""
 
     def __init__(self, log: StepLog, model: nn.Module, found: Found, *, watches: bool) -> None:
         self._log, self._model, self._found, self._watches = log, model, found, watches
         self._watching: Diagnosis | None = None
-        self._looks = self.unseen = 0
+        self._looks = self.unseen = 0  # unseen: steps without a call of the model, as if compiled whole
         self._was_wrong = self._is_explained = False
 
     def open(self, stack: ExitStack) -> None:
@@ -122,8 +110,9 @@ class FlightRecorder:
         diagnosis, failed = diagnosed(replay.run, self._model)
         how = f"The step was run again{f'; then it raised {failed}' if failed else ''}."
         call = replay.calls[0].call
-        place = call.place if isinstance(call, ModelCall) else None
-        findings = [_placed(finding, place) for finding in diagnosis.findings]
+        findings: Sequence[Finding] = diagnosis.findings
+        if isinstance(call, ModelCall) and call.place:  # the line that has stepped called all that ran again
+            findings = [_placed(finding, called_from()[0], call.place) for finding in findings]
         return findings, how if findings else f"{how} {diagnosis.report()}"
 
     def _end_watch(self) -> None:
@@ -153,11 +142,10 @@ def _is_worth_it(step: LoggedStep) -> bool:
     )
 
 
-def _placed(finding: Finding, called: Place | None) -> Finding:
+def _placed(finding: Finding, stepped: Place | None, called: Place) -> Finding:
     """Return a finding with the line that called the model in place of the one that has stepped."""
-    stepped = called_from()[0]
     lines: dict[str, Any] = {
-        name: called for name in ("place", "caller") if called and getattr(finding, name) == stepped
+        name: called for name in ("place", "caller") if getattr(finding, name) == stepped
     }
     return replace(finding, **lines)
 

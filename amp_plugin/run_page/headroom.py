@@ -26,7 +26,6 @@ BUDGET: Final = 0.0025
 _MOST_ELEMENTS = 4096
 _MOST_COLUMNS = 360  # of the map
 _MOST_ROWS = 250
-_NEAREST = 3
 
 
 class Headroom:
@@ -63,14 +62,13 @@ class Headroom:
             for param, row in self._row_of.items()
             if param.grad is not None and param.grad.layout is torch.strided
         }
-        found = {gradient: row for gradient, row in found.items() if gradient.numel()}
-        if found:
+        if found := {gradient: row for gradient, row in found.items() if gradient.numel()}:
             self._measure(step, torch.tensor([*found.values()]), [*found], _times_made(result))
         self.reads += 1
         self.seconds += time.perf_counter() - start
 
     def _measure(self, step: int, rows: Tensor, gradients: list[Tensor], factor: float) -> None:
-        parts = [_some_of(gradient) for gradient in gradients]
+        parts = [grad.reshape(-1)[:: math.ceil(grad.numel() / _MOST_ELEMENTS)] for grad in gradients]
         norms = _on_host(torch._foreach_norm(gradients, math.inf)).nan_to_num(nan=math.inf) * factor
         shares = _on_host([(part == 0).float().mean() for part in parts])
         sizes = torch.tensor([float(len(part)) for part in parts])
@@ -94,34 +92,29 @@ class Headroom:
         limits = [[torch.finfo(dtypes[name]).max] for name in self.modules]
         return (torch.tensor(limits, dtype=torch.float64) / self._largest).log2().clamp(min=-1.0)
 
-    def nearest(self, dtypes: Mapping[str, torch.dtype]) -> list[tuple[str, str, float, int]]:
-        """Return module, dtype, bits left and step of those nearest to overflow, skipped steps left out."""
-        bits = self.bits(dtypes)
-        least, places = _least(bits.masked_fill((bits < 0).any(dim=0), math.inf))
-        near = [row for row in least.argsort(stable=True).tolist() if least[row] < math.inf]
-        names = [(row, self.modules[row]) for row in near[:_NEAREST]]
-        return [
-            (name or "(model)", short_name(dtypes[name]), float(least[row]), self.first[places[row]])
-            for row, name in names
-        ]
+    def nearest(self, dtypes: Mapping[str, torch.dtype]) -> list[str]:
+        """Return a sentence on the module that came nearest to overflow, skipped steps left out."""
+        bits = self.bits(dtypes).nan_to_num(nan=math.inf)
+        bits[:, (bits < 0).any(dim=0)] = math.inf
+        if not bits.isfinite().any():
+            return []
+        row, column = divmod(int(bits.argmin()), len(self.first))
+        name, at = self.modules[row], f"at step {self.first[column]} its largest gradient"
+        doubled = f"could double {bits[row, column]:.1f} times in {short_name(dtypes[name])}"
+        return [f"{name or '(model)'}: {at} {doubled}"]
 
     def cells(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
         """Return the map for a page: names and steps, and row by row the bits and the shares in percent."""
         bits = self.bits(dtypes)
-        order = sorted(_least(bits)[0].argsort()[:_MOST_ROWS].tolist())
+        padded = nn.functional.pad(bits.nan_to_num(nan=math.inf), (0, 1), value=math.inf)
+        order = sorted(padded.amin(dim=1).argsort()[:_MOST_ROWS].tolist())
         return {
             "modules": [self.modules[row] or "(model)" for row in order],
             "first": self.first,
             "last": self.last,
-            "bits": [[*map(_shown, bits[row].tolist())] for row in order],
-            "zeros": [[*map(_shown, (100 * self._zeros[row]).tolist())] for row in order],
+            "bits": [[shown(value, ".1f") for value in bits[row].tolist()] for row in order],
+            "zeros": [[shown(value, ".1f") for value in (100 * self._zeros[row]).tolist()] for row in order],
         }
-
-
-def _least(bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the fewest bits of each module, infinity if there are none, and their column."""
-    least, places = nn.functional.pad(bits.nan_to_num(nan=math.inf), (0, 1), value=math.inf).min(dim=1)
-    return least, places
 
 
 def _owner(parameter: str) -> str:
@@ -142,9 +135,6 @@ def _times_made(result: StepResult) -> float:
     return result.scale_before * (clipped if math.isfinite(clipped) else 1.0)
 
 
-def _some_of(gradient: Tensor) -> Tensor:
-    return gradient.reshape(-1)[:: math.ceil(gradient.numel() / _MOST_ELEMENTS)]
-
-
-def _shown(value: float) -> float | None:
-    return round(value, 1) if math.isfinite(value) else None
+def shown(value: Tensor | float | None, digits: str = ".5g") -> float | None:
+    """Return a number with so many digits, None if it is not finite."""
+    return None if value is None or not math.isfinite(value) else float(format(float(value), digits))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
 from amp_plugin.numerics.finding import Finding
+from amp_plugin.run_page.headroom import shown
 from amp_plugin.scaling.step_log import LoggedStep
 
 _MOST_STEPS: Final = 10_000  # points of a curve; beyond, every second one goes
@@ -37,7 +38,7 @@ class Skip:
     in_a_row: int  # this one included
     parameters: str  # whose gradients were not finite, in one line
     meaning: str
-    findings: tuple[Finding, ...] = ()  # in it, or in another one skipped in a row with it
+    findings: list[Finding]  # in it, or in another one skipped in a row with it, which has the same list
 
     @property
     def found(self) -> str:
@@ -64,23 +65,14 @@ class Look(NamedTuple):
 
 
 class History:
-    """The steps of one run, as its log tells them.
-
-    Attributes:
-        steps: How many there were, of all optimizers.
-        skipped: How many of them were skipped.
-        is_wrong: Whether the loss of the last one was not finite, or its gradients though it was taken.
-        wrong_steps: The steps of which that is true.
-        skips: The first of those skipped, with their parameters.
-        per_point: Of so many steps of an optimizer one is a point of the curves.
-    """
+    """The steps of one run, as its log tells them."""
 
     def __init__(self) -> None:
-        self.steps = self.skipped = self._zero_steps = self._newest = 0
-        self.is_wrong = False
-        self.wrong_steps: list[int] = []
-        self.skips: list[Skip] = []
-        self.per_point = 1
+        self.steps = self.skipped = self._zero_steps = self._newest = 0  # of all optimizers
+        self.is_wrong = False  # whether the last loss was not finite, or gradients of a step that was taken
+        self.wrong_steps: list[int] = []  # of which that is true
+        self.skips: list[Skip] = []  # the first ones
+        self.per_point = 1  # of so many steps of an optimizer one is a point of the curves
         self._points: list[Point] = []
         self._names: dict[int, str] = {}  # of the optimizers
         self._counts: Counter[str] = Counter()
@@ -108,7 +100,7 @@ class History:
         self.steps += 1
         if number % self.per_point == 0:
             after = result.clipped_norm
-            self._points.append(Point(number, name, scale, *map(_shown, (before, after, loss))))
+            self._points.append(Point(number, name, scale, *map(shown, (before, after, loss))))
         if len(self._points) > _MOST_STEPS:
             self.per_point *= 2
             self._points = [point for point in self._points if point.step % self.per_point == 0]
@@ -121,17 +113,15 @@ class History:
                 in_a_row=step.in_a_row,
                 parameters=report.summary(),
                 meaning=report.meaning(),
-                findings=self.skips[-1].findings if step.in_a_row > 1 and self.skips else (),
+                findings=self.skips[-1].findings if step.in_a_row > 1 and self.skips else [],
             )
             self.skips += [skip] if len(self.skips) < _MOST_SKIPS else []
 
     def explain(self, findings: Sequence[Finding], how: str) -> Look:
         """Add what was found to the skips that have just been, in a row, and return it."""
-        look = Look(step=self._newest, how=how, findings=tuple(findings))
-        row = self.skips[-1].in_a_row if self.skips and self.skips[-1].step >= look.step - 1 else 0
-        for place in range(max(0, len(self.skips) - row), len(self.skips)) if findings else ():
-            self.skips[place] = replace(self.skips[place], findings=look.findings)
-        return look
+        if self.skips and self.skips[-1].step >= self._newest - 1:
+            self.skips[-1].findings[:] = findings or self.skips[-1].findings
+        return Look(step=self._newest, how=how, findings=tuple(findings))
 
     @property
     def finding_scale(self) -> list[Skip]:
@@ -150,8 +140,3 @@ class History:
         """Return a column for each number of the points."""
         columns = zip(*self._points, strict=True) if self._points else [()] * len(Point._fields)
         return {name: list(column) for name, column in zip(Point._fields, columns, strict=True)}
-
-
-def _shown(value: Tensor | float | None) -> float | None:
-    """Return five digits of a number, None if it is not finite."""
-    return None if value is None or not math.isfinite(value) else float(f"{float(value):.5g}")

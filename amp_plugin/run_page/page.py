@@ -12,12 +12,11 @@ import torch
 
 from amp_plugin.numerics.finding import Finding
 from amp_plugin.run_page.headroom import Headroom
-from amp_plugin.run_page.history import History, Look, Skip
+from amp_plugin.run_page.history import History, Look
 
 _MOST_LISTED: Final = 50  # skips in the table
 _MOST_RANGES: Final = 12
 _MOST_CHANGES: Final = 3
-_FAR: Final = 40.0  # bits: no fp16
 _TOO_HIGH: Final = "the loss scale was too high for the gradients and was lowered, which is how it is found"
 _OFTEN: Final = 0.05  # share of skipped steps that is worth a change
 
@@ -74,7 +73,6 @@ def render(
         history=history,
         headroom=headroom,
         short=in_short(history, headroom.nearest(dtypes), looks, unseen),
-        nearest=headroom.nearest(dtypes),
         skips=skips[-_MOST_LISTED:],
         charts=charts,
         maps=maps,
@@ -89,46 +87,38 @@ def render(
 
 
 def in_short(
-    history: History, nearest: Sequence[tuple[str, str, float, int]], looks: Sequence[Look], unseen: list[str]
+    history: History, nearest: list[str], looks: Sequence[Look], unseen: list[str]
 ) -> dict[str, list[str]]:
     """Return question -> answers: when did it skip, why, which layer is near overflow, what to change."""
     if not history.steps:
         return {"steps": unseen or ["no optimizer step yet"]}
     taken = history.steps - history.skipped
+    skipped = f"{history.skipped or 'none'} of {history.steps} steps"
+    numbers = f": {_ranges([skip.step for skip in history.skips])}" if history.skipped else ""
     answers = {
-        "skipped": [f"none of {history.steps} steps"],
+        "skipped": [skipped + numbers],
         "why": _reasons(history),
         "loss not finite": [_ranges(history.wrong_steps)] if history.wrong_steps else [],
         "gradients": [f"all zero in each of the {taken} steps that were taken"] * history.learns_nothing,
-        "nearest to overflow": [],
+        "nearest to overflow": nearest,
         "change": _changes(history, looks),
         "not seen": unseen,
     }
-    if history.skipped:
-        numbers = _ranges([skip.step for skip in history.skips])
-        answers["skipped"] = [f"{history.skipped} of {history.steps} steps: {numbers}"]
-    for name, dtype, bits, step in nearest[:1]:
-        near = f"{name}: at step {step} its largest gradient could double {bits:.1f} times in {dtype}"
-        far = f"no module: each largest gradient could double {int(bits)} times in {dtype}, or more"
-        answers["nearest to overflow"] = [near if bits < _FAR else far]
     return {question: answer for question, answer in answers.items() if answer}
 
 
 def _reasons(history: History) -> list[str]:
     """Return why steps were skipped, once for those with one reason, with their numbers."""
     steps: dict[str, list[int]] = {}
-    finding_scale = history.finding_scale
+    finding_scale = {id(skip) for skip in history.finding_scale}
     for skip in history.skips:
-        reason = _TOO_HIGH if skip in finding_scale else _reason(skip)
+        reason = f"{skip.parameters}. {skip.meaning}"
+        if id(skip) in finding_scale or (not skip.findings and skip.scale is not None and skip.blames_scale):
+            reason = _TOO_HIGH
+        elif skip.findings:
+            reason = f"{skip.findings[0].headline} ({skip.found})"
         steps.setdefault(reason, []).append(skip.step)
     return [f"{_ranges(numbers)}: {reason}" for reason, numbers in steps.items()]
-
-
-def _reason(skip: Skip) -> str:
-    if skip.findings:
-        return f"{skip.findings[0].headline} ({skip.found})"
-    too_high = skip.scale is not None and skip.blames_scale
-    return _TOO_HIGH if too_high else f"{skip.parameters}. {skip.meaning}"
 
 
 def _changes(history: History, looks: Iterable[Look]) -> list[str]:

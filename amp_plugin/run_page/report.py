@@ -60,11 +60,6 @@ class HasStepLog(Protocol):
 class RunReport:
     """A page that follows a run while the block is open; see ``report``.
 
-    Args:
-        scaler, model, path: As for ``report``.
-        options: A dataclass to show; else those of the scaler or plugin.
-        skips: Whether steps that are not finite are skipped.
-
     Attributes:
         path: Where the page lies; of rank 0, which writes it.
         looks: What was found in steps that went wrong, in order.
@@ -77,8 +72,8 @@ class RunReport:
         model: nn.Module,
         path: str | Path,
         *,
-        options: object = None,
-        skips: bool = True,
+        options: object = None,  # a dataclass to show; else those of the scaler or plugin
+        skips: bool = True,  # whether steps that are not finite are skipped
     ) -> None:
         require_libraries()
         self._scaler, self._log, self._model = scaler, scaler.step_log, model
@@ -162,9 +157,10 @@ class RunReport:
 
     def _all_looks(self) -> list[Look]:
         """Return what was found here, and by the other ranks by now."""
-        keys = [f"{self._key}/{rank}" for rank in range(1, ranks())]
-        others = [pickle.loads(_store().get(key)) for key in keys if _store().check([key])]  # noqa: S301 - ours
-        return sorted(itertools.chain(self.looks, *others), key=lambda look: look.step)
+        looks = [*self.looks]
+        for key in [f"{self._key}/{rank}" for rank in range(1, ranks())]:
+            looks += pickle.loads(_store().get(key)) if _store().check([key]) else []  # noqa: S301 - ours
+        return sorted(looks, key=lambda look: look.step)
 
     def _try_to_write(self) -> None:
         """Write the page; a disk that is full ends no training."""
@@ -205,7 +201,6 @@ class RunReport:
             "began": self._began,
             "written": _now(),
             "tree": self._survey.tree(self._optimizers),
-            "rules": self._survey.rules_unlike_torchs(),
             "unseen": self._unseen(),
             "surroundings": surroundings,
             "options": {option.name: getattr(self._options, option.name) for option in options},

@@ -16,7 +16,6 @@ from benchmarks import __main__ as command
 from benchmarks import cuda, gradient_path, models
 from benchmarks.catalogue import keys, section
 from benchmarks.clocks import wall_time
-from benchmarks.document import read_pages
 from benchmarks.gradient_path import PROMISED_ON_CUDA
 from benchmarks.harness import OURS, Comparison, Gate
 from benchmarks.setting import Section, Setting, threads
@@ -60,19 +59,11 @@ def test_tables_have_the_same_variants_in_each_row():
     assert {place: labels for place, labels in tables.items() if len(labels) > 1} == {}
 
 
-def test_one_page_has_a_place_for_each_section():
-    pages = "".join(read_pages().values())
-    for key in [*SECTIONS, "overview", "losses", "published"]:
-        assert pages.count(f"<!-- begin cpu {key} -->") == 1
-        assert pages.count(f"<!-- end cpu {key} -->") == 1
-
-
 def test_a_section_runs_on_its_own_number_of_threads():
     before = torch.get_num_threads()
-    with threads(3):
-        assert torch.get_num_threads() == 3
-    with threads(0):
-        assert torch.get_num_threads() == before
+    for count in (3, 0):
+        with threads(count):
+            assert torch.get_num_threads() == (count or before)
     assert torch.get_num_threads() == before
 
 
@@ -137,8 +128,6 @@ def test_on_a_gpu_no_set_may_be_slower_than_torch(monkeypatch):
     ("shapes", "count", "numel"),
     [
         (models.resnet50_shapes, 161, 25_557_032),
-        (models.gpt2_shapes, 148, 124_439_808),
-        (gradient_path.SETS["GPT-2 774M"], 436, 774_030_080),
         (gradient_path.SETS["GPT-2 1.5B"], 580, 1_557_611_200),
     ],
 )
@@ -161,15 +150,14 @@ def test_bandwidth_counts_what_each_op_reads_and_writes(monkeypatch):
     monkeypatch.setattr(cuda, "bandwidth", lambda sample, moved: lambda: moved)
     numel = 3 * 4 + 5 + 1
     for comparison in cuda.Bandwidth().comparisons(TINY):
-        times = {"norm_check": 1, "cast to bf16": 1.5, "adam_": 8, "sgd_": 6}.get(comparison.name, 2)
+        times = {"norm_check": 1, "adam_": 8, "sgd_": 6}.get(comparison.name, 2)
         of_torch = [times * 4 * numel] if comparison.name in {"adam_", "sgd_"} else []
         moved = [sample() for sample in comparison.samples.values()]
         assert moved == [times * 4 * numel, 2 * 4 * numel, *of_torch]
     monkeypatch.undo()
     assert cuda.bandwidth(lambda: 100.0, 3e8)() == 3000.0  # 300 MB in 100 us
-    outcomes = command.run(cuda.Bandwidth(), TINY).outcomes
-    assert len(outcomes) == 32
-    assert all(verdict.measure == "share of theirs" for outcome in outcomes for verdict in outcome.verdicts)
+    for outcome in command.run(cuda.Bandwidth(), TINY).outcomes:
+        assert [verdict.measure for verdict in outcome.verdicts] == ["share of theirs"]
 
 
 def test_launches_of_each_set_are_compared_with_torchs(monkeypatch):

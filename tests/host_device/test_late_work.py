@@ -34,21 +34,6 @@ def test_a_stream_that_does_not_wait_for_another_reads_what_was_there():
         assert (number + 1).item() == 6
 
 
-def test_events_are_places_in_a_stream():
-    with host_device.late_work():
-        side, number = torch.cuda.Stream(), torch.zeros((), device="cuda")
-        torch.cuda.synchronize()
-        with torch.cuda.stream(side):
-            number.fill_(5)
-            event = side.record_event()
-            number.fill_(7)
-        assert not event.query()
-        event.wait()
-        assert number.clone().item() == 5
-        assert event.query()
-        assert not side.query()
-
-
 def test_memory_goes_to_others_unless_the_allocator_knows_who_reads_it():
     for is_told in (False, True):
         with host_device.late_work():
@@ -62,14 +47,3 @@ def test_memory_goes_to_others_unless_the_allocator_knows_who_reads_it():
             torch.cuda.current_stream().synchronize()  # somebody else has the memory now
             side.synchronize()
             assert (copy == 1).all().item() is is_told
-
-
-def test_autograd_follows_the_streams_of_the_forward():
-    with host_device.late_work():
-        side, weight = torch.cuda.Stream(), torch.ones(3, device="cuda", requires_grad=True)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            loss = (weight * 2).sum()
-        torch.cuda.current_stream().wait_stream(side)
-        loss.backward()
-        assert weight.grad.tolist() == [2, 2, 2]

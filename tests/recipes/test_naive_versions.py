@@ -23,6 +23,14 @@ def mean_of_last(values, count=10):
     return sum(values[-count:]) / count
 
 
+def compared(recipe, options, measure, name, naive):
+    """Measure the recipe in fp32, in fp16, and in fp16 with one of its names replaced."""
+    fp32, right = (measure(run(recipe, precision, *options)) for precision in ("fp32", "fp16"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe, name, naive)
+        return fp32, right, measure(run(recipe, "fp16", *options))
+
+
 class TorchScaler(torch.amp.GradScaler):
     """torch's scaler, with what the record asks of ours."""
 
@@ -39,13 +47,6 @@ class TorchScaler(torch.amp.GradScaler):
         return SimpleNamespace(scale_before=self._get_scale_async().item())
 
 
-@pytest.fixture(autouse=True)
-def same_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 # -- a penalty on scaled gradients --------------------------------------------------------------
 
 
@@ -54,12 +55,10 @@ def scaled_penalty(outputs, inputs, *, scaler):
     return grads.square().sum()
 
 
-def test_a_penalty_on_scaled_gradients_stops_the_learning(monkeypatch):
+def test_a_penalty_on_scaled_gradients_stops_the_learning():
     options = ("steps=60", "loss_scale.init_scale=64", "loss_scale.growth_interval=1000")
-    fp32 = mean_of_last(run(gradient_penalty, "fp32", *options).losses)
-    right = mean_of_last(run(gradient_penalty, "fp16", *options).losses)
-    monkeypatch.setattr(gradient_penalty, "gradient_penalty", scaled_penalty)
-    naive = mean_of_last(run(gradient_penalty, "fp16", *options).losses)
+    measured = (lambda record: mean_of_last(record.losses), "gradient_penalty", scaled_penalty)
+    fp32, right, naive = compared(gradient_penalty, options, *measured)
     assert right == pytest.approx(fp32, rel=0.02)
     assert naive > 1.5 * fp32
 
@@ -74,14 +73,11 @@ def clip_scaled(self, optimizer, max_norm):
 
 def test_clipping_scaled_gradients_stops_the_learning(monkeypatch):
     options = ("steps=60", "width=4")
-    fp32 = run(clipping, "fp32", *options).losses
-    right = run(clipping, "fp16", *options).losses
-    for kind in (TorchScaler, GradScaler):
-        monkeypatch.setattr(kind, "clip_grad_norm_", clip_scaled, raising=False)
+    monkeypatch.setattr(TorchScaler, "clip_grad_norm_", clip_scaled, raising=False)
+    fp32, right, naive = compared(clipping, options, lambda record: record.losses, "GradScaler", TorchScaler)
+    monkeypatch.setattr(GradScaler, "clip_grad_norm_", clip_scaled)
     with pytest.raises(RuntimeError, match="unscale_"):
         run(clipping, "fp16", *options)
-    monkeypatch.setattr(clipping, "GradScaler", TorchScaler)
-    naive = run(clipping, "fp16", *options).losses
     assert mean_of_last(right) == pytest.approx(mean_of_last(fp32), rel=0.1)
     assert mean_of_last(fp32) < 0.6 * fp32[0]
     assert mean_of_last(naive) > 0.95 * fp32[0]
@@ -100,15 +96,10 @@ class TwoScalesOneDivision(TorchScaler):
         return super().get_scale() * (256 if name == "drawing" else 1)
 
 
-def test_two_scales_divided_by_one_weight_the_losses_anew(monkeypatch):
+def test_two_scales_divided_by_one_weight_the_losses_anew():
     options = ("steps=60", "loss_scale.init_scale=256", "loss_scale.growth_interval=8")
-
-    def drawing(precision):
-        return mean_of_last(run(several_losses, precision, *options).curves["drawing loss (squared ink)"])
-
-    fp32, right = drawing("fp32"), drawing("fp16")
-    monkeypatch.setattr(several_losses, "GradScaler", TwoScalesOneDivision)
-    naive = drawing("fp16")
+    drawing = lambda record: mean_of_last(record.curves["drawing loss (squared ink)"])  # noqa: E731
+    fp32, right, naive = compared(several_losses, options, drawing, "GradScaler", TwoScalesOneDivision)
     assert right == pytest.approx(fp32, rel=0.02)
     assert naive < 0.8 * fp32  # its weight was 256 times the one asked for
 
@@ -127,11 +118,9 @@ class UpdatesEachTime(TorchScaler):
         pass
 
 
-def test_an_update_for_each_optimizer_halves_the_gradients_of_the_second(monkeypatch):
+def test_an_update_for_each_optimizer_halves_the_gradients_of_the_second():
     options = ("steps=6", "loss_scale.init_scale=16", "loss_scale.growth_interval=1")
-    fp32 = run(several_models, "fp32", *options).losses
-    right = run(several_models, "fp16", *options).losses
-    monkeypatch.setattr(several_models, "GradScaler", UpdatesEachTime)
-    naive = run(several_models, "fp16", *options).losses
+    losses = lambda record: record.losses  # noqa: E731
+    fp32, right, naive = compared(several_models, options, losses, "GradScaler", UpdatesEachTime)
     assert right == pytest.approx(fp32, rel=2e-3)
     assert max(abs(a - b) for a, b in zip(naive, fp32, strict=True)) > 0.03 * fp32[0]

@@ -7,17 +7,9 @@ import pytest
 pytest.importorskip("trl", reason="TRL is not installed")
 
 from recipes.trl_rollouts import KINDS, PRECISIONS, STEPS, main, train
-from tests.adapters.accelerate_pair import reset
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-
-@pytest.fixture(autouse=True)
-def fresh_state():
-    reset()
-    yield
-    reset()
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16-true"])

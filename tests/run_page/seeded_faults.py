@@ -95,13 +95,6 @@ def one_bad_batch(net, x, step):
     return net(x).float().mean()
 
 
-@seeded("addmm|linear", precision="fp16")
-def one_bad_batch_in_fp16(net, x, step):
-    if step == FROM:
-        x = x.masked_fill(torch.arange(8) == 2, math.nan)
-    return net(x).float().mean()
-
-
 @seeded("pow|mul|addmm|mm|linear|sub|square", precision="fp32", lr=1e25)
 def exploding_rate(net, x, step):
     return net(x).square().mean()
@@ -119,32 +112,6 @@ def row_of_masks_alone(net, x, step):
 def exponential_of_much(net, x, step):
     out = net(x)
     return (out + (200.0 if step >= FROM else 0.0)).exp().mean()  # <-
-
-
-@seeded("acos", precision="fp32")
-def arc_cosine_outside(net, x, step):
-    cosine = net(x).tanh() + (1.5 if step >= FROM else 0.0)
-    return cosine.clamp(max=3.0).mul(0.99).acos().mean()  # <-
-
-
-@seeded("pow", recorded=True)
-def power_with_a_pole_in_backward(net, x, step):
-    gap = (net(x).float() * (0.0 if step == FROM else 1.0)).abs()
-    return gap.pow(0.5).sum()  # <-
-
-
-@seeded("std|var")
-def spread_of_one(net, x, step):
-    out = net(x).float()
-    rows = out[:1] if step >= FROM else out
-    return rows.std(0).mean()  # <-
-
-
-@seeded("log", recorded=True)
-def entropy_by_hand(net, x, step):
-    chance = net(x).float().sigmoid()
-    chance = torch.where(torch.tensor(step == FROM), torch.ones_like(chance) * chance / chance, chance)
-    return -(1.0 - chance).log().mean()  # <-
 
 
 @seeded("matmul|mm|bmm", precision="fp16")
@@ -173,12 +140,6 @@ def function_with_a_nan_in_backward(net, x, step):
     return out.mean()
 
 
-@seeded("hypot|div", recorded=True)
-def length_of_nothing(net, x, step):
-    out = net(x).float() * (0.0 if step == FROM else 1.0)
-    return torch.hypot(out[:, 0], out[:, 1]).sum()  # <-
-
-
 @seeded("mean|div")
 def mean_of_nothing(net, x, step):
     out = net(x).float()
@@ -193,12 +154,6 @@ def nothing_times_infinity(net, x, step):
     if step >= FROM:
         shares = shares + torch.log(torch.zeros(8))  # <-
     return -(wanted * shares).sum()
-
-
-@seeded("mul", precision="fp16", recorded=True)
-def one_large_loss_in_fp16(net, x, step):
-    out = net(x).half()
-    return (out * (6e4 if step >= FROM else 1.0) * 10.0).float().mean()  # <-
 
 
 @seeded("rsqrt", recorded=True)

@@ -16,7 +16,7 @@ import amp_plugin
 from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs, install, uninstall
 from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision, FabricAmpPrecision
 from tests.adapters.accelerate_pair import reset
-from tests.adapters.lightning_models import QUIET, TwoOptimizers, fit
+from tests.adapters.lightning_models import QUIET, fit
 from tests.adapters.tiny_bert import bert, texts
 from tests.run_page.test_report import data_of, text_of
 from tests.run_page.test_seeded_faults import wrong_in
@@ -82,14 +82,6 @@ def test_lightning_accumulates_losses_of_a_window(tmp_path):
     with torch.no_grad():
         now = mean_of_chosen(module.net(torch.full((1, 1), 3.0)), False)
     assert losses[-1] == pytest.approx(float(now), rel=1e-4)
-
-
-def test_two_optimizers_have_their_own_steps(tmp_path):
-    monitor = AmpMonitor(report=tmp_path / "run.html")
-    fit(TwoOptimizers(overflow_a=True), AmpPrecision("fp16"), steps=6, callbacks=[monitor])
-    data = data_of(tmp_path / "run.html")
-    assert data["curves"]["optimizer"] == ["0: SGD", "1: SGD"] * (data["steps"] // 2)
-    assert data["curves"]["step"][:4] == [1, 1, 2, 2]
 
 
 def test_a_run_that_only_skips_leaves_its_page(tmp_path):

@@ -97,12 +97,8 @@ def test_hovering_shows_values(opened):
     mark.hover()
     tip = opened.page.locator("#vg-tooltip-element.visible")
     tip.wait_for()
-    text = tip.inner_text()
-    assert "skipped step" in text
-    assert "21" in text
-    assert "nan in 6 gradients: 4.bias" in text
-    assert "mul.Tensor, " in text  # what was found
-    assert "test_report.py" in text
+    for part in ("skipped step", "21", "nan in 6 gradients: 4.bias", "mul.Tensor, ", "test_report.py"):
+        assert part in tip.inner_text()
 
 
 def test_the_copy_button_copies(opened):
@@ -113,18 +109,3 @@ def test_the_copy_button_copies(opened):
     opened.page.wait_for_function("document.querySelector('.finding [data-copy]').textContent === 'Copied'")
     assert opened.page.evaluate("navigator.clipboard.readText()").strip() == code.strip()
     assert code.strip()
-
-
-def test_curves_can_be_zoomed_and_go_back(opened):
-    chart = opened.page.locator("#chart-loss svg")
-    chart.scroll_into_view_if_needed()
-    steps = "document.querySelectorAll('#chart-loss [aria-label^=X-axis] .role-axis-label text')"
-    labels = f"[...{steps}].map(node => Number(node.textContent)).sort((a, b) => a - b)"
-    before = opened.page.evaluate(labels)
-    chart.hover()
-    opened.page.mouse.wheel(0, -400)
-    opened.page.wait_for_function(f"before => {labels}.join() !== before.join()", arg=before)
-    after = opened.page.evaluate(labels)
-    assert before[-1] - before[0] > after[-1] - after[0] > 0
-    chart.dblclick()
-    opened.page.wait_for_function(f"before => {labels}.join() === before.join()", arg=before)

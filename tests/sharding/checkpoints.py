@@ -50,13 +50,31 @@ def result(losses, steps, scaler, weights):
     }
 
 
-class ByHand:
+class Keeper:
+    """A run that can ``train`` so many steps, ``write`` a checkpoint and ``read`` it."""
+
+    def save(self):
+        before = self.train(range(SAVED_AT))["weights"]
+        self.write()
+        return {"saved": before, "scale": self.scaler.get_scale(), **self.train(range(SAVED_AT, END))}
+
+    def resume(self):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            self.read()
+        model = getattr(self.model, "_forward_module", self.model)
+        loaded = {"told": [str(warning.message) for warning in told], "scale": self.scaler.get_scale()}
+        loaded["loaded"] = whole_weights(model, self.net).tolist()
+        return {**loaded, **self.train(range(SAVED_AT, END))}
+
+
+class ByHand(Keeper):
     """A loop of one's own and torch.distributed.checkpoint."""
 
     def __init__(self, folder, strategy):
         self.path = folder / f"by hand {strategy}"
         self.net = Net()
-        fully_shard(self.net, plan("fp16"), units=self.net.blocks)
+        self.model = fully_shard(self.net, plan("fp16"), units=self.net.blocks)
         self.optimizer = optimizer_of(self.net.parameters())
         self.scaler = GradScaler("cpu", **SCALING)
 
@@ -78,18 +96,15 @@ class ByHand:
         model, optimizer = get_state_dict(self.net, self.optimizer)
         return {"model": model, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
 
-    def save(self):
-        self.train(range(SAVED_AT))
+    def write(self):
         dcp.save(self.state(), checkpoint_id=self.path)
-        return {"scale": self.scaler.get_scale(), **self.train(range(SAVED_AT, END))}
 
-    def resume(self):
+    def read(self):
         state = self.state()
         dcp.load(state, checkpoint_id=self.path)
         model, optimizer = state["model"], state["optimizer"]
         set_state_dict(self.net, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
         self.scaler.load_state_dict(state["scaler"])
-        return {"scale": self.scaler.get_scale(), **self.train(range(SAVED_AT, END))}
 
 
 class Module(LightningModule):
@@ -152,12 +167,13 @@ class ByTrainer:
         return self.fit(self.path / f"epoch={SAVED_AT - 1}.ckpt")
 
 
-class ByFabric:
+class ByFabric(Keeper):
     """Fabric's own, one file a rank."""
 
     def __init__(self, folder, strategy):
         self.path = folder / f"fabric {strategy}"
         self.plugin = FabricAmpPrecision("fp16", **options_of(strategy))
+        self.scaler = self.plugin.scaler
         backend = {"process_group_backend": "gloo"}
         if strategy == "fsdp1":
             way = FabricOnCpu(use_orig_params=True, state_dict_type="sharded", **backend)
@@ -186,25 +202,22 @@ class ByFabric:
                 losses.append(loss.detach())
             self.optimizer.step()
         weights = whole_weights(self.model._forward_module, self.net)
-        return result(losses, len(steps), self.plugin.scaler, weights)
+        return result(losses, len(steps), self.scaler, weights)
 
     def state(self):
         return {"model": self.model, "optimizer": self.optimizer, "precision": self.plugin}
 
-    def save(self):
-        self.train(range(SAVED_AT))
+    def write(self):
         self.fabric.save(self.path, self.state())
-        return {"scale": self.plugin.scaler.get_scale(), **self.train(range(SAVED_AT, END))}
 
-    def resume(self):
+    def read(self):
         state = self.state()
         self.fabric.load(self.path, state)
         if state["precision"] is not self.plugin:  # the strategies of shards hand the saved state out
             self.plugin.load_state_dict(state["precision"])
-        return {"scale": self.plugin.scaler.get_scale(), **self.train(range(SAVED_AT, END))}
 
 
-class ByAccelerate:
+class ByAccelerate(Keeper):
     """Accelerate's own, one file a rank; in one file FSDP1's do not work on CPUs."""
 
     def __init__(self, folder, strategy):
@@ -214,6 +227,7 @@ class ByAccelerate:
         )
         self.net = Net()
         self.model, self.optimizer = self.accelerator.prepare(self.net, optimizer_of(self.net.parameters()))
+        self.scaler = self.accelerator.scaler
 
     def train(self, steps):
         losses = []
@@ -225,22 +239,13 @@ class ByAccelerate:
                     self.optimizer.step()
                     self.optimizer.zero_grad()
                 losses.append(loss.detach())
-        return result(losses, len(steps), self.accelerator.scaler, whole_weights(self.model, self.net))
+        return result(losses, len(steps), self.scaler, whole_weights(self.model, self.net))
 
-    def save(self):
-        before = self.train(range(SAVED_AT))["weights"]
+    def write(self):
         self.accelerator.save_state(str(self.path))
-        scale = self.accelerator.scaler.get_scale()
-        return {"scale": scale, "saved": before, **self.train(range(SAVED_AT, END))}
 
-    def resume(self):
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            self.accelerator.load_state(str(self.path))
-        texts = [str(warning.message) for warning in told]
-        weights = whole_weights(self.model, self.net).tolist()
-        scale = self.accelerator.scaler.get_scale()
-        return {"scale": scale, "told": texts, "loaded": weights, **self.train(range(SAVED_AT, END))}
+    def read(self):
+        self.accelerator.load_state(str(self.path))
 
 
 KEEPERS = {

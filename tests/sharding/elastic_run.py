@@ -9,21 +9,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_plugin import GradScaler, autocast, fully_shard
+from amp_plugin import GradScaler, autocast
 from tests.process_groups import destroy
 from tests.sharding.checkpoints import SCALING, SHARES, micro_batches, own_shares
-from tests.sharding.models import Net, loss_of, optimizer_of, plan
+from tests.sharding.models import Net, loss_of, optimizer_of
 
 END, SAVED_EVERY, KILLED_AT = 8, 2, 5  # in step 5 the newest checkpoint is that of 4 steps
 
 
-def launch(folder, layout, ranks, *, restarts=0, killed=False, end=END):
+def launch(folder, ranks, *, restarts=0, killed=False, end=END):
     """Run torchrun's agent with forked ranks; return whether all of them came to their end."""
     config = LaunchConfig(
         min_nodes=1,
@@ -37,27 +35,18 @@ def launch(folder, layout, ranks, *, restarts=0, killed=False, end=END):
         monitor_interval=0.1,
     )
     try:
-        elastic_launch(config, train)(folder, layout, killed, end)
+        elastic_launch(config, train)(folder, killed, end)
     except ChildFailedError:
         return False
     return True
 
 
 class Run:
-    """A small fp16 run whose steps 1 (poisoned) and later change the loss scale.
+    """A small fp16 run under DDP whose steps 1 (poisoned) and later change the loss scale."""
 
-    Args:
-        folder: Where checkpoints and losses are.
-        layout: ``"ddp"``, or ``"fsdp2"`` with torch.distributed.checkpoint.
-    """
-
-    def __init__(self, folder, layout):
-        self.folder, self.layout, self.net = folder, layout, Net()
-        if layout == "ddp":
-            self.model = DistributedDataParallel(self.net)
-        else:
-            self.model = fully_shard(self.net, plan("fp16"), units=self.net.blocks)
-        self.optimizer = optimizer_of(self.net.parameters())
+    def __init__(self, folder):
+        self.folder, self.model = folder, DistributedDataParallel(Net())
+        self.optimizer = optimizer_of(self.model.parameters())
         self.scaler = GradScaler("cpu", **SCALING)
 
     def step(self, step):
@@ -65,10 +54,7 @@ class Run:
         self.optimizer.zero_grad()
         total = torch.zeros(())
         for share, is_last, factor in micro_batches(step):
-            if self.layout == "ddp":
-                self.model.require_backward_grad_sync = is_last
-            else:
-                self.model.set_requires_gradient_sync(is_last)
+            self.model.require_backward_grad_sync = is_last
             with autocast("cpu", dtype=torch.float16):
                 loss = loss_of(self.model, step, share, factor)
             self.scaler.scale(loss / len(own_shares())).backward()
@@ -81,13 +67,9 @@ class Run:
 
     def save(self, steps):
         """Write a checkpoint; it counts once all of it is written."""
-        path = self.folder / f"{self.layout}-{steps}"
-        if self.layout == "fsdp2":
-            dcp.save(self._state(), checkpoint_id=path)
-        elif dist.get_rank() == 0:
-            torch.save(self._state(), path)
-        dist.barrier()
         if dist.get_rank() == 0:
+            states = [part.state_dict() for part in (self.model, self.optimizer, self.scaler)]
+            torch.save(states, self.folder / f"after-{steps}")
             (self.folder / "newest").write_text(str(steps))
         dist.barrier()
 
@@ -96,31 +78,20 @@ class Run:
         newest = self.folder / "newest"
         if not newest.exists():
             return 0
-        path = self.folder / f"{self.layout}-{newest.read_text()}"
-        if self.layout == "fsdp2":
-            state = self._state()
-            dcp.load(state, checkpoint_id=path)
-        else:
-            state = torch.load(path)
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
-        self.scaler.load_state_dict(state["scaler"])
+        states = torch.load(self.folder / f"after-{newest.read_text()}")
+        for part, state in zip((self.model, self.optimizer, self.scaler), states, strict=True):
+            part.load_state_dict(state)
         return int(newest.read_text())
 
-    def _state(self):
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
 
-
-def train(folder, layout, killed, end):
+def train(folder, killed, end):
     """Train on one rank, from the newest checkpoint on; the last rank of the first attempt may be killed."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # forked with the agent's handler, which waits for Python
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     store, rank, size = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(attempt, store)  # the agent's, which still holds the addresses of who was killed
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    run = Run(Path(folder), layout)
+    run = Run(Path(folder))
     for step in range(run.load(), end):
         if killed and attempt == "0" and step == KILLED_AT and dist.get_rank() == dist.get_world_size() - 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -135,18 +106,18 @@ def train(folder, layout, killed, end):
     destroy()
 
 
-def main(folder, layout):
-    """Run a layout unbroken, broken and restarted, and broken and resumed by one rank."""
+def main(folder):
+    """Train unbroken, broken and restarted, and broken and resumed by one rank."""
     folder = Path(folder)
     for name in ("unbroken", "restarted", "fewer", "fewer, unbroken"):
         (folder / name).mkdir()
     ended = [
-        launch(folder / "unbroken", layout, 2),
-        launch(folder / "restarted", layout, 2, restarts=1, killed=True),
-        launch(folder / "fewer", layout, 2, killed=True),
-        launch(folder / "fewer", layout, 1),
-        launch(folder / "fewer, unbroken", layout, 2, end=KILLED_AT - 1),
-        launch(folder / "fewer, unbroken", layout, 1),
+        launch(folder / "unbroken", 2),
+        launch(folder / "restarted", 2, restarts=1, killed=True),
+        launch(folder / "fewer", 2, killed=True),
+        launch(folder / "fewer", 1),
+        launch(folder / "fewer, unbroken", 2, end=KILLED_AT - 1),
+        launch(folder / "fewer, unbroken", 1),
     ]
     (folder / "ended").write_text(json.dumps(ended))
 

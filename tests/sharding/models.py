@@ -56,11 +56,13 @@ def optimizer_of(params, *, fused=False):
     return torch.optim.AdamW(params, lr=1e-2, fused=fused, foreach=not fused)  # as torch chooses on a GPU
 
 
-def alone(shares, precision="bf16", fp32_modules=IN_FP32, steps=STEPS):
+def alone(shares, precision="bf16", fp32_modules=IN_FP32, steps=STEPS, change=None):
     """Train in one process on the rows of all, one micro-batch for each of the others' processes."""
     net = Net()
     apply_fp32_modules(net, fp32_modules)
-    optimizer, losses = optimizer_of(net.parameters()), []
+    if change is not None:
+        change(net)
+    optimizer, losses = optimizer_of([p for p in net.parameters() if p.requires_grad]), []
     for step in range(steps):
         optimizer.zero_grad()
         parts = []

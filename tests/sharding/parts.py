@@ -17,7 +17,6 @@ from tests.sharding.expected_collectives import planned
 from tests.sharding.fronts import FRONTS, STRATEGIES, fp32_modules_of, shard, share_of, shares, wrap
 from tests.sharding.models import FEW_STEPS, IN_FP32, STEPS, Block, Net, alone, loss_of, plan
 from tests.sharding.variants import variants
-from tests.weights.ranks import compare_with_one_process
 
 
 def rows(counter):
@@ -35,10 +34,7 @@ def recorded(model, strategy):
 def compare(calls, units, dtypes, strategy):
     """What a step carries against the plan."""
     names = {unit.name for unit in units}
-    seen, want = (
-        Counter(calls),
-        planned(names, dtypes, strategy, dist.get_world_size()),
-    )
+    seen, want = Counter(calls), planned(names, dtypes, strategy, dist.get_world_size())
     return {"extra": rows(seen - want), "missing": rows(want - seen), "calls": sum(seen.values())}
 
 
@@ -68,22 +64,6 @@ def sharded_as(strategy, dtypes):
     return wrap(Net(), fsdp1_policy(dtypes), auto_wrap_policy=ModuleWrapPolicy({Block}))
 
 
-def steps(_, __):
-    """What the second step carries under every front, against the plan."""
-    return each(lambda key, front, strategy: {key: one_step(strategy, *run_recorded(front, strategy, 2))})
-
-
-def run_recorded(front, strategy, count):
-    with log_collectives() as log:
-        run = front(strategy, steps=count, log=log)
-    return run, run.collectives_of_last_step()
-
-
-def one_step(strategy, run, calls):
-    dtypes = plan("bf16", fp32_modules_of(strategy))
-    return compare(calls, run.units, dtypes, strategy)
-
-
 def equality(_, whole):
     """How far losses and weights are from one process after 20 steps, or after the first few, relative."""
     steps = STEPS if whole else FEW_STEPS
@@ -91,14 +71,16 @@ def equality(_, whole):
 
     def against_one_process(key, front, strategy):
         losses, weights = reference(strategy, steps)
-        run, calls = run_recorded(front, strategy, steps)
+        with log_collectives() as log:
+            run = front(strategy, steps=steps, log=log)
+        dtypes = plan("bf16", fp32_modules_of(strategy))
         return {
             key: {
                 "losses": ((run.mean_losses() - losses).abs() / losses.abs()).max().item(),
                 "weights": ((run.weights - weights).norm() / weights.norm()).item(),
                 "moved": ((weights - start).norm() / weights.norm()).item(),
                 "steps": len(run.losses),
-                "last": one_step(strategy, run, calls),
+                "last": compare(run.collectives_of_last_step(), run.units, dtypes, strategy),
             }
         }
 
@@ -132,7 +114,7 @@ def overflow(_, whole):
 def each(run):
     """Run every strategy under every front; an error of one is in its place, and the others go on."""
     report = {}
-    for strategy in STRATEGIES if dist.get_world_size() == 4 else ("fsdp1", "fsdp2"):
+    for strategy in STRATEGIES:
         for name, front in FRONTS.items():
             try:
                 report |= run(f"{name} {strategy}", front, strategy)
@@ -153,19 +135,12 @@ def refusals(_, __):
     return report
 
 
-def stored_weights(_, __):
-    """Weights stored in 16 bits under DDP, beside one process."""
-    return {form: compare_with_one_process(form, dist.get_world_size()) for form in ("fp32", "bf16")}
-
-
 PARTS = {
     "collectives": collectives,
-    "steps": steps,
     "equality": equality,
     "overflow": overflow,
     "variants": variants,
     "refusals": refusals,
-    "stored_weights": stored_weights,
     "save": save,
     "resume": resume,
 }

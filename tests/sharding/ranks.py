@@ -19,8 +19,8 @@ from tests.adapters.accelerate_ranks import on_cpu_as_on_gpus
 from tests.process_groups import leave
 from tests.sharding import parts
 
-OF_TWO = ("collectives", "steps", "resume")  # after the four, with the checkpoint they have saved
-OF_FOUR = tuple(part for part in parts.PARTS if part not in {"steps", "resume"})
+OF_TWO = ("collectives", "resume")  # after the four, with the checkpoint they have saved
+OF_FOUR = tuple(part for part in parts.PARTS if part != "resume")
 
 
 def launch(folder, whole):

@@ -11,11 +11,11 @@ from tests.sharding.elastic_run import END, KILLED_AT, SAVED_EVERY
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
 
-@pytest.fixture(scope="module", params=["ddp", pytest.param("fsdp2", marks=pytest.mark.whole_run)])
-def runs(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
     """Step, loss, loss scale and skipped steps of each step that each run took."""
     folder = tmp_path_factory.mktemp("elastic")
-    command = [sys.executable, "-m", "tests.sharding.elastic_run", str(folder), request.param]
+    command = [sys.executable, "-m", "tests.sharding.elastic_run", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     seen = {

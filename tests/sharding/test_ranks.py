@@ -57,7 +57,7 @@ def found(ranks, part, key):
         assert "error" not in report, report["error"]
         assert "error" not in report.get(key.rpartition(" ")[0], {}), report[key.rpartition(" ")[0]]["error"]
         assert "error" not in report.get(key, {}), report[key]["error"]
-    return [report[key] if key else report for report in reports]
+    return [report[key] for report in reports]
 
 
 class TestCollectives:
@@ -90,18 +90,10 @@ class TestCollectives:
             assert {dtype for _, dtype, *_ in report["missing"]} == {"fp32", *as_bytes}
 
 
-class TestCollectivesOfAStep:
-    """Of a whole step: what the plan asks for, one decision of all ranks, and what is named here."""
-
-    @pytest.mark.parametrize("run", RUNS)
-    def test_four_ranks(self, four, run):
-        for report in found(four, "equality", run):
-            assert_only_the_plans(run, report["last"])
-
-    @pytest.mark.parametrize("run", [run for run in RUNS if run.endswith(("fsdp1", "fsdp2"))])
-    def test_two_ranks(self, two, run):
-        for report in found(two, "steps", run):
-            assert_only_the_plans(run, report)
+@pytest.mark.parametrize("run", RUNS)
+def test_a_step_carries_the_plans_collectives_and_one_decision_of_all_ranks(four, run):
+    for report in found(four, "equality", run):
+        assert_only_the_plans(run, report["last"])
 
 
 def assert_only_the_plans(run, report):
@@ -142,23 +134,22 @@ def test_what_fsdp2_is_used_with_changes_no_number(four, variant):
         assert report["weights"] < 1e-6
 
 
-@pytest.mark.parametrize("keeper", [keeper for keeper in KEEPERS if keeper != "accelerate fsdp1"])
+@pytest.mark.parametrize("keeper", KEEPERS)
 def test_two_ranks_go_on_where_four_have_saved(four, two, keeper):
     saved, resumed = found(four, "save", keeper)[0], found(two, "resume", keeper)[0]
     assert saved["scale"] == resumed["scale"] == 2.0**9  # one step was skipped before
+    if "trainer" not in keeper:
+        assert resumed["loaded"] == saved["saved"]
+    texts = [text for text in resumed.get("told", ()) if "is not loaded" in text]
+    if keeper == "accelerate fsdp1":  # which does not load an optimizer's state then
+        (text,) = texts
+        assert "fsdp_version=2" in text
+        assert "the optimizer starts without one" in text
+        return
+    assert texts == []
     assert saved["end"] == resumed["end"] == 2.0**11  # one of the three good steps before it grew was saved
     assert resumed["losses"] == pytest.approx(saved["losses"], rel=1e-6)
     assert resumed["weights"] == pytest.approx(saved["weights"], rel=1e-6, abs=1e-9)
-    assert "is not loaded" not in str(resumed.get("told"))
-
-
-def test_an_optimizer_whose_state_accelerate_does_not_load_is_told(four, two):
-    saved, resumed = found(four, "save", "accelerate fsdp1")[0], found(two, "resume", "accelerate fsdp1")[0]
-    assert resumed["loaded"] == saved["saved"]
-    assert resumed["scale"] == saved["scale"] == 2.0**9
-    (text,) = [text for text in resumed["told"] if "is not loaded" in text]
-    assert "fsdp_version=2" in text
-    assert "the optimizer starts without one" in text
 
 
 @pytest.mark.parametrize("front", FRONTS)
@@ -167,10 +158,3 @@ def test_weights_in_16_bits_are_refused_where_fsdp_stores_them(four, front, stra
     for text in found(four, "refusals", f"{front} {strategy}"):
         assert "weights='bf16' does not work" in text
         assert "leave weights='fp32'" in text
-
-
-def test_weights_in_16_bits_under_ddp_are_as_near_to_one_process_as_in_float32(four):
-    for report in found(four, "stored_weights", ""):
-        assert report["bf16"]["same_on_all_ranks"]
-        assert report["bf16"]["moved"] > 100 * report["bf16"]["distance"]
-        assert report["bf16"]["distance"] <= 1.5 * report["fp32"]["distance"] + 1e-6

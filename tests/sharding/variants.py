@@ -7,14 +7,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from amp_plugin import autocast, fully_shard
-from amp_plugin.casting.run_in import apply_fp32_modules
-from tests.sharding.models import IN_FP32, Net, flat, loss_of, optimizer_of, plan
+from tests.sharding.models import Net, alone, flat, loss_of, optimizer_of, plan
 
 SHARES, STEPS = 4, 3
-
-
-def as_it_is(net):
-    """No change."""
 
 
 def frozen(net):
@@ -31,28 +26,25 @@ def checkpointed(net):
 
 
 VARIANTS = {
-    "reshard never": (as_it_is, {"reshard_after_forward": False}, 1),
-    "reshard always": (as_it_is, {"reshard_after_forward": True}, 1),
-    "offload": (as_it_is, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, 1),
+    "reshard never": (None, {"reshard_after_forward": False}, 1),
+    "reshard always": (None, {"reshard_after_forward": True}, 1),
+    "offload": (None, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, 1),
     "frozen": (frozen, {}, 1),
     "checkpointed": (checkpointed, {}, 1),
-    "accumulated": (as_it_is, {}, 2),
+    "accumulated": (None, {}, 2),
     "accumulated checkpointed": (checkpointed, {"reshard_after_forward": False}, 2),
 }
-
-
-def trained_params(net):
-    return [param for param in net.parameters() if param.requires_grad]
 
 
 def on_ranks(change, options, micro_batches):
     """Each rank has a share of each micro-batch; all but the last are not reduced."""
     net = Net()
-    change(net)
+    if change is not None:
+        change(net)
     fully_shard(
         net, plan(), units=net.blocks, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), **options
     )
-    optimizer, losses = optimizer_of(trained_params(net)), []
+    optimizer, losses = optimizer_of([param for param in net.parameters() if param.requires_grad]), []
     for step in range(STEPS):
         optimizer.zero_grad()
         for micro_batch in range(micro_batches):
@@ -67,28 +59,11 @@ def on_ranks(change, options, micro_batches):
     return total.view(STEPS, -1).sum(1), flat(net)
 
 
-def in_one_process(change, micro_batches):
-    net = Net()
-    apply_fp32_modules(net, IN_FP32)
-    change(net)
-    optimizer, losses = optimizer_of(trained_params(net)), []
-    shares = SHARES * micro_batches
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for share in range(shares):
-            with autocast("cpu", dtype=torch.bfloat16):
-                loss = loss_of(net, step, share) / shares
-            loss.backward()
-            losses.append(loss.detach())
-        optimizer.step()
-    return torch.stack(losses).view(STEPS, -1).sum(1), flat(net)
-
-
 def variants(_, __):
     report = {}
     for name, (change, options, micro_batches) in VARIANTS.items():
         losses, weights = on_ranks(change, options, micro_batches)
-        want_losses, want_weights = in_one_process(change, micro_batches)
+        want_losses, want_weights = alone(SHARES * micro_batches, steps=STEPS, change=change)
         report[name] = {
             "losses": ((losses - want_losses).abs() / want_losses).max().item(),
             "weights": ((weights.float() - want_weights.float()).norm() / want_weights.float().norm()).item(),

@@ -1,7 +1,4 @@
-"""Weights in 16 bits under DistributedDataParallel: reduced in float32, the same on all ranks.
-
-On four ranks: tests/sharding/test_ranks.py.
-"""
+"""Weights in 16 bits under DistributedDataParallel: reduced in float32, the same on all ranks."""
 
 import json
 
