@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from amp_plugin import autocast, restore_weights, store_weights
 from amp_plugin.kernels.build import native_core
 from amp_plugin.weights.formats import FORMATS
-from amp_plugin.weights.store import in_fp32, weight_bytes
+from amp_plugin.weights.store import weight_bytes
 from amp_plugin.weights.weight import has_room, stored_weight
 from tests.warm_processes import run_program
 from tests.weights.twins import assert_same, exact, give_gradients, network, stepped_twins, train, twins
@@ -96,19 +95,6 @@ def test_a_converted_model_is_an_error_at_the_next_use(weights, convert):
             use()
 
 
-def test_averages_are_of_float32():
-    models, optimizers = stepped_twins(lambda p: AdamW(p, lr=1e-3))
-    averages = [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) for model in models]
-
-    def update(model):
-        with in_fp32(model):
-            averages[models.index(model)].update_parameters(model)
-
-    train(models, optimizers, 10, between=update)
-    assert {param.dtype for param in averages[1].parameters()} == {torch.float32}
-    assert_same(averages[0].module, averages[1].module)
-
-
 def test_fp32_modules_and_batch_norm_stay_in_float32():
     model = nn.Sequential(
         nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Flatten(), nn.LayerNorm(8), nn.Linear(8, 2)
@@ -170,9 +156,8 @@ def test_compiled_models_and_checkpointing_give_float32_gradients():
         model.zero_grad()
         forward(x).float().sum().backward()
         grads.append([param.grad.clone() for param in model.parameters()])
-    for compiled, grad in zip(*grads, strict=True):
-        assert compiled.dtype is grad.dtype is torch.float32
-        torch.testing.assert_close(compiled, grad, rtol=0.05, atol=0.05)
+    assert {grad.dtype for grad in grads[0]} == {torch.float32}
+    torch.testing.assert_close(*grads, rtol=0.05, atol=0.05)
 
 
 def test_a_sharded_model_is_refused():
@@ -195,11 +180,9 @@ def test_storing_weights_loads_the_native_core(tmp_path):
     assert run_program(program).stdout.split()[-1] == "True"
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "meant"), [("weights", "half", "fp16"), ("state", "8bits", "8bit")]
-)
-def test_unknown_ways_are_refused(name, value, meant):
-    with pytest.raises(ValueError, match=f"{name}='{value}' is not allowed; .* did you mean .*{meant}"):
+@pytest.mark.parametrize(("name", "value"), [("weights", "half"), ("state", "8bits")])
+def test_unknown_ways_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}='{value}' is not allowed"):
         store_weights(network(), **{name: value})
 
 
