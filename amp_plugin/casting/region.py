@@ -20,6 +20,7 @@ from typing_extensions import Self
 
 from amp_plugin.casting.compiled import TracedRegion, are_rules_in_force, teach_dynamo
 from amp_plugin.casting.dispatcher import (
+    DEFAULT,
     DEVICE_NUMBERS,
     KERNELS,
     check_rules,
@@ -107,7 +108,7 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         dtype: ``torch.float16`` or ``torch.bfloat16``; default: what
             ``torch.get_autocast_dtype(device_type)`` says.
         enabled: False runs the region as if autocast were off.
-        cache_enabled: keep the cast of an fp32 weight for its next use in the region.
+        cache_enabled: keep the cast of an fp32 weight for its next use in the region; default: as around it.
         rules: op rules other than the default ones; needs the native core. Default: those of the file that
             ``AMP_PLUGIN_RULES`` names, if it is set.
 
@@ -149,12 +150,14 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         checked = KERNELS.checked.get((device_type, dtype, enabled))
         if checked is None:
             checked = _check(device_type, dtype, enabled)
+        if cache_enabled is None:
+            cache_enabled = torch.is_autocast_cache_enabled() or _hides_flag(device_type)
         self: autocast = object.__new__(cls)
         self._opening = (
             checked[0],
             torch.get_autocast_dtype(device_type) if dtype is None else dtype,
             checked[1],
-            cache_enabled is not False,  # torch's flag tells of torch's cache, which our regions do not use
+            bool(cache_enabled),
             checked[2] if rules is None else number_of(rules, device_type),
             device_type,
         )
@@ -210,6 +213,13 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """Decorate a function, generator or coroutine function."""
         return covers_each_step(func, self) if callable(func) else super().__call__(func)
+
+
+def _hides_flag(device_type: str) -> bool:
+    """Return whether an accelerator's region keeps casts, with torch's flag off for graph captures only."""
+    regions = KERNELS.innermost_regions() or {device_type: (DEFAULT, True)}
+    device, (_, keeps_casts) = list(regions.items())[-1]
+    return device != "cpu" and keeps_casts
 
 
 def call_in(regions: Sequence[torch.autocast], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 
 import pytest
@@ -96,6 +97,37 @@ def test_as_many_casts_as_torch_and_the_same_gradients(program):
     assert ours == theirs
     for gradient, other in zip(gradients, expected, strict=True):
         assert gradient is other is None or torch.equal(gradient, other)
+
+
+FLAGS = list(itertools.product([True, False], [None, True, False]))
+
+
+@pytest.mark.parametrize("made_inside", [True, False])
+@pytest.mark.parametrize("outer", FLAGS, ids=str)
+def test_the_flag_is_taken_over_as_in_torch(outer, made_inside):
+    """Gradients of a weight used twice add up in bfloat16 where its cast is kept, else in float32."""
+
+    def gradient(autocast, inner):
+        torch.manual_seed(0)
+        x, w = torch.randn(8, 8), nn.Parameter(torch.randn(8, 8))
+        region = None if made_inside else autocast("cpu", BF16, *inner)
+        with autocast("cpu", BF16, *outer):
+            with region or autocast("cpu", BF16, *inner):
+                out = (x @ w) @ w
+            out = out.float() @ w
+        out.float().square().mean().backward()
+        return w.grad
+
+    for inner in FLAGS:
+        assert torch.equal(gradient(amp_plugin.autocast, inner), gradient(torch.autocast, inner)), inner
+
+
+def test_the_flag_is_taken_over_from_accelerators_which_hide_it():
+    for flag in (True, False):
+        with amp_plugin.autocast("cuda", enabled=False, cache_enabled=flag):
+            assert not torch.is_autocast_cache_enabled(), "graphs can be captured"
+            assert amp_plugin.autocast("cpu")._cache_enabled is flag
+            assert amp_plugin.autocast("cuda", enabled=False)._cache_enabled is flag
 
 
 def test_clearing_torchs_cache_shows_a_write_that_nothing_else_shows():

@@ -1,6 +1,7 @@
 """What each of several processes does in test_ddp.py; writes FOLDER/rankN.json."""
 
 import copy
+import itertools
 import json
 import warnings
 from pathlib import Path
@@ -8,7 +9,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
 
 from amp_plugin import AmpPrecision, FabricAmpPrecision, GradScaler, autocast, store_weights
 from amp_plugin.weights.compressed_state import local_of
 from amp_plugin.weights.ddp import reduce_in_fp32
 from tests.adapters.accelerate_pair import ours
+from tests.adapters.lightning_models import Linear, fit, regression
 from tests.process_groups import leave
 from tests.weights.twins import give_gradients
 
@@ -79,30 +79,30 @@ def train(weights, ranks, *, ddp):
     return exact(model)
 
 
-def compare_with_one_process(weights, ranks):
-    together = train(weights, ranks, ddp=True)
-    alone = train(weights, ranks, ddp=False)
+def compared(one, other):
+    """Compare the weights of two runs, and these with those before."""
     return {
-        "same_on_all_ranks": is_same_on_all_ranks(together),
-        "distance": (together - alone).abs().mean().item(),
-        "moved": (alone - exact(Net())).abs().mean().item(),
+        "same_on_all_ranks": is_same_on_all_ranks(one),
+        "distance": (one - other).abs().mean().item(),
+        "moved": (other - exact(Net())).abs().mean().item(),
     }
+
+
+def compare_with_one_process(weights, ranks):
+    return compared(train(weights, ranks, ddp=True), train(weights, ranks, ddp=False))
 
 
 def reduced_gradients(ranks):
     """Gradients of a window, and the mean over ranks of what each has added up by itself in float32."""
     model = Net()
     store_weights(model, weights="bf16")
+    alone = copy.deepcopy(model)
     net = DistributedDataParallel(model, find_unused_parameters=True)
     reduce_in_fp32(net)
-    alone = copy.deepcopy(model)
-    rank, same = dist.get_rank(), []
-    for parts in (model, alone):
-        for param in parts.parameters():
-            param.grad = None
+    same = []
     for micro in range(2):
         net.require_backward_grad_sync = micro == 1
-        x, y = batch(0, micro, rank)
+        x, y = batch(0, micro, dist.get_rank())
         for way in (net, alone):
             loss_of(way, x, y).backward()
     for param, single in zip(model.parameters(), alone.parameters(), strict=True):
@@ -112,14 +112,17 @@ def reduced_gradients(ranks):
     return same
 
 
+def refusal_of(net):
+    try:
+        reduce_in_fp32(net)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+
+
 def refusals():
     model = Net()
     store_weights(model, weights="bf16")
-    found = {}
-    try:
-        reduce_in_fp32(DistributedDataParallel(model, gradient_as_bucket_view=True))
-    except ValueError as error:
-        found["bucket_views"] = str(error)
+    found = {"bucket_views": refusal_of(DistributedDataParallel(model, gradient_as_bucket_view=True))}
     net = DistributedDataParallel(model)
     net.register_comm_hook(
         None, lambda _, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future()
@@ -133,10 +136,7 @@ def refusals():
         store_weights(model, weights="bf16-true")
     else:
         model.bfloat16()
-    try:
-        reduce_in_fp32(DistributedDataParallel(model))
-    except RuntimeError as error:
-        found["one_rank"] = str(error)
+    found["one_rank"] = refusal_of(DistributedDataParallel(model))
     return found
 
 
@@ -146,71 +146,39 @@ def is_same_on_all_ranks(value):
     return all(torch.equal(other, value) for other in others)
 
 
-def joined():
-    """Train on uneven inputs, stored and in float32: rank 1 has two batches fewer."""
-    ends = []
-    for weights in ("bf16", "fp32"):
-        model = Net(seed=dist.get_rank())
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-        store_weights(model, optimizer, weights=weights)
-        net = DistributedDataParallel(model)
-        reduce_in_fp32(net)
-        with net.join():
-            for step in range(4 - 2 * dist.get_rank()):
-                optimizer.zero_grad()
-                loss_of(net, *batch(step, 0, dist.get_rank())).backward()
-                optimizer.step()
-        ends.append(exact(model))
-    return {
-        "same": is_same_on_all_ranks(ends[0]),
-        "distance": (ends[0] - ends[1]).abs().max().item(),
-        "moved": (ends[1] - exact(Net())).abs().max().item(),
-    }
+def joined(weights):
+    """Train on uneven inputs: rank 1 has two batches fewer."""
+    model = Net(seed=dist.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    store_weights(model, optimizer, weights=weights)
+    net = DistributedDataParallel(model)
+    reduce_in_fp32(net)
+    with net.join():
+        for step in range(4 - 2 * dist.get_rank()):
+            optimizer.zero_grad()
+            loss_of(net, *batch(step, 0, dist.get_rank())).backward()
+            optimizer.step()
+    return exact(model)
 
 
-def with_zero():
-    """Train with an optimizer that is sharded over the ranks, stored and in float32, on the same gradients."""
+def with_zero(weights):
+    """Train with an optimizer that is sharded over the ranks."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of torch.jit when it is imported
 
-    ends = []
-    for weights in ("bf16", "fp32"):
-        model = Net()
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
-        store = store_weights(model, optimizer, weights=weights)
-        store.add(optimizer.optim) if weights == "bf16" else None
-        for number in range(50):
-            give_gradients(number, model)
-            optimizer.step()
-        ends.append(exact(model))
-    return {"same": is_same_on_all_ranks(ends[0]), "equal": torch.equal(*ends)}
-
-
-class Module(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = Net()
-
-    def training_step(self, data, _):
-        return nn.functional.mse_loss(self.net(data[0]).float(), data[1])
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-    def train_dataloader(self):
-        parts = [
-            torch.cat(part)
-            for part in zip(*(batch(s, 0, self.trainer.global_rank) for s in range(3)), strict=True)
-        ]
-        return DataLoader(TensorDataset(*parts), batch_size=ROWS)
+    model = Net()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    store = store_weights(model, optimizer, weights=weights)
+    store.add(optimizer.optim) if weights == "bf16" else None
+    for number in range(50):
+        give_gradients(number, model)
+        optimizer.step()
+    return exact(model)
 
 
 def in_trainer(ranks):
-    module = Module()
-    Trainer(
-        strategy="ddp", accelerator="cpu", devices=ranks, max_steps=3, plugins=[AmpPrecision("bf16", weights="bf16")],
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False,
-    ).fit(module)  # fmt: skip
+    module, data = Linear(), regression(3, ROWS, seed=dist.get_rank())
+    options = {"strategy": "ddp", "devices": ranks, "use_distributed_sampler": False}
+    fit(module, AmpPrecision("bf16", weights="bf16"), 3, data=data, **options)
     return module.net
 
 
@@ -228,30 +196,22 @@ def in_accelerate(_):
 
 
 def three_steps(prepare, backward):
-    inner = Net()
-    net, optimizer = prepare(inner, torch.optim.AdamW(inner.parameters(), lr=1e-3))
-    for step in range(3):
-        x, y = batch(step, 0, dist.get_rank())
+    inner = Linear().net
+    net, optimizer = prepare(inner, torch.optim.AdamW(inner.parameters(), lr=1e-2))
+    for x, y in regression(3, ROWS, seed=dist.get_rank()):
         optimizer.zero_grad()
-        backward(nn.functional.mse_loss(net(x).float(), y))
+        backward(nn.functional.mse_loss(net(x), y))
         optimizer.step()
     return inner
 
 
 def described(model):
-    first = next(model.parameters())
+    gradient = next(model.parameters()).grad
     return {
-        "halves": first.dtype is torch.bfloat16,
         "same": is_same_on_all_ranks(exact(model)),
-        "gradients": str(first.grad.dtype) if first.grad is not None else None,
+        "gradients": str(gradient.dtype) if gradient is not None else None,
         "sum": exact(model).double().sum().item(),
     }
-
-
-def forms_of(optimizer):
-    """How the moments of this rank are kept."""
-    values = (v for entry in optimizer.state.values() for name, v in entry.items() if name != "step")
-    return sorted({getattr(local_of(value), "form", "fp32") for value in values})
 
 
 def compressed_states(form, *, sharded):
@@ -274,26 +234,25 @@ def compressed_states(form, *, sharded):
         weights = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))
         runs.append(torch.cat([weights[name].flatten() for name in sorted(weights)]) if weights else None)
     same = None if runs[0] is None else bool(torch.equal(*runs))
-    return {"forms": forms_of(optimizer), "same": same, "one_pass": scaler.last_step(optimizer).one_pass}
+    moments = (v for entry in optimizer.state.values() for name, v in entry.items() if name != "step")
+    forms = sorted({getattr(local_of(value), "form", "fp32") for value in moments})
+    return {"forms": forms, "same": same, "one_pass": scaler.last_step(optimizer).one_pass}
 
 
 def main(folder):
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
-    compared = {w: compare_with_one_process(w, ranks) for w in ("fp32", "bf16", "bf16-stochastic")}
-    states = {
-        f"{form} {engine}": compressed_states(form, sharded=engine == "fsdp2")
-        for form in ("bf16", "8bit")
-        for engine in ("ddp", "fsdp2")
-    }
+    states = itertools.product(("bf16", "8bit"), ("ddp", "fsdp2"))
     report = {
-        "against_one_process": compared,
+        "against_one_process": {
+            w: compare_with_one_process(w, ranks) for w in ("fp32", "bf16", "bf16-stochastic")
+        },
         "reduced": reduced_gradients(ranks),
         "refusals": refusals(),
-        "joined": joined(),
-        "zero": with_zero(),
-        "states": states,
+        "joined": compared(joined("bf16"), joined("fp32")),
+        "zero": compared(with_zero("bf16"), with_zero("fp32")),
+        "states": {f"{form} {way}": compressed_states(form, sharded=way == "fsdp2") for form, way in states},
         "frameworks": [described(run(ranks)) for run in (in_trainer, in_fabric, in_accelerate)],
     }
     Path(folder, f"rank{dist.get_rank()}.json").write_text(json.dumps(report))

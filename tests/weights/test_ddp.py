@@ -38,24 +38,19 @@ def test_gradients_of_a_window_are_averaged_in_float32(ranks):
     [
         ("bucket_views", "gradient_as_bucket_view=True) keeps gradients in the 16 bits"),
         ("own_hook", "has a communication hook, which reduces gradients in the 16 bits"),
-        (
-            "one_rank",
-            "is stored as ('torch.bfloat16', None) on rank 0 and as ('torch.bfloat16', 'bf16-true')",
-        ),
+        ("one_rank", "('torch.bfloat16', None) on rank 0 and as ('torch.bfloat16', 'bf16-true')"),
     ],
 )
 def test_what_would_reduce_in_16_bits_is_told_on_all_ranks(ranks, case, text):
     assert all(text in report["refusals"][case] for report in ranks)
 
 
-def test_a_joined_rank_contributes_zeros(ranks):
+def test_a_joined_rank_contributes_zeros_and_a_sharded_optimizer_equals_the_float32_run(ranks):
     for report in ranks:
-        assert report["joined"]["same"], "all bits"
+        assert report["joined"]["same_on_all_ranks"]
         assert report["joined"]["moved"] > 50 * report["joined"]["distance"]
-
-
-def test_an_optimizer_that_is_sharded_equals_the_float32_run(ranks):
-    assert [report["zero"] for report in ranks] == [{"same": True, "equal": True}] * 2
+        assert report["zero"]["same_on_all_ranks"]
+        assert report["zero"]["moved"] > report["zero"]["distance"] == 0
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
@@ -70,7 +65,7 @@ def test_compressed_states_are_kept_and_gone_on_with_to_the_bit(ranks, form, eng
 
 def test_frameworks_reduce_in_float32_by_themselves(ranks):
     for report in ranks:
-        runs = report["frameworks"]
-        assert [run["halves"] for run in runs] == [False, True, True], "the Trainer gives float32 back"
-        assert all(run["same"] and run["gradients"] in {"torch.float32", None} for run in runs)
-        assert len({run["sum"] for run in runs}) == 1
+        assert all(
+            run["same"] and run["gradients"] in {"torch.float32", None} for run in report["frameworks"]
+        )
+        assert len({run["sum"] for run in report["frameworks"]}) == 1

@@ -11,17 +11,9 @@ from torch import nn
 
 from amp_plugin import restore_weights, store_weights
 from amp_plugin.weights.store import in_fp32
-from tests.weights.twins import exact
+from tests.weights.twins import TORCHS, assert_same, exact
 
 WAYS = ["bf16", "fp16", "bf16-true", "fp16-true", "fp32"]
-OPTIMIZERS = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
-    "SGD-foreach": lambda p: torch.optim.SGD(p, lr=1e-3, foreach=True),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=False),
-    "AdamW-foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True, amsgrad=True),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-4),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-3),
-}
 
 
 class Net(nn.Module):
@@ -41,9 +33,9 @@ class Player:
         torch.manual_seed(seed)
         self.twin = Net()
         self.model = copy.deepcopy(self.twin)
-        self.kind = self.random.choice(list(OPTIMIZERS))
+        self.kind = self.random.choice(list(TORCHS))
         self.way, self.saved = "fp32", None
-        self.optimizers = [OPTIMIZERS[self.kind](m.parameters()) for m in (self.twin, self.model)]
+        self.optimizers = [TORCHS[self.kind](m.parameters()) for m in (self.twin, self.model)]
         self.store()
 
     @property
@@ -53,8 +45,7 @@ class Player:
     def play(self, moves):
         names = ["step"] * 4 + [
             "store", "give_gradients", "edit_nothing", "set_to_zero", "edit_in_fp32", "save", "load", "load_into_new",
-            "assign", "copied", "pickled", "freeze", "new_optimizer", "step_in_fp32", "closure", "fail", "restore",
-            "to_memory_format", "share",
+            "assign", "copied", "freeze", "new_optimizer", "step_in_fp32", "closure", "fail", "restore", "share",
         ]  # fmt: skip
         for _ in range(moves):
             name = self.random.choice(names)
@@ -63,14 +54,10 @@ class Player:
             self.compare()
 
     def compare(self):
-        states = [model.state_dict() for model in self.models]
-        assert states[0].keys() == states[1].keys(), self.moves
-        for name, value in states[0].items():
-            assert states[1][name].dtype is torch.float32, (name, self.moves)
-            assert torch.equal(value, states[1][name]), (name, self.kind, self.way, self.moves)
+        assert_same(self.twin, self.model)
         assert self.model.first.weight is self.model.second.weight
         recurrent = self.model.recurrent
-        assert all(map(operator.is_, recurrent._flat_weights, recurrent.parameters())), self.moves
+        assert all(map(operator.is_, recurrent._flat_weights, recurrent.parameters()))
 
     def give_gradients(self):
         self.count += 1
@@ -81,10 +68,10 @@ class Player:
                 if param.requires_grad:
                     param.grad = grad if param.grad is None else param.grad + grad
 
+    @torch.no_grad()
     def both(self, call):
         for model in self.models:
-            with torch.no_grad():
-                call(model)
+            call(model)
 
     # -- moves
 
@@ -116,29 +103,28 @@ class Player:
             self.both(lambda model: [param.mul_(1.001) for param in model.parameters()])
 
     def save(self):
-        self.saved = (
-            copy.deepcopy([part.state_dict() for part in (self.twin, self.model, *self.optimizers)]),
-            self.kind,
-        )
+        parts = (self.twin, self.model, *self.optimizers)
+        self.saved = self.kind, copy.deepcopy([part.state_dict() for part in parts])
 
     def load(self):
-        if self.saved is not None and self.saved[1] == self.kind:
+        if self.saved is not None and self.saved[0] == self.kind:
             store_weights(self.model, self.optimizers[1], weights=self.way)  # or its state may be refused
-            order = self.random.sample(range(4), 4)
-            for number in order:
-                parts = (self.twin, self.model, *self.optimizers)
-                parts[number].load_state_dict(copy.deepcopy(self.saved[0][number]))
+            loads = list(zip((self.twin, self.model, *self.optimizers), self.saved[1], strict=True))
+            for part, state in self.random.sample(loads, 4):
+                part.load_state_dict(copy.deepcopy(state))
 
     def load_into_new(self):
         state, optimizer_state = self.model.state_dict(), copy.deepcopy(self.optimizers[1].state_dict())
-        frozen = [not param.requires_grad for param in self.model.parameters()]
         self.model = Net()
-        self.optimizers[1] = OPTIMIZERS[self.kind](self.model.parameters())
+        self.optimizers[1] = TORCHS[self.kind](self.model.parameters())
         self.store()
-        for param, is_frozen in zip(self.model.parameters(), frozen, strict=True):
-            param.requires_grad_(not is_frozen)
+        for param, other in zip(self.model.parameters(), self.twin.parameters(), strict=True):
+            param.requires_grad_(other.requires_grad)
         self.model.load_state_dict(state)
         self.optimizers[1].load_state_dict(optimizer_state)
+        self.forget_gradients()
+
+    def forget_gradients(self):
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
@@ -149,17 +135,10 @@ class Player:
         self.new_optimizer()
 
     def copied(self):
-        self.replace_by(copy.deepcopy)
-
-    def pickled(self):
-        self.replace_by(lambda pair: pickle.loads(pickle.dumps(pair)))
-
-    def replace_by(self, way):
-        pairs = [way(pair) for pair in zip(self.models, self.optimizers, strict=True)]
-        (self.twin, self.model), self.optimizers = zip(*pairs, strict=True)
-        self.optimizers = list(self.optimizers)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
+        ways = (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair)))
+        pairs = map(self.random.choice(ways), list(zip(self.models, self.optimizers, strict=True)))
+        (self.twin, self.model), self.optimizers = map(list, zip(*pairs, strict=True))
+        self.forget_gradients()
         self.maybe_store()
 
     def maybe_store(self):
@@ -173,11 +152,10 @@ class Player:
             model.first.weight.grad = model.first.bias.grad = None
 
     def new_optimizer(self):
-        self.kind = self.random.choice(list(OPTIMIZERS))
-        self.optimizers = [OPTIMIZERS[self.kind](model.parameters()) for model in self.models]
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        if self.kind == "Adagrad" or self.random.random() < 0.5:  # its constructor makes state
+        self.kind = self.random.choice(list(TORCHS))
+        self.optimizers = [TORCHS[self.kind](model.parameters()) for model in self.models]
+        self.forget_gradients()
+        if self.kind == "Adagrad" or self.random.random() < 0.5:
             store_weights(self.model, self.optimizers[1], weights=self.way)
 
     def step_in_fp32(self):
@@ -201,9 +179,6 @@ class Player:
     def restore(self):
         restore_weights(self.model)
         self.maybe_store()
-
-    def to_memory_format(self):
-        self.both(lambda model: model.to("cpu", non_blocking=True))
 
     def share(self):
         self.model.share_memory()

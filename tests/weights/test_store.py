@@ -5,18 +5,19 @@ The player (test_player.py) copies, pickles, edits, converts, saves and loads at
 
 import copy
 import io
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from amp_plugin import autocast, restore_weights, store_weights
 from amp_plugin.kernels.build import native_core
-from amp_plugin.weights.store import in_fp32, weight_bytes
-from amp_plugin.weights.weight import FORMATS, has_room
+from amp_plugin.weights.store import weight_bytes
+from amp_plugin.weights.weight import FORMATS, has_room, stored_weight
 from tests.warm_processes import run_program
 from tests.weights.twins import assert_same, exact, give_gradients, network, stepped_twins, train, twins
 
@@ -36,63 +37,50 @@ def saved(*things):
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("weights", ["bf16", "fp16", "bf16-stochastic"])
-@pytest.mark.parametrize("model_first", [True, False])
-def test_a_run_resumes_bit_for_bit(weights, model_first):
-    model, optimizer = trained(weights)
+@pytest.mark.parametrize("saves", ["bf16", "fp16", "bf16-stochastic", "fp32"])
+@pytest.mark.parametrize("loads", ["bf16", "fp16", "bf16-stochastic", "fp32"])
+def test_a_run_resumes_with_all_bits(saves, loads):
+    model, optimizer = trained(saves)
     states = saved(model, optimizer)
-    train((model,), [optimizer], 5, first=5)
-    other, others = trained(weights, steps=0, seed=1)
-    parts = list(zip((other, others), states, strict=True))
-    for part, state in parts if model_first else reversed(parts):
-        part.load_state_dict(state)
-    train((other,), [others], 5, first=5)
-    assert_same(model, other)
-
-
-@pytest.mark.parametrize("weights", ["bf16", "fp16"])
-def test_float32_runs_load_it_and_it_loads_theirs(weights):
-    model, optimizer = trained(weights)
-    plain, back = trained("fp32", steps=0, seed=1), trained(weights, steps=0, seed=2)
-    for source, target in (((model, optimizer), plain), (plain, back)):
-        states = saved(*source)
-        assert {value.dtype for value in states[0].values()} == {torch.float32}
-        for part, state in zip(target, states, strict=True):
-            part.load_state_dict(state)
-        assert_same(source[0], target[0])
-    train((plain[0], back[0]), (plain[1], back[1]), 5, first=5)
-    assert_same(plain[0], back[0])
+    assert {value.dtype for value in states[0].values()} == {torch.float32}
+    other, others = trained(loads, steps=0, seed=1)
+    others.load_state_dict(states[1])
+    other.load_state_dict(states[0])
+    if loads != "bf16-stochastic":
+        assert_same(model, other)
+    if saves == loads or "bf16-stochastic" not in {saves, loads}:
+        train((model, other), (optimizer, others), 5, first=5)
+        assert_same(model, other)
 
 
 def test_a_state_dict_that_does_not_fit_changes_nothing():
     model, optimizer = trained()
-    before = exact(model)
+    before = copy.deepcopy(model)
     (state,) = saved(optimizer)
     state["param_groups"][0]["params"].pop()
     with pytest.raises(ValueError, match="doesn't match the size"):
         optimizer.load_state_dict(state)
-    train((model,), [optimizer], 0)
     assert optimizer.param_groups[0]["params"][0] is model[0].weight
-    assert all(torch.equal(exact(model)[name], value) for name, value in before.items())
+    assert_same(model, before)
 
 
-def test_a_state_dict_in_16_bits_is_assigned():
-    models, optimizers = stepped_twins(lambda p: SGD(p, lr=1e-5))
+def assign_float32_as_data(model):
+    for param, value in zip(model.parameters(), network(7).parameters(), strict=True):
+        param.data = value.detach().clone()
+
+
+def assign_16_bits(model):
     values = {name: value.bfloat16() for name, value in network(5).state_dict().items()}
-    models[0].load_state_dict(values)
-    models[1].load_state_dict({name: value.clone() for name, value in values.items()}, assign=True)
-    optimizers = [SGD(model.parameters(), lr=1e-5) for model in models]
-    train(models, optimizers, 20)
-    assert_same(*models)
+    model.load_state_dict(values, assign=any(stored_weight(param) for param in model.parameters()))
 
 
+@pytest.mark.parametrize("assign", [assign_float32_as_data, assign_16_bits])
 @pytest.mark.parametrize("weights", ["bf16", "fp16"])
-def test_float32_that_is_assigned_as_data_is_stored(weights):
-    models, optimizers = stepped_twins(lambda p: SGD(p, lr=1e-5), weights)
+def test_what_is_assigned_is_stored(assign, weights):
+    models = twins(weights)[:2]
     for model in models:
-        for param, value in zip(model.parameters(), network(7).parameters(), strict=True):
-            param.data = value.detach().clone()
-    train(models, optimizers, 5)
+        assign(model)
+    train(models, [SGD(model.parameters(), lr=1e-5) for model in models], 20)
     assert_same(*models)
 
 
@@ -106,19 +94,6 @@ def test_a_converted_model_is_an_error_at_the_next_use(weights, convert):
             use()
 
 
-def test_averages_are_of_float32():
-    models, optimizers = stepped_twins(lambda p: AdamW(p, lr=1e-3))
-    averages = [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) for model in models]
-
-    def update(model):
-        with in_fp32(model):
-            averages[models.index(model)].update_parameters(model)
-
-    train(models, optimizers, 10, between=update)
-    assert {param.dtype for param in averages[1].parameters()} == {torch.float32}
-    assert_same(averages[0].module, averages[1].module)
-
-
 def test_fp32_modules_and_batch_norm_stay_in_float32():
     model = nn.Sequential(
         nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Flatten(), nn.LayerNorm(8), nn.Linear(8, 2)
@@ -128,9 +103,7 @@ def test_fp32_modules_and_batch_norm_stay_in_float32():
     assert dtypes == [torch.bfloat16, torch.float32, torch.float32, torch.float32]
     assert model[1].running_mean.dtype is torch.float32
     assert len(store) == 2
-    with pytest.raises(
-        ValueError, match="fp32_modules: 'Nothing' is not a name or class of a module in Sequential"
-    ):
+    with pytest.raises(ValueError, match="fp32_modules: 'Nothing' is not a name or class of a module"):
         store_weights(network(), fp32_modules=["Nothing"])
 
 
@@ -139,30 +112,26 @@ class Both(nn.Bilinear):
         return super().forward(x, x)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: nn.LayerNorm(8),
-        lambda: nn.GroupNorm(2, 8),
-        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
-        lambda: nn.Sequential(Both(8, 8, 8)),
-    ],
-    ids=["LayerNorm", "GroupNorm", "TransformerEncoderLayer", "Bilinear"],
-)
+MIXED = {
+    "LayerNorm": lambda: nn.LayerNorm(8),
+    "GroupNorm": lambda: nn.GroupNorm(2, 8),
+    "TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0),
+    "Bilinear": lambda: nn.Sequential(Both(8, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
 @pytest.mark.parametrize("training", [True, False])
-def test_modules_on_fp32_activations_on_the_cpu(make, training):
+def test_modules_on_fp32_activations_on_the_cpu(name, training):
     torch.manual_seed(0)
-    plain = make().train(training)
+    plain = MIXED[name]().train(training)
     model = copy.deepcopy(plain)
     store_weights(model)
-    x = torch.randn(3, 8, 8) if isinstance(model, nn.TransformerEncoderLayer) else torch.randn(3, 8)
-    outs = []
-    for module in (plain, model):
-        with autocast("cpu", dtype=torch.bfloat16):
-            outs.append(module(x))
-        if training:
-            outs[-1].float().sum().backward()
+    with autocast("cpu", dtype=torch.bfloat16):
+        outs = [module(torch.ones(3, 8)) for module in (plain, model)]
     assert torch.equal(*outs)
+    if training:
+        outs[1].float().sum().backward()
 
 
 def test_bytes_a_parameter():
@@ -173,9 +142,7 @@ def test_bytes_a_parameter():
         held[weights] = tuple(part / counted.parameters for part in parts)
         assert counted.per_parameter()["optimizer_state"] == pytest.approx(8, rel=0.05), "and a step each"
     assert held == {"fp32": (4, 0, 4), "bf16": (2, 2, 4), "fp16": (2, 4, 4), "bf16-stochastic": (2, 0, 4)}
-    assert str(counted).endswith(
-        "(weights 2, masters 0, gradients 4, optimizer state 8.16) for 102 parameters"
-    )
+    assert "(weights 2, masters 0, gradients 4, optimizer state 8.16)" in str(counted)
 
 
 def test_compiled_models_and_checkpointing_give_float32_gradients():
@@ -183,25 +150,20 @@ def test_compiled_models_and_checkpointing_give_float32_gradients():
     x, grads = torch.randn(4, 7, dtype=torch.bfloat16), []
     for forward in (
         torch.compile(model, backend="aot_eager"),
-        lambda x: checkpoint(model, x, use_reentrant=False),
+        partial(checkpoint, model, use_reentrant=False),
     ):
         model.zero_grad()
         forward(x).float().sum().backward()
         grads.append([param.grad.clone() for param in model.parameters()])
-    for compiled, grad in zip(*grads, strict=True):
-        assert compiled.dtype is grad.dtype is torch.float32
-        torch.testing.assert_close(compiled, grad, rtol=0.05, atol=0.05)
+    assert {grad.dtype for grad in grads[0]} == {torch.float32}
+    torch.testing.assert_close(*grads, rtol=0.05, atol=0.05)
 
 
 def test_a_sharded_model_is_refused():
-    class FullyShardedDataParallel(nn.Linear):
-        """Of torch's name; the real one needs processes."""
-
-    with pytest.raises(
-        TypeError, match=r"weights='bf16' does not work on a sharded model: .* use FSDP\(model"
-    ):
-        store_weights(FullyShardedDataParallel(2, 2))
-    store_weights(FullyShardedDataParallel(2, 2), weights="fp32")
+    sharded = type("FullyShardedDataParallel", (nn.Linear,), {})(2, 2)  # the real one needs processes
+    with pytest.raises(TypeError, match=r"weights='bf16' does not work on a sharded model"):
+        store_weights(sharded)
+    store_weights(sharded, weights="fp32")
 
 
 @pytest.mark.skipif(not native_core().loaded, reason="no native core on this machine")
@@ -217,43 +179,26 @@ def test_storing_weights_loads_the_native_core(tmp_path):
     assert run_program(program).stdout.split()[-1] == "True"
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ({"weights": "bf16_true"}, "bf16-true"),
-        ({"weights": "half"}, "fp16"),
-        ({"weights": "stochastic"}, "bf16-stochastic"),
-        ({"weights": "float"}, "fp32"),
-        ({"state": "8bits"}, "8bit"),
-    ],
-)
-def test_unknown_ways_are_refused(given, meant):
-    ((name, value),) = given.items()
-    with pytest.raises(ValueError, match=f"{name}='{value}' is not allowed; .* did you mean .*{meant}"):
-        store_weights(network(), **given)
+@pytest.mark.parametrize(("name", "value"), [("weights", "half"), ("state", "8bits")])
+def test_unknown_ways_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}='{value}' is not allowed"):
+        store_weights(network(), **{name: value})
 
 
 def test_a_state_dict_is_made_on_the_host_where_a_gpu_is_nearly_full(monkeypatch):
     reference, model, _ = twins()
     monkeypatch.setattr("amp_plugin.weights.weight.has_room", lambda _: False)
-    with pytest.warns(
-        UserWarning, match="the state dict is made on the host, tensor by tensor: cpu has no room"
-    ):
+    with pytest.warns(UserWarning, match="the state dict is made on the host"):
         assert_same(reference, model)
 
 
 def test_room_is_what_is_free_but_an_eighth(monkeypatch):
-    class OnGpu:
-        device = torch.device("cuda", 0)
-
-        def numel(self):
-            return 100
-
+    on_gpu = SimpleNamespace(device=torch.device("cuda", 0), numel=lambda: 100)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 500)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 400)
     for free, room in ((1500, True), (1300, False)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 8000))
-        assert has_room(OnGpu()) is room
+        assert has_room(on_gpu) is room
     assert has_room(torch.ones(1))
 
 

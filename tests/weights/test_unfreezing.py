@@ -18,12 +18,6 @@ from tests.weights.twins import assert_same, train
 X = torch.linspace(-1, 1, 28).reshape(4, 7)
 
 
-@pytest.fixture(autouse=True)
-def _without_accelerate():
-    yield
-    reset()
-
-
 def network(first=torch.bfloat16):
     """A network whose first layer is frozen, in the dtype given, with the values of bfloat16."""
     torch.manual_seed(0)
@@ -39,15 +33,7 @@ def adamw(model):
 def in_a_plain_loop(model):
     optimizer = adamw(model)
     store_weights(model, optimizer, weights="fp32")
-    return autocast_module(model), optimizer, torch.Tensor.backward
-
-
-def autocast_module(model):
-    def forward(x):
-        with autocast("cpu", dtype=torch.bfloat16):
-            return model(x)
-
-    return forward
+    return autocast("cpu", dtype=torch.bfloat16)(model), optimizer, torch.Tensor.backward
 
 
 def in_fabric(model):
@@ -81,6 +67,7 @@ def test_they_are_trained_as_in_float32(program):
         assert model[0].weight.dtype is model[0].weight.grad.dtype is torch.float32
         assert (model[0].weight != start).float().mean() > 0.9
         runs.append(model)
+        reset()
     assert_same(*runs)
 
 
@@ -99,8 +86,7 @@ def test_they_become_what_the_last_set_up_asked_for():
 
 
 def test_state_of_weights_that_were_trained_is_loaded_in_float32():
-    loops = [(model, in_a_plain_loop(model)) for model in (network(), network())]
-    (saved, loop), (other, others) = loops
+    (saved, loop), (other, others) = ((model, in_a_plain_loop(model)) for model in (network(), network()))
     saved[0].requires_grad_(True)
     take_steps(*loop, 2)
     others[1].load_state_dict(loop[1].state_dict())
@@ -109,29 +95,16 @@ def test_state_of_weights_that_were_trained_is_loaded_in_float32():
     moments = [[state["exp_avg"] for state in optimizer.state.values()] for _, optimizer, _ in (loop, others)]
     assert [moment.dtype for moment in moments[1]] == [torch.float32] * 4
     assert all(map(torch.equal, *moments))
-    other[0].requires_grad_(True)
-    take_steps(*others, 1)
 
 
-def test_a_copy_that_is_trained_is_float32():
-    model = network()
-    store_weights(model, weights="bf16")
-    twin = copy.deepcopy(model).requires_grad_(True)
-    assert {param.dtype for param in twin.parameters()} == {torch.float32}
-    assert model[0].weight.dtype is torch.bfloat16
-
-
-def test_a_frozen_norm_and_its_statistics_are_float32():
+@pytest.mark.parametrize("weights", ["bf16", "fp32"])
+def test_frozen_weights_stay_as_they_came_but_norms_and_copies_that_are_trained_are_float32(weights):
     model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2)).bfloat16().requires_grad_(False)
-    store_weights(model, weights="fp32")
-    assert [model[0].weight.dtype, model[1].weight.dtype, model[1].running_mean.dtype] == [
-        torch.bfloat16,
-        torch.float32,
-        torch.float32,
-    ]
-    model.requires_grad_(True)
-    with autocast("cpu", dtype=torch.bfloat16):
-        model(torch.ones(2, 1, 3, 3)).sum().backward()
+    store_weights(model, weights=weights)
+    twin = copy.deepcopy(model).requires_grad_(True)
+    assert model[0].weight.dtype is torch.bfloat16
+    assert model[1].weight.dtype is model[1].running_mean.dtype is torch.float32
+    assert weights == "fp32" or {param.dtype for param in twin.parameters()} == {torch.float32}
 
 
 def test_a_part_of_a_flat_tensor_is_left():
@@ -167,14 +140,10 @@ class Thawed(LightningModule):
 class TestUnderTheTrainer:
     pytestmark = QUIET
 
-    def test_they_are_stored_before_their_first_step(self):
-        module = Thawed()
-        fit(module, AmpPrecision("bf16", weights="bf16"), steps=2, data=DataLoader(X, batch_size=2))
-        assert module.low_halves == [False, True]
-
-    @pytest.mark.parametrize("fits", [1, 2])
-    def test_they_become_float32_in_a_second_run_of_a_plugin_too(self, fits):
-        module, plugin = Thawed(), AmpPrecision("bf16")
-        for number in range(fits):
-            fit(module, plugin, steps=1 if number + 1 < fits else 2, data=DataLoader(X, batch_size=2))
+    @pytest.mark.parametrize("weights", ["bf16", "fp32"])
+    def test_they_are_converted_before_their_first_step_in_a_second_run_of_a_plugin_too(self, weights):
+        module, plugin = Thawed(), AmpPrecision("bf16", weights=weights)
+        for steps in (1, 2):
+            fit(module, plugin, steps=steps, data=DataLoader(X, batch_size=2))
+        assert module.low_halves == [False, False, weights == "bf16"]
         assert module.model[0].weight.dtype is torch.float32
