@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
-from amp_plugin.adapters.stand_in import standing_in
+from amp_plugin.adapters import standing_in
 from amp_plugin.casting.bound_rules import bound_autocast, is_launcher, ours_by_default, warn_if_unread
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Takeover:
 
     def _frameworks(self) -> dict[str, Callable[[ModuleType], AbstractContextManager[object]]]:
         """Return module -> what to enter once it is imported."""
-        from amp_plugin.adapters.lightning import installation as lightning  # noqa: PLC0415 - torch is loaded
+        from amp_plugin.adapters import lightning  # noqa: PLC0415
 
         def in_connector(module: ModuleType) -> AbstractContextManager[object]:
             return lightning.plugin_in_place_of_stock(module, self._precision, self._note)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from amp_plugin import AmpAccelerator, precision
+from amp_plugin import AmpAccelerator, AmpPrecision, FabricAmpPrecision, precision
 from amp_plugin.adapters.accelerate import install
 from tests.adapters.accelerate_pair import ours, reset
 
@@ -96,18 +96,23 @@ def test_who_sets_is_overflow_holds_the_scheduler_back(precision):
 
 
 @pytest.mark.parametrize(
-    ("given", "mine"),
+    ("mine", "names"),
     [
-        ("fp32", "no"), ("32-true", "no"), (torch.float32, "no"), ("16-mixed", "fp16"), ("float16", "fp16"),
-        (torch.float16, "fp16"), ("fp16-mixed", "fp16"), ("bf16-mixed", "bf16"), (torch.bfloat16, "bf16"),
+        ("fp32", ["32-true", "32", 32, "float32", torch.float32, "no"]),
+        ("fp16", ["16-mixed", "fp16-mixed", "16", 16, "float16", torch.float16, "half"]),
+        ("bf16", ["bf16-mixed", "bfloat16", torch.bfloat16]),
     ],
-)  # fmt: skip
-def test_names_of_other_projects_are_understood(given, mine, monkeypatch):
-    assert AmpAccelerator(mixed_precision=given, cpu=True).mixed_precision == mine
-    if isinstance(given, str):
+)
+def test_names_of_other_projects_are_understood(mine, names, monkeypatch):
+    for name in names:
+        for plugin in (AmpPrecision(name, eval_precision=name), FabricAmpPrecision(name)):
+            assert plugin.settings.precision == mine
         reset()
-        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", given)
-        assert AmpAccelerator(cpu=True).mixed_precision == mine
+        accelerator = AmpAccelerator(mixed_precision=name, cpu=True)
+        assert accelerator.mixed_precision == mine.replace("fp32", "no")
+    reset()
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", names[0])
+    assert AmpAccelerator(cpu=True).mixed_precision == mine.replace("fp32", "no")
 
 
 # -- options of AmpPrecision --------------------------------------------------------------------

@@ -19,7 +19,7 @@ from amp_plugin import GradScaler, autocast
 from amp_plugin.adapters.takeover import Takeover, bind_environment, when_imported
 from amp_plugin.cli import app
 from tests.adapters.accelerate_pair import reset
-from tests.adapters.commands import run_unedited, torchrun
+from tests.adapters.commands import run_unedited
 
 ROOT = Path(__file__).parents[2]
 LOOP = """\
@@ -392,21 +392,6 @@ def test_a_wrong_word_in_the_environment_is_refused(monkeypatch):
     monkeypatch.setenv("AMP_PLUGIN_TAKEOVER", "fp8")
     with pytest.raises(ValueError, match="AMP_PLUGIN_TAKEOVER=fp8 is unknown; allowed are fp16, bf16, as-w"):
         bind_environment()
-
-
-@pytest.mark.dist
-@pytest.mark.slow
-def test_torchrun_takes_each_rank_over(tmp_path, installed):
-    (tmp_path / "train.py").write_text(CHILD)
-    done = torchrun(
-        *("--nproc-per-node", "2", "--no-python"),
-        *(sys.executable, "-m", "amp_plugin", "run", "--precision", "fp16", "train.py"),
-        environment=installed,
-        folder=tmp_path,
-    )
-    assert done.stdout.split() == ["amp_plugin.scaling.grad_scaler", "torch.float16"] * 2, done.stderr
-    for rank in (0, 1):
-        assert done.stderr.count(f"amp-plugin run [rank {rank} of 2]: train.py used") == 1
 
 
 def test_the_environment_sets_what_a_program_leaves_open(taken, monkeypatch):

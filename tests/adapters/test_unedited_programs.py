@@ -15,30 +15,6 @@ from tests.warm_processes import run_program
 
 pytestmark = [pytest.mark.whole_run, pytest.mark.slow, pytest.mark.dist]
 
-IGNITE = """
-import torch
-from ignite.engine import Events, create_supervised_trainer
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
-optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-x = torch.randn(64, 8)
-batches = [(rows, rows.sum(1, keepdim=True)) for rows in x.split(16)]
-
-def loss(output, target):
-    return torch.nn.functional.mse_loss(output, target)
-
-class Model(torch.nn.Module):
-    def forward(self, rows):
-        with torch.autocast("cpu", dtype=torch.float16):  # ignite's own blocks are for CUDA
-            return model(rows)
-
-trainer = create_supervised_trainer(
-    Model(), optimizer, loss, device="cpu", amp_mode="amp", scaler=torch.amp.GradScaler("cpu"))
-losses = []
-trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: losses.append(float(engine.state.output)))
-trainer.run(batches, max_epochs=5)
-print(*losses)
-"""
 TIMM = """
 import timm
 import torch
@@ -69,36 +45,9 @@ trainer = transformers.Trainer(bert(layers=1), arguments, train_dataset=texts(32
 trainer.train()
 print(*(line["loss"] for line in trainer.state.log_history if "loss" in line))
 """
-LIGHTNING = """
-import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
-seed_everything(0)
-losses = []
-
-class Model(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 1))
-
-    def training_step(self, rows, _):
-        loss = torch.nn.functional.mse_loss(self.layers(rows), rows.sum(1, keepdim=True))
-        losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-Trainer(
-    accelerator="cpu", precision="bf16-mixed", max_epochs=4, gradient_clip_val=1.0, logger=False,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-).fit(Model(), torch.utils.data.DataLoader(torch.randn(64, 8), batch_size=16))
-print(*losses)
-"""
 PROGRAMS = {
-    "ignite": ("ignite", IGNITE, "torch.autocast in fp16, GradScaler"),
     "timm": ("timm torchvision", TIMM, "torch.autocast in fp16, GradScaler"),
     "transformers": ("transformers", TRANSFORMERS, "Accelerator(mixed_precision='bf16')"),
-    "lightning": ("lightning", LIGHTNING, "Trainer(precision='bf16-mixed')"),
 }
 
 

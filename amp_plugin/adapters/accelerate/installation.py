@@ -12,9 +12,9 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
+from amp_plugin.adapters import standing_in
 from amp_plugin.adapters.accelerate.accelerator import AmpAccelerator
 from amp_plugin.adapters.accelerate.settings import AmpKwargs
-from amp_plugin.adapters.stand_in import standing_in
 from amp_plugin.casting.dispatcher import set_default_rules
 from amp_plugin.messages import warn_user
 

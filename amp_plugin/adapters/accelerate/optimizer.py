@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from amp_plugin.adapters.gradient_origins import GradientOrigins
+from amp_plugin.adapters.scaler import GradientOrigins
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of

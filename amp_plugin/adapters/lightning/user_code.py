@@ -11,7 +11,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_plugin.adapters.gradient_origins import GradientOrigins
+from amp_plugin.adapters.scaler import GradientOrigins
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
 from amp_plugin.scaling.step_log import StepLog
