@@ -33,9 +33,6 @@ class HasScaler:
         @property
         def _scaler(self) -> GradScaler: ...
 
-    def _unwrap(self, optimizer: Any) -> Optimizer:
-        return torch_optimizer(optimizer)
-
     @property
     def step_log(self) -> StepLog:
         """The log of the scaler's steps."""
@@ -53,11 +50,11 @@ class HasScaler:
         Raises:
             RuntimeError: the optimizer has not stepped yet; or another engine steps (DeepSpeed, ...).
         """
-        return self._scaler.last_step(self._unwrap(optimizer))
+        return self._scaler.last_step(torch_optimizer(optimizer))
 
     def result_of(self, optimizer: Optimizer) -> StepResult | None:
         """As :meth:`last_step`, but None if the optimizer has not stepped yet."""
-        return self._scaler.result_of(self._unwrap(optimizer))
+        return self._scaler.result_of(torch_optimizer(optimizer))
 
     def grad(
         self, outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], **options: Any
@@ -89,11 +86,7 @@ def torch_optimizer(optimizer: Any) -> Optimizer:
 
 
 def scaler_for(given: Any, name: str, make: Callable[[bool], GradScaler]) -> Any:
-    """Return the scaler that an adapter calls once it was given another, as the attribute ``name``.
-
-    What has all of our public methods is called as it is; torch's only gives its options and state to one
-    that ``make`` makes, enabled or not. Anything else is a TypeError.
-    """
+    """Return the scaler that an adapter calls once it was given another, as the attribute ``name``."""
     if given is None:
         return make(False)
     if isinstance(given, torch.amp.GradScaler) and type(given).__module__.startswith("torch."):
@@ -135,10 +128,7 @@ def fsdp_root(model: nn.Module) -> Any:
 
 
 def scaler_groups(root: Any) -> dict[str, Any]:
-    """Return the groups of ranks that step together: under FSDP1, which hold parts of each gradient.
-
-    With ``NO_SHARD`` each rank holds the whole of it.
-    """
+    """Return the groups of ranks that step together under FSDP1, and whether each holds whole gradients."""
     if root is None or root.process_group is None:
         return {}
     group, whole = (root.process_group,), root.sharding_strategy.name == "NO_SHARD"
@@ -184,10 +174,7 @@ def endless_skips(
 
 
 class GradientOrigins:
-    """Knows of watched parameters whether a backward pass within :meth:`inside` has made their gradients.
-
-    A hook on each parameter tells. What is known of a gradient ends when it is dropped (``zero_grad``).
-    """
+    """Knows by hooks whether a backward pass within :meth:`inside` has made the gradients of parameters."""
 
     def __init__(self) -> None:
         self._is_inside = False

@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from amp_plugin.casting.bound_rules import replaced
 
 if TYPE_CHECKING:
-    from amp_plugin.adapters.lightning.for_lightning import AmpMonitor as AmpMonitor
-    from amp_plugin.adapters.lightning.for_lightning import AmpPrecision as AmpPrecision
-    from amp_plugin.adapters.lightning.for_lightning import FabricAmpPrecision as FabricAmpPrecision
+    from amp_plugin.adapters.lightning.for_lightning import AmpMonitor, AmpPrecision, FabricAmpPrecision
 
 __all__ = ["AmpMonitor", "AmpPrecision", "FabricAmpPrecision", "classes_for"]
 
@@ -58,54 +56,50 @@ def __getattr__(name: str) -> Any:
 
 # -- in the place of Lightning's own, in a program that asks for precision="16-mixed" -----------------
 
-_TRAINER: Final = ("AmpPrecision", "_precision_flag", "_precision_plugin_flag", "Trainer")
-_FABRIC: Final = ("FabricAmpPrecision", "_precision_input", "_precision_instance", "Fabric")
+_TRAINER: Final = ("Trainer", "_AcceleratorConnector", "_precision_flag", "_precision_plugin_flag")
+_FABRIC: Final = ("Fabric", "_Connector", "_precision_input", "_precision_instance")
 # Lightning's modules that decide which plugin a Trainer or Fabric gets.
 CONNECTORS: Final = {
-    "lightning.pytorch.trainer.connectors.accelerator_connector": ("lightning", *_TRAINER),
-    "lightning.fabric.connector": ("lightning", *_FABRIC),
-    "pytorch_lightning.trainer.connectors.accelerator_connector": ("pytorch_lightning", *_TRAINER),
-    "lightning_fabric.connector": ("pytorch_lightning", *_FABRIC),
+    "lightning.pytorch.trainer.connectors.accelerator_connector": _TRAINER,
+    "lightning.fabric.connector": _FABRIC,
+    "pytorch_lightning.trainer.connectors.accelerator_connector": _TRAINER,
+    "lightning_fabric.connector": _FABRIC,
 }
 _MIXED: Final = ("16-mixed", "bf16-mixed")
 
 
 @contextmanager
 def plugin_in_place_of_stock(
-    module: Any, precision: str | None, made: Callable[[str, bool], object]
+    module: Any, precision: str | None, made: Callable[[str], object]
 ) -> Iterator[None]:
     """Give each Trainer or Fabric that is made while the block runs our plugin for mixed precision.
 
-    A plugin of the program's own stays. Strategies with a precision of their own keep Lightning's.
-
-    Args:
-        module: one of ``CONNECTORS``, imported.
-        precision: in place of Lightning's default, 32; None leaves that alone.
-        made: called with ``"Trainer(precision='16-mixed')"`` and whether the program asked for that.
+    ``precision`` takes the place of Lightning's default, 32; ``made`` is told ``"Trainer(precision=...)"``.
     """
     from amp_plugin.adapters.lightning.precision_core import has_own_precision  # noqa: PLC0415 - loads torch
     from amp_plugin.precision import STOCK_NAMES  # noqa: PLC0415
 
-    package, name, flag, plugin, owner = CONNECTORS[module.__name__]
-    kind: Any = getattr(module, "_AcceleratorConnector" if owner == "Trainer" else "_Connector")
+    owner, connector_name, flag, plugin = CONNECTORS[module.__name__]
+    kind: Any = getattr(module, connector_name)
     decide = kind._check_and_init_precision
 
-    def take(asked: str, *, by_program: bool, **options: Any) -> Any:
-        made(f"{owner}(precision={asked!r})", by_program)
-        return getattr(classes_for(package), name)(asked, **options)
+    def take(asked: str, **options: Any) -> Any:
+        made(f"{owner}(precision={asked!r})")
+        ours = classes_for(module.__name__.partition(".")[0])
+        return (ours.AmpPrecision if owner == "Trainer" else ours.FabricAmpPrecision)(asked, **options)
 
     def decide_for_ours(connector: Any) -> Any:
         asked = getattr(connector, flag)
         if getattr(connector, plugin) is None and not has_own_precision(connector.strategy):
-            if asked in _MIXED:
-                return take(asked, by_program=True)
             if asked == "32-true" and precision is not None:
-                return take(STOCK_NAMES[precision], by_program=False)
+                asked = STOCK_NAMES[precision]
+            if asked in _MIXED:
+                return take(asked)
         stock = decide(connector)
         is_stock = type(stock) in {module.MixedPrecision, module.FSDPPrecision}
         if is_stock and stock.precision in _MIXED:  # the program made it
             options = {} if getattr(stock, "scaler", None) is None else {"scaler": stock.scaler}
-            return take(stock.precision, by_program=True, **options)
+            return take(stock.precision, **options)
         return stock
 
     with replaced(kind, "_check_and_init_precision", decide_for_ours):
