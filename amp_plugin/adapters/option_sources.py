@@ -106,5 +106,6 @@ def _read(name: str, value: Any) -> Any:
         return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
     if kinds & {int, float} and isinstance(value, str):
         with suppress(ValueError):
-            return float(value)
+            number = float(value)
+            return int(number) if int in kinds and number.is_integer() else number
     return value

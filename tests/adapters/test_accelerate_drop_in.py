@@ -11,6 +11,9 @@ from accelerate import Accelerator
 from amp_plugin import AmpAccelerator, AmpPrecision, FabricAmpPrecision, precision
 from amp_plugin.adapters.accelerate import install
 from tests.adapters.accelerate_pair import ours, reset
+from tests.adapters.lightning_models import QUIET, OneWeight, fit
+
+pytestmark = QUIET
 
 
 class Subclass(Accelerator):
@@ -183,10 +186,14 @@ def test_evaluation_has_a_precision_of_its_own(training, evaluation, expected):
 # -- what is said at the start of a run ---------------------------------------------------------
 
 
-def test_slow_fp16_is_told_at_the_users_line(monkeypatch):
+@pytest.mark.parametrize("adapter", ["accelerate", "lightning"])
+def test_slow_fp16_is_told_once(adapter, monkeypatch):
     monkeypatch.setattr(precision, "cpu_capabilities", lambda: {"avx2": True, "avx512_bf16": True})
     reset()
+    runs = {
+        "accelerate": lambda: AmpAccelerator(mixed_precision="fp16", cpu=True),
+        "lightning": lambda: fit(OneWeight(), AmpPrecision("fp16"), steps=2),
+    }
     with pytest.warns(UserWarning, match="fp16 is not fast on this cpu; bf16 is. The numbers") as told:
-        AmpAccelerator(mixed_precision="fp16", cpu=True)
-    assert [warning.filename for warning in told] == [__file__]
-    ours(precision="bf16")
+        runs[adapter]()
+    assert sum("not fast" in str(warning.message) for warning in told) == 1

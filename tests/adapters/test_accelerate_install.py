@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import accelerate
 import pytest
 import torch
@@ -8,10 +6,6 @@ from accelerate import Accelerator
 from amp_plugin import OpRules
 from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs, install, uninstall
 from tests.adapters.accelerate_pair import last_gradient, prepared
-from tests.adapters.commands import launch
-from tests.adapters.test_unedited_programs import TRANSFORMERS, losses
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Verbose(Accelerator):
@@ -77,18 +71,3 @@ def test_install_after_an_accelerator_was_made_warns():
     with pytest.warns(UserWarning, match="no effect on the Accelerator that was made before"):
         install()
     assert type(stock) is Accelerator
-
-
-@pytest.mark.slow
-def test_transformers_trainer_under_accelerate_launch(tmp_path):
-    """An unedited script whose Trainer makes its own Accelerator."""
-    path = tmp_path / "trainer.py"
-    path.write_text(TRANSFORMERS.replace("bf16=True", "fp16=True"))
-    words = [
-        *("--config_file", str(ROOT / "configs" / "accelerate" / "cpu_fp16.yaml")),
-        *("-m", "amp_plugin", "run", str(path)),
-    ]
-    done = launch(words, {"PYTHONPATH": str(ROOT), "AMP_PLUGIN_INIT_SCALE": "512"})
-    first, *_, last = losses(done)
-    assert last < 0.9 * first
-    assert "trainer.py used Accelerator(mixed_precision='fp16')" in done.stderr

@@ -160,16 +160,6 @@ class TestErrorsNameTheirSource:
 
 
 class TestAccelerator:
-    @pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
-    def test_precision_from_the_environment(self, precision, monkeypatch):
-        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
-        accelerator = AmpAccelerator(cpu=True)
-        assert accelerator.mixed_precision == precision
-        assert (accelerator.scaler is not None) == (precision == "fp16")
-        assert accelerator.native_amp == (precision != "no")
-        with accelerator.autocast():
-            assert torch.is_autocast_enabled("cpu") == (precision != "no")
-
     def test_kwargs_reach_the_scaler(self):
         kwargs = [GradScalerKwargs(growth_factor=4.0), AmpKwargs(init_scale=32.0, min_scale=2.0)]
         scaler = AmpAccelerator(mixed_precision="fp16", cpu=True, kwargs_handlers=kwargs).scaler

@@ -4,6 +4,7 @@ import copy
 import pickle
 import threading
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -15,15 +16,11 @@ from torch import nn
 
 from amp_plugin.adapters.lightning import AmpPrecision, FabricAmpPrecision, classes_for
 from amp_plugin.scaling.penalty import grad, gradient_penalty
+from tests.adapters import lightning_models
 from tests.adapters.lightning_models import QUIET
 
 pytestmark = QUIET
-
-
-def stock(init_scale=2.0**16, **options):
-    return MixedPrecision(
-        "16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=init_scale, **options)
-    )
+stock = partial(lightning_models.stock, cls=MixedPrecision)
 
 
 class Weights(nn.Module):

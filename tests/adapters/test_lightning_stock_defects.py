@@ -347,22 +347,6 @@ class Lookback(torch.optim.SGD):
         return loss
 
 
-class HalfASquare(OneWeight):
-    def training_step(self, batch, batch_idx):
-        return 0.5 * self.w**2
-
-    def configure_optimizers(self):
-        return Lookback(self.parameters(), lr=0.5)
-
-
-@pytest.mark.parametrize("precision", ["fp16", "fp32"])
-def test_an_optimizer_that_calls_its_closure_again(precision):
-    module, plugin = HalfASquare(), AmpPrecision(precision, init_scale=4.0)
-    fit(module, plugin, steps=2)
-    assert module.w.item() == pytest.approx(0.625**2)  # w - 0.5 (w - 0.25 w) = 0.625 w
-    assert plugin.optimizer_steps == 2
-
-
 @pytest.mark.parametrize("overflow_at", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["LBFGS", "Lookback"])
 def test_an_overflow_in_a_window_of_a_repeated_closure(kind, overflow_at):

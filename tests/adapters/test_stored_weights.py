@@ -17,12 +17,10 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from amp_plugin import AmpKwargs, AmpPrecision, FabricAmpPrecision
-from amp_plugin.adapters.accelerate import install
+from amp_plugin import AmpPrecision, FabricAmpPrecision
 from amp_plugin.precision import TRAINING_DTYPES
 from tests.adapters.accelerate_pair import ours, reset
 from tests.adapters.lightning_models import QUIET, Linear, OneWeight, fit, make_trainer
-from tests.adapters.tiny_bert import bert, texts
 
 pytestmark = [
     *QUIET,
@@ -108,23 +106,6 @@ def test_a_model_that_comes_in_16_bits_moves_wholly(program, precision, weights)
         assert moved == 1.0 if precision == "bf16" else moved > 0.9
     gives_back = weights == "fp32" or program is in_trainer
     assert model.net[0].weight.dtype is (torch.float32 if gives_back else half)
-
-
-def tiny_bert():
-    torch.manual_seed(0)
-    return bert(layers=1).bfloat16()
-
-
-def in_transformers(model, folder, steps, resume=None, **options):
-    """Train by transformers' Trainer, which makes its own Accelerator."""
-    transformers = pytest.importorskip("transformers")
-    settings = transformers.TrainingArguments(
-        str(folder), max_steps=steps, bf16=True, use_cpu=True, report_to=[], disable_tqdm=True,
-        lr_scheduler_type="constant", data_seed=1, **options,
-    )  # fmt: skip
-    trainer = transformers.Trainer(model, settings, train_dataset=texts(16))
-    trainer.train(resume_from_checkpoint=resume)
-    return values(model)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -285,21 +266,6 @@ def test_averages_of_stored_weights_are_refused(callback):
     text = "weights='bf16' does not work with .*: leave weights='fp32', or average within"
     with pytest.raises(ValueError, match=text):
         fit(module(), AmpPrecision("bf16", weights="bf16"), data=data(), callbacks=[callback])
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("weights", ["fp32", "bf16"])
-def test_a_bert_in_bfloat16_under_transformers_trainer_moves_wholly_and_resumes_all_bits(weights, tmp_path):
-    install(AmpKwargs(weights=weights))
-    model = tiny_bert()
-    before = values(model)
-    whole = in_transformers(model, tmp_path / "whole", 8, learning_rate=1e-3, save_steps=4)
-    layer = [name for name in before if "intermediate.dense.weight" in name]
-    assert share_moved({name: before[name] for name in layer}, whole) == 1.0
-    assert model.classifier.weight.dtype is (torch.bfloat16 if weights == "bf16" else torch.float32)
-    saved = str(tmp_path / "whole" / "checkpoint-4")
-    resumed = in_transformers(tiny_bert(), tmp_path / "resumed", 8, saved, learning_rate=1e-3, save_steps=4)
-    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-true"])

@@ -88,10 +88,7 @@ def give_policy(plugin: FullyShardedDataParallelPlugin, plan: DtypePlan, *, fp32
 
 @contextmanager
 def fp32_units_apart(models: Sequence[nn.Module], plan: DtypePlan) -> Iterator[None]:
-    """Let ``fully_shard`` give modules in fp32 units of their own, within the ones that Accelerate makes.
-
-    Accelerate shards with one policy for all, and torch gathers a unit in one dtype.
-    """
+    """Let ``fully_shard``, which gathers each unit in one dtype, give modules in fp32 units of their own."""
     from torch.distributed import fsdp  # noqa: PLC0415 -- only FSDP2 users pay for it
 
     own = fsdp.fully_shard
