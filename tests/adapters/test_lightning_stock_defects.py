@@ -294,6 +294,11 @@ def test_none_at_any_place_of_a_window(none_at, precision):
     assert module.w.item() == 1.0 - sum(expected)
 
 
+def test_a_step_without_any_loss_has_a_result():
+    trainer = fit(OneWeight(none_at=(0,)), plugin := AmpPrecision())
+    assert not plugin.last_step(trainer.optimizers[0]).skipped
+
+
 class ByHand(Linear):
     """Steps LBFGS by a closure; notes whether autocast is on in it."""
 
