@@ -268,17 +268,17 @@ class TestAdapters:
         with pytest.raises(ValueError, match="reduce='fp16' is not allowed"):
             plugin("fp16", reduce="fp16")
 
-    @pytest.mark.parametrize(("version", "kind"), [(1, MixedPrecision), (2, MixedPrecisionPolicy)])
-    def test_accelerates_own_policy_is_replaced_and_the_users_is_not(self, version, kind):
+    @pytest.mark.parametrize("kind", [MixedPrecision, MixedPrecisionPolicy])
+    def test_accelerates_own_policy_is_replaced_and_the_users_is_not(self, kind):
         class Plugin:
             mixed_precision_policy = kind(BF16, BF16, BF16)
 
         dtypes = resolve([], {}).in_precision("bf16").dtype_plan
-        give_policy(Plugin, dtypes, version=version, fp32_outputs=True)
+        give_policy(Plugin, dtypes, fp32_outputs=True)
         given = Plugin.mixed_precision_policy
         assert (given.param_dtype, given.reduce_dtype) == (BF16, FP32)
         Plugin.mixed_precision_policy = chosen = kind(param_dtype=BF16)
-        give_policy(Plugin, dtypes, version=version, fp32_outputs=True)
+        give_policy(Plugin, dtypes, fp32_outputs=True)
         assert Plugin.mixed_precision_policy is chosen
 
     def test_outputs_keep_accelerates_dtype_where_they_are_not_to_be_fp32(self):
@@ -286,7 +286,7 @@ class TestAdapters:
             mixed_precision_policy = MixedPrecisionPolicy(BF16, BF16, BF16)
 
         dtypes = resolve([], {}).in_precision("bf16").dtype_plan
-        give_policy(Plugin, dtypes, version=2, fp32_outputs=False)
+        give_policy(Plugin, dtypes, fp32_outputs=False)
         assert Plugin.mixed_precision_policy.output_dtype is BF16
 
     def test_the_environment_and_its_bad_values(self):
