@@ -1,12 +1,17 @@
-"""Run `amp-plugin` in this process."""
+"""Run `amp-plugin` in this process, and others as where the package is installed."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
+import tomllib
 from typer.testing import CliRunner
 
 from amp_plugin.cli import app
+
+ROOT = Path(__file__).parents[1]
 
 
 def amp(*words: object, columns: int = 300) -> Any:
@@ -18,3 +23,15 @@ def amp(*words: object, columns: int = 300) -> Any:
 def diagnose(*words: object) -> Any:
     """Return the result of ``amp-plugin diagnose``."""
     return amp("diagnose", *words)
+
+
+def with_entry_points(folder: Path) -> dict[str, str]:
+    """Return an environment in which the entry points of pyproject.toml are installed, as pip installs them."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    info = folder / "site" / "amp_plugin_entries-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: amp_plugin_entries\nVersion: 0\n")
+    entries = project["entry-points"]["torch.backends"].items()
+    lines = "".join(f"{name} = {value}\n" for name, value in entries)
+    (info / "entry_points.txt").write_text(f"[torch.backends]\n{lines}")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(info.parent), str(ROOT)])}

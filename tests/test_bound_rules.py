@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import tomllib
 
-from tests.commands import amp
+from tests.commands import amp, with_entry_points
 
 pytestmark = pytest.mark.native
 
-ROOT = Path(__file__).parent.parent
 ATTENTION = """\
 import sys
 import torch
@@ -65,16 +62,7 @@ def test_rules_that_nothing_reads_are_told_and_what_holds_none_is_refused(files:
 
 @pytest.fixture
 def installed(files: Path) -> dict[str, str]:
-    """An environment in which the entry points of pyproject.toml are installed, as pip installs them."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    entries = project["entry-points"]["torch.backends"]
-    folder = files / "site" / "amp_plugin_entries-0.dist-info"
-    folder.mkdir(parents=True)
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: amp_plugin_entries\nVersion: 0\n")
-    lines = "".join(f"{name} = {value}\n" for name, value in entries.items())
-    (folder / "entry_points.txt").write_text(f"[torch.backends]\n{lines}")
-    path = os.pathsep.join([str(folder.parent), str(ROOT)])
-    return {**os.environ, "PYTHONPATH": path, "AMP_PLUGIN_RULES": str(files / "rules.yaml")}
+    return {**with_entry_points(files), "AMP_PLUGIN_RULES": str(files / "rules.yaml")}
 
 
 def python(script: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

@@ -1,1 +1,64 @@
-"""One module per training framework; no numerics here."""
+"""Thin layers between amp_plugin and training frameworks; ours in the place of a library's own objects."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from amp_plugin.casting.bound_rules import replaced
+
+_BETWEEN: dict[tuple[type, type], type] = {}
+
+
+@contextmanager
+def standing_in(
+    ours: type,
+    theirs: type,
+    *,
+    may_take: Callable[[type], bool] = callable,
+    arguments: Callable[[Sequence[Any], dict[str, Any]], dict[str, Any]],
+    made: Callable[[Any], object] = id,
+) -> Iterator[None]:
+    """Make each instance of ``theirs``, or of a subclass that ``may_take``, one of ``ours`` too.
+
+    ``ours``, a subclass of it, is made with ``arguments(args, kwargs)``; ``made`` is called with each.
+    Names stay what they are: ``isinstance``, subclasses and pickles work as ever.
+    """
+    original = theirs.__init__  # type: ignore[misc]
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        kind = type(self)
+        if issubclass(kind, ours) or not may_take(kind):
+            original(self, *args, **kwargs)
+            return
+        self.__class__ = class_between(ours, kind)
+        ours.__init__(self, *args, **arguments(args, kwargs))  # type: ignore[misc]
+        made(self)
+
+    init.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    with replaced(theirs, "__init__", init):
+        yield
+
+
+def class_between(ours: type, kind: type) -> type:
+    """Return the class that puts our methods between a subclass's and the library's."""
+    if kind in ours.__mro__:
+        return ours
+    if (ours, kind) not in _BETWEEN:
+
+        def __reduce__(self: Any) -> tuple[Any, ...]:  # noqa: N807 - this class is found by no name
+            has_own = hasattr(self, "__getstate__")  # each object from Python 3.11 on
+            return _made, (ours, kind), self.__getstate__() if has_own else vars(self)
+
+        names = {"__module__": kind.__module__, "__reduce__": __reduce__}
+        _BETWEEN[ours, kind] = type(kind.__name__, (kind, ours), names)
+    return _BETWEEN[ours, kind]
+
+
+def _made(ours: type, kind: type) -> Any:
+    cls: Any = class_between(ours, kind)
+    return cls.__new__(cls)

@@ -22,10 +22,8 @@ def checked_config(owner: str, given: Any) -> Any:
     from torchao.float8 import Float8LinearConfig  # noqa: PLC0415 -- only float8 users pay for it
     from torchao.float8.config import Float8LinearRecipeName  # noqa: PLC0415
 
-    if given is None:
-        return Float8LinearConfig()
-    if isinstance(given, Float8LinearConfig):
-        return given
+    if given is None or isinstance(given, Float8LinearConfig):
+        return given or Float8LinearConfig()
     recipes = [recipe.value for recipe in Float8LinearRecipeName]
     if given in recipes:
         return Float8LinearConfig.from_recipe_name(given)
@@ -51,10 +49,7 @@ def refuse_device(owner: str, device_type: str, config: Any) -> None:
 
 
 def convert_linear_layers(model: nn.Module, config: Any, *, left_out: Collection[str]) -> nn.Module:
-    """Let torchao turn Linear layers into float8 ones, in place; their parameters stay the same objects.
-
-    Left out are the modules of these names and their children. A model converted before stays as it is.
-    """
+    """Let torchao turn Linear layers into float8 ones, once and in place, except in modules ``left_out``."""
     from torchao.float8 import convert_to_float8_training  # noqa: PLC0415 -- only float8 users pay for it
     from torchao.float8.float8_linear import Float8Linear  # noqa: PLC0415
 

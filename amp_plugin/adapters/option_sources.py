@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -104,10 +104,8 @@ def _read(name: str, value: Any) -> Any:
         return _SWITCHES.get(str(value).lower(), value)
     if name == "fp32_modules":
         return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
-    if not kinds & {int, float} or isinstance(value, bool):
-        return value
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return value
-    return int(number) if int in kinds and number.is_integer() else number
+    if kinds & {int, float} and isinstance(value, str):
+        with suppress(ValueError):
+            number = float(value)
+            return int(number) if int in kinds and number.is_integer() else number
+    return value

@@ -1,13 +1,16 @@
-"""The scaler of an adapter: what may replace it, the parameters it names, runs in which it only skips."""
+"""The scaler of an adapter: what may replace it, what it names, whose gradients it scaled, endless skips."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from amp_plugin.scaling import penalty
 from amp_plugin.scaling.grad_scaler import GradScaler
@@ -30,9 +33,6 @@ class HasScaler:
         @property
         def _scaler(self) -> GradScaler: ...
 
-    def _unwrap(self, optimizer: Any) -> Optimizer:
-        return torch_optimizer(optimizer)
-
     @property
     def step_log(self) -> StepLog:
         """The log of the scaler's steps."""
@@ -50,11 +50,11 @@ class HasScaler:
         Raises:
             RuntimeError: the optimizer has not stepped yet; or another engine steps (DeepSpeed, ...).
         """
-        return self._scaler.last_step(self._unwrap(optimizer))
+        return self._scaler.last_step(torch_optimizer(optimizer))
 
     def result_of(self, optimizer: Optimizer) -> StepResult | None:
         """As :meth:`last_step`, but None if the optimizer has not stepped yet."""
-        return self._scaler.result_of(self._unwrap(optimizer))
+        return self._scaler.result_of(torch_optimizer(optimizer))
 
     def grad(
         self, outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], **options: Any
@@ -86,11 +86,7 @@ def torch_optimizer(optimizer: Any) -> Optimizer:
 
 
 def scaler_for(given: Any, name: str, make: Callable[[bool], GradScaler]) -> Any:
-    """Return the scaler that an adapter calls once it was given another, as the attribute ``name``.
-
-    What has all of our public methods is called as it is; torch's only gives its options and state to one
-    that ``make`` makes, enabled or not. Anything else is a TypeError.
-    """
+    """Return the scaler that an adapter calls once it was given another, as the attribute ``name``."""
     if given is None:
         return make(False)
     if isinstance(given, torch.amp.GradScaler) and type(given).__module__.startswith("torch."):
@@ -132,10 +128,7 @@ def fsdp_root(model: nn.Module) -> Any:
 
 
 def scaler_groups(root: Any) -> dict[str, Any]:
-    """Return the groups of ranks that step together: under FSDP1, which hold parts of each gradient.
-
-    With ``NO_SHARD`` each rank holds the whole of it.
-    """
+    """Return the groups of ranks that step together under FSDP1, and whether each holds whole gradients."""
     if root is None or root.process_group is None:
         return {}
     group, whole = (root.process_group,), root.sharding_strategy.name == "NO_SHARD"
@@ -178,3 +171,65 @@ def endless_skips(
 
     found = explain(log, step, diagnosed, [param for model in models for param in model.parameters()])
     return RuntimeError(msg if found is None else f"{msg}\n\nThe last of them was run once more:\n{found}")
+
+
+class GradientOrigins:
+    """Knows by hooks whether a backward pass within :meth:`inside` has made the gradients of parameters."""
+
+    def __init__(self) -> None:
+        self._is_inside = False
+        self._reached: list[Tensor] = []  # parameters, by the present pass inside
+        self._inside: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # gradients with their versions
+        self._outside: dict[int, weakref.ref[Tensor]] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def watch(self, params: Iterable[Tensor]) -> None:
+        """Watch these parameters, and no others any more."""
+        self.unwatch()
+        distinct: dict[int, Any] = {id(param): param for param in params if param.requires_grad}
+        with torch._C.DisableTorchFunctionSubclass():  # which refuses hooks on lazy parameters
+            hook = self._note
+            self._handles = [param.register_post_accumulate_grad_hook(hook) for param in distinct.values()]
+
+    def unwatch(self) -> None:
+        """Watch no parameter any more."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._inside.clear()
+        self._outside.clear()
+
+    def _note(self, param: Tensor) -> None:
+        if self._is_inside:
+            self._reached.append(param)
+        elif param.grad is not None:
+            self._outside[id(param)] = weakref.ref(param.grad)
+
+    _note.keeps_gradients = True  # type: ignore[attr-defined] # else the scaler watches for gradients it takes
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Take what is made within for gradients of a scaled loss."""
+        before, self._is_inside = self._is_inside, True
+        try:
+            yield
+        finally:
+            self._is_inside = before
+            while self._reached:  # DDP writes to gradients after the hook
+                param = self._reached.pop()
+                if param.grad is not None:
+                    self._inside[id(param)] = weakref.ref(param.grad), param.grad._version
+
+    def is_scaled(self, param: Tensor) -> bool:
+        """Whether a pass inside has made its gradient, and nobody has written to it since."""
+        made, version = self._inside.get(id(param), (None, 0))
+        grad = param.grad
+        return made is not None and grad is not None and made() is grad and version == grad._version
+
+    def is_from_outside(self, param: Tensor) -> bool:
+        """Whether a pass outside has made or added to its gradient."""
+        made = self._outside.get(id(param))
+        return made is not None and param.grad is not None and made() is param.grad
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle without what is watched: it belongs to this process."""
+        return type(self), ()

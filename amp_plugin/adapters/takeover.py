@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
-from amp_plugin.adapters.stand_in import standing_in
+from amp_plugin.adapters import standing_in
 from amp_plugin.casting.bound_rules import bound_autocast, is_launcher, ours_by_default, warn_if_unread
 
 if TYPE_CHECKING:
@@ -56,7 +56,6 @@ class Takeover:
         ranks, local = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_RANK", "0")
         self._rank = f" [rank {os.environ.get('RANK', local)} of {ranks}]" if ranks != "1" else ""
         self._made: dict[str, None] = {}  # what the program made of ours, in order
-        self._precision_is_used = precision is None
         self._reads_rules = False
         self._undo = ExitStack()
 
@@ -105,9 +104,6 @@ class Takeover:
         elif kind is None or issubclass(kind, SystemExit):
             remedy = "a plain loop needs torch.autocast(device) around its forward pass, and switched on"
             self._say(f"nothing was taken over: {self._program} used none of these; {remedy}")
-        if used and not (self._precision_is_used or self._precision in dtypes):
-            chosen = f"{self._program} chooses its own, change it there"
-            self._say(f"--precision {self._precision} set nothing: {chosen}")
         if "fp16" in dtypes and not self._made:
             self._say(
                 "float16 ran without a torch.amp.GradScaler: if this was training, small gradients are lost; "
@@ -141,7 +137,7 @@ class Takeover:
 
     def _frameworks(self) -> dict[str, Callable[[ModuleType], AbstractContextManager[object]]]:
         """Return module -> what to enter once it is imported."""
-        from amp_plugin.adapters.lightning import installation as lightning  # noqa: PLC0415 - torch is loaded
+        from amp_plugin.adapters import lightning  # noqa: PLC0415
 
         def in_connector(module: ModuleType) -> AbstractContextManager[object]:
             return lightning.plugin_in_place_of_stock(module, self._precision, self._note)
@@ -158,9 +154,8 @@ class Takeover:
         from amp_plugin.adapters.accelerate.installation import install, uninstall  # noqa: PLC0415
 
         def made(accelerator: Any) -> None:
-            chosen = accelerator.mixed_precision
             kind = type(accelerator).__name__.removeprefix("Amp")
-            self._note(f"{kind}(mixed_precision={chosen!r})", by_program=chosen != self._precision)
+            self._note(f"{kind}(mixed_precision={accelerator.mixed_precision!r})")
 
         install(made=made)
         try:
@@ -168,10 +163,9 @@ class Takeover:
         finally:
             uninstall()
 
-    def _note(self, made: str, by_program: bool) -> None:
+    def _note(self, made: str) -> None:
         self._reads_rules = True
         self._made[made] = None
-        self._precision_is_used |= not by_program
 
     def _say(self, text: str) -> None:
         if multiprocessing.parent_process() is not None:  # a worker of a loader, for instance

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -26,16 +26,13 @@ from amp_plugin.weights.weight import HALVES
 
 
 class ModelWeights:
-    """Store the weights of models as asked, when they are set up, and tell optimizers how to keep state.
-
-    Only where forwards run under autocast (``casts``) may weights become float32 unasked.
-    """
+    """Store the weights of models as asked, when they are set up, and tell optimizers how to keep state."""
 
     def __init__(self, weights: WeightsName, state: StateName = "fp32", *, casts: bool) -> None:
         self._weights = weights
         self._state = state
-        self._casts = casts
-        self._known: WeakSet[nn.Module] = WeakSet()
+        self._casts = casts  # forwards run under autocast: else no weights become float32 unasked
+        self.models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # set up, in order
         self._meets_fp32 = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -58,9 +55,9 @@ class ModelWeights:
         Returns whether weights in 16 bits became exact ones: a checkpoint loaded before was rounded.
         """
         stores = self._weights != "fp32"
-        if model in self._known and (not stores or is_stored(model)):
+        if model in self.models and (not stores or is_stored(model)):
             return False
-        self._known.add(model)
+        self.models[model] = None
         came_narrow = not is_stored(model) and any(
             param.requires_grad and param.dtype in HALVES for param in model.parameters()
         )
@@ -77,8 +74,8 @@ class ModelWeights:
 
     def restore(self) -> None:
         """Give the models back as ordinary float32 ones; the next run sets them up again."""
-        while self._known:
-            restore_weights(self._known.pop())
+        while self.models:
+            restore_weights(self.models.popitem()[0])
 
     def add(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
         """Let optimizers step in float32, and load state dicts exactly; may be called again."""

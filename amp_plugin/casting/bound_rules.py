@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 _LAUNCHERS = {
     *("torchrun", "accelerate", "amp-plugin", "deepspeed"),
     *("torch.distributed.run", "torch.distributed.launch", "amp_plugin.__main__"),
-    "amp_plugin.adapters.accelerate.__main__",
 }
 
 

@@ -114,7 +114,7 @@ class TwoOptimizers(LightningModule):
 class Linear(LightningModule):
     """A regression on random data, for runs that are compared with one another."""
 
-    def __init__(self, optimizer=torch.optim.AdamW, seed=0, dtypes=None, **options):
+    def __init__(self, optimizer=torch.optim.AdamW, seed=0, **options):
         super().__init__()
         torch.manual_seed(seed)
         self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))

@@ -46,31 +46,6 @@ def test_a_checkpoint_without_a_loss_scale(tmp_path):
     assert optimizer.optimizer.seen[-1][0][0].item() == 3.0
 
 
-def test_resumed_training_goes_on_as_if_never_stopped(tmp_path):
-    def new():
-        accelerator = ours(init_scale=8.0, growth_interval=2, hysteresis=3)
-        return accelerator, *trained(accelerator, steps=0)
-
-    def steps(accelerator, model, optimizer, count):
-        for _ in range(count):
-            accelerator.backward(model(torch.rand(()).item()))
-            optimizer.step()
-            optimizer.zero_grad()
-        accelerator.scaler.end_iteration()
-        return model.weight, accelerator.scaler.state_dict()
-
-    torch.manual_seed(0)
-    whole = new()
-    steps(*whole, 3)
-    whole[0].save_state(tmp_path)
-    weight, state = steps(*whole, 2)
-    resumed = new()
-    resumed[0].load_state(tmp_path)
-    other_weight, other_state = steps(*resumed, 2)
-    assert torch.equal(weight, other_weight)
-    assert state == other_state
-
-
 @pytest.mark.parametrize("call", ["save_state", "load_state"])
 def test_optimizers_step_unscaled_while_state_is_saved_or_loaded(call, tmp_path):
     """As FSDP does, which makes an optimizer's state by a step with zero gradients."""

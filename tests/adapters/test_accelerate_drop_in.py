@@ -8,9 +8,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from amp_plugin import AmpAccelerator, precision
+from amp_plugin import AmpAccelerator, AmpPrecision, FabricAmpPrecision, precision
 from amp_plugin.adapters.accelerate import install
 from tests.adapters.accelerate_pair import ours, reset
+from tests.adapters.lightning_models import QUIET, OneWeight, fit
+
+pytestmark = QUIET
 
 
 class Subclass(Accelerator):
@@ -96,18 +99,23 @@ def test_who_sets_is_overflow_holds_the_scheduler_back(precision):
 
 
 @pytest.mark.parametrize(
-    ("given", "mine"),
+    ("mine", "names"),
     [
-        ("fp32", "no"), ("32-true", "no"), (torch.float32, "no"), ("16-mixed", "fp16"), ("float16", "fp16"),
-        (torch.float16, "fp16"), ("fp16-mixed", "fp16"), ("bf16-mixed", "bf16"), (torch.bfloat16, "bf16"),
+        ("fp32", ["32-true", "32", 32, "float32", torch.float32, "no"]),
+        ("fp16", ["16-mixed", "fp16-mixed", "16", 16, "float16", torch.float16, "half"]),
+        ("bf16", ["bf16-mixed", "bfloat16", torch.bfloat16]),
     ],
-)  # fmt: skip
-def test_names_of_other_projects_are_understood(given, mine, monkeypatch):
-    assert AmpAccelerator(mixed_precision=given, cpu=True).mixed_precision == mine
-    if isinstance(given, str):
+)
+def test_names_of_other_projects_are_understood(mine, names, monkeypatch):
+    for name in names:
+        for plugin in (AmpPrecision(name, eval_precision=name), FabricAmpPrecision(name)):
+            assert plugin.settings.precision == mine
         reset()
-        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", given)
-        assert AmpAccelerator(cpu=True).mixed_precision == mine
+        accelerator = AmpAccelerator(mixed_precision=name, cpu=True)
+        assert accelerator.mixed_precision == mine.replace("fp32", "no")
+    reset()
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", names[0])
+    assert AmpAccelerator(cpu=True).mixed_precision == mine.replace("fp32", "no")
 
 
 # -- options of AmpPrecision --------------------------------------------------------------------
@@ -178,10 +186,14 @@ def test_evaluation_has_a_precision_of_its_own(training, evaluation, expected):
 # -- what is said at the start of a run ---------------------------------------------------------
 
 
-def test_slow_fp16_is_told_at_the_users_line(monkeypatch):
+@pytest.mark.parametrize("adapter", ["accelerate", "lightning"])
+def test_slow_fp16_is_told_once(adapter, monkeypatch):
     monkeypatch.setattr(precision, "cpu_capabilities", lambda: {"avx2": True, "avx512_bf16": True})
     reset()
+    runs = {
+        "accelerate": lambda: AmpAccelerator(mixed_precision="fp16", cpu=True),
+        "lightning": lambda: fit(OneWeight(), AmpPrecision("fp16"), steps=2),
+    }
     with pytest.warns(UserWarning, match="fp16 is not fast on this cpu; bf16 is. The numbers") as told:
-        AmpAccelerator(mixed_precision="fp16", cpu=True)
-    assert [warning.filename for warning in told] == [__file__]
-    ours(precision="bf16")
+        runs[adapter]()
+    assert sum("not fast" in str(warning.message) for warning in told) == 1

@@ -126,37 +126,39 @@ def test_losses_are_torchaos(front, clip):
 
 @needs_torchao
 def test_modules_in_fp32_are_left_out(tmp_path):
-    module = Module()
     plugin = AmpPrecision("fp8", float8_config=emulated(), fp32_modules=["net.second"])
-    trainer = fit(
-        module, plugin, steps=2, data=DataLoader(batches(), batch_size=None), accumulate_grad_batches=2
-    )
-    assert type(module.net.first).__name__ == "Float8Linear"
-    assert type(module.net.second).__name__ != "Float8Linear"
-    trainer.save_checkpoint(tmp_path / "run.ckpt")
+
+    def run(module, steps, **options):
+        data = DataLoader(batches(), batch_size=None)
+        return fit(module, plugin, steps, data, accumulate_grad_batches=2, **options)
+
+    run(module := Module(), 2).save_checkpoint(tmp_path / "run.ckpt")
+    kinds = type(module.net.first).__name__, type(module.net.second).__name__
+    assert kinds == ("Float8Linear", "Linear")
     saved = torch.load(tmp_path / "run.ckpt", weights_only=True)
     assert saved["state_dict"].keys() == Module().state_dict().keys()
-    again = Module()
-    plugin = AmpPrecision("fp8", float8_config=emulated(), fp32_modules=["net.second"])
-    fit(
-        again,
-        plugin,
-        steps=3,
-        data=DataLoader(batches(), batch_size=None),
-        ckpt_path=tmp_path / "run.ckpt",
-        accumulate_grad_batches=2,
-    )
-    fit(again, plugin, steps=4, data=DataLoader(batches(), batch_size=None))  # converted once
-    assert plugin.scaler is None
-    assert plugin.precision == "bf16-mixed"
+    run(again := Module(), 3, ckpt_path=tmp_path / "run.ckpt")
+    run(again, 4)  # converted once
+    assert (plugin.scaler, plugin.precision) == (None, "bf16-mixed")
+
+
+def in_accelerate_without_emulation():
+    from accelerate.utils import AORecipeKwargs
+
+    AmpAccelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=[AORecipeKwargs()])
 
 
 @needs_torchao
-def test_a_device_without_float8_is_refused():
-    with pytest.raises(
-        ValueError, match=r"AmpPrecision\('fp8'\): this cpu has no float8.*use 'bf16'.*emulate=True"
-    ):
-        fit(Module(), AmpPrecision("fp8"), data=DataLoader(batches(), batch_size=None))
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda: fit(Module(), AmpPrecision("fp8"), data=DataLoader(batches(), batch_size=None)),
+        in_accelerate_without_emulation,
+    ],
+)
+def test_a_device_without_float8_is_refused(run):
+    with pytest.raises(ValueError, match=r"'fp8'\): this cpu has no float8.*use 'bf16'.*emulate=True"):
+        run()
 
 
 @needs_torchao
@@ -201,13 +203,3 @@ def test_accelerates_recipe_leaves_modules_in_fp32_out(filtered):
     net = accelerator.prepare(Net())
     assert type(net.second).__name__ != "Float8Linear"
     assert (type(net.first).__name__ == "Float8Linear") == filtered
-
-
-@needs_torchao
-def test_accelerate_without_float8_arithmetic():
-    from accelerate.utils import AORecipeKwargs
-
-    with pytest.raises(
-        ValueError, match=r"mixed_precision='fp8'\): this cpu has no float8 arithmetic.*use 'bf16'"
-    ):
-        AmpAccelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=[AORecipeKwargs()])

@@ -60,14 +60,6 @@ def several_optimizers(module, batch_idx):
     module.step(1)
 
 
-def without_gradients(module, batch_idx):
-    module.zero(0)
-    module.backward_of(0)
-    module.step(0)
-    module.optimizers()[1].step()
-    assert module.weights[1].grad is None
-
-
 def n_critic(module, batch_idx):
     module.zero(0)
     module.backward_of(0, 1)  # the generator's gradients stay for its own step
@@ -88,7 +80,7 @@ def two_cadences(module, batch_idx):
 
 @each_optimizer
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("play", [several_optimizers, without_gradients, n_critic, two_cadences])
+@pytest.mark.parametrize("play", [several_optimizers, n_critic, two_cadences])
 def test_several_optimizers(make, play, precision):
     module = Manual(make, play)
     fit(module, AmpPrecision(precision), steps=8)

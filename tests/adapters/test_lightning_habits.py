@@ -167,17 +167,6 @@ def test_lr_find_suggests_what_it_does_under_the_stock_plugin(precision, tmp_pat
     same(play, precision)
 
 
-def test_the_batch_size_finder(tmp_path):
-    def play(plugin):
-        module = Validated(optimizer=torch.optim.SGD)
-        trainer = make_trainer(plugin, -1, max_epochs=1, default_root_dir=tmp_path)
-        size = Tuner(trainer).scale_batch_size(module, init_val=2, max_trials=2, steps_per_trial=1)
-        trainer.fit(module)
-        return size
-
-    assert same(play, "fp16") == 4
-
-
 # -- checkpoints in the middle ------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 
 from amp_plugin import AmpPrecision, FabricAmpPrecision, GradScaler
+from tests.adapters.accelerate_pair import ours
 from tests.adapters.lightning_models import QUIET, Linear, OneWeight, fit, regression
 
 pytestmark = QUIET
@@ -161,14 +162,16 @@ class OwnStep(torch.amp.GradScaler):
         return super().step(optimizer, *args, **kwargs)
 
 
-@pytest.mark.parametrize("cls", [AmpPrecision, FabricAmpPrecision])
+@pytest.mark.parametrize("make", [lambda: AmpPrecision("fp16"), lambda: FabricAmpPrecision("fp16"), ours])
 @pytest.mark.parametrize("given", [1024.0, OwnStep("cpu")], ids=["number", "subclass of torch's"])
-def test_what_is_no_scaler_of_ours_is_refused(cls, given):
-    plugin = cls("fp16")
+def test_what_is_no_scaler_of_ours_is_refused(make, given):
+    plugin = make()
+    before = plugin.scaler
     with pytest.raises(
         TypeError, match=r"\.scaler = .*it has no assume_unchanged, .*or None to scale no loss"
     ):
         plugin.scaler = given
+    assert plugin.scaler is before
 
 
 # -- Fabric -------------------------------------------------------------------------------------

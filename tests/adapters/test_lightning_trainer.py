@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.plugins import FSDPPrecision, MixedPrecision, Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
@@ -33,21 +32,6 @@ from tests.adapters.lightning_models import (
 from tests.scaling.ops_seen import OpsSeen
 
 pytestmark = QUIET
-
-FRAMEWORK_METHODS = [
-    "convert_module", "convert_input", "convert_output", "tensor_init_context", "module_init_context",
-    "forward_context", "train_step_context", "val_step_context", "test_step_context", "predict_step_context",
-    "pre_backward", "backward", "post_backward", "optimizer_step", "connect", "clip_gradients",
-    "clip_grad_by_norm", "clip_grad_by_value", "state_dict", "load_state_dict", "on_save_checkpoint",
-    "on_load_checkpoint", "teardown",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FRAMEWORK_METHODS)
-def test_no_method_of_the_stock_amp_plugins_is_inherited(name):
-    assert issubclass(AmpPrecision, MixedPrecision | FSDPPrecision)
-    owner = next(kind for kind in AmpPrecision.__mro__ if name in vars(kind))
-    assert owner.__module__.startswith("amp_plugin."), owner
 
 
 # -- scope and order ----------------------------------------------------------------------------
@@ -146,25 +130,6 @@ def test_each_kind_of_step_has_its_precision(training, evaluation, trained, eval
     assert module.dtypes == {"train": trained, "hook": SINGLE, **evaluations}
 
 
-@pytest.mark.parametrize("wanted", ["net.2", "net.*", "Linear"])
-def test_modules_in_fp32(wanted):
-    seen = {}
-
-    class Module(Linear):
-        def training_step(self, batch, batch_idx):
-            for name in ("net.0", "net.2"):
-                self.get_submodule(name).register_forward_hook(
-                    lambda _, args, out, name=name: seen.update({name: out.dtype})
-                )
-            return super().training_step(batch, batch_idx)
-
-    fit(Module(), AmpPrecision("bf16", fp32_modules=[wanted]), data=regression())
-    first = torch.bfloat16 if wanted == "net.2" else torch.float32
-    assert seen == {"net.0": first, "net.2": torch.float32}
-    with pytest.raises(ValueError, match="LayerNorm"):
-        fit(Linear(), AmpPrecision(fp32_modules=["LayerNorm"]), data=regression())
-
-
 @pytest.mark.native
 def test_rules_hold_for_the_whole_run(tmp_path):
     """In the plugin's regions, in blocks of torch's own inside them, and elsewhere in the run."""
@@ -206,18 +171,6 @@ def test_a_window_is_one_step_with_a_result(precision):
     assert (result.skipped, result.scale_before, result.scale_after) == (False, scale, scale)
     assert result.norm.item() == 3.0
     copy.deepcopy(plugin), pickle.dumps(plugin)
-
-
-@pytest.mark.filterwarnings("ignore:.*training_step.*returned.*None.*")
-def test_a_step_has_a_result_from_the_first_on():
-    class Asks(OneWeight):
-        def on_before_optimizer_step(self, optimizer):
-            with pytest.raises(RuntimeError, match="has not stepped"):
-                self.trainer.precision_plugin.last_step(optimizer)
-
-    plugin = AmpPrecision()
-    trainer = fit(Asks(none_at=(0,)), plugin)
-    assert not plugin.last_step(trainer.optimizers[0]).skipped
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -262,44 +215,6 @@ def test_a_weight_used_several_times_in_a_step_has_the_stock_gradient(window):
         assert torch.equal(ours, theirs)
 
 
-# -- clipping -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-def test_gradient_clip_val_clips_unscaled_gradients(precision, algorithm):
-    module = OneWeight()
-    options = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": algorithm}
-    fit(module, AmpPrecision(precision), **options)
-    assert module.w.item() == pytest.approx(0.5, rel=1e-5)
-
-
-class ClipsTwice(OneWeight):
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-        self.seen = self.w.grad.item()
-        self.clip_gradients(optimizer, 1.0, "value")
-        self.clip_gradients(optimizer, 0.5, "norm")
-
-
-class LooksBeforeTheStep(OneWeight):
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        optimizer.register_step_pre_hook(lambda *_: setattr(self, "seen", self.w.grad.item()))
-        return optimizer
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "clip", "seen"),
-    [(ClipsTwice, None, 3.0), (LooksBeforeTheStep, None, 3.0), (LooksBeforeTheStep, 0.5, 0.5)],
-)
-def test_code_of_the_user_sees_unscaled_gradients(kind, clip, seen, fused):
-    module = kind(fused=fused)
-    fit(module, AmpPrecision(), gradient_clip_val=clip)
-    assert module.seen == pytest.approx(seen, rel=1e-5)
-    assert module.w.item() == pytest.approx(-2.0 if seen == 3.0 and kind is not ClipsTwice else 0.5, rel=1e-5)
-
-
 # -- several optimizers -------------------------------------------------------------------------
 
 
@@ -329,39 +244,25 @@ def test_unscaled_gradients_of_a_repeated_closure_may_be_edited(module, precisio
     assert fitted.w.item() == 0.5
 
 
-class Overflows(OneWeight):
-    """Its gradient becomes infinite, unseen by torch's version counter."""
+def overflowing(where, fused):
+    """A module whose gradient becomes infinite, unseen by torch's version counter, in a method of its own."""
 
-    def overflow(self):
+    def clip_and_overflow(self, optimizer, *_, **__):
+        LightningModule.clip_gradients(self, optimizer, 0.5, "norm")
         self.w.grad.data.mul_(torch.inf)
 
-
-class OverflowsInHook(Overflows):
-    def on_before_optimizer_step(self, optimizer):
-        self.clip_gradients(optimizer, 0.5, "norm")
-        self.overflow()
-
-
-class OverflowsWhereItConfiguresClipping(Overflows):
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-        self.clip_gradients(optimizer, 0.5, "norm")
-        self.overflow()
-
-
-class OverflowsWhereItClips(Overflows):
-    def clip_gradients(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-        super().clip_gradients(optimizer, 0.5, "norm")
-        self.overflow()
+    return type("Overflows", (OneWeight,), {where: clip_and_overflow})(fused=fused)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("kind", Overflows.__subclasses__())
-def test_gradients_are_read_again_after_user_code(kind, clip, fused):
-    module = kind(fused=fused)
+@pytest.mark.parametrize(
+    "where", ["on_before_optimizer_step", "configure_gradient_clipping", "clip_gradients"]
+)
+def test_gradients_are_read_again_after_user_code(where, clip, fused):
+    module = overflowing(where, fused)
     trainer = fit(module, AmpPrecision(init_scale=8.0), gradient_clip_val=clip)
-    assert trainer.precision_plugin.skipped_steps == 1
-    assert module.w.item() == 1.0
+    assert (trainer.precision_plugin.skipped_steps, module.w.item()) == (1, 1.0)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -369,17 +270,6 @@ def test_gradients_are_read_once_where_no_user_code_runs(fused):
     with OpsSeen() as seen:
         fit(OneWeight(fused=fused), AmpPrecision(init_scale=8.0), gradient_clip_val=0.5)
     assert len([name for name in seen.names if name in {"norm_check", "unscale_"}]) == 1
-
-
-def n_critic(module, batch, batch_idx):
-    generator, critic = module.optimizers()
-    for _ in range(3):
-        critic.zero_grad()
-        module.manual_backward(batch * module.b)
-        critic.step()
-    generator.zero_grad()
-    module.manual_backward(batch * (module.a + module.b))
-    generator.step()
 
 
 def toggled(module, batch, batch_idx):
@@ -400,7 +290,7 @@ def several_losses(module, batch, batch_idx):
 
 @pytest.mark.parametrize(
     ("step", "steps", "taken"),
-    [(n_critic, 8, (2 * 3, 2 * 9)), (toggled, 4, (6, 6)), (several_losses, 2, (9, 6))],
+    [(toggled, 4, (6, 6)), (several_losses, 2, (9, 6))],
 )
 def test_steps_by_hand_while_the_scale_grows(step, steps, taken):
     module = TwoOptimizers(step=step)
@@ -496,15 +386,7 @@ def after(module, first, second, loss):
     second.step()
 
 
-def after_a_step(module, first, second, loss):
-    module.manual_backward(loss)
-    first.step()
-    second.zero_grad()
-    (module.b * 3).backward()
-    second.step()
-
-
-@pytest.mark.parametrize("wrong", [alone, set_by_hand, before, after, after_a_step])
+@pytest.mark.parametrize("wrong", [alone, set_by_hand, before, after])
 def test_gradients_that_manual_backward_has_not_made_are_named(wrong):
     """Else they would be divided by a scale that they were never multiplied with."""
 
@@ -532,26 +414,6 @@ def test_a_backward_whose_gradients_are_dropped_is_allowed():
     module = TwoOptimizers(step=step)
     fit(module, AmpPrecision())
     assert module.a.item() == 1.0 - 4.0
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("overflow", [False, True])
-def test_a_second_step_on_the_same_gradients(fused, overflow):
-    """Takes them for scaled ones, as the stock plugin does, or is skipped again."""
-
-    class Module(OneWeight):
-        automatic_optimization = False
-
-        def training_step(self, batch, batch_idx):
-            self.manual_backward(self.w * batch * (torch.inf if overflow else 1.0))
-            self.optimizers().step()
-            self.optimizers().step()
-
-    module = Module(fused=fused)
-    trainer = fit(module, AmpPrecision(), steps=2)
-    taken = 3.0 * (1.0 + 2.0**-16)
-    assert module.w.item() == pytest.approx(1.0 if overflow else 1.0 - taken, abs=1e-6)
-    assert trainer.precision_plugin.skipped_steps == 2 * overflow
 
 
 def test_watching_for_loss_backward_ends_with_the_run():
@@ -586,28 +448,6 @@ def test_a_scheduler_of_another_frequency_is_held_on_its_turn():
 # -- checkpoints --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-def test_resuming_changes_no_bit(tmp_path, precision):
-    def plugin():
-        return AmpPrecision(precision, init_scale=2.0**18, growth_interval=3)
-
-    whole = Linear()
-    trainer = fit(whole, plugin(), steps=12, data=regression(12), max_epochs=1)
-    first = Linear()
-    early = fit(first, plugin(), steps=5, data=regression(12))
-    early.save_checkpoint(tmp_path / "five.ckpt")
-    second = Linear(seed=9)
-    data = regression(12)
-    rest = torch.utils.data.DataLoader(data.dataset, batch_sampler=list(data.batch_sampler)[5:] * 2)
-    late = fit(second, plugin(), steps=12, data=rest, ckpt_path=tmp_path / "five.ckpt")
-    assert first.losses + second.losses[:7] == whole.losses
-    for ours, theirs in zip(second.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-    if precision == "fp16":
-        assert trainer.precision_plugin.skipped_steps > 0
-        assert late.precision_plugin.state_dict() == trainer.precision_plugin.state_dict()
-
-
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
@@ -635,17 +475,11 @@ def test_another_precision_warns_and_goes_on(tmp_path, before, after, message):
     ("given", "message"),
     [
         ({"precision": "16-mixd"}, r"precision='16-mixd' is unknown; .*did you mean precision='fp16'\?"),
-        ({"eval_precision": "bf16-true"}, r"weights themselves in 16 bits.*Use eval_precision='bf16'"),
-        ({"eval_precision": "16-true"}, r"Use eval_precision='fp16'"),
         ({"precision": torch.float64}, r"precision=torch.float64 is not mixed precision.*'64-true'"),
-        ({"eval_precision": "fp8"}, "eval_precision='fp8' is unknown; allowed are"),
+        ({"eval_precision": "bf16-true"}, r"weights themselves in 16 bits.*Use eval_precision='bf16'"),
         ({"fp32_modules": "LayerNorm"}, "fp32_modules='LayerNorm' is not allowed; give a list"),
         ({"rules": "nofile.yaml"}, r"rules='nofile.yaml': .*No such file.*; give an OpRules or the path"),
         ({"rules": {"aten::mm": "fp32"}}, r"rules=\{'aten::mm': 'fp32'\}: .*; give an OpRules or the path"),
-        (
-            {"init_scal": 1.0},
-            r"unknown option 'init_scal'; did you mean init_scale\? Allowed are precision, ",
-        ),
     ],
 )
 @pytest.mark.parametrize(
@@ -654,24 +488,8 @@ def test_another_precision_warns_and_goes_on(tmp_path, before, after, message):
 def test_wrong_options(cls, given, message):
     with pytest.raises((TypeError, ValueError), match=message):
         cls(**given)
-    with pytest.raises(TypeError, match="too many positional arguments; allowed are precis"):
+    with pytest.raises(TypeError, match="too many positional arguments.*allowed are precis"):
         cls("fp16", "cuda")
-
-
-@pytest.mark.parametrize(
-    ("mine", "names"),
-    [
-        ("fp16", ["16-mixed", "fp16-mixed", "16", 16, "float16", torch.float16, "half"]),
-        ("bf16", ["bf16-mixed", "bfloat16", torch.bfloat16]),
-        ("fp32", ["32-true", "32", 32, "float32", torch.float32, "no"]),
-    ],
-)
-@pytest.mark.parametrize("cls", [AmpPrecision, FabricAmpPrecision])
-def test_names_of_other_projects_are_understood(cls, mine, names):
-    for name in names:
-        plugin = cls(name, eval_precision=name)
-        assert (plugin.settings.precision, plugin.settings.eval_precision) == (mine, mine)
-        assert repr(plugin) == f"{cls.__name__}({mine!r})"
 
 
 @pytest.mark.parametrize("name", ["AmpPrecision", "FabricAmpPrecision", "AmpMonitor"])
@@ -684,13 +502,6 @@ def test_both_packages_document_the_same_options(name):
     for cls in (ours, theirs):
         assert cls.__name__ == cls.__qualname__ == name
         assert pickle.loads(pickle.dumps(cls)) is cls
-
-
-@pytest.mark.parametrize("name", ["DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy"])
-def test_strategies_with_a_precision_of_their_own_are_refused(name):
-    strategy = type(name, (SingleDeviceStrategy,), {})(device="cpu")
-    with pytest.raises(TypeError, match=f"does not work under {name}.*delete the plugin and give precision="):
-        fit(OneWeight(), AmpPrecision(), strategy=strategy)
 
 
 @pytest.mark.parametrize("strategy", list(ShardingStrategy))
@@ -738,24 +549,12 @@ def test_pytorch_lightning_has_classes_of_its_own():
     assert issubclass(ours.AmpPrecision, pytorch_lightning.plugins.MixedPrecision)
     assert not issubclass(ours.AmpPrecision, Precision)
 
-    class Module(pytorch_lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.tensor(1.0))
-
-        def training_step(self, batch):
-            return self.w * batch
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=1.0)
-
-    module = Module()
     trainer = pytorch_lightning.Trainer(
         plugins=[ours.AmpPrecision(init_scale=8.0)], callbacks=[ours.AmpMonitor()], accelerator="cpu", max_steps=2,
         logger=False, enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False,
     )  # fmt: skip
-    trainer.fit(module, batches())
-    assert module.w.item() == -5.0
+    boring = importlib.import_module("pytorch_lightning.demos.boring_classes").BoringModel()
+    trainer.fit(boring, boring.train_dataloader())
     assert trainer.callback_metrics["loss_scale"] == 8.0
 
 

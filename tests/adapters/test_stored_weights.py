@@ -7,7 +7,6 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
-    LambdaCallback,
     ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
@@ -18,12 +17,10 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from amp_plugin import AmpKwargs, AmpPrecision, FabricAmpPrecision, autocast
-from amp_plugin.adapters.accelerate import install
-from amp_plugin.weights.store import convert_to_fp32
+from amp_plugin import AmpPrecision, FabricAmpPrecision
+from amp_plugin.precision import TRAINING_DTYPES
 from tests.adapters.accelerate_pair import ours, reset
 from tests.adapters.lightning_models import QUIET, Linear, OneWeight, fit, make_trainer
-from tests.adapters.tiny_bert import bert, texts
 
 pytestmark = [
     *QUIET,
@@ -94,54 +91,21 @@ def in_accelerate(model, weights, precision="bf16"):
 PROGRAMS = [in_trainer, in_fabric, in_accelerate]
 
 
-@pytest.mark.parametrize("weights", WAYS)
+@pytest.mark.parametrize(
+    ("precision", "weights"), [*(("bf16", way) for way in WAYS), ("fp16", "fp32"), ("fp16", "fp16")]
+)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_model_that_comes_in_bfloat16_moves_wholly(program, weights):
-    model = module().bfloat16()
+def test_a_model_that_comes_in_16_bits_moves_wholly(program, precision, weights):
+    half = TRAINING_DTYPES[precision]
+    model = module().to(half)
     before = values(model)
-    after = values(program(model, weights))
-    moved = share_moved(before, after)
+    moved = share_moved(before, values(program(model, weights, precision)))
     if weights == "bf16-stochastic":
         assert moved > 0.1, "each weight moves with the probability of its update"
     else:
-        assert moved == 1.0
+        assert moved == 1.0 if precision == "bf16" else moved > 0.9
     gives_back = weights == "fp32" or program is in_trainer
-    assert model.net[0].weight.dtype is (torch.float32 if gives_back else torch.bfloat16)
-
-
-def tiny_bert():
-    torch.manual_seed(0)
-    return bert(layers=1).bfloat16()
-
-
-def in_transformers(model, folder, steps, resume=None, **options):
-    """Train by transformers' Trainer, which makes its own Accelerator."""
-    transformers = pytest.importorskip("transformers")
-    settings = transformers.TrainingArguments(
-        str(folder), max_steps=steps, bf16=True, use_cpu=True, report_to=[], disable_tqdm=True,
-        lr_scheduler_type="constant", data_seed=1, **options,
-    )  # fmt: skip
-    trainer = transformers.Trainer(model, settings, train_dataset=texts(16))
-    trainer.train(resume_from_checkpoint=resume)
-    return values(model)
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_stored_weights_end_near_the_float32_run(program):
-    ends = {}
-    for weights in ("fp32", "bf16"):
-        ends[weights] = values(program(module(lr=1e-2), weights))
-    for name, value in ends["fp32"].items():
-        torch.testing.assert_close(ends["bf16"][name], value, rtol=0, atol=STEPS * LR * 0.2)
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("weights", ["fp32", "fp16"])
-def test_a_model_that_comes_in_float16_trains_in_float16(program, weights):
-    model = module().half()
-    before = values(model)
-    after = values(program(model, weights, "fp16"))
-    assert share_moved(before, after) > 0.9
+    assert model.net[0].weight.dtype is (torch.float32 if gives_back else half)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -171,36 +135,6 @@ def test_an_optimizer_of_weights_that_are_made_later_is_told_of_once():
     assert warnings_of(made.step) == []
 
 
-class ThawedInMidRun(Linear):
-    """Its first layer is frozen for the first epoch."""
-
-    def on_train_epoch_start(self):
-        self.net[0].requires_grad_(self.current_epoch > 0)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_the_trainer_trains_weights_that_are_thawed_later_as_in_float32(precision):
-    runs = []
-    for dtype in (torch.float32, torch.bfloat16 if precision == "bf16" else torch.float16):
-        torch.manual_seed(0)
-        model = ThawedInMidRun(torch.optim.AdamW, weight_decay=0.0, lr=1e-5)
-        model.to(torch.bfloat16 if precision == "bf16" else torch.float16)
-        model.net[2].float()
-        model.net[0].to(dtype).requires_grad_(False)
-        fit(model, AmpPrecision(precision), steps=6, data=data(3), max_epochs=2)
-        runs.append(values(model))
-    plain, thawed = runs
-    assert all(torch.equal(plain[name], thawed[name]) for name in plain)
-
-
-def test_buffers_of_converted_modules_follow():
-    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2)).bfloat16()
-    convert_to_fp32(model)
-    assert {tensor.dtype for tensor in model[1].buffers() if tensor.is_floating_point()} == {torch.float32}
-    with autocast("cpu", dtype=torch.bfloat16):
-        model(torch.ones(2, 1, 3, 3)).sum().backward()
-
-
 def test_nothing_is_converted_where_nothing_casts():
     model, accelerator = module().bfloat16(), ours(precision="no")
     with pytest.warns(UserWarning, match="SGD steps 4 parameters in 16 bits: updates below 1/256 of one"):
@@ -209,24 +143,6 @@ def test_nothing_is_converted_where_nothing_casts():
 
 
 # -- checkpoints ----------------------------------------------------------------------------------
-
-
-def moments(optimizer):
-    return [value for entry in optimizer.state.values() for name, value in entry.items() if name != "step"]
-
-
-@pytest.mark.parametrize("state", ["bf16", "8bit"])
-@pytest.mark.parametrize(("saves", "loads"), [(True, False), (False, True)])
-def test_accelerate_loads_moments_of_another_format(saves, loads, state, tmp_path):
-    for compresses, act in ((saves, "save_state"), (loads, "load_state")):
-        form = state if compresses else "fp32"
-        accelerator, net, optimizer = accelerate_of(module().net, state=form)
-        train(accelerator, net, optimizer, data(3))
-        getattr(accelerator, act)(tmp_path)
-        kept = [
-            (name, value) for entry in optimizer.optimizer.state.values() for name, value in entry.items()
-        ]
-        assert {getattr(value, "form", "fp32") for name, value in kept if name != "step"} == {form}
 
 
 class Recorded(Linear):
@@ -240,12 +156,16 @@ def recorded():
     return Recorded(torch.optim.AdamW, lr=1e-2)
 
 
-def trainer_run(folder, steps, resume=False, weights="fp32", state="fp32", model=None, callbacks=()):
+def trainer_run(folder, steps, resume=False, model=None, callbacks=(), precision="bf16", **options):
     """Train, save after step 4 or resume from there; return the weights training starts and ends with."""
     model = model or recorded()
     checkpoint = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
-    plugin = AmpPrecision("bf16", weights=weights, state=state)
-    trainer = make_trainer(plugin, steps, enable_checkpointing=True, callbacks=[*callbacks, checkpoint])
+    trainer = make_trainer(
+        AmpPrecision(precision, **options),
+        steps,
+        enable_checkpointing=True,
+        callbacks=[*callbacks, checkpoint],
+    )
     same = [next(iter(data(1)))] * 20  # the Trainer begins an epoch's data anew
     trainer.fit(
         model, DataLoader(same, batch_size=None), ckpt_path=folder / "step=4.ckpt" if resume else None
@@ -268,10 +188,14 @@ def run_of(set_up, save, load):
     return run
 
 
+def with_scale(fabric, state):
+    return {**state, "precision": fabric.strategy.precision}
+
+
 fabric_run = run_of(
     fabric_of,
-    save=lambda fabric, folder, state: fabric.save(folder / "state.ckpt", state),
-    load=lambda fabric, folder, state: fabric.load(folder / "state.ckpt", state),
+    save=lambda fabric, folder, state: fabric.save(folder / "state.ckpt", with_scale(fabric, state)),
+    load=lambda fabric, folder, state: fabric.load(folder / "state.ckpt", with_scale(fabric, state)),
 )
 accelerate_run = run_of(
     accelerate_of,
@@ -279,15 +203,20 @@ accelerate_run = run_of(
     load=lambda accelerator, folder, _: accelerator.load_state(folder),
 )
 RUNS = [trainer_run, fabric_run, accelerate_run]
-FORMS = [*((way, "fp32") for way in WAYS), ("fp32", "8bit"), ("bf16", "8bit"), ("bf16", "bf16")]
+MOMENTS = [("fp32", "8bit"), ("bf16", "8bit"), ("bf16", "bf16")]
+FORMS = {
+    **{way: {"weights": way} for way in WAYS},
+    **{f"{way}, moments in {form}": {"weights": way, "state": form} for way, form in MOMENTS},
+    "fp16 from a scale that overflows": {"precision": "fp16", "init_scale": 2.0**20, "growth_interval": 3},
+}
 
 
-@pytest.mark.parametrize(("weights", "state"), FORMS)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("run", RUNS)
-def test_a_resumed_run_ends_in_the_same_bits(run, weights, state, tmp_path):
-    _, whole = run(tmp_path, 8, weights=weights, state=state)
+def test_a_resumed_run_ends_in_the_same_bits(run, form, tmp_path):
+    _, whole = run(tmp_path, 8, **FORMS[form])
     reset()
-    _, resumed = run(tmp_path, 8, resume=True, weights=weights, state=state)
+    _, resumed = run(tmp_path, 8, resume=True, **FORMS[form])
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
 
 
@@ -309,7 +238,7 @@ def test_a_model_that_comes_in_bfloat16_resumes_all_bits(weights, averaged, tmp_
     def run(*, resume):
         average = [EMAWeightAveraging(decay=0.9)] if averaged else []
         model = Recorded(torch.optim.AdamW, lr=1e-3).bfloat16()
-        return trainer_run(tmp_path, 8, resume, weights, model=model, callbacks=average)[1]
+        return trainer_run(tmp_path, 8, resume, model, average, weights=weights)[1]
 
     whole, resumed = run(resume=False), run(resume=True)
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
@@ -337,21 +266,6 @@ def test_averages_of_stored_weights_are_refused(callback):
     text = "weights='bf16' does not work with .*: leave weights='fp32', or average within"
     with pytest.raises(ValueError, match=text):
         fit(module(), AmpPrecision("bf16", weights="bf16"), data=data(), callbacks=[callback])
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("weights", ["fp32", "bf16"])
-def test_a_bert_in_bfloat16_under_transformers_trainer_moves_wholly_and_resumes_all_bits(weights, tmp_path):
-    install(AmpKwargs(weights=weights))
-    model = tiny_bert()
-    before = values(model)
-    whole = in_transformers(model, tmp_path / "whole", 8, learning_rate=1e-3, save_steps=4)
-    layer = [name for name in before if "intermediate.dense.weight" in name]
-    assert share_moved({name: before[name] for name in layer}, whole) == 1.0
-    assert model.classifier.weight.dtype is (torch.bfloat16 if weights == "bf16" else torch.float32)
-    saved = str(tmp_path / "whole" / "checkpoint-4")
-    resumed = in_transformers(tiny_bert(), tmp_path / "resumed", 8, saved, learning_rate=1e-3, save_steps=4)
-    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-true"])
@@ -434,55 +348,53 @@ def test_a_learning_rate_finder_leaves_every_bit_as_it_was(weights, tmp_path):
 # -- options --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plugin", [AmpPrecision, FabricAmpPrecision])
-def test_options_of_lightning_are_checked(plugin):
-    with pytest.raises(
-        ValueError, match=r"weights='bfloat16' is not allowed; give .* did you mean weights='bf16'"
-    ):
-        plugin("bf16", weights="bfloat16")
-    with pytest.raises(
-        ValueError, match=r"weights='bf16' needs precision='bf16', not 'fp16': .* or weights='fp16'"
-    ):
-        plugin("fp16", weights="bf16")
-    with pytest.raises(ValueError, match=r"weights='fp16' needs eval_precision='fp16', not 'fp32'"):
-        plugin("fp16", weights="fp16", eval_precision="fp32")
+FRONTS = [
+    AmpPrecision,
+    FabricAmpPrecision,
+    lambda precision, **options: ours(precision=precision, **options)._settings,
+]
+
+
+@pytest.mark.parametrize("front", FRONTS, ids=["trainer", "fabric", "accelerate"])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"weights": "half"}, "weights='half' is not allowed; .* mean weights='fp16'"),
+        ({"weights": "bf16"}, r"weights='bf16' needs \w+='bf16', not 'fp16': .* or weights='fp16'"),
+        ({"weights": "fp16", "eval_precision": "fp32"}, "needs eval_precision='fp16', not 'fp32'"),
+    ],
+)
+def test_options_are_checked(front, given, message):
+    with pytest.raises(ValueError, match=message):
+        front("fp16", **given)
 
 
 @pytest.mark.parametrize("plugin", [AmpPrecision, FabricAmpPrecision])
 @pytest.mark.parametrize(("given", "mine"), [("bf16-true", "bf16"), ("16-true", "fp16")])
 def test_names_of_weights_in_16_bits_mean_stored_weights(plugin, given, mine):
-    made = plugin(given)
-    assert (made.settings.precision, made.settings.weights) == (mine, f"{mine}-true")
-    assert made.settings.scales_loss is (mine == "fp16")
+    settings = plugin(given).settings
+    assert (settings.precision, settings.weights) == (mine, f"{mine}-true")
+    assert settings.scales_loss is (mine == "fp16")
     assert plugin("bf16-true", weights="bf16-stochastic").settings.weights == "bf16-stochastic"
-    with pytest.raises(ValueError, match=r"weights='fp16' needs precision='fp16', not 'bf16'"):
-        plugin("bf16-true", weights="fp16")
 
 
-def test_options_of_accelerate_are_checked_and_come_from_the_environment(monkeypatch):
-    with pytest.raises(
-        ValueError, match=r"needs mixed_precision='bf16', not 'fp16'.*weights comes from AmpKwargs"
-    ):
-        ours(precision="fp16", weights="bf16")
-    with pytest.raises(
-        ValueError, match="weights='half' is not allowed; .* mean weights='fp16'.*comes from AmpKwargs"
-    ):
-        ours(precision="fp16", weights="half")
-    monkeypatch.setenv("AMP_PLUGIN_WEIGHTS", "bf16")
-    model = nn.Linear(2, 2)
-    ours(precision="bf16").prepare(model, torch.optim.SGD(model.parameters()))
-    assert model.weight.dtype is torch.bfloat16
-
-
-def test_fp32_modules_are_stored_in_float32():
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+def test_fp32_modules_compute_and_are_stored_in_float32(weights):
     dtypes = {}
-    keep = LambdaCallback(
-        on_train_batch_end=lambda t, m, *_: dtypes.update({name: p.dtype for name, p in m.named_parameters()})
-    )
-    plugin = AmpPrecision("bf16", weights="bf16", fp32_modules=["net.2"])
-    fit(module(), plugin, steps=2, data=data(), callbacks=[keep])
-    assert dtypes["net.0.weight"] is torch.bfloat16
+
+    class Watching(Linear):
+        def training_step(self, batch, index):
+            hidden = self.net[0](batch[0])
+            dtypes.update(hidden=hidden.dtype, out=self.net[2](hidden).dtype)
+            dtypes.update({name: param.dtype for name, param in self.named_parameters()})
+            return super().training_step(batch, index)
+
+    fit(Watching(), AmpPrecision("bf16", weights=weights, fp32_modules=["net.2"]), data=data())
+    assert (dtypes["hidden"], dtypes["out"]) == (torch.bfloat16, torch.float32)
+    assert dtypes["net.0.weight"] is (torch.bfloat16 if weights == "bf16" else torch.float32)
     assert dtypes["net.2.weight"] is torch.float32
+    with pytest.raises(ValueError, match="LayerNorm"):
+        fit(Linear(), AmpPrecision(fp32_modules=["LayerNorm"]), data=data())
 
 
 def test_strategies_that_shard_are_refused():

@@ -8,10 +8,8 @@ import os
 import pickle
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-import tomllib
 import torch
 from typer.testing import CliRunner
 
@@ -19,9 +17,9 @@ from amp_plugin import GradScaler, autocast
 from amp_plugin.adapters.takeover import Takeover, bind_environment, when_imported
 from amp_plugin.cli import app
 from tests.adapters.accelerate_pair import reset
-from tests.adapters.commands import run_unedited, torchrun
+from tests.adapters.commands import run_unedited
+from tests.commands import with_entry_points
 
-ROOT = Path(__file__).parents[2]
 LOOP = """\
 import copy, sys
 import torch
@@ -123,8 +121,7 @@ class TestTorchAmp:
         assert said[0].endswith("are amp_plugin's while train.py runs, in fp16 where it chooses no precision")
         assert len(said) == 2
         result, said = run(LOOP.format(block='autocast("cpu", dtype=torch.bfloat16)'), "--precision", "fp16")
-        assert "torch.bfloat16" in result.stdout
-        assert "--precision fp16 set nothing: train.py chooses its own" in said[2]
+        assert said[1:] == ["amp-plugin run: train.py used torch.autocast in bf16, GradScaler"]
 
     @pytest.mark.parametrize("text", ["print('hello')", "import amp_plugin; amp_plugin.GradScaler('cpu')"])
     def test_a_program_of_which_nothing_is_taken_over_is_told(self, run, text):
@@ -204,15 +201,6 @@ class TestTorchAmp:
         with autocast("cpu", dtype=torch.bfloat16):
             assert (a @ a).dtype is torch.bfloat16
 
-    def test_a_compiled_program_goes_on(self, taken):
-        def product(a):
-            with torch.autocast("cpu"):
-                return a @ a
-
-        compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
-        assert compiled(torch.ones(2, 2)).dtype is torch.float16
-        assert "amp_plugin autocast torch.float16" in torch.compiler.config.cache_key_tag
-
 
 class Counting(torch.amp.GradScaler):
     steps = 0
@@ -256,7 +244,7 @@ class TestAccelerate:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
         result, said = run(ACCELERATE, "--precision", "fp16")
         assert result.stdout == "AmpAccelerator bf16\n"
-        assert "--precision fp16 set nothing" in said[2]
+        assert said[1:] == ["amp-plugin run: train.py used Accelerator(mixed_precision='bf16')"]
 
 
 OWN = """\
@@ -349,16 +337,7 @@ def test_looking_for_a_module_is_not_importing_it(tmp_path, monkeypatch):
 
 @pytest.fixture
 def installed(tmp_path) -> dict[str, str]:
-    """An environment in which the entry points of pyproject.toml are installed, as pip installs them."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    entries = project["entry-points"]["torch.backends"]
-    folder = tmp_path / "site" / "amp_plugin_entries-0.dist-info"
-    folder.mkdir(parents=True)
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: amp_plugin_entries\nVersion: 0\n")
-    lines = "".join(f"{name} = {value}\n" for name, value in entries.items())
-    (folder / "entry_points.txt").write_text(f"[torch.backends]\n{lines}")
-    path = os.pathsep.join([str(folder.parent), str(ROOT)])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return {**with_entry_points(tmp_path), "OMP_NUM_THREADS": "1"}
 
 
 CHILD = """\
@@ -392,21 +371,6 @@ def test_a_wrong_word_in_the_environment_is_refused(monkeypatch):
     monkeypatch.setenv("AMP_PLUGIN_TAKEOVER", "fp8")
     with pytest.raises(ValueError, match="AMP_PLUGIN_TAKEOVER=fp8 is unknown; allowed are fp16, bf16, as-w"):
         bind_environment()
-
-
-@pytest.mark.dist
-@pytest.mark.slow
-def test_torchrun_takes_each_rank_over(tmp_path, installed):
-    (tmp_path / "train.py").write_text(CHILD)
-    done = torchrun(
-        *("--nproc-per-node", "2", "--no-python"),
-        *(sys.executable, "-m", "amp_plugin", "run", "--precision", "fp16", "train.py"),
-        environment=installed,
-        folder=tmp_path,
-    )
-    assert done.stdout.split() == ["amp_plugin.scaling.grad_scaler", "torch.float16"] * 2, done.stderr
-    for rank in (0, 1):
-        assert done.stderr.count(f"amp-plugin run [rank {rank} of 2]: train.py used") == 1
 
 
 def test_the_environment_sets_what_a_program_leaves_open(taken, monkeypatch):

@@ -9,7 +9,9 @@ import torch
 from amp_plugin import AmpAccelerator, AmpKwargs
 from amp_plugin.adapters.accelerate import install
 from tests.adapters.accelerate_pair import reset
+from tests.adapters.commands import launch, run_unedited
 from tests.adapters.tiny_bert import bert, texts
+from tests.warm_processes import ROOT, run_program
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [
@@ -118,3 +120,70 @@ def test_it_resumes_with_its_loss_scale(make, tmp_path):
     trained = [name for name, param in resumed.model.named_parameters() if param.requires_grad]
     assert trained
     assert make is tiny_bert or all("lora" in name or "classifier" in name for name in trained)
+
+
+@pytest.mark.filterwarnings("ignore:.*are float32 now:UserWarning")
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+def test_a_model_that_comes_in_bfloat16_moves_wholly_and_resumes_all_bits(weights, tmp_path):
+    """transformers loads a checkpoint before it prepares the model, which must not round it."""
+
+    install(AmpKwargs(weights=weights))
+    arguments = {
+        "make": lambda: bert(layers=1).bfloat16(),
+        "bf16": True,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "max_steps": 4,
+    }
+    whole, _ = train(tmp_path, **arguments)
+    for name, before in bert(layers=1).bfloat16().state_dict().items():
+        if "intermediate.dense.weight" in name:
+            assert (whole.model.state_dict()[name] != before).all()
+    assert whole.model.classifier.weight.dtype is (torch.bfloat16 if weights == "bf16" else torch.float32)
+    resumed, _ = train(tmp_path, resume=str(tmp_path / "checkpoint-2"), **arguments)
+    torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+
+
+# -- programs that are not edited -----------------------------------------------------------------
+
+PROGRAM = """
+import tempfile
+import transformers
+from tests.adapters.tiny_bert import bert, texts
+arguments = transformers.TrainingArguments(
+    tempfile.mkdtemp(), per_device_train_batch_size=8, learning_rate=5e-3, num_train_epochs=3, bf16=True, use_cpu=True,
+    report_to=[], logging_steps=1, disable_tqdm=True, save_strategy="no")
+trainer = transformers.Trainer(bert(layers=1), arguments, train_dataset=texts(32))
+trainer.train()
+print(*(line["loss"] for line in trainer.state.log_history if "loss" in line))
+"""
+
+
+def losses(done):
+    assert done.returncode == 0, done.stderr
+    return [float(word) for word in done.stdout.splitlines()[-1].split()]
+
+
+@pytest.mark.whole_run
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_program_has_its_own_losses_under_amp_plugin_run(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM)
+    taken = run_unedited(script.name, environment={}, folder=tmp_path, frameworks=True)
+    bare = losses(run_program(script, folder=tmp_path, frameworks=True))
+    assert bare[-1] < bare[0]
+    assert losses(taken) == pytest.approx(bare, rel=2e-3)
+    assert "train.py used Accelerator(mixed_precision='bf16')" in taken.stderr
+
+
+@pytest.mark.slow
+def test_a_program_learns_under_accelerate_launch(tmp_path):
+    script = tmp_path / "trainer.py"
+    script.write_text(PROGRAM.replace("bf16=True", "fp16=True"))
+    config = ROOT / "configs" / "accelerate" / "cpu_fp16.yaml"
+    words = ["--config_file", str(config), "-m", "amp_plugin", "run", str(script)]
+    done = launch(words, {"PYTHONPATH": str(ROOT), "AMP_PLUGIN_INIT_SCALE": "512"})
+    first, *_, last = losses(done)
+    assert last < 0.9 * first
+    assert "trainer.py used Accelerator(mixed_precision='fp16')" in done.stderr

@@ -107,7 +107,7 @@ class AmpAccelerator(HasScaler, Accelerator):
         self._stepping = Stepping()
         self._norms = StepNorms()
         self._unprepared = Unprepared()
-        self._found: set[str] = set()  # of the patterns of fp32_modules, in models prepared so far
+        self._found: set[str] = set()  # fp32_modules that a model has had; each must be in one
         self._engaged = False  # whether models compute, and optimizers step, by us and not by DeepSpeed
         self._end_page: Callable[[], object] | None = None
         super().__init__(**given)
@@ -244,11 +244,7 @@ class AmpAccelerator(HasScaler, Accelerator):
         self._end_page = weakref.finalize(self, end)
 
     def _set_up(self, models: Sequence[nn.Module], *, trained: bool = True) -> None:
-        """Store weights of models, put ``fp32_modules`` under fp32 and forwards under autocast.
-
-        Before they are wrapped or moved, any number of times. Each name of a module is to be found in one of
-        them, or of those set up before.
-        """
+        """Store weights, put ``fp32_modules`` under fp32 and forwards under autocast; may be repeated."""
         wanted = self._settings.fp32_modules
         matched = {model: found_patterns(model, wanted) for model in models}
         self._found.update(*matched.values())

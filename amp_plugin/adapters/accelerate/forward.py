@@ -23,18 +23,14 @@ from amp_plugin.sharding.plan import DtypePlan
 
 @dataclass(kw_only=True, eq=False)
 class MixedForward:
-    """Stands in for ``module.forward``; pickled, copied and compiled with its module.
-
-    ``training`` and ``evaluation`` are the regions of the two modes; ``inputs`` is what floating-point inputs
-    become where all weights are stored in it; ``own`` is a forward that was set on the instance.
-    """
+    """Stands in for ``module.forward``; pickled, copied and compiled with its module."""
 
     module: nn.Module
     training: RegionState
     evaluation: RegionState
     fp32_outputs: bool = True
-    inputs: torch.dtype | None = None
-    own: Callable[..., Any] | None = field(init=False)
+    inputs: torch.dtype | None = None  # of floating-point inputs, where all weights are stored in it
+    own: Callable[..., Any] | None = field(init=False)  # a forward that was set on the instance
 
     def __post_init__(self) -> None:
         self.own = vars(self.module).get("forward")
@@ -80,10 +76,7 @@ def _without_module(forward: Callable[..., Any], _: nn.Module, *args: Any, **kwa
 
 
 def give_policy(plugin: FullyShardedDataParallelPlugin, plan: DtypePlan, *, fp32_outputs: bool) -> None:
-    """Replace Accelerate's policy for FSDP, which reduces gradients in 16 bits; not one that the user chose.
-
-    With ``fp32_outputs`` it is not FSDP that casts outputs.
-    """
+    """Replace Accelerate's policy for FSDP, which reduces gradients in 16 bits; not the user's own."""
     from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy  # noqa: PLC0415
 
     dtype = plan.compute_dtype
@@ -95,10 +88,7 @@ def give_policy(plugin: FullyShardedDataParallelPlugin, plan: DtypePlan, *, fp32
 
 @contextmanager
 def fp32_units_apart(models: Sequence[nn.Module], plan: DtypePlan) -> Iterator[None]:
-    """Let ``fully_shard`` give modules in fp32 units of their own, within the ones that Accelerate makes.
-
-    Accelerate shards with one policy for all, and torch gathers a unit in one dtype.
-    """
+    """Let ``fully_shard``, which gathers each unit in one dtype, give modules in fp32 units of their own."""
     from torch.distributed import fsdp  # noqa: PLC0415 -- only FSDP2 users pay for it
 
     own = fsdp.fully_shard

@@ -12,9 +12,9 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
+from amp_plugin.adapters import standing_in
 from amp_plugin.adapters.accelerate.accelerator import AmpAccelerator
 from amp_plugin.adapters.accelerate.settings import AmpKwargs
-from amp_plugin.adapters.stand_in import standing_in
 from amp_plugin.casting.dispatcher import set_default_rules
 from amp_plugin.messages import warn_user
 
@@ -73,10 +73,7 @@ def _warn_of_earlier_ones() -> None:
 
 
 def _set_weights_up_before_transformers_loads() -> None:
-    """Let ``transformers.Trainer``, if it is imported, set weights up before it loads a checkpoint.
-
-    It loads before it prepares, which rounds to the 16 bits of a model that came in them.
-    """
+    """Let transformers set weights up before it loads a checkpoint, which else a model in 16 bits rounds."""
     trainer: Any = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     if trainer is None or hasattr(trainer._load_from_checkpoint, "sets_up_weights"):
         return

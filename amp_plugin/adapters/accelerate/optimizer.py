@@ -11,23 +11,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from amp_plugin.adapters.gradient_origins import GradientOrigins
+from amp_plugin.adapters.scaler import GradientOrigins
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
 
 
 class Stepping:
-    """How the optimizers of one accelerator step.
-
-    ``stepped`` are those of the present iteration, which is over when one of them steps again: a skip counts
-    until then, and never for an optimizer that did not step.
-    """
+    """How the optimizers of one accelerator step."""
 
     def __init__(self) -> None:
         self.scaler = GradScaler("cpu", enabled=False)  # steps them; disabled where nothing is scaled
         self.shown: Any = None  # the public attribute scaler; None unless fp16
-        self.stepped: set[int] = set()
+        self.stepped: set[int] = set()  # in this iteration, which ends where one steps again
         # While checkpoints are saved and loaded they step without the scaler: FSDP makes an optimizer's
         # state by a step with zero gradients then (huggingface/accelerate#4289).
         self.is_plain = False
@@ -88,10 +84,7 @@ def steps_in_backward(optimizer: Optimizer) -> bool:
 
 
 class Unprepared(GradientOrigins):
-    """Refuses scaled gradients to optimizers that were not prepared.
-
-    Parameters that no prepared optimizer has are watched; in most programs there are none.
-    """
+    """Refuses scaled gradients to optimizers that were not prepared; in most programs there are none."""
 
     leaves_gradients = leaves_steps = True  # else no prepared optimizer steps in one pass
 

@@ -60,15 +60,10 @@ def refuse_misplaced(owner: str, names: Iterable[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(AdapterSettings, AccelerateOptions):
-    """The options in force.
+    """The options in force."""
 
-    Attributes:
-        sources: option -> what set it; options that nothing has set are absent.
-        enabled: ``GradScalerKwargs(enabled=...)``.
-    """
-
-    sources: Mapping[str, str]
-    enabled: bool
+    sources: Mapping[str, str]  # option -> what set it; options that nothing has set are absent
+    enabled: bool  # of GradScalerKwargs
     named: ClassVar[str] = "mixed_precision"
 
     def in_precision(self, mixed_precision: str) -> Self:

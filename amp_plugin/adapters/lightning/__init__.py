@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+from amp_plugin.casting.bound_rules import replaced
 
 if TYPE_CHECKING:
-    from amp_plugin.adapters.lightning.for_lightning import AmpMonitor as AmpMonitor
-    from amp_plugin.adapters.lightning.for_lightning import AmpPrecision as AmpPrecision
-    from amp_plugin.adapters.lightning.for_lightning import FabricAmpPrecision as FabricAmpPrecision
+    from amp_plugin.adapters.lightning.for_lightning import AmpMonitor, AmpPrecision, FabricAmpPrecision
 
 __all__ = ["AmpMonitor", "AmpPrecision", "FabricAmpPrecision", "classes_for"]
 
@@ -50,3 +52,55 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(msg)
     other = "lightning" not in sys.modules and sys.modules.keys() & {"pytorch_lightning", "lightning_fabric"}
     return getattr(classes_for("pytorch_lightning" if other else "lightning"), name)
+
+
+# -- in the place of Lightning's own, in a program that asks for precision="16-mixed" -----------------
+
+_TRAINER: Final = ("Trainer", "_AcceleratorConnector", "_precision_flag", "_precision_plugin_flag")
+_FABRIC: Final = ("Fabric", "_Connector", "_precision_input", "_precision_instance")
+# Lightning's modules that decide which plugin a Trainer or Fabric gets.
+CONNECTORS: Final = {
+    "lightning.pytorch.trainer.connectors.accelerator_connector": _TRAINER,
+    "lightning.fabric.connector": _FABRIC,
+    "pytorch_lightning.trainer.connectors.accelerator_connector": _TRAINER,
+    "lightning_fabric.connector": _FABRIC,
+}
+_MIXED: Final = ("16-mixed", "bf16-mixed")
+
+
+@contextmanager
+def plugin_in_place_of_stock(
+    module: Any, precision: str | None, made: Callable[[str], object]
+) -> Iterator[None]:
+    """Give each Trainer or Fabric that is made while the block runs our plugin for mixed precision.
+
+    ``precision`` takes the place of Lightning's default, 32; ``made`` is told ``"Trainer(precision=...)"``.
+    """
+    from amp_plugin.adapters.lightning.precision_core import has_own_precision  # noqa: PLC0415 - loads torch
+    from amp_plugin.precision import STOCK_NAMES  # noqa: PLC0415
+
+    owner, connector_name, flag, plugin = CONNECTORS[module.__name__]
+    kind: Any = getattr(module, connector_name)
+    decide = kind._check_and_init_precision
+
+    def take(asked: str, **options: Any) -> Any:
+        made(f"{owner}(precision={asked!r})")
+        ours = classes_for(module.__name__.partition(".")[0])
+        return (ours.AmpPrecision if owner == "Trainer" else ours.FabricAmpPrecision)(asked, **options)
+
+    def decide_for_ours(connector: Any) -> Any:
+        asked = getattr(connector, flag)
+        if getattr(connector, plugin) is None and not has_own_precision(connector.strategy):
+            if asked == "32-true" and precision is not None:
+                asked = STOCK_NAMES[precision]
+            if asked in _MIXED:
+                return take(asked)
+        stock = decide(connector)
+        is_stock = type(stock) in {module.MixedPrecision, module.FSDPPrecision}
+        if is_stock and stock.precision in _MIXED:  # the program made it
+            options = {} if getattr(stock, "scaler", None) is None else {"scaler": stock.scaler}
+            return take(stock.precision, **options)
+        return stock
+
+    with replaced(kind, "_check_and_init_precision", decide_for_ours):
+        yield

@@ -7,7 +7,6 @@ a module is set up; a requested update waits for the next loss.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -26,13 +25,6 @@ from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.options import LightningOptions, lists_options
 from amp_plugin.scaling.penalty import surround_backward
 from amp_plugin.weights.ddp import reduce_in_fp32
-
-
-class _Modules(weakref.WeakKeyDictionary[nn.Module, None]):
-    """What this process has set up, in order, as long as it lives; pickled empty, for spawned processes."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
 
 
 @lists_options(LightningOptions)
@@ -59,7 +51,6 @@ class FabricPrecision(PrecisionCore):
 
     def _begin(self) -> None:
         super()._begin()
-        self._modules = _Modules()
         self._groups: dict[str, Any] = {}
 
     # -- set-up -------------------------------------------------------------------------------
@@ -67,9 +58,7 @@ class FabricPrecision(PrecisionCore):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Put ``fp32_modules`` under fp32; let DataParallel's threads run replicas in our region."""
         self._weights.set_up(module, self.settings.fp32_modules)
-        module = autocast_module(super().convert_module(module))
-        self._modules[module] = None
-        return module
+        return autocast_module(super().convert_module(module))
 
     def note_wrapped(self, module: Any, strategy: Any) -> None:
         """Learn how and where a module that was set up runs, and refuse what this plugin cannot do there."""
@@ -79,12 +68,12 @@ class FabricPrecision(PrecisionCore):
         self._groups = self._groups or scaler_groups(fsdp_root(module))
         optimizers = self._scaler.optimizers
         self._start(strategy.root_device.type, self._groups)
-        register(self._scaler, optimizers, list(self._modules))
+        register(self._scaler, optimizers, list(self._weights.models))
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Make an optimizer known, so that its gradients follow the scale before its first step too."""
-        self._weights.add(self._modules, [optimizer])
-        register(self._scaler, [optimizer], list(self._modules))
+        self._weights.add([], [optimizer])
+        register(self._scaler, [optimizer], list(self._weights.models))
 
     # -- forward ------------------------------------------------------------------------------
 

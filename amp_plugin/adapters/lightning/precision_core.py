@@ -91,14 +91,7 @@ class PrecisionSettings(AdapterSettings, LightningOptions):
 
 
 class PrecisionCore(HasScaler):
-    """State and services that do not depend on the framework.
-
-    Attributes:
-        settings: What the user asked for.
-        precision: Lightning's own name for it, e.g. ``"16-mixed"``.
-        device: Device type; empty until training starts.
-        measures_norms: Whether the norm of gradients that no clip measures is wanted, by AmpMonitor.
-    """
+    """State and services that do not depend on the framework."""
 
     package: ClassVar[Any]
     """The framework: the module ``lightning.pytorch``, ``lightning.fabric``, or their like."""
@@ -108,8 +101,8 @@ class PrecisionCore(HasScaler):
     @takes(LightningOptions, by_position=1)
     def __init__(self, **given: Any) -> None:
         self.settings = settings = PrecisionSettings.from_arguments(type(self).__name__, given)
-        self.precision: Any = STOCK_NAMES[settings.precision]
-        self.device = ""
+        self.precision: Any = STOCK_NAMES[settings.precision]  # Lightning's own name, e.g. "16-mixed"
+        self.device = ""  # until training starts
         self._desired_input_dtype = settings.training_dtype  # read by Lightning's throughput monitor
         self._weights = ModelWeights(settings.weights, settings.state, casts=settings.precision != "fp32")
         self._begin()
@@ -118,7 +111,7 @@ class PrecisionCore(HasScaler):
 
     def _begin(self) -> None:
         """Set what a plugin begins with: an ``__init__`` of a subclass would hide the options."""
-        self.measures_norms = False
+        self.measures_norms = False  # of gradients that no clip measures; AmpMonitor asks for it
         self._rules: OpRules | None = None
         self._attempted_steps = 0
 

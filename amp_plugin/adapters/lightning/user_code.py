@@ -11,7 +11,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_plugin.adapters.gradient_origins import GradientOrigins
+from amp_plugin.adapters.scaler import GradientOrigins
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
 from amp_plugin.scaling.step_log import StepLog
@@ -29,10 +29,7 @@ _NEVER: Final = sys.maxsize  # batches; no batch index reaches it
 
 
 def users_methods(module: Any, plugin: object, is_overridden: Callable[[str, Any], bool]) -> frozenset[str]:
-    """Return the methods around a step that are the user's own: of the module, a callback or the plugin.
-
-    Any of them may look at gradients.
-    """
+    """Return the methods around a step that are the user's own, and may look at gradients."""
     kind = type(plugin)
     ours = next(base for base in kind.__mro__ if base.__module__.startswith("amp_plugin."))
     of_module = {method for method in _OF_MODULES if is_overridden(method, module)}
@@ -51,12 +48,11 @@ class StrayGradients(GradientOrigins):
         def is_stray(param: Tensor) -> bool:
             return self.is_from_outside(param) or (never_scaled and param.grad is not None)
 
-        params = params_of(optimizer)
-        if any(map(is_stray, params)):
-            named = zip(scaler.parameter_names(optimizer), params, strict=True)
-            strays = [name for name, param in named if is_stray(param)]
+        strays = [place for place, param in enumerate(params_of(optimizer)) if is_stray(param)]
+        if strays:
+            named = ", ".join(scaler.parameter_names(optimizer)[place] for place in strays[:3])
             msg = (
-                f"{type(optimizer).__name__}.step(): {len(strays)} parameters ({', '.join(strays[:3])}) have "
+                f"{type(optimizer).__name__}.step(): {len(strays)} parameters ({named}) have "
                 "gradients that self.manual_backward() did not make: their loss was not scaled and fp16 lost "
                 "small ones; write self.manual_backward(loss) instead of loss.backward()"
             )
@@ -81,10 +77,7 @@ def calls_closure_again(optimizer: Optimizer) -> bool:
 
 
 def averages_in_fp32(callbacks: Iterable[Any], package: Any, weights: str) -> None:
-    """Make the copies of a model that averaging callbacks (EMA, SWA) have taken before its set-up float32.
-
-    Raises ValueError if the model's weights are to be stored: these callbacks take them as they are.
-    """
+    """Make copies that averaging callbacks (EMA, SWA) have taken float32; refuse them stored weights."""
     kinds = (package.callbacks.WeightAveraging, package.callbacks.StochasticWeightAveraging)
     for callback in callbacks:
         if isinstance(callback, kinds) and weights != "fp32":
@@ -109,10 +102,7 @@ class HeldSchedulers:
         self._configs: list[tuple[Any, int]] = []  # with their own frequencies
 
     def take(self, configs: Iterable[Any], log: StepLog) -> None:
-        """Take charge of the Trainer's LRSchedulerConfigs, and of no others any more.
-
-        The log waits for the steps of optimizers whose scheduler is not stepped after each.
-        """
+        """Take charge of the Trainer's LRSchedulerConfigs, and of no others any more."""
         for config, frequency in self._configs:
             config.frequency = frequency
         self._configs = [
@@ -121,7 +111,7 @@ class HeldSchedulers:
             if config.interval == "step" and not config.reduce_on_plateau
         ]
         for config, frequency in self._configs:
-            if frequency != 1:
+            if frequency != 1:  # after some steps only, whose fate is to be known then
                 log.wait_for(config.scheduler.optimizer)
 
     def after_step(self, optimizer: Optimizer, log: StepLog) -> None:
