@@ -275,8 +275,7 @@ class AccelerateOptions(PrecisionOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_skips_in_a_row != 0:
-            whole("max_skips_in_a_row", self.max_skips_in_a_row)
+        whole("max_skips_in_a_row", self.max_skips_in_a_row, least=0)
 
 
 # -- what is stated of an option -----------------------------------------------------------------
@@ -436,9 +435,9 @@ def between(name: str, value: Any, low: float, high: float = math.inf) -> float:
     return float(value)
 
 
-def whole(name: str, value: int) -> int:
-    """Return ``value`` as an int, or raise ValueError if it is not a whole number above 0."""
-    if isinstance(value, bool) or not (value >= 1 and float(value).is_integer()):
-        msg = f"{name}={value!r} is not allowed; give a whole number of at least 1"
+def whole(name: str, value: int, least: int = 1) -> int:
+    """Return ``value`` as an int, or raise ValueError if it is not a whole number of at least ``least``."""
+    if isinstance(value, bool) or not (value >= least and float(value).is_integer()):
+        msg = f"{name}={value!r} is not allowed; give a whole number of at least {least}"
         raise ValueError(msg)
     return int(value)

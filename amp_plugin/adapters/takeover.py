@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from amp_plugin.adapters import standing_in
-from amp_plugin.casting.bound_rules import bound_autocast, is_launcher, ours_by_default, warn_if_unread
+from amp_plugin.casting.bound_rules import bound_autocast, is_launcher, ours_by_default
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -56,7 +56,6 @@ class Takeover:
         ranks, local = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_RANK", "0")
         self._rank = f" [rank {os.environ.get('RANK', local)} of {ranks}]" if ranks != "1" else ""
         self._made: dict[str, None] = {}  # what the program made of ours, in order
-        self._reads_rules = False
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
@@ -97,8 +96,6 @@ class Takeover:
         self._undo.close()
         dtypes = sorted({short_name(dtype) for _, dtype in self._blocks})
         used = [*(f"torch.autocast in {dtype}" for dtype in dtypes), *self._made]
-        if self._rules is not None and not self._reads_rules:
-            warn_if_unread(self._rules, self._rules_name, self._blocks)
         if used:
             self._say(f"{self._program} used {', '.join(used)}")
         elif kind is None or issubclass(kind, SystemExit):
@@ -164,7 +161,6 @@ class Takeover:
             uninstall()
 
     def _note(self, made: str) -> None:
-        self._reads_rules = True
         self._made[made] = None
 
     def _say(self, text: str) -> None:

@@ -10,7 +10,7 @@ import atexit
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,15 +32,17 @@ def bound_autocast(
 ) -> Iterator[Counter[tuple[str, torch.dtype]]]:
     """Let ``torch.autocast`` follow rules, and a dtype where it names none; yield the number of its blocks.
 
-    They are counted, but for those that are off, by device and dtype. ``name`` is that of the rules' file.
+    They are counted, but for those that are off, by device and dtype. ``name`` is that of the rules' file; a
+    warning at the end, in the main process, says if neither a block nor a region of ours has read it.
     """
     import torch  # noqa: PLC0415 - this module is loaded while torch is
 
-    from amp_plugin.casting.dispatcher import process_follows  # noqa: PLC0415
+    from amp_plugin.casting.dispatcher import KERNELS, process_follows  # noqa: PLC0415
     from amp_plugin.casting.rules import warn_of_device  # noqa: PLC0415
 
     entered = torch.autocast.__enter__
     blocks: Counter[tuple[str, torch.dtype]] = Counter()
+    KERNELS.asked.clear()
 
     def enter(block: Any) -> Any:
         if block._enabled:
@@ -55,15 +57,8 @@ def bound_autocast(
         nullcontext() if dtype is None else _dtype_left_open(dtype),
     ):
         yield blocks
-
-
-def warn_if_unread(rules: OpRules, name: str, blocks: Mapping[tuple[str, torch.dtype], int]) -> None:
-    """Print a warning, in the main process, if no block has followed the rules of a file."""
-    import multiprocessing  # noqa: PLC0415 - most processes have no rules
-
-    device = rules.device_type
-    is_main = multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0"
-    if is_main and device not in {opened for opened, _ in blocks}:
+    device = rules.device_type if rules is not None and is_main_process() else ""
+    if device and device not in KERNELS.asked.union(opened for opened, _ in blocks):
         print(
             f"amp_plugin: no autocast block on {device} was opened, so nothing has read the rules of {name}; "
             f"open torch.autocast({device!r}), or leave the file out",
@@ -138,16 +133,11 @@ def bind_environment() -> None:
         return
     from amp_plugin.casting.rules import environment_rules  # noqa: PLC0415 - most processes stop above
 
-    if rules := environment_rules():
-        name, bound = f"AMP_PLUGIN_RULES={os.environ['AMP_PLUGIN_RULES']}", ExitStack()
-        blocks = bound.enter_context(bound_autocast(rules, name))
-
-        def end() -> None:
-            bound.close()
-            if "amp_plugin.casting.region" not in sys.modules:  # our own regions read them too
-                warn_if_unread(rules, name, blocks)
-
-        atexit.register(end)
+    bound = ExitStack()
+    bound.enter_context(
+        bound_autocast(environment_rules(), f"AMP_PLUGIN_RULES={os.environ['AMP_PLUGIN_RULES']}")
+    )
+    atexit.register(bound.close)
 
 
 def is_launcher() -> bool:
@@ -155,3 +145,10 @@ def is_launcher() -> bool:
     main = getattr(sys.modules.get("__main__"), "__spec__", None)
     names = {Path(sys.argv[0] if sys.argv else "").name, getattr(main, "name", "")}
     return bool(names & _LAUNCHERS)
+
+
+def is_main_process() -> bool:
+    """Return whether this is neither a child of multiprocessing nor another rank than 0."""
+    import multiprocessing  # noqa: PLC0415 - most processes have no rules
+
+    return multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0"

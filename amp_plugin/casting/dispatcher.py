@@ -52,6 +52,7 @@ class AutocastKernels:
             if our kernels stand there, whether autocast is on, and the number of its default rules.
         followed: device type -> the rule set that torch's own blocks follow.
         process_rules: the same, where no program has set others.
+        asked: device types on which a region of ours has asked for the default rules.
     """
 
     def __init__(self) -> None:
@@ -60,6 +61,7 @@ class AutocastKernels:
         self.leave: Callable[[torch.autocast], bool] | None = None
         self.followed: dict[str, int] = defaultdict(lambda: NO_RULES)
         self.process_rules: dict[str, int] = {}
+        self.asked: set[str] = set()
         self.checked: dict[tuple[str, torch.dtype | None, bool], tuple[int | None, bool, int]] = {}
         self._lock = threading.Lock()
         self._numbers: dict[OpRules, int] = {}
@@ -247,6 +249,7 @@ def number_by_default(device_type: str) -> int:
 
     From now on ``torch.autocast`` blocks follow the file that the environment names, too.
     """
+    KERNELS.asked.add(device_type)
     if (followed := KERNELS.followed[device_type]) != NO_RULES:
         return followed
     rules = environment_rules()
