@@ -57,19 +57,6 @@ def test_a_part_of_a_ledger_knows_what_the_whole_knew(ledger_of):
     assert part.compare(kept, 2) == 2
 
 
-def test_parameters_and_gradients_can_be_swapped_under_a_ledger(ledger_of):
-    params = some_params(1)
-    ledger = ledger_of()
-    params[0].grad = torch.ones(4)
-    ledger.remember(params, 1)
-    torch._C._swap_tensor_impl(params[0].grad, torch.ones(4))
-    params[0].grad = None
-    torch.utils.swap_tensors(params[0], torch.nn.Parameter(torch.zeros(4)))
-    assert ledger.count(params) == 0
-    params[0].grad = torch.ones(4)
-    assert ledger.compare(params, 1) == 2
-
-
 @pytest.mark.parametrize("count", [15, 16, 17, 33])
 def test_every_gradient_of_many_is_looked_at(ledger_of, count):
     """The native ledger follows pointers in blocks of 16."""
@@ -130,20 +117,6 @@ def test_inference_tensors_have_no_version(ledger_of):
     ledger = ledger_of()
     ledger.remember([param], 1)
     assert ledger.compare([param], 1) == 0
-
-
-@pytest.mark.native
-def test_wrong_arguments_are_an_error():
-    ledger = native_core().region.GradientLedger()
-    for call, arguments in (
-        (ledger.count, ()),
-        (ledger.count, ((),)),
-        (ledger.norm_check, (some_params(), 1.0, 2.0)),
-    ):
-        with pytest.raises(TypeError, match=rf"{call.__name__}\(\): incompatible function arguments"):
-            call(*arguments)
-    with pytest.raises(TypeError, match="incompatible constructor arguments"):
-        native_core().region.GradientLedger(params=[])
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11, with or without
