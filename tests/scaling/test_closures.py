@@ -1,6 +1,7 @@
 """Closures: unscaled and checked inside, in both forms of step()."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -61,16 +62,22 @@ def quadratic(dtype=torch.float32):
     return param, loss
 
 
+LBFGS = partial(torch.optim.LBFGS, lr=0.5, max_iter=10)
+
+
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
-def test_lbfgs_equals_float32(form, line_search):
+@pytest.mark.parametrize("make", [LBFGS, partial(LBFGS, line_search_fn="strong_wolfe"), Sam])
+def test_optimizers_that_need_closures_equal_float32(form, make):
     ends = []
     for dtype in (torch.float32, torch.float16):
         param, loss_of = quadratic(dtype)
-        optimizer = torch.optim.LBFGS([param], lr=0.5, max_iter=10, line_search_fn=line_search)
+        optimizer = make([param])
         scaler = GradScaler("cpu", init_scale=2.0**12, enabled=dtype is torch.float16)
+        closure = closure_of(scaler, optimizer, loss_of)
         for _ in range(8):
-            call(scaler, optimizer, closure_of(scaler, optimizer, loss_of), form)
+            if make is Sam:
+                closure()  # it looks at gradients before it calls it
+            call(scaler, optimizer, closure, form)
             scaler.update()
         ends.append(param.detach().clone())
     assert torch.allclose(*ends, atol=5e-3)
@@ -88,21 +95,6 @@ def test_a_closure_for_an_ordinary_optimizer(form, fused, scale):
         assert call(scaler, optimizer, closure, form).item() == loss
         assert param[0] == value
         scaler.update()
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_sam_equals_float32(form):
-    ends = []
-    for enabled in (False, True):
-        param, loss_of = quadratic()
-        optimizer, scaler = Sam([param]), GradScaler("cpu", enabled=enabled)
-        closure = closure_of(scaler, optimizer, loss_of)
-        for _ in range(5):
-            closure()  # some look at gradients before they call it
-            call(scaler, optimizer, closure, form)
-            scaler.update()
-        ends.append(param.detach().clone())
-    assert torch.allclose(*ends, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [Sam, torch.optim.SGD, torch.optim.LBFGS])
