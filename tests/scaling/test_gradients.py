@@ -44,19 +44,6 @@ def test_a_ledger_sees_writes_and_replacements(ledger_of):
     assert ledger.compare(params, 1) == 1, "a write counts more"
 
 
-def test_a_part_of_a_ledger_knows_what_the_whole_knew(ledger_of):
-    params = some_params()
-    ledger = ledger_of()
-    for param in params:
-        param.grad = torch.ones(4)
-    ledger.remember(params, 1)
-    params[1].grad.mul_(2)
-    part, kept = ledger.split([0, 2]), [params[0], params[2]]
-    assert part.compare(kept, 1) == 0
-    assert ledger.split([2, 1]).compare([params[2], params[1]], 1) == 1
-    assert part.compare(kept, 2) == 2
-
-
 @pytest.mark.parametrize("count", [15, 16, 17, 33])
 def test_every_gradient_of_many_is_looked_at(ledger_of, count):
     """The native ledger follows pointers in blocks of 16."""
@@ -88,14 +75,6 @@ def test_gradients_of_views_and_of_tensors_autograd_never_saw(ledger_of):
     assert ledger_of().count([plain, *views, plain]) == 1
     plain.grad = torch.ones(4)
     assert ledger_of().count([plain, *views, plain]) == 3
-
-
-def test_hooks_on_finished_gradients_are_found(ledger_of):
-    params = some_params()
-    ledger = ledger_of()
-    assert ledger.hooked(params) == []
-    params[1].register_post_accumulate_grad_hook(lambda param: None)
-    assert ledger.hooked(params) == [1]
 
 
 def test_a_new_gradient_at_an_old_address_is_new_and_none_is_kept_alive(ledger_of):

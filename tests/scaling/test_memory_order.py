@@ -33,8 +33,9 @@ LAYOUTS = {
 def trained(make, *, fused, steps=4, lay_out=None, convert_at=None, closure=False, **options):
     """Return a weight after some steps; ``lay_out`` is applied to each gradient, ``convert_at`` a step."""
     torch.manual_seed(0)
-    conv = nn.Conv2d(5, 6, 3)
-    optimizer, scaler = make(conv.parameters(), fused), GradScaler("cpu", init_scale=256.0, **options)
+    conv, shift = nn.Conv2d(5, 6, 3), nn.Parameter(torch.tensor(2.0))
+    optimizer = make([shift, *conv.parameters()], fused)
+    scaler = GradScaler("cpu", init_scale=256.0, **options)
     scaler.register(optimizer)
     for step in range(steps):
         if step == convert_at:
@@ -44,7 +45,7 @@ def trained(make, *, fused, steps=4, lay_out=None, convert_at=None, closure=Fals
 
         def backward(batch=batch):
             optimizer.zero_grad()
-            scaler.scale(conv(batch).square().mean()).backward()
+            scaler.scale((shift * conv(batch)).square().mean()).backward()
             if lay_out is not None:
                 conv.weight.grad = lay_out(conv.weight.grad)
             return torch.zeros(())
@@ -62,6 +63,7 @@ def trained(make, *, fused, steps=4, lay_out=None, convert_at=None, closure=Fals
 @pytest.mark.parametrize("scaler", SCALERS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_fused_step_takes_gradients_in_any_order(optimizer, scaler, closure):
+    """A parameter of no dimensions comes first."""
     make, options = OPTIMIZERS[optimizer], {**SCALERS[scaler], "closure": closure}
     supports_amp = getattr(make([nn.Parameter(torch.ones(1))], True), "_step_supports_amp_scaling", False)
     for name, lay_out in LAYOUTS.items():

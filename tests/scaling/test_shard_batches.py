@@ -74,6 +74,8 @@ def test_the_same_batches(meshes, monkeypatch):
 @pytest.mark.parametrize("write", [False, True])
 def test_the_same_numbers(meshes, write):
     ours, theirs = many_kinds(meshes), many_kinds(meshes)
+    for params in (ours, theirs):
+        params[4].grad._local_tensor[3] = torch.inf
     factor = torch.tensor(0.25)
     by_ledger = [batch.measure(factor, 2.0, write=write) for batch in batches_of(make_ledger(), ours)]
     one_by_one = [batch.measure(factor, 2.0, write=write) for batch in batch_gradients(theirs)]
@@ -83,20 +85,8 @@ def test_the_same_numbers(meshes, write):
         if right.grad is not None:
             assert torch.equal(*(getattr(grad, "_local_tensor", grad) for grad in (mine.grad, right.grad)))
     for batches, params in ((batches_of(make_ledger(), ours), ours), (batch_gradients(theirs), theirs)):
-        assert not any(batch.multiply_(torch.tensor(3.0)).item() for batch in batches)
+        assert sum(batch.multiply_(torch.tensor(3.0)).item() for batch in batches) == 1
         assert torch.equal(params[0].grad, torch.full((4,), 6.0 * (0.25 if write else 1.0)))
-
-
-def test_an_overflow_is_named_by_its_place(meshes):
-    params = many_kinds(meshes)
-    params[4].grad._local_tensor[3] = torch.inf
-    found = [
-        batch.positions[place]
-        for batch in batches_of(make_ledger(), params)
-        for place, flag in enumerate(batch.measure(torch.tensor(1.0), 2.0, write=False)[2].tolist())
-        if flag
-    ]
-    assert found == [4]
 
 
 def test_partial_gradients_are_summed_up_first(meshes):

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from amp_plugin import GradScaler
-from amp_plugin.scaling import step_log
 from tests.scaling.ops_seen import OpsSeen
 from tests.scaling.runs import SCALES, Run, scaler_of
 
@@ -202,36 +201,6 @@ def test_no_host_sync_before_somebody_asks(weights, forbid_host_syncs, scale):
         assert scaler.last_step(one.optimizer).norm is not None
         scaler.clip_grad_norm_(one.optimizer, 1.0)
     assert not scaler.last_step(one.optimizer).skipped
-
-
-def test_a_flag_comes_to_the_host_whatever_the_default_and_the_current_device(monkeypatch):
-    class OnCuda:
-        device, dtype = torch.device("cuda", 1), torch.float32
-
-        def reshape(self, shape):
-            return torch.ones(shape, device="cpu")
-
-    class Event:
-        def __init__(self, device):
-            self.behind = None
-
-        def record(self, stream=None):  # without a stream: that of the current device, cuda:0
-            self.behind = stream
-
-        def query(self):
-            return self.behind == "the stream of cuda:1"
-
-    monkeypatch.setattr(step_log, "capturing", lambda device: False)
-    monkeypatch.setattr(torch, "Event", Event)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"the stream of {device}")
-
-    def empty(*size, pin_memory, **options):  # there is nothing to pin memory for
-        return torch.zeros(*size, **options)
-
-    monkeypatch.setattr(torch, "empty", empty)
-    with torch.device("meta"):
-        flag = step_log.HostFlag(OnCuda())
-    assert flag.known() is True
 
 
 def test_whatever_has_a_step_passes():
