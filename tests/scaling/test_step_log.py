@@ -174,9 +174,15 @@ def test_a_flag_that_the_host_knew_is_not_read_at_replays(monkeypatch):
 
 
 def test_a_flag_comes_to_the_host_whatever_the_default_and_the_current_device(monkeypatch):
-    device, empty, event = torch.device("cuda", 1), torch.empty, MagicMock()
+    device, event, whole_empty = torch.device("cuda", 1), MagicMock(), torch.empty
+    with torch.device("meta"):
+        torch.ones(())  # torch lists what makes tensors, before it is patched
+
+    def empty(*size, pin_memory, **options):  # there is nothing to pin memory for
+        return whole_empty(*size, **options)
+
     flag = SimpleNamespace(device=device, dtype=torch.float32, reshape=lambda _: torch.ones((), device="cpu"))
-    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **options: empty(*args, **options))
+    monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch, "Event", event)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"the stream of {device}")
     monkeypatch.setattr(step_log, "capturing", lambda _: False)
