@@ -31,10 +31,10 @@ def zeros(mesh=None, *placements):
     return torch.nn.Parameter(start if mesh is None else distribute_tensor(start, mesh, placements))
 
 
-def sgd_and_scaler(params, **options):
+def sgd_and_scaler(params):
     """An optimizer of gradients that are set by hand, and a scaler whose scale is 8."""
     optimizer = torch.optim.SGD(params, lr=1.0)
-    scaler = GradScaler("cpu", init_scale=8.0, **options)
+    scaler = GradScaler("cpu", init_scale=8.0)
     scaler.register(optimizer)
     scaler.scale(torch.ones(()))
     return optimizer, scaler
@@ -200,23 +200,6 @@ def fsdp(rank, world, kind, fused, scale):
     return {"empty": empty, "norms": norms, "values": values, "skipped": skipped}
 
 
-def fsdp1_nothing_here(rank, world):
-    """One element over two ranks: the last one's shard is empty, its optimizer has no gradients at all."""
-    inner = torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.constant_(inner.weight, 3.0)
-    model, out = fsdp1_of(inner), []
-    optimizer, scaler = sgd_and_scaler(list(model.parameters()), sharded_groups=[dist.group.WORLD])
-    for factor in (1.0, math.inf):
-        optimizer.zero_grad()
-        scaler.scale(model(torch.full((1, 1), 2.0 * factor)).sum()).backward()
-        count = sum(p.grad is not None and p.grad.numel() > 0 for p in model.parameters())
-        norm = scaler.clip_grad_norm_(list(model.parameters()), 1e9).item()
-        scaler.step(optimizer)
-        scaler.update()
-        out.append([count, finite(norm), scaler.last_step(optimizer).skipped])
-    return out
-
-
 def tensor_parallel_fsdp2(rank, world):
     """FSDP2 over tensor parallelism: placements of a kind of their own, beside ordinary ones."""
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
@@ -259,7 +242,6 @@ def scenarios(rank, world):
             for kind, f, s in product(("fsdp1", "fsdp2"), BOTH, SCALES)
         },
         **{f"no gradients {call}": no_gradients(rank, world, call) for call in CALLS},
-        "fsdp1_nothing_here": fsdp1_nothing_here(rank, world),
     }
 
 

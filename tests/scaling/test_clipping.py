@@ -120,9 +120,7 @@ def test_overflow_survives_clipping(fused, how):
 def test_error_if_nonfinite(scale):
     model = Model(scale=scale)
     model.params[1].grad[3] = math.nan
-    with pytest.raises(
-        RuntimeError, match="norm of order 2.0 for gradients is non-finite.*the step is skipped"
-    ):
+    with pytest.raises(RuntimeError, match="norm of order 2.0 .*non-finite.*the step is skipped"):
         model.scaler.clip_grad_norm_(model.optimizer, 1.0, error_if_nonfinite=True)
 
 

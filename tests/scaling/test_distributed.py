@@ -49,13 +49,6 @@ def test_a_rank_without_gradients_takes_part(two, call):
             assert one["norm"] == pytest.approx(right, rel=1e-6)
 
 
-def test_fsdp1_where_one_rank_has_nothing(two):
-    assert [result["fsdp1_nothing_here"] for result in two] == [
-        [[1, 2.0, False], [1, None, True]],
-        [[0, 2.0, False], [0, None, True]],
-    ]
-
-
 @pytest.mark.parametrize("scale", SCALES)
 def test_ddp(two, scale):
     torch.manual_seed(0)

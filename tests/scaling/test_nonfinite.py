@@ -8,18 +8,18 @@ import torch
 from amp_plugin import GradScaler
 from tests.scaling.runs import OPTIMIZERS, SCALES, build, everything, scaler_of
 
-BATCHES, POISONED = 20, 7
+BATCHES = 20
 
 
-def train(scaler, cls, options, poison=1.0, clip=None, drop=False):
+def train(scaler, cls, options, poisoned, poison=1.0, clip=None, drop=False):
     """Twenty batches, one of them poisoned or dropped; return all numbers and the results of the steps."""
     model, optimizer = build(cls, options)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     generator = torch.Generator().manual_seed(1)
     results = []
     for i in range(BATCHES):
-        x = torch.randn(2, 4, generator=generator) * (poison if i == POISONED else 1.0)
-        if i == POISONED and drop:
+        x = torch.randn(2, 4, generator=generator) * (poison if i == poisoned else 1.0)
+        if i == poisoned and drop:
             continue
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
@@ -39,30 +39,14 @@ def train(scaler, cls, options, poison=1.0, clip=None, drop=False):
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("cls", "options"), OPTIMIZERS)
 @pytest.mark.parametrize(("clip", "poison"), [(None, math.nan), (None, -math.inf), (0.1, math.inf)])
-def test_a_poisoned_batch_leaves_what_a_dropped_one_leaves(cls, options, clip, poison, scale):
-    numbers, skipped = train(scaler_of(scale, dynamic=False), cls, options, poison, clip)
-    right, _ = train(scaler_of(scale, dynamic=False), cls, options, clip=clip, drop=True)
+@pytest.mark.parametrize("poisoned", [0, 7])
+def test_a_poisoned_batch_leaves_what_a_dropped_one_leaves(cls, options, poisoned, clip, poison, scale):
+    """torch's fused SGD allocates its momentum in a first step that it skips, and leaves it unwritten."""
+    numbers, skipped = train(scaler_of(scale, dynamic=False), cls, options, poisoned, poison, clip)
+    right, _ = train(scaler_of(scale, dynamic=False), cls, options, poisoned, clip=clip, drop=True)
     assert all(map(torch.equal, numbers, right))
     assert all(number.isfinite().all() for number in numbers)
-    assert skipped == [i == POISONED for i in range(BATCHES)]
-
-
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize(("cls", "options"), OPTIMIZERS)
-def test_a_skipped_first_step_leaves_no_trace(cls, options, scale):
-    """torch's fused SGD allocates its momentum with empty_like and returns before writing it."""
-    results = []
-    for factors in ((math.inf, 1.0, 2.0), (1.0, 2.0)):
-        model, optimizer = build(cls, options)
-        scaler = scaler_of(scale, growth_interval=100)
-        for factor in factors:
-            optimizer.zero_grad()
-            scaler.scale(model(torch.full((2, 4), factor)).square().mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        params, state = everything(model, optimizer)
-        results.append(params + state)
-    assert all(map(torch.equal, *results))
+    assert skipped == [i == poisoned for i in range(BATCHES)]
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -120,19 +104,6 @@ def test_ignore_is_torchs_step(weights):
     assert all(param.isnan().all() for param in one.params)
     assert (scaler.last_step(one.optimizer).skipped, scaler.skipped_steps()) == (False, 0)
     assert GradScaler("cpu", on_nonfinite="ignore").is_enabled()
-
-
-@pytest.mark.parametrize("scale", SCALES)
-def test_sparse_and_complex_gradients_and_the_fallback(without_native, scale):
-    table = torch.nn.Embedding(4, 2, sparse=True)
-    wave = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    optimizer, scaler = torch.optim.SGD([*table.parameters(), wave], lr=1.0), scaler_of(scale)
-    for poison in (1.0, math.nan):
-        optimizer.zero_grad()
-        scaler.scale(table(torch.tensor([1, 1])).sum() * poison + wave.sum().abs()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert scaler.last_step(optimizer).skipped is math.isnan(poison)
 
 
 @pytest.mark.parametrize("scale", [None, 2.0**16])

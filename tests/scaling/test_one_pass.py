@@ -206,22 +206,6 @@ def test_stored_weights_without_a_rest_are_left_to_the_optimizer():
     assert "stored with weights='bf16-stochastic'" in scaler.last_step(optimizer).not_one_pass_because
 
 
-@pytest.mark.parametrize("weights", ["bf16", "fp16"])
-def test_stored_weights_alone_are_stepped_without_any_scale(weights):
-    """The op is called for them alone: for no tensors at all nothing would tell it the device."""
-    model = torch.nn.Linear(8, 4)
-    optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=0.1), scaler_of(None)
-    store_weights(model, optimizer, weights=weights)
-    for taken in (False, True, True):
-        before = model.weight.detach().clone()
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            model(torch.ones(2, 8)).sum().backward()
-        scaler.step(optimizer)
-        assert scaler.last_step(optimizer).one_pass is taken
-        assert not torch.equal(model.weight, before)
-
-
 OTHER = type("OtherSGD", (torch.optim.SGD,), {})
 
 

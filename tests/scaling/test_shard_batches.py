@@ -1,7 +1,5 @@
 """DTensor gradients reach the kernels by the native ledger as they do one by one, without Python for each."""
 
-import itertools
-
 import pytest
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -111,15 +109,3 @@ def test_another_wrapper_is_left_to_python(meshes):
     params = [of_local(meshes[0], Shard(0)), param_with(torch.ones(4).to_sparse())]
     assert make_ledger().survey_shards(params) is None
     assert [list(batch.positions) for batch in batches_of(make_ledger(), params)] == [[0], [1]]
-
-
-def test_layouts_are_read_once_for_gradients_that_are_sharded_alike(meshes, monkeypatch):
-    read = []
-    monkeypatch.setattr(
-        gradients.ShardLayout,
-        "of",
-        classmethod(lambda cls, mesh, kinds: read.append(1) or cls(mesh, (True,))),
-    )
-    params = list(itertools.repeat(of_local(meshes[0], Shard(0)), 50))
-    assert len(batches_of(make_ledger(), params)) == 1
-    assert len(read) == 1

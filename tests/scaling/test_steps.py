@@ -232,19 +232,6 @@ def test_options_leave_the_step_and_the_clip_to_torch(options, text):
     assert all(map(torch.equal, run.values(), theirs.values()))
 
 
-def test_a_step_that_is_refused_registers_nothing(weights):
-    one, scaler = weights(), GradScaler("cpu")
-    for arguments in ((), (None,)):
-        with pytest.raises(RuntimeError, match="Attempted step but _scale is None"):
-            scaler.step(one.optimizer, *arguments)
-    assert scaler.optimizers == []
-
-
-def test_a_device_there_is_not():
-    with pytest.raises(RuntimeError, match="Expected one of cpu, cuda"):
-        GradScaler("gpu")
-
-
 # -- the path of a step ------------------------------------------------------------------------------
 
 

@@ -199,7 +199,6 @@ def set_scale(value):
 RIGHT_EDITS = {
     "averaged over ranks": each_gradient(lambda grad: grad.div_(8)),
     "averaged to next to nothing": each_gradient(lambda grad: grad.div_(2**20)),
-    "rounded numbers": each_gradient(lambda grad: grad.mul_(0.1)),
     "set to zero": each_gradient(torch.Tensor.zero_),
     "centralized": each_gradient(lambda grad: grad.sub_(grad.mean())),
     "replaced": each_gradient(lambda grad: grad / 2),
@@ -251,8 +250,6 @@ def test_the_search_for_scaled_clips_ends_and_waits_for_no_device(weights, forbi
 
 
 def test_a_subclass_whose_steps_would_not_be_called_is_told():
-    with pytest.warns(
-        UserWarning, match=r"Mine overrides _maybe_opt_step, which amp_plugin.GradScaler never calls"
-    ):
+    with pytest.warns(UserWarning, match=r"Mine overrides _maybe_opt_step, which .* never calls"):
         type("Mine", (GradScaler,), {"_maybe_opt_step": lambda *_: None})
     type("Other", (GradScaler,), {"step": lambda *_: None})
