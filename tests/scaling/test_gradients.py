@@ -42,6 +42,7 @@ def test_a_ledger_sees_writes_and_replacements(ledger_of):
     assert ledger.compare(params, 1) == -1, "one is gone, the other has not changed"
     params[2].grad.mul_(2)
     assert ledger.compare(params, 1) == 1, "a write counts more"
+    assert ledger.split([2]).compare(params[2:], 1) == 1, "a part knows what the whole knew"
 
 
 @pytest.mark.parametrize("count", [15, 16, 17, 33])

@@ -199,7 +199,6 @@ def set_scale(value):
 RIGHT_EDITS = {
     "averaged over ranks": each_gradient(lambda grad: grad.div_(8)),
     "averaged to next to nothing": each_gradient(lambda grad: grad.div_(2**20)),
-    "set to zero": each_gradient(torch.Tensor.zero_),
     "centralized": each_gradient(lambda grad: grad.sub_(grad.mean())),
     "replaced": each_gradient(lambda grad: grad / 2),
     "noise": each_gradient(lambda grad: grad.add_(torch.randn_like(grad))),
