@@ -77,15 +77,6 @@ def training():
 
 
 @pytest.fixture
-def without_native(monkeypatch):
-    """Python's ledger instead of the native one."""
-    from amp_plugin.kernels.build import NativeCore
-
-    off = NativeCore(reason="switched off")
-    monkeypatch.setattr("amp_plugin.scaling.gradients.native_core", lambda: off)
-
-
-@pytest.fixture
 def forbid_host_syncs():
     """A context in which reading a tensor's value fails; on the CPU that is what a host sync is."""
 

@@ -4,6 +4,7 @@ import json
 import math
 import warnings
 from contextlib import nullcontext
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from amp_plugin import GradScaler
 from tests.process_groups import leave
+from tests.scaling.runs import scaler_of
 
 SIZE = 8
 FULL = torch.arange(1.0, SIZE + 1)
 BOTH = (False, True)
+ORDERS = (2.0, math.inf, 1.0)
 CALLS = ("norm optimizer", "norm params", "value params", "ensure")
-GUARDED = ("groups", "ddp", "fsdp1", "fsdp2")
+SCALES = (None, 8.0)
 
 
 def zeros(mesh=None, *placements):
@@ -28,10 +31,10 @@ def zeros(mesh=None, *placements):
     return torch.nn.Parameter(start if mesh is None else distribute_tensor(start, mesh, placements))
 
 
-def sgd_and_scaler(params, **options):
+def sgd_and_scaler(params):
     """An optimizer of gradients that are set by hand, and a scaler whose scale is 8."""
     optimizer = torch.optim.SGD(params, lr=1.0)
-    scaler = GradScaler("cpu", init_scale=8.0, **options)
+    scaler = GradScaler("cpu", init_scale=8.0)
     scaler.register(optimizer)
     scaler.scale(torch.ones(()))
     return optimizer, scaler
@@ -55,11 +58,11 @@ def outcome(scaler, optimizer, params):
     }
 
 
-def plain(rank, world, fused, has_gradients):
+def plain(rank, world, fused, has_gradients, scale):
     """Nothing but process groups: the last rank overflows, and may have no gradients."""
     param = zeros()
     optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
-    scaler = GradScaler("cpu", init_scale=8.0, process_groups=[dist.group.WORLD])
+    scaler = scaler_of(scale, process_groups=[dist.group.WORLD])
     out, last = [], rank == world - 1
     for poison in (True, False):
         optimizer.zero_grad()
@@ -93,11 +96,11 @@ def no_gradients(rank, world, call):
     return {"norm": norm, "skipped": scaler.last_step(optimizer).skipped}
 
 
-def ddp(rank, world):
+def ddp(rank, world, scale):
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    scaler = GradScaler("cpu", init_scale=2.0**10)
+    scaler = scaler_of(scale)
     scaler.register(optimizer, names=model)
     out = []
     for poison in (1.0, math.inf, 1.0):
@@ -157,22 +160,6 @@ def partial(rank, world):
     return outcome(scaler, optimizer, [param])
 
 
-def mesh_2d(rank, world):
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
-    out = []
-    for placements in ([Replicate(), Shard(0)], [Shard(0), Shard(0)], [Replicate(), Replicate()]):
-        for norm_type, poison in ((2.0, False), (math.inf, False), (1.0, False), (2.0, True)):
-            param = zeros(mesh, *placements)
-            optimizer, scaler = sgd_and_scaler([param])
-            param.grad = distribute_tensor(FULL * 8.0, mesh, placements)
-            if poison and rank == world - 1:
-                param.grad._local_tensor[0] = math.nan
-            norm = scaler.clip_grad_norm_(optimizer, 1e9, norm_type).item()
-            scaler.step(optimizer)
-            out.append(scaler.last_step(optimizer).skipped if poison else norm)
-    return out
-
-
 def net(*sizes):
     """Two layers, the same on each rank."""
     torch.manual_seed(0)
@@ -189,7 +176,7 @@ def finite(norm):
     return norm if math.isfinite(norm) else None
 
 
-def fsdp(rank, world, kind, fused):
+def fsdp(rank, world, kind, fused, scale):
     """Four batches, one rank's third infinite. With odd sizes a rank of FSDP1 has an empty shard of the small ones."""
     model = inner = net(5, 7, 1)
     if kind == "fsdp1":
@@ -198,7 +185,7 @@ def fsdp(rank, world, kind, fused):
         fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     groups = [dist.group.WORLD] if kind == "fsdp1" else []
-    scaler, norms = GradScaler("cpu", init_scale=2.0**10, sharded_groups=groups), []
+    scaler, norms, skipped = scaler_of(scale, sharded_groups=groups), [], []
     for i in range(4):
         x = torch.full((2, 5), 1.0 + i) * (math.inf if i == 2 and rank == 0 else 1.0)
         optimizer.zero_grad()
@@ -206,27 +193,11 @@ def fsdp(rank, world, kind, fused):
         norms.append(finite(scaler.clip_grad_norm_(optimizer, 0.5, fold=fused).item()))
         scaler.step(optimizer)
         scaler.update()
+        skipped.append(scaler.last_step(optimizer).skipped)
     empty = any(p.grad is None or p.grad.numel() == 0 for p in inner.parameters())
     with FullyShardedDataParallel.summon_full_params(model) if kind == "fsdp1" else nullcontext():
         values = [value_of(p) for p in inner.parameters()]
-    return {"empty": empty, "norms": norms, "values": values, "scale": scaler.get_scale()}
-
-
-def fsdp1_nothing_here(rank, world):
-    """One element over two ranks: the last one's shard is empty, its optimizer has no gradients at all."""
-    inner = torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.constant_(inner.weight, 3.0)
-    model, out = fsdp1_of(inner), []
-    optimizer, scaler = sgd_and_scaler(list(model.parameters()), sharded_groups=[dist.group.WORLD])
-    for factor in (1.0, math.inf):
-        optimizer.zero_grad()
-        scaler.scale(model(torch.full((1, 1), 2.0 * factor)).sum()).backward()
-        count = sum(p.grad is not None and p.grad.numel() > 0 for p in model.parameters())
-        norm = scaler.clip_grad_norm_(list(model.parameters()), 1e9).item()
-        scaler.step(optimizer)
-        scaler.update()
-        out.append([count, finite(norm), scaler.last_step(optimizer).skipped])
-    return out
+    return {"empty": empty, "norms": norms, "values": values, "skipped": skipped}
 
 
 def tensor_parallel_fsdp2(rank, world):
@@ -245,71 +216,32 @@ def tensor_parallel_fsdp2(rank, world):
         scaler.scale(loss).backward()
         if poison == math.inf and rank == world - 1:
             next(model.parameters()).grad._local_tensor[0, 0] = math.inf
-        norm = scaler.clip_grad_norm_(optimizer, 0.5).item()
+        norms = [finite(scaler.clip_grad_norm_(optimizer, 1e9, order).item()) for order in ORDERS]
         scaler.step(optimizer)
         scaler.update()
-        out.append([finite(norm), scaler.last_step(optimizer).skipped])
+        out.append([norms, scaler.last_step(optimizer).skipped])
     whole(x).square().mean().backward()
-    right = torch.nn.utils.get_total_norm([p.grad.double() for p in whole.parameters()]).item()
+    grads = [p.grad.double() for p in whole.parameters()]
+    right = [torch.nn.utils.get_total_norm(grads, order).item() for order in ORDERS]
     kinds = sorted({type(p).__name__ for q in model.parameters() for p in q.placements})
     return {"steps": out, "right": right, "kinds": kinds}
 
 
-def guarded(rank, world, kind, clip):
-    """Nothing is scaled: one nan in the gradients that the last rank holds, at the second of three steps."""
-    model, groups = net(4, 4, 2), {}
-    if kind == "groups":
-        groups["process_groups"] = [dist.group.WORLD]
-    elif kind == "ddp":
-        model = torch.nn.parallel.DistributedDataParallel(model)
-    elif kind == "fsdp1":
-        model, groups["sharded_groups"] = fsdp1_of(model), [dist.group.WORLD]
-    else:
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-    params = list(model.parameters())
-    optimizer = torch.optim.AdamW(params, lr=0.1)
-    scaler = GradScaler("cpu", enabled=False, **groups)
-    out = []
-    for i in range(3):
-        before = [getattr(p, "_local_tensor", p).detach().clone() for p in params]
-        x = torch.full((2, 4), float(rank + 1)) * (math.nan if kind == "ddp" and (rank, i) == (1, 1) else 1.0)
-        optimizer.zero_grad()
-        model(x).sum().backward()
-        if kind != "ddp" and (rank, i) == (world - 1, 1):
-            grads = (p.grad for p in params if p.grad is not None)
-            local = (getattr(grad, "_local_tensor", grad) for grad in grads)
-            next(grad for grad in local if grad.numel()).view(-1)[0] = math.nan
-        if clip and kind in {"groups", "ddp"}:
-            scaler.clip_grad_norm_(optimizer, 1.0)
-            scaler.assume_unchanged(optimizer)
-        scaler.step(optimizer)
-        after = [getattr(p, "_local_tensor", p).detach() for p in params]
-        result = scaler.last_step(optimizer)
-        out.append(
-            {
-                "skipped": result.skipped,
-                "elsewhere": result.overflow_report().elsewhere,
-                "moved": any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)),
-                "finite": all(bool(p.isfinite().all()) for p in after),
-            }
-        )
-    return out
-
-
 def scenarios(rank, world):
     if world == 4:
-        return {"mesh_2d": mesh_2d(rank, world), "tensor_parallel": tensor_parallel_fsdp2(rank, world)}
+        return {"tensor_parallel": tensor_parallel_fsdp2(rank, world)}
     return {
-        **{f"plain {f} {g}": plain(rank, world, f, g) for f in BOTH for g in BOTH},
-        "ddp": ddp(rank, world),
+        **{f"plain {f} {g} {s}": plain(rank, world, f, g, s) for f, g, s in product(BOTH, BOTH, SCALES)},
+        **{f"ddp {s}": ddp(rank, world, s) for s in SCALES},
         "ddp_mid_window": ddp_mid_window(rank, world),
         **{f"dtensors {p}": dtensors(rank, world, False, p) for p in (None, 0, 1, 2)},
         **{f"fused dtensors {p}": dtensors(rank, world, True, p) for p in (None, 0, 1)},
         "partial": partial(rank, world),
-        **{f"{kind} {f}": fsdp(rank, world, kind, f) for kind in ("fsdp1", "fsdp2") for f in BOTH},
+        **{
+            f"{kind} {f} {s}": fsdp(rank, world, kind, f, s)
+            for kind, f, s in product(("fsdp1", "fsdp2"), BOTH, SCALES)
+        },
         **{f"no gradients {call}": no_gradients(rank, world, call) for call in CALLS},
-        "fsdp1_nothing_here": fsdp1_nothing_here(rank, world),
-        **{f"guarded {k} {c}": guarded(rank, world, k, c) for k in GUARDED for c in BOTH},
     }
 
 

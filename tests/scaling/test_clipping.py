@@ -76,12 +76,6 @@ def test_folding_equals_clipping_in_place(optimizer, times):
     assert_close(after[1][5:], model.clipped(1.0 / times), rtol=2e-6 * times)
 
 
-def test_folding_without_a_fused_optimizer_clips_in_place():
-    model = Model(one_pass=False)
-    model.scaler.clip_grad_norm_(model.optimizer, 1.0, fold=True)
-    assert_close(model.real(), model.clipped(1.0))
-
-
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("fused", [False, True])
 def test_any_number_of_times_and_mixed(fused, scale):
@@ -126,9 +120,7 @@ def test_overflow_survives_clipping(fused, how):
 def test_error_if_nonfinite(scale):
     model = Model(scale=scale)
     model.params[1].grad[3] = math.nan
-    with pytest.raises(
-        RuntimeError, match="norm of order 2.0 for gradients is non-finite.*the step is skipped"
-    ):
+    with pytest.raises(RuntimeError, match="norm of order 2.0 .*non-finite.*the step is skipped"):
         model.scaler.clip_grad_norm_(model.optimizer, 1.0, error_if_nonfinite=True)
 
 
@@ -160,15 +152,6 @@ def test_wrong_arguments_are_named(call, error, message, enabled):
     scaler.scale(model(torch.ones(2)).sum()).backward()
     with pytest.raises(error, match=message):
         call(scaler, model, optimizer)
-
-
-@pytest.mark.native  # the fallback writes each gradient over itself: it does not read the factor on the host
-def test_no_clipping_writes_nothing():
-    model = Model()
-    model.scaler.unscale_(model.optimizer)
-    versions = [p.grad._version for p in model.params]
-    model.scaler.clip_grad_norm_(model.optimizer, 1e9)
-    assert [p.grad._version for p in model.params] == versions
 
 
 @pytest.mark.parametrize("scale", SCALES)

@@ -95,14 +95,6 @@ def test_a_compiled_training_step_is_the_eager_one(poisoned, enabled, flags, cli
     assert compiled[2] == poisoned
 
 
-def test_a_poisoned_batch_raises_in_a_compiled_step_if_asked_to():
-    training = Training("eager", enabled=False)
-    training.scaler = GradScaler("cpu", enabled=False, on_nonfinite="raise")
-    with pytest.raises(FloatingPointError, match="gradients are not finite"):
-        training.run(poisoned=True)
-    assert all(param.isfinite().all() for param in training.model.parameters())
-
-
 @pytest.mark.parametrize("used_before", [True, False])
 def test_scale_is_part_of_a_graph_that_is_compiled_once(used_before):
     model, optimizer, scaler = linear_with(init_scale=1024.0, growth_interval=1)
@@ -153,10 +145,3 @@ def test_no_more_graphs_than_with_torchs_scaler():
             training.step(batch)
         counts.append(graphs())
     assert counts[0] <= counts[1]
-
-
-def test_an_unknown_loss_is_refused_in_compiled_code_too():
-    scaler = GradScaler("cpu")
-    scaled = torch.compile(lambda loss: scaler.scale(loss, name="pixel"), backend="eager")
-    with pytest.raises(ValueError, match="loss 'pixel' is not known"):
-        scaled(torch.ones(()))

@@ -5,6 +5,8 @@ The graph is emulated on the CPU, and a real one where there is a GPU.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -19,20 +21,28 @@ OVERFLOWS = (4, 5, 9)
 class Loop:
     """A loop that clips, and what can be asked of its scaler after each step."""
 
-    def __init__(self, optimizer, clip, device="cpu"):
+    def __init__(self, optimizer, clip, device="cpu", **options):
         torch.manual_seed(0)
         self.model = torch.nn.Linear(4, 3).to(device)
-        options = {"capturable": True} if optimizer is torch.optim.AdamW and device == "cuda" else {}
-        self.optimizer = optimizer(self.model.parameters(), lr=0.01, fused=True, **options)
-        self.scaler = GradScaler(device, init_scale=2.0**8, growth_interval=3)
+        flags = {"capturable": True} if optimizer is torch.optim.AdamW and device == "cuda" else {}
+        self.optimizer = optimizer(self.model.parameters(), lr=0.01, fused=True, **flags)
+        self.scaler = GradScaler(device, init_scale=2.0**8, growth_interval=3, **options)
         self.inputs, self.clip = torch.zeros(5, 4, device=device), clip
 
-    def step(self):
+    def backward(self):
         self.optimizer.zero_grad()
-        self.scaler.scale(self.model(self.inputs).square().sum()).backward()
+        loss = self.model(self.inputs).square().sum()
+        self.scaler.scale(loss).backward()
         if self.clip:
             self.scaler.clip_grad_norm_(self.optimizer, 1.0, fold=self.clip == "folded")
-        self.scaler.step(self.optimizer)
+        return loss
+
+    def step(self, *, in_closure=False):
+        if in_closure:
+            self.scaler.step(self.optimizer, self.backward)
+        else:
+            self.backward()
+            self.scaler.step(self.optimizer)
         self.scaler.update()
 
     def counts(self):
@@ -84,57 +94,43 @@ def check(got, want):
         assert answers == {key: want[i][key] for key in answers}, i
 
 
-CASES = [
-    pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW]),
-    pytest.mark.parametrize("clip", [None, "folded", "in place"]),
-    pytest.mark.parametrize("eager", [(), (3, 7, 8, 12)], ids=["replays", "replays and eager steps"]),
-]
-
-
-def cases(test):
-    for mark in CASES:
-        test = mark(test)
-    return test
-
-
-@cases
-def test_a_captured_step_is_the_step(monkeypatch, optimizer, clip, eager):
-    want = Loop(optimizer, clip).run(batches())
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("clip", [None, "folded", "in place"])
+@pytest.mark.parametrize("eager", [(), (3, 7, 8, 12)], ids=["replays", "replays and eager steps"])
+def test_a_captured_step_is_the_step(monkeypatch, optimizer, clip, eager, device):
+    want = Loop(optimizer, clip, device).run(batches())
     assert [answers["skipped"] for answers in want] == [i in OVERFLOWS for i in range(len(want))]
-    loop, graph = Loop(optimizer, clip), ReplayedGraph()
-    for module in (loss_scale, step_log):
-        monkeypatch.setattr(module, "capturing", graph.capturing)
-    loop.run(batches()[:CAPTURED_AT])
+    loop = Loop(optimizer, clip, device)
+    if device == "cpu":
+        graph = capture = ReplayedGraph()
+        for module in (loss_scale, step_log):
+            monkeypatch.setattr(module, "capturing", graph.capturing)
+        loop.run(batches()[:CAPTURED_AT])
+    else:
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        capture = torch.cuda.graph(graph)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            loop.run(batches()[:CAPTURED_AT])
+        torch.cuda.current_stream().wait_stream(side)
     before = loop.counts()
-    with graph:
+    with capture:
         loop.step()
     assert loop.counts() == before  # a capture runs nothing
     check(replay_and_step(loop, graph, eager), want)
 
 
 @pytest.mark.gpu
-@cases
-def test_a_step_captured_on_the_device_is_the_step(optimizer, clip, eager):
-    want = Loop(optimizer, clip, "cuda").run(batches())
-    assert [answers["skipped"] for answers in want] == [i in OVERFLOWS for i in range(len(want))]
-    loop, graph, side = Loop(optimizer, clip, "cuda"), torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        loop.run(batches()[:CAPTURED_AT])
-    torch.cuda.current_stream().wait_stream(side)
-    before = loop.counts()
-    with torch.cuda.graph(graph):
-        loop.step()
-    assert loop.counts() == before
-    check(replay_and_step(loop, graph, eager), want)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize(
+    ("optimizer", "in_closure"),
+    [*itertools.product([torch.optim.SGD, torch.optim.AdamW], [True, False]), (torch.optim.Adagrad, False)],
+)
 @pytest.mark.parametrize("clip", [None, "folded", "in place"])
-def test_no_step_waits_for_the_device(optimizer, clip):
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_step_waits_for_the_device(optimizer, clip, enabled, in_closure):
     try:
-        loop = Loop(optimizer, clip, "cuda")
+        loop = Loop(optimizer, clip, "cuda", enabled=enabled)
     except RuntimeError as error:  # Adagrad in torch 2.11
         pytest.skip(f"{error}")
     loop.run(batches()[:1])
@@ -144,8 +140,10 @@ def test_no_step_waits_for_the_device(optimizer, clip):
     try:
         for batch in data:
             loop.inputs.copy_(batch)
-            loop.step()
+            loop.step(in_closure=in_closure)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert loop.counts() == (len(OVERFLOWS),) * 2
-    assert loop.scaler.get_scale() == Loop(optimizer, clip).run([batches()[0], *batches()])[-1]["scale"]
+    right = Loop(optimizer, clip, enabled=enabled).run([batches()[0], *batches()])[-1]
+    for name in ("scale", "weights"):
+        torch.testing.assert_close(loop.answers()[name], right[name])

@@ -73,9 +73,7 @@ def test_gradients_that_a_hook_has_taken_away_are_refused(weights, splits):
     one.backward(scaler)
     if splits:  # another owner
         scaler.register(torch.optim.SGD(one.params[1:], lr=1.0))
-    with pytest.raises(
-        RuntimeError, match=r"a hook took the gradient of \"param_groups\[0\]\['params'\]\[\d\]\" away"
-    ):
+    with pytest.raises(RuntimeError, match=r"a hook took .*param_groups\[0\]\['params'\]\[\d\]\" away"):
         scaler.step(one.optimizer)
     assert one.value == 0.0
 
@@ -84,8 +82,7 @@ def test_hooks_that_leave_gradients_alone_are_no_error(weights):
     one, other = weights(), weights()
     for param in one.params:
         param.register_post_accumulate_grad_hook(lambda param: None)
-    scaler = GradScaler("cpu", init_scale=8.0)
-    scaler.register(one.optimizer, other.optimizer)
+    scaler = fresh(one.optimizer, other.optimizer)
     one.train(scaler, 2.0, 2.0)
     one.optimizer.zero_grad()
     other.backward(scaler, 2.0)

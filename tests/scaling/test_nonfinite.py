@@ -6,21 +6,20 @@ import pytest
 import torch
 
 from amp_plugin import GradScaler
-from tests.scaling.ops_seen import OpsSeen
 from tests.scaling.runs import OPTIMIZERS, SCALES, build, everything, scaler_of
 
-BATCHES, POISONED = 20, 7
+BATCHES = 20
 
 
-def train(scaler, cls, options, poison=1.0, clip=None, drop=False):
+def train(scaler, cls, options, poisoned, poison=1.0, clip=None, drop=False):
     """Twenty batches, one of them poisoned or dropped; return all numbers and the results of the steps."""
     model, optimizer = build(cls, options)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     generator = torch.Generator().manual_seed(1)
     results = []
     for i in range(BATCHES):
-        x = torch.randn(2, 4, generator=generator) * (poison if i == POISONED else 1.0)
-        if i == POISONED and drop:
+        x = torch.randn(2, 4, generator=generator) * (poison if i == poisoned else 1.0)
+        if i == poisoned and drop:
             continue
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
@@ -40,30 +39,14 @@ def train(scaler, cls, options, poison=1.0, clip=None, drop=False):
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("cls", "options"), OPTIMIZERS)
 @pytest.mark.parametrize(("clip", "poison"), [(None, math.nan), (None, -math.inf), (0.1, math.inf)])
-def test_a_poisoned_batch_leaves_what_a_dropped_one_leaves(cls, options, clip, poison, scale):
-    numbers, skipped = train(scaler_of(scale, dynamic=False), cls, options, poison, clip)
-    right, _ = train(scaler_of(scale, dynamic=False), cls, options, clip=clip, drop=True)
+@pytest.mark.parametrize("poisoned", [0, 7])
+def test_a_poisoned_batch_leaves_what_a_dropped_one_leaves(cls, options, poisoned, clip, poison, scale):
+    """torch's fused SGD allocates its momentum in a first step that it skips, and leaves it unwritten."""
+    numbers, skipped = train(scaler_of(scale, dynamic=False), cls, options, poisoned, poison, clip)
+    right, _ = train(scaler_of(scale, dynamic=False), cls, options, poisoned, clip=clip, drop=True)
     assert all(map(torch.equal, numbers, right))
     assert all(number.isfinite().all() for number in numbers)
-    assert skipped == [i == POISONED for i in range(BATCHES)]
-
-
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize(("cls", "options"), OPTIMIZERS)
-def test_a_skipped_first_step_leaves_no_trace(cls, options, scale):
-    """torch's fused SGD allocates its momentum with empty_like and returns before writing it."""
-    results = []
-    for factors in ((math.inf, 1.0, 2.0), (1.0, 2.0)):
-        model, optimizer = build(cls, options)
-        scaler = scaler_of(scale, growth_interval=100)
-        for factor in factors:
-            optimizer.zero_grad()
-            scaler.scale(model(torch.full((2, 4), factor)).square().mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        params, state = everything(model, optimizer)
-        results.append(params + state)
-    assert all(map(torch.equal, *results))
+    assert skipped == [i == poisoned for i in range(BATCHES)]
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -80,25 +63,6 @@ def test_gradients_that_are_mended_or_spoilt_after_a_clip_has_seen_them(weights,
     taken = mended and scale is None
     assert scaler.last_step(one.optimizer).skipped is not taken
     assert one.value == -float(taken)
-
-
-@pytest.mark.parametrize("scale", SCALES)
-def test_what_a_clip_has_measured_is_not_read_again(weights, scale):
-    one, scaler = weights(), scaler_of(scale, dynamic=False)
-
-    def step(gradient):
-        one.backward(scaler, gradient)
-        with OpsSeen() as seen:
-            scaler.clip_grad_norm_(one.optimizer, 1.0)
-            scaler.assume_unchanged(one.optimizer)
-            scaler.step(one.optimizer)
-        assert seen.names.count("norm_check") + seen.names.count("unscale_") == 1
-        return scaler.last_step(one.optimizer)
-
-    assert not step(1.0).skipped
-    assert step(math.nan).overflow_report().nan == tuple(f"param_groups[0]['params'][{i}]" for i in range(3))
-    assert not step(1e30).skipped  # squares overflow float32, the norm does not
-    assert one.value == pytest.approx(-2 * 12**-0.5)
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -142,19 +106,6 @@ def test_ignore_is_torchs_step(weights):
     assert GradScaler("cpu", on_nonfinite="ignore").is_enabled()
 
 
-@pytest.mark.parametrize("scale", SCALES)
-def test_sparse_and_complex_gradients_and_the_fallback(without_native, scale):
-    table = torch.nn.Embedding(4, 2, sparse=True)
-    wave = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    optimizer, scaler = torch.optim.SGD([*table.parameters(), wave], lr=1.0), scaler_of(scale)
-    for poison in (1.0, math.nan):
-        optimizer.zero_grad()
-        scaler.scale(table(torch.tensor([1, 1])).sum() * poison + wave.sum().abs()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert scaler.last_step(optimizer).skipped is math.isnan(poison)
-
-
 @pytest.mark.parametrize("scale", [None, 2.0**16])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_run_that_only_skips_says_so_once(weights, fused, scale):
@@ -165,45 +116,3 @@ def test_a_run_that_only_skips_says_so_once(weights, fused, scale):
     with pytest.warns(UserWarning, match=text):
         one.train(scaler, math.inf)
     one.train(scaler, *[math.inf] * 100)  # once is enough
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize("with_closure", [False, True])
-def test_a_fused_step_skips_on_the_device(clip, with_closure):
-    params = [torch.nn.Parameter(torch.zeros(4, device="cuda")) for _ in range(2)]
-    optimizer = torch.optim.AdamW(params, lr=1.0, fused=True)
-    scaler = GradScaler("cuda", enabled=False)
-
-    def backward(poison):
-        optimizer.zero_grad()
-        loss = sum((param * poison).sum() for param in params)
-        loss.backward()
-        if clip is not None:
-            scaler.clip_grad_norm_(optimizer, clip)
-            scaler.assume_unchanged(optimizer)
-        return loss
-
-    def step(poison):
-        poison = torch.tensor(poison, device="cuda")
-        if not with_closure:
-            backward(poison)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            scaler.step(optimizer, *([lambda: backward(poison)] if with_closure else []))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        return scaler.last_step(optimizer)
-
-    assert not step(1.0).skipped
-    before = [param.detach().clone() for param in params]
-    assert step(math.nan).skipped
-    assert all(map(torch.equal, before, params))
-    second = step(math.inf)
-    assert second.skipped
-    report = second.overflow_report()
-    assert report.named is False
-    assert len(report.inf + report.nan) >= 2, "after a skip names are read"
-    assert not step(1.0).skipped
-    assert scaler.skipped_steps() == 2
-    assert not hasattr(optimizer, "found_inf")

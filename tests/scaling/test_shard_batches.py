@@ -1,7 +1,5 @@
 """DTensor gradients reach the kernels by the native ledger as they do one by one, without Python for each."""
 
-import itertools
-
 import pytest
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -74,6 +72,8 @@ def test_the_same_batches(meshes, monkeypatch):
 @pytest.mark.parametrize("write", [False, True])
 def test_the_same_numbers(meshes, write):
     ours, theirs = many_kinds(meshes), many_kinds(meshes)
+    for params in (ours, theirs):
+        params[4].grad._local_tensor[3] = torch.inf
     factor = torch.tensor(0.25)
     by_ledger = [batch.measure(factor, 2.0, write=write) for batch in batches_of(make_ledger(), ours)]
     one_by_one = [batch.measure(factor, 2.0, write=write) for batch in batch_gradients(theirs)]
@@ -83,20 +83,8 @@ def test_the_same_numbers(meshes, write):
         if right.grad is not None:
             assert torch.equal(*(getattr(grad, "_local_tensor", grad) for grad in (mine.grad, right.grad)))
     for batches, params in ((batches_of(make_ledger(), ours), ours), (batch_gradients(theirs), theirs)):
-        assert not any(batch.multiply_(torch.tensor(3.0)).item() for batch in batches)
+        assert sum(batch.multiply_(torch.tensor(3.0)).item() for batch in batches) == 1
         assert torch.equal(params[0].grad, torch.full((4,), 6.0 * (0.25 if write else 1.0)))
-
-
-def test_an_overflow_is_named_by_its_place(meshes):
-    params = many_kinds(meshes)
-    params[4].grad._local_tensor[3] = torch.inf
-    found = [
-        batch.positions[place]
-        for batch in batches_of(make_ledger(), params)
-        for place, flag in enumerate(batch.measure(torch.tensor(1.0), 2.0, write=False)[2].tolist())
-        if flag
-    ]
-    assert found == [4]
 
 
 def test_partial_gradients_are_summed_up_first(meshes):
@@ -121,15 +109,3 @@ def test_another_wrapper_is_left_to_python(meshes):
     params = [of_local(meshes[0], Shard(0)), param_with(torch.ones(4).to_sparse())]
     assert make_ledger().survey_shards(params) is None
     assert [list(batch.positions) for batch in batches_of(make_ledger(), params)] == [[0], [1]]
-
-
-def test_layouts_are_read_once_for_gradients_that_are_sharded_alike(meshes, monkeypatch):
-    read = []
-    monkeypatch.setattr(
-        gradients.ShardLayout,
-        "of",
-        classmethod(lambda cls, mesh, kinds: read.append(1) or cls(mesh, (True,))),
-    )
-    params = list(itertools.repeat(of_local(meshes[0], Shard(0)), 50))
-    assert len(batches_of(make_ledger(), params)) == 1
-    assert len(read) == 1

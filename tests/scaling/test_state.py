@@ -55,9 +55,7 @@ def test_it_survives_weights_only_loading(weights, tmp_path):
 def test_empty_states_raise_and_foreign_ones_warn_and_change_nothing(weights):
     scaler = used(GradScaler, weights)
     before = scaler.state_dict()
-    with pytest.raises(
-        RuntimeError, match=r"source state dict is empty, .*\. Do not load it, and the scaler"
-    ):
+    with pytest.raises(RuntimeError, match=r"state dict is empty, .* Do not load it"):
         scaler.load_state_dict({})
     apex = {"loss_scaler0": {"loss_scale": 4.0, "unskipped": 1}}
     with pytest.warns(UserWarning, match="holds 'loss_scaler0', which is not .*Set one with update"):

@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -151,10 +153,9 @@ def test_an_optimizer_that_is_gone_stays_counted():
 def test_a_captured_step_is_not_waited_for(monkeypatch):
     """Its flag belongs to the graph, which writes it at each replay."""
     log, optimizer = StepLog(), sgd()
-    monkeypatch.setattr("amp_plugin.scaling.step_log.capturing", lambda device: True)
+    monkeypatch.setattr(step_log, "capturing", lambda _: True)
     add(log, optimizer, skipped=True, delay=9)
-    assert log.unread() == 0
-    assert log.skipped_steps(optimizer) == 1
+    assert (log.unread(), log.skipped_steps(optimizer)) == (0, 1)
 
 
 def test_a_log_outlives_new_groups_of_ranks_and_stays_behind_copies():
@@ -166,12 +167,25 @@ def test_a_log_outlives_new_groups_of_ranks_and_stays_behind_copies():
     assert copy.deepcopy(scaler).step_log is not log
 
 
-def test_a_captured_flag_is_read_at_each_replay_unless_the_host_knew_it(monkeypatch):
+def test_a_flag_that_the_host_knew_is_not_read_at_replays(monkeypatch):
     monkeypatch.setattr(step_log, "capturing", lambda _: True)
-    flag = torch.zeros(())
-    live, decided = HostFlag(flag), HostFlag(flag, known=False)
-    answers = []
-    for value in (1.0, 0.0, 1.0):  # what replays write
-        flag.fill_(value)
-        answers.append((live.wait(), decided.known(), decided.wait()))
-    assert answers == [(True, False, False), (False, False, False), (True, False, False)]
+    decided = HostFlag(torch.ones(()), known=False)
+    assert (decided.known(), decided.wait()) == (False, False)
+
+
+def test_a_flag_comes_to_the_host_whatever_the_default_and_the_current_device(monkeypatch):
+    device, event, whole_empty = torch.device("cuda", 1), MagicMock(), torch.empty
+    with torch.device("meta"):
+        torch.ones(())  # torch lists what makes tensors, before it is patched
+
+    def empty(*size, pin_memory, **options):  # there is nothing to pin memory for
+        return whole_empty(*size, **options)
+
+    flag = SimpleNamespace(device=device, dtype=torch.float32, reshape=lambda _: torch.ones((), device="cpu"))
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch, "Event", event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"the stream of {device}")
+    monkeypatch.setattr(step_log, "capturing", lambda _: False)
+    with torch.device("meta"):
+        assert HostFlag(flag).known() is True
+    event(device).record.assert_called_once_with("the stream of cuda:1")

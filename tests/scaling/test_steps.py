@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from amp_plugin import GradScaler
-from amp_plugin.scaling import step_log
 from tests.scaling.ops_seen import OpsSeen
 from tests.scaling.runs import SCALES, Run, scaler_of
 
@@ -204,36 +203,6 @@ def test_no_host_sync_before_somebody_asks(weights, forbid_host_syncs, scale):
     assert not scaler.last_step(one.optimizer).skipped
 
 
-def test_a_flag_comes_to_the_host_whatever_the_default_and_the_current_device(monkeypatch):
-    class OnCuda:
-        device, dtype = torch.device("cuda", 1), torch.float32
-
-        def reshape(self, shape):
-            return torch.ones(shape, device="cpu")
-
-    class Event:
-        def __init__(self, device):
-            self.behind = None
-
-        def record(self, stream=None):  # without a stream: that of the current device, cuda:0
-            self.behind = stream
-
-        def query(self):
-            return self.behind == "the stream of cuda:1"
-
-    monkeypatch.setattr(step_log, "capturing", lambda device: False)
-    monkeypatch.setattr(torch, "Event", Event)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"the stream of {device}")
-
-    def empty(*size, pin_memory, **options):  # there is nothing to pin memory for
-        return torch.zeros(*size, **options)
-
-    monkeypatch.setattr(torch, "empty", empty)
-    with torch.device("meta"):
-        flag = step_log.HostFlag(OnCuda())
-    assert flag.known() is True
-
-
 def test_whatever_has_a_step_passes():
     class Engine:
         def step(self, *args):
@@ -261,19 +230,6 @@ def test_options_leave_the_step_and_the_clip_to_torch(options, text):
     assert torch.equal(norm, right)
     assert all(map(torch.equal, run.gradients(), theirs.gradients()))
     assert all(map(torch.equal, run.values(), theirs.values()))
-
-
-def test_a_step_that_is_refused_registers_nothing(weights):
-    one, scaler = weights(), GradScaler("cpu")
-    for arguments in ((), (None,)):
-        with pytest.raises(RuntimeError, match="Attempted step but _scale is None"):
-            scaler.step(one.optimizer, *arguments)
-    assert scaler.optimizers == []
-
-
-def test_a_device_there_is_not():
-    with pytest.raises(RuntimeError, match="Expected one of cpu, cuda"):
-        GradScaler("gpu")
 
 
 # -- the path of a step ------------------------------------------------------------------------------

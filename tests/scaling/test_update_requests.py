@@ -90,10 +90,16 @@ def halves():
     return half, torch.optim.SGD([half], lr=1.0)
 
 
-def test_fp16_gradients_are_not_rescaled_the_update_waits(weights):
+@pytest.mark.parametrize("joins", [False, True])
+def test_fp16_gradients_are_not_rescaled_the_update_waits(weights, joins):
+    """Those of a parameter that joins after the backward wait too."""
     (half, b), one = halves(), weights()
+    if joins:
+        b = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scaler = fresh(one.optimizer, b, fp16_gradients=True)
     scaler.scale(one.loss(3.0) + (half * 5.0).sum()).backward()
+    if joins:
+        b.add_param_group({"params": [half]})
     scaler.step(one.optimizer)
     scaler.update()
     scaler.end_iteration()
