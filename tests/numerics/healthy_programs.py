@@ -10,8 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-import amp_plugin
-from tests.numerics.programs import FP16, healthy, healthy_losses, train, train_in
+from tests.numerics.programs import healthy, healthy_losses, train, train_in
 
 BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
 
@@ -101,15 +100,6 @@ healthy_losses(LOSSES)
 
 
 @healthy
-def a_ctc_loss_that_zeroes_infinities():
-    logits = zeros(3, 2, 5)
-    targets, lengths = torch.ones(2, 4, dtype=torch.int64), torch.tensor([1, 4])
-    functional.ctc_loss(
-        logits.log_softmax(2), targets, torch.tensor([3, 3]), lengths, zero_infinity=True
-    ).backward()
-
-
-@healthy
 def a_mask_of_the_lowest_number_that_overflows_half():
     scores = torch.randn(2, 4).half().requires_grad_()
     mask = torch.zeros(2, 4)
@@ -125,21 +115,6 @@ def a_transformer_with_padding():
 
 
 @healthy
-def top_k_sampling():
-    logits = torch.randn(2, 10)
-    lowest = logits.topk(3).values[:, -1:]
-    torch.multinomial(logits.masked_fill(logits < lowest, -math.inf).softmax(-1), 1)
-
-
-@healthy
-def a_maximum_that_begins_at_minus_infinity():
-    best = torch.full((2,), -math.inf)
-    for _ in range(3):
-        best = torch.maximum(best, torch.randn(2))
-    best.sum().item()
-
-
-@healthy
 def a_best_loss_that_begins_at_infinity():
     model = nn.Linear(2, 1)
     model.register_buffer("best", torch.tensor(math.inf))
@@ -150,16 +125,6 @@ def a_best_loss_that_begins_at_infinity():
         loss.backward()
         optimizer.step()
         model.best.copy_(torch.minimum(model.best, loss.detach()))
-
-
-@healthy
-def a_best_loss_that_is_printed():
-    best = torch.tensor(math.inf)
-    str(best.item())
-    loss = nn.Linear(2, 1)(torch.ones(2, 2)).square().mean()
-    loss.backward()
-    best = torch.minimum(best, loss.detach())
-    best.item()
 
 
 @healthy
@@ -179,15 +144,6 @@ def a_buffer_filled_with_nan_until_it_is_written():
     model = Memory()
     model(torch.ones(2, 2)).sum().backward()
     model.last.fill_(math.nan)
-
-
-@healthy
-def masked_labels_of_nan():
-    output = randn(3)
-    labels = torch.tensor([1.0, 0.0, 2.0])
-    labels[labels == 0] = math.nan
-    known = ~labels.isnan()
-    (output[known] - labels[known]).square().mean().backward()
 
 
 @healthy
@@ -228,50 +184,16 @@ def ratios_of_which_empty_ones_are_chosen_away():
 
 
 @healthy
-def an_accuracy_of_an_empty_class_that_is_logged():
-    loss = nn.Linear(2, 1)(torch.ones(1, 2)).sum()
-    loss.backward()
-    accuracy = torch.tensor([3.0, 0.0]) / torch.tensor([4.0, 0.0])
-    print(accuracy.tolist())
-
-
-@healthy
 def a_perplexity_that_overflows_in_the_log():
     loss = nn.Linear(2, 1)(torch.ones(1, 2)).sum()
     loss.backward()
     (loss.detach() * 0 + 200).exp().item()
 
 
-@healthy
-def gradients_through_the_other_branch():
-    x = leaf([0.0, 4.0])
-    safe = torch.where(x > 0, x, 1.0)
-    torch.where(x > 0, safe.sqrt(), 0.0).sum().backward()
-
-
 def trained(model, make_batch, *, steps=4, scaler=None, optimizer=None, context=None, lr=0.05):
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=lr)
     block = context or {**BF16, "enabled": False}
     train_in(block, lambda: model(make_batch()).float().square().mean(), optimizer, scaler, steps=steps)
-
-
-@healthy
-def a_loss_scale_that_comes_down():
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22)
-    trained(nn.Linear(4, 4), lambda: torch.randn(3, 4), steps=14, context=FP16, scaler=scaler)
-
-
-@healthy
-def bf16_autocast():
-    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1))
-    trained(model, lambda: torch.randn(8, 4), context=BF16)
-
-
-@healthy
-def fp16_autocast_with_a_scaler():
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-    scaler = amp_plugin.GradScaler("cpu", init_scale=1024.0)
-    trained(model, lambda: torch.randn(8, 4), context=FP16, scaler=scaler)
 
 
 @healthy
@@ -282,18 +204,6 @@ def bf16_weights_that_do_move():
 
 
 @healthy
-def weights_that_a_warm_up_leaves_for_a_step():
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step / 2, 1.0))
-    for _ in range(4):
-        optimizer.zero_grad()
-        model(torch.ones(2, 4)).square().mean().backward()
-        optimizer.step()
-        scheduler.step()
-
-
-@healthy
 def weights_that_grow_from_zero():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     nn.init.zeros_(model[1].weight)
@@ -301,13 +211,6 @@ def weights_that_grow_from_zero():
     train(
         model, lambda x: (model(x) - 5).square().mean(), batches, torch.optim.Adam(model.parameters(), lr=0.1)
     )
-
-
-@healthy
-def a_frozen_backbone():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    model[0].requires_grad_(False)
-    trained(model, lambda: torch.randn(3, 4), optimizer=torch.optim.SGD(model[1].parameters(), lr=0.1))
 
 
 @healthy
@@ -391,12 +294,3 @@ def an_lstm_in_bf16():
     ):  # whose LSTM in bf16 needs AVX512
         output, _ = model(torch.randn(2, 5, 4))
     output.float().square().mean().backward()
-
-
-@healthy
-def a_step_that_the_program_itself_leaves_out():
-    """The gradients are looked at before they are used, and put right."""
-    x = leaf([1e-30, 1.0])
-    (x * 2).sum().backward()
-    with torch.no_grad():
-        x.grad.nan_to_num_()

@@ -44,7 +44,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_library_is_large_and_its_names_are_unique() -> None:
     names = [*NAMES, *(run.__name__ for run in HEALTHY)]
     assert len(set(names)) == len(names)
-    assert min(len(BROKEN), len(HEALTHY)) >= 90
+    assert min(len(BROKEN), len(HEALTHY)) >= 60
 
 
 @pytest.mark.native
