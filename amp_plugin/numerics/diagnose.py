@@ -11,7 +11,7 @@ from torch import nn
 from amp_plugin.numerics.compiled import has_compiled
 from amp_plugin.numerics.finding import Finding, NonFiniteError
 from amp_plugin.numerics.learning import Learning
-from amp_plugin.numerics.modules import Tracker, pattern_of
+from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Region, listed
 from amp_plugin.numerics.values import unwatched
 from amp_plugin.numerics.watch import Watch
@@ -88,8 +88,7 @@ class Diagnosis(Region):
         index = self._known.setdefault(alike, len(self.findings))
         if index < len(self.findings):
             first = self.findings[index]
-            module = first.module if finding.module == first.module else pattern_of(finding.module)
-            self.findings[index] = replace(first, count=first.count + 1, module=module)
+            self.findings[index] = replace(first, count=first.count + 1)
             return
         self.findings.append(finding)
         if self._on_finding is not None:

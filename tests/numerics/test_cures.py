@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import sys
 import textwrap
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 import amp_plugin
-from amp_plugin.numerics.cures import cures_of
+from amp_plugin.numerics.advise import cures_of
 from amp_plugin.numerics.finding import Finding
-from amp_plugin.numerics.modules import ModuleAddress, Tracker
 from tests.warm_processes import call
 
 OPS = {
@@ -190,12 +188,9 @@ def test_a_gradient_that_is_too_large_for_a_cast_is_a_matter_of_the_loss(plain):
 
 
 def test_wrappers_are_no_part_of_the_path(plain):
-    model = nn.DataParallel(Net(OPS["mul"]))
-    paths = Tracker(model)
-    with ExitStack() as stack:
-        paths.open(stack)
-    assert paths.address("module.blocks.2.norm") == ModuleAddress(model="Net", path="blocks.2.norm")
-    assert paths.address("module") == ModuleAddress(model="Net")
+    finding = finding_in(nn.DataParallel(Net(OPS["mul"])), torch.full((4, 8), 300.0))
+    assert finding.module == "Net.blocks.2.norm"
+    assert 'model.get_submodule("blocks.2.norm")' in finding.cures[0].code
 
 
 def value_of(code: str) -> Any:
@@ -208,24 +203,13 @@ def value_of(code: str) -> Any:
 
 def test_what_amp_plugin_run_has_loaded_is_not_taken_for_the_programs():
     loaded = {"amp_plugin.adapters.lightning", "amp_plugin.adapters.lightning.precision_core"}
-    module = ModuleAddress(model="Net", path="blocks.2.norm")
-    assert "run_in" in cures_of(module, ("aten::mul",), "cpu", loaded=loaded)[0].code
-
-
-@pytest.mark.native
-@pytest.mark.parametrize(("dtype", "is_told"), [(torch.float16, True), (torch.bfloat16, False)])
-def test_an_eps_that_is_nothing_in_fp16_is_told(dtype, is_told):
-    """1e-8 in fp16 is 0: advice to add an eps would lead in a circle."""
-    probabilities = torch.zeros(4, dtype=dtype, requires_grad=True)
-    with amp_plugin.diagnose(keep_going=True) as diagnosis, amp_plugin.autocast("cpu", dtype=dtype):
-        torch.log(probabilities + (1e-8 if is_told else 0.0)).sum().backward()
-    assert ("an eps below 6e-8 is 0" in diagnosis.findings[0].advice) is is_told
+    assert "run_in" in cures_of("Net", "blocks.2.norm", ("aten::mul",), "cpu", loaded=loaded)[0].code
 
 
 def cures_under(adapter: str) -> list[Any]:
     """Return the values of the cures for a product in a program that has loaded an adapter."""
-    module = ModuleAddress(model="Net", path="blocks.2.norm")
-    cures = cures_of(module, ("aten::mul",), "cpu", loaded={f"amp_plugin.adapters.{adapter}"})
+    loaded = {f"amp_plugin.adapters.{adapter}"}
+    cures = cures_of("Net", "blocks.2.norm", ("aten::mul",), "cpu", loaded=loaded)
     return [value_of(cure.code) for cure in cures]
 
 

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_plugin import GradScaler, autocast, diagnose
 from amp_plugin.numerics.finding import NonFiniteError
-from amp_plugin.numerics.judge import judge
 from amp_plugin.numerics.op import Argument, Call, traits_of
+from amp_plugin.numerics.watch import judge
 
 HERE = Path(__file__).name
 
