@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import sys
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from amp_plugin.casting.op_names import names_an_op
-from amp_plugin.numerics.finding import Cause, Cure, Finding, Kind
+from amp_plugin.numerics.finding import Cure, Finding, Kind
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Argument, Call
 from amp_plugin.numerics.places import Site
@@ -33,9 +31,6 @@ _BOUNDED = frozenset({"acos", "asin", "atanh", "acosh", "erfinv"})
 _POLES = frozenset({"digamma", "lgamma", "polygamma", "mvlgamma", "special_zeta", "tan"})
 _AVERAGES = frozenset({"std", "var", "std_mean", "var_mean", "nll_loss_forward", "nll_loss2d_forward"})
 SOFTMAXES = frozenset({"_softmax", "_log_softmax", "_safe_softmax"})
-
-# Loaded as soon as a plugin is made; the package itself also by `amp-plugin run`, whatever the program uses.
-_PLUGINS = {f"amp_plugin.adapters.lightning.for_{package}" for package in ("lightning", "pytorch_lightning")}
 
 # What runs -> the ops by which a program may have called it. Autocast looks at the outermost one.
 _CALLED_AS = {
@@ -77,7 +72,8 @@ _ADVICE = {
     + _SMALL,
     "pole, division": "{c.base} by 0, in this line or its backward(): add an eps to the divisor (of a root "
     "inside: rsqrt(x + eps)), or mask it before the division.",
-    "pole": "{c.base} of {c.pole} is infinite: clamp its input, add an eps, or use log_softmax or logsumexp.",
+    "pole": "{c.base} of 0, or at an end of its range, is infinite: clamp its input, add an eps, or use "
+    "log_softmax or logsumexp.",
     "domain, length": "an input is shorter than its target: leave it out, or pass zero_infinity=True.",
     "domain": "{c.base} is not defined for these inputs: clamp them into its range and away from its ends; a "
     "small negative number is a 0 that was rounded.",
@@ -145,7 +141,7 @@ class _Case:
         if "nan" in self.finding.held:
             return bool(self.finding.forward_op)
         if base in _LOGS:
-            return base == "logit" or any(argument.lowest <= int(self.pole) for argument in given)
+            return base == "logit" or any(argument.lowest <= -(base == "log1p") for argument in given)
         if base == "pow" and numbers.get("exponent", 0) < 0:
             return any(map(_reaches_zero, given))
         return base in _POLES or (base in _BOUNDED and any(argument.largest >= 1 for argument in given))
@@ -154,10 +150,6 @@ class _Case:
     def forward(self) -> str:
         """The plain name of the forward op of a backward op; empty for a function of the program's."""
         return self.finding.forward_op.partition("::")[2].split(".")[0].strip("_")
-
-    @property
-    def pole(self) -> str:
-        return "-1" if self.base == "log1p" else "0" if self.base in _LOGS - {"logit"} else "such a number"
 
     @property
     def growing(self) -> str:
@@ -198,7 +190,7 @@ def _advised(tracker: Tracker, finding: Finding, base: str) -> Finding:
         has_diverged = case.growth >= _GROWN and tracker.steps > 0
         if has_diverged and not key.startswith(("mask", "empty", "pole")):
             key = "divergence"
-    cause = cast("Cause", key.partition(",")[0])
+    cause = key.partition(",")[0]
     advice = _ADVICE[key].format(c=case) + (_SMALL if cause == "pole" else "")
     return replace(finding, cause=cause, advice=advice, cures=cures if cause == "range" else ())
 
@@ -255,7 +247,7 @@ def _described(tracker: Tracker, site: Site, result: Tensor, **known: Any) -> Fi
         dtype=result.dtype,
         output=summarise(result),
         device_type=result.device.type,
-        when=tracker.now(in_backward=torch._C._current_autograd_node() is not None),
+        when=tracker.now(),
         **known,
     )
 
@@ -276,40 +268,20 @@ def callers_of(op: str, *, is_transposed: bool = False) -> tuple[str, ...]:
     return tuple(names) or tuple(filter(names_an_op, [f"{namespace}::{packet}"]))
 
 
-def cures_of(
-    model: str, path: str, rule_names: Sequence[str], device_type: str, loaded: Container[str] = sys.modules
-) -> tuple[Cure, ...]:
-    """Return the ways to compute an op in fp32, as the program's front door takes them.
+def cures_of(model: str, path: str, rule_names: Sequence[str], device_type: str) -> tuple[Cure, ...]:
+    """Return the ways to compute an op in fp32; they hold under Lightning and Accelerate too.
 
     ``path`` leads to the module in a ``model`` of that class. For the outermost module there is none: nothing
     would stay in 16 bits.
     """
-    changes = "".join(f'.with_rule("{name}", "fp32")' for name in rule_names)
-    rules = f'amp_plugin.OpRules.default("{device_type}"){changes}'
-    option = "import amp_plugin\namp_plugin.{}={})"
-    fp32_modules = f'["*{path}"]'
-    if any(plugins in loaded for plugins in _PLUGINS):
-        place = everywhere = (
-            "Lightning, options of the plugin (in Fabric FabricAmpPrecision), next to those it has"
-        )
-        code = option.format('AmpPrecision("fp16", fp32_modules', fp32_modules)
-        rules_code = option.format('AmpPrecision("fp16", rules', rules)
-    elif "amp_plugin.adapters.accelerate" not in loaded:
-        place = f"after the line that makes the model; model is your {model}"
-        everywhere = "once, before the training begins"
-        inner = f'model.get_submodule("{path}")'
-        code = f"import amp_plugin, torch\namp_plugin.run_in(torch.float32)({inner})"
-        rules_code = f"import amp_plugin\namp_plugin.set_default_rules({rules})"
-    elif "transformers.trainer" in loaded or "ACCELERATE_MIXED_PRECISION" in os.environ:
-        place = everywhere = "in the shell, before the program is started"  # they make their own Accelerator
-        code = f"export AMP_PLUGIN_FP32_MODULES='{path}'"
-        entries = "".join(f"\\n  {name}: fp32" for name in rule_names)
-        file = f"printf 'device_type: {device_type}\\nrules:{entries}\\n' > rules.yaml"
-        rules_code = f"{file}\nexport AMP_PLUGIN_RULES=rules.yaml"
-    else:
-        place = everywhere = "Accelerate, an option in kwargs_handlers, next to those it has"
-        code = option.format("AmpKwargs(fp32_modules", fp32_modules)
-        rules_code = option.format("AmpKwargs(rules", rules)
-    of_module = Cure(place=f"the module in fp32: {place}", code=code)
-    of_ops = Cure(place=f"{' and '.join(rule_names)} in fp32, in all modules: {everywhere}", code=rules_code)
-    return (*([of_module] if path else []), *([of_ops] if rule_names else []))
+    cures = []
+    if path:
+        place = f"the module in fp32: after the line that makes the model; model is your {model}"
+        code = f'import amp_plugin, torch\namp_plugin.run_in(torch.float32)(model.get_submodule("{path}"))'
+        cures.append(Cure(place=place, code=code))
+    if rule_names:
+        place = f"{' and '.join(rule_names)} in fp32, in all modules: once, right before the first step"
+        rules = "".join(f'.with_rule("{name}", "fp32")' for name in rule_names)
+        rules = f'amp_plugin.OpRules.default("{device_type}"){rules}'
+        cures.append(Cure(place=place, code=f"import amp_plugin\namp_plugin.set_default_rules({rules})"))
+    return tuple(cures)

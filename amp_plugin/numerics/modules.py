@@ -32,7 +32,7 @@ class Tracker:
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self.backward_passes = 0  # how many have begun
+        self.forward_passes = self.backward_passes = 0  # how many have begun
         self.steps = 0  # how many optimizers have finished
         self.in_step = False  # whether an optimizer's step runs
         self.sources: Storages[str] = Storages()  # where tensors were loaded
@@ -41,14 +41,10 @@ class Tracker:
         self._weights: Storages[tuple[weakref.ref[Tensor], str]] = Storages()  # with their paths
         self._norms: dict[str, float] = {}  # of parameters when they were first seen
         self._running = threading.local()
-        self._calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        self._latest = ""  # forward pass, in words
         self._last_task = -1
-        self._thread = 0
 
     def open(self, stack: ExitStack) -> None:
-        """Place hooks that a stack removes; passes of this thread are counted from now on."""
-        self._thread = threading.get_ident()
+        """Place hooks that a stack removes."""
         if self._model is not None:
             self._name_tree(self._model, prefix="")
         stack.callback(register_module_forward_pre_hook(self._enter).remove)
@@ -77,10 +73,8 @@ class Tracker:
             prefix = self._names[model] if model in self._names else type(model).__name__
             self._name_tree(model, prefix=prefix)
             self._names.setdefault(module, prefix)
-            # Recomputation in a backward pass is not a call by the program.
-            if threading.get_ident() == self._thread and torch._C._current_graph_task_id() == -1:
-                self._calls[module] = self._calls.get(module, 0) + 1
-                self._latest = f"forward pass {self._calls[module]} of {type(model).__name__}"
+            # recomputation in a backward pass is not a call by the program
+            self.forward_passes += torch._C._current_graph_task_id() == -1
         modules.append(module)
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
@@ -123,16 +117,14 @@ class Tracker:
             self._last_task = task
             self.backward_passes += 1
 
-    def now(self, *, in_backward: bool = False) -> str:
-        """Return how far the program is, by what can be counted from outside of it since the region began.
+    def now(self) -> str:
+        """Return how far the program is since the region began.
 
-        Forward passes are calls of the outermost module that was called last, in training or not. A step that
-        a scaler skips before it reaches the optimizer is none.
+        Forward passes are calls of outermost modules, in training or not. A step that a scaler skips is none.
         """
-        is_told = self.backward_passes and (in_backward or not self._latest)
-        backward = f"backward pass {self.backward_passes}" if is_told else ""
-        passes = ", after ".join(filter(None, (backward, self._latest)))
-        return ", ".join(filter(None, (passes, f"optimizer step {self.steps + 1}")))
+        passes = {"forward pass": self.forward_passes, "backward pass": self.backward_passes}
+        begun = [f"{name} {number}" for name, number in passes.items() if number]
+        return ", ".join([*begun, f"optimizer step {self.steps + 1}"])
 
     def step_begins(self, _: Optimizer) -> None:
         """Take note of an optimizer that is about to step."""

@@ -11,7 +11,6 @@ at the end, of a region without a backward pass: report what nothing has hidden
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, Function
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import dataloader
 
 from amp_plugin.numerics.advise import SOFTMAXES, finding_of, finding_of_function
@@ -64,7 +63,6 @@ class Origin:
     is_reported: bool = False  # what follows from it is not reported again
     is_read: bool = False  # an op has computed with it; moving it about does not count
     is_absorbed: bool = False  # an op has made finite numbers of it
-    is_compared: bool = False  # an op has made integers or booleans of it
     became_nan: bool = False  # an op has made a nan of it
     in_python: bool = False  # Python has read it
     source: str = ""  # of data: where it was loaded
@@ -92,7 +90,6 @@ class Watch:
         self._first_at: dict[Site, Origin] = {}
         self._wide = ShadowValues(torch.float64)  # of what overflowed
         self._in_buffers: dict[str, Origin] = {}  # of models, put there by arithmetic
-        self._batches: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()  # of loaders
 
     def open(self, stack: ExitStack) -> None:
         """Take the places of torch's functions."""
@@ -145,17 +142,12 @@ class Watch:
 
     def _next(self, following: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def next_batch(loader: Any) -> Any:
-            batch = following(loader)
-            self._batches[loader] = number = self._batches.get(loader, 0) + 1
-            leaves, _ = tree_flatten_with_path(batch)
-            for path, leaf in leaves:
-                if isinstance(leaf, Tensor):
-                    where = "".join(map(str, path))
-                    where = f"batch {number} of the DataLoader" + (where and f", its {where}")
-                    self._tracker.sources.set(leaf, where)
-                    origin = self._origins.get(leaf)
-                    if origin is not None and not origin.explains:  # it is data, whoever wrote it
-                        self._origins.forget(leaf)
+            batch, number = following(loader), vars(loader)["_num_yielded"]
+            for tensor in _tensors(batch):
+                self._tracker.sources.set(tensor, f"batch {number} of the DataLoader")
+                origin = self._origins.get(tensor)
+                if origin is not None and not origin.explains:
+                    self._origins.forget(tensor)  # it is data, whoever wrote it
             return batch
 
         return next_batch
@@ -204,7 +196,6 @@ class Watch:
                 self._trace(call, result)
         for origin in self._read_by(call) if all(are_finite) else ():
             origin.is_absorbed |= bool(results)
-            origin.is_compared |= not results
 
     def _follow_overflow(self, call: Call, output: Any, *, is_new: bool) -> None:
         """Follow infinities that are none in fp64, and report one that vanishes in numbers unlike fp64's."""
@@ -314,7 +305,7 @@ class Watch:
             return self._new("made", call, result, judged, call.site)
         site = call.forward_site
         first = None if site is None else self._first_at.get(site)
-        if first is not None and (first.is_reported or first.is_compared):
+        if first is not None and first.is_reported:
             return first  # a derivative is not a second origin
         origin = self._new("made", call, result, judged, site)
         if site is not None:
@@ -341,8 +332,8 @@ class Watch:
                 if origin.explains:
                     self._report(origin, f"the state {key} of {type(optimizer).__name__}")
 
-    def left_over(self, until: str) -> None:
-        """Report the gradients of the last pass, and without any pass what nothing has hidden until then."""
+    def left_over(self) -> None:
+        """Report the gradients of the last pass, and without any pass what nothing has hidden."""
         passes = self._tracker.backward_passes
         if passes in self._overflowed:
             first, *others = self._overflowed.values()
@@ -363,7 +354,7 @@ class Watch:
                 and not origin.is_absorbed
                 and (origin.became_nan or "nan" in held or id(origin) in alive)
             ):
-                self._report(origin, f"still there at {until}")
+                self._report(origin, "still there at the end of the region")
 
     def _weight(self, tensor: Tensor) -> str:
         """Return the path of a weight; empty if the tensor is not one."""

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 
-from amp_plugin import diagnose
 from amp_plugin.numerics.compiled import CompiledComparison
 from tests.commands import diagnose as amp
 
@@ -254,10 +253,3 @@ def test_a_program_that_compiles_nothing_is_told() -> None:
     with CompiledComparison() as comparison:
         torch.ones(2).sum()
     assert "nothing was compiled" in comparison.report()
-
-
-def test_diagnose_says_that_compiled_functions_ran_eagerly() -> None:
-    compiled = torch.compile(torch.tanh, backend="eager")
-    with diagnose() as diagnosis:
-        compiled(torch.ones(3))
-    assert "--compare eager" in diagnosis.report()

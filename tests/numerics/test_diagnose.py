@@ -141,14 +141,6 @@ def test_one_element_of_many_in_a_list():
     assert finding.output.inf == 3
 
 
-def test_an_error_by_which_the_program_refuses_a_nan_is_told():
-    zero = torch.zeros(2)
-    with pytest.raises(NonFiniteError) as caught, diagnose():
-        torch.distributions.Normal(zero / zero, 1.0, validate_args=True)  # libraries switch it off
-    reached = caught.value.finding.reached
-    assert reached.startswith("still there at the program's ValueError: Expected parameter loc")
-
-
 def test_an_op_that_refuses_what_it_is_given():
     finding = found(lambda: torch.linalg.eigvals(1 / torch.zeros(2, 2)))
     assert finding.op == "aten::reciprocal.default"
@@ -279,8 +271,8 @@ def test_the_moment_is_told_in_passes_and_steps():
                 optimizer.step()
         torch.zeros(1, requires_grad=True).sqrt().sum().backward()
     forward, backward = diagnosis.findings
-    assert "\n  when    forward pass 6 of Linear, optimizer step 2\n" in str(forward)
-    assert backward.when == "backward pass 8, after forward pass 7 of Linear, optimizer step 3"
+    assert "\n  when    forward pass 6, backward pass 5, optimizer step 2\n" in str(forward)
+    assert backward.when == "forward pass 7, backward pass 8, optimizer step 3"
 
 
 def test_a_pass_that_a_checkpoint_runs_again_is_not_counted_twice():
@@ -289,7 +281,7 @@ def test_a_pass_that_a_checkpoint_runs_again_is_not_counted_twice():
         for _ in range(3):
             checkpoint(log, x + 1, use_reentrant=False).sum().backward()
         log(x).sqrt().sum().backward()
-    assert diagnosis.findings[0].when == "backward pass 4, after forward pass 4 of Hardtanh, optimizer step 1"
+    assert diagnosis.findings[0].when == "forward pass 4, backward pass 4, optimizer step 1"
 
 
 def test_counting_leaves_steps_in_one_pass():

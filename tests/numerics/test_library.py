@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from amp_plugin.casting.rules_files import is_older, torch_release
@@ -32,13 +30,6 @@ def program(request: pytest.FixtureRequest) -> Program:
     if name in MENDED and not is_older(torch_release(), than=MENDED[name]):
         pytest.skip(f"torch {MENDED[name]} has mended it")
     return request.param
-
-
-@pytest.fixture(autouse=True)
-def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that has loaded no adapter."""
-    for name in ("accelerate", "lightning.for_lightning", "lightning.for_pytorch_lightning"):
-        monkeypatch.delitem(sys.modules, f"amp_plugin.adapters.{name}", raising=False)
 
 
 def test_the_library_is_large_and_its_names_are_unique() -> None:
