@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from amp_plugin.numerics.cures import callers_of, cures_of
-from amp_plugin.numerics.finding import Cause, Finding, Kind
+from amp_plugin.casting.op_names import names_an_op
+from amp_plugin.numerics.finding import Cure, Finding, Kind
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Argument, Call
 from amp_plugin.numerics.places import Site
@@ -31,7 +32,21 @@ _POLES = frozenset({"digamma", "lgamma", "polygamma", "mvlgamma", "special_zeta"
 _AVERAGES = frozenset({"std", "var", "std_mean", "var_mean", "nll_loss_forward", "nll_loss2d_forward"})
 SOFTMAXES = frozenset({"_softmax", "_log_softmax", "_safe_softmax"})
 
-_TRANSPARENT = ("Add", "Clamp", "Expand", "Unsqueeze", "View", "Reshape", "Broadcast", "Maximum")
+# What runs -> the ops by which a program may have called it. Autocast looks at the outermost one.
+_CALLED_AS = {
+    "addmm": ("linear", "addmm"),
+    "bmm": ("matmul", "bmm"),
+    "convolution": ("conv1d", "conv2d", "conv3d"),
+    "convolution transposed": ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    "dot": ("matmul", "dot"),
+    "linalg_vector_norm": ("norm", "linalg_vector_norm"),
+    "mm": ("linear", "matmul", "mm"),
+    "mv": ("matmul", "mv"),
+}
+# Of others, what runs within the op that was called: _softmax, native_layer_norm, nll_loss_forward.
+_WITHIN = re.compile(r"^_?(?:native_)?|_forward$")
+
+_SMALL = " In fp16 an eps below 6e-8 is 0: take a larger one, or call float() first."
 
 # Cause, and which case of it -> what to do; c is the case.
 _ADVICE = {
@@ -53,10 +68,12 @@ _ADVICE = {
     "pole, root": "a root is 0 there, and its derivative infinite: put the eps inside, sqrt(x + eps), or "
     "rsqrt(x + eps) to divide by it. where() afterwards hides the value but not the gradient.",
     "pole, derivative": "the derivative of {c.forward} is not finite there: move the input away (clamp, eps; "
-    "for equal eigenvalues cholesky) or mask it before; where() hides the value but not the gradient.",
-    "pole, division": "{c.base} by 0, in this line or its backward(): add an eps to the divisor, or mask it "
-    "before the division.",
-    "pole": "{c.base} of {c.pole} is infinite: clamp its input, add an eps, or use log_softmax or logsumexp.",
+    "for equal eigenvalues cholesky) or mask it before; where() hides the value but not the gradient."
+    + _SMALL,
+    "pole, division": "{c.base} by 0, in this line or its backward(): add an eps to the divisor (of a root "
+    "inside: rsqrt(x + eps)), or mask it before the division.",
+    "pole": "{c.base} of 0, or at an end of its range, is infinite: clamp its input, add an eps, or use "
+    "log_softmax or logsumexp.",
     "domain, length": "an input is shorter than its target: leave it out, or pass zero_infinity=True.",
     "domain": "{c.base} is not defined for these inputs: clamp them into its range and away from its ends; a "
     "small negative number is a 0 that was rounded.",
@@ -80,7 +97,7 @@ def _rows(c: _Case) -> Iterator[tuple[object, str]]:
     yield c.in_optimizer and not nan, "divergence"
     yield nan and (base in _AVERAGES or any(0 in given.shape for given in c.finding.inputs)), "empty"
     if c.is_at_pole:
-        yield forward in _ROOTS or (c.divisor in _ROOTS and not forward), "pole, root"
+        yield forward in _ROOTS, "pole, root"
         yield forward not in {"", base}, "pole, derivative"
         yield base in _DIVISIONS, "pole, division"
         yield True, "pole"
@@ -102,9 +119,7 @@ class _Case:
     finding: Finding
     base: str  # the op's plain name, "exp"
     growth: float  # by which factor the weights that grew most have grown
-    grown: str  # their path
     in_optimizer: bool  # a step of an optimizer of torch's made it
-    divisor: str  # plain name of the op that made the divisor
 
     @property
     def is_narrow(self) -> bool:
@@ -126,7 +141,7 @@ class _Case:
         if "nan" in self.finding.held:
             return bool(self.finding.forward_op)
         if base in _LOGS:
-            return base == "logit" or any(argument.lowest <= int(self.pole) for argument in given)
+            return base == "logit" or any(argument.lowest <= -(base == "log1p") for argument in given)
         if base == "pow" and numbers.get("exponent", 0) < 0:
             return any(map(_reaches_zero, given))
         return base in _POLES or (base in _BOUNDED and any(argument.largest >= 1 for argument in given))
@@ -137,14 +152,9 @@ class _Case:
         return self.finding.forward_op.partition("::")[2].split(".")[0].strip("_")
 
     @property
-    def pole(self) -> str:
-        return "-1" if self.base == "log1p" else "0" if self.base in _LOGS - {"logit"} else "such a number"
-
-    @property
     def growing(self) -> str:
-        whose = f"{self.grown} is" if self.grown else "weights are"
-        times = "beyond all numbers" if math.isinf(self.growth) else f"{self.growth:.3g} times as large"
-        return f"{whose} {times} as at the start: " if self.growth >= _GROWN else ""
+        times = f"weights are {self.growth:.3g} times as large as at the start: "
+        return times if self.growth >= _GROWN else ""
 
     @property
     def overflow(self) -> str:
@@ -156,13 +166,12 @@ class _Case:
     def in_fp32(self) -> str:
         """How the op comes to run in fp32."""
         finding = self.finding
-        ways = [f"give {' and '.join(finding.rule_names)} the rule fp32"] if finding.rule_names else []
+        rule = f"give {' and '.join(finding.rule_names)} the rule fp32" if finding.rule_names else ""
         if not finding.in_block:
-            inside = [f"{way} in an autocast block, of which none is open here" for way in ways]
-            return " or ".join([*inside, "call float() on its input"])
-        if any("the module" in cure.place for cure in finding.cures):
-            ways.append(f"run {finding.module} in fp32")
-        return " or ".join(ways) or "call float() on its input in a block with autocast disabled"
+            rule = rule and f"{rule} in an autocast block, of which none is open here"
+            return " or ".join(filter(None, (rule, "call float() on its input")))
+        module = f"run {finding.module} in fp32" if len(finding.cures) > bool(rule) else ""
+        return " or ".join(filter(None, (rule, module))) or "call float() with autocast disabled"
 
 
 def _reaches_zero(given: TensorSummary) -> bool:
@@ -170,26 +179,19 @@ def _reaches_zero(given: TensorSummary) -> bool:
     return given.lowest <= tiny and given.highest >= -tiny
 
 
-def _advised(tracker: Tracker, finding: Finding, base: str, divisor: str = "") -> Finding:
+def _advised(tracker: Tracker, finding: Finding, base: str) -> Finding:
     """Return a finding with its cause, what to do, and lines to paste where those cure it."""
-    module = tracker.address(finding.module)
-    cures = cures_of(module, finding.rule_names, finding.device_type) if finding.in_block else ()
-    case = _Case(replace(finding, cures=cures), base, *tracker.growth(), tracker.in_step, divisor)
+    address = tracker.address(finding.module)
+    cures = cures_of(*address, finding.rule_names, finding.device_type) if finding.in_block else ()
+    case = _Case(replace(finding, cures=cures), base, tracker.growth(), tracker.in_step)
     key: str = "data" if finding.kind == "input" else finding.kind
     if finding.kind == "made":
         key = next(key for holds, key in _rows(case) if holds)
         has_diverged = case.growth >= _GROWN and tracker.steps > 0
         if has_diverged and not key.startswith(("mask", "empty", "pole")):
             key = "divergence"
-    cause = cast("Cause", key.partition(",")[0])
-    advice = _ADVICE[key].format(c=case)
-    block = torch.get_autocast_dtype(finding.device_type) if finding.in_block else None
-    if cause == "pole" and torch.float16 in {
-        finding.dtype,
-        block,
-        *(given.dtype for given in finding.inputs),
-    }:
-        advice += " In fp16 an eps below 6e-8 is 0: take a larger one, or call float() first."
+    cause = key.partition(",")[0]
+    advice = _ADVICE[key].format(c=case) + (_SMALL if cause == "pole" else "")
     return replace(finding, cause=cause, advice=advice, cures=cures if cause == "range" else ())
 
 
@@ -222,8 +224,7 @@ def finding_of(
         rule_names=callers_of(forward_op or op, is_transposed=call.named.get("transposed") is True),
         source=", ".join(filter(None, (source, row))),
     )
-    divisor = _maker(call.arguments[-1].tensor) if call.arguments and not forward_op else ""
-    return _advised(tracker, finding, call.traits.base, divisor)
+    return _advised(tracker, finding, call.traits.base)
 
 
 def finding_of_function(
@@ -246,15 +247,41 @@ def _described(tracker: Tracker, site: Site, result: Tensor, **known: Any) -> Fi
         dtype=result.dtype,
         output=summarise(result),
         device_type=result.device.type,
-        when=tracker.now(in_backward=torch._C._current_autograd_node() is not None),
+        when=tracker.now(),
         **known,
     )
 
 
-def _maker(tensor: Tensor) -> str:
-    """Return the plain name of the op that made a tensor, sums with an eps and changes of shape left out."""
-    node = tensor.grad_fn
-    while node is not None and node.name().startswith(_TRANSPARENT) and node.next_functions:
-        node = next((source for source, _ in node.next_functions if source is not None), None)
-    name = "" if node is None else node.name().rstrip("0123456789").removesuffix("Backward")
-    return "linalg_vector_norm" if name == "LinalgVectorNorm" else name.lower()
+def callers_of(op: str, *, is_transposed: bool = False) -> tuple[str, ...]:
+    """Return the names to give a rule to, so that it reaches an op however the program called it.
+
+    ``aten::bmm.default`` gives ``("aten::matmul", "aten::bmm")``, most ops their own name. None for casts,
+    in-place forms, which keep the dtype of what they write into, and for autograd functions.
+    """
+    namespace, _, rest = op.partition("::")
+    packet = rest.split(".")[0]
+    if packet.endswith("_") or packet == "_to_copy":
+        return ()
+    called = "scaled_dot_product_attention" if "_scaled_dot_product" in packet else _WITHIN.sub("", packet)
+    callers = _CALLED_AS.get(f"{packet} transposed" if is_transposed else packet, (called,))
+    names = filter(names_an_op, (f"{namespace}::{name}" for name in callers))
+    return tuple(names) or tuple(filter(names_an_op, [f"{namespace}::{packet}"]))
+
+
+def cures_of(model: str, path: str, rule_names: Sequence[str], device_type: str) -> tuple[Cure, ...]:
+    """Return the ways to compute an op in fp32; they hold under Lightning and Accelerate too.
+
+    ``path`` leads to the module in a ``model`` of that class. For the outermost module there is none: nothing
+    would stay in 16 bits.
+    """
+    cures = []
+    if path:
+        place = f"the module in fp32: after the line that makes the model; model is your {model}"
+        code = f'import amp_plugin, torch\namp_plugin.run_in(torch.float32)(model.get_submodule("{path}"))'
+        cures.append(Cure(place=place, code=code))
+    if rule_names:
+        place = f"{' and '.join(rule_names)} in fp32, in all modules: once, right before the first step"
+        rules = "".join(f'.with_rule("{name}", "fp32")' for name in rule_names)
+        rules = f'amp_plugin.OpRules.default("{device_type}"){rules}'
+        cures.append(Cure(place=place, code=f"import amp_plugin\namp_plugin.set_default_rules({rules})"))
+    return tuple(cures)

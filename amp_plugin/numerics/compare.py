@@ -100,7 +100,7 @@ class Run(NamedTuple):
         return cls(*kept[1:])
 
 
-class RunRecorder(WideRun):
+class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
     """Record what each op of a region makes, into a file for ``compare_runs``.
 
     A few hundred numbers of each tensor are kept: some 2 kB per op. Each op runs twice more in fp64, on its
@@ -126,7 +126,7 @@ class RunRecorder(WideRun):
         super().__init__(model, torch.float32 if torch.backends.mps.is_available() else torch.float64)
         self._path, self._most = Path(path), steps
         self._made: Storages[int] = Storages()  # numbers of the records that made them
-        self.run = Run([], self.recorder.unseen)
+        self.run = Run([], self.unseen)
 
     def ended(self, error: BaseException | None) -> None:
         """Write the file, after an error of the program too."""
@@ -143,13 +143,13 @@ class RunRecorder(WideRun):
 
     def before(self, call: Call) -> None:
         """Take the inputs' fingerprints."""
-        if self.recorder.tracker.steps < self._most:
+        if self.tracker.steps < self._most:
             super().before(call)
             call.read = tuple(self._reads(call))
 
     def after(self, call: Call, output: Any) -> None:
         """Record the results."""
-        if self.recorder.tracker.steps < self._most:
+        if self.tracker.steps < self._most:
             super().after(call, output)
 
     def take(self, call: Call, result: Tensor, exact: Tensor | None) -> None:
@@ -162,7 +162,7 @@ class RunRecorder(WideRun):
         coarsest = max(floats, key=lambda info: info.eps, default=None)
         self._made.set(result, len(self.run.records))
         record = OpRecord(
-            step=self.recorder.tracker.steps,
+            step=self.tracker.steps,
             direction=call.direction,
             module=site.module,
             op=call.traits.name,

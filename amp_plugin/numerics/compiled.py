@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -139,12 +138,6 @@ class CompiledComparison:
         return {name: as_json(getattr(self, name)) for name in names}
 
 
-def has_compiled() -> bool:
-    """Return whether torch.compile has made functions in this process."""
-    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
-    return frames is not None and any(map(callable, frames.cached_backends.values()))
-
-
 Reading = tuple[str, int]
 """What is compared: a ``"result"``, an ``"input"`` or an input's ``"gradient"``; and its number."""
 
@@ -178,7 +171,7 @@ class _EagerRuns:
         """Run the graph while a region sees its ops; nothing is held if that fails."""
         inputs = list(map(_copied, self.inputs))
         try:
-            with random_numbers_from(self._random_state), region.recorder:
+            with random_numbers_from(self._random_state), region:
                 return _readings(inputs, self._module(*inputs))
         except Exception:  # noqa: BLE001 -- whatever the user's graph raises
             return {}
@@ -256,7 +249,7 @@ def _origin(module: fx.GraphModule, eager: _EagerRuns, compile_graph: Callable[.
     return None
 
 
-class _Nudged(Region):
+class _Nudged(Region):  # type: ignore[no-untyped-call]
     """A region whose results are each off by an eps, up or down."""
 
     def __init__(self, seed: int) -> None:

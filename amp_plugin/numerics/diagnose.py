@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from amp_plugin.numerics.compiled import has_compiled
 from amp_plugin.numerics.finding import Finding, NonFiniteError
 from amp_plugin.numerics.learning import Learning
-from amp_plugin.numerics.modules import Tracker, pattern_of
+from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Region, listed
 from amp_plugin.numerics.values import unwatched
 from amp_plugin.numerics.watch import Watch
@@ -19,14 +18,10 @@ from amp_plugin.numerics.watch import Watch
 if TYPE_CHECKING:
     from amp_plugin.scaling.replay import Replay
 
-_NOT_IN_REPLAY = (
-    "nothing was found in that run: the cause lies outside the calls that ran again, in the loss perhaps, "
-    "or did not come again. `amp-plugin diagnose train.py` watches the whole program"
-)
-_CHECKS = (ValueError, AssertionError, ArithmeticError)  # how programs refuse a nan
+_NOT_IN_REPLAY = "nothing was found in that run; `amp-plugin diagnose train.py` watches the whole program"
 
 
-class Diagnosis(Region):
+class Diagnosis(Region):  # type: ignore[no-untyped-call]
     """A region in which every op is watched; see ``diagnose``.
 
     Attributes:
@@ -54,17 +49,13 @@ class Diagnosis(Region):
         """Look at what is left.
 
         Raises:
-            NonFiniteError: nothing was found before, and something is left: gradients that are not finite, a
-                nan that the program itself refused by an error, or a reason why it does not learn.
+            NonFiniteError: nothing was found before, and something is left: gradients that are not finite, or
+                a reason why it does not learn.
         """
-        if isinstance(error, _CHECKS) and not isinstance(error, NonFiniteError):
-            with unwatched():
-                refused = f"the program's {type(error).__name__}: {str(error).partition(chr(10))[0]:.160}"
-                self._watch.left_over(refused)
         if error is None or isinstance(error, SystemExit):
             self._raises = self._raises and error is None
             with unwatched():
-                self._watch.left_over("the end of the region")
+                self._watch.left_over()
             for finding in self._learning.findings() if not self.findings else ():
                 self._found(finding)
 
@@ -73,13 +64,9 @@ class Diagnosis(Region):
         if self.findings:
             return "\n\n".join(map(str, self.findings))
         lines = ["every number that mattered was finite"]
-        if unseen := self.recorder.unseen:
+        if unseen := self.unseen:
             lines.append(f"not looked into, or not in a wider dtype: {listed(unseen)}")
-        if has_compiled():
-            lines.append(
-                "functions that torch.compile has made ran eagerly; `amp-plugin diagnose --compare eager` "
-                "compares their compiled code"
-            )
+        lines.append("compiled functions ran eagerly; `amp-plugin diagnose --compare eager` compares them")
         return "\n".join(lines)
 
     def _found(self, finding: Finding) -> None:
@@ -88,8 +75,7 @@ class Diagnosis(Region):
         index = self._known.setdefault(alike, len(self.findings))
         if index < len(self.findings):
             first = self.findings[index]
-            module = first.module if finding.module == first.module else pattern_of(finding.module)
-            self.findings[index] = replace(first, count=first.count + 1, module=module)
+            self.findings[index] = replace(first, count=first.count + 1)
             return
         self.findings.append(finding)
         if self._on_finding is not None:

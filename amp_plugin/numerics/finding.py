@@ -15,20 +15,6 @@ from amp_plugin.precision import short_name
 
 Kind = Literal["made", "weight", "input", "unwritten", "collective", "constant", "function", "learning"]
 
-Cause = Literal[
-    "", "range", "size", "pole", "domain", "mask", "infinity", "empty", "loss scale", "divergence",
-    "data", "weight", "unwritten", "collective", "constant", "function",
-    "lost updates", "underflow", "no step",
-]  # fmt: skip
-"""Why a number is not finite, or why nothing is learnt.
-
-``"range"``: too large for a 16-bit dtype; ``"size"``: for fp32 as well; ``"pole"``: a division by zero, or
-a function or derivative that is infinite there; ``"domain"``: not defined there; ``"mask"``: a softmax of
-nothing but masked positions; ``"infinity"``: arithmetic with infinities that are there on purpose;
-``"empty"``: statistics of too few elements; ``"divergence"``: the weights have grown; the others are named
-after what brought it.
-"""
-
 _HEADLINES: dict[Kind, str] = {
     "made": "{op} made {held} {where}, in {dtype}",
     "weight": "the weight {source} held {held} before {op} read it",
@@ -74,7 +60,13 @@ class Finding:
             memory of ``torch.empty`` that nobody wrote; ``"collective"``: it came from another rank;
             ``"constant"``: the program wrote it; ``"function"``: an autograd function made it outside torch;
             ``"learning"``: all numbers are finite, and weights do not move.
-        cause: why, see ``Cause``.
+        cause: why. ``"range"``: too large for a 16-bit dtype; ``"size"``: for fp32 as well; ``"pole"``: a
+            division by zero, or a function or derivative that is infinite there; ``"domain"``: not defined
+            there; ``"mask"``: a softmax of nothing but masked positions; ``"infinity"``: arithmetic with
+            infinities that are there on purpose; ``"empty"``: statistics of too few elements;
+            ``"divergence"``: the weights have grown; else what brought it: ``"data"``, ``"weight"``,
+            ``"unwritten"``, ``"collective"``, ``"constant"``, ``"function"``, ``"loss scale"``; or why
+            nothing is learnt: ``"lost updates"``, ``"underflow"``, ``"no step"``.
         op: full name of the op, ``"aten::exp.default"``.
         direction: ``"forward"`` (and everything else outside a backward pass) or ``"backward"``.
         forward_op: of an op in a backward pass: the op of the forward pass it belongs to; else empty.
@@ -101,7 +93,7 @@ class Finding:
     """
 
     kind: Kind
-    cause: Cause = ""
+    cause: str = ""
     op: str = ""
     direction: Literal["forward", "backward"] = "forward"
     forward_op: str = ""
@@ -146,12 +138,10 @@ class Finding:
         for name, place in (("line", self.place), ("called from", self.caller)):
             if place:
                 yield name, f"{place}{': ' if place.text else ''}{place.text}"
-        yield from _under("inputs", map(str, self.inputs))
-        if self.numbers:
-            yield "", ", ".join(f"{name}={number:g}" for name, number in self.numbers)
+        numbers = [", ".join(f"{name}={number:g}" for name, number in self.numbers)] if self.numbers else []
+        yield from _under("inputs", [*map(str, self.inputs), *numbers])
         if self.kind == "made":
-            first = f", first at {list(self.output.first)}" if self.output.first else ""
-            yield "output", f"{self.output}{first}"
+            yield "output", f"{self.output}, first at {list(self.output.first)}"
         if self.reached:
             yield "then", self.reached
         if self.rank is not None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_plugin.numerics.finding import Cause, Finding
+from amp_plugin.numerics.finding import Finding
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Call
 from amp_plugin.numerics.places import Place, Site, called_from
@@ -38,7 +38,7 @@ _REASONS = {
         "store the weights exactly: fp32 weights under autocast, or store_weights(model, optimizer).",
     ),
     "underflow": (
-        "{underflow:.0%} of the fp16 gradients' elements are 0 and would not be in fp32, most in {where}",
+        "{underflow:.0%} of the fp16 gradients' elements are 0 and would not be in fp32",
         "scale the loss: GradScaler, whose scale is found by itself, or bf16.",
     ),
 }
@@ -51,7 +51,6 @@ class Learning:
         self._tracker = tracker
         self._before: dict[Optimizer, list[tuple[Tensor, Tensor]]] = {}
         self._updates, self._underflow = [0, 0], [0, 0]  # elements lost, and of how many
-        self._worst: tuple[float, str] = (0.0, "")
         self._steps_with_gradients = 0
         self._leaves: set[int] = set()  # ids of parameters that got a gradient, while none has stepped
         self._has_optimizer: bool | None = None  # of one of them; looked for once
@@ -87,7 +86,11 @@ class Learning:
         if call.leaf is not None:
             self._new_leaf = self._new_leaf or self._new.get(call.leaf)
         if self._has_optimizer is None and not self._tracker.steps:
-            self._look_for_an_optimizer(call)
+            self._leaves.add(id(call.leaf))
+            if self._tracker.backward_passes >= _ENOUGH:
+                optimizers = [held for held in gc.get_objects() if issubclass(type(held), Optimizer)]
+                stepped = {id(param) for optimizer in optimizers for _, param in _parameters(optimizer)}
+                self._has_optimizer = bool(stepped & self._leaves)
         traits, results = call.traits, [made.tensor for made in call.made(output)]
         if traits.is_view or not call.is_repeatable or not any(map(_has_zeros, results)):
             return
@@ -97,17 +100,7 @@ class Learning:
         exact = call.again(call.changed(_WIDE.plain, torch.float32), results) or ()
         for tensor, other in zip(results, exact, strict=False):
             if _has_zeros(tensor):
-                lost = (tensor == 0) & (other != 0)
-                _add(self._underflow, lost, other != 0)
-                self._worst = max(self._worst, (float(lost.double().mean()), str(call)))
-
-    def _look_for_an_optimizer(self, call: Call) -> None:
-        """Find out in a late pass whether there is an optimizer that should have taken a step."""
-        self._leaves.add(id(call.leaf))
-        if self._tracker.backward_passes >= _ENOUGH:
-            optimizers = [held for held in gc.get_objects() if issubclass(type(held), Optimizer)]
-            stepped = {id(param) for optimizer in optimizers for _, param in _parameters(optimizer)}
-            self._has_optimizer = bool(stepped & self._leaves)
+                _add(self._underflow, (tensor == 0) & (other != 0), other != 0)
 
     def findings(self) -> Iterator[Finding]:
         """Yield why nothing is learnt, if there is a reason."""
@@ -126,12 +119,11 @@ class Learning:
             reason = "underflow"
         if reason:
             lesson, advice = _REASONS[reason]
-            dtype, where = short_name(self._dtype), self._worst[1]
-            shares = {"updates": updates, "underflow": underflow}
+            shares = {"updates": updates, "underflow": underflow, "dtype": short_name(self._dtype)}
             yield Finding(
                 kind="learning",
-                cause=cast("Cause", reason.partition(",")[0]),
-                lesson=lesson.format(passes=passes, steps=steps, dtype=dtype, where=where, **shares),
+                cause=reason.partition(",")[0],
+                lesson=lesson.format(passes=passes, steps=steps, **shares),
                 advice=advice,
                 place=at[0],
                 caller=at[1],

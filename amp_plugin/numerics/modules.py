@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 import threading
 import weakref
 from contextlib import ExitStack
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -25,38 +24,27 @@ _WRAPPERS = {
 }
 
 
-class ModuleAddress(NamedTuple):
-    """Where a module is found in its model."""
-
-    model: str = ""  # class of the model; wrappers such as DistributedDataParallel are not counted
-    path: str = ""  # as model.get_submodule takes it; empty for the model itself
-
-
 class Tracker:
     """Follow the modules that are called, by hooks placed between open and close, and optimizers' steps.
 
-    Names are those of a given model; else of whatever outermost module is called, its class in front.
+    Names are those of a given model; else of whatever outermost module is called, its class in front, without
+    wrappers such as DistributedDataParallel.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self.backward_passes = 0  # how many have begun
+        self.forward_passes = self.backward_passes = 0  # how many have begun
         self.steps = 0  # how many optimizers have finished
         self.in_step = False  # whether an optimizer's step runs
         self.sources: Storages[str] = Storages()  # where tensors were loaded
-        self._model = model
-        self._addresses: dict[str, ModuleAddress] = {}
+        self._model = None if model is None else _unwrapped(model)
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._weights: Storages[tuple[weakref.ref[Tensor], str]] = Storages()  # with their paths
         self._norms: dict[str, float] = {}  # of parameters when they were first seen
         self._running = threading.local()
-        self._calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        self._latest: weakref.ref[nn.Module] | None = None
         self._last_task = -1
-        self._thread = 0
 
     def open(self, stack: ExitStack) -> None:
-        """Place hooks that a stack removes; passes of this thread are counted from now on."""
-        self._thread = threading.get_ident()
+        """Place hooks that a stack removes."""
         if self._model is not None:
             self._name_tree(self._model, prefix="")
         stack.callback(register_module_forward_pre_hook(self._enter).remove)
@@ -67,9 +55,12 @@ class Tracker:
         modules = self._modules()
         return self._names.get(modules[-1], type(modules[-1]).__name__) if modules else ""
 
-    def address(self, path: str) -> ModuleAddress:
-        """Return where the module of a path, as ``current`` returned it, is found in its model."""
-        return self._addresses.get(path, ModuleAddress())
+    def address(self, path: str) -> tuple[str, str]:
+        """Return the class of a module's model, and the path that its ``get_submodule`` takes."""
+        if self._model is not None:
+            return type(self._model).__name__, path
+        model, _, inner = path.partition(".")
+        return model, inner
 
     def _modules(self) -> list[nn.Module]:
         modules: list[nn.Module] = self._running.__dict__.setdefault("modules", [])
@@ -78,12 +69,12 @@ class Tracker:
     def _enter(self, module: nn.Module, _: Any) -> None:
         modules = self._modules()
         if not modules:
-            known = module in self._names
-            self._name_tree(module, prefix=self._names[module] if known else type(module).__name__)
-            # Recomputation in a backward pass is not a call by the program.
-            if threading.get_ident() == self._thread and torch._C._current_graph_task_id() == -1:
-                self._calls[module] = self._calls.get(module, 0) + 1
-                self._latest = weakref.ref(module)
+            model = _unwrapped(module)
+            prefix = self._names[model] if model in self._names else type(model).__name__
+            self._name_tree(model, prefix=prefix)
+            self._names.setdefault(module, prefix)
+            # recomputation in a backward pass is not a call by the program
+            self.forward_passes += torch._C._current_graph_task_id() == -1
         modules.append(module)
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
@@ -93,13 +84,8 @@ class Tracker:
                 pass
 
     def _name_tree(self, root: nn.Module, *, prefix: str) -> None:
-        model, skipped = root, ""
-        while (attribute := _WRAPPERS.get(type(model).__name__)) is not None:
-            model, skipped = getattr(model, attribute), _joined(skipped, attribute)
         for name, module in root.named_modules():
-            path = self._names.setdefault(module, _joined(prefix, name))
-            own = name.removeprefix(skipped).removeprefix(".")
-            self._addresses.setdefault(path, ModuleAddress(type(model).__name__, own))
+            self._names.setdefault(module, _joined(prefix, name))
         for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
             if not self.weight(tensor):
                 path = _joined(prefix, name)
@@ -112,21 +98,18 @@ class Tracker:
         found = self._weights.get(tensor)
         return found[1] if found else ""
 
-    def growth(self) -> tuple[float, str]:
-        """Return by which factor the weights that grew most have grown since they were first seen, and whose.
+    def growth(self) -> float:
+        """Return by which factor the weights that grew most have grown since they were first seen.
 
         A tensor that began near 0 counts from the size that weights of its number of elements begin with.
         """
-        most, grown = 1.0, ""
+        most = 1.0
         for reference, name in self._weights.alive() if self.steps else ():
-            tensor = reference()
-            if name not in self._norms or not _is_measurable(tensor):
-                continue
-            begun = max(self._norms[name], 0.1 * math.sqrt(tensor.numel()))
-            factor = norm(tensor) / begun
-            if factor > most or (math.isnan(factor) and not math.isnan(begun) and not grown):
-                most, grown = math.inf if math.isnan(factor) else factor, name
-        return most, grown
+            tensor, begun = reference(), self._norms.get(name, math.nan)
+            if _is_measurable(tensor) and not math.isnan(begun):
+                factor = norm(tensor) / max(begun, 0.1 * math.sqrt(tensor.numel()))
+                most = math.inf if math.isnan(factor) else max(most, factor)
+        return most
 
     def in_backward(self, task: int) -> None:
         """Count a backward pass by its first op; autograd's number of a later pass is larger."""
@@ -134,18 +117,14 @@ class Tracker:
             self._last_task = task
             self.backward_passes += 1
 
-    def now(self, *, in_backward: bool = False) -> str:
-        """Return how far the program is, by what can be counted from outside of it since the region began.
+    def now(self) -> str:
+        """Return how far the program is since the region began.
 
-        Forward passes are calls of the outermost module that was called last, in training or not. A step that
-        a scaler skips before it reaches the optimizer is none.
+        Forward passes are calls of outermost modules, in training or not. A step that a scaler skips is none.
         """
-        model = self._latest() if self._latest is not None else None
-        forward = "" if model is None else f"forward pass {self._calls[model]} of {type(model).__name__}"
-        is_told = self.backward_passes and (in_backward or not forward)
-        backward = f"backward pass {self.backward_passes}" if is_told else ""
-        passes = ", after ".join(filter(None, (backward, forward)))
-        return ", ".join(filter(None, (passes, f"optimizer step {self.steps + 1}")))
+        passes = {"forward pass": self.forward_passes, "backward pass": self.backward_passes}
+        begun = [f"{name} {number}" for name, number in passes.items() if number]
+        return ", ".join([*begun, f"optimizer step {self.steps + 1}"])
 
     def step_begins(self, _: Optimizer) -> None:
         """Take note of an optimizer that is about to step."""
@@ -157,6 +136,12 @@ class Tracker:
         self.steps += 1
 
 
+def _unwrapped(module: nn.Module) -> nn.Module:
+    while (attribute := _WRAPPERS.get(type(module).__name__)) is not None:
+        module = getattr(module, attribute)
+    return module
+
+
 def _is_measurable(tensor: Tensor | None) -> TypeGuard[Tensor]:
     if tensor is None or type(tensor) is not nn.Parameter:
         return False
@@ -165,8 +150,3 @@ def _is_measurable(tensor: Tensor | None) -> TypeGuard[Tensor]:
 
 def _joined(prefix: str, name: str) -> str:
     return ".".join(filter(None, (prefix, name)))
-
-
-def pattern_of(path: str) -> str:
-    """Return a module's path as a pattern that its siblings match: ``"Net.layers.*.attention"``."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", path)

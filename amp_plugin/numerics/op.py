@@ -1,4 +1,4 @@
-"""One op while it runs, and the recorder: the only dispatch mode, which hands each op to observers."""
+"""One op while it runs, and the region: the only dispatch mode, which hands each op to observers."""
 
 from __future__ import annotations
 
@@ -137,8 +137,8 @@ def _tensors(name: str, value: Any) -> list[Argument]:
 class Call:
     """One call of an op: the record that every observer reads."""
 
-    def __init__(self, func: OpOverload, args: Any, kwargs: Mapping[str, Any], recorder: Recorder) -> None:
-        self._func, self._args, self._kwargs, self._recorder = func, args, kwargs, recorder
+    def __init__(self, func: OpOverload, args: Any, kwargs: Mapping[str, Any], region: Region) -> None:
+        self._func, self._args, self._kwargs, self._region = func, args, kwargs, region
         self.traits = traits_of(func)
         self.named = {**dict(zip(self.traits.arguments, args, strict=False)), **kwargs}
         unread = {"self"} if kwargs.get("beta") == 0 else ()  # what addmm and its kin would add
@@ -178,7 +178,7 @@ class Call:
     @cached_property
     def forward_site(self) -> Site | None:
         """Where the forward op of a backward op ran; None in a forward pass and where that is not known."""
-        return None if isinstance(self.node, BackwardCFunction) else self._recorder.sites.of(self.node)
+        return None if isinstance(self.node, BackwardCFunction) else self._region.sites.of(self.node)
 
     @cached_property
     def site(self) -> Site:
@@ -186,8 +186,8 @@ class Call:
 
         In the backward pass of an autograd function of the program's, a line of the program called it.
         """
-        around = self._recorder.sites.of(self.node)
-        module = self._recorder.tracker.current() or (around.module if around else "")
+        around = self._region.sites.of(self.node)
+        module = self._region.tracker.current() or (around.module if around else "")
         return self.forward_site or Site.here(self.traits.name, module)
 
     @property
@@ -243,7 +243,7 @@ class Call:
         except Exception:  # noqa: BLE001 -- no kernel for the dtype, or a custom op that checks it
             made = []
         else:
-            made = [m.tensor for m in Call(self._func, args, kwargs, self._recorder).made(output)]
+            made = [m.tensor for m in Call(self._func, args, kwargs, self._region).made(output)]
         if [tensor.shape for tensor in made] == [result.shape for result in results]:
             return made
         self.count_unmeasured()
@@ -251,7 +251,7 @@ class Call:
 
     def count_unmeasured(self) -> None:
         """Count the op as one whose numbers are taken as they are, since it does not run again."""
-        self._recorder.unseen[self.traits.name] += 1
+        self._region.unseen[self.traits.name] += 1
 
 
 _EVENTS = ("open", "step_begins", "step_ended", "before", "after", "failed")
@@ -262,21 +262,54 @@ _EVENTS = ("open", "step_begins", "step_ended", "before", "after", "failed")
 """
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tell observers of each op of this thread, and of the backward passes it starts."""
+class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A region of a program, whose observers are told of each op of this thread and its backward passes.
+
+    Compiled functions run eagerly in it.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self, tracker: Tracker, observers: Sequence[object]) -> None:
+    def __init__(self, tracker: Tracker, *observers: object) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tracker, told = tracker, (*observers, tracker)
         self._hooks = {
             event: [getattr(observer, event) for observer in told if hasattr(observer, event)]
             for event in _EVENTS
         }
+        self._open = ExitStack()
         self.sites = ForwardSites()  # where the ops of the forward passes ran
         # names of ops that did not run once more, or whose inner ops could not be watched -> how often
         self.unseen: Counter[str] = Counter()
+
+    def __enter__(self) -> Self:
+        """Open the region."""
+        KERNELS.install()
+        with ExitStack() as stack:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            self.tell("open", stack)
+            for event, register in (
+                ("step_begins", register_optimizer_step_pre_hook),
+                ("step_ended", register_optimizer_step_post_hook),
+            ):
+                hook = partial(self._step, event)
+                hook.leaves_gradients = hook.leaves_steps = True  # type: ignore[attr-defined] # of one pass
+                stack.callback(register(hook).remove)
+            super().__enter__()  # type: ignore[no-untyped-call]
+            stack.push(super().__exit__)
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Close the region."""
+        self._open.close()
+        self.ended(error)
+
+    def _step(self, event: str, optimizer: Optimizer, *_: Any) -> None:
+        self.tell(event, optimizer)
+
+    def ended(self, error: BaseException | None) -> None:
+        """Do what is left when the region is closed, after an error of the program too."""
 
     def tell(self, event: str, *what: Any) -> None:
         """Call the observers' methods for an event, without watching what they do."""
@@ -313,42 +346,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _dispatches(kind: type) -> bool:
     """Return whether a type of tensors has ops of its own; lazy parameters have not."""
     return getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
-
-
-class Region:
-    """A region of a program whose ops a recorder sees; compiled functions run eagerly in it."""
-
-    def __init__(self, tracker: Tracker, *observers: object) -> None:
-        self.recorder = Recorder(tracker, observers)  # the dispatch mode
-        self._open = ExitStack()
-
-    def __enter__(self) -> Self:
-        """Open the region."""
-        KERNELS.install()
-        with ExitStack() as stack:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            self.recorder.tell("open", stack)
-            for event, register in (
-                ("step_begins", register_optimizer_step_pre_hook),
-                ("step_ended", register_optimizer_step_post_hook),
-            ):
-                hook = partial(self._step, event)
-                hook.leaves_gradients = hook.leaves_steps = True  # type: ignore[attr-defined] # of one pass
-                stack.callback(register(hook).remove)
-            stack.enter_context(self.recorder)
-            self._open = stack.pop_all()
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close the region."""
-        self._open.close()
-        self.ended(error)
-
-    def _step(self, event: str, optimizer: Optimizer, *_: Any) -> None:
-        self.recorder.tell(event, optimizer)
-
-    def ended(self, error: BaseException | None) -> None:
-        """Do what is left when the region is closed, after an error of the program too."""
 
 
 def listed(ops: Mapping[str, int]) -> str:

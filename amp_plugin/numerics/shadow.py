@@ -89,7 +89,7 @@ def _mean_relative_error(values: Tensor, exact: Tensor) -> float:
     return float(relative.clamp(max=1.0).mean()) if relative.numel() else 0.0
 
 
-class WideRun(Region):
+class WideRun(Region):  # type: ignore[no-untyped-call]
     """A region whose ops run twice more, in a wide dtype: on the program's values, and without rounding."""
 
     def __init__(self, model: nn.Module | None, dtype: torch.dtype) -> None:
@@ -137,7 +137,7 @@ class WideRun(Region):
         """
 
 
-class ShadowRun(WideRun):
+class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
     """A region whose ops run in a wide dtype, too; see ``shadow_run``."""
 
     def __init__(self, model: nn.Module | None = None, *, dtype: torch.dtype = torch.float32) -> None:
@@ -168,7 +168,7 @@ class ShadowRun(WideRun):
 
     def not_compared(self) -> dict[str, int]:
         """Return how often ops could not be run again in the wide dtype; their results are taken as exact."""
-        return dict(self.recorder.unseen)
+        return dict(self.unseen)
 
     def table(self, rows: int | None = 20) -> Table:
         """Return a rich table, the largest own error first.

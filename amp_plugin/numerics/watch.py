@@ -10,29 +10,42 @@ at the end, of a region without a backward pass: report what nothing has hidden
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, Function
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import dataloader
 
 from amp_plugin.numerics.advise import SOFTMAXES, finding_of, finding_of_function
 from amp_plugin.numerics.finding import Finding, Kind
-from amp_plugin.numerics.judge import Judgement, judge
 from amp_plugin.numerics.modules import Tracker
-from amp_plugin.numerics.op import Argument, Call
+from amp_plugin.numerics.op import Argument, Call, OpTraits
 from amp_plugin.numerics.places import Site
-from amp_plugin.numerics.values import ShadowValues, Storages, is_finite, storage_address, unwatched
+from amp_plugin.numerics.values import (
+    Held,
+    ShadowValues,
+    Storages,
+    is_finite,
+    non_finite,
+    real_values,
+    storage_address,
+    unwatched,
+)
 
+Verdict = Literal["made", "on purpose", "masked", "passed on"]
+
+# Share of a dtype's largest number beyond which numbers are masks. Nobody computes with 1e38. In fp16
+# activations and scaled gradients do get near 65504, so there it is the end of the range alone.
+_MASKING, _MASKING_IN_FP16 = 0.25, 0.999
 _PATIENCE = 20  # backward passes in a row: from 2^16 the scale is below 1 then
 _ORDERS = frozenset({"ord", "p", "norm_type"})
 _SCALED = "made", "backward", torch.float16
@@ -50,7 +63,6 @@ class Origin:
     is_reported: bool = False  # what follows from it is not reported again
     is_read: bool = False  # an op has computed with it; moving it about does not count
     is_absorbed: bool = False  # an op has made finite numbers of it
-    is_compared: bool = False  # an op has made integers or booleans of it
     became_nan: bool = False  # an op has made a nan of it
     in_python: bool = False  # Python has read it
     source: str = ""  # of data: where it was loaded
@@ -78,7 +90,6 @@ class Watch:
         self._first_at: dict[Site, Origin] = {}
         self._wide = ShadowValues(torch.float64)  # of what overflowed
         self._in_buffers: dict[str, Origin] = {}  # of models, put there by arithmetic
-        self._batches: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()  # of loaders
 
     def open(self, stack: ExitStack) -> None:
         """Take the places of torch's functions."""
@@ -131,17 +142,12 @@ class Watch:
 
     def _next(self, following: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def next_batch(loader: Any) -> Any:
-            batch = following(loader)
-            self._batches[loader] = number = self._batches.get(loader, 0) + 1
-            leaves, _ = tree_flatten_with_path(batch)
-            for path, leaf in leaves:
-                if isinstance(leaf, Tensor):
-                    where = "".join(map(str, path))
-                    where = f"batch {number} of the DataLoader" + (where and f", its {where}")
-                    self._tracker.sources.set(leaf, where)
-                    origin = self._origins.get(leaf)
-                    if origin is not None and not origin.explains:  # it is data, whoever wrote it
-                        self._origins.forget(leaf)
+            batch, number = following(loader), vars(loader)["_num_yielded"]
+            for tensor in _tensors(batch):
+                self._tracker.sources.set(tensor, f"batch {number} of the DataLoader")
+                origin = self._origins.get(tensor)
+                if origin is not None and not origin.explains:
+                    self._origins.forget(tensor)  # it is data, whoever wrote it
             return batch
 
         return next_batch
@@ -190,7 +196,6 @@ class Watch:
                 self._trace(call, result)
         for origin in self._read_by(call) if all(are_finite) else ():
             origin.is_absorbed |= bool(results)
-            origin.is_compared |= not results
 
     def _follow_overflow(self, call: Call, output: Any, *, is_new: bool) -> None:
         """Follow infinities that are none in fp64, and report one that vanishes in numbers unlike fp64's."""
@@ -300,7 +305,7 @@ class Watch:
             return self._new("made", call, result, judged, call.site)
         site = call.forward_site
         first = None if site is None else self._first_at.get(site)
-        if first is not None and (first.is_reported or first.is_compared):
+        if first is not None and first.is_reported:
             return first  # a derivative is not a second origin
         origin = self._new("made", call, result, judged, site)
         if site is not None:
@@ -327,8 +332,8 @@ class Watch:
                 if origin.explains:
                     self._report(origin, f"the state {key} of {type(optimizer).__name__}")
 
-    def left_over(self, until: str) -> None:
-        """Report the gradients of the last pass, and without any pass what nothing has hidden until then."""
+    def left_over(self) -> None:
+        """Report the gradients of the last pass, and without any pass what nothing has hidden."""
         passes = self._tracker.backward_passes
         if passes in self._overflowed:
             first, *others = self._overflowed.values()
@@ -349,7 +354,7 @@ class Watch:
                 and not origin.is_absorbed
                 and (origin.became_nan or "nan" in held or id(origin) in alive)
             ):
-                self._report(origin, f"still there at {until}")
+                self._report(origin, "still there at the end of the region")
 
     def _weight(self, tensor: Tensor) -> str:
         """Return the path of a weight; empty if the tensor is not one."""
@@ -395,3 +400,98 @@ def _tensors(values: object) -> Iterator[Tensor]:
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
             yield leaf
+
+
+class Judgement(NamedTuple):
+    """What became of one result.
+
+    ``"made"`` from inputs that do not explain it; ``"on purpose"``: a constant of the caller; ``"masked"``:
+    -inf from numbers so large that only masks have them; ``"passed on"`` from an input.
+    """
+
+    verdict: Verdict
+    held: Held  # what it made, or what it passes on
+    of: Sequence[Argument] = ()  # the arguments that were not finite, those with a nan first
+
+
+def judge(
+    result: Argument, given: Sequence[Argument], traits: OpTraits, scalars: Sequence[float]
+) -> Judgement:
+    """Return where the numbers of one result that are not finite come from."""
+    if traits.is_listwise and result.index is not None:
+        given = [argument for argument in given if argument.index in {None, result.index}]
+    values = non_finite(result.tensor)
+    unfinite = sorted((argument for argument in given if argument.held), key=lambda a: "nan" not in a.held)
+    own: list[tuple[Held, Tensor | None]] = [] if unfinite else [(values, None)]  # none from an input
+    if unfinite and traits.is_pointwise and (new := _new_elements(result.tensor, unfinite)) is not None:
+        own.append((non_finite(result.tensor, new), new))
+    if unfinite and traits.moves:  # it did not find what no argument has
+        brought = {name for argument in unfinite for name in argument.held}
+        own.append((tuple(name for name in values if name not in brought), None))
+    for held, where in own:
+        if not held:
+            continue
+        verdict: Verdict = "made"
+        if _are_constants(held, scalars, computes=bool(given) and not traits.moves):
+            verdict = "on purpose"
+        elif held == ("-inf",) and _is_masked(result.tensor, given, where):
+            verdict = "masked"
+        if verdict == "made" or not unfinite:
+            return Judgement(verdict, held)
+    if "nan" in values and "nan" not in unfinite[0].held and not any(map(math.isnan, scalars)):
+        return Judgement("made", ("nan",), unfinite)
+    return Judgement("passed on", values, unfinite)
+
+
+def _are_constants(held: Held, scalars: Sequence[float], *, computes: bool) -> bool:
+    """Whether numbers are those that the caller gave; an op that computes may turn an infinity's sign."""
+    if "nan" in held:
+        return any(map(math.isnan, scalars))
+    if computes:
+        return any(map(math.isinf, scalars))
+    return all(float(name) in scalars for name in held)
+
+
+def _is_masked(result: Tensor, given: Sequence[Argument], where: Tensor | None) -> bool:
+    """Whether each -inf stands where an input has a number from the end of its dtype's range."""
+    values = real_values(result)
+    if values is None:
+        return False
+    infinite = values == -math.inf
+    if where is not None:
+        infinite = infinite & where
+    for argument in given:
+        if argument.values is not None:
+            largest = torch.finfo(argument.tensor.dtype).max
+            huge = argument.values <= -(_MASKING if largest > 1e38 else _MASKING_IN_FP16) * largest
+            spread = _spread(huge, infinite)
+            if spread is not None and bool((spread | ~infinite).all()):
+                return True
+    return False
+
+
+def _new_elements(result: Tensor, unfinite: Sequence[Argument]) -> Tensor | None:
+    """Return where a pointwise result is not finite though every input is; None if that cannot be read."""
+    values = real_values(result)
+    if values is None:
+        return None
+    new = ~values.isfinite()
+    for argument in unfinite:
+        if argument.values is None:
+            return None
+        finite = argument.values.isfinite()
+        if argument.tensor.is_complex():  # either part of a number spoils both of what is made of it
+            finite = finite.all(-1, keepdim=True).expand_as(finite)
+        spread = _spread(finite, new)
+        if spread is None:
+            return None
+        new = new & spread
+    return new
+
+
+def _spread(mask: Tensor, over: Tensor) -> Tensor | None:
+    """Return an argument's mask over a result; None if their shapes have nothing to do with each other."""
+    try:
+        return mask.broadcast_to(over.shape)
+    except RuntimeError:
+        return None

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.numerics.programs import FP16, broken, train, train_in
 
@@ -31,27 +31,15 @@ def fresh_prices_whose_log_was_taken_in_numpy(fix):
 
 @broken("pole", op="div", cure=r"0|eps|divi")
 def fresh_images_standardised_one_by_one_of_which_one_is_black(fix):
-    class Images(Dataset):
-        def __init__(self):
-            self.pixels = torch.randint(0, 256, (24, 1, 8, 8), dtype=torch.uint8)
-            self.pixels[13] = 0
-
-        def __len__(self):
-            return len(self.pixels)
-
+    class Images(list):
         def __getitem__(self, index):
-            image = self.pixels[index].float() / 255
+            image = super().__getitem__(index).float() / 255
             return (image - image.mean()) / (image.std() + (1e-6 if fix else 0)), index % 3  # <-
 
-    model = nn.Sequential(
-        nn.Conv2d(1, 4, 3),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(4, 3),
-    )
-    train(model, lambda x, y: F.cross_entropy(model(x), y), DataLoader(Images(), batch_size=6))
+    images = Images(torch.randint(0, 256, (24, 1, 8, 8), dtype=torch.uint8))
+    images[13:14] = torch.zeros(1, 1, 8, 8, dtype=torch.uint8)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+    train(model, lambda x, y: F.cross_entropy(model(x), y), DataLoader(images, batch_size=6))
 
 
 @broken("data", cure=r"mask|where")
@@ -73,22 +61,14 @@ def fresh_missing_labels_that_are_masked_after_the_loss(fix):
 
 @broken("range", op="mul|mm", cure="paste")
 def fresh_contrastive_logits_of_features_that_nobody_normalised(fix):
-    class ImageTextModel(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.image = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64))
-            self.text = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64))
-            self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
-
-        def forward(self, image, text):
-            scale = self.logit_scale.exp()
-            return scale * (self.image(image) @ self.text(text).T)  # <-
-
-    model = ImageTextModel()
+    image, text = (nn.Sequential(nn.Linear(n, 64), nn.GELU(), nn.Linear(64, 64)) for n in (32, 16))
+    logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
+    model = nn.ParameterList([*image.parameters(), *text.parameters(), logit_scale])
     fix(model)
 
     def loss_of():
-        logits = model(torch.randn(16, 32) * 60, torch.randn(16, 16) * 60)
+        images, texts = image(torch.randn(16, 32) * 60), text(torch.randn(16, 16) * 60)
+        logits = logit_scale.exp() * (images @ texts.T)  # <-
         return F.cross_entropy(logits, torch.arange(16)) + F.cross_entropy(logits.T, torch.arange(16))
 
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)  # found within 16 steps
@@ -392,27 +372,19 @@ def fresh_a_mixture_density_network_and_an_outlier(fix):
 
 @broken("range", op="exp", cure="paste")
 def fresh_a_vae_in_fp16_with_an_unbounded_logvar(fix):
-    class VAE(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.encoder = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8))
-            self.decoder = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 64))
-
-        def forward(self, x):
-            mean, logvar = self.encoder(x).chunk(2, dim=-1)
-            z = mean + torch.randn_like(mean) * torch.exp(0.5 * logvar)
-            kl = -0.5 * (1 + logvar - mean.pow(2) - logvar.exp()).sum(-1).mean()  # <-
-            return self.decoder(z), kl
-
-    model = VAE()
+    encoder = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8))
+    decoder = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 64))
+    model = nn.ModuleList([encoder, decoder])
     fix(model)
     with torch.no_grad():
-        model.encoder[-1].bias[4:] = 11.5
+        encoder[-1].bias[4:] = 11.5
 
     def loss_of():
         x = torch.rand(8, 64)
-        reconstruction, kl = model(x)
-        return F.mse_loss(reconstruction.float(), x) + 1e-4 * kl.float()
+        mean, logvar = encoder(x).chunk(2, dim=-1)
+        z = mean + torch.randn_like(mean) * torch.exp(0.5 * logvar)
+        kl = -0.5 * (1 + logvar - mean.pow(2) - logvar.exp()).sum(-1).mean()  # <-
+        return F.mse_loss(decoder(z).float(), x) + 1e-4 * kl.float()
 
     train_in(FP16, loss_of, torch.optim.Adam(model.parameters(), lr=1e-4), steps=3)
 
@@ -540,24 +512,15 @@ def fresh_an_rms_norm_of_a_large_residual_stream(fix):
         def forward(self, x):
             return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight  # <-
 
-    class Decoder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norms = nn.ModuleList(RMSNorm(32) for _ in range(2))
-            self.mlps = nn.ModuleList(
-                nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32)) for _ in range(2)
-            )
-            self.head = nn.Linear(32, 10)
-
+    class Residual(nn.Sequential):
         def forward(self, x):
-            for norm, mlp in zip(self.norms, self.mlps, strict=True):
-                x = x + mlp(norm(x))
-            return self.head(x)
+            return x + super().forward(x)
 
-    model = Decoder()
+    blocks = [Residual(RMSNorm(32), nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32)) for _ in range(2)]
+    model = nn.Sequential(*blocks, nn.Linear(32, 10))
     fix(model)
     with torch.no_grad():
-        model.mlps[0][2].bias[7] = 400  # one of the outlier channels that trained models have
+        model[0][3].bias[7] = 400  # one of the outlier channels that trained models have
 
     def loss_of():
         logits = model(torch.randn(4, 6, 32).half())

@@ -27,25 +27,18 @@ class Net(nn.Module):
         return self.last(hidden + fault)
 
 
-def record(path: Path, *, fault_at=-1, fault=0.1, dtype=torch.bfloat16, enabled=True, steps=3, threads=1):
+def record(path: Path, *, fault_at=-1, enabled=True, steps=3):
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with record_run(path, steps=steps):
         for number in range(3):
-            with autocast("cpu", dtype=dtype, enabled=enabled):
-                loss = model(torch.randn(8, 16), fault if number == fault_at else 0.0).float().square().mean()
+            with autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                loss = model(torch.randn(8, 16), 0.1 * (number == fault_at)).float().square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
     return path
-
-
-def test_equal_runs_are_equal_bit_for_bit(tmp_path: Path) -> None:
-    found = compare_runs(record(tmp_path / "a.pt"), record(tmp_path / "b.pt"))
-    assert (found.differing, found.only_first, found.only_second, found.first) == (0, 0, 0, None)
-    assert found.compared > 50
-    assert found.report().endswith("0 differ: what both runs have is equal, bit for bit")
 
 
 def test_the_first_op_of_the_step_that_differs_is_named(tmp_path: Path) -> None:
@@ -57,24 +50,6 @@ def test_the_first_op_of_the_step_that_differs_is_named(tmp_path: Path) -> None:
     assert not first.is_rounding
     assert found.unexplained is first
     assert "rounding does not explain it" in found.report()
-
-
-def test_bf16_beside_fp32_is_rounding(tmp_path: Path) -> None:
-    found = compare_runs(record(tmp_path / "a.pt"), record(tmp_path / "b.pt", enabled=False))
-    assert found.differing > 20
-    assert found.only_first > 0  # the casts
-    assert found.unexplained is None
-    assert "rounding explains every difference" in found.report()
-    assert "bfloat16[8x32] against float32" in found.report()
-
-
-def test_a_bug_stands_out_of_rounding(tmp_path: Path) -> None:
-    found = compare_runs(
-        record(tmp_path / "a.pt"), record(tmp_path / "b.pt", enabled=False, fault_at=0, fault=3.0)
-    )
-    assert found.first.is_rounding
-    assert found.unexplained.op == "aten::add.Tensor"
-    assert "first that rounding does not explain: aten::add.Tensor" in found.report()
 
 
 @pytest.mark.parametrize("op", ["aten::addmm.default", "aten::tanh.default", "aten::mm.default"])
@@ -116,9 +91,7 @@ def test_files_that_are_no_runs(tmp_path: Path) -> None:
     torch.save({"other": torch.zeros(2)}, tmp_path / "b.pt")
     torch.save(("an older run", [], [], {}), tmp_path / "c.pt")
     for path in (text, tmp_path / "b.pt", tmp_path / "c.pt"):
-        with pytest.raises(
-            ValueError, match=r"is not a recorded run; make one with: amp-plugin diagnose --save"
-        ):
+        with pytest.raises(ValueError, match=r"make one with: amp-plugin diagnose --save"):
             Run.load(path)
     with record_run(tmp_path / "c.pt"):
         pass
@@ -138,16 +111,16 @@ def test_the_commands(tmp_path: Path) -> None:
         result = amp("diagnose", "--save", run, str(script), factor)
         assert result.exit_code == 0, result.output
         assert f"results of 1 steps are in {run}" in result.stdout
-    assert amp("compare", runs[0], runs[1]).exit_code == 0
+    result = amp("compare", runs[0], runs[1])
+    assert result.exit_code == 0
+    assert result.stdout.rstrip().endswith("0 differ: what both runs have is equal, bit for bit")
     result = amp("compare", runs[0], runs[2])
     assert result.exit_code == 1
     assert "first difference: aten::mul.Tensor, forward, step 0, float32[4x4]" in result.stdout
     answer = json.loads(amp("compare", "--json", runs[0], runs[2]).stdout)
     assert answer["first"]["line"].endswith("train.py:5 in <module>")
     assert answer["first"]["relative"] == pytest.approx(1 / 3, rel=0.3)
-    result = amp("compare", runs[0], str(script))
-    assert result.exit_code == 2
-    assert "is not a recorded run" in result.stderr
+    assert amp("compare", runs[0], str(script)).exit_code == 2
     assert amp("diagnose", "--save", runs[0], "--strict", str(script)).exit_code == 2
 
 

@@ -8,6 +8,7 @@ import math
 import pickle
 import re
 import threading
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_plugin import GradScaler, autocast, diagnose
 from amp_plugin.numerics.finding import NonFiniteError
-from amp_plugin.numerics.judge import judge
-from amp_plugin.numerics.op import Argument, traits_of
+from amp_plugin.numerics.op import Argument, Call, traits_of
+from amp_plugin.numerics.watch import judge
 
 HERE = Path(__file__).name
 
@@ -81,13 +82,6 @@ def test_an_fp16_product_that_overflows_is_named_though_softmax_made_the_nan():
     assert "give aten::matmul and aten::bmm the rule fp32" in finding.advice
 
 
-def test_a_weight_that_was_no_number_at_load():
-    model = Net()
-    model.out.weight.data[1, 2] = math.inf
-    finding = found(lambda: loss_of(model, dtype=torch.bfloat16).backward())
-    assert finding.headline.startswith("the weight Net.out.weight held inf before aten::addmm.default")
-
-
 def test_a_loss_scale_that_comes_down_is_no_fault_and_one_that_never_does_is():
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
@@ -110,19 +104,6 @@ def test_a_loss_scale_that_comes_down_is_no_fault_and_one_that_never_does_is():
     assert "in 20 backward passes" in found(lambda: train(30, 2.0**60)).reached
     assert "in the last backward pass" in found(lambda: train(1, 2.0**60)).reached
     assert found(lambda: train(12, 2.0**20), strict=True).direction == "backward"
-
-
-@pytest.mark.parametrize(("kind", "name"), [(nn.Conv1d, "conv"), (nn.ConvTranspose1d, "conv_transpose")])
-def test_a_convolution_has_the_rule_it_is_called_by(kind, name):
-    conv = kind(2, 2, 3)
-    nn.init.constant_(conv.weight, 1.0)
-
-    def program():
-        with autocast("cpu", dtype=torch.float16):
-            conv(torch.full((2, 2, 5), 6e4)).sum().backward()
-
-    finding = found(program)
-    assert finding.rule_names == tuple(f"aten::{name}{n}d" for n in (1, 2, 3))
 
 
 def test_a_step_that_overflows_a_weight():
@@ -153,16 +134,6 @@ def test_room_for_a_backward_pass_that_is_written_in_parts():
     assert logits.grad.isfinite().all()
 
 
-def test_an_infinity_that_is_left_at_the_end():
-    kept = []
-    finding = found(lambda: kept.append(torch.full((2,), 12.0, dtype=torch.float16).exp()))
-    assert finding.reached == "still there at the end of the region"
-    assert (
-        "exp goes beyond 65504: scale or divide before, keep it in fp32, or give aten::exp the rule fp32"
-        in finding.advice
-    )
-
-
 def test_one_element_of_many_in_a_list():
     params = [torch.ones(3), torch.zeros(3), torch.full((3,), math.inf)]
     finding = found(lambda: torch._foreach_reciprocal(params)[1].sum().item())
@@ -170,21 +141,9 @@ def test_one_element_of_many_in_a_list():
     assert finding.output.inf == 3
 
 
-def test_an_error_by_which_the_program_refuses_a_nan_is_told():
-    zero = torch.zeros(2)
-    with pytest.raises(NonFiniteError) as caught, diagnose():
-        torch.distributions.Normal(zero / zero, 1.0, validate_args=True)  # libraries switch it off
-    reached = caught.value.finding.reached
-    assert reached.startswith("still there at the program's ValueError: Expected parameter loc")
-
-
 def test_an_op_that_refuses_what_it_is_given():
-    def program():
-        matrix = 1 / torch.zeros(2, 2)
-        torch.linalg.eigvals(matrix)
-
-    finding = found(program)
-    assert line_of(finding) == "matrix = 1 / torch.zeros(2, 2)"
+    finding = found(lambda: torch.linalg.eigvals(1 / torch.zeros(2, 2)))
+    assert finding.op == "aten::reciprocal.default"
     assert finding.reached.startswith("an error of aten::linalg_eig")
 
 
@@ -207,18 +166,13 @@ def test_an_op_that_writes_what_it_reads():
     ("op", "given", "scalars", "made", "verdict"),
     [
         ("scalar_tensor.default", [], [-math.inf], -math.inf, "on purpose"),
-        (
-            "scalar_tensor.default",
-            [],
-            [-math.inf],
-            math.inf,
-            "made",
-        ),  # a constant of one sign explains no other
-        ("where.self", [1.0, -math.inf], [], math.inf, "made"),  # what moves elements finds no infinity
+        # a constant of one sign explains no other, and what moves elements finds no infinity
+        ("scalar_tensor.default", [], [-math.inf], math.inf, "made"),
+        ("where.self", [1.0, -math.inf], [], math.inf, "made"),
     ],
 )
 def test_verdicts(op, given, scalars, made, verdict):
-    traits = traits_of(getattr(getattr(torch.ops.aten, op.split(".")[0]), op.split(".")[1]))
+    traits = traits_of(attrgetter(op)(torch.ops.aten))
     arguments = [Argument("other", None, torch.tensor(value)) for value in given]
     assert judge(Argument("", None, torch.tensor(made)), arguments, traits, scalars).verdict == verdict
 
@@ -232,10 +186,8 @@ def test_a_large_negative_activation_in_fp16_is_no_mask():
             (centred @ torch.zeros(4, 2, dtype=torch.float16)).sum().item()
 
     finding = found(program)
-    assert (finding.op, finding.reached.partition(" at ")[0]) == (
-        "aten::sub.Tensor",
-        "nan in aten::mm.default",
-    )
+    assert finding.op == "aten::sub.Tensor"
+    assert finding.reached.startswith("nan in aten::mm.default")
 
 
 def test_a_scaled_gradient_that_overflows_downwards_is_no_mask():
@@ -285,25 +237,13 @@ def test_keep_going_lists_each_origin_once():
     assert diagnosis.report().count("\n\n") == 1
 
 
-def test_what_the_derivative_makes_at_the_same_point_is_part_of_the_finding():
-    x = torch.zeros(2, requires_grad=True)
-    with diagnose(keep_going=True) as diagnosis:
-        x.log().sum().backward()
-    (finding,) = diagnosis.findings
-    assert finding.direction == "forward"
-    assert finding.reached == "the loss, of which a backward pass begins"
-
-
 def test_two_gradients_of_one_op_are_one_finding():
     x = torch.tensor([3.0, 4.0], dtype=torch.float16, requires_grad=True)
     with diagnose(keep_going=True) as diagnosis:
         (x / (x - x)).tanh().float().sum().backward()
     (finding,) = diagnosis.findings
-    assert (finding.direction, "nan" in finding.held, finding.forward_op) == (
-        "backward",
-        True,
-        "aten::div.Tensor",
-    )
+    assert (finding.direction, finding.forward_op) == ("backward", "aten::div.Tensor")
+    assert "nan" in finding.held
 
 
 def test_the_gradients_that_autograd_grad_returns_are_judged_by_what_is_left():
@@ -331,8 +271,8 @@ def test_the_moment_is_told_in_passes_and_steps():
                 optimizer.step()
         torch.zeros(1, requires_grad=True).sqrt().sum().backward()
     forward, backward = diagnosis.findings
-    assert "\n  when    forward pass 6 of Linear, optimizer step 2\n" in str(forward)
-    assert backward.when == "backward pass 8, after forward pass 7 of Linear, optimizer step 3"
+    assert "\n  when    forward pass 6, backward pass 5, optimizer step 2\n" in str(forward)
+    assert backward.when == "forward pass 7, backward pass 8, optimizer step 3"
 
 
 def test_a_pass_that_a_checkpoint_runs_again_is_not_counted_twice():
@@ -341,7 +281,7 @@ def test_a_pass_that_a_checkpoint_runs_again_is_not_counted_twice():
         for _ in range(3):
             checkpoint(log, x + 1, use_reentrant=False).sum().backward()
         log(x).sqrt().sum().backward()
-    assert diagnosis.findings[0].when == "backward pass 4, after forward pass 4 of Hardtanh, optimizer step 1"
+    assert diagnosis.findings[0].when == "forward pass 4, backward pass 4, optimizer step 1"
 
 
 def test_counting_leaves_steps_in_one_pass():
@@ -417,22 +357,12 @@ def test_an_infinity_that_vanishes_in_the_right_numbers_is_none():
     assert found(lambda: torch.where(y > 200, y, y * y)) is None
 
 
-def test_what_cannot_run_in_a_wider_dtype_is_counted_and_named(monkeypatch):
-    model = nn.Linear(4, 4)
-    x = torch.full((2, 4), 1e-6, dtype=torch.float16, requires_grad=True)
-
-    def train():
-        with diagnose() as diagnosis, autocast("cpu", dtype=torch.float16):
-            (model(x).float() * 1e-7).sum().backward()
-        return diagnosis.report()
-
-    assert "not looked into" not in train()
-
-    def changed(call, change, dtype):
-        return ("no", "arguments"), {}
-
-    monkeypatch.setattr("amp_plugin.numerics.op.Call.changed", changed)
-    assert "not looked into, or not in a wider dtype: aten::" in train()
+def test_what_cannot_run_in_a_wider_dtype_is_named(monkeypatch):
+    x = torch.ones(2, dtype=torch.float16, requires_grad=True)
+    monkeypatch.setattr(Call, "changed", lambda *_: (("no", "arguments"), {}))
+    with diagnose() as diagnosis:
+        (x.float() * 1e-9).sum().backward()
+    assert "not looked into, or not in a wider dtype: aten::" in diagnosis.report()
 
 
 def test_a_buffer_that_arithmetic_has_spoilt():

