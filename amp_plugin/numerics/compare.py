@@ -271,7 +271,10 @@ def compare_runs(first: str | Path, second: str | Path) -> RunComparison:
         msg = f"{first} and {second} have no result in common; record the same program twice"
         raise ValueError(msg)
     matched = (ours, shared.keys()), (theirs, set(shared.values()))
-    alone = [{n: record for n, record in enumerate(run.records) if n not in ns} for run, ns in matched]
+    alone = [
+        {number: record for number, record in enumerate(run.records) if number not in numbers}
+        for run, numbers in matched
+    ]
     allowed, differing, largest = [], [], 0.0  # the last: difference that is explained, so far
     for number, other in shared.items():
         mine, its = ours.records[number], theirs.records[other]

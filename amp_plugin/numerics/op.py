@@ -180,10 +180,7 @@ class Call:
 
     @cached_property
     def site(self) -> Site:
-        """Where the op was called; in a backward pass, where its forward op was.
-
-        In the backward pass of an autograd function of the program's, a line of the program called it.
-        """
+        """Where the op was called; in a backward pass where its forward op was, if that is known."""
         around = self._region.sites.of(self.node)
         module = self._region.tracker.current() or (around.module if around else "")
         return self.forward_site or Site.here(self.traits.name, module)
