@@ -179,22 +179,6 @@ def _reaches_zero(given: TensorSummary) -> bool:
     return given.lowest <= tiny and given.highest >= -tiny
 
 
-def _advised(tracker: Tracker, finding: Finding, base: str) -> Finding:
-    """Return a finding with its cause, what to do, and lines to paste where those cure it."""
-    address = tracker.address(finding.module)
-    cures = cures_of(*address, finding.rule_names, finding.device_type) if finding.in_block else ()
-    case = _Case(replace(finding, cures=cures), base, tracker.growth(), tracker.in_step)
-    key: str = "data" if finding.kind == "input" else finding.kind
-    if finding.kind == "made":
-        key = next(key for holds, key in _rows(case) if holds)
-        has_diverged = case.growth >= _GROWN and tracker.steps > 0
-        if has_diverged and not key.startswith(("mask", "empty", "pole")):
-            key = "divergence"
-    cause = key.partition(",")[0]
-    advice = _ADVICE[key].format(c=case) + (_SMALL if cause == "pole" else "")
-    return replace(finding, cause=cause, advice=advice, cures=cures if cause == "range" else ())
-
-
 def finding_of(
     tracker: Tracker,
     call: Call,
@@ -211,10 +195,11 @@ def finding_of(
     given = [read] if read else call.arguments
     inputs = tuple(summarise(a.tensor, tracker.weight(a.tensor) or a.label) for a in given)
     row = f"row {inputs[0].first[0]}" if kind == "input" and len(inputs[0].first) > 1 else ""
-    finding = _described(
+    return _finding(
         tracker,
         made or call.site,
         result,
+        call.traits.base,
         kind=kind,
         held=held,
         op=op,
@@ -224,7 +209,6 @@ def finding_of(
         rule_names=callers_of(forward_op or op, is_transposed=call.named.get("transposed") is True),
         source=", ".join(filter(None, (source, row))),
     )
-    return _advised(tracker, finding, call.traits.base)
 
 
 def finding_of_function(
@@ -232,13 +216,13 @@ def finding_of_function(
 ) -> Finding:
     """Describe what a user's autograd function made outside of torch's ops."""
     inputs = tuple(summarise(tensor, f"input {number}") for number, tensor in enumerate(given))
-    found: dict[str, Any] = {"kind": "function", "held": non_finite(output), "op": site.op, "inputs": inputs}
-    return _advised(tracker, _described(tracker, site, output, forward_op=forward_op, **found), site.op)
+    known = {"kind": "function", "held": non_finite(output), "op": site.op, "inputs": inputs}
+    return _finding(tracker, site, output, site.op, forward_op=forward_op, **known)
 
 
-def _described(tracker: Tracker, site: Site, result: Tensor, **known: Any) -> Finding:
-    """Return a finding of a result at a site, without its cause."""
-    return Finding(
+def _finding(tracker: Tracker, site: Site, result: Tensor, base: str, **known: Any) -> Finding:
+    """Return a finding of a result at a site: its cause, what to do, and lines to paste that cure it."""
+    found = Finding(
         module=site.module,
         place=site.place,
         caller=site.caller,
@@ -250,6 +234,18 @@ def _described(tracker: Tracker, site: Site, result: Tensor, **known: Any) -> Fi
         when=tracker.now(),
         **known,
     )
+    address = tracker.address(found.module)
+    cures = cures_of(*address, found.rule_names, found.device_type) if found.in_block else ()
+    case = _Case(replace(found, cures=cures), base, tracker.growth(), tracker.in_step)
+    key: str = "data" if found.kind == "input" else found.kind
+    if found.kind == "made":
+        key = next(key for holds, key in _rows(case) if holds)
+        has_diverged = case.growth >= _GROWN and tracker.steps > 0
+        if has_diverged and not key.startswith(("mask", "empty", "pole")):
+            key = "divergence"
+    cause = key.partition(",")[0]
+    advice = _ADVICE[key].format(c=case) + (_SMALL if cause == "pole" else "")
+    return replace(found, cause=cause, advice=advice, cures=cures if cause == "range" else ())
 
 
 def callers_of(op: str, *, is_transposed: bool = False) -> tuple[str, ...]:

@@ -46,13 +46,9 @@ class Difference:
 
     def __str__(self) -> str:
         explains = "explains it" if self.is_rounding else "does not explain it"
-        rows = {
-            "op": self.op,
-            "line": self.line,
-            "reason": self.reason,
-            "difference": f"{self.relative:.2g}, relative; rounding {explains}: {self.allowed:.2g}",
-        }
-        return laid_out(self.result, [(name, text) for name, text in rows.items() if text])
+        difference = f"{self.relative:.2g}, relative; rounding {explains}: {self.allowed:.2g}"
+        known = [("op", self.op), ("line", self.line), ("reason", self.reason), ("difference", difference)]
+        return laid_out(self.result, [row for row in known if row[1]])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,10 +270,10 @@ def compare_runs(first: str | Path, second: str | Path) -> RunComparison:
     if not shared:
         msg = f"{first} and {second} have no result in common; record the same program twice"
         raise ValueError(msg)
-    matched = shared.keys(), set(shared.values())
+    matched = (ours, shared.keys()), (theirs, set(shared.values()))
     alone = [
         {number: record for number, record in enumerate(run.records) if number not in numbers}
-        for run, numbers in zip((ours, theirs), matched, strict=True)
+        for run, numbers in matched
     ]
     allowed, differing, largest = [], [], 0.0  # the last: difference that is explained, so far
     for number, other in shared.items():

@@ -18,8 +18,6 @@ from amp_plugin.numerics.watch import Watch
 if TYPE_CHECKING:
     from amp_plugin.scaling.replay import Replay
 
-_NOT_IN_REPLAY = "nothing was found in that run; `amp-plugin diagnose train.py` watches the whole program"
-
 
 class Diagnosis(Region):  # type: ignore[no-untyped-call]
     """A region in which every op is watched; see ``diagnose``.
@@ -149,8 +147,9 @@ def diagnose_skip(replay: Replay, model: nn.Module | None = None) -> str:
         ...     scaler.update()
     """
     diagnosis, failed = diagnosed(replay.run, model)
-    found = "" if diagnosis.findings else f"{_NOT_IN_REPLAY}\n"
-    return found + diagnosis.report() + (f"\n(then it raised {failed})" if failed else "")
+    nothing = "nothing was found in that run; `amp-plugin diagnose train.py` watches the whole program\n"
+    found = ("" if diagnosis.findings else nothing) + diagnosis.report()
+    return found + (f"\n(then it raised {failed})" if failed else "")
 
 
 def diagnosed(run: Callable[[], object], model: nn.Module | None = None) -> tuple[Diagnosis, str]:

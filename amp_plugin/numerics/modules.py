@@ -15,13 +15,8 @@ from torch.optim import Optimizer
 
 from amp_plugin.numerics.values import Storages, norm
 
-# Modules around a model that are made after it -> the attribute that holds it.
-_WRAPPERS = {
-    "DataParallel": "module",
-    "DistributedDataParallel": "module",
-    "FullyShardedDataParallel": "module",
-    "OptimizedModule": "_orig_mod",
-}
+# Modules around a model that are made after it.
+_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule"}
 
 
 class Tracker:
@@ -85,10 +80,10 @@ class Tracker:
 
     def _name_tree(self, root: nn.Module, *, prefix: str) -> None:
         for name, module in root.named_modules():
-            self._names.setdefault(module, _joined(prefix, name))
+            self._names.setdefault(module, f"{prefix}.{name}".strip("."))
         for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
             if not self.weight(tensor):
-                path = _joined(prefix, name)
+                path = f"{prefix}.{name}".strip(".")
                 self._weights.set(tensor, (weakref.ref(tensor), path))
                 if _is_measurable(tensor):
                     self._norms.setdefault(path, norm(tensor))
@@ -137,8 +132,8 @@ class Tracker:
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    while (attribute := _WRAPPERS.get(type(module).__name__)) is not None:
-        module = getattr(module, attribute)
+    while type(module).__name__ in _WRAPPERS:
+        module = getattr(module, "_orig_mod" if hasattr(module, "_orig_mod") else "module")
     return module
 
 
@@ -146,7 +141,3 @@ def _is_measurable(tensor: Tensor | None) -> TypeGuard[Tensor]:
     if tensor is None or type(tensor) is not nn.Parameter:
         return False
     return tensor.is_floating_point() and not tensor.is_meta and tensor.numel() > 0
-
-
-def _joined(prefix: str, name: str) -> str:
-    return ".".join(filter(None, (prefix, name)))

@@ -38,9 +38,6 @@ _UNWRITTEN = frozenset(
      "_resize_output_", "resize_as_", "empty_quantized"}
 )  # fmt: skip
 
-# These results are room for the backward pass, of which only the parts that it reads are written.
-_ROOM = {"_ctc_loss": frozenset({1})}
-
 # These move elements and compute none.
 _MOVING = frozenset(
     {"_to_copy", "cat", "clone", "constant_pad_nd", "copy", "copy_", "diag_embed", "embedding", "flip",
@@ -78,7 +75,8 @@ class OpTraits:
         self.overwritten = self.written if packet in _OVERWRITING else self.written & out
         self.is_view = op.is_view or packet in _VIEWS  # it computes nothing, its results share memory
         self.is_unwritten = packet in _UNWRITTEN
-        self.partly_unwritten = _ROOM.get(packet, frozenset())
+        # results that are room for the backward pass: only the parts that it reads are written
+        self.partly_unwritten = (1,) if packet == "_ctc_loss" else ()
         self.moves = packet in _MOVING
         self.is_pointwise = torch.Tag.pointwise in op.tags or self.base in _IN_PLACE_OF_EACH
         # it treats the elements of its lists one by one
@@ -182,10 +180,7 @@ class Call:
 
     @cached_property
     def site(self) -> Site:
-        """Where the op was called; in a backward pass, where its forward op was.
-
-        In the backward pass of an autograd function of the program's, a line of the program called it.
-        """
+        """Where the op was called; in a backward pass where its forward op was, if that is known."""
         around = self._region.sites.of(self.node)
         module = self._region.tracker.current() or (around.module if around else "")
         return self.forward_site or Site.here(self.traits.name, module)

@@ -45,10 +45,7 @@ class Place:
 
 
 def called_from(frame: FrameType | None = None) -> tuple[Place | None, Place | None]:
-    """Return the line outside torch and this package that runs now; reads no source.
-
-    And, if that is in an installed library, the line of the program that led there.
-    """
+    """Return the line of a program or library that runs now, and the program's that led to a library's."""
     inner, frame = None, frame or sys._getframe(1)
     while frame is not None:
         kind = _kind(frame.f_code.co_filename)

@@ -18,8 +18,6 @@ from amp_plugin.precision import short_name
 
 Key = tuple[str, str, str]  # module, op, direction
 
-_DTYPES = (torch.float32, torch.float64)
-
 
 @dataclass(kw_only=True, slots=True)
 class Errors:
@@ -118,9 +116,7 @@ class WideRun(Region):  # type: ignore[no-untyped-call]
         if call.kept:
             own = call.again(call.kept[0], results)
             others = own and call.again(call.kept[1], results)
-        elif not call.traits.is_unwritten and any(
-            a.name not in call.traits.overwritten for a in call.arguments
-        ):
+        elif not call.traits.is_unwritten and {a.name for a in call.arguments} - call.traits.overwritten:
             call.count_unmeasured()
         if others is None:  # it is taken as exact
             own, others = None, results
@@ -141,7 +137,7 @@ class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
     """A region whose ops run in a wide dtype, too; see ``shadow_run``."""
 
     def __init__(self, model: nn.Module | None = None, *, dtype: torch.dtype = torch.float32) -> None:
-        if dtype not in _DTYPES:
+        if dtype not in {torch.float32, torch.float64}:
             msg = f"shadow_run(dtype={dtype}): give torch.float32, or torch.float64 for a program in fp32"
             raise ValueError(msg)
         self._errors: dict[Key, Errors] = {}

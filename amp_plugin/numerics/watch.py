@@ -347,13 +347,10 @@ class Watch:
         alive = {id(origin) for origin in self._origins.alive()}
         for origin in self._seen:
             held = origin.finding.held if origin.finding is not None and origin.explains else ()
+            is_there = origin.became_nan or "nan" in held or id(origin) in alive
             if held and origin.in_python:
                 self._report(origin, "a number in Python (item, float, print)")
-            elif (
-                held
-                and not origin.is_absorbed
-                and (origin.became_nan or "nan" in held or id(origin) in alive)
-            ):
+            elif held and not origin.is_absorbed and is_there:
                 self._report(origin, "still there at the end of the region")
 
     def _weight(self, tensor: Tensor) -> str:

@@ -28,11 +28,6 @@ class GradientError:
     whole: float  # norm of the difference over the norm of the reference, all parameters together
     mean: float  # the same per parameter, at most 1 each, averaged: none pays for the others
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether all gradients were."""
-        return math.isfinite(self.whole)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
@@ -65,7 +60,7 @@ class Measurement:
 
     @property
     def _finite(self) -> list[GradientError]:
-        return [error for error in self.errors if error.is_finite]
+        return [error for error in self.errors if math.isfinite(error.whole)]
 
 
 def rules_without_16_bits(device_type: str) -> OpRules:

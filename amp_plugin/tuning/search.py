@@ -24,6 +24,11 @@ Goal = Literal["memory", "casts", "accuracy"]
 
 _LEAST_GAIN: Final = 0.002  # of what the default costs; less is not worth a rule
 _ROUNDS: Final = 3
+_WANTED: Final[dict[Goal, tuple[OpRule, ...]]] = {
+    "memory": (OpRule.LOWER_PRECISION, OpRule.UNCHANGED),
+    "casts": (OpRule.LOWER_PRECISION, OpRule.UNCHANGED, OpRule.FP32),
+    "accuracy": (OpRule.FP32,),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,10 +74,8 @@ class Aim:
         """Return the factor by which what must not grow does: the worse of both errors, or of both bytes."""
         names = ("cast_bytes", "saved_bytes") if self.goal == "accuracy" else ("error", "mean_error")
         pairs = [(getattr(measured, name), getattr(default, name)) for name in names]
-        equal = [1.0 if now <= then else math.inf for now, then in pairs]
         return max(
-            now / then if 0 < then < math.inf else rest
-            for (now, then), rest in zip(pairs, equal, strict=True)
+            now / then if 0 < then < math.inf else (1.0 if now <= then else math.inf) for now, then in pairs
         )
 
     def allows(self, measured: Measurement, default: Measurement) -> bool:
@@ -135,14 +138,9 @@ class Search:
         """Return the other rules worth a try for an op."""
         now = {rule.value for name, rule in self._default.rules.items() if name.split(".")[0] == op}
         now = now or {"unchanged"}
-        wanted = [OpRule.LOWER_PRECISION, OpRule.UNCHANGED]
-        if self._aim.goal == "accuracy":
-            wanted = [OpRule.FP32]
-        elif self._aim.goal == "casts":
-            wanted.append(OpRule.FP32)
         if now == {"banned"} or (now == {"lower_precision"} and self._aim.goal != "accuracy"):
             return []
-        return [Change(op=op, rule=rule) for rule in wanted if now != {rule.value}]
+        return [Change(op=op, rule=rule) for rule in _WANTED[self._aim.goal] if now != {rule.value}]
 
     def _ranked(self, candidates: Iterable[Change]) -> list[Change]:
         """Return the changes that gain by themselves, the largest gain first, measured on the first batch."""
@@ -182,10 +180,8 @@ class Search:
         for attempt in self.tried:
             now, default = attempt.measurement, replace(before, errors=before.errors[: attempt.batches])
             if now is not None and not now.failed + default.failed and self._aim.saves(now, before, before):
-                growth, saved = (
-                    self._aim.growth(now, default) - 1,
-                    1 - self._aim.cost(now) / self._aim.cost(before),
-                )
+                growth = self._aim.growth(now, default) - 1
+                saved = 1 - self._aim.cost(now) / self._aim.cost(before)
                 rules = ", ".join(map(str, attempt.changes))
                 found.append((growth, f"{rules}, which saves {saved:.1%} for {growth:.2%} more error"))
         return min([miss for miss in found if miss[0] > self._aim.budget], default=(0.0, ""))[1]

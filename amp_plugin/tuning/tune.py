@@ -21,7 +21,7 @@ from torch import nn
 from amp_plugin.casting.rules import OpRules, torch_release
 from amp_plugin.messages import did_you_mean
 from amp_plugin.tuning.measure import Measurement, Trials, rules_without_16_bits
-from amp_plugin.tuning.search import Aim, Change, Changes, Goal, Search, Tried
+from amp_plugin.tuning.search import Aim, Changes, Goal, Search, Tried
 from amp_plugin.tuning.workload import Steps, Workload, used_ops
 
 _REFERENCES: Final = {"fp32": torch.float32, "fp64": torch.float64}
@@ -67,12 +67,29 @@ class Tuning:
 
     def table(self) -> Table:
         """Return a rich table of the numbers before and after."""
-        return tuning_table(self.before, self.after, self.seconds)
+        table = Table(box=None, pad_edge=False)
+        table.add_column("per batch")
+        for column in ("default", "tuned", "change"):
+            table.add_column(column, justify="right", no_wrap=True)
+        times = [f"{taken * 1e3:.1f} ms" for taken in self.seconds]
+        for cells in [*_rows(self.before, self.after), ("time", *times, _change(*self.seconds))]:
+            table.add_row(*cells)
+        return table
 
     def to_yaml(self) -> str:
         """Return the rules as a file, with the evidence in its comments."""
-        compared = f"gradients compared with {self.reference}, {self.batches} batches"
-        return rules_file(self.rules, self.changes, self.before, self.after, (self.headline, compared))
+        version, today = vars(sys.modules["amp_plugin"])["__version__"], datetime.now(timezone.utc).date()
+        comments = [
+            self.headline,
+            f"gradients compared with {self.reference}, {self.batches} batches",
+            f"amp_plugin {version}, torch {torch.__version__}, {platform.machine()}, {today}",
+        ]
+        for name, old, new, changed in _rows(self.before, self.after):
+            comments.append(f"{name}: {old} -> {new}" + (f" ({changed})" if changed else ""))
+        lines = [f"# {comment}" for comment in comments]
+        lines += [f"device_type: {self.rules.device_type}", f"torch: '{torch_release()}'"]
+        lines += ["rules:" if self.changes else "rules: {}", *(f"  {change}" for change in self.changes)]
+        return "\n".join(lines) + "\n"
 
     def save(self, path: str | Path) -> None:
         """Write the rules to a file that ``OpRules.from_yaml`` reads."""
@@ -152,14 +169,11 @@ def tuned(
     """Tune the rules of a workload; the arguments are those of :func:`tune`."""
     aim = _aim(goal, budget, reference)
     default = OpRules.default(device_type)
-    count = 0
     with Console(file=sys.stderr, quiet=not progress).status("") as status:  # what trials print is dropped
 
         def on_tried(attempt: Tried) -> None:
-            nonlocal count
-            count += 1
             changes = ", ".join(map(str, attempt.changes)) or "the default rules"
-            status.update(f"{count} sets of rules tried: {changes}")
+            status.update(f"{len(search.tried)} sets of rules tried: {changes}")
 
         status.update(f"running without 16 bits, in {reference}")
         trials = Trials(workload, device_type, reference=_REFERENCES[reference])
@@ -236,47 +250,19 @@ _NUMBERS: Final[dict[str, tuple[str, Callable[[float], str]]]] = {
 }
 
 
-def tuning_table(before: Measurement, after: Measurement, seconds: tuple[float, float]) -> Table:
-    """Return a table with a row for each number, by the default rules and by the chosen ones."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("per batch")
-    for column in ("default", "tuned", "change"):
-        table.add_column(column, justify="right", no_wrap=True)
-    times = [f"{taken * 1e3:.1f} ms" for taken in seconds]
-    for cells in [*_rows(before, after), ("time", *times, change(*seconds))]:
-        table.add_row(*cells)
-    return table
-
-
 def _rows(before: Measurement, after: Measurement) -> list[tuple[str, ...]]:
     """Return name, value before, value after, and change, as texts."""
     rows: list[tuple[str, ...]] = []
     for name, (attribute, text) in _NUMBERS.items():
         old, new = getattr(before, attribute), getattr(after, attribute)
-        rows.append((name, text(old), text(new), change(old, new)))
+        rows.append((name, text(old), text(new), _change(old, new)))
     if before.failed or after.failed:
         rows.append(("batches that overflow", str(before.failed), str(after.failed), ""))
     return rows
 
 
-def change(before: float, after: float) -> str:
+def _change(before: float, after: float) -> str:
     """Return how much more or less something is, ``"-12.3 %"``; ``""`` where it cannot be said."""
     if before == 0 or not (math.isfinite(before) and math.isfinite(after)):
         return ""
     return f"{(after / before - 1) * 100:+.1f} %"
-
-
-def rules_file(
-    rules: OpRules, changes: Sequence[Change], before: Measurement, after: Measurement, head: Sequence[str]
-) -> str:
-    """Return a rules file."""
-    version, today = vars(sys.modules["amp_plugin"])["__version__"], datetime.now(timezone.utc).date()
-    made = f"amp_plugin {version}, torch {torch.__version__}, {platform.machine()}, {today}"
-    numbers = [
-        f"{name}: {old} -> {new}" + (f" ({changed})" if changed else "")
-        for name, old, new, changed in _rows(before, after)
-    ]
-    lines = [f"# {comment}" for comment in (*head, made, *numbers)]
-    lines += [f"device_type: {rules.device_type}", f"torch: '{torch_release()}'"]
-    lines += ["rules:" if changes else "rules: {}", *(f"  {change}" for change in changes)]
-    return "\n".join(lines) + "\n"

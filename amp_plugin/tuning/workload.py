@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -37,21 +37,6 @@ from amp_plugin.program import Program, run_program
 
 Gradients = Mapping[str, Tensor]  # name of a parameter -> its gradient
 OnBatch = Callable[[Gradients, float], None]  # called after each batch, with the seconds that it took
-
-
-class Workload(Protocol):
-    """Batches that can be run as often as wanted, with the same numbers each time."""
-
-    @property
-    def batches(self) -> int:
-        """The number of batches."""
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The model that gives ops their module names, if it is known."""
-
-    def run(self, on_batch: OnBatch, *, batches: int) -> None:
-        """Run the first batches, and call a function after each, while its gradients are there."""
 
 
 class Steps:
@@ -125,7 +110,7 @@ class Script:
         self._program = program if is_below else replace(program, file=program.file.absolute())
         self._arguments = list(arguments)
         self._has_run = False
-        self.batches, self.model = batches, None
+        self.batches, self.model = batches, None  # which module is the model is not known
 
     def run(self, on_batch: OnBatch, *, batches: int) -> None:
         """Run the program until its first backward passes are done; its output is dropped."""
@@ -154,6 +139,9 @@ class Script:
             raise RuntimeError(msg)
         self._has_run = True
 
+
+Workload = Steps | Script
+"""Batches that can be run as often as wanted, with the same numbers each time."""
 
 _MOST_FILES: Final = 2000  # that are mirrored
 _SMALL: Final = 1_000_000  # bytes of a file that is copied
