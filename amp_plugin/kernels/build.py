@@ -36,11 +36,7 @@ _WAY_OUT = "set AMP_PLUGIN_CACHE_DIR to a folder of your own"
 
 
 def cache_root() -> Path:
-    """Return the private cache folder, made if there is none.
-
-    It is ``$AMP_PLUGIN_CACHE_DIR``, else ``$XDG_CACHE_HOME/amp_plugin``, else ``~/.cache/amp_plugin``; an
-    OSError or a ValueError says why it cannot be used.
-    """
+    """Return the private cache folder, made if need be; OSError or ValueError if it cannot be used."""
     shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     given = os.environ.get("AMP_PLUGIN_CACHE_DIR") or f"{shared}/amp_plugin"
     root = Path(os.path.expanduser(given))  # noqa: PTH111 - it leaves a ~ where there is no home folder
