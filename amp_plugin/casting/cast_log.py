@@ -6,7 +6,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -279,21 +279,6 @@ class CastLog:
         """
         return cast_table(self.records(), by)
 
-    def to_pandas(self) -> Any:
-        """Return a ``pandas.DataFrame`` with a column per field of ``Cast``; dtypes are strings.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
-        try:
-            import pandas  # noqa: PLC0415, ICN001 - optional
-        except ImportError as error:
-            msg = "to_pandas() needs pandas: pip install pandas; records() gives the same as dataclasses"
-            raise ImportError(msg) from error
-        rows = [asdict(cast) for cast in self.records()]
-        frame = pandas.DataFrame(rows, columns=[field.name for field in fields(Cast)])
-        return frame.assign(before=frame["before"].map(short_name), after=frame["after"].map(short_name))
-
     def __repr__(self) -> str:
         total = self.totals()
         return f"CastLog({total.casts} casts, {total.cached} cached, {filesize.decimal(total.bytes)} moved)"
@@ -312,8 +297,8 @@ def log_casts(model: nn.Module | None = None) -> CastLog:
         model: gives the module and parameter names; default: whatever module is called.
 
     Returns:
-        A context manager; read it with ``records()``, ``table()``, ``to_pandas()``,
-        ``by_module()`` and ``by_op()``.
+        A context manager; read it with ``records()``, ``table()``, ``by_module()`` and
+        ``by_op()``.
 
     Raises:
         RuntimeError: the native core is missing, or (on entry) another log is open.

@@ -75,9 +75,10 @@ def custom_fwd(
         device = device_type or _device_type_of(method, (args, kwargs))
         enabled = torch.is_autocast_enabled(device)
         state = (enabled and cast_inputs is None, torch.get_autocast_dtype(device), device)
-        given_ctx = len(args) > 0 and _is_context(args[0])
+        first = args[0] if args else None
+        given_ctx = isinstance(first, FunctionCtx) or hasattr(first, "save_for_backward")  # functorch's
         if given_ctx:
-            _write(state, args[0])
+            _write(state, first)
         if cast_inputs is not None and enabled:
             given = [_cast(value, cast_inputs, device) for value in args[given_ctx:]]
             args, kwargs = (*args[:given_ctx], *given), _cast(kwargs, cast_inputs, device)
@@ -169,10 +170,6 @@ def _device_type_of(method: Callable[..., Any], given: Any) -> str:
         raise ValueError(msg)
     others = (kind for kind in kinds if kind != "cpu" and is_autocast_available(kind))
     return next(others, "cpu")  # nothing is cast for meta tensors
-
-
-def _is_context(value: Any) -> bool:
-    return isinstance(value, FunctionCtx) or hasattr(value, "save_for_backward")  # functorch's
 
 
 def _check_device_type(device_type: object) -> None:

@@ -65,7 +65,7 @@ class AutocastKernels:
         self.checked: dict[tuple[str, torch.dtype | None, bool], tuple[int | None, bool, int]] = {}
         self._lock = threading.Lock()
         self._numbers: dict[OpRules, int] = {}
-        self.rule_sets: dict[int, OpRules] = {}  # in use besides the default ones, by their numbers
+        self.rule_sets: dict[int, OpRules] = {}  # by number; the default ones are not here
         self.tagged: dict[int, str] = {}  # what torch's compile caches know: number -> fingerprint
         self._step_hook: RemovableHandle | None = None
         self._named: dict[tuple[str, int], set[str]] = defaultdict(set)  # ops that a number ever named
@@ -165,10 +165,7 @@ def _forgets_casts(forget: Callable[[], None]) -> Callable[..., None]:
 
 
 def _is_managed_by_fsdp(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a parameter under FSDP2, which refills it and moves no version counter.
-
-    FSDP1's unsharded parameters are views, whose casts are never kept.
-    """
+    """Return whether a tensor is a parameter under FSDP2, which refills it and moves no version counter."""
     if not isinstance(tensor, torch.nn.Parameter):
         return False
     from torch.distributed._composable_state import _module_state_mapping  # noqa: PLC0415 - loads torch.distributed
@@ -269,11 +266,6 @@ def tag_compile_caches(name: str, value: str) -> None:
 
     others = [part for part in config.cache_key_tag.split("|") if part and not part.startswith(name)]
     config.cache_key_tag = "|".join([*others, *([name + value] if value else [])])
-
-
-def rules_of(number: int) -> OpRules | None:
-    """Return the rule set that has a number; None for the default rules."""
-    return KERNELS.rule_sets.get(number)
 
 
 def set_default_rules(rules: OpRules | None) -> None:

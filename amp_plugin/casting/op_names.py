@@ -112,13 +112,8 @@ def check_arguments(full: str, wanted: Iterable[str]) -> None:
 def dtype_overload(full: str) -> str | None:
     """Return the overload that takes the same arguments and then a dtype, if there is one."""
     arguments, packet = argument_names(full), full.partition(".")[0]
-    candidates = [
-        name
-        for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith(f"{packet}.") and name.endswith("dtype")
-    ]
-    fitting = (name for name in candidates if argument_names(full_name(name)) == [*arguments, "dtype"])
-    return next(fitting, None)
+    candidates = [name for name in _registered()[packet] if name.endswith("dtype")]
+    return next((name for name in candidates if argument_names(name) == [*arguments, "dtype"]), None)
 
 
 def nearest(word: str, among: Iterable[str]) -> str:

@@ -26,7 +26,6 @@ from amp_plugin.casting.dispatcher import (
     check_rules,
     number_by_default,
     number_of,
-    rules_of,
 )
 from amp_plugin.kernels.tracers import untraced
 from amp_plugin.messages import warned_at_user
@@ -67,10 +66,7 @@ def exit_block(region: autocast) -> None:
 
 
 def blocks_are_recorded() -> bool:
-    """Return whether torch.export or ``make_fx(pre_dispatch=True)`` records this thread's autocast blocks.
-
-    Other modes that see torch's functions, as of ``torch.set_default_device``, do not.
-    """
+    """Return whether torch.export or ``make_fx(pre_dispatch=True)`` records this thread's autocast blocks."""
     tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return tracing is not None and any(
         isinstance(mode, tracing.PreDispatchTorchFunctionMode)
@@ -181,13 +177,13 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle by what the region was made with; a rule set's number is this process's."""
         _, dtype, enabled, cache_enabled, number, device_type = self._opening
-        make = functools.partial(type(self), rules=rules_of(number))
+        make = functools.partial(type(self), rules=KERNELS.rule_sets.get(number))
         return make, (device_type, dtype, enabled, cache_enabled)
 
     def traced_as(self) -> tuple[str, torch.dtype, bool, bool, str]:
         """Return device, dtype, whether it is on, cache flag, and the content of its rules."""
         _, dtype, enabled, cache_enabled, number, device_type = self._opening
-        rules = rules_of(number)
+        rules = KERNELS.rule_sets.get(number)
         return device_type, dtype, enabled, cache_enabled, "" if rules is None else rules.content
 
     def __repr__(self) -> str:

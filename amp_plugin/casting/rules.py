@@ -170,9 +170,7 @@ class OpRules:
 
     def __post_init__(self) -> None:
         """Check the device and normalise the values."""
-        if self.device_type not in TABLES:
-            msg = f"no autocast rules for device {self.device_type!r}; allowed: {', '.join(TABLES)}"
-            raise ValueError(msg)
+        _table(self.device_type)  # raises where there is none
         for op in self.rules:
             known = isinstance(op, str) and is_registered(op)
             if not known and (full := overloads_of(op)) != [op]:

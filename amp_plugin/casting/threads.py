@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from amp_plugin.casting.dispatcher import DEFAULT, KERNELS, rules_of
+from amp_plugin.casting.dispatcher import DEFAULT, KERNELS
 from amp_plugin.casting.region import autocast, call_in, open_blocks
 from amp_plugin.casting.rules import TABLES, OpRules
 from amp_plugin.casting.run_in import change_class
@@ -53,7 +53,7 @@ def current_state() -> tuple[RegionState, ...]:
             dtype=torch.get_autocast_dtype(device),
             enabled=torch.is_autocast_enabled(device),
             cache_enabled=opened.get(device, (DEFAULT, torch.is_autocast_cache_enabled()))[1],
-            rules=rules_of(opened.get(device, (DEFAULT, True))[0]),
+            rules=KERNELS.rule_sets.get(opened.get(device, (DEFAULT, True))[0]),
         )
         for device in on
     )

@@ -1,11 +1,7 @@
 """Compile the native core once per torch release, load it, or say why not.
 
-A core that a wheel brought along is looked up first, then one in the build cache; else
-``torch.utils.cpp_extension.load`` compiles it, in a process of its own, because the import of that module may
-ask the CUDA driver for devices, after which a forked child cannot use them.
-
-The cache also keeps cubins. A file is written in a temporary folder and then renamed, so an incomplete one is
-never seen; loading it runs its code, so the folder and the file must belong to the user alone.
+A core that a wheel brought along is looked up first, then one in the build cache, which also keeps cubins.
+What the cache promises, and why a process of its own compiles: docs/design.md, "How the core is built".
 """
 
 from __future__ import annotations
@@ -40,11 +36,7 @@ _WAY_OUT = "set AMP_PLUGIN_CACHE_DIR to a folder of your own"
 
 
 def cache_root() -> Path:
-    """Return the private cache folder, made if there is none.
-
-    It is ``$AMP_PLUGIN_CACHE_DIR``, else ``$XDG_CACHE_HOME/amp_plugin``, else ``~/.cache/amp_plugin``; an
-    OSError or a ValueError says why it cannot be used.
-    """
+    """Return the private cache folder, made if need be; OSError or ValueError if it cannot be used."""
     shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     given = os.environ.get("AMP_PLUGIN_CACHE_DIR") or f"{shared}/amp_plugin"
     root = Path(os.path.expanduser(given))  # noqa: PTH111 - it leaves a ~ where there is no home folder
@@ -77,13 +69,9 @@ def digest(parts: Mapping[str, str]) -> str:
 
 
 def obtain(file: Path, make: Callable[[Path], Path], *, rebuild: bool = False) -> Path:
-    """Return a cached file, made first if it is not there; of several processes one makes it.
-
-    ``make`` makes it in an empty folder and returns its path there. A file that is there is only read, so
-    that a cache on a read-only file system serves. An OSError says why it cannot be kept or may not be used.
-    """
+    """Return a cached file, which ``make`` makes in an empty folder if it is not there, in one process."""
     if not rebuild and _is_there(file):
-        return file
+        return file  # only read: the cache may be on a read-only file system
     with FileLock(file.with_name(file.name + ".lock"), mode=0o600):  # the system frees it if we are killed
         if not rebuild and _is_there(file):  # another process was faster
             return file
@@ -259,12 +247,8 @@ def vector_widths() -> tuple[str, ...]:
 
 
 def core_name(width: str) -> str:
-    """Return the file name of a core: torch's release, vector width, and a hash of all that it depends on.
-
-    CPU and CUDA builds of a torch release have the same name and use the same core, which includes what
-    launches CUDA kernels.
-    """
-    release = torch.__version__.partition("+")[0]
+    """Return the file name of a core: torch's release, vector width, and a hash of all that it depends on."""
+    release = torch.__version__.partition("+")[0]  # CPU and CUDA builds share a core
     sources = {file.name: file.read_text() for file in source_files()}
     parts = {**sources, "commit": str(torch.version.git_version), "flags": " ".join(compile_flags(width))}
     parts["python"] = str(sysconfig.get_config_var("SOABI"))  # Python's release and the kind of processor
@@ -277,11 +261,7 @@ def source_files() -> list[Path]:
 
 
 def compile_flags(width: str) -> list[str]:
-    """Return the compiler's flags, besides those of torch, for a vector width.
-
-    OpenMP is not linked: its functions are found in the library that torch has loaded, and a second one would
-    start a second set of threads.
-    """
+    """Return the compiler's flags, besides those of torch, for a vector width; OpenMP is not linked."""
     vectors = [f"-march={TARGETS[width]}", f"-DCPU_CAPABILITY_{width}"] if width in TARGETS else []
     as_in_torch = ["-O3", "-DNDEBUG", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
     same_bits = "-ffp-contract=off"  # of all vector widths: products are fused into sums where it is said

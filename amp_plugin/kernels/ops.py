@@ -4,9 +4,7 @@ Every op takes all gradients of one optimizer on one device, dtypes mixed (float
 float64, complex64, complex128), any strides and sizes; no lazily conjugated or negated ones. Sparse gradients
 enter through their values, DTensors through their local tensors.
 
-On a GPU each is one launch (``round_weights_`` one per tensor) without a host sync. For B bytes of gradients
-``norm_check`` reads B, ``unscale_`` and ``multiply_`` write it too, ``adam_`` and ``sgd_`` besides read and
-write parameters and states; a weight is 4 bytes read and 4 (rounded: 2) written; the others move scalars.
+On a GPU each is one launch (``round_weights_`` one per tensor) without a host sync: docs/cuda.md.
 
 Contract of every kernel, whatever the device:
 

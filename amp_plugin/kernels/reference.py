@@ -11,15 +11,7 @@ in :mod:`amp_plugin.kernels.ops`.
 One collective adds them up. For an infinite p it takes maxima: of the norms themselves, or of the negated
 norms where p is -inf.
 
-**Weights.** A float32 master is kept as a pair, 16 + 16 bits::
-
-    high = (bits + 0x8000) >> 16          as bfloat16: the master, rounded to nearest, ties away from zero
-    low  = bits - (high << 16)            as int16: what makes it the master again
-
-Ties away from zero, because that is reversible: of ties to even, an even bfloat16 has 65537 originals and an
-odd one 65535. Values that round beyond bfloat16's largest number have an infinite high half, and come back.
-A NaN whose high half would not be a NaN (131070 of the 16777214) becomes the quiet NaN of its sign. Next to a
-zero a low half counts for nothing, so that a written zero is one: numbers below 4.6e-41 are lost.
+**Weights.** A float32 master is kept as a pair of 16 + 16 bits: docs/design.md, "The pair".
 
 **Steps.** ``adam_`` and ``sgd_`` take lists with an entry per parameter of one group: ``params`` in float32,
 or in bfloat16 with ``remainders``, the low halves of their pairs; ``grads`` in float32, bfloat16 or float16;
@@ -278,7 +270,10 @@ def _refuse_counts(op: str, masters: Sequence[Tensor], **others: Sequence[Tensor
 
 @torch.no_grad()
 def pack_weights_(masters: Sequence[Tensor], high: Sequence[Tensor], low: Sequence[Tensor]) -> None:
-    """Split float32 masters into the two halves of a pair: bfloat16 and int16 tensors of the same shapes."""
+    """Split float32 masters into the two halves of a pair: bfloat16 and int16 tensors of the same shapes.
+
+    Ties go away from zero, which is reversible. A NaN whose high half would be none becomes the quiet one.
+    """
     _refuse_counts("pack_weights_", masters, high_halves=high, low_halves=low)
     for master, upper, lower in zip(masters, high, low, strict=True):
         bits = master.view(torch.int32)

@@ -1,14 +1,7 @@
 """Optimizer states in 16 and 8 bits, in plain torch: to the bit what the kernels of a step read and write.
 
-::
-
-    bfloat16    a first moment is rounded to nearest, a second moment up or down at random
-    8-bit codes of each 128 elements, in the order they have in memory, 128 codes and a float32 unit:
-        first moment     code * |code| * unit    code -127..127, to nearest
-        second moment    (code * unit)^2         code 0..255, up or down at random; 0 only of 0
-
-What is drawn for an element follows from its place in memory and the number of the step, and from nothing
-else. Why so: docs/design.md, "Compressed state".
+docs/design.md, "Compressed state", has the formats. What is drawn for an element follows from its place in
+memory and the number of the step, and from nothing else.
 """
 
 from __future__ import annotations

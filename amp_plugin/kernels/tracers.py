@@ -41,7 +41,9 @@ def outside_graphs(method: Callable[P, T]) -> Callable[P, T]:
 @contextmanager
 def outside_tracers() -> Iterator[None]:
     """Run a block, and all that it calls, without Dynamo and unseen by torch.jit.trace."""
-    previous, recording = eval_frame.set_eval_frame(None), _recording()
+    previous = eval_frame.set_eval_frame(None)
+    below = torch._C._dispatch_tls_is_dispatch_key_excluded("Tracer")  # there torch refuses a change
+    recording = None if below else torch._C._get_tracing_state()
     try:
         if recording is not None:
             torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
@@ -50,9 +52,3 @@ def outside_tracers() -> Iterator[None]:
         if recording is not None:
             torch._C._set_tracing_state(recording)  # type: ignore[attr-defined]
         eval_frame.set_eval_frame(previous)
-
-
-def _recording() -> Any:
-    """What torch.jit.trace records in; None also below it, in a mode's call, where torch refuses a change."""
-    below = torch._C._dispatch_tls_is_dispatch_key_excluded("Tracer")
-    return None if below else torch._C._get_tracing_state()

@@ -1,6 +1,5 @@
 """The flight recorder: keeps the last window's batches, and runs a step that went wrong again under diagnose.
 
-Where a loop records nothing, the model's calls run again, and the step that follows is watched as it runs.
 docs/run_page.md says which steps are looked at.
 """
 

@@ -1,8 +1,7 @@
 """How near each module's gradients come to the ends of what its dtype can hold.
 
 Read after a step, where gradients are unscaled and clipped, and taken back to what the backward pass made:
-times loss scale, divided by the clip. The largest number is exact; the share of zeros is that of at most 4096
-elements per parameter. A read waits until all reads together have taken at most 0.25 % of the time.
+times loss scale, divided by the clip. The largest number is exact, the share of zeros that of a sample.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from amp_plugin.scaling.step_log import StepResult
 BUDGET: Final = 0.0025
 """The share of a run's time that reads may take; writing the page may take as much again."""
 
-_MOST_ELEMENTS = 4096
+_MOST_ELEMENTS = 4096  # per parameter
 _MOST_COLUMNS = 360  # of the map
 _MOST_ROWS = 250
 

@@ -138,5 +138,4 @@ class History:
 
     def curves(self) -> dict[str, list[Any]]:
         """Return a column for each number of the points."""
-        columns = zip(*self._points, strict=True) if self._points else [()] * len(Point._fields)
-        return {name: list(column) for name, column in zip(Point._fields, columns, strict=True)}
+        return {name: [getattr(point, name) for point in self._points] for name in Point._fields}

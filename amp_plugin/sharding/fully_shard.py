@@ -105,10 +105,7 @@ def shard_unit(
 def policy_of(
     plan: DtypePlan, *, in_fp32: bool = False, output_dtype: torch.dtype | None = None
 ) -> MixedPrecisionPolicy:
-    """Return torch's policy for a module of a plan.
-
-    Inputs stay as they are: under autocast each op casts what it needs, and labels keep their bits.
-    """
+    """Return torch's policy for a module of a plan; inputs stay as they are, labels too."""
     from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: PLC0415 -- loads torch.distributed
 
     return MixedPrecisionPolicy(

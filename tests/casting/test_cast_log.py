@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 import threading
 
 import pytest
@@ -220,7 +219,7 @@ def shown(table, width=200):
 
 
 @native
-def test_tables(monkeypatch):
+def test_tables():
     with log_casts(net := Net()) as log, autocast("cpu", BF16):
         net(torch.ones(3, 4))
     text = shown(log.table())
@@ -231,13 +230,6 @@ def test_tables(monkeypatch):
     assert "…" not in shown(log.table(), width=70)  # names are folded, not cut
     with pytest.raises(ValueError, match=r"table\(by='kind'\): allowed are cast, module, op"):
         log.table("kind")
-    pytest.importorskip("pandas")
-    frame = log.to_pandas()
-    assert list(frame["after"]) == ["bf16"] * 9
-    assert frame["bytes"].sum() == log.totals().bytes
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match=r"pip install pandas; records\(\) gives the same"):
-        log.to_pandas()
 
 
 def test_dtype_report():
