@@ -241,6 +241,9 @@ class _Precision:
 class LightningOptions(PrecisionOptions, _Precision):
     """The arguments of AmpPrecision and FabricAmpPrecision."""
 
+    device: Annotated[
+        str | None, Doc("Device type, an error where training runs on another; None: the one it runs on.")
+    ] = None
     scaler: Annotated[
         Any, Doc("A GradScaler in place of the plugin's own; torch's gives its options and state.")
     ] = None

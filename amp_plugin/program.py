@@ -6,11 +6,11 @@ import importlib.util
 import runpy
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from amp_plugin.casting.bound_rules import ours_by_default
+from amp_plugin.casting.bound_rules import ours_by_default, replaced
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,17 +39,12 @@ def program_named(name: str, *, as_module: bool) -> Program:
 
 def _place_of(module: str) -> str | None:
     """Return the file that ``python -m module`` would run; None if there is none."""
-    path = list(sys.path)
-    sys.path.insert(0, str(Path.cwd()))
-    try:
+    with replaced(sys, "path", [str(Path.cwd()), *sys.path]), suppress(ImportError, ValueError):
         spec = importlib.util.find_spec(module)
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{module}.__main__")
-    except (ImportError, ValueError):
-        return None
-    finally:
-        sys.path[:] = path
-    return None if spec is None else spec.origin
+        return None if spec is None else spec.origin
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,8 +10,6 @@ from typing import Any
 
 from amp_plugin.casting.bound_rules import replaced
 
-_BETWEEN: dict[tuple[type, type], type] = {}
-
 
 @contextmanager
 def standing_in(
@@ -31,7 +29,7 @@ def standing_in(
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        kind = type(self)
+        kind: Any = type(self)
         if issubclass(kind, ours) or not may_take(kind):
             original(self, *args, **kwargs)
             return
@@ -44,19 +42,17 @@ def standing_in(
         yield
 
 
+@functools.cache
 def class_between(ours: type, kind: type) -> type:
     """Return the class that puts our methods between a subclass's and the library's."""
     if kind in ours.__mro__:
         return ours
-    if (ours, kind) not in _BETWEEN:
 
-        def __reduce__(self: Any) -> tuple[Any, ...]:  # noqa: N807 - this class is found by no name
-            has_own = hasattr(self, "__getstate__")  # each object from Python 3.11 on
-            return _made, (ours, kind), self.__getstate__() if has_own else vars(self)
+    def __reduce__(self: Any) -> tuple[Any, ...]:  # noqa: N807 - this class is found by no name
+        has_own = hasattr(self, "__getstate__")  # each object from Python 3.11 on
+        return _made, (ours, kind), self.__getstate__() if has_own else vars(self)
 
-        names = {"__module__": kind.__module__, "__reduce__": __reduce__}
-        _BETWEEN[ours, kind] = type(kind.__name__, (kind, ours), names)
-    return _BETWEEN[ours, kind]
+    return type(kind.__name__, (kind, ours), {"__module__": kind.__module__, "__reduce__": __reduce__})
 
 
 def _made(ours: type, kind: type) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from configparser import RawConfigParser
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -90,18 +91,12 @@ def _from_file(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]
     return [(source, {name: value for name, value in given.items() if value is not None})]
 
 
-_SWITCHES = {
-    **dict.fromkeys(("1", "true", "yes", "on"), True),
-    **dict.fromkeys(("0", "false", "no", "off"), False),
-}
-
-
 def _read(name: str, value: Any) -> Any:
     """Return a value, which may be text, as the option's type; what does not fit is left to its check."""
     wanted = option_types(AccelerateOptions)[name]
     kinds = {wanted, *get_args(wanted)}
     if bool in kinds:
-        return _SWITCHES.get(str(value).lower(), value)
+        return RawConfigParser.BOOLEAN_STATES.get(str(value).lower(), value)
     if name == "fp32_modules":
         return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
     if kinds & {int, float} and isinstance(value, str):

@@ -172,12 +172,8 @@ def print_report(report: dict[str, Any]) -> None:
         rows = {entry["device"]: entry for entry in part} if isinstance(part, list) else part
         for name, value in rows.items():
             if value not in ("", None, {}):
-                table.add_row(f"  [cyan]{escape(name)}[/]", escape(_text(value)))
+                parts = value.items() if isinstance(value, dict) else ()
+                text = ", ".join(f"{key} {part}" for key, part in parts) or str(value)
+                table.add_row(f"  [cyan]{escape(name)}[/]", escape(text))
     show(table)
     print("All is well." if report["healthy"] else "Something is missing or wrong: see the reasons.")
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, dict):
-        return str(value)
-    return ", ".join(f"{name} {part}" for name, part in value.items())
