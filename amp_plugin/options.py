@@ -348,10 +348,7 @@ def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def takes(
     options: Callable[P, Any], *, by_position: int | None = None, or_none: bool = False
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Make an ``__init__`` take the options of a dataclass; it is called with those given, by name.
-
-    Type checkers, editors, ``help``, ``inspect.signature`` and jsonargparse see each with type and default.
-    """
+    """Make an ``__init__`` take and show the options of a dataclass; it gets those given, by name."""
     types, kinds = option_types(options), inspect.Parameter
     shown = [kinds("self", kinds.POSITIONAL_OR_KEYWORD)]
     for place, parameter in enumerate(inspect.signature(options).parameters.values()):

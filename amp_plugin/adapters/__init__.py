@@ -22,7 +22,6 @@ def standing_in(
 ) -> Iterator[None]:
     """Make each instance of ``theirs``, or of a subclass that ``may_take``, one of ``ours`` too.
 
-    ``ours``, a subclass of it, is made with ``arguments(args, kwargs)``; ``made`` is called with each.
     Names stay what they are: ``isinstance``, subclasses and pickles work as ever.
     """
     original = theirs.__init__  # type: ignore[misc]

@@ -40,7 +40,14 @@ def decided(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[dict[str, 
 
 def outside_program(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
     """Return what the environment and the file it names set, as layers: source, option -> text or value."""
-    return [*_from_environment(environment), *_from_file(environment)]
+    known = {PREFIX + name.upper(): name for name in OPTIONS}
+    for variable, hint in unknown_variables(environment).items():
+        allowed = f"; allowed are {', '.join([*known, CONFIG])}; unset it"
+        msg = f"the environment sets {variable}, which is not an option{hint or allowed}"
+        raise ValueError(msg)
+    present = [variable for variable in known if variable in environment]
+    layers = [(variable, {known[variable]: environment[variable]}) for variable in present]
+    return [*layers, *_from_file(environment)]
 
 
 def read_all(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,17 +67,6 @@ def naming(sources: Mapping[str, str]) -> Iterator[None]:
             raise
         msg = f"{error} ({'; '.join(named)})"
         raise ValueError(msg) from error
-
-
-def _from_environment(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
-    known = {PREFIX + name.upper(): name for name in OPTIONS}
-    for variable, hint in unknown_variables(environment).items():
-        allowed = f"; allowed are {', '.join([*known, CONFIG])}; unset it"
-        msg = f"the environment sets {variable}, which is not an option{hint or allowed}"
-        raise ValueError(msg)
-    return [
-        (variable, {known[variable]: environment[variable]}) for variable in known if variable in environment
-    ]
 
 
 def _from_file(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:

@@ -211,7 +211,7 @@ class PrecisionCore(HasScaler):
         if self.device != device_type:
             self.package.utilities.rank_zero_only(warn_of_slow_fp16)(self.settings.precision, device_type)
         self.device = device_type
-        self._rules = self.settings.op_rules
+        self._rules = self.settings.rules
         if self._rules is not None:
             set_default_rules(self._rules)
         self._scaler.place(self.device, **groups)
