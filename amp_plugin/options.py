@@ -241,6 +241,9 @@ class _Precision:
 class LightningOptions(PrecisionOptions, _Precision):
     """The arguments of AmpPrecision and FabricAmpPrecision."""
 
+    device: Annotated[
+        str | None, Doc("Device type, an error where training runs on another; None: the one it runs on.")
+    ] = None
     scaler: Annotated[
         Any, Doc("A GradScaler in place of the plugin's own; torch's gives its options and state.")
     ] = None
@@ -345,10 +348,7 @@ def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def takes(
     options: Callable[P, Any], *, by_position: int | None = None, or_none: bool = False
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Make an ``__init__`` take the options of a dataclass; it is called with those given, by name.
-
-    Type checkers, editors, ``help``, ``inspect.signature`` and jsonargparse see each with type and default.
-    """
+    """Make an ``__init__`` take and show the options of a dataclass; it gets those given, by name."""
     types, kinds = option_types(options), inspect.Parameter
     shown = [kinds("self", kinds.POSITIONAL_OR_KEYWORD)]
     for place, parameter in enumerate(inspect.signature(options).parameters.values()):

@@ -29,7 +29,8 @@ def matched_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.M
     return {
         name: module
         for name, module in _submodules(model).items()
-        if any(_is_meant(name, module, pattern) for pattern in patterns)
+        if _kinds(module).intersection(patterns)
+        or any(fnmatchcase(name, clean_name(pattern)) for pattern in patterns)
     }
 
 
@@ -59,10 +60,6 @@ def require_matches(
 def _submodules(model: nn.Module) -> dict[str, nn.Module]:
     named = ((clean_name(name), module) for name, module in model.named_modules(remove_duplicate=False))
     return {name: module for name, module in named if name}
-
-
-def _is_meant(name: str, module: nn.Module, pattern: str) -> bool:
-    return fnmatchcase(name, clean_name(pattern)) or pattern in _kinds(module)
 
 
 def _kinds(module: nn.Module) -> set[str]:

@@ -6,11 +6,11 @@ import importlib.util
 import runpy
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from amp_plugin.casting.bound_rules import ours_by_default
+from amp_plugin.casting.bound_rules import ours_by_default, replaced
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,17 +39,12 @@ def program_named(name: str, *, as_module: bool) -> Program:
 
 def _place_of(module: str) -> str | None:
     """Return the file that ``python -m module`` would run; None if there is none."""
-    path = list(sys.path)
-    sys.path.insert(0, str(Path.cwd()))
-    try:
+    with replaced(sys, "path", [str(Path.cwd()), *sys.path]), suppress(ImportError, ValueError):
         spec = importlib.util.find_spec(module)
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{module}.__main__")
-    except (ImportError, ValueError):
-        return None
-    finally:
-        sys.path[:] = path
-    return None if spec is None else spec.origin
+        return None if spec is None else spec.origin
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,11 +62,7 @@ def run_program(
     *,
     expected: type[BaseException] | tuple[type[BaseException], ...] = (),
 ) -> ProgramRun:
-    """Run a file or a module as the main program.
-
-    While it runs, ``torch.autocast`` blocks follow the rules that the environment names, or this package's
-    default rules, which equal torch's. An error of the script is printed as Python prints it.
-    """
+    """Run a file or a module as the main program, under our rules; print its error as Python prints it."""
     code, failed, argv, path = 0, False, sys.argv, list(sys.path)
     folder = program.file.resolve().parent if program.module is None else Path.cwd()
     sys.argv, sys.path[:0] = [str(program.file), *arguments], [str(folder)]
@@ -82,7 +73,11 @@ def run_program(
             else:
                 runpy.run_module(program.module, run_name="__main__", alter_sys=True)
     except SystemExit as stop:
-        code = _exit_code(stop)
+        code = int(stop.code is not None)
+        if isinstance(stop.code, int):
+            code = stop.code
+        elif stop.code is not None:
+            print(stop.code, file=sys.stderr)
     except BaseException as error:  # noqa: BLE001 - the script's, KeyboardInterrupt too
         code, failed = 130 if isinstance(error, KeyboardInterrupt) else 1, True
         if not isinstance(error, expected):
@@ -99,10 +94,3 @@ def _print_error(error: BaseException, script: Path) -> None:
         frames = frames.tb_next
     hook = sys.excepthook if getattr(sys.excepthook, "__module__", "") != "typer.main" else sys.__excepthook__
     hook(type(error), error.with_traceback(frames), frames)
-
-
-def _exit_code(stop: SystemExit) -> int:
-    if isinstance(stop.code, int) or stop.code is None:
-        return stop.code or 0
-    print(stop.code, file=sys.stderr)
-    return 1

@@ -10,8 +10,6 @@ from typing import Any
 
 from amp_plugin.casting.bound_rules import replaced
 
-_BETWEEN: dict[tuple[type, type], type] = {}
-
 
 @contextmanager
 def standing_in(
@@ -24,14 +22,13 @@ def standing_in(
 ) -> Iterator[None]:
     """Make each instance of ``theirs``, or of a subclass that ``may_take``, one of ``ours`` too.
 
-    ``ours``, a subclass of it, is made with ``arguments(args, kwargs)``; ``made`` is called with each.
     Names stay what they are: ``isinstance``, subclasses and pickles work as ever.
     """
     original = theirs.__init__  # type: ignore[misc]
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        kind = type(self)
+        kind: Any = type(self)
         if issubclass(kind, ours) or not may_take(kind):
             original(self, *args, **kwargs)
             return
@@ -44,19 +41,17 @@ def standing_in(
         yield
 
 
+@functools.cache
 def class_between(ours: type, kind: type) -> type:
     """Return the class that puts our methods between a subclass's and the library's."""
     if kind in ours.__mro__:
         return ours
-    if (ours, kind) not in _BETWEEN:
 
-        def __reduce__(self: Any) -> tuple[Any, ...]:  # noqa: N807 - this class is found by no name
-            has_own = hasattr(self, "__getstate__")  # each object from Python 3.11 on
-            return _made, (ours, kind), self.__getstate__() if has_own else vars(self)
+    def __reduce__(self: Any) -> tuple[Any, ...]:  # noqa: N807 - this class is found by no name
+        has_own = hasattr(self, "__getstate__")  # each object from Python 3.11 on
+        return _made, (ours, kind), self.__getstate__() if has_own else vars(self)
 
-        names = {"__module__": kind.__module__, "__reduce__": __reduce__}
-        _BETWEEN[ours, kind] = type(kind.__name__, (kind, ours), names)
-    return _BETWEEN[ours, kind]
+    return type(kind.__name__, (kind, ours), {"__module__": kind.__module__, "__reduce__": __reduce__})
 
 
 def _made(ours: type, kind: type) -> Any:

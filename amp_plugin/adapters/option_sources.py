@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from configparser import RawConfigParser
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -39,7 +40,14 @@ def decided(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[dict[str, 
 
 def outside_program(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
     """Return what the environment and the file it names set, as layers: source, option -> text or value."""
-    return [*_from_environment(environment), *_from_file(environment)]
+    known = {PREFIX + name.upper(): name for name in OPTIONS}
+    for variable, hint in unknown_variables(environment).items():
+        allowed = f"; allowed are {', '.join([*known, CONFIG])}; unset it"
+        msg = f"the environment sets {variable}, which is not an option{hint or allowed}"
+        raise ValueError(msg)
+    present = [variable for variable in known if variable in environment]
+    layers = [(variable, {known[variable]: environment[variable]}) for variable in present]
+    return [*layers, *_from_file(environment)]
 
 
 def read_all(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,17 +69,6 @@ def naming(sources: Mapping[str, str]) -> Iterator[None]:
         raise ValueError(msg) from error
 
 
-def _from_environment(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
-    known = {PREFIX + name.upper(): name for name in OPTIONS}
-    for variable, hint in unknown_variables(environment).items():
-        allowed = f"; allowed are {', '.join([*known, CONFIG])}; unset it"
-        msg = f"the environment sets {variable}, which is not an option{hint or allowed}"
-        raise ValueError(msg)
-    return [
-        (variable, {known[variable]: environment[variable]}) for variable in known if variable in environment
-    ]
-
-
 def _from_file(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
     if not environment.get(CONFIG):
         return []
@@ -90,18 +87,12 @@ def _from_file(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]
     return [(source, {name: value for name, value in given.items() if value is not None})]
 
 
-_SWITCHES = {
-    **dict.fromkeys(("1", "true", "yes", "on"), True),
-    **dict.fromkeys(("0", "false", "no", "off"), False),
-}
-
-
 def _read(name: str, value: Any) -> Any:
     """Return a value, which may be text, as the option's type; what does not fit is left to its check."""
     wanted = option_types(AccelerateOptions)[name]
     kinds = {wanted, *get_args(wanted)}
     if bool in kinds:
-        return _SWITCHES.get(str(value).lower(), value)
+        return RawConfigParser.BOOLEAN_STATES.get(str(value).lower(), value)
     if name == "fp32_modules":
         return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
     if kinds & {int, float} and isinstance(value, str):

@@ -106,10 +106,7 @@ def scaler_for(given: Any, name: str, make: Callable[[bool], GradScaler]) -> Any
 
 
 def register(scaler: GradScaler, optimizers: Iterable[Optimizer], models: Sequence[nn.Module]) -> None:
-    """Register optimizers, with the names of their parameters in these models.
-
-    Of several models ``Generator[0].layer.weight``, ``Critic[1].layer.weight``.
-    """
+    """Register optimizers, with the names of their parameters in these models: ``Critic[1].layer.weight``."""
     named: dict[str, Tensor] = {}
     for place, model in enumerate(models):
         prefix = f"{type(model).__name__}[{place}]." if len(models) > 1 else ""
@@ -142,10 +139,7 @@ class StepNorms:
         self._seen: list[StepResult | None] = []
 
     def among(self, results: Iterable[StepResult | None]) -> dict[str, Tensor] | None:
-        """Return ``grad_norm``, of several optimizers ``grad_norm/0``, ... (0-dim); None if none has stepped.
-
-        Given are the newest result of each optimizer, in a fixed order, and None for one without steps.
-        """
+        """Return ``grad_norm``, of several optimizers ``grad_norm/0``, ..., 0-dim; None if none stepped."""
         before, self._seen = self._seen, list(results)
         new = {place: result for place, result in enumerate(self._seen) if result and result not in before}
         name = "grad_norm" if len(self._seen) == 1 else "grad_norm/{}"

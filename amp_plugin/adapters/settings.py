@@ -33,6 +33,7 @@ class AdapterSettings(PrecisionOptions):
 
     precision: str = ""
     eval_precision: PrecisionName | None = None
+    rules: OpRules | None = None
     named: ClassVar[str] = "precision"
     """How a program writes the precision."""
 
@@ -71,10 +72,7 @@ class AdapterSettings(PrecisionOptions):
             raise ValueError(msg)
 
     def check_shards(self, model: nn.Module, *, for_ddp: str, warn: Callable[[str], Any] = warn_user) -> None:
-        """Compare what shards a model with the plan; let micro-batches add up in fp32.
-
-        Warns where nothing shards it, and gradients are to be reduced in another dtype: ``for_ddp`` does.
-        """
+        """Compare what shards a model with the plan; warn of ``reduce`` where nothing does."""
         if check_against_plan(model, self.dtype_plan):
             self.check_sharded()
             add_up_in_fp32(model)
@@ -83,11 +81,6 @@ class AdapterSettings(PrecisionOptions):
                 f"reduce={self.reduce!r} has an effect under FSDP only, and this model is not sharded: its "
                 f"gradients are reduced in the dtype of the weights; for DDP use {for_ddp}"
             )
-
-    @property
-    def op_rules(self) -> OpRules | None:
-        """The rules, read from their file."""
-        return self.rules  # type: ignore[return-value]
 
     @property
     def training_dtype(self) -> torch.dtype:

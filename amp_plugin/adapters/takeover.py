@@ -76,7 +76,7 @@ class Takeover:
                     torch.amp.GradScaler,
                     may_take=self._may_take,
                     arguments=_with_environment,
-                    made=lambda scaler: self._made.update({type(scaler).__name__: None}),
+                    made=lambda scaler: self._note(type(scaler).__name__),
                 )
             )
             undo.enter_context(when_imported(self._frameworks()))

@@ -16,12 +16,7 @@ from amp_plugin.messages import warn_user
 from amp_plugin.precision import StateName, WeightsName, stores_all
 from amp_plugin.weights.ddp import reduce_in_fp32, sharded_by
 from amp_plugin.weights.optimizer_hooks import add_optimizer
-from amp_plugin.weights.store import (
-    convert_to_fp32,
-    is_stored,
-    restore_weights,
-    store_weights,
-)
+from amp_plugin.weights.store import convert_to_fp32, is_stored, restore_weights, store_weights
 from amp_plugin.weights.weight import HALVES
 
 

@@ -47,11 +47,8 @@ def need_core(command: str) -> None:
 
 def show(table: Table) -> None:
     """Print a table without trailing blanks; in full width where the output is not a terminal."""
-    console = Console(highlight=False)
-    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
-        console.width = max(
-            console.width, console.measure(table, options=console.options.update(width=10_000)).maximum
-        )
+    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console(highlight=False, width=None if has_width else 10_000)
     with console.capture() as text:
         console.print(table)
     for line in text.get().splitlines():

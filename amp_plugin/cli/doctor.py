@@ -1,8 +1,4 @@
-"""Report what this machine has and what amp_plugin does on it, as plain data.
-
-Each part is a dictionary of strings, numbers and booleans, ready for JSON. Making the report
-compiles and loads the native core, as its first use would.
-"""
+"""What this machine has and what amp_plugin does on it, as data for JSON; it loads the native core."""
 
 from __future__ import annotations
 
@@ -34,8 +30,10 @@ Part = dict[str, Any]
 
 def examine(precision: str, device_type: str) -> dict[str, Any]:
     """Return the whole report."""
-    core, kernels, cache = native_core_state(), cuda_kernels_state(), cache_state()
-    planned = plan(precision, device_type)
+    with warnings.catch_warnings():  # the report gives the reasons
+        warnings.simplefilter("ignore")
+        core, kernels, cache = native_core_state(), cuda_kernels_state(), cache_state()
+        planned = plan(precision, device_type)
     unset = f"; unset it; known are {', '.join(KNOWN_VARIABLES)}"
     unknown = {
         name: f"nothing reads this variable{hint or unset}"
@@ -108,9 +106,7 @@ def _cuda(index: int) -> Part:
 
 def native_core_state() -> Part:
     """Return whether the native core is loaded, and why it is not."""
-    with warnings.catch_warnings():  # the report gives the reason
-        warnings.simplefilter("ignore")
-        core = native_core()
+    core = native_core()
     return {
         "loaded": core.loaded,
         "library": str(core.library) if core.library else None,
@@ -123,9 +119,7 @@ def cuda_kernels_state() -> Part:
     """Return whether the CUDA kernels work on the current GPU, after trying one."""
     if not torch.cuda.is_available():
         return {"usable": False, "reason": "", "note": "no CUDA device"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # the report gives the reason
-        core = cuda_core()
+    core = cuda_core()
     note = "compiled at first use" if core.loaded else "plain torch ops are used"
     return {"usable": core.loaded, "reason": core.reason, "note": note}
 
@@ -172,12 +166,8 @@ def print_report(report: dict[str, Any]) -> None:
         rows = {entry["device"]: entry for entry in part} if isinstance(part, list) else part
         for name, value in rows.items():
             if value not in ("", None, {}):
-                table.add_row(f"  [cyan]{escape(name)}[/]", escape(_text(value)))
+                parts = value.items() if isinstance(value, dict) else ()
+                text = ", ".join(f"{key} {part}" for key, part in parts) or str(value)
+                table.add_row(f"  [cyan]{escape(name)}[/]", escape(text))
     show(table)
     print("All is well." if report["healthy"] else "Something is missing or wrong: see the reasons.")
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, dict):
-        return str(value)
-    return ", ".join(f"{name} {part}" for name, part in value.items())

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 from rich.table import Table
 
-from amp_plugin.cli.arguments import AsJson, Device, fail, show
-
-if TYPE_CHECKING:
-    from amp_plugin.casting.rules import OpRules
-import re
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
-
 from amp_plugin.cli.arguments import (
     Arguments,
+    AsJson,
     AsModule,
+    Device,
     Script,
+    fail,
     need_core,
     program_of,
+    show,
 )
 
 if TYPE_CHECKING:
+    from amp_plugin.casting.rules import OpRules
     from amp_plugin.tuning.tune import Tuning
 
 
@@ -77,10 +76,7 @@ def diff_rules(
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, box=None, pad_edge=False, title_justify="left")
-    for column in columns:
-        table.add_column(column)
-    return table
+    return Table(*columns, title=title, box=None, pad_edge=False, title_justify="left")
 
 
 def _rule_sets(words: list[str], device: str | None) -> list[OpRules]:

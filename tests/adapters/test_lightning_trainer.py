@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import nn
@@ -513,6 +514,20 @@ def test_ranks_without_shards_do_not_add_up_their_norms(strategy):
         "sharded_groups": () if whole else ("group",),
     }
     assert scaler_groups(None) == {}
+
+
+@pytest.mark.parametrize("kind", [AmpPrecision, FabricAmpPrecision])
+def test_another_device_than_the_strategys_is_refused(kind):
+    def start(device):
+        plugin = kind("fp32", device=device)
+        if kind is FabricAmpPrecision:
+            Fabric(accelerator="cpu", devices=1, plugins=[plugin]).setup(nn.Linear(1, 1))
+        else:
+            fit(OneWeight(), plugin)
+
+    start("cpu")
+    with pytest.raises(ValueError, match="device='cuda' was given, but .* on 'cpu'; delete device="):
+        start("cuda")
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ class AmpAccelerator(HasScaler, Accelerator):
         if self.ao_recipe_handler is not None:
             owner = f"{type(self).__name__}(mixed_precision='fp8')"
             refuse_device(owner, device, self.ao_recipe_handler.config)
-        rules = settings.op_rules or (OpRules.default(device) if device in TABLES else None)
+        rules = settings.rules or (OpRules.default(device) if device in TABLES else None)
         if settings.changes_forward and rules is not None:
             with naming(settings.sources):
                 set_default_rules(rules)
@@ -257,7 +257,14 @@ class AmpAccelerator(HasScaler, Accelerator):
             if in_fp32 and self.ao_recipe_handler is not None:
                 leave_out(self.ao_recipe_handler, model, in_fp32)
             if self._settings.changes_forward and not getattr(model, "_is_accelerate_prepared", False):
-                self._mix(model)
+                training = self._region(self.mixed_precision)
+                MixedForward(
+                    module=model,
+                    training=training,
+                    evaluation=self._region(self._settings.eval_precision or self.mixed_precision),
+                    fp32_outputs=self._settings.fp32_outputs,
+                    inputs=training.dtype if self._weights.replace_autocast else None,
+                ).put_on()
 
     def set_up_weights(self, model: nn.Module) -> None:
         """Store a model's weights before it is prepared, for a checkpoint that is loaded before."""
@@ -279,17 +286,6 @@ class AmpAccelerator(HasScaler, Accelerator):
             prepared: nn.Module = super().prepare_model(model, *args, **kwargs)
         reduce_in_fp32(prepared)
         return prepared
-
-    def _mix(self, module: nn.Module) -> None:
-        training = self._region(self.mixed_precision)
-        forward = MixedForward(
-            module=module,
-            training=training,
-            evaluation=self._region(self._settings.eval_precision or self.mixed_precision),
-            fp32_outputs=self._settings.fp32_outputs,
-            inputs=training.dtype if self._weights.replace_autocast else None,
-        )
-        forward.put_on()
 
     def _region(self, precision: str, of_block: AutocastKwargs | None = None) -> RegionState:
         """Return in which region models compute in a precision of Accelerate's or ours, or a block does."""

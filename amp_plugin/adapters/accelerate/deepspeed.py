@@ -128,8 +128,8 @@ def is_ours(config: Mapping[str, Any]) -> bool:
 
 def scaler_for_engine(engine: Any, settings: Settings, config: Mapping[str, Any]) -> GradScaler:
     """Return a scaler that stands in an engine's place, or one that observes what the engine does."""
-    if settings.op_rules is not None:
-        set_default_rules(settings.op_rules)
+    if settings.rules is not None:
+        set_default_rules(settings.rules)
     apply_fp32_modules(engine.module, found_patterns(engine.module, settings.fp32_modules))
     if is_ours(config):
         scales = settings.enabled and engine.torch_autocast_z0_gradscaler is not None

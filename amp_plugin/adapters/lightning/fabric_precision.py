@@ -142,11 +142,7 @@ class FabricPrecision(PrecisionCore):
 
 
 def join_fabric(plugin: type[FabricPrecision]) -> None:
-    """Have Fabric's set-up report modules and optimizers to a FabricPrecision; let penalties through.
-
-    Fabric has no hook for that: ``setup`` shows a plugin no optimizer and no wrapped module. But each ends
-    in a ``_FabricOptimizer`` or ``_FabricModule``, made with the strategy, which knows the plugin.
-    """
+    """Have Fabric's wrappers, which know the plugin, report what they wrap to it; let penalties through."""
     surround_backward(plugin.backward_allowed)
     wrappers = plugin.package.wrappers
     for wrapper in (wrappers._FabricOptimizer, wrappers._FabricModule):

@@ -200,12 +200,18 @@ class PrecisionCore(HasScaler):
 
     def _start(self, device_type: str, groups: Mapping[str, Any]) -> None:
         """Make what depends on the device and on FSDP's groups, once they are known."""
+        if self.settings.device not in {None, device_type}:
+            msg = (
+                f"device={self.settings.device!r} was given, but the model runs on {device_type!r}; delete "
+                "device= (the plugin finds the model's)"
+            )
+            raise ValueError(msg)
         if self.settings.float8_config is not None:
             refuse_device(repr(self), device_type, self.settings.float8_config)
         if self.device != device_type:
             self.package.utilities.rank_zero_only(warn_of_slow_fp16)(self.settings.precision, device_type)
         self.device = device_type
-        self._rules = self.settings.op_rules
+        self._rules = self.settings.rules
         if self._rules is not None:
             set_default_rules(self._rules)
         self._scaler.place(self.device, **groups)
