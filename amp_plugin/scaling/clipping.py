@@ -145,7 +145,8 @@ def number(name: str, given: Any, *, least: float = -math.inf) -> float:
         )
         raise TypeError(msg) from None
     if not value >= least:
-        msg = f"clip: {name}={given!r} is not allowed; give a number that is not negative"
+        what = "a number that is not negative" if least == 0 else "a number"
+        msg = f"clip: {name}={given!r} is not allowed; give {what}"
         raise ValueError(msg)
     return value
 

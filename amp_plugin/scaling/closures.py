@@ -2,7 +2,7 @@
 
 The closure runs backward on ``scaler.scale(loss)`` and returns the loss itself; its gradients are unscaled
 and checked before the optimizer goes on. If those of a call are not finite, the step is given up and what it
-has already changed is put back; so it is before the first call, if the optimizer may use gradients there.
+has already changed is put back. Gradients that the optimizer may use before its first call are checked too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Closure = Callable[[], Any]
 _NOT_PUT_BACK = (
     "{0}: a closure's gradients are not finite after the step has changed weights. Earlier steps did "
     "not do that before their last call of the closure, so no copy was kept to put them back. Load the "
-    "last checkpoint; a {0} made again keeps copies if its first step is such a one."
+    "last checkpoint; a new {0} keeps copies if its first step changes weights early."
 )
 
 

@@ -49,8 +49,8 @@ class GradScaler(TorchNames):
         scale(loss):      apply a requested update; return loss * scale
         backward begins:  convert gradients in other units to this scale
         step(optimizer):  unscale what is not unscaled; step if all gradients are finite, on all ranks
-        update():         request: applied once no registered optimizer holds unused scaled gradients,
-                          at the latest by end_iteration() or the next scale(), which rescale them
+        update():         ask for an update. It is applied once no registered optimizer holds unused scaled
+                          gradients; end_iteration() and the next scale() apply it and rescale them
 
     Args:
         {options}
@@ -352,8 +352,8 @@ class GradScaler(TorchNames):
         """Unscale, and call ``optimizer.step`` unless a gradient is not finite, also if nothing is scaled.
 
         Afterwards ``.grad`` is unscaled, and clipped if it was clipped, also after a skipped step.
-        Waits for the device only if neither the optimizer supports AMP (``fused=True``) nor the step is taken
-        in one pass. An optimizer without gradients steps as it would without a scaler.
+        Steps in one pass and those of fused optimizers do not wait for the device, except the first of fused
+        SGD with momentum; all others do. An optimizer without gradients steps as it would without a scaler.
 
         Args:
             optimizer: The optimizer.
@@ -361,8 +361,8 @@ class GradScaler(TorchNames):
             **kwargs: For ``optimizer.step``; ``closure`` may scale and run backward itself.
 
         Returns:
-            What ``optimizer.step`` returns; None if it was skipped, the closure's loss if nothing is scaled.
-            :meth:`last_step` has the details.
+            What ``optimizer.step`` returns. A skipped step returns None or, where nothing is scaled, the loss of
+            its closure. :meth:`last_step` has the details.
 
         Raises:
             RuntimeError: Called twice without new gradients, or before ``scale()``; or hooks of the

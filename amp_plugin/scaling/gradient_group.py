@@ -56,7 +56,7 @@ class GradientGroup:
         self.taken: list[Tensor] = []  # their gradients were gone at the end of a scaled backward
         self._watched: set[Tensor] = set()  # for that
         self._contributions: list[tuple[LossScale, Tensor]] = []
-        # For each owner: what one of them has used may wait for another.
+        # For each owner, since gradients that one has used may still wait for another.
         self._histories = {owner: OverflowHistory() for owner in owners} if remembers else {}
         self._stepped: set[int] = set()  # owners that have stepped since the gradients were last unscaled
         self._measurements: list[Measurement] | None = None
@@ -65,7 +65,7 @@ class GradientGroup:
 
     @property
     def scaled_by(self) -> LossScale | None:
-        """The loss scale the gradients are multiplied by; one that no loss was multiplied by yet is none."""
+        """The loss scale the gradients are multiplied by; None until a loss was multiplied by it."""
         return None if self.carries is None or self.carries.value is None else self.carries
 
     def has_gradients(self) -> bool:

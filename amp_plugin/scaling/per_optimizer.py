@@ -130,7 +130,7 @@ class PerOptimizerState:
         return {gradients.scaled_by for gradients in self.groups}
 
     def delays_update(self) -> bool:
-        """Whether the loss scale must not change before its step; alike on all ranks, whatever gradients."""
+        """Whether the loss scale must not change before its step; the same on all ranks."""
         return self.is_awaited() if self.spans_ranks else self.is_pending()
 
     def is_awaited(self) -> bool:

@@ -113,7 +113,7 @@ class StepResult:
 
     Attributes:
         norm: Norm of the unscaled gradients before clipping, float32, 0-dim; None if the optimizer
-            had no gradients, or nothing was measured because the scaler is disabled.
+            had no gradients, or a disabled scaler has ``on_nonfinite="ignore"`` and measured nothing.
         found_inf: 1.0 if the step was skipped, else 0.0; float32, 0-dim.
         clipped_later: Computes :attr:`clipped_norm` without keeping the rest; None if that is ``norm``.
         not_one_pass_because: Why the optimizer's own step ran; empty if it was taken in one pass.
@@ -331,7 +331,7 @@ class StepLog:
             self.hear_loss(loss)
 
     def start_over(self, skipped_before: int) -> None:
-        """Go on from a count, with no step known and nothing left to learn; who is waited for stays."""
+        """Go on from a count: forget all steps, and what is not known yet; ``wait_for`` holds on."""
         self.skipped_before = skipped_before
         self._late.clear()
         for record in self._records.values():
@@ -387,7 +387,7 @@ class StepLog:
         return any(record.in_a_row for record in self._records.values())
 
     def holds_schedulers(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer's schedulers sit out its last step: once per skip, later if learnt late."""
+        """Whether the optimizer's schedulers sit out its last step: once for each skip that became known."""
         record = self._records.get(id(optimizer))
         return record is not None and record.is_held
 

@@ -107,7 +107,7 @@ class Steps:
         state.refuse_changed_after_clip()
         norm_type = 2.0 if state.clip is None else state.clip.norm_type
         if not left:
-            state.clip_again()  # which is written now
+            state.clip_again()  # of what the gradients are now; check() writes it
         suspect = state.clip_suspect()
         norm, found = state.check(write=not left, norm_type=norm_type)
         if suspect is not None:

@@ -54,7 +54,7 @@ class TorchNames(torch.amp.GradScaler):
         return self._scales.default
 
     def is_enabled(self) -> bool:
-        """Return whether the scaler does anything."""
+        """Return whether losses are scaled; a disabled scaler still checks gradients and skips steps."""
         return self._enabled
 
     def get_scale(self, name: str | None = None) -> float:
