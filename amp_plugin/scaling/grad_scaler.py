@@ -361,8 +361,8 @@ class GradScaler(TorchNames):
             **kwargs: For ``optimizer.step``; ``closure`` may scale and run backward itself.
 
         Returns:
-            What ``optimizer.step`` returns. A skipped step returns None or, where nothing is scaled, the loss of
-            its closure. :meth:`last_step` has the details.
+            What ``optimizer.step`` returns. A skipped step returns None or, where nothing is scaled, its
+            closure's loss. :meth:`last_step` has the details.
 
         Raises:
             RuntimeError: Called twice without new gradients, or before ``scale()``; or hooks of the
