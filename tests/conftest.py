@@ -15,7 +15,7 @@ import torch
 
 from amp_plugin.casting.rules import torch_release
 from amp_plugin.kernels.build import native_core
-from tests.warm_processes import keep_copy
+from tests.copied_process import keep_copy
 
 gc.disable()  # until the first test: what tests import makes half a million objects, and hardly garbage
 

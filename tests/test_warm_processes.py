@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests import warm_processes
+from tests.copied_process import copy_is_kept
 from tests.process_groups import destroy
 
 
@@ -54,7 +55,7 @@ def sum_of_ranks() -> None:
 
 @pytest.fixture(params=[False, True], ids=["with torch", "with all that tests import"])
 def frameworks(request: pytest.FixtureRequest) -> bool:
-    if request.param and not warm_processes.copy_is_kept():
+    if request.param and not copy_is_kept():
         pytest.skip("no copies of a process that has a GPU")
     return request.param
 
@@ -67,7 +68,7 @@ def test_output_errors_environment_and_folder(tmp_path: Path, frameworks: bool) 
 
 
 def test_what_is_spawned_in_a_copy_is_a_copy_too(tmp_path: Path) -> None:
-    if not warm_processes.copy_is_kept():
+    if not copy_is_kept():
         pytest.skip("no copies of a process that has a GPU")
     answer = warm_processes.call(spawn, environment={"SAID": "yes"}, folder=tmp_path, frameworks=True)
     said, *ended = answer.stdout.splitlines()
@@ -75,6 +76,14 @@ def test_what_is_spawned_in_a_copy_is_a_copy_too(tmp_path: Path) -> None:
     assert ended == [f"ended with {status}" for status in (0, 1, 1)]
     assert answer.stderr.startswith("errors\nno more\n")
     assert answer.stderr.endswith("ValueError: of the test\n")
+
+
+def test_an_error_is_told_with_the_exit_status(frameworks: bool) -> None:
+    answer = warm_processes.call(fail, frameworks=frameworks)
+    assert answer.returncode == 1
+    assert answer.stderr.endswith("ValueError: of the test\n")
+    answer = warm_processes.call(leave, frameworks=frameworks)
+    assert (answer.returncode, answer.stderr) == (1, "no more\n")
 
 
 def test_what_does_not_end_is_killed(frameworks: bool) -> None:

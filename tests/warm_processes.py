@@ -3,34 +3,22 @@
 For what needs a new process but no new interpreter: ranks, programs that load the native core, builds beside each
 other. What an import does, and what a process must find at its very start (``LD_LIBRARY_PATH``, ``-W error``), needs
 an interpreter, by ``subprocess``.
-
-Both come from a server of ``multiprocessing``. :func:`keep_copy` makes the second one of a copy of this process as it
-was before its first test, without a thread of torch.
 """
 
 from __future__ import annotations
 
-import logging
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
-import multiprocessing.util
+import multiprocessing
 import os
 import runpy
-import signal
 import socket
 import sys
 import tempfile
-import threading
-import types
-import warnings
 from collections.abc import Callable, Mapping
-from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
 from typing import Any
-from unittest import mock
 
-import torch
+from tests.copied_process import CopiedProcess, copy_is_kept
 
 ROOT = Path(__file__).parents[1]
 PRELOADED = [
@@ -41,62 +29,8 @@ PRELOADED = [
     "torch.distributed.tensor.parallel",
 ]
 
-_servers = {False: ForkServer()}  # whether all that tests import is there -> where processes are forked
-_servers[False].set_forkserver_preload(PRELOADED)
-
-
-def keep_copy() -> None:
-    """Make a server of a copy of this process. Not where there is a GPU: its driver does not survive a fork."""
-    if torch.cuda.is_available():
-        return
-    server = _servers[True] = ForkServer()
-    server.set_forkserver_preload([])
-    multiprocessing.resource_tracker.ensure_running()
-    with mock.patch("multiprocessing.util.spawnv_passfds", _copy), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on: xdist has a thread
-        server.ensure_running()
-
-
-def copy_is_kept() -> bool:
-    """Whether there is a copy to start processes from."""
-    return True in _servers
-
-
-def _copy(_: bytes, words: list[str], descriptors: list[int]) -> int:
-    """Start what ``multiprocessing`` would start in a new interpreter as a copy of this process."""
-    multiprocessing.util._flush_std_streams()
-    child = os.fork()
-    if child:
-        return child
-    status, place = 1, words.index("-c")
-    try:
-        _look_like_a_new_interpreter()
-        sys.argv = words[place : place + 1] + words[place + 2 :]
-        os.closerange(
-            max(descriptors) + 1, 4096
-        )  # such as the end of a pipe by which the parent says that it lives
-        exec(words[place + 1], {})
-    except SystemExit as end:
-        status = int(end.code or 0)
-    finally:
-        os._exit(status)
-
-
-def _look_like_a_new_interpreter() -> None:
-    """Take back what pytest has changed."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
-    logging.getLogger().handlers.clear()
-    warnings.resetwarnings()
-    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
-        warnings.simplefilter("ignore", category)
-    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 -- as long as the process
-    sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
-    torch.set_num_threads(1)
-    # Torch's own helpers for tests, if one of ours has imported them, forbid to set the flags of backends.
-    torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
-    multiprocessing.util.spawnv_passfds = _copy
+_forked = multiprocessing.get_context("forkserver")
+_forked.set_forkserver_preload(PRELOADED)
 
 
 class WarmProcess:
@@ -117,10 +51,10 @@ class WarmProcess:
         self._files = [Path(self._folder.name, name) for name in ("output", "errors")]
         variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
         task = (self._files, variables, folder, function, arguments)
-        server = _servers.get(frameworks, _servers[False])
-        multiprocessing.forkserver.connect_to_new_process = server.connect_to_new_process
-        fork = multiprocessing.get_context("forkserver").Process
-        self._process = fork(target=_call, args=task, daemon=not frameworks)
+        if frameworks and copy_is_kept():
+            self._process = CopiedProcess(target=_call, args=task)
+        else:
+            self._process = _forked.Process(target=_call, args=task, daemon=True)
         self._process.start()
 
     def errors(self) -> str:
