@@ -137,8 +137,8 @@ def clipped(weight, clip, clip_norm):
     before = weight.grad.clone()
     if clip != "none":
         assert clip_norm() > 1.0
-    folds = clip == "folded" and native_core().loaded
-    assert torch.equal(weight.grad, before) is (clip == "none" or folds)
+    if clip != "folded" or native_core().loaded:  # without the core, fused optimizers alone fold
+        assert torch.equal(weight.grad, before) is (clip != "written")
 
 
 def fabric(make, precision, clip):
