@@ -13,7 +13,6 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import amp_plugin
-from tests.host_device import host_device
 from tests.process_groups import leave
 from tests.warm_processes import call_on_ranks
 
@@ -243,9 +242,7 @@ def test_within_a_region_a_stream_makes_its_own_casts():
     weight = nn.Parameter(torch.randn(16, 8, generator=torch.Generator().manual_seed(0)).cuda())
     inputs, other = BATCHES[0].cuda(), torch.cuda.Stream()
     torch.cuda.synchronize()
-    # work is as late as can be on the device made of host memory; a real one is late by itself
-    late = host_device.late_work() if host_device.LOADED else contextlib.nullcontext()
-    with late, amp_plugin.autocast("cuda", dtype=BF16):
+    with amp_plugin.autocast("cuda", dtype=BF16):
         torch.cuda._sleep(50_000_000)
         nn.functional.linear(inputs, weight)
         with torch.cuda.stream(other):
