@@ -46,8 +46,8 @@ def test_a_fused_optimizer_on_a_gpu(exact):
 def test_training_on_a_gpu(precision, dtype):
     torch.manual_seed(0)
     accelerator = ours(precision=precision, cpu=False, steps=2)
-    model, seen, losses = torch.nn.Linear(8, 1), set(), []
-    model.register_forward_hook(lambda *call: seen.add(call[-1].dtype))
+    model, seen, losses = torch.nn.Sequential(torch.nn.Linear(8, 1)), set(), []
+    model[0].register_forward_hook(lambda *call: seen.add(call[-1].dtype))
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
     inputs = torch.randn(64, 8, device="cuda")
     for _ in range(60):
