@@ -39,7 +39,7 @@ def cache_root() -> Path:
     """Return the private cache folder, made if need be; OSError or ValueError if it cannot be used."""
     shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     given = os.environ.get("AMP_PLUGIN_CACHE_DIR") or f"{shared}/amp_plugin"
-    root = Path(os.path.expanduser(given))  # noqa: PTH111 - it leaves a ~ where there is no home folder
+    root = Path(os.path.expanduser(given))  # noqa: PTH111 - raises nothing without a home folder
     if not root.is_absolute():
         msg = f"the cache folder {given!r} is not an absolute path; {_WAY_OUT}"
         raise ValueError(msg)
