@@ -68,8 +68,7 @@ _ADVICE = {
     "pole, root": "a root is 0 there, and its derivative infinite: put the eps inside, sqrt(x + eps), or "
     "rsqrt(x + eps) to divide by it. where() afterwards hides the value but not the gradient.",
     "pole, derivative": "the derivative of {c.forward} is not finite there: move the input away (clamp, eps; "
-    "for equal eigenvalues cholesky) or mask it before; where() hides the value but not the gradient."
-    + _SMALL,
+    "for equal eigenvalues cholesky) or mask it before; where() hides the value but not the gradient.",
     "pole, division": "{c.base} by 0, in this line or its backward(): add an eps to the divisor (of a root "
     "inside: rsqrt(x + eps)), or mask it before the division.",
     "pole": "{c.base} of 0, or at an end of its range, is infinite: clamp its input, add an eps, or use "

@@ -63,6 +63,7 @@ class Origin:
     is_reported: bool = False  # what follows from it is not reported again
     is_read: bool = False  # an op has computed with it; moving it about does not count
     is_absorbed: bool = False  # an op has made finite numbers of it
+    is_compared: bool = False  # an op has made integers or booleans of it
     became_nan: bool = False  # an op has made a nan of it
     in_python: bool = False  # Python has read it
     source: str = ""  # of data: where it was loaded
@@ -196,6 +197,7 @@ class Watch:
                 self._trace(call, result)
         for origin in self._read_by(call) if all(are_finite) else ():
             origin.is_absorbed |= bool(results)
+            origin.is_compared |= not results
 
     def _follow_overflow(self, call: Call, output: Any, *, is_new: bool) -> None:
         """Follow infinities that are none in fp64, and report one that vanishes in numbers unlike fp64's."""
@@ -305,7 +307,7 @@ class Watch:
             return self._new("made", call, result, judged, call.site)
         site = call.forward_site
         first = None if site is None else self._first_at.get(site)
-        if first is not None and first.is_reported:
+        if first is not None and (first.is_reported or first.is_compared):
             return first  # a derivative is not a second origin
         origin = self._new("made", call, result, judged, site)
         if site is not None:
