@@ -293,4 +293,6 @@ def _widen_fresh_state(optimizer: Optimizer) -> None:
                     "optimizer) first, and load the state dict then"
                 )
                 raise ValueError(msg)
-            state[name] = value.float()
+            options = [option for option in optimizer.defaults.values() if isinstance(option, float)]
+            made_of = [o for o in options if (value == torch.tensor(o, dtype=value.dtype)).all()]
+            state[name] = torch.full_like(value.float(), made_of[0]) if made_of else value.float()
