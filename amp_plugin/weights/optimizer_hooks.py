@@ -60,9 +60,8 @@ def add_optimizer(optimizer: Optimizer, state: str | None = None) -> None:
         _refuse(optimizer)
         _widen_fresh_state(optimizer)
         _hooks_of(optimizer).attach_to_steps(optimizer)
+    if _has_hooks(optimizer):
         _hooks_of(optimizer).compress(optimizer, loaded=True)
-    elif _has_hooks(optimizer):
-        _hooks_of(optimizer)
     count = sum(param.requires_grad and is_unstored_half(param) for param in params)
     if count and is_new:
         warn_user(
