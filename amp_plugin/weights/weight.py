@@ -13,10 +13,11 @@ parameter are float32 parameters. A parameter that is frozen in 16 bits is store
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -125,7 +126,7 @@ class StoredWeight:
     steps: int = 0  # optimizer steps that it has taken
     shows: int = 0  # how many want it in float32 now
     hidden: nn.Parameter | None = None  # holds the 16-bit tensor meanwhile
-    exported: str = ""  # its name in the last state dict
+    exported: tuple[str, Callable[[], Any]] = "", bool  # its name in the last state dict, and what is there
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave nothing in a pickle of a parameter that is shown, which is a float32 one there."""
@@ -401,9 +402,10 @@ def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) -
         key = prefix + name
         if isinstance(param, StoredParameter) and not isinstance(state_dict.get(key, param), nn.Parameter):
             weight = _settled(param)
-            copy = state_dict.get(weight.exported)
-            if copy is None or copy.dtype is not torch.float32:  # else the one copy has another name, too
-                copy, weight.exported = exact_value(param), key
+            copy = state_dict.get(weight.exported[0])
+            if copy is None or copy is not weight.exported[1]():  # else the one copy has another name, too
+                copy = exact_value(param)
+                weight.exported = key, ref(copy)
                 if not has_room(param):
                     warn_user(
                         f"the state dict is made on the host, tensor by tensor: {param.device} has no room "

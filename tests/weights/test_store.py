@@ -84,6 +84,22 @@ def test_what_is_assigned_is_stored(assign, weights):
     assert_same(*models)
 
 
+def nested():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+
+
+def test_the_state_dict_of_a_part_changes_nothing_in_that_of_the_whole():
+    """Names of the part are those of other weights of the whole: ``0.weight`` is ``1.0.weight`` there."""
+    reference, stored, _ = twins(make=nested)
+    assert_same(reference[1], stored[1])
+    assert_same(reference, stored)
+    state = stored.state_dict()
+    for model in (reference, stored):
+        model.load_state_dict(state)
+    assert_same(reference, stored)
+
+
 @pytest.mark.parametrize(("weights", "convert"), [("bf16", "half"), ("fp16", "bfloat16"), ("bf16", "float")])
 def test_a_converted_model_is_an_error_at_the_next_use(weights, convert):
     (_, stored), (_, optimizer) = stepped_twins(lambda p: SGD(p, lr=0.1), weights)
