@@ -16,11 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final, cast
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from amp_plugin.kernels import ops  # noqa: F401 -- defines the ops
 from amp_plugin.messages import warn_user
@@ -381,10 +383,22 @@ def _exchange(param: Tensor, other: Tensor, kind: type) -> None:
 
 def export_fp32(model: nn.Module) -> None:
     """Let the modules of a model save and load stored parameters in float32."""
+    _export_from_later_modules()
     for module in model.modules():
-        if module._parameters and _after_state_dict not in module._state_dict_hooks.values():
+        if _after_state_dict not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(_after_state_dict)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
+
+
+@cache
+def _export_from_later_modules() -> None:
+    """Do the same for modules that are given a stored parameter later: tied ones, parametrizations."""
+
+    def hook(module: nn.Module, _: str, param: nn.Parameter) -> None:
+        if stored_weight(param) is not None:
+            export_fp32(module)
+
+    register_module_parameter_registration_hook(hook)
 
 
 def export_as_is(model: nn.Module) -> None:

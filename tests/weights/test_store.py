@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
@@ -97,6 +98,29 @@ def test_the_state_dict_of_a_part_changes_nothing_in_that_of_the_whole():
     state = stored.state_dict()
     for model in (reference, stored):
         model.load_state_dict(state)
+    assert_same(reference, stored)
+
+
+def tie(model):
+    model.insert(0, nn.Linear(7, 9))
+    model[0].weight = model[1].weight
+
+
+def register_a_parametrization(model):
+    parametrize.register_parametrization(model[2], "weight", nn.Identity())
+
+
+@pytest.mark.parametrize("change", [tie, register_a_parametrization])
+def test_modules_that_are_made_later_save_and_load_float32(change):
+    reference, stored, _ = twins()
+    for model in (reference, stored):
+        torch.manual_seed(1)
+        change(model)
+    assert_same(reference, stored)
+    for model in (reference, stored):
+        model.load_state_dict({name: value * 1.001 for name, value in exact(reference).items()})
+        assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+        reference.load_state_dict(exact(model))
     assert_same(reference, stored)
 
 
