@@ -370,8 +370,11 @@ def _alike(stored: dict[Tensor, StoredWeight]) -> Iterator[tuple[list[Tensor], l
 
 
 def _exchange(param: Tensor, other: Tensor, kind: type) -> None:
-    """Exchange the tensors that two Python objects stand for; the gradient stays with the parameter."""
+    """Exchange the tensors of two Python objects; gradients and hooks stay with the parameter."""
     grad, param.grad = param.grad, None
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(param, name) is not getattr(other, name):
+            setattr(other, name, getattr(param, name))  # also tells the tensor, which runs them
     torch._C._swap_tensor_impl(param, other)
     param.__class__ = kind
     if grad is not None:  # one may have been made meanwhile

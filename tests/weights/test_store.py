@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_plugin import autocast, restore_weights, store_weights
 from amp_plugin.kernels.build import native_core
-from amp_plugin.weights.store import weight_bytes
+from amp_plugin.weights.store import in_fp32, weight_bytes
 from amp_plugin.weights.weight import FORMATS, has_room, stored_weight
 from tests.warm_processes import run_program
 from tests.weights.twins import assert_same, exact, give_gradients, network, stepped_twins, train, twins
@@ -122,6 +122,20 @@ def test_modules_that_are_made_later_save_and_load_float32(change):
         assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
         reference.load_state_dict(exact(model))
     assert_same(reference, stored)
+
+
+def test_hooks_of_a_parameter_run_wherever_they_were_registered():
+    _, model, _ = twins("bf16-true")
+    weight, seen = model[0].weight, []
+    weight.register_hook(lambda _: seen.append("at rest"))
+    with in_fp32(model):
+        weight.register_post_accumulate_grad_hook(lambda _: seen.append("in a block"))
+        weight.sum().backward()
+    weight.sum().backward()
+    with in_fp32(model):
+        restore_weights(model)
+    weight.sum().backward()
+    assert seen == ["at rest", "in a block"] * 3
 
 
 @pytest.mark.parametrize(("weights", "convert"), [("bf16", "half"), ("fp16", "bfloat16"), ("bf16", "float")])
