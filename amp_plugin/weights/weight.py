@@ -82,8 +82,8 @@ class Fp16WithMaster(SplitBf16):
         """Write both."""
         torch._foreach_copy_(list(weights), list(masters))
         for master, own in zip(masters, kept, strict=True):
-            if master.data_ptr() != own.data_ptr():
-                own.copy_(master)
+            if (master.data_ptr(), master.stride()) != (own.data_ptr(), own.stride()):
+                own.copy_(master.clone())  # it may be the same memory, transposed
 
 
 class StochasticBf16(SplitBf16):

@@ -138,6 +138,15 @@ def test_hooks_of_a_parameter_run_wherever_they_were_registered():
     assert seen == ["at rest", "in a block"] * 3
 
 
+@pytest.mark.parametrize("weights", ["bf16", "fp16"])
+def test_float32_that_is_transposed_in_place_is_stored(weights):
+    models = twins(weights, nested)[:2]
+    with in_fp32(models[1]):
+        for model in models:
+            model[0].weight.data = model[0].weight.data.t()
+    assert_same(*models)
+
+
 @pytest.mark.parametrize(("weights", "convert"), [("bf16", "half"), ("fp16", "bfloat16"), ("bf16", "float")])
 def test_a_converted_model_is_an_error_at_the_next_use(weights, convert):
     (_, stored), (_, optimizer) = stepped_twins(lambda p: SGD(p, lr=0.1), weights)
