@@ -125,6 +125,7 @@ class StoredWeight:
     format: SplitBf16
     kept: Tensor  # what its 16 bits lack; on its device from the next use on
     seed: int  # of stochastic rounding
+    owner: ref[Tensor]  # torch.utils.swap_tensors, which would take the record away, refuses what has one
     steps: int = 0  # optimizer steps that it has taken
     shows: int = 0  # how many want it in float32 now
     hidden: nn.Parameter | None = None  # holds the 16-bit tensor meanwhile
@@ -222,7 +223,7 @@ def store_(param: nn.Parameter, name: str, *, seed: int = 0) -> None:
     param.data = value
     param.grad_dtype = torch.float32
     param.__class__ = StoredParameter
-    setattr(param, _ATTRIBUTE, StoredWeight(name, FORMATS[name], kept, seed))
+    setattr(param, _ATTRIBUTE, StoredWeight(name, FORMATS[name], kept, seed, ref(param)))
     if grad is not None:
         param.grad = grad.float()
 

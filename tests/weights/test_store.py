@@ -147,6 +147,19 @@ def test_float32_that_is_transposed_in_place_is_stored(weights):
     assert_same(*models)
 
 
+@pytest.mark.parametrize("convert", [nn.Module.double, lambda model: model.load_state_dict(exact(model))])
+def test_parameters_that_torch_would_swap_are_refused(convert):
+    """Their records would be lost, and they would be trained in 16 bits."""
+    reference, stored, _ = twins()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with pytest.raises(RuntimeError, match=r"[Ss]wap"):
+            convert(stored)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert_same(reference, stored)
+
+
 @pytest.mark.parametrize(("weights", "convert"), [("bf16", "half"), ("fp16", "bfloat16"), ("bf16", "float")])
 def test_a_converted_model_is_an_error_at_the_next_use(weights, convert):
     (_, stored), (_, optimizer) = stepped_twins(lambda p: SGD(p, lr=0.1), weights)
