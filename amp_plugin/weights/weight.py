@@ -157,6 +157,11 @@ class StoredParameter(nn.Parameter):
     grad: Any = property(_GRAD.__get__, _set_grad, _GRAD.__delete__)
     data: Any = property(_DATA.__get__, _set_data)
 
+    def share_memory_(self) -> Any:
+        """Share what is kept, too: with processes that are forked."""
+        _settled(self).kept.share_memory_()  # type: ignore[no-untyped-call]
+        return super().share_memory_()  # type: ignore[no-untyped-call]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a float32 parameter."""
         return nn.Parameter(exact_value(self), self.requires_grad)
@@ -173,8 +178,7 @@ def _set_requires_grad(param: nn.Parameter, wanted: bool) -> None:
     if wanted:
         name, seed = vars(param).get("once_trained", ("fp32", 0))
         forget_way_(param)
-        size = param.numel() * param.element_size()
-        if param.untyped_storage().nbytes() == size:  # a part of FSDP's flat tensor must keep its memory
+        if param.untyped_storage().nbytes() == param.nbytes:  # a part of FSDP's flat tensor keeps its memory
             store_(param, name, seed=seed)
     _REQUIRES_GRAD.__set__(param, wanted)
 
@@ -449,4 +453,4 @@ def _before_load(
             store_(made, weight.name, seed=weight.seed)
         else:
             state_dict[prefix + name], kept = weight.format.split(exact)
-            weight.kept = kept.to(param.device)
+            weight.kept.copy_(kept)
