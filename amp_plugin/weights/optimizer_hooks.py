@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
+from traceback import walk_stack
 from typing import Any, Final
 
 import torch
@@ -59,9 +60,8 @@ def add_optimizer(optimizer: Optimizer, state: str | None = None) -> None:
         _refuse(optimizer)
         _widen_fresh_state(optimizer)
         _hooks_of(optimizer).attach_to_steps(optimizer)
+    if _has_hooks(optimizer):
         _hooks_of(optimizer).compress(optimizer, loaded=True)
-    elif _has_hooks(optimizer):
-        _hooks_of(optimizer)
     count = sum(param.requires_grad and is_unstored_half(param) for param in params)
     if count and is_new:
         warn_user(
@@ -100,6 +100,7 @@ class OptimizerHooks:
     def __init__(self) -> None:
         self.sees_steps = False
         self._shown: list[Tensor] = []
+        self._inner = 0  # steps of base classes that a step has called
         self._is_widened = False  # its state is float32 meanwhile
         self._told: set[str] = set()
 
@@ -143,6 +144,10 @@ class OptimizerHooks:
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         """Show the parameters; let a closure run on 16 bits."""
+        if (self._shown or self._is_widened) and _is_within_its_step(optimizer):
+            self._inner += 1
+            return None
+        self._inner = 0
         self.close(optimizer)
         params = stored_params(_params(optimizer))
         self._is_widened = any(map(asked_for, _params(optimizer)))
@@ -164,7 +169,9 @@ class OptimizerHooks:
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
         """Store them."""
-        self.close(optimizer, steps=1)
+        self._inner -= 1
+        if self._inner < 0:
+            self.close(optimizer, steps=1)
 
     def after_state_dict(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
         """Put plain tensors in the place of compressed states."""
@@ -214,6 +221,13 @@ def _count_steps(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
         if weight is not None and not weight.format.kept_bytes:
             count = optimizer.state.get(param, {}).get("step", weight.steps)
             weight.steps = weight.steps if getattr(count, "is_cuda", False) else int(count)
+
+
+def _is_within_its_step(optimizer: Optimizer) -> bool:
+    """Whether a step has called that of its base class, whose hooks torch runs, too."""
+    frames = (f for f, _ in walk_stack(None) if f.f_globals.get("__name__") == Optimizer.__module__)
+    steps = sum("wrapper" in f.f_code.co_name and f.f_locals.get("self") is optimizer for f in frames)
+    return steps > 1
 
 
 def _has_hooks(optimizer: Optimizer) -> bool:
@@ -278,4 +292,6 @@ def _widen_fresh_state(optimizer: Optimizer) -> None:
                     "optimizer) first, and load the state dict then"
                 )
                 raise ValueError(msg)
-            state[name] = value.float()
+            options = [option for option in optimizer.defaults.values() if isinstance(option, float)]
+            made_of = [o for o in options if (value == torch.tensor(o, dtype=value.dtype)).all()]
+            state[name] = torch.full_like(value.float(), made_of[0]) if made_of else value.float()

@@ -114,9 +114,6 @@ def store_weights(
     name = checked_word("weights", weights, WeightsName)
     state = checked_word("state", state, StateName)
     refuse_sharded(name, sharded_by(model))
-    if torch.__future__.get_swap_module_params_on_conversion():
-        msg = "torch.__future__.set_swap_module_params_on_conversion(True) replaces parameters: unset it"
-        raise RuntimeError(msg)
     if name == "fp32":
         restore_weights(model)
     else:

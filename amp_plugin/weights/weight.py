@@ -13,13 +13,16 @@ parameter are float32 parameters. A parameter that is frozen in 16 bits is store
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from amp_plugin.kernels import ops  # noqa: F401 -- defines the ops
 from amp_plugin.messages import warn_user
@@ -79,8 +82,8 @@ class Fp16WithMaster(SplitBf16):
         """Write both."""
         torch._foreach_copy_(list(weights), list(masters))
         for master, own in zip(masters, kept, strict=True):
-            if master.data_ptr() != own.data_ptr():
-                own.copy_(master)
+            if (master.data_ptr(), master.stride()) != (own.data_ptr(), own.stride()):
+                own.copy_(master.clone())  # it may be the same memory, transposed
 
 
 class StochasticBf16(SplitBf16):
@@ -122,10 +125,11 @@ class StoredWeight:
     format: SplitBf16
     kept: Tensor  # what its 16 bits lack; on its device from the next use on
     seed: int  # of stochastic rounding
+    owner: ref[Tensor]  # torch.utils.swap_tensors, which would take the record away, refuses what has one
     steps: int = 0  # optimizer steps that it has taken
     shows: int = 0  # how many want it in float32 now
     hidden: nn.Parameter | None = None  # holds the 16-bit tensor meanwhile
-    exported: str = ""  # its name in the last state dict
+    exported: tuple[str, Callable[[], Any]] = "", bool  # its name in the last state dict, and what is there
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave nothing in a pickle of a parameter that is shown, which is a float32 one there."""
@@ -153,6 +157,11 @@ class StoredParameter(nn.Parameter):
     grad: Any = property(_GRAD.__get__, _set_grad, _GRAD.__delete__)
     data: Any = property(_DATA.__get__, _set_data)
 
+    def share_memory_(self) -> Any:
+        """Share what is kept, too: with processes that are forked."""
+        _settled(self).kept.share_memory_()  # type: ignore[no-untyped-call]
+        return super().share_memory_()  # type: ignore[no-untyped-call]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a float32 parameter."""
         return nn.Parameter(exact_value(self), self.requires_grad)
@@ -169,8 +178,7 @@ def _set_requires_grad(param: nn.Parameter, wanted: bool) -> None:
     if wanted:
         name, seed = vars(param).get("once_trained", ("fp32", 0))
         forget_way_(param)
-        size = param.numel() * param.element_size()
-        if param.untyped_storage().nbytes() == size:  # a part of FSDP's flat tensor must keep its memory
+        if param.untyped_storage().nbytes() == param.nbytes:  # a part of FSDP's flat tensor keeps its memory
             store_(param, name, seed=seed)
     _REQUIRES_GRAD.__set__(param, wanted)
 
@@ -219,7 +227,7 @@ def store_(param: nn.Parameter, name: str, *, seed: int = 0) -> None:
     param.data = value
     param.grad_dtype = torch.float32
     param.__class__ = StoredParameter
-    setattr(param, _ATTRIBUTE, StoredWeight(name, FORMATS[name], kept, seed))
+    setattr(param, _ATTRIBUTE, StoredWeight(name, FORMATS[name], kept, seed, ref(param)))
     if grad is not None:
         param.grad = grad.float()
 
@@ -367,8 +375,11 @@ def _alike(stored: dict[Tensor, StoredWeight]) -> Iterator[tuple[list[Tensor], l
 
 
 def _exchange(param: Tensor, other: Tensor, kind: type) -> None:
-    """Exchange the tensors that two Python objects stand for; the gradient stays with the parameter."""
+    """Exchange the tensors of two Python objects; gradients and hooks stay with the parameter."""
     grad, param.grad = param.grad, None
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(param, name) is not getattr(other, name):
+            setattr(other, name, getattr(param, name))  # also tells the tensor, which runs them
     torch._C._swap_tensor_impl(param, other)
     param.__class__ = kind
     if grad is not None:  # one may have been made meanwhile
@@ -380,10 +391,22 @@ def _exchange(param: Tensor, other: Tensor, kind: type) -> None:
 
 def export_fp32(model: nn.Module) -> None:
     """Let the modules of a model save and load stored parameters in float32."""
+    _export_from_later_modules()
     for module in model.modules():
-        if module._parameters and _after_state_dict not in module._state_dict_hooks.values():
+        if _after_state_dict not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(_after_state_dict)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
+
+
+@cache
+def _export_from_later_modules() -> None:
+    """Do the same for modules that are given a stored parameter later: tied ones, parametrizations."""
+
+    def hook(module: nn.Module, _: str, param: nn.Parameter) -> None:
+        if stored_weight(param) is not None:
+            export_fp32(module)
+
+    register_module_parameter_registration_hook(hook)
 
 
 def export_as_is(model: nn.Module) -> None:
@@ -401,9 +424,10 @@ def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) -
         key = prefix + name
         if isinstance(param, StoredParameter) and not isinstance(state_dict.get(key, param), nn.Parameter):
             weight = _settled(param)
-            copy = state_dict.get(weight.exported)
-            if copy is None or copy.dtype is not torch.float32:  # else the one copy has another name, too
-                copy, weight.exported = exact_value(param), key
+            copy = state_dict.get(weight.exported[0])
+            if copy is None or copy is not weight.exported[1]():  # else the one copy has another name, too
+                copy = exact_value(param)
+                weight.exported = key, ref(copy)
                 if not has_room(param):
                     warn_user(
                         f"the state dict is made on the host, tensor by tensor: {param.device} has no room "
@@ -429,4 +453,4 @@ def _before_load(
             store_(made, weight.name, seed=weight.seed)
         else:
             state_dict[prefix + name], kept = weight.format.split(exact)
-            weight.kept = kept.to(param.device)
+            weight.kept.copy_(kept)

@@ -188,6 +188,15 @@ def test_parameters_added_later_and_optimizers_made_later(form):
 
 
 @BOTH_FORMS
+def test_a_later_call_decodes_the_states(form):
+    model, optimizer = trained(OPTIMIZERS["AdamW"], form)
+    before = [state.decoded() for state in states(optimizer)]
+    store_weights(model, optimizer, weights="fp32")
+    assert {type(state) for state in states(optimizer)} == {torch.Tensor}
+    assert all_equal(before, states(optimizer))
+
+
+@BOTH_FORMS
 def test_channels_last_and_gradients_of_another_layout(form):
     def convolution(memory_format):
         torch.manual_seed(0)

@@ -53,6 +53,25 @@ class Hidden(SGD):
             param.sub_(1e-4)
 
 
+class Decays(SGD):
+    """An optimizer that calls the step of its base class, and goes on."""
+
+    def __init__(self, params, error=None):
+        SGD([torch.ones(1)], lr=0.0)  # from now on torch runs hooks within that step, too
+        super().__init__(params, lr=1e-3, momentum=0.9)
+        self.error = error
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.mul_(1 - 1e-5)
+        if self.error:
+            raise self.error
+        return loss
+
+
 def library(module, name):
     """Return what makes an optimizer of a library that need not be installed."""
 
@@ -69,6 +88,7 @@ OPTIMIZERS = {
     "Rprop": torch.optim.Rprop,
     "transformers-Adafactor": lambda p: TransformersAdafactor(p, lr=1e-3, relative_step=False),
     "list-of-its-own": Hidden,
+    "more-than-its-base": Decays,
     "others": Container,
     **{
         name: library("pytorch_optimizer", name)
@@ -100,7 +120,7 @@ STEPS = {"step": lambda o: o.step(), "guard": GUARD.step, "closure": lambda o: o
 
 
 @pytest.mark.parametrize("way", STEPS)
-@pytest.mark.parametrize("name", ["AdamW", "AdamW-fused", "RMSprop"])
+@pytest.mark.parametrize("name", ["AdamW", "AdamW-fused", "RMSprop", "Adagrad", "more-than-its-base"])
 def test_those_that_nobody_has_handed_over_step_float32_from_their_first_step_on(name, way):
     models = twins()[:2]
     optimizers = [OPTIMIZERS[name](model.parameters()) for model in models]
@@ -268,22 +288,23 @@ def test_a_parameter_of_two_models_and_two_optimizers():
     assert_same(references, models)
 
 
-class Failing(SGD):
-    """Fails after it has stepped."""
-
-    def step(self, closure=None):
-        super().step()
-        raise KeyError("out of memory")
-
-
 def test_an_exception_in_a_step_leaves_what_torch_leaves():
-    models, optimizers = stepped_twins(lambda p: Failing(p, lr=1e-3))
+    models, optimizers = stepped_twins(lambda p: Decays(p, KeyError("out of memory")))
     for number in range(3):
         give_gradients(number, *models)
         for optimizer in optimizers:
             with pytest.raises(KeyError):
                 optimizer.step()
         assert_same(*models)
+    optimizers[1].error = optimizers[0].error = None
+    train(models, optimizers, 2)
+    assert models[1][0].weight.dtype is torch.bfloat16
+    assert_same(*models)
+    give_gradients(9, *models)
+    for optimizer in optimizers:
+        optimizer.error = KeyError("out of memory")
+        with pytest.raises(KeyError):
+            optimizer.step()
     restore_weights(models[1])  # with the weights still shown
     assert type(models[1][0].weight) is nn.Parameter
     assert_same(*models)

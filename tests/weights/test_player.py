@@ -11,6 +11,7 @@ from torch import nn
 
 from amp_plugin import restore_weights, store_weights
 from amp_plugin.weights.store import in_fp32
+from amp_plugin.weights.weight import stored_weight
 from tests.weights.twins import TORCHS, assert_same, exact
 
 WAYS = ["bf16", "fp16", "bf16-true", "fp16-true", "fp32"]
@@ -182,6 +183,9 @@ class Player:
 
     def share(self):
         self.model.share_memory()
+        assert all(
+            weight.kept.is_shared() for weight in map(stored_weight, self.model.parameters()) if weight
+        )
 
 
 @pytest.mark.parametrize(

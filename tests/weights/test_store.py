@@ -11,12 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
 from amp_plugin import autocast, restore_weights, store_weights
 from amp_plugin.kernels.build import native_core
-from amp_plugin.weights.store import weight_bytes
+from amp_plugin.weights.store import in_fp32, weight_bytes
 from amp_plugin.weights.weight import FORMATS, has_room, stored_weight
 from tests.warm_processes import run_program
 from tests.weights.twins import assert_same, exact, give_gradients, network, stepped_twins, train, twins
@@ -82,6 +83,81 @@ def test_what_is_assigned_is_stored(assign, weights):
         assign(model)
     train(models, [SGD(model.parameters(), lr=1e-5) for model in models], 20)
     assert_same(*models)
+
+
+def nested():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+
+
+def test_the_state_dict_of_a_part_changes_nothing_in_that_of_the_whole():
+    """Names of the part are those of other weights of the whole: ``0.weight`` is ``1.0.weight`` there."""
+    reference, stored, _ = twins(make=nested)
+    assert_same(reference[1], stored[1])
+    assert_same(reference, stored)
+    state = stored.state_dict()
+    for model in (reference, stored):
+        model.load_state_dict(state)
+    assert_same(reference, stored)
+
+
+def tie(model):
+    model.insert(0, nn.Linear(7, 9))
+    model[0].weight = model[1].weight
+
+
+def register_a_parametrization(model):
+    parametrize.register_parametrization(model[2], "weight", nn.Identity())
+
+
+@pytest.mark.parametrize("change", [tie, register_a_parametrization])
+def test_modules_that_are_made_later_save_and_load_float32(change):
+    reference, stored, _ = twins()
+    for model in (reference, stored):
+        torch.manual_seed(1)
+        change(model)
+    assert_same(reference, stored)
+    for model in (reference, stored):
+        model.load_state_dict({name: value * 1.001 for name, value in exact(reference).items()})
+        assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+        reference.load_state_dict(exact(model))
+    assert_same(reference, stored)
+
+
+def test_hooks_of_a_parameter_run_wherever_they_were_registered():
+    _, model, _ = twins("bf16-true")
+    weight, seen = model[0].weight, []
+    weight.register_hook(lambda _: seen.append("at rest"))
+    with in_fp32(model):
+        weight.register_post_accumulate_grad_hook(lambda _: seen.append("in a block"))
+        weight.sum().backward()
+    weight.sum().backward()
+    with in_fp32(model):
+        restore_weights(model)
+    weight.sum().backward()
+    assert seen == ["at rest", "in a block"] * 3
+
+
+@pytest.mark.parametrize("weights", ["bf16", "fp16"])
+def test_float32_that_is_transposed_in_place_is_stored(weights):
+    models = twins(weights, nested)[:2]
+    with in_fp32(models[1]):
+        for model in models:
+            model[0].weight.data = model[0].weight.data.t()
+    assert_same(*models)
+
+
+@pytest.mark.parametrize("convert", [nn.Module.double, lambda model: model.load_state_dict(exact(model))])
+def test_parameters_that_torch_would_swap_are_refused(convert):
+    """Their records would be lost, and they would be trained in 16 bits."""
+    reference, stored, _ = twins()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with pytest.raises(RuntimeError, match=r"[Ss]wap"):
+            convert(stored)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert_same(reference, stored)
 
 
 @pytest.mark.parametrize(("weights", "convert"), [("bf16", "half"), ("fp16", "bfloat16"), ("bf16", "float")])

@@ -14,7 +14,8 @@ TORCHS = {
     "AdamW": lambda p: AdamW(p, lr=1e-3, foreach=False),
     "AdamW-foreach": lambda p: AdamW(p, lr=1e-3, foreach=True, amsgrad=True),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-3),  # its constructor makes state
+    # Its constructor makes state.
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-3, initial_accumulator_value=0.1),
 }
 
 
