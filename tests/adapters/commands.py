@@ -1,4 +1,4 @@
-"""``accelerate launch`` and ``amp-plugin run`` in a process that runs already; what they start is new."""
+"""``accelerate launch``, ``torchrun`` and ``amp-plugin run`` in a process that runs already; what they start is new."""
 
 from __future__ import annotations
 
@@ -16,6 +16,13 @@ def launch(
 ) -> CompletedProcess[str]:
     """Launch a script; return the exit status, the output and the errors of command and script."""
     return call(_launch, list(words), environment=environment, folder=folder, frameworks=True)
+
+
+def torchrun(*words: str, environment: Mapping[str, str], folder: Path) -> CompletedProcess[str]:
+    """Do what ``torchrun WORDS`` does."""
+    from torch.distributed.run import main
+
+    return call(main, list(words), environment=environment, folder=folder)
 
 
 def run_unedited(

@@ -2,14 +2,16 @@
 
 import copy
 import inspect
+import itertools
 import pickle
 
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, extract_model_from_parallel
 
-from amp_plugin import OpRules
+from amp_plugin import AmpAccelerator, AmpKwargs, OpRules
 from amp_plugin.adapters.accelerate.settings import refuse_other_engine
 from tests.adapters.accelerate_pair import ours, prepared
 
@@ -142,6 +144,21 @@ def test_rules_and_stored_weights_hold_until_training_ends():
     assert model.weight.dtype is torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         assert (a @ a).dtype is torch.bfloat16
+
+
+@pytest.mark.native
+def test_accelerators_of_each_precision_one_after_another():
+    """The first of each has rules of its own, and nobody ends its training: its run has failed."""
+    net, x, seen = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.ones(1, 2), []
+    net[0].register_forward_hook(lambda *call: seen.append(call[-1].dtype))
+    rules = OpRules.default("cpu").with_rule("aten::linear", "fp32")
+    for precision, options in itertools.product(("fp16", "bf16", "no"), ({"rules": rules}, {})):
+        AcceleratorState._reset_state(reset_partial_state=True)  # by ours() the rules would go too
+        handlers = [AmpKwargs(**options)]
+        accelerator = AmpAccelerator(mixed_precision=precision, cpu=True, kwargs_handlers=handlers)
+        accelerator.prepare(copy.deepcopy(net))(x)
+    single = torch.float32
+    assert seen == [single, torch.float16, single, torch.bfloat16, single, single]
 
 
 def test_backward_may_run_in_the_region():

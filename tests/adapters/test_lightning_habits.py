@@ -17,7 +17,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 
-from amp_plugin import AmpMonitor, AmpPrecision
+from amp_plugin import AmpMonitor, AmpPrecision, OpRules, autocast
 from tests.adapters.lightning_models import QUIET, Linear, make_trainer, regression, stock
 
 pytestmark = [
@@ -106,6 +106,11 @@ HABITS = {
     "fast_dev_run": {"fast_dev_run": 2},
     "deterministic": {"deterministic": True, "benchmark": False},
     "reload dataloaders": {"reload_dataloaders_every_n_epochs": 1, "check_val_every_n_epoch": 2},
+    "barebones": {
+        "barebones": True,
+        "log_every_n_steps": 0,
+        "accelerator": "cpu" if torch.accelerator.is_available() else "auto",
+    },
 }
 
 
@@ -201,6 +206,38 @@ class SaveAt(Callback):
 def alone(precision):
     module, _ = run(OURS[precision](), max_epochs=1)
     return state_of(module)
+
+
+@pytest.mark.native
+def test_runs_one_after_another_are_stocks_also_behind_one_that_failed():
+    """Runs of each precision, twice; between ours, runs with op rules of their own fail."""
+
+    def play(*makes):
+        finals = []
+        for plugin in [make() for make in makes * 2]:
+            module, _ = run(plugin, max_epochs=1)
+            finals.append((state_of(module), module.losses))
+            if isinstance(plugin, AmpPrecision):
+                fail_with_rules()
+        return finals
+
+    ours = play(*OURS.values(), lambda: AmpPrecision("fp32"))
+    torch.testing.assert_close(ours, play(*STOCKS.values(), lambda: None), rtol=0, atol=0)
+
+
+def fail_with_rules():
+    """Train in bf16 with Linear in fp32 until a step raises; blocks of autocast follow the default rules again."""
+    module, x = RaisesOnce(), torch.ones(1, 8)
+    linear, dtypes = module.net[0], []
+    linear.register_forward_hook(lambda *call: dtypes.append(call[-1].dtype))
+    rules = OpRules.default("cpu").with_rule("aten::linear", "fp32")
+    with pytest.raises(ArithmeticError, match="once"):
+        make_trainer(AmpPrecision("bf16", rules=rules), -1, max_epochs=1).fit(module)
+    assert dtypes == [torch.float32] * 4
+    for block in (torch.autocast, autocast):
+        with block("cpu", dtype=torch.bfloat16):
+            assert linear(x).dtype is torch.bfloat16
+    assert linear(x).dtype is torch.float32
 
 
 class TrainsAnother(Callback):

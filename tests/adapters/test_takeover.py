@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import os
 import pickle
+import runpy
 import sys
 from contextlib import contextmanager
 
@@ -17,8 +18,9 @@ from amp_plugin import GradScaler, autocast
 from amp_plugin.adapters.takeover import Takeover, bind_environment, when_imported
 from amp_plugin.cli import app
 from tests.adapters.accelerate_pair import reset
-from tests.adapters.commands import run_unedited
+from tests.adapters.commands import run_unedited, torchrun
 from tests.commands import with_entry_points
+from tests.warm_processes import call_on_ranks
 
 LOOP = """\
 import copy, sys
@@ -56,16 +58,18 @@ from {package} import Trainer
 from {package}.demos.boring_classes import BoringModel
 from {package}.plugins import MixedPrecision
 quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-trainer = Trainer(accelerator="cpu", max_steps=2, limit_val_batches=0, **quiet, {chosen})
+trainer = Trainer(accelerator="cpu", max_steps=2, limit_val_batches=0, gradient_clip_val=0.01, **quiet, {chosen})
 scaler = getattr(trainer.precision_plugin, "scaler", None)
 print(repr(trainer.precision_plugin).split()[0], scaler.get_scale() if scaler else 1.0)
 """
 STOCK_PLUGIN = 'plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))]'
 FIT = """
 dtypes = set()
+torch.manual_seed(0)
 model = BoringModel()
 model.layer.register_forward_hook(lambda *call: dtypes.add(call[-1].dtype))
 trainer.fit(model)
+print(model.layer.weight.tolist())
 print(*dtypes)
 """
 
@@ -294,6 +298,15 @@ class TestLightning:
         assert result.stdout.startswith(plugin)
         assert f"train.py used {used}" in said[1]
 
+    def test_a_program_trains_with_its_own_numbers(self, run, package, capsys):
+        text = LIGHTNING.format(package=package, chosen='precision="bf16-mixed"') + FIT
+        plugin, *trained = run(text)[0].stdout.splitlines()
+        exec(text, {})
+        stock, *expected = capsys.readouterr().out.splitlines()
+        assert plugin.startswith("AmpPrecision")
+        assert stock.startswith("<")
+        assert trained == expected
+
     @pytest.mark.native
     def test_the_plugin_follows_the_rules(self, run, package, tmp_path):
         (tmp_path / "rules.yaml").write_text("device_type: cpu\nrules: {aten::linear: fp32}\n")
@@ -365,6 +378,48 @@ def test_a_program_that_starts_others_takes_them_along(tmp_path, installed):
     (tmp_path / "child.py").write_text(CHILD)
     done = run_unedited("--precision", "fp16", "parent.py", environment=installed, folder=tmp_path)
     assert done.stdout.split() == ["amp_plugin.scaling.grad_scaler", "torch.float16"] * 2, done.stderr
+
+
+RANK = """\
+import torch
+import torch.distributed as dist
+from tests.process_groups import destroy
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+model = torch.nn.parallel.DistributedDataParallel(layers)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+for step in range(4):
+    x = torch.randn(4, 8) * (float("inf") if step == 2 and dist.get_rank() == 1 else 1.0)
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = model(x).square().mean()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+weights = [param.detach().double().sum().item() for param in model.parameters()]
+print(scaler.get_scale(), weights, flush=True)
+destroy()
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_torchrun_takes_each_rank_over(tmp_path, installed):
+    """Both ranks have the weights of the ranks that run it without the command, and skip where one overflows."""
+    program = tmp_path / "train.py"
+    program.write_text(RANK)
+    words = ("--nproc-per-node", "2", "-m", "amp_plugin", "run", program.name)
+    done = torchrun(*words, environment=installed, folder=tmp_path)
+    bare = call_on_ranks(2, 100, runpy.run_path, str(program), None, "__main__")
+    assert bare[0].stdout.startswith("512.0 ["), bare[0].stderr
+    assert done.stdout.splitlines(keepends=True) == [rank.stdout for rank in bare], done.stderr
+    for rank in (0, 1):
+        said = f"amp-plugin run [rank {rank} of 2]: train.py used torch.autocast in fp16, GradScaler\n"
+        assert done.stderr.count(said) == 1
 
 
 def test_a_wrong_word_in_the_environment_is_refused(monkeypatch):

@@ -9,9 +9,10 @@ import torch
 from amp_plugin import AmpAccelerator, AmpKwargs
 from amp_plugin.adapters.accelerate import install
 from tests.adapters.accelerate_pair import reset
-from tests.adapters.commands import launch, run_unedited
-from tests.adapters.tiny_bert import bert, texts
-from tests.warm_processes import ROOT, run_program
+from tests.adapters.commands import launch
+from tests.adapters.tiny_bert import bert, texts, with_lora
+from tests.commands import amp
+from tests.warm_processes import ROOT
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [
@@ -27,13 +28,6 @@ needs_peft = pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="ne
 
 def tiny_bert():
     return bert(layers=1, dropout=0.1)
-
-
-def with_lora():
-    from peft import LoraConfig, get_peft_model
-
-    settings = LoraConfig(task_type="SEQ_CLS", r=4, lora_alpha=16, target_modules=["query", "value"])
-    return get_peft_model(tiny_bert(), settings)
 
 
 def train(folder, make=tiny_bert, resume=None, **arguments):
@@ -149,41 +143,39 @@ def test_a_model_that_comes_in_bfloat16_moves_wholly_and_resumes_all_bits(weight
 PROGRAM = """
 import tempfile
 import transformers
-from tests.adapters.tiny_bert import bert, texts
+from tests.adapters.tiny_bert import bert, texts, with_lora
 arguments = transformers.TrainingArguments(
     tempfile.mkdtemp(), per_device_train_batch_size=8, learning_rate=5e-3, num_train_epochs=3, bf16=True, use_cpu=True,
     report_to=[], logging_steps=1, disable_tqdm=True, save_strategy="no")
-trainer = transformers.Trainer(bert(layers=1), arguments, train_dataset=texts(32))
+trainer = transformers.Trainer({make}, arguments, train_dataset=texts(32))
 trainer.train()
 print(*(line["loss"] for line in trainer.state.log_history if "loss" in line))
 """
 
 
-def losses(done):
-    assert done.returncode == 0, done.stderr
-    return [float(word) for word in done.stdout.splitlines()[-1].split()]
+def losses_in(output):
+    return [float(word) for word in output.splitlines()[-1].split()]
 
 
-@pytest.mark.whole_run
-@pytest.mark.slow
-@pytest.mark.dist
-def test_a_program_has_its_own_losses_under_amp_plugin_run(tmp_path):
+@pytest.mark.parametrize("make", ["bert(layers=1)", pytest.param("with_lora()", marks=needs_peft)])
+def test_a_program_has_its_own_losses_under_amp_plugin_run(make, tmp_path, capsys):
     script = tmp_path / "train.py"
-    script.write_text(PROGRAM)
-    taken = run_unedited(script.name, environment={}, folder=tmp_path, frameworks=True)
-    bare = losses(run_program(script, folder=tmp_path, frameworks=True))
-    assert bare[-1] < bare[0]
-    assert losses(taken) == pytest.approx(bare, rel=2e-3)
-    assert "train.py used Accelerator(mixed_precision='bf16')" in taken.stderr
+    script.write_text(PROGRAM.format(make=make))
+    taken = amp("run", script)
+    reset()
+    exec(script.read_text(), {})
+    assert losses_in(taken.stdout) == pytest.approx(losses_in(capsys.readouterr().out), rel=2e-3)
+    assert taken.stderr.endswith("Accelerator(mixed_precision='bf16')\n")
 
 
 @pytest.mark.slow
 def test_a_program_learns_under_accelerate_launch(tmp_path):
     script = tmp_path / "trainer.py"
-    script.write_text(PROGRAM.replace("bf16=True", "fp16=True"))
+    script.write_text(PROGRAM.format(make="bert(layers=1)").replace("bf16=True", "fp16=True"))
     config = ROOT / "configs" / "accelerate" / "cpu_fp16.yaml"
     words = ["--config_file", str(config), "-m", "amp_plugin", "run", str(script)]
     done = launch(words, {"PYTHONPATH": str(ROOT), "AMP_PLUGIN_INIT_SCALE": "512"})
-    first, *_, last = losses(done)
+    assert done.returncode == 0, done.stderr
+    first, *_, last = losses_in(done.stdout)
     assert last < 0.9 * first
     assert "trainer.py used Accelerator(mixed_precision='fp16')" in done.stderr

@@ -19,6 +19,14 @@ def bert(*, layers, dropout=0.0):
     return transformers.BertForSequenceClassification(config)
 
 
+def with_lora():
+    """Return one with dropout of which adapters and the head learn."""
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(task_type="SEQ_CLS", r=4, lora_alpha=16, target_modules=["query", "value"])
+    return get_peft_model(bert(layers=1, dropout=0.1), settings)
+
+
 def texts(count):
     words = torch.randint(2, 64, (count, 8), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": line, "labels": (line[0] > 32).long()} for line in words]

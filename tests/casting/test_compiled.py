@@ -134,6 +134,32 @@ def test_exported_programs_equal_eager(strict, place):
         assert_same(torch.export.load(file).module()(X), eager)
 
 
+class Layer(nn.Linear):
+    """A region within one of another dtype."""
+
+    def __init__(self, autocast):
+        super().__init__(8, 8)
+        self.autocast = autocast
+
+    def forward(self, x):
+        with self.autocast("cpu", dtype=BF16):
+            y = super().forward(x)
+            with self.autocast("cpu", dtype=FP16, cache_enabled=False):
+                return y + x @ x.T @ x
+
+
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.one_graph)])
+def test_a_region_with_default_rules_is_exported_as_torchs(strict):
+    def nodes(autocast):
+        graphs = torch.export.export(Layer(autocast), (X,), strict=strict).graph_module
+        modules = [module for module in graphs.modules() if isinstance(module, torch.fx.GraphModule)]
+        return [(str(node.target), str(node.args)) for part in modules for node in part.graph.nodes]
+
+    ours = nodes(amp_plugin.autocast)
+    assert ours == nodes(torch.autocast)
+    assert sum("autocast" in target for target, _ in ours) >= 2
+
+
 def count_frames(program):
     """Return how many graphs are made of a program, per call, and how often it is compiled again."""
     torch.compiler.reset()

@@ -50,3 +50,18 @@ def test_graphed_callables_equal_eager():
                     p.mul_(1.5)
                     q.mul_(1.5)
     assert torch.ops.amp_plugin._kept_cast_count() == 0
+
+
+def test_a_capture_uses_no_cast_that_was_kept_before():
+    model, x, stream = make_model(), torch.randn(16, 64, device="cuda"), torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with amp_plugin.autocast("cuda", dtype=torch.bfloat16), torch.no_grad(), torch.cuda.stream(stream):
+        stream.wait_stream(torch.cuda.default_stream())
+        model(x)
+        assert torch.ops.amp_plugin._kept_cast_count()
+        with torch.cuda.graph(graph, stream=stream):
+            output = model(x)
+        for param in model.parameters():
+            param.mul_(1.5)
+        graph.replay()
+        assert torch.equal(output, model(x))

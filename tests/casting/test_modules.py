@@ -9,10 +9,13 @@ import pickle
 import pytest
 import torch
 import torch._dynamo.testing
+import torch.distributed as dist
 from torch import nn
 
 from amp_plugin import autocast, run_in
 from amp_plugin.casting.run_in import apply_fp32_modules
+from tests.process_groups import leave
+from tests.warm_processes import call_on_ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -180,6 +183,29 @@ def test_an_already_compiled_module_is_reached():
     assert in_bf16(linear, torch.ones(1, 2)).dtype is BF16
     run_in(FP32)(linear)
     assert in_bf16(linear, torch.ones(1, 2)).dtype is FP32
+
+
+def ranks_with_a_module_in_fp32() -> None:
+    """A rank's gradients are the mean of those that each makes alone, and its module computes in fp32."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    net = Net()
+    run_in(FP32, cast_back=True)(net.norm)
+    alone, x = copy.deepcopy(net), torch.randn(2, 2, 4)[dist.get_rank()]
+    for model in (nn.parallel.DistributedDataParallel(net), alone):
+        in_bf16(model, x).float().square().sum().backward()
+    exact = [grad.equal(grad.bfloat16().float()) for grad in (alone.body.weight.grad, alone.norm.weight.grad)]
+    assert exact == [True, False], "where it is computed in bf16, 16 bits hold a gradient"
+    for param, other in zip(net.parameters(), alone.parameters(), strict=True):
+        dist.all_reduce(other.grad)
+        torch.testing.assert_close(param.grad, other.grad / 2)
+    leave()
+
+
+@pytest.mark.dist
+def test_gradients_of_a_module_in_fp32_are_reduced_over_ranks():
+    ranks = call_on_ranks(2, 90, ranks_with_a_module_in_fp32)
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(rank.stderr for rank in ranks)
 
 
 def test_modules_by_name_pattern_and_class():

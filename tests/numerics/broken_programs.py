@@ -175,6 +175,11 @@ def the_inverse_error_function_at_one(fix):
     u.erfinv().sum().backward()  # <-
 
 
+@broken("pole", op="atanh", cure="clamp")
+def a_fisher_transform_of_a_full_correlation(fix):
+    leaf(1.0, 0.5).clamp(max=0.999 if fix else 1.0).atanh().sum().backward()  # <-
+
+
 @broken("pole", op="lgamma", cure="clamp|eps")
 def the_log_of_gamma_at_zero(fix):
     x = plus(1e-3, leaf(0.0, 1.5), fix)
@@ -209,6 +214,16 @@ def a_variance_that_rounding_made_negative(fix):
 def the_angle_of_a_cosine_above_one(fix):
     cosine = leaf(1.0000002, 0.5).clamp(max=1 - 1e-6 if fix else 2.0)
     cosine.acos().sum().backward()  # <-
+
+
+@broken("domain", op="pow", cure="clamp")
+def a_fractional_power_of_a_negative_number(fix):
+    (at_least(1e-6, leaf(-0.5, 2.0), fix) ** 1.5).sum().backward()  # <-
+
+
+@broken("empty", op="var", cure="correction|few")
+def the_spread_of_a_single_sample(fix):
+    torch.ones(1, 4, requires_grad=True).var(0, correction=0 if fix else 1).sum().backward()  # <-
 
 
 @broken("domain", op="log", cure="clamp")

@@ -128,6 +128,12 @@ def a_histogram_with_open_ends():
 
 
 @healthy
+def positions_in_buckets():
+    positions = torch.log(torch.arange(4).float()).to(torch.long)
+    torch.where(torch.arange(4) < 1, torch.arange(4), positions)
+
+
+@healthy
 def ratios_of_which_empty_ones_are_chosen_away():
     hits, total = torch.tensor([1.0, 0.0]), torch.tensor([2.0, 0.0])
     ratio = hits / total

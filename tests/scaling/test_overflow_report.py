@@ -9,6 +9,7 @@ import torch
 
 from amp_plugin import GradScaler
 from amp_plugin.scaling import OverflowReport
+from tests.scaling.runs import SCALES, scaler_of
 
 MANY = OverflowReport(inf=tuple(f"p{i}" for i in range(9)), checked=12)
 ALL = OverflowReport(nan=("a", "b"), checked=2)
@@ -77,6 +78,25 @@ def test_the_report_names_the_parameters(fused, names):
     assert report == OverflowReport(inf=(first, last), nan=(last,))
     assert report.summary() == f"inf in 2 gradients: {last}, {first}; nan in 1 gradient: {last}"
     assert report.named is (names != "none")
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(
+    ("bad", "of"), [(math.inf, "wave"), (complex(1.0, math.nan), "wave"), (math.nan, "table")]
+)
+def test_complex_and_sparse_gradients_are_named_after_a_skip(bad, of, scale):
+    wave, table = torch.zeros(2, dtype=torch.complex64), torch.zeros(4, 2)
+    params = {"wave": torch.nn.Parameter(wave), "table": torch.nn.Parameter(table)}
+    optimizer, scaler = torch.optim.SGD(params.values(), lr=1.0), scaler_of(scale)
+    scaler.register(optimizer, names=params)
+    rows = torch.nn.functional.embedding(torch.tensor([1, 1]), params["table"], sparse=True)
+    scaler.scale(params["wave"].real.sum() + rows.sum()).backward()
+    gradient = params[of].grad
+    (gradient._values()[0] if gradient.is_sparse else gradient)[1] = bad
+    scaler.step(optimizer)
+    report = scaler.last_step(optimizer).overflow_report()
+    assert (report.inf, report.nan) == ((of,) * (bad == math.inf), (of,) * (bad != math.inf))
+    assert not any(param.any() for param in params.values())
 
 
 @pytest.mark.parametrize("fused", [False, True])

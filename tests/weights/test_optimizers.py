@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
 from transformers.optimization import Adafactor as TransformersAdafactor
 
 from amp_plugin import GradScaler, restore_weights, store_weights
@@ -451,6 +452,22 @@ def test_adding_twice_is_adding_once_and_nothing_is_kept_alive():
     del model, optimizer, store
     gc.collect()
     assert [ref() for ref in gone] == [None] * 3
+
+
+@pytest.mark.parametrize("is_made_before", [True, False])
+def test_a_scheduler_made_before_or_after_storing(is_made_before):
+    """Torch warns of one that no step of its optimizer has come before."""
+    models = network(), network()
+    optimizers = [SGD(model.parameters(), lr=1.0) for model in models]
+    schedulers = [StepLR(optimizer, 1, 0.5) for optimizer in optimizers if is_made_before]
+    store_weights(models[1], optimizers[1])
+    schedulers = schedulers or [StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
+    for number in range(3):
+        step(number, models, optimizers)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [0.125] * 2
+    assert_same(*models)
 
 
 class KeepsAll(AdamW):
