@@ -159,13 +159,13 @@ def _begin(optimizer: Optimizer, rule: _Rule) -> None:
 
 
 def _by_storage(params: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield parameters that are stored as they are, then pairs with their low halves."""
+    """Yield parameters that are stored as they are, then pairs with their low halves by dtype."""
     stored = stored_params(params)
     kept = [remainder_of(param) for param in stored]
     pairs = {param: remainder for param, remainder in zip(stored, kept, strict=True) if remainder is not None}
     yield [param for param in params if param not in pairs] if pairs else list(params), []
-    if pairs:
-        yield list(pairs), list(pairs.values())
+    for dtype in {remainder.dtype for remainder in pairs.values()}:  # bf16's are integers, fp16's masters
+        yield [p for p in pairs if pairs[p].dtype is dtype], [r for r in pairs.values() if r.dtype is dtype]
 
 
 def _is_step_replaced(optimizer: Optimizer) -> bool:

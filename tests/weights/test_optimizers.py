@@ -276,6 +276,21 @@ def test_one_optimizer_of_two_stored_models():
     assert_same(references, fresh)
 
 
+@pytest.mark.parametrize(
+    "make", [lambda params: SGD(params, 0.1, momentum=0.9), lambda params: AdamW(params, 1e-3)]
+)
+def test_one_optimizer_of_models_in_two_forms_through_the_scaler(make):
+    pairs = [nn.ModuleList([network(0), network(1)]) for _ in range(2)]
+    optimizers = [make(pair.parameters()) for pair in pairs]
+    for model, weights in zip(pairs[1], ("bf16", "fp16"), strict=True):
+        store_weights(model, optimizers[1], weights=weights)
+    for number in range(5):
+        give_gradients(number, *pairs)
+        for optimizer in optimizers:
+            GradScaler("cpu", enabled=False).step(optimizer)
+    assert_same(*pairs)
+
+
 def test_a_parameter_of_two_models_and_two_optimizers():
     def pair():
         shared = network(0)[0]
