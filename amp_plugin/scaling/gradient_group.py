@@ -132,6 +132,11 @@ class GradientGroup:
                 history.add(self._measurements)
             self._measurements = None
 
+    def note_written(self) -> None:
+        """Take the gradients, which a clip has written in place, for those last measured; read them again."""
+        self.invalidate_measurement()
+        self._ledger.remember(self.params, _MEASURED)
+
     def _measured(self, norm_type: float, *, write: bool = False) -> list[Measurement]:
         measurements = []
         for batch in self.batches():

@@ -78,6 +78,7 @@ class PerOptimizerState:
     def _open(self) -> None:
         """Forget what was measured and clipped for the step before."""
         self.norm: Tensor | None = None  # before clipping; None if it was not taken
+        self.norm_type = 2.0
         self.loss_scales: list[LossScale] = []
         self.clip: FoldedClip | None = None
         self.is_clipped = False  # a clip by norm was written since the last backward
@@ -173,6 +174,23 @@ class PerOptimizerState:
             if gradients.counts_as_scaled(self.number, scales.updates_requested):
                 gradients.carries = scales.default
 
+    def begin_clip(self) -> None:
+        """As :meth:`begin_call`; of several clips before a step, the norm before the first is kept."""
+        self.begin_call()
+        self.forget_dropped_clip()
+        if not self.is_scaled and any(gradients.is_changed() for gradients in self.groups):
+            self.norm = None  # there are other gradients; with a loss scale their backward tells
+
+    def take_norm(self, norm: Tensor, norm_type: float) -> None:
+        """Keep the norm of the gradients, unless one from before a clip is kept."""
+        if self.norm is None:
+            self.norm, self.norm_type = norm, norm_type
+
+    def note_written(self) -> None:
+        """Record that a clip has written the gradients: they are still those that were measured."""
+        for gradients in self.groups:
+            gradients.note_written()
+
     def check(self, *, write: bool, norm_type: float = 2.0) -> tuple[Tensor, Tensor]:
         """Measure the gradients, over all ranks; record an overflow for the next update."""
         if write:
@@ -181,8 +199,8 @@ class PerOptimizerState:
             if gradients.grew():
                 self.norm = None  # it was that of fewer micro-batches
         measured, norm, found = self._measure(write=write, norm_type=norm_type)
-        if self.norm is None and measured:
-            self.norm = norm
+        if measured:
+            self.take_norm(norm, norm_type)
         self.found_inf_per_device = {found.device: found} if measured else {}
         self._measured = [
             (gradients.params, measurement)

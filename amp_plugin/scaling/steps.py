@@ -105,7 +105,7 @@ class Steps:
         tensors = self._collected(state, optimizer, left=left)
         left = left and (tensors is not None or is_fused(optimizer))
         state.refuse_changed_after_clip()
-        norm_type = 2.0 if state.clip is None else state.clip.norm_type
+        norm_type = state.norm_type if state.clip is None else state.clip.norm_type
         if not left:
             state.clip_again()  # of what the gradients are now; check() writes it
         suspect = state.clip_suspect()
