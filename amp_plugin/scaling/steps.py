@@ -118,7 +118,7 @@ class Steps:
         known = HostFlag.at_once(found)
         if tensors is not None:
             tensors.take(_times_given(divisor, optimizer), found, skipped=known)
-        elif is_fused(optimizer) and (divisor is not None or known is None):
+        elif is_fused(optimizer) and (scaled or divisor is not None or known is None):
             with _kernel_reads(optimizer, _times_given(divisor, optimizer), found, keeps=not scaled):
                 value, known = _take_fused(state, optimizer, found, call)
             if divisor is not None and known is not False:
