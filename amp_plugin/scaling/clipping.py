@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from amp_plugin.scaling.gradient_group import GradientGroup
 from amp_plugin.scaling.gradients import parameter_layouts, params_of
 from amp_plugin.scaling.one_pass import OPTIMIZERS, unavailable
-from amp_plugin.scaling.per_optimizer import FoldedClip, PerOptimizerState, Shared
+from amp_plugin.scaling.per_optimizer import MeasuredClip, PerOptimizerState, Shared
 from amp_plugin.scaling.registry import Registry
 from amp_plugin.scaling.steps import is_fused, may_be_left_to_kernel
 
@@ -64,7 +64,7 @@ def clip_norm(registry: Registry, target: Target, clip: NormClip) -> Tensor:
     measured = own.measure(clip.norm_type)
     norm, found = shared.ranks.combine(measured, clip.norm_type, device, parameter_layouts(params))
     clip.refuse_nonfinite(norm)
-    own.clip_(FoldedClip(norm, found, clip.max_norm, clip.norm_type).factor(), clip.norm_type)
+    own.clip_(MeasuredClip(norm, found, clip.max_norm, clip.norm_type).factor(), clip.norm_type)
     for state in states:
         state.is_clipped = True
         state.note_written()
@@ -81,11 +81,11 @@ def _clip_state(state: PerOptimizerState, shared: Shared, clip: NormClip, *, fol
     else:
         norm, found = state.unscale_(clip.norm_type)
     clip.refuse_nonfinite(norm)
-    folded = FoldedClip(norm, found, clip.max_norm, clip.norm_type)
+    measured = MeasuredClip(norm, found, clip.max_norm, clip.norm_type)
     if fold:
-        state.clip = folded
+        state.clip = measured
         return norm
-    factor = folded.factor()
+    factor = measured.factor()
     for gradients in state.groups:
         gradients.clip_(factor, clip.norm_type)
     state.is_clipped = True
@@ -124,8 +124,8 @@ def _write(shared: Shared, params: list[Tensor], states: list[PerOptimizerState]
     """Unscale and measure the gradients of optimizers, and write clips that were left to their steps."""
     if not (shared.scales.enabled or shared.checks):
         return
-    known = {id(param) for state in states for param in state.params}
-    unknown = sum(param.grad is not None and id(param) not in known for param in params)
+    owned = {id(param) for state in states for param in state.params}
+    unknown = sum(param.grad is not None and id(param) not in owned for param in params)
     if unknown and shared.scales.enabled:
         msg = (
             f"clip: {unknown} of the parameters belong to no optimizer this scaler knows, so the scale "
