@@ -16,6 +16,7 @@ BLOCK_BYTES: Final = BLOCK + 4
 _WORD: Final = 0xFFFFFFFF
 _STRIDE: Final = 159
 _LEAST_UNIT: Final = 2.0**-120
+_MOST_NUMBER: Final = 2.0**127
 _MOST_ROOT: Final = 2.0**63
 _MOST_SIGNED: Final = 127
 _MOST_UNSIGNED: Final = 255
@@ -100,7 +101,9 @@ def encode_exactly(flat: Tensor, *, signed: bool) -> Tensor:
 def _kept(flat: Tensor, *, signed: bool) -> Tensor:
     """Return what is multiples of the units, in blocks: the numbers, or their roots."""
     kept = flat.new_zeros((flat.numel() + BLOCK - 1) // BLOCK * BLOCK)
-    kept[: flat.numel()] = flat if signed else flat.sqrt().clamp_max(_MOST_ROOT)
+    kept[: flat.numel()] = (
+        flat.clamp(-_MOST_NUMBER, _MOST_NUMBER) if signed else flat.sqrt().clamp_max(_MOST_ROOT)
+    )
     return kept.view(-1, BLOCK)
 
 

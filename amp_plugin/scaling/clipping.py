@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from amp_plugin.scaling.gradient_group import GradientGroup
 from amp_plugin.scaling.gradients import parameter_layouts, params_of
 from amp_plugin.scaling.one_pass import OPTIMIZERS, unavailable
-from amp_plugin.scaling.per_optimizer import FoldedClip, PerOptimizerState, Shared
+from amp_plugin.scaling.per_optimizer import MeasuredClip, PerOptimizerState, Shared
 from amp_plugin.scaling.registry import Registry
 from amp_plugin.scaling.steps import is_fused, may_be_left_to_kernel
 
@@ -46,9 +46,15 @@ def clip_norm(registry: Registry, target: Target, clip: NormClip) -> Tensor:
         shared.scales.require("clip_grad_norm_")
     params, states, is_one = _owners(registry, target)
     if not (shared.scales.enabled or (shared.checks and shared.one_pass)):  # torch's last bits are wanted
+        if is_one:
+            states[0].begin_clip()
+        else:
+            _write(shared, params, states)
         norm = torch.nn.utils.clip_grad_norm_(params, clip.max_norm, clip.norm_type, clip.error_if_nonfinite)
         if is_one:
-            states[0].norm = norm
+            states[0].take_norm(norm, clip.norm_type)
+        for state in states:
+            state.note_written()
         return norm
     if is_one:
         return _clip_state(states[0], shared, clip, fold=clip.fold and isinstance(target, Optimizer))
@@ -58,18 +64,16 @@ def clip_norm(registry: Registry, target: Target, clip: NormClip) -> Tensor:
     measured = own.measure(clip.norm_type)
     norm, found = shared.ranks.combine(measured, clip.norm_type, device, parameter_layouts(params))
     clip.refuse_nonfinite(norm)
-    own.clip_(FoldedClip(norm, found, clip.max_norm, clip.norm_type).factor(), clip.norm_type)
+    own.clip_(MeasuredClip(norm, found, clip.max_norm, clip.norm_type).factor(), clip.norm_type)
     for state in states:
         state.is_clipped = True
+        state.note_written()
     return norm
 
 
 def _clip_state(state: PerOptimizerState, shared: Shared, clip: NormClip, *, fold: bool) -> Tensor:
     """Clip all gradients of one optimizer, or leave the clip to its step."""
-    state.begin_call()
-    state.forget_dropped_clip()
-    if not shared.scales.enabled:
-        state.norm = None  # of the last clip
+    state.begin_clip()
     fold = fold and _may_fold(state, shared)
     if fold:
         state.write_clip()
@@ -77,11 +81,11 @@ def _clip_state(state: PerOptimizerState, shared: Shared, clip: NormClip, *, fol
     else:
         norm, found = state.unscale_(clip.norm_type)
     clip.refuse_nonfinite(norm)
-    folded = FoldedClip(norm, found, clip.max_norm, clip.norm_type)
+    measured = MeasuredClip(norm, found, clip.max_norm, clip.norm_type)
     if fold:
-        state.clip = folded
+        state.clip = measured
         return norm
-    factor = folded.factor()
+    factor = measured.factor()
     for gradients in state.groups:
         gradients.clip_(factor, clip.norm_type)
     state.is_clipped = True
@@ -102,6 +106,8 @@ def clip_value(registry: Registry, target: Target, limit: float) -> None:
     _write(registry.shared, params, states)
     if any(param.grad is not None for param in params):  # torch's fails if there is none
         torch.nn.utils.clip_grad_value_(params, limit)
+        for state in states:
+            state.note_written()
 
 
 def _owners(registry: Registry, target: Target) -> tuple[list[Tensor], list[PerOptimizerState], bool]:
@@ -115,14 +121,12 @@ def _owners(registry: Registry, target: Target) -> tuple[list[Tensor], list[PerO
 
 
 def _write(shared: Shared, params: list[Tensor], states: list[PerOptimizerState]) -> None:
-    """Unscale the gradients of optimizers, and write clips that were left to their steps."""
-    if not shared.scales.enabled:
-        for state in states:
-            state.write_clip()
+    """Unscale and measure the gradients of optimizers, and write clips that were left to their steps."""
+    if not (shared.scales.enabled or shared.checks):
         return
-    known = {id(param) for state in states for param in state.params}
-    unknown = sum(param.grad is not None and id(param) not in known for param in params)
-    if unknown:
+    owned = {id(param) for state in states for param in state.params}
+    unknown = sum(param.grad is not None and id(param) not in owned for param in params)
+    if unknown and shared.scales.enabled:
         msg = (
             f"clip: {unknown} of the parameters belong to no optimizer this scaler knows, so the scale "
             "of their gradients is unknown; call scaler.register(optimizer) first, or pass the optimizer; "
@@ -130,7 +134,7 @@ def _write(shared: Shared, params: list[Tensor], states: list[PerOptimizerState]
         )
         raise RuntimeError(msg)
     for state in states:
-        state.begin_call()
+        state.begin_clip()
         state.unscale_()
 
 

@@ -53,7 +53,7 @@ class GradientGroup:
         self.awaited_owners: frozenset[int] = frozenset()
         self.updates_at_last_use = -1  # requested when an owner last unscaled or stepped
         self._ledger = make_ledger()
-        self.taken: list[Tensor] = []  # their gradients were gone at the end of a scaled backward
+        self.taken_away: list[Tensor] = []  # their gradients were gone at the end of a scaled backward
         self._watched: set[Tensor] = set()  # for that
         self._contributions: list[tuple[LossScale, Tensor]] = []
         # For each owner, since gradients that one has used may still wait for another.
@@ -72,9 +72,9 @@ class GradientGroup:
         """Whether a parameter has a gradient."""
         return bool(self._ledger.count(self.params) > 0)
 
-    def first_half(self) -> Tensor | None:
+    def first_float16(self) -> Tensor | None:
         """Return the first parameter with a float16 gradient."""
-        position = self._ledger.first_half(self.params)
+        position = self._ledger.first_float16(self.params)
         return None if position < 0 else self.params[position]
 
     def is_pending(self, owner: int) -> bool:
@@ -131,6 +131,11 @@ class GradientGroup:
             for history in self._histories.values():
                 history.add(self._measurements)
             self._measurements = None
+
+    def note_written(self) -> None:
+        """Take the gradients, which a clip has written in place, for those last measured; read them again."""
+        self.invalidate_measurement()
+        self._ledger.remember(self.params, _MEASURED)
 
     def _measured(self, norm_type: float, *, write: bool = False) -> list[Measurement]:
         measurements = []
@@ -213,12 +218,12 @@ class GradientGroup:
         for param in self._with_taking_hooks():
             if param not in self._watched:
                 self._watched.add(param)
-                note = partial(_note_taken, self.taken, param)
+                note = partial(_note_taken, self.taken_away, param)
                 param.register_hook(note)  # type: ignore[no-untyped-call]
 
     def assume_taken(self) -> None:
         """Assume that a backward before the optimizer was met has reached all parameters with such hooks."""
-        self.taken += [param for param in self._with_taking_hooks() if param.grad is None]
+        self.taken_away += [param for param in self._with_taking_hooks() if param.grad is None]
 
     def _with_taking_hooks(self) -> Iterator[Tensor]:
         for position in self._ledger.hooked(self.params):
@@ -269,7 +274,7 @@ class GradientGroup:
         if len(self.owners) > 1:
             self.invalidate_measurement()  # the others are to know what it has found
         self._measurements = None
-        self.taken.clear()
+        self.taken_away.clear()
         self._contributions.clear()
         if owner in self._histories:
             self._histories[owner].clear()
@@ -293,11 +298,11 @@ class GradientGroup:
         part.updates_at_last_use = self.updates_at_last_use
         part._marked = self._marked
         part._ledger = self._ledger.split(positions)
-        part.taken = [param for param in self.taken if any(param is own for own in params)]
+        part.taken_away = [param for param in self.taken_away if any(param is own for own in params)]
         return part
 
 
-def _note_taken(taken: list[Tensor], param: Tensor, _: Tensor) -> None:
+def _note_taken(taken_away: list[Tensor], param: Tensor, _: Tensor) -> None:
     """Record, at the end of the backward that has reached it, a parameter that has no gradient then."""
     engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(lambda: taken.append(param) if param.grad is None else None)
+    engine.queue_callback(lambda: taken_away.append(param) if param.grad is None else None)

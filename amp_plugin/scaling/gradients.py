@@ -167,7 +167,7 @@ class GradientLedger:
         part._marks = {slot: [marks[i] for i in positions] for slot, marks in self._marks.items()}
         return part
 
-    def first_half(self, params: list[Tensor]) -> int:
+    def first_float16(self, params: list[Tensor]) -> int:
         """Return the position of the first parameter with a float16 gradient, -1 if there is none."""
         dtypes = (None if param.grad is None else param.grad.dtype for param in params)
         return next((i for i, dtype in enumerate(dtypes) if dtype is torch.float16), -1)

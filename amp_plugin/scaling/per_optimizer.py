@@ -32,8 +32,8 @@ class Shared:
     checks: bool = True  # whether gradients are looked at where nothing is scaled
 
 
-class FoldedClip(NamedTuple):
-    """A clip by norm that is left to the step: part of the number that its kernel divides by."""
+class MeasuredClip(NamedTuple):
+    """A clip by norm, with the norm: written at once, or left to the step, whose kernel divides by it too."""
 
     norm: Tensor  # of the unscaled gradients, float32, 0-dim, as the next
     found_inf: Tensor
@@ -78,8 +78,9 @@ class PerOptimizerState:
     def _open(self) -> None:
         """Forget what was measured and clipped for the step before."""
         self.norm: Tensor | None = None  # before clipping; None if it was not taken
+        self.norm_type = 2.0
         self.loss_scales: list[LossScale] = []
-        self.clip: FoldedClip | None = None
+        self.clip: MeasuredClip | None = None  # left to the step
         self.is_clipped = False  # a clip by norm was written since the last backward
         self.found_inf_per_device: dict[Any, Tensor] = {}
         self._measured: list[tuple[list[Tensor], Measurement]] = []
@@ -151,7 +152,7 @@ class PerOptimizerState:
 
     def name_of(self, param: Tensor) -> str:
         """Return the name of one of the parameters."""
-        return self.parameter_names()[next(i for i, known in enumerate(self.params) if known is param)]
+        return self.parameter_names()[next(i for i, own in enumerate(self.params) if own is param)]
 
     def __getitem__(self, key: str) -> Any:
         """Read as torch's per-optimizer dict: ``"stage"`` or ``"found_inf_per_device"``."""
@@ -173,6 +174,23 @@ class PerOptimizerState:
             if gradients.counts_as_scaled(self.number, scales.updates_requested):
                 gradients.carries = scales.default
 
+    def begin_clip(self) -> None:
+        """As :meth:`begin_call`; of several clips before a step, the norm before the first is kept."""
+        self.begin_call()
+        self.forget_dropped_clip()
+        if not self.is_scaled and any(gradients.is_changed() for gradients in self.groups):
+            self.norm = None  # there are other gradients; with a loss scale their backward tells
+
+    def take_norm(self, norm: Tensor, norm_type: float) -> None:
+        """Keep the norm of the gradients, unless one from before a clip is kept."""
+        if self.norm is None:
+            self.norm, self.norm_type = norm, norm_type
+
+    def note_written(self) -> None:
+        """Record that a clip has written the gradients: they are still those that were measured."""
+        for gradients in self.groups:
+            gradients.note_written()
+
     def check(self, *, write: bool, norm_type: float = 2.0) -> tuple[Tensor, Tensor]:
         """Measure the gradients, over all ranks; record an overflow for the next update."""
         if write:
@@ -181,8 +199,8 @@ class PerOptimizerState:
             if gradients.grew():
                 self.norm = None  # it was that of fewer micro-batches
         measured, norm, found = self._measure(write=write, norm_type=norm_type)
-        if self.norm is None and measured:
-            self.norm = norm
+        if measured:
+            self.take_norm(norm, norm_type)
         self.found_inf_per_device = {found.device: found} if measured else {}
         self._measured = [
             (gradients.params, measurement)
@@ -219,7 +237,7 @@ class PerOptimizerState:
         return bool(measurements), *ranks.combine(measurements, norm_type, device, self.layouts, earlier)
 
     def _refuse_half(self, gradients: GradientGroup) -> None:
-        param = None if self._shared.fp16_gradients else gradients.first_half()
+        param = None if self._shared.fp16_gradients else gradients.first_float16()
         if param is not None:
             msg = (
                 f"Attempting to unscale FP16 gradients. Parameter {self.name_of(param)!r} is float16: keep "
@@ -273,13 +291,14 @@ class PerOptimizerState:
 
     def refuse_taken_away(self) -> None:
         """Raise if hooks took the gradients of a scaled backward away, still multiplied by the scale."""
-        taken = [param for gradients in self.groups for param in gradients.taken]
-        if taken and not self.has_gradients():
+        taken_away = [param for gradients in self.groups for param in gradients.taken_away]
+        if taken_away and not self.has_gradients():
             kind = type(self.optimizer).__name__
             msg = (
-                f"{kind}: a hook took the gradient of {self.name_of(taken[0])!r} away during backward(), "
-                "multiplied by the loss scale, so that it can neither be unscaled nor checked. Such an "
-                "optimizer needs a run without a loss scale: use bfloat16, or GradScaler(enabled=False)."
+                f"{kind}: a hook took the gradient of {self.name_of(taken_away[0])!r} away during "
+                "backward(), multiplied by the loss scale, so that it can neither be unscaled nor "
+                "checked. Such an optimizer needs a run without a loss scale: use bfloat16, or "
+                "GradScaler(enabled=False)."
             )
             raise RuntimeError(msg)
 
@@ -302,10 +321,10 @@ class PerOptimizerState:
             )
             raise RuntimeError(msg)
 
-    def clip_again(self, known: tuple[Tensor, Tensor] | None = None) -> FoldedClip | None:
-        """Return the folded clip, of what the gradients are at the step; ``known`` are norm and found_inf."""
+    def clip_again(self, measured: tuple[Tensor, Tensor] | None = None) -> MeasuredClip | None:
+        """Return the folded clip, of what the gradients are at the step: their norm and found_inf."""
         if self.clip is not None and not self._trusted:
-            norm, found = known or self._measure(write=False, norm_type=self.clip.norm_type)[1:]
+            norm, found = measured or self._measure(write=False, norm_type=self.clip.norm_type)[1:]
             self.clip = self.clip._replace(norm=norm, found_inf=found)
         return self.clip
 
@@ -418,6 +437,6 @@ class StepPastScaler:
             state.refuse_step_past_scaler()
 
 
-def _clipped(norm: Tensor, clip: FoldedClip | None) -> Tensor:
+def _clipped(norm: Tensor, clip: MeasuredClip | None) -> Tensor:
     """Return the norm of what a step used: as measured there, times a clip that was left to it."""
     return norm if clip is None else norm * clip.factor()

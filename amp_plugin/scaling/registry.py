@@ -58,15 +58,15 @@ class Registry:
 
     def add(self, optimizers: Iterable[Optimizer]) -> list[PerOptimizerState]:
         """Return the states of optimizers, new ones for those met for the first time."""
-        found = []
+        states = []
         for optimizer in optimizers:
             if not isinstance(getattr(optimizer, "param_groups", None), Iterable):
                 given = type(optimizer).__name__
                 msg = f"expected an optimizer with param_groups, got {given}; pass the torch.optim one"
                 raise TypeError(msg)
-            found.append(self.find(optimizer) or self._meet(optimizer))
-        self.refresh(found)
-        return found
+            states.append(self.find(optimizer) or self._meet(optimizer))
+        self.refresh(states)
+        return states
 
     def _meet(self, optimizer: Optimizer) -> PerOptimizerState:
         key, states = id(optimizer), self._states
@@ -82,8 +82,8 @@ class Registry:
         changed = bool(self._gone)
         self._gone.clear()
         for state in states:
-            params, known = params_of(state.optimizer), state.params
-            if len(params) != len(known) or not all(map(is_, params, known)):
+            params, before = params_of(state.optimizer), state.params
+            if len(params) != len(before) or not all(map(is_, params, before)):
                 state.take_params(list(params), parameter_layouts(params))
                 changed = True
         if changed:

@@ -112,7 +112,7 @@ class StepResult:
     first read.
 
     Attributes:
-        norm: Norm of the unscaled gradients before clipping, float32, 0-dim; None if the optimizer
+        norm: Norm of the unscaled gradients before the first clip, float32, 0-dim; None if the optimizer
             had no gradients, or a disabled scaler has ``on_nonfinite="ignore"`` and measured nothing.
         found_inf: 1.0 if the step was skipped, else 0.0; float32, 0-dim.
         clipped_later: Computes :attr:`clipped_norm` without keeping the rest; None if that is ``norm``.

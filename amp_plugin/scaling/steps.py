@@ -105,7 +105,7 @@ class Steps:
         tensors = self._collected(state, optimizer, left=left)
         left = left and (tensors is not None or is_fused(optimizer))
         state.refuse_changed_after_clip()
-        norm_type = 2.0 if state.clip is None else state.clip.norm_type
+        norm_type = state.norm_type if state.clip is None else state.clip.norm_type
         if not left:
             state.clip_again()  # of what the gradients are now; check() writes it
         suspect = state.clip_suspect()
@@ -115,19 +115,19 @@ class Steps:
             self.log.when_known(is_one, state.refuse_scaled_clip)
         divisor = _divisor(state, norm, found) if left else None
         value: Any = None
-        known = HostFlag.at_once(found)
+        skipped = HostFlag.at_once(found)
         if tensors is not None:
-            tensors.take(_times_given(divisor, optimizer), found, skipped=known)
-        elif is_fused(optimizer) and (divisor is not None or known is None):
+            tensors.take(_times_given(divisor, optimizer), found, skipped=skipped)
+        elif is_fused(optimizer) and (scaled or divisor is not None or skipped is None):
             with _kernel_reads(optimizer, _times_given(divisor, optimizer), found, keeps=not scaled):
-                value, known = _take_fused(state, optimizer, found, call)
-            if divisor is not None and known is not False:
+                value, skipped = _take_fused(state, optimizer, found, call)
+            if divisor is not None and skipped is not False:
                 state.multiply_(torch.where(found > 0, divisor.reciprocal(), 1.0))  # it has not divided
         else:
-            value, known = _take_plain(optimizer, found, call)
+            value, skipped = _take_plain(optimizer, found, call)
         for gradients in state.groups:
             gradients.carries = None
-        return value, state.close(state.result_of_step(norm, found, known=known))
+        return value, state.close(state.result_of_step(norm, found, known=skipped))
 
     def _collected(self, state: PerOptimizerState, optimizer: Optimizer, *, left: bool) -> OnePassStep | None:
         """Return a step in one pass, ready to be taken; None with the reason in ``state.obstacle``."""

@@ -132,7 +132,7 @@ class Units:
         for state in self._registry:
             for gradients in state.groups:
                 waits = gradients.is_pending(state.number) if pending else gradients.scaled_by is not None
-                param = gradients.first_half() if waits else None
+                param = gradients.first_float16() if waits else None
                 if param is not None:
                     yield state.name_of(param)
 

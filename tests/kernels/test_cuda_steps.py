@@ -137,7 +137,10 @@ def test_steps_of_compressed_states_are_the_cpus_bit_for_bit(device, form, how, 
         OP.adam_(*host, **late, **ADAM)
         OP.adam_(*ours, **{name: value.to(device) for name, value in late.items()}, **ADAM)
     params, remainders = stored(values(0, SIZES), how)
-    by_sgd = [params, values(1, SIZES), *compressed([values(2, SIZES)], form), remainders]
+    grads, momenta = values(1, SIZES), values(2, SIZES)
+    for part in (grads, momenta):
+        part[-1][:2] = torch.tensor([3e38, -3e38])  # both sums overflow
+    by_sgd = [params, grads, *compressed([momenta], form), remainders]
     ours_by_sgd = moved(by_sgd, device)
     for lists in (by_sgd, ours_by_sgd):
         OP.sgd_(*lists, **SGD)

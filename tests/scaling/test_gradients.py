@@ -62,11 +62,11 @@ def test_every_gradient_of_many_is_looked_at(ledger_of, count):
         assert (ledger.count(params), ledger.compare(params, 1)) == (count - 1, -1)
         params[i] = torch.nn.Parameter(torch.ones(4).half())
         params[i].grad = torch.ones(4).half()
-        assert ledger.first_half(params) == i
+        assert ledger.first_float16(params) == i
         params[i] = param
         param.grad = torch.ones(4)
         ledger.remember(params, 1)
-        assert (ledger.first_half(params), ledger.compare(params, 1)) == (-1, 0)
+        assert (ledger.first_float16(params), ledger.compare(params, 1)) == (-1, 0)
 
 
 def test_gradients_of_views_and_of_tensors_autograd_never_saw(ledger_of):
@@ -183,7 +183,7 @@ def test_a_list_that_holds_no_tensor_is_refused(given, position):
         pytest.skip(native_core().reason)
     params, ledger = some_params(41), make_ledger()
     params[position] = given
-    calls = [ledger.count, ledger.survey, ledger.survey_shards, ledger.first_half, ledger.hooked]
+    calls = [ledger.count, ledger.survey, ledger.survey_shards, ledger.first_float16, ledger.hooked]
     calls += [lambda params: ledger.remember(params, 1), lambda params: ledger.compare(params, 1)]
     calls += [lambda params: ledger.multiply_(params, torch.ones(()))]
     for call in calls:

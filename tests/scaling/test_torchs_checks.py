@@ -1,6 +1,7 @@
 """torch.amp's own checks next to ours: a misuse that torch refuses is refused here too, and some it does not see."""
 
 import gc
+import math
 
 import pytest
 import torch
@@ -252,3 +253,25 @@ def test_a_subclass_whose_steps_would_not_be_called_is_told():
     with pytest.warns(UserWarning, match=r"Mine overrides _maybe_opt_step, which .* never calls"):
         type("Mine", (GradScaler,), {"_maybe_opt_step": lambda *_: None})
     type("Other", (GradScaler,), {"step": lambda *_: None})
+
+
+class ReadsFlag(torch.optim.SGD):
+    """An optimizer with AMP support of its own, which relies on what torch.amp sets before each step."""
+
+    _step_supports_amp_scaling = True
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        taken = self.grad_scale is None and not self.found_inf.item()
+        for param in self.param_groups[0]["params"] if taken else ():
+            param.sub_(param.grad)
+
+
+@pytest.mark.parametrize("gradient", [3.0, math.inf])
+@pytest.mark.parametrize("make", [torch.amp.GradScaler, GradScaler])
+def test_an_optimizer_with_amp_support_gets_the_flag_of_unscaled_gradients(weights, make, gradient):
+    one, scaler = weights(optimizer=ReadsFlag), make("cpu", init_scale=8.0)
+    one.backward(scaler, gradient)
+    scaler.unscale_(one.optimizer)
+    scaler.step(one.optimizer)
+    assert one.value == (-3.0 if gradient == 3.0 else 0.0)

@@ -3,6 +3,7 @@
 import copy
 import io
 import itertools
+import math
 import pickle
 
 import pytest
@@ -94,6 +95,20 @@ def test_codes_are_near_the_numbers_and_decoded_ones_keep_their_bits(numel, sign
             roots = [part[start : start + BLOCK].abs().sqrt() for part in (value, decoded)]
             unit = roots[0].max() / (127 if signed else 255)
             assert ((roots[0] - roots[1]).abs() <= unit * (0.51 if signed else 1.01)).all()
+
+
+@pytest.mark.native
+def test_a_first_moment_that_overflows_leaves_the_others_of_its_block_finite():
+    """An infinite unit times the code 0 is nan, and the kernel stored +inf under the sign of -inf."""
+    grad = torch.randn(BLOCK)
+    grad[:2] = torch.tensor([3e38, -3e38])
+    codes, param = encode(grad, signed=True), torch.zeros(BLOCK)
+    options = {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "first_step": False}
+    torch.ops.amp_plugin.sgd_([param], [grad], [codes], [], **options, nesterov=False, maximize=False)
+    infinite = torch.tensor([math.inf, -math.inf])
+    assert torch.equal(param[:2], -infinite)
+    assert torch.equal(codes, encode(torch.cat([infinite, grad[2:]]), signed=True))
+    torch.testing.assert_close(decode(codes, 3, signed=True), torch.tensor([2.0**127, -(2.0**127), 0.0]))
 
 
 @BOTH_FORMS

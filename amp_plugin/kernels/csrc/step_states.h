@@ -191,9 +191,10 @@ class CodedStates {
     encode(last_kept_);
     for (size_t i = 0; i < kStates; ++i) {
       float most = largest(largest_[i]);
-      if (i > 0 && __builtin_expect(most > kMostRoot, false)) {
-        most = kMostRoot;
-        for (float& root : (*kept_)[i]) root = std::min(root, kMostRoot);
+      const float limit = i == 0 ? kMostSigned : kMostRoot;
+      if (__builtin_expect(most > limit, false)) {
+        most = limit;
+        for (float& number : (*kept_)[i]) number = std::clamp(number, -limit, limit);
       }
       const float unit = most * (i == 0 ? kSignedUnit : kUnsignedUnit);
       inverses_[i] = Floats(unit > kLeastUnit ? 1 / unit : 0);
@@ -215,7 +216,8 @@ class CodedStates {
   static constexpr float kSignedUnit = static_cast<float>(1.0 / (127 * 127));
   static constexpr float kUnsignedUnit = static_cast<float>(1.0 / 255);
   static constexpr float kLeastUnit = 0x1p-120F;  // below, all are 0: its inverse might be infinite
-  static constexpr float kMostRoot = 0x1p63F;  // of a second moment: an infinite unit times 0 would be nan
+  // Of a first moment, and of a second one's root: an infinite unit times 0 would be nan.
+  static constexpr float kMostSigned = 0x1p127F, kMostRoot = 0x1p63F;
 
   [[gnu::always_inline]] Floats decoded(size_t i, int64_t place) const {
     if (i == 0) {

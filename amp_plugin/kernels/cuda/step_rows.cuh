@@ -285,6 +285,7 @@ struct CodedLanes {
     }
     for (u32 distance = 16; distance > 0; distance /= 2)
       largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, distance));
+    largest = fminf(largest, kMostSigned);
     const float now = largest * (state == 0 ? float(1.0 / (127 * 127)) : float(1.0 / 255));
     const float inverse = now > kLeastUnit ? 1 / now : 0;
     Packet<u8, kGroup> packet;
@@ -299,7 +300,7 @@ struct CodedLanes {
   }
 
  private:
-  static constexpr float kLeastUnit = 0x1p-120f, kMostRoot = 0x1p63f;
+  static constexpr float kLeastUnit = 0x1p-120f, kMostSigned = 0x1p127f, kMostRoot = 0x1p63f;
 
   __device__ static u8 signed_code(float value, float inverse) {
     const float root = fminf(sqrtf(fabsf(value) * inverse) + 0.5f, 127.0f);

@@ -267,7 +267,7 @@ class GradientLedger {
     return found;
   }
 
-  int64_t first_half(List params) const {
+  int64_t first_float16(List params) const {
     int64_t position = -1;
     visit_gradients(params, [&](size_t i, const at::Tensor& grad) {
       if (grad.defined() && grad.scalar_type() == at::kHalf) position = static_cast<int64_t>(i);
@@ -323,7 +323,7 @@ void add_gradient_ledger(py::module_& module) {
       .def("split", &GradientLedger::split)
       .def("survey", &GradientLedger::survey)
       .def("survey_shards", &GradientLedger::survey_shards)
-      .def("first_half", &GradientLedger::first_half)
+      .def("first_float16", &GradientLedger::first_float16)
       .def("hooked", &GradientLedger::hooked)
       .def(
           "norm_check", &GradientLedger::measure<false>, "params"_a, "inv_scale"_a, "p"_a,

@@ -1,0 +1,83 @@
+"""The norms of a result: before the first clip of a window, and of what the step used."""
+
+import math
+
+import pytest
+import torch
+
+from tests.scaling.runs import SCALES, scaler_of
+
+CLIPS = {
+    "optimizer": lambda scaler, optimizers, params, limit, fold: scaler.clip_grad_norm_(
+        optimizers[0], limit, fold=fold
+    ),
+    "params": lambda scaler, optimizers, params, limit, fold: scaler.clip_grad_norm_(
+        params[:2], limit, fold=fold
+    ),
+    "all params": lambda scaler, optimizers, params, limit, fold: scaler.clip_grad_norm_(
+        params, limit, fold=fold
+    ),
+    "value": lambda scaler, optimizers, params, limit, fold: scaler.clip_grad_value_(
+        optimizers[0], limit / math.sqrt(2)
+    ),
+}
+"""Ways to clip; the gradients of ``params`` are 3, 4 and 0, the last one is another optimizer's."""
+
+
+def window(scale, **options):
+    params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    optimizers = [torch.optim.SGD(params[:2], lr=1.0), torch.optim.SGD(params[2:], lr=1.0)]
+    scaler = scaler_of(scale, **options)
+    scaler.register(*optimizers)
+    scaler.scale(3.0 * params[0].sum() + 4.0 * params[1].sum() + 0.0 * params[2].sum()).backward()
+    return scaler, optimizers, params
+
+
+@pytest.mark.parametrize("one_pass", [True, False])
+@pytest.mark.parametrize("limits", [(0.5,), (2.0, 0.5), (2.0, 100.0), (100.0, 0.5)])
+@pytest.mark.parametrize("how", CLIPS)
+@pytest.mark.parametrize("fold", [False, True])
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_norm_is_from_before_the_first_clip(scale, fold, how, limits, one_pass):
+    scaler, optimizers, params = window(scale, one_pass=one_pass)
+    for limit in limits:
+        CLIPS[how](scaler, optimizers, params, limit, fold)
+    scaler.step(optimizers[0])
+    result, used = (
+        scaler.last_step(optimizers[0]),
+        torch.cat([param.grad for param in params[:2]]).norm().item(),
+    )
+    assert result.norm.item() == pytest.approx(5.0)
+    assert result.clipped_norm.item() == pytest.approx(used)
+    assert used == pytest.approx(min(limits), rel=1e-5)
+
+
+@pytest.mark.parametrize("one_pass", [True, False])
+@pytest.mark.parametrize("fold", [False, True])
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_window_that_was_dropped_has_left_no_norm(scale, fold, one_pass):
+    scaler, (sgd, _), params = window(scale, one_pass=one_pass)
+    for factor in (1.0, 2.0):
+        sgd.zero_grad(set_to_none=factor == 2.0)
+        scaler.scale(factor * (3.0 * params[0].sum() + 4.0 * params[1].sum())).backward()
+        scaler.clip_grad_norm_(sgd, 1.0, fold=fold)
+    scaler.step(sgd)
+    assert scaler.last_step(sgd).norm.item() == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("fold", [False, True])
+@pytest.mark.parametrize("scale", SCALES)
+def test_both_norms_are_of_the_order_of_the_clip(scale, fold):
+    scaler, (sgd, _), _ = window(scale)
+    scaler.clip_grad_norm_(sgd, 2.0, 1.0, fold=fold)
+    scaler.step(sgd)
+    result = scaler.last_step(sgd)
+    assert [result.norm.item(), result.clipped_norm.item()] == pytest.approx([7.0, 2.0], rel=1e-5)
+
+
+def test_a_folded_clip_of_a_dropped_batch_does_not_clip_the_next():
+    scaler, (sgd, _), params = window(None)
+    scaler.clip_grad_norm_(sgd, 0.5, fold=True)
+    sgd.zero_grad()
+    (3.0 * params[0].sum() + 4.0 * params[1].sum()).backward()
+    assert scaler.clip_grad_norm_(params, 100.0).item() == pytest.approx(5.0)
