@@ -97,14 +97,15 @@ class Takeover:
         dtypes = sorted({short_name(dtype) for _, dtype in self._blocks})
         used = [*(f"torch.autocast in {dtype}" for dtype in dtypes), *self._made]
         if used:
-            self._say(f"{self._program} used {', '.join(used)}")
+            self._say(f"{self._program} used {', '.join(used)}", in_children=True)
         elif kind is None or issubclass(kind, SystemExit):
             remedy = "a plain loop needs torch.autocast(device) around its forward pass, and switched on"
-            self._say(f"nothing was taken over: {self._program} used none of these; {remedy}")
+            self._say(f"nothing was taken over in this process: {self._program} used none of these; {remedy}")
         if "fp16" in dtypes and not self._made:
             self._say(
                 "float16 ran without a torch.amp.GradScaler: if this was training, small gradients are lost; "
-                "scale the loss by one, or use bfloat16"
+                "scale the loss by one, or use bfloat16",
+                in_children=True,
             )
 
     def _set_variables(self, undo: ExitStack) -> None:
@@ -163,8 +164,11 @@ class Takeover:
     def _note(self, made: str) -> None:
         self._made[made] = None
 
-    def _say(self, text: str) -> None:
-        if multiprocessing.parent_process() is not None:  # a worker of a loader, for instance
+    def _say(self, text: str, *, in_children: bool = False) -> None:
+        """Print a line; children of multiprocessing, a loader's workers for instance, say what they used."""
+        # a spawned one has no parent yet while it imports the main module
+        is_importing = getattr(multiprocessing.current_process(), "_inheriting", False)
+        if not in_children and (is_importing or multiprocessing.parent_process() is not None):
             return
         print(f"amp-plugin run{self._rank}: {text}", file=sys.stderr, flush=True)
 

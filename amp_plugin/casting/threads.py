@@ -26,14 +26,14 @@ class RegionState:
         device_type: ``"cpu"``, ``"cuda"``, ...
         dtype: the lower precision.
         enabled: False for a region in which autocast is off.
-        cache_enabled: keep the casts of weights inside the region.
+        cache_enabled: keep the casts of weights inside the region; None: as around it.
         rules: None for the default rules.
     """
 
     device_type: str
     dtype: torch.dtype
     enabled: bool = True
-    cache_enabled: bool = True
+    cache_enabled: bool | None = True
     rules: OpRules | None = None
 
     def region(self) -> torch.autocast:

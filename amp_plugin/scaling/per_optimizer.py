@@ -156,6 +156,8 @@ class PerOptimizerState:
 
     def __getitem__(self, key: str) -> Any:
         """Read as torch's per-optimizer dict: ``"stage"`` or ``"found_inf_per_device"``."""
+        if key == "found_inf_per_device" and self.stage is OptState.STEPPED and self.result is not None:
+            return {self.result.found_inf.device: self.result.found_inf}
         if key in {"stage", "found_inf_per_device"}:
             return getattr(self, key)
         raise KeyError(key)

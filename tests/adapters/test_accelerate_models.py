@@ -173,7 +173,9 @@ def test_backward_may_run_in_the_region():
 @pytest.mark.parametrize("kind", ["MEGATRON_LM", "XLA", "fp8"])
 def test_other_engines_are_refused(kind):
     values = (DistributedType.NO, "fp8") if kind == "fp8" else (DistributedType[kind], "fp16")
-    with pytest.raises(ValueError, match=r"casts and scales losses by itself.*use accelerate\.Accelerator"):
+    remedy = r"use accelerate\.Accelerator, and start .* without amp-plugin run or install\(\)"
+    remedy += r"; or AORecipeKwargs\(\) in kwargs_handlers: torchao's fp8$" if kind == "fp8" else "$"
+    with pytest.raises(ValueError, match=rf"casts and scales losses by itself.*{remedy}"):
         refuse_other_engine(*values, float8_recipe=None)
     refuse_other_engine(DistributedType.NO, "fp8", float8_recipe="torchao's")
 

@@ -192,6 +192,24 @@ class TestAccelerator:
         with accelerator.autocast():
             assert torch.is_autocast_enabled("cpu")
 
+    @pytest.mark.parametrize("chosen", [None, True, False])
+    def test_a_cache_flag_that_is_not_chosen_is_the_one_around_as_in_torch(self, chosen):
+        handlers = [AutocastKwargs(cache_enabled=chosen)]
+        accelerator = AmpAccelerator(mixed_precision="bf16", cpu=True, kwargs_handlers=handlers)
+        seen = []
+
+        class Asking(torch.nn.Module):
+            def forward(self):
+                seen.append(torch.is_autocast_cache_enabled())
+
+        model = accelerator.prepare(Asking())
+        for around in (True, False):
+            with torch.autocast("cpu", cache_enabled=around):
+                model()
+                with accelerator.autocast():
+                    seen.append(torch.is_autocast_cache_enabled())
+        assert seen == ([True, True, False, False] if chosen is None else [chosen] * 4)
+
     def test_positional_arguments_are_accelerators_own(self):
         accelerator = AmpAccelerator(True, False, "fp16", 3, True)
         assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("fp16", 3)

@@ -133,7 +133,8 @@ class TestTorchAmp:
         assert result.exit_code == 0
         (end,) = said[1:]
         assert (
-            "nothing was taken over: train.py used none of these; a plain loop needs torch.autocast(" in end
+            "nothing was taken over in this process: train.py used none of these; a plain loop needs torch.auto"
+            in end
         )
 
     def test_float16_without_a_scaler_is_told(self, run):
@@ -359,6 +360,7 @@ print(type(torch.amp.GradScaler("cpu")).__module__, torch.autocast("cpu").fast_d
 """
 PARENT = """\
 import multiprocessing, subprocess, sys
+import torch
 
 def work():
     import child
@@ -378,6 +380,14 @@ def test_a_program_that_starts_others_takes_them_along(tmp_path, installed):
     (tmp_path / "child.py").write_text(CHILD)
     done = run_unedited("--precision", "fp16", "parent.py", environment=installed, folder=tmp_path)
     assert done.stdout.split() == ["amp_plugin.scaling.grad_scaler", "torch.float16"] * 2, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("amp-plugin run")]
+    assert (
+        sum(" while parent.py runs" in line for line in said) == 1
+    )  # the spawned child goes by this name too
+    assert {"amp-plugin run: parent.py used GradScaler", "amp-plugin run: child.py used GradScaler"} <= {
+        *said
+    }
+    assert "nothing was taken over in this process: parent.py used none of these" in said[-1]
 
 
 RANK = """\

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import math
 import pickle
 import re
 from itertools import pairwise
@@ -157,6 +158,21 @@ def test_private_names_other_code_touches(weights):
     assert scaler._check_inf_per_device(one.optimizer) == {torch.device("cpu"): 0.0}
     assert scaler._found_inf_per_device(one.optimizer) == {torch.device("cpu"): 0.0}
     assert scaler._get_scale_async().item() == 8.0
+
+
+@pytest.mark.parametrize("make", [torch.amp.GradScaler, GradScaler])
+@pytest.mark.parametrize("factor", [1.0, math.inf])
+def test_whether_a_step_was_skipped_is_read_until_the_update(make, factor):
+    """``_found_inf_per_device`` is how programs ask torch's scaler for it."""
+    scaler, weight = make("cpu", init_scale=8.0), torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(2):
+        scaler.scale((weight * factor).sum()).backward()
+        scaler.step(optimizer)
+        found = scaler._found_inf_per_device(optimizer)
+        assert {place.type: flag.item() for place, flag in found.items()} == {"cpu": float(factor > 1)}
+        scaler.update()
+        assert scaler._found_inf_per_device(optimizer) == {}
 
 
 def test_copies_and_pickles_between_iterations_only(weights):

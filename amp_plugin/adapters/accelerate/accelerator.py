@@ -296,7 +296,7 @@ class AmpAccelerator(HasScaler, Accelerator):
             device_type=self.device.type,
             dtype=TRAINING_DTYPES[precision] if mixed else torch.bfloat16,
             enabled=handler.enabled and runs,
-            cache_enabled=handler.cache_enabled is not False,
+            cache_enabled=handler.cache_enabled,
         )
 
     def prepare_optimizer(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> AcceleratedOptimizer:

@@ -117,8 +117,9 @@ def refuse_other_engine(distributed: DistributedType, precision: str, *, float8_
     if engine is None and precision == "fp8" and float8_recipe is None:
         engine = "fp8 training by TransformerEngine or MS-AMP"
     if engine is not None:
+        ours = "; or AORecipeKwargs() in kwargs_handlers: torchao's fp8" * (precision == "fp8")
         msg = (
-            f"{engine} casts and scales losses by itself, which AmpAccelerator does not replace: use "
-            "accelerate.Accelerator, without install() or amp-plugin run"
+            f"{engine} casts and scales losses by itself, which AmpAccelerator cannot do for it: use "
+            f"accelerate.Accelerator, and start the program without amp-plugin run or install(){ours}"
         )
         raise ValueError(msg)
