@@ -25,6 +25,7 @@ from amp_plugin.kernels.build import require_native
 from amp_plugin.precision import short_name
 
 Kind = Literal["weight", "input", "activation"]
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,9 +85,6 @@ class CastTotals:
         return CastTotals(casts=len(made), cached=len(listed) - len(made), elements=elements, bytes=size)
 
 
-Key = TypeVar("Key")
-
-
 def grouped(casts: Iterable[Cast], key: Callable[[Cast], Key]) -> dict[Key, CastTotals]:
     """Add up the casts that have a key in common; the most bytes come first."""
     groups: dict[Key, list[Cast]] = defaultdict(list)
@@ -130,8 +128,6 @@ def _counts(totals: CastTotals) -> tuple[str, ...]:
 
 
 _OUTSIDE = -1
-
-
 _TEXTS = 4  # op, device, dtype before, dtype after
 _NUMBERS = 7  # argument, elements, bytes, cached, is a weight, scope, identity
 

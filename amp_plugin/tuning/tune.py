@@ -96,14 +96,10 @@ class Tuning:
         Path(path).write_text(self.to_yaml(), encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
-        """Draw what each set costs, and by what factor the error grows with it (for ``"accuracy"`` bytes).
-
-        Args:
-            path: a file; its ending says the format. Needs matplotlib.
-        """
+        """Draw cost against error (for ``"accuracy"`` bytes) into a file, in the format of its ending."""
         from matplotlib.figure import Figure  # noqa: PLC0415 - optional
 
-        figure = Figure(figsize=(9, 6), layout="constrained")
+        figure = Figure(figsize=(9, 6))
         draw(self, figure.subplots())
         figure.savefig(path, dpi=120)
 
@@ -306,9 +302,8 @@ def draw(tuning: Tuning, axes: Any) -> None:
     if before.failed < tuning.batches:  # a cure has no budget
         axes.axhline(1 + aim.budget, color="black", linewidth=1, linestyle="--", label="budget")
     grows = "bytes, saved or cast" if aim.goal == "accuracy" else "gradient error, whole or mean"
-    relative = ", default rules: 1"
-    cost = _COSTS[aim.goal] + relative * (before.failed < tuning.batches)
-    axes.set(xlabel=cost, ylabel=grows + relative)
+    cost = _COSTS[aim.goal] + ", default rules: 1" * (before.failed < tuning.batches)
+    axes.set(xlabel=cost, ylabel=f"{grows}, default rules: 1")
     axes.set_title(tuning.headline, fontsize=9, wrap=True)
     axes.legend(fontsize=9)
     _name_points(axes, places)
@@ -316,14 +311,12 @@ def draw(tuning: Tuning, axes: Any) -> None:
 
 def _name_points(axes: Any, places: dict[Changes, tuple[float, float]]) -> None:
     """Write the op of a set's last rule next to its point, where that covers no other name."""
-    texts, middle = [], sum(axes.get_xlim()) / 2
+    taken: list[Any] = []
+    middle = sum(axes.get_xlim()) / 2
     for changes, at in places.items():
         name = changes[-1].op.removeprefix("aten::") + f" + {len(changes) - 1}" * (len(changes) > 1)
         offset, side = ((-9, 3), "right") if at[0] > middle else ((9, 3), "left")
-        texts.append(axes.annotate(name, at, offset, textcoords="offset points", ha=side, fontsize=7))
-    axes.figure.draw_without_rendering()
-    taken: list[Any] = []
-    for text in texts:
+        text = axes.annotate(name, at, offset, textcoords="offset points", ha=side, fontsize=7)
         box = text.get_window_extent()
         text.set_visible(not any(map(box.overlaps, taken)))
         taken += [box] * text.get_visible()

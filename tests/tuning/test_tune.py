@@ -104,22 +104,22 @@ class TestRulesOnTrial:
 class TestMeasurement:
     def test_saved_bytes_of_ops_whose_saved_tensors_are_known(self):
         x, weight = torch.randn(8, 4, requires_grad=True), nn.Parameter(torch.randn(4, 4))
-        with SavedBytes() as saved:
+        with (saved := SavedBytes()):
             y = x @ weight  # saves x; the parameter is there anyway
         assert saved.total == 8 * 4 * 4
-        with SavedBytes() as saved:
+        with (saved := SavedBytes()):
             (y.exp() + y.detach() * y).sum().backward()  # exp saves its result, the product y
         assert saved.total == 2 * 8 * 4 * 4
 
     def test_a_storage_counts_once_and_a_cast_of_a_weight_counts(self):
         x, weight = torch.randn(8, 4), nn.Parameter(torch.randn(4, 4))
-        with SavedBytes() as saved, amp_plugin.autocast("cpu"):
+        with (saved := SavedBytes()), amp_plugin.autocast("cpu"):
             x @ weight, x.clone().requires_grad_() @ weight
         assert saved.total == 2 * 8 * 4 * 2 + 4 * 4 * 2  # the inputs in bf16, the weight's cast once
 
     def test_what_a_recomputation_saves_is_left_out(self):
         x = torch.randn(8, 4, requires_grad=True)
-        with SavedBytes() as saved:
+        with (saved := SavedBytes()):
             torch.utils.checkpoint.checkpoint(torch.exp, x, use_reentrant=True).sum().backward()
         assert saved.total <= 8 * 4 * 4
 
@@ -242,7 +242,7 @@ class TestTune:
         found, _, _ = tuning
         found.plot(tmp_path / "sets.png")
         assert (tmp_path / "sets.png").read_bytes()[:4] == b"\x89PNG"
-        axes = Figure(figsize=(9, 6), layout="constrained").subplots()
+        axes = Figure(figsize=(9, 6)).subplots()
         draw(found, axes)
         marks = {mark.get_label(): mark.get_offsets().tolist() for mark in axes.collections}
         assert marks["default rules"] == [[1.0, 1.0]]
