@@ -6,7 +6,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -25,6 +25,7 @@ from amp_plugin.kernels.build import require_native
 from amp_plugin.precision import short_name
 
 Kind = Literal["weight", "input", "activation"]
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,9 +85,6 @@ class CastTotals:
         return CastTotals(casts=len(made), cached=len(listed) - len(made), elements=elements, bytes=size)
 
 
-Key = TypeVar("Key")
-
-
 def grouped(casts: Iterable[Cast], key: Callable[[Cast], Key]) -> dict[Key, CastTotals]:
     """Add up the casts that have a key in common; the most bytes come first."""
     groups: dict[Key, list[Cast]] = defaultdict(list)
@@ -130,8 +128,6 @@ def _counts(totals: CastTotals) -> tuple[str, ...]:
 
 
 _OUTSIDE = -1
-
-
 _TEXTS = 4  # op, device, dtype before, dtype after
 _NUMBERS = 7  # argument, elements, bytes, cached, is a weight, scope, identity
 
@@ -279,6 +275,13 @@ class CastLog:
         """
         return cast_table(self.records(), by)
 
+    def to_pandas(self) -> Any:
+        """Return a ``pandas.DataFrame`` with a column per field of ``Cast``; dtypes are strings."""
+        import pandas as pd  # noqa: PLC0415 - optional
+
+        frame = pd.DataFrame(map(asdict, self.records()), columns=[field.name for field in fields(Cast)])
+        return frame.assign(**{when: frame[when].map(short_name) for when in ("before", "after")})
+
     def __repr__(self) -> str:
         total = self.totals()
         return f"CastLog({total.casts} casts, {total.cached} cached, {filesize.decimal(total.bytes)} moved)"
@@ -297,8 +300,8 @@ def log_casts(model: nn.Module | None = None) -> CastLog:
         model: gives the module and parameter names; default: whatever module is called.
 
     Returns:
-        A context manager; read it with ``records()``, ``table()``, ``by_module()`` and
-        ``by_op()``.
+        A context manager; read it with ``records()``, ``table()``, ``to_pandas()``,
+        ``by_module()`` and ``by_op()``.
 
     Raises:
         RuntimeError: the native core is missing, or (on entry) another log is open.

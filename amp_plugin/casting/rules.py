@@ -20,6 +20,7 @@ from amp_plugin.casting.op_names import (
     check_arguments,
     dtype_overload,
     is_registered,
+    names_an_op,
     nearest,
     overloads_of,
 )
@@ -220,7 +221,8 @@ class OpRules:
     def from_yaml(path: str | Path) -> OpRules:
         """Read rules that change the default ones of a device.
 
-        Warns where the file says that it was written for another torch, and default rules have changed since.
+        Warns where the file says that it was written for another torch, and default rules have changed since
+        or the installed torch lacks an op, whose rule is left out.
 
         Args:
             path: a YAML file with ``device_type`` and ``rules``: op -> rule, or
@@ -234,14 +236,22 @@ class OpRules:
             file = read_rules_file(path)
             default = OpRules.default(file["device_type"])
             rules = OpRules.named(file["base"], default.device_type) if file["base"] else default
+            release = ".".join(file["torch"].split(".")[:2]) or torch_release()
+            gone = [op for op in file["rules"] if release != torch_release() and not names_an_op(op)]
             for op, entry in file["rules"].items():
-                given = entry if isinstance(entry, Mapping) else {"rule": entry}
-                rules = rules.with_rule(op, given.get("rule"), keep=given.get("keep", ()))
+                if op not in gone:
+                    given = entry if isinstance(entry, Mapping) else {"rule": entry}
+                    rules = rules.with_rule(op, given.get("rule"), keep=given.get("keep", ()))
         except (ValueError, yaml.YAMLError) as error:
             msg = f"{path}: {error}"
             raise ValueError(msg) from error
-        if file["torch"] and not file["base"]:
-            _warn_of_changes(path, ".".join(file["torch"].split(".")[:2]), default)
+        then = default if file["base"] else _listed(default.device_type, release)
+        changes = [f"there is no {op}, its rule is left out" for op in gone] + _changes(
+            release, then, default
+        )
+        if changes:
+            since = f"{path} was written for torch {release}; in torch {torch_release()} "
+            warn_user(since + "; ".join(changes))
         return rules
 
     def to_yaml(self) -> str:
@@ -345,14 +355,11 @@ def rules_with_content(content: str) -> OpRules:
     return OpRules(device_type=read["device_type"], rules=named, keep=read["keep"])
 
 
-def _warn_of_changes(path: str | Path, release: str, default: OpRules) -> None:
-    """Warn if default rules differ between the torch that a file was written for and the installed one."""
-    changed = _listed(default.device_type, release).diff(default)
-    if changed:
-        was = ", of ".join(f"{op} is {new} and was {old}" for op, (old, new) in changed.items())
-        remedy = f" (base: torch-{release} in the file keeps the old ones)" if release in RELEASES else ""
-        now = torch_release()
-        warn_user(f"{path} was written for torch {release}; in torch {now} the default of {was}{remedy}")
+def _changes(release: str, then: OpRules, now: OpRules) -> list[str]:
+    """Describe what has changed in the default rules since a release, in one text if anything has."""
+    changed = [f"{op} is {new} and was {old}" for op, (old, new) in then.diff(now).items()]
+    remedy = f" (base: torch-{release} in the file keeps the old ones)" if release in RELEASES else ""
+    return [f"the default of {', of '.join(changed)}{remedy}"] if changed else []
 
 
 RULES_VARIABLE: Final = "AMP_PLUGIN_RULES"

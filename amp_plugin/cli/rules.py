@@ -128,6 +128,7 @@ def tune(
     batches: Annotated[int, typer.Option(min=1, help="Backward passes to run and measure.")] = 4,
     device: Device = None,
     reference: Reference = "fp64",
+    plot: Annotated[Path | None, typer.Option(help="Draw what was tried into this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Search op rules that save memory or casts, or cure an overflow, and write them to a file.
@@ -150,6 +151,8 @@ def tune(
             progress=not as_json,
         )
         tuning.save(output)
+        if plot is not None:
+            tuning.plot(plot)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         fail(str(error), code=1)
     if as_json:

@@ -11,7 +11,6 @@ from statistics import mean, median
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from typing_extensions import Self
 
 from amp_plugin.casting.cast_log import log_casts
 from amp_plugin.casting.dispatcher import rules_on_trial
@@ -136,10 +135,6 @@ class SavedBytes(saved_tensors_hooks):
         self.total = 0
         self._seen: Storages[bool] = Storages()
 
-    def __enter__(self) -> Self:  # type: ignore[override]
-        super().__enter__()
-        return self
-
     def _pack(self, tensor: Tensor) -> Tensor:
         in_backward = torch._C._current_graph_task_id() != -1
         base = tensor._base if tensor._base is not None else tensor
@@ -176,7 +171,8 @@ class Trials:
             errors.append(self._reference.error(len(errors), gradients))
 
         count = batches or self.batches
-        with rules_on_trial(rules), log_casts() as log, SavedBytes() as saved:
+        saved = SavedBytes()
+        with rules_on_trial(rules), log_casts() as log, saved:
             self._workload.run(compare, batches=count)
         cast = log.totals().bytes / count
         return Measurement(saved_bytes=saved.total / count, cast_bytes=cast, errors=tuple(errors))

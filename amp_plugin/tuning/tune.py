@@ -6,7 +6,7 @@ import math
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
@@ -95,6 +95,14 @@ class Tuning:
         """Write the rules to a file that ``OpRules.from_yaml`` reads."""
         Path(path).write_text(self.to_yaml(), encoding="utf-8")
 
+    def plot(self, path: str | Path) -> None:
+        """Draw cost against error (for ``"accuracy"`` bytes) into a file, in the format of its ending."""
+        from matplotlib.figure import Figure  # noqa: PLC0415 - optional
+
+        figure = Figure(figsize=(9, 6))
+        draw(self, figure.subplots())
+        figure.savefig(path, dpi=120)
+
     @property
     def headline(self) -> str:
         """What was done, in a line."""
@@ -141,7 +149,7 @@ def tune(
         progress: show a progress bar.
 
     Returns:
-        The rules and what was measured: ``table()``, ``save("rules.yaml")``.
+        The rules and what was measured: ``table()``, ``save("rules.yaml")``, ``plot("rules.png")``.
 
     Raises:
         ValueError: an option is not allowed, or the step changes a weight or gives no gradients.
@@ -266,3 +274,49 @@ def _change(before: float, after: float) -> str:
     if before == 0 or not (math.isfinite(before) and math.isfinite(after)):
         return ""
     return f"{(after / before - 1) * 100:+.1f} %"
+
+
+_COSTS: Final = {"memory": "bytes saved for backward", "casts": "bytes cast", "accuracy": "gradient error"}
+
+
+def draw(tuning: Tuning, axes: Any) -> None:
+    """Draw each set that has finite numbers as a point; mark the default, the chosen set and the budget."""
+    aim, before = Aim(goal=tuning.goal, budget=tuning.budget), tuning.before
+
+    def place(measured: Measurement, batches: int) -> tuple[float, float]:
+        default = replace(before, errors=before.errors[:batches])
+        base = aim.cost(default)
+        return aim.cost(measured) / (base if 0 < base < math.inf else 1), aim.growth(measured, default)
+
+    tried = {
+        attempt.changes: place(attempt.measurement, attempt.batches)
+        for attempt in tuning.tried
+        if attempt.changes and attempt.measurement and attempt.measurement.failed <= before.failed
+    }
+    places = {changes: at for changes, at in tried.items() if all(map(math.isfinite, at))}
+    for rule in sorted({changes[-1].rule.value for changes in places}):
+        of_rule = [at for changes, at in places.items() if changes[-1].rule.value == rule]
+        axes.scatter(*zip(*of_rule, strict=True), s=24, label=rule)
+    for label, marker, measured in (("default rules", "s", before), ("chosen rules", "*", tuning.after)):
+        axes.scatter(*place(measured, tuning.batches), s=130, marker=marker, label=label, zorder=3)
+    if before.failed < tuning.batches:  # a cure has no budget
+        axes.axhline(1 + aim.budget, color="black", linewidth=1, linestyle="--", label="budget")
+    grows = "bytes, saved or cast" if aim.goal == "accuracy" else "gradient error, whole or mean"
+    cost = _COSTS[aim.goal] + ", default rules: 1" * (before.failed < tuning.batches)
+    axes.set(xlabel=cost, ylabel=f"{grows}, default rules: 1")
+    axes.set_title(tuning.headline, fontsize=9, wrap=True)
+    axes.legend(fontsize=9)
+    _name_points(axes, places)
+
+
+def _name_points(axes: Any, places: dict[Changes, tuple[float, float]]) -> None:
+    """Write the op of a set's last rule next to its point, where that covers no other name."""
+    taken: list[Any] = []
+    middle = sum(axes.get_xlim()) / 2
+    for changes, at in places.items():
+        name = changes[-1].op.removeprefix("aten::") + f" + {len(changes) - 1}" * (len(changes) > 1)
+        offset, side = ((-9, 3), "right") if at[0] > middle else ((9, 3), "left")
+        text = axes.annotate(name, at, offset, textcoords="offset points", ha=side, fontsize=7)
+        box = text.get_window_extent()
+        text.set_visible(not any(map(box.overlaps, taken)))
+        taken += [box] * text.get_visible()

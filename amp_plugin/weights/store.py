@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -51,6 +52,14 @@ class WeightStore:
         for optimizer in optimizers:
             add_optimizer(optimizer, self._state)
 
+    def in_fp32(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a block in which a model's weights are float32; see :func:`in_fp32`."""
+        return in_fp32(model)
+
+    def fp32_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Return a copy of a model's state dict, with its exact weights in float32."""
+        return copy.deepcopy(model.state_dict())
+
 
 def store_weights(
     model: nn.Module,
@@ -90,7 +99,8 @@ def store_weights(
         seed: Of stochastic rounding; the same on all ranks.
 
     Returns:
-        The store: ``add(optimizer)``, and how many weights are stored, ``len(store)``.
+        The store: ``add(optimizer)``, ``in_fp32(model)``, ``fp32_state_dict(model)``, and how many weights
+        are stored, ``len(store)``.
 
     Raises:
         ValueError: ``weights`` or ``state`` is unknown, a pattern matches no module, or an optimizer has

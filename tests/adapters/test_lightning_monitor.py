@@ -3,6 +3,7 @@
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -53,6 +54,20 @@ def test_the_norm_alone_is_logged_where_nothing_is_scaled(precision, clip):
     assert dict(trainer.callback_metrics) == look.shown == {"grad_norm": 3.0}  # the mean of the window
     assert plugin.last_step(trainer.optimizers[0]).norm.item() == 3.0  # before clipping
     assert monitor.skipped_steps == 0
+
+
+def test_the_bytes_per_parameter_are_logged_once_a_step_was_taken(caplog):
+    monitor, told, module = AmpMonitor(), [], OneWeight(overflow_at=(0, 1))
+    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters())
+    keep = LambdaCallback(on_train_batch_end=lambda *_: told.append(monitor.weight_bytes))
+    with caplog.at_level("INFO"):
+        fit(module, AmpPrecision("fp16"), steps=4, callbacks=[monitor, keep])
+    assert told[:2] == [None, None]
+    assert told[3] is told[2]
+    each = told[2].per_parameter()
+    assert (each["weights"], each["masters"], each["gradients"]) == (4, 0, 4)
+    assert each["optimizer_state"] >= 8
+    assert [text for text in caplog.messages if "holds" in text] == [f"training holds {told[2]}"]
 
 
 @pytest.mark.parametrize("callbacks", [[], [AmpMonitor()]])

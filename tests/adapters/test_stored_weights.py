@@ -7,6 +7,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
+    LambdaCallback,
     ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
@@ -233,7 +234,8 @@ def test_the_other_way_of_storing_loads_without_losing_a_bit(run, first, second,
         assert states["optimizer_states"][0]["state"][0]["exp_avg"].dtype is torch.float32
 
 
-@pytest.mark.parametrize(("weights", "averaged"), [("fp32", False), ("fp32", True), ("bf16", False)])
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+@pytest.mark.parametrize("averaged", [False, True])
 def test_a_model_that_comes_in_bfloat16_resumes_all_bits(weights, averaged, tmp_path):
     def run(*, resume):
         average = [EMAWeightAveraging(decay=0.9)] if averaged else []
@@ -244,8 +246,9 @@ def test_a_model_that_comes_in_bfloat16_resumes_all_bits(weights, averaged, tmp_
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
 
 
-def test_an_average_of_a_model_that_comes_in_bfloat16_is_exact():
-    decay, expected, callback = 0.9, {}, EMAWeightAveraging(decay=0.9)
+@pytest.mark.parametrize("weights", ["bf16", "fp32"])
+def test_an_average_is_of_masters_and_is_what_training_leaves(weights):
+    decay, expected, seen = 0.9, {}, {}
 
     class Kept(Linear):
         def on_train_batch_end(self, *_):
@@ -253,19 +256,47 @@ def test_an_average_of_a_model_that_comes_in_bfloat16_is_exact():
                 first = name not in expected
                 expected[name] = value if first else torch.lerp(expected[name], value, 1 - decay)
 
+    callback = EMAWeightAveraging(decay=decay)
+    keep = LambdaCallback(on_train_batch_end=lambda *_: seen.update(values(callback._average_model.module)))
     model = Kept(torch.optim.AdamW, lr=1e-4).bfloat16()
-    fit(model, AmpPrecision("bf16"), steps=8, data=data(), callbacks=[callback])
+    fit(model, AmpPrecision("bf16", weights=weights), steps=8, data=data(), callbacks=[callback, keep])
+    for name, value in expected.items():
+        torch.testing.assert_close(seen[name], value, rtol=1e-5, atol=1e-8)
+        assert torch.equal(values(model)[name], seen[name])
+    assert not any(name.startswith("on_") for name in vars(callback)), "its hooks are its own again"
+
+
+def test_stochastic_weight_averaging_averages_masters():
+    ends = []
+
+    class Kept(Linear):
+        def on_train_epoch_end(self):
+            ends.append(values(self))
+
+    model = Kept(torch.optim.AdamW, lr=1e-5).bfloat16()
+    swa = StochasticWeightAveraging(swa_lrs=1e-5, swa_epoch_start=2, annealing_epochs=1)
+    plugin = AmpPrecision("bf16", weights="bf16")
+    fit(model, plugin, steps=-1, max_epochs=4, data=data(4), callbacks=[swa])
     for name, value in values(model).items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-8)
+        mean = torch.stack([epoch[name] for epoch in ends[:-1]]).double().mean(0)  # epochs 1 to 3 begin with
+        assert (value - mean).abs().max() <= 1e-7, name
 
 
-@pytest.mark.parametrize(
-    "callback", [EMAWeightAveraging(decay=0.9), StochasticWeightAveraging(swa_lrs=1e-5)], ids=["ema", "swa"]
-)
-def test_averages_of_stored_weights_are_refused(callback):
-    text = "weights='bf16' does not work with .*: leave weights='fp32', or average within"
-    with pytest.raises(ValueError, match=text):
-        fit(module(), AmpPrecision("bf16", weights="bf16"), data=data(), callbacks=[callback])
+def test_a_validation_on_averages_gives_the_weights_back():
+    def run(validate):
+        model, seen = Linear(torch.optim.AdamW, lr=1e-3), []
+        if validate:
+            model.validation_step = lambda *_: None
+        after = LambdaCallback(on_train_batch_end=lambda t, m, *_: seen.append(values(m)))
+        averaging = [EMAWeightAveraging(decay=0.9), after]
+        plugin = AmpPrecision("bf16", weights="bf16")
+        make_trainer(plugin, 6, callbacks=averaging, val_check_interval=2).fit(
+            model, data(6), data(1) if validate else None
+        )
+        return seen
+
+    for validated, other in zip(run(validate=True), run(validate=False), strict=True):
+        assert all(torch.equal(value, other[name]) for name, value in validated.items())
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-true"])

@@ -232,6 +232,18 @@ def test_tables():
         log.table("kind")
 
 
+@native
+def test_a_data_frame_has_a_row_per_cast():
+    with log_casts(net := nn.Linear(2, 2)) as log:
+        assert list(log.to_pandas().columns)[:3] == ["module", "op", "argument"]
+        with autocast("cpu", BF16):
+            net(torch.ones(1, 2))
+    frame = log.to_pandas()
+    assert list(frame["before"]) == ["fp32"] * 3
+    assert list(frame["after"]) == ["bf16"] * 3
+    assert frame["bytes"].sum() == log.totals().bytes
+
+
 def test_dtype_report():
     net = Net().train()
     with autocast("cpu", dtype=BF16):

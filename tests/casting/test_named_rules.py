@@ -18,6 +18,7 @@ from amp_plugin.casting.rules import RELEASES, TABLES, OpRules, listed_rules, to
 # torch._C._dispatch_get_registrations_for_dispatch_key: device -> releases that register them -> ops.
 REGISTERED = json.loads((Path(__file__).parents[1] / "assets/autocast_registrations.json").read_text())
 RECORDED = tuple(REGISTERED["builds"])
+OTHER = "2.11" if torch_release() != "2.11" else "2.15"
 # For named tensors, gone since 2.13, and cuDNN's repacking of weights: torch's own kernels see to them.
 NO_RULE = re.compile(r"\.(names_|\w*[Dd]imname)|aten::_cudnn_rnn\.default")
 
@@ -86,6 +87,19 @@ def test_a_changed_default_is_told_with_the_cure_and_a_base_keeps_the_old_ones(t
     assert OpRules.from_yaml(path) == OpRules.named("torch-2.11", "cuda").with_rule(
         "aten::mm.default", "fp32"
     )
+
+
+def test_an_op_that_the_installed_torch_lacks_is_left_out_of_a_file_of_another(tmp_path):
+    path, rules = tmp_path / "rules.yaml", "rules: {aten::gone_since: fp32, aten::mm.default: fp32}"
+    path.write_text(f"device_type: cpu\ntorch: '{OTHER}.1'\nbase: torch-{OTHER}\n{rules}")
+    text = rf"written for torch {OTHER}; in torch \S+ there is no aten::gone_since, its rule is left out$"
+    with pytest.warns(UserWarning, match=text):
+        read = OpRules.from_yaml(path)
+    assert read == OpRules.named(f"torch-{OTHER}", "cpu").with_rule("aten::mm.default", "fp32")
+    for head in ("", f"torch: '{torch_release()}'\n"):
+        path.write_text(f"device_type: cpu\n{head}{rules}")
+        with pytest.raises(ValueError, match="rules.yaml: unknown op 'aten::gone_since'"):
+            OpRules.from_yaml(path)
 
 
 @pytest.mark.native

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import re
 import warnings
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -24,6 +26,7 @@ from amp_plugin.tuning.measure import (
     rules_without_16_bits,
 )
 from amp_plugin.tuning.search import Aim
+from amp_plugin.tuning.tune import draw
 from amp_plugin.tuning.workload import Steps, used_ops
 from tests.commands import amp
 
@@ -101,22 +104,22 @@ class TestRulesOnTrial:
 class TestMeasurement:
     def test_saved_bytes_of_ops_whose_saved_tensors_are_known(self):
         x, weight = torch.randn(8, 4, requires_grad=True), nn.Parameter(torch.randn(4, 4))
-        with SavedBytes() as saved:
+        with (saved := SavedBytes()):
             y = x @ weight  # saves x; the parameter is there anyway
         assert saved.total == 8 * 4 * 4
-        with SavedBytes() as saved:
+        with (saved := SavedBytes()):
             (y.exp() + y.detach() * y).sum().backward()  # exp saves its result, the product y
         assert saved.total == 2 * 8 * 4 * 4
 
     def test_a_storage_counts_once_and_a_cast_of_a_weight_counts(self):
         x, weight = torch.randn(8, 4), nn.Parameter(torch.randn(4, 4))
-        with SavedBytes() as saved, amp_plugin.autocast("cpu"):
+        with (saved := SavedBytes()), amp_plugin.autocast("cpu"):
             x @ weight, x.clone().requires_grad_() @ weight
         assert saved.total == 2 * 8 * 4 * 2 + 4 * 4 * 2  # the inputs in bf16, the weight's cast once
 
     def test_what_a_recomputation_saves_is_left_out(self):
         x = torch.randn(8, 4, requires_grad=True)
-        with SavedBytes() as saved:
+        with (saved := SavedBytes()):
             torch.utils.checkpoint.checkpoint(torch.exp, x, use_reentrant=True).sum().backward()
         assert saved.total <= 8 * 4 * 4
 
@@ -235,6 +238,24 @@ class TestTune:
         assert re.search(r"# saved for backward: \S+ kB -> \S+ kB \(-\d\d\.\d %\)\n", text)
         assert text.endswith("rules:\n  aten::cross_entropy_loss: lower_precision\n")
 
+    def test_the_plot_is_a_picture_with_the_chosen_rules_under_the_budget(self, tuning, tmp_path):
+        found, _, _ = tuning
+        found.plot(tmp_path / "sets.png")
+        assert (tmp_path / "sets.png").read_bytes()[:4] == b"\x89PNG"
+        axes = Figure(figsize=(9, 6)).subplots()
+        draw(found, axes)
+        marks = {mark.get_label(): mark.get_offsets().tolist() for mark in axes.collections}
+        assert marks["default rules"] == [[1.0, 1.0]]
+        ((cost, growth),) = marks["chosen rules"]
+        assert cost == found.after.saved_bytes / found.before.saved_bytes
+        assert cost < 1
+        assert [line.get_ydata()[0] for line in axes.lines] == [1.2]
+        assert growth < 1.2
+        names = [text for text in axes.texts if text.get_visible()]
+        assert "cross_entropy_loss" in {text.get_text() for text in names}
+        boxes = [text.get_window_extent() for text in names]
+        assert not any(first.overlaps(second) for first, second in combinations(boxes, 2))
+
     def test_a_model_with_nothing_to_save_keeps_the_default_and_says_so(self):
         model = nn.Linear(8, 8)
 
@@ -281,6 +302,8 @@ class TestTune:
         assert (found.before.failed, found.after.failed) == (2, 0)
         assert [(change.op, change.rule.value) for change in found.changes] == [("aten::matmul", "fp32")]
         assert "# batches that overflow: 2 -> 0\n" in found.to_yaml()
+        draw(found, axes := Figure().subplots())
+        assert not axes.lines, "a cure has no budget"
         assert found.headline == (
             "tuned for accuracy: 1 rule without which every batch overflows, whatever the bytes"
         )
@@ -351,12 +374,12 @@ class TestCommand:
     def test_a_script_is_tuned(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         script, rules = tmp_path / "train.py", tmp_path / "rules.yaml"
         script.write_text(SCRIPT)
-        options = ["-o", rules, "--device", "cpu", "--batches", 2, "--budget", "50%"]
+        options = ["-o", rules, "--plot", "a.png", "--device", "cpu", "--batches", 2, "--budget", "50%"]
         with monkeypatch.context() as patch:
             patch.chdir(tmp_path)
             answer = amp("tune", *options, script, "0.1")
         assert answer.exit_code == 0, answer.output
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["rules.yaml", "train.py"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "rules.yaml", "train.py"]
         assert "not to be seen" not in answer.output
         assert re.search(r"saved for backward +\S+ kB +\S+ kB +-\d+\.\d %", answer.output)
         assert OpRules.from_yaml(rules)["aten::cross_entropy_loss.default"].value == "lower_precision"

@@ -54,6 +54,21 @@ def test_a_run_resumes_with_all_bits(saves, loads):
         assert_same(model, other)
 
 
+def test_the_store_gives_the_float32_weights_for_a_block_or_as_a_copy():
+    model = network(0)
+    store = store_weights(model, optimizer := AdamW(model.parameters(), lr=1e-3))
+    train((model,), [optimizer], 3)
+    exported = store.fp32_state_dict(model)
+    with store.in_fp32(model):
+        assert model[0].weight.dtype is torch.float32
+        for name, value in model.state_dict().items():
+            assert torch.equal(exported[name], value)
+            value.zero_()
+    assert model[0].weight.dtype is torch.bfloat16
+    assert not any(value.any() for value in model.state_dict().values())
+    assert all(value.any() for value in exported.values()), "a copy"
+
+
 def test_a_state_dict_that_does_not_fit_changes_nothing():
     model, optimizer = trained()
     before = copy.deepcopy(model)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
 from amp_plugin.adapters.scaler import StepNorms, endless_skips
 from amp_plugin.options import whole
+from amp_plugin.weights.store import WeightBytes, weight_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,6 +51,9 @@ class Monitor:
 
     skipped_steps: int = 0
     """Optimizer steps skipped so far, as far as they are read."""
+
+    weight_bytes: WeightBytes | None = None
+    """Bytes per parameter after the first step that was taken, which a line of the log gives too."""
 
     def __init__(
         self,
@@ -94,6 +98,7 @@ class Monitor:
         self.skipped_steps = trainer.precision_plugin.skipped_steps
         self._read.clear()
         self._new_norms(trainer)
+        self.weight_bytes = None
         if self.report is not None:
             from amp_plugin.run_page.report import RunReport  # noqa: PLC0415 - loads the diagnosis
 
@@ -143,6 +148,9 @@ class Monitor:
         read, self._read[:] = list(self._read), []
         for step in read:
             self.skipped_steps += step.result.skipped
+            if not step.result.skipped and self.weight_bytes is None:  # a skipped step makes no state
+                self.weight_bytes = weight_bytes(pl_module, *trainer.strategy.optimizers)
+                self.package.utilities.rank_zero_info(f"training holds {self.weight_bytes}")
             if step.in_a_row == self.max_skips_in_a_row:
                 in_fp16 = "compute the named modules in fp32 (fp32_modules=[...]), use AmpPrecision('bf16')"
                 option = "AmpMonitor(max_skips_in_a_row=...)"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +78,7 @@ class TrainerPrecision(PrecisionCore):
         self._in_train_step = False
         self._runs_again = False
         self._strays = StrayGradients()
+        self._averages = ExitStack()
         self._manual = False
         self._users_methods: frozenset[str] = frozenset()
         self._leaves_clip_to_step = False
@@ -97,14 +98,14 @@ class TrainerPrecision(PrecisionCore):
         self._refuse_strategy(trainer.strategy)
         self._root_device = trainer.strategy.root_device.type
         self._manual = not module.automatic_optimization
-        if self._fitting:
-            averages_in_fp32(trainer.callbacks, self.package, self.settings.weights)
         if self._fitting or self._weights.are_all_stored:
             is_sharded = hasattr(trainer.strategy, "mixed_precision_config")  # later, by FSDP
             setting = "the strategy's mixed_precision" if is_sharded else sharded_by(module)
             refuse_sharded(self.settings.weights, setting)
             was_rounded = self._weights.set_up(module, self.settings.fp32_modules)
             self._load_again = trainer if was_rounded else None
+        if self._fitting:
+            averages_in_fp32(trainer.callbacks, self.package, self._averages)
         is_overridden = self.package.utilities.model_helpers.is_overridden
         self._users_methods = users_methods(module, self, is_overridden)
         return super().convert_module(module)
@@ -130,6 +131,7 @@ class TrainerPrecision(PrecisionCore):
         if sys.exc_info()[0] is None:  # the Trainer tears down after an error too
             self.step_log.end_run(self._warn)
         self._strays.unwatch()
+        self._averages.close()
         self._schedulers.take([], self.step_log)
         super().teardown()
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable
-from functools import cache
+from contextlib import ExitStack
+from functools import cache, partial
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from amp_plugin.adapters.scaler import GradientOrigins
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
 from amp_plugin.scaling.step_log import StepLog
-from amp_plugin.weights.store import convert_to_fp32
+from amp_plugin.weights.store import convert_to_fp32, in_fp32
 
 _HOOK: Final = "on_before_optimizer_step"
 _OF_MODULES: Final = ("configure_gradient_clipping", "clip_gradients", "optimizer_step", _HOOK)
@@ -76,19 +77,26 @@ def calls_closure_again(optimizer: Optimizer) -> bool:
     return bool(_needs_closure(kind) if declared is None else declared)
 
 
-def averages_in_fp32(callbacks: Iterable[Any], package: Any, weights: str) -> None:
-    """Make copies that averaging callbacks (EMA, SWA) have taken float32; refuse them stored weights."""
+def averages_in_fp32(callbacks: Iterable[Any], package: Any, undo: ExitStack) -> None:
+    """Show averaging callbacks (EMA, SWA) the model in float32, until ``undo`` is closed.
+
+    Copies that they have taken before the model's set-up become float32 too.
+    """
     kinds = (package.callbacks.WeightAveraging, package.callbacks.StochasticWeightAveraging)
-    for callback in callbacks:
-        if isinstance(callback, kinds) and weights != "fp32":
-            msg = (
-                f"weights={weights!r} does not work with {type(callback).__name__}, which would average them "
-                "as they are stored: leave weights='fp32', or average within amp_plugin.weights.store.in_fp32"
-            )
-            raise ValueError(msg)
+    hooks = [name for name in dir(package.Callback) if name.startswith(("on_train_", "on_validation_"))]
+    for callback in (callback for callback in callbacks if isinstance(callback, kinds)):
+        for name in hooks:
+            if getattr(type(callback), name) is not getattr(package.Callback, name):
+                setattr(callback, name, partial(_with_model_in_fp32, getattr(callback, name)))
+                undo.callback(vars(callback).pop, name, None)
         average = getattr(callback, "_average_model", None)
-        if isinstance(callback, kinds) and isinstance(average, nn.Module):
+        if isinstance(average, nn.Module):
             convert_to_fp32(average)
+
+
+def _with_model_in_fp32(hook: Callable[..., Any], trainer: Any, module: nn.Module, *args: Any) -> Any:
+    with in_fp32(module):
+        return hook(trainer, module, *args)
 
 
 class HeldSchedulers:
