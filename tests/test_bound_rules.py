@@ -88,7 +88,7 @@ def test_the_environment_binds_rules_where_torch_is_imported(files: Path, instal
 def test_bound_rules_nest() -> None:
     import torch
 
-    from amp_plugin.casting.dispatcher import process_follows, set_default_rules
+    from amp_plugin.casting.installed_kernels import process_follows, set_default_rules
     from amp_plugin.casting.rules import OpRules
 
     def dtype() -> torch.dtype:
@@ -109,7 +109,7 @@ def test_bound_rules_nest() -> None:
 
 def test_a_run_inside_leaves_the_rules_of_the_program() -> None:
     from amp_plugin.casting.bound_rules import ours_by_default
-    from amp_plugin.casting.dispatcher import KERNELS, set_default_rules
+    from amp_plugin.casting.installed_kernels import KERNELS, set_default_rules
     from amp_plugin.casting.rules import OpRules
 
     before = KERNELS.followed["cpu"]

@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from amp_plugin.patches import replaced
+
 if TYPE_CHECKING:
     import torch
 
@@ -37,7 +39,7 @@ def bound_autocast(
     """
     import torch  # noqa: PLC0415 - this module is loaded while torch is
 
-    from amp_plugin.casting.dispatcher import KERNELS, process_follows  # noqa: PLC0415
+    from amp_plugin.casting.installed_kernels import KERNELS, process_follows  # noqa: PLC0415
     from amp_plugin.casting.rules import warn_of_device  # noqa: PLC0415
 
     entered = torch.autocast.__enter__
@@ -67,17 +69,6 @@ def bound_autocast(
 
 
 @contextmanager
-def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Set an attribute of a class, module or function, and put back what was there."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextmanager
 def _dtype_left_open(dtype: torch.dtype) -> Iterator[None]:
     """Give blocks that name no dtype this one, in every thread: torch's own setting is one thread's.
 
@@ -87,7 +78,7 @@ def _dtype_left_open(dtype: torch.dtype) -> Iterator[None]:
 
     import torch  # noqa: PLC0415
 
-    from amp_plugin.casting.dispatcher import tag_compile_caches  # noqa: PLC0415
+    from amp_plugin.casting.installed_kernels import tag_compile_caches  # noqa: PLC0415
 
     tag = "amp_plugin autocast "
     with ExitStack() as undo:
@@ -112,7 +103,7 @@ def ours_by_default() -> AbstractContextManager[None]:
     """Let torch's autocast blocks follow the environment's rules or the default ones, on our kernels."""
     import torch  # noqa: PLC0415 - takes seconds
 
-    from amp_plugin.casting.dispatcher import process_follows  # noqa: PLC0415
+    from amp_plugin.casting.installed_kernels import process_follows  # noqa: PLC0415
     from amp_plugin.casting.rules import (  # noqa: PLC0415
         TABLES,
         OpRules,

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import Self
 
 from amp_plugin.casting.cast_log import log_casts
-from amp_plugin.casting.dispatcher import rules_on_trial
+from amp_plugin.casting.installed_kernels import rules_on_trial
 from amp_plugin.casting.rules import OpRule, OpRules
 from amp_plugin.numerics.shadow import ShadowRun
 from amp_plugin.numerics.values import Storages, storage_address

@@ -1,7 +1,8 @@
-"""Our autocast kernels in torch's dispatcher, and the rule sets that they follow.
+"""Our autocast kernels in torch's dispatcher: installed, taken back, and told the rule sets of the process.
 
-With the native core, rules live in functors on torch's autocast dispatch keys. Without it, regions are
-torch's own with the weight cache off, which follow the default rules.
+Which dtype an op runs in is stated in ``rules.py`` and applied by ``csrc/autocast_kernel.cpp``, in functors
+on torch's autocast dispatch keys. Without the native core, regions are torch's own with the weight cache
+off, which follow the default rules.
 """
 
 from __future__ import annotations
