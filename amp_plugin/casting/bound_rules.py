@@ -44,11 +44,11 @@ def bound_autocast(
 
     entered = torch.autocast.__enter__
     blocks: Counter[tuple[str, torch.dtype]] = Counter()
-    KERNELS.asked.clear()
 
     def enter(block: Any) -> Any:
         if block._enabled:
             blocks[block.device, block.fast_dtype] += 1
+            KERNELS.note_asked(block.device)
             if rules is not None and rules.device_type != block.device:
                 warn_of_device(name, rules.device_type, block.device)
         return entered(block)  # type: ignore[no-untyped-call]
@@ -57,10 +57,13 @@ def bound_autocast(
         nullcontext() if rules is None else process_follows(rules),
         replaced(torch.autocast, "__enter__", enter),
         nullcontext() if dtype is None else _dtype_left_open(dtype),
+        nullcontext() if rules is None else replaced(KERNELS, "asked", set()),
     ):
         yield blocks
-    device = rules.device_type if rules is not None and is_main_process() else ""
-    if device and device not in KERNELS.asked.union(opened for opened, _ in blocks):
+        asked, bound = KERNELS.asked, KERNELS.process_rules
+    KERNELS.asked |= asked  # rules bound around these may have been read too, on another device
+    device = "" if rules is None else rules.device_type
+    if device and (device, bound[device]) not in asked and is_main_process():
         print(
             f"amp_plugin: no autocast block on {device} was opened, so nothing has read the rules of {name}; "
             f"open torch.autocast({device!r}), or leave the file out",
