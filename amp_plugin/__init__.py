@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from amp_plugin.casting.cast_log import log_casts as log_casts
     from amp_plugin.casting.custom_function import custom_bwd as custom_bwd
     from amp_plugin.casting.custom_function import custom_fwd as custom_fwd
-    from amp_plugin.casting.dispatcher import set_default_rules as set_default_rules
+    from amp_plugin.casting.installed_kernels import set_default_rules as set_default_rules
     from amp_plugin.casting.region import autocast as autocast
     from amp_plugin.casting.region import is_autocast_available as is_autocast_available
     from amp_plugin.casting.rules import OpRule as OpRule
@@ -49,7 +49,7 @@ __version__ = "0.3.0"
 _NAMES = {  # by the module they live in
     "casting.cast_log": ("log_casts",),
     "casting.custom_function": ("custom_bwd", "custom_fwd"),
-    "casting.dispatcher": ("set_default_rules",),
+    "casting.installed_kernels": ("set_default_rules",),
     "casting.region": ("autocast", "is_autocast_available"),
     "casting.rules": ("OpRule", "OpRules"),
     "casting.run_in": ("run_in",),

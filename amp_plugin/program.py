@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from amp_plugin.casting.bound_rules import ours_by_default, replaced
+from amp_plugin.casting.bound_rules import ours_by_default
+from amp_plugin.patches import replaced
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

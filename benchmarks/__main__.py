@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from amp_plugin.casting.dispatcher import KERNELS
+from amp_plugin.casting.installed_kernels import KERNELS
 from amp_plugin.kernels.build import require_native
 from benchmarks import tables
 from benchmarks.catalogue import keys, section

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from amp_plugin import autocast
-from amp_plugin.casting.dispatcher import KERNELS
+from amp_plugin.casting.installed_kernels import KERNELS
 from benchmarks.clocks import Call
 from benchmarks.harness import OURS, Comparison, Gate
 from benchmarks.setting import Section, Setting

@@ -88,7 +88,7 @@ def test_the_environment_binds_rules_where_torch_is_imported(files: Path, instal
 def test_bound_rules_nest() -> None:
     import torch
 
-    from amp_plugin.casting.dispatcher import process_follows, set_default_rules
+    from amp_plugin.casting.installed_kernels import process_follows, set_default_rules
     from amp_plugin.casting.rules import OpRules
 
     def dtype() -> torch.dtype:
@@ -107,9 +107,32 @@ def test_bound_rules_nest() -> None:
     assert dtype() is torch.bfloat16
 
 
+@pytest.mark.parametrize("blocks", ["torch", "ours"])
+@pytest.mark.parametrize(("opened", "unread"), [("outer", "inner"), ("inner", "outer")])
+def test_of_nested_files_each_is_told_if_nothing_reads_it(
+    opened: str, unread: str, blocks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    import amp_plugin
+    from amp_plugin.casting.bound_rules import bound_autocast
+
+    autocast = torch.autocast if blocks == "torch" else amp_plugin.autocast
+    rules = amp_plugin.OpRules.default("cpu").with_rule("aten::mm", "fp32")
+    with bound_autocast(rules, "outer"):
+        if opened == "outer":
+            autocast("cpu").__enter__().__exit__(None, None, None)
+        with bound_autocast(rules.with_rule("aten::bmm", "fp32"), "inner"), bound_autocast():
+            if opened == "inner":
+                autocast("cpu").__enter__().__exit__(None, None, None)
+    said = capsys.readouterr().err
+    assert f"the rules of {unread};" in said
+    assert f"the rules of {opened};" not in said
+
+
 def test_a_run_inside_leaves_the_rules_of_the_program() -> None:
     from amp_plugin.casting.bound_rules import ours_by_default
-    from amp_plugin.casting.dispatcher import KERNELS, set_default_rules
+    from amp_plugin.casting.installed_kernels import KERNELS, set_default_rules
     from amp_plugin.casting.rules import OpRules
 
     before = KERNELS.followed["cpu"]

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
-from amp_plugin.adapters import standing_in
 from amp_plugin.casting.bound_rules import bound_autocast, is_launcher, ours_by_default
+from amp_plugin.patches import standing_in
 
 if TYPE_CHECKING:
     from typing_extensions import Self

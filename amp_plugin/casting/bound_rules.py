@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from amp_plugin.patches import replaced
+
 if TYPE_CHECKING:
     import torch
 
@@ -37,16 +39,16 @@ def bound_autocast(
     """
     import torch  # noqa: PLC0415 - this module is loaded while torch is
 
-    from amp_plugin.casting.dispatcher import KERNELS, process_follows  # noqa: PLC0415
+    from amp_plugin.casting.installed_kernels import KERNELS, process_follows  # noqa: PLC0415
     from amp_plugin.casting.rules import warn_of_device  # noqa: PLC0415
 
     entered = torch.autocast.__enter__
     blocks: Counter[tuple[str, torch.dtype]] = Counter()
-    KERNELS.asked.clear()
 
     def enter(block: Any) -> Any:
         if block._enabled:
             blocks[block.device, block.fast_dtype] += 1
+            KERNELS.note_asked(block.device)
             if rules is not None and rules.device_type != block.device:
                 warn_of_device(name, rules.device_type, block.device)
         return entered(block)  # type: ignore[no-untyped-call]
@@ -55,26 +57,18 @@ def bound_autocast(
         nullcontext() if rules is None else process_follows(rules),
         replaced(torch.autocast, "__enter__", enter),
         nullcontext() if dtype is None else _dtype_left_open(dtype),
+        nullcontext() if rules is None else replaced(KERNELS, "asked", set()),
     ):
         yield blocks
-    device = rules.device_type if rules is not None and is_main_process() else ""
-    if device and device not in KERNELS.asked.union(opened for opened, _ in blocks):
+        asked, bound = KERNELS.asked, KERNELS.process_rules
+    KERNELS.asked |= asked  # rules bound around these may have been read too, on another device
+    device = "" if rules is None else rules.device_type
+    if device and (device, bound[device]) not in asked and is_main_process():
         print(
             f"amp_plugin: no autocast block on {device} was opened, so nothing has read the rules of {name}; "
             f"open torch.autocast({device!r}), or leave the file out",
             file=sys.stderr,
         )
-
-
-@contextmanager
-def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Set an attribute of a class, module or function, and put back what was there."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 @contextmanager
@@ -87,7 +81,7 @@ def _dtype_left_open(dtype: torch.dtype) -> Iterator[None]:
 
     import torch  # noqa: PLC0415
 
-    from amp_plugin.casting.dispatcher import tag_compile_caches  # noqa: PLC0415
+    from amp_plugin.casting.installed_kernels import tag_compile_caches  # noqa: PLC0415
 
     tag = "amp_plugin autocast "
     with ExitStack() as undo:
@@ -112,7 +106,7 @@ def ours_by_default() -> AbstractContextManager[None]:
     """Let torch's autocast blocks follow the environment's rules or the default ones, on our kernels."""
     import torch  # noqa: PLC0415 - takes seconds
 
-    from amp_plugin.casting.dispatcher import process_follows  # noqa: PLC0415
+    from amp_plugin.casting.installed_kernels import process_follows  # noqa: PLC0415
     from amp_plugin.casting.rules import (  # noqa: PLC0415
         TABLES,
         OpRules,

@@ -18,10 +18,10 @@ from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
 from typing_extensions import Self
 
-from amp_plugin.casting.bound_rules import replaced
-from amp_plugin.casting.dispatcher import KERNELS
+from amp_plugin.casting.installed_kernels import KERNELS
 from amp_plugin.casting.op_names import argument_names
 from amp_plugin.kernels.build import require_native
+from amp_plugin.patches import replaced
 from amp_plugin.precision import short_name
 
 Kind = Literal["weight", "input", "activation"]

@@ -18,7 +18,7 @@ from torch.library import Library
 from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import Self
 
-from amp_plugin.casting.dispatcher import DEFAULT, DEVICE_NUMBERS, KERNELS
+from amp_plugin.casting.installed_kernels import DEFAULT, DEVICE_NUMBERS, KERNELS
 from amp_plugin.casting.rules import rules_with_content
 from amp_plugin.kernels.build import require_native
 

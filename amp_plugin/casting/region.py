@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 from typing_extensions import Self
 
 from amp_plugin.casting.compiled import TracedRegion, are_rules_in_force, teach_dynamo
-from amp_plugin.casting.dispatcher import (
+from amp_plugin.casting.installed_kernels import (
     DEFAULT,
     DEVICE_NUMBERS,
     KERNELS,

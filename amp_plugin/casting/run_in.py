@@ -110,7 +110,8 @@ def run_in(dtype: torch.dtype, *, keep: Iterable[str] = (), cast_back: bool = Fa
     Floating-point tensors among the arguments (fp64 apart) are cast to ``dtype``, also inside
     lists, tuples, dicts and what else is registered with ``torch.utils._pytree``. Weights are not
     converted: a module's should have ``dtype`` already, as fp32 weights do under autocast. A tensor
-    that is written in place is written as the copy that was cast.
+    that is written in place is written as the copy that was cast. TorchScript calls it in Python, and
+    cannot save what holds it.
 
     Args:
         dtype: a floating-point dtype, usually ``torch.float32``.
@@ -235,6 +236,8 @@ def _function_in(function: Callable[..., Any], settings: RunIn) -> Callable[...,
         output = call_in(off, function, args, kwargs)
         return output if back is None else cast_tensors(output, back)
 
+    run.__script_unsupported = "run_in is not supported in script mode"  # type: ignore[attr-defined]
+    torch.jit.ignore(run)  # type: ignore[no-untyped-call] # else torch compiles the function inside, without this
     return run
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from amp_plugin.casting.dispatcher import DEFAULT, KERNELS
+from amp_plugin.casting.installed_kernels import DEFAULT, KERNELS
 from amp_plugin.casting.region import autocast, call_in, open_blocks
 from amp_plugin.casting.rules import TABLES, OpRules
 from amp_plugin.casting.run_in import change_class

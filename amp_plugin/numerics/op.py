@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import Self
 
-from amp_plugin.casting.dispatcher import KERNELS
+from amp_plugin.casting.installed_kernels import KERNELS
 from amp_plugin.casting.op_names import full_name, written_arguments
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.places import ForwardSites, Site

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from amp_plugin.casting.dispatcher import KERNELS
+from amp_plugin.casting.installed_kernels import KERNELS
 from benchmarks import clocks, cuda
 from benchmarks.__main__ import run
 from benchmarks.catalogue import keys, section

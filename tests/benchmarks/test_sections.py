@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from amp_plugin.casting.dispatcher import KERNELS
+from amp_plugin.casting.installed_kernels import KERNELS
 from benchmarks import __main__ as command
 from benchmarks import cuda, gradient_path, models
 from benchmarks.catalogue import keys, section

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from amp_plugin import set_default_rules
-from amp_plugin.casting.dispatcher import KERNELS, NO_RULES
+from amp_plugin.casting.installed_kernels import KERNELS, NO_RULES
 from amp_plugin.casting.rules import TABLES
 
 

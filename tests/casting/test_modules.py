@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
 import pickle
 
 import pytest
@@ -260,3 +261,22 @@ def test_what_it_cannot_be_applied_to(target, kind, error):
 def test_dtypes_that_it_does_not_take(given):
     with pytest.raises(ValueError, match=r"is not a floating-point dtype; write run_in\(torch.float32\)"):
         run_in(given)
+
+
+class Square(nn.Module):
+    def forward(self, x):
+        return x @ x
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("inner", [nn.Linear(4, 4), Square()], ids=lambda inner: type(inner).__name__)
+def test_torchscript_calls_it(inner):
+    """TorchScript compiles what a wrapper of functools wraps: the cast would be gone, and nobody told."""
+    model, x = nn.Sequential(nn.Linear(4, 4), run_in(FP32)(inner)), torch.randn(4, 4)
+    scripted = torch.jit.script(model)
+    assert in_bf16(scripted, x).dtype is FP32
+    assert torch.equal(in_bf16(scripted, x), in_bf16(model, x))
+    with pytest.raises(RuntimeError, match="Could not export Python function call 'forward'"):
+        torch.jit.save(scripted, io.BytesIO())
+    with pytest.raises(RuntimeError, match="run_in is not supported in script mode"):
+        torch.jit.script(run_in(FP32)(Square.forward))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import amp_plugin
-from amp_plugin.casting.dispatcher import KERNELS
+from amp_plugin.casting.installed_kernels import KERNELS
 from amp_plugin.casting.op_names import full_name, is_registered
 from amp_plugin.casting.rules import RELEASES, TABLES, OpRules, listed_rules, torch_release
 

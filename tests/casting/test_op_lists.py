@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import amp_plugin
-from amp_plugin.casting.dispatcher import KERNELS
+from amp_plugin.casting.installed_kernels import KERNELS
 from tests.torchs_own import torchs_own
 
 MODULES = {"nn": torch._C._nn, "linalg": torch._C._linalg, "methods": None}

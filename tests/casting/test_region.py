@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import amp_plugin
-from amp_plugin.casting.dispatcher import KERNELS
+from amp_plugin.casting.installed_kernels import KERNELS
 
 
 def mm_dtype(x=None):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import amp_plugin
-from amp_plugin.casting.dispatcher import KERNELS
+from amp_plugin.casting.installed_kernels import KERNELS
 from amp_plugin.casting.op_names import full_name, overloads_of
 from amp_plugin.casting.rules import TABLES, OpRule, OpRules, torch_release
 from tests.warm_processes import call

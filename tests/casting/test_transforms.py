@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import amp_plugin
-from amp_plugin.casting.dispatcher import KERNELS
+from amp_plugin.casting.installed_kernels import KERNELS
 from amp_plugin.casting.threads import checkpoint_contexts
 from tests.process_groups import group_of_one
 

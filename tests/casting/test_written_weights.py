@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import amp_plugin
-from amp_plugin.casting.dispatcher import UNWATCHED, UNWATCHED_OVERLOADS
+from amp_plugin.casting.installed_kernels import UNWATCHED, UNWATCHED_OVERLOADS
 
 pytestmark = pytest.mark.native
 DOCUMENT = Path(amp_plugin.__file__).parents[1] / "docs" / "autocast.md"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import amp_plugin.kernels
-from amp_plugin.casting import dispatcher
+from amp_plugin.casting import installed_kernels
 from amp_plugin.kernels import reference
 from amp_plugin.kernels.cuda import all_kernels
 from amp_plugin.kernels.ops import HYSTERESIS_MODES
@@ -57,17 +57,17 @@ def test_the_list_of_cuda_kernels():
 
 def test_op_rules():
     in_cpp = enumerators("csrc/autocast_kernel.h", "Rule")
-    spelled = ["k" + rule.value.title().replace("_", "") for rule in dispatcher.RULE_CODES]
+    spelled = ["k" + rule.value.title().replace("_", "") for rule in installed_kernels.RULE_CODES]
     assert in_cpp == ["kNone", *spelled]
-    assert list(dispatcher.RULE_CODES.values()) == list(range(1, len(in_cpp)))
-    assert constant("csrc/region.h", "kMaxRuleSets") == dispatcher.MAX_RULE_SETS
-    assert constant("csrc/region.h", "kNoRules") == dispatcher.NO_RULES
+    assert list(installed_kernels.RULE_CODES.values()) == list(range(1, len(in_cpp)))
+    assert constant("csrc/region.h", "kMaxRuleSets") == installed_kernels.MAX_RULE_SETS
+    assert constant("csrc/region.h", "kNoRules") == installed_kernels.NO_RULES
 
 
 def test_device_numbers():
     """As c10::DeviceType has them."""
     header = Path(torch.__file__).parent / "include/torch/headeronly/core/DeviceType.h"
     numbers = dict(re.findall(r"^  (\w+) = (\d+),", header.read_text(), re.MULTILINE))
-    assert {name: int(numbers[name.upper()]) for name in dispatcher.DEVICE_NUMBERS} == (
-        dispatcher.DEVICE_NUMBERS
+    assert {name: int(numbers[name.upper()]) for name in installed_kernels.DEVICE_NUMBERS} == (
+        installed_kernels.DEVICE_NUMBERS
     )

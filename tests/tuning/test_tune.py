@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import amp_plugin
-from amp_plugin.casting.dispatcher import rules_on_trial
+from amp_plugin.casting.installed_kernels import rules_on_trial
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.tuning.measure import (
     GradientError,

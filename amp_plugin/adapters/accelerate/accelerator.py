@@ -37,14 +37,14 @@ from amp_plugin.adapters.scaler import (
     torch_optimizer,
 )
 from amp_plugin.adapters.weights import ModelWeights
-from amp_plugin.casting.bound_rules import replaced
-from amp_plugin.casting.dispatcher import set_default_rules
+from amp_plugin.casting.installed_kernels import set_default_rules
 from amp_plugin.casting.rules import TABLES, OpRules
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.casting.threads import RegionState
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.messages import warn_user
 from amp_plugin.options import bind
+from amp_plugin.patches import replaced
 from amp_plugin.patterns import found_patterns, require_matches
 from amp_plugin.precision import TRAINING_DTYPES, warn_of_slow_fp16
 from amp_plugin.scaling.grad_scaler import GradScaler

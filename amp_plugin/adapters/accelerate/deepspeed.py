@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from amp_plugin.adapters.accelerate.settings import Settings
 from amp_plugin.adapters.scaler import register
-from amp_plugin.casting.dispatcher import set_default_rules
+from amp_plugin.casting.installed_kernels import set_default_rules
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.messages import warn_user
 from amp_plugin.options import LossScaleOptions, option_defaults, option_names

@@ -14,8 +14,8 @@ import torch
 from accelerate.utils import FullyShardedDataParallelPlugin, convert_to_fp32, recursively_apply
 from torch import nn
 
-from amp_plugin.casting.bound_rules import replaced
 from amp_plugin.casting.threads import RegionState
+from amp_plugin.patches import replaced
 from amp_plugin.patterns import found_patterns
 from amp_plugin.sharding.fully_shard import fsdp1_policy, policy_of, shard_unit
 from amp_plugin.sharding.plan import DtypePlan

@@ -12,11 +12,11 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from amp_plugin.adapters import standing_in
 from amp_plugin.adapters.accelerate.accelerator import AmpAccelerator
 from amp_plugin.adapters.accelerate.settings import AmpKwargs
-from amp_plugin.casting.dispatcher import set_default_rules
+from amp_plugin.casting.installed_kernels import set_default_rules
 from amp_plugin.messages import warn_user
+from amp_plugin.patches import standing_in
 
 _installed = ExitStack()
 

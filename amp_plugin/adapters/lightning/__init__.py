@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from amp_plugin.casting.bound_rules import replaced
+from amp_plugin.patches import replaced
 
 if TYPE_CHECKING:
     from amp_plugin.adapters.lightning.for_lightning import AmpMonitor, AmpPrecision, FabricAmpPrecision

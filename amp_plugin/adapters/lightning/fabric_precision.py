@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 
 from amp_plugin.adapters.lightning.precision_core import PrecisionCore
 from amp_plugin.adapters.scaler import fsdp_root, register, scaler_groups, torch_optimizer
-from amp_plugin.casting.bound_rules import replaced
 from amp_plugin.casting.region import autocast
 from amp_plugin.casting.threads import autocast_module
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.options import LightningOptions, lists_options
+from amp_plugin.patches import replaced
 from amp_plugin.scaling.penalty import surround_backward
 from amp_plugin.weights.ddp import reduce_in_fp32
 

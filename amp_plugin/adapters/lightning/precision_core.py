@@ -18,7 +18,7 @@ from amp_plugin.adapters.option_sources import decided, naming, outside_program,
 from amp_plugin.adapters.scaler import HasScaler, scaler_for, torch_optimizer
 from amp_plugin.adapters.settings import AdapterSettings
 from amp_plugin.adapters.weights import ModelWeights
-from amp_plugin.casting.dispatcher import set_default_rules
+from amp_plugin.casting.installed_kernels import set_default_rules
 from amp_plugin.casting.region import autocast
 from amp_plugin.casting.rules import RULES_VARIABLE, OpRules
 from amp_plugin.casting.run_in import apply_fp32_modules

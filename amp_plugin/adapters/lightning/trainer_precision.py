@@ -32,9 +32,9 @@ from amp_plugin.adapters.lightning.user_code import (
     users_methods,
 )
 from amp_plugin.adapters.scaler import fsdp_root, register, scaler_groups, torch_optimizer
-from amp_plugin.casting.bound_rules import replaced
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.options import LightningOptions, lists_options
+from amp_plugin.patches import replaced
 from amp_plugin.scaling.gradients import params_of
 from amp_plugin.weights.ddp import refuse_sharded, sharded_by
 

@@ -1,7 +1,8 @@
-"""Our autocast kernels in torch's dispatcher, and the rule sets that they follow.
+"""Our autocast kernels in torch's dispatcher: installed, taken back, and told the rule sets of the process.
 
-With the native core, rules live in functors on torch's autocast dispatch keys. Without it, regions are
-torch's own with the weight cache off, which follow the default rules.
+Which dtype an op runs in is stated in ``rules.py`` and applied by ``csrc/autocast_kernel.cpp``, in functors
+on torch's autocast dispatch keys. Without the native core, regions are torch's own with the weight cache
+off, which follow the default rules.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class AutocastKernels:
             if our kernels stand there, whether autocast is on, and the number of its default rules.
         followed: device type -> the rule set that torch's own blocks follow.
         process_rules: the same, where no program has set others.
-        asked: device types on which a region of ours has asked for the default rules.
+        asked: device types on which autocast has asked for default rules, with what was bound there.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class AutocastKernels:
         self.leave: Callable[[torch.autocast], bool] | None = None
         self.followed: dict[str, int] = defaultdict(lambda: NO_RULES)
         self.process_rules: dict[str, int] = {}
-        self.asked: set[str] = set()
+        self.asked: set[tuple[str, int]] = set()
         self.checked: dict[tuple[str, torch.dtype | None, bool], tuple[int | None, bool, int]] = {}
         self._lock = threading.Lock()
         self._numbers: dict[OpRules, int] = {}
@@ -141,6 +142,10 @@ class AutocastKernels:
             torch.ops.amp_plugin._set_default_rules(device_type, number)
             self.followed[device_type] = number
             self.checked.clear()  # regions made from now on ask again
+
+    def note_asked(self, device_type: str) -> None:
+        """Note that a region or block on a device has read the rules that are bound for the process."""
+        self.asked.add((device_type, self.process_rules.get(device_type, NO_RULES)))
 
     def innermost_regions(self) -> dict[str, tuple[int, bool]]:
         """Return this thread's innermost region of each device: the number of its rules, its cache flag."""
@@ -246,7 +251,7 @@ def number_by_default(device_type: str) -> int:
 
     From now on ``torch.autocast`` blocks follow the file that the environment names, too.
     """
-    KERNELS.asked.add(device_type)
+    KERNELS.note_asked(device_type)
     if (followed := KERNELS.followed[device_type]) != NO_RULES:
         return followed
     rules = environment_rules()

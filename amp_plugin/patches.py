@@ -1,0 +1,68 @@
+"""Patches: an attribute that is replaced for a while, a library's class whose new instances are ours too."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """Set an attribute of a class, module or function, and put back what was there."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def standing_in(
+    ours: type,
+    theirs: type,
+    *,
+    may_take: Callable[[type], bool] = callable,
+    arguments: Callable[[Sequence[Any], dict[str, Any]], dict[str, Any]],
+    made: Callable[[Any], object] = id,
+) -> Iterator[None]:
+    """Make each instance of ``theirs``, or of a subclass that ``may_take``, one of ``ours`` too.
+
+    Names stay what they are: ``isinstance``, subclasses and pickles work as ever.
+    """
+    original = theirs.__init__  # type: ignore[misc]
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        kind: Any = type(self)
+        if issubclass(kind, ours) or not may_take(kind):
+            original(self, *args, **kwargs)
+            return
+        self.__class__ = class_between(ours, kind)
+        ours.__init__(self, *args, **arguments(args, kwargs))  # type: ignore[misc]
+        made(self)
+
+    init.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    with replaced(theirs, "__init__", init):
+        yield
+
+
+@functools.cache
+def class_between(ours: type, kind: type) -> type:
+    """Return the class that puts our methods between a subclass's and the library's."""
+    if kind in ours.__mro__:
+        return ours
+
+    def __reduce__(self: Any) -> tuple[Any, ...]:  # noqa: N807 - this class is found by no name
+        has_own = hasattr(self, "__getstate__")  # each object from Python 3.11 on
+        return _made, (ours, kind), self.__getstate__() if has_own else vars(self)
+
+    return type(kind.__name__, (kind, ours), {"__module__": kind.__module__, "__reduce__": __reduce__})
+
+
+def _made(ours: type, kind: type) -> Any:
+    cls: Any = class_between(ours, kind)
+    return cls.__new__(cls)
