@@ -16,6 +16,7 @@ from rich.table import Table
 from torch import nn
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import Self
 
 from amp_plugin.casting.installed_kernels import KERNELS
@@ -144,7 +145,7 @@ class CastLog:
         self._watching = self._watched()
         self._lock = threading.RLock()
         self._paths: list[str] = []  # of modules, by the numbers that the native log has for them
-        self._numbers: dict[nn.Module, int] = {}
+        self._numbers = WeakIdKeyDictionary()  # of modules; some have a hash that changes
         self._parameters: dict[int, str] = {}  # address of the TensorImpl -> path
         self._inputs: Counter[int] = Counter()  # the same -> calls that hold it
 

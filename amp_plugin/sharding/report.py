@@ -222,21 +222,22 @@ def module_calls(model: nn.Module) -> Iterator[list[ModuleDtypes]]:
     When the block has ended the list is complete, without calls that an error has ended.
     """
     calls: list[ModuleDtypes] = []
-    names = {module: name for name, module in model.named_modules()}
+    names = {id(module): name for name, module in model.named_modules()}  # the hash of a metric changes
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         weights = tuple(dict.fromkeys(param.dtype for param in module.parameters(recurse=False)))
         kind, inputs = type(module).__name__, _dtypes((args, kwargs))
-        calls.append(ModuleDtypes(module=names[module], kind=kind, inputs=inputs, weights=weights))
+        calls.append(ModuleDtypes(module=names[id(module)], kind=kind, inputs=inputs, weights=weights))
 
     def leave(module: nn.Module, _: Any, output: Any) -> None:
         for call in reversed(calls):
-            if call.outputs is None and call.module == names[module]:
+            if call.outputs is None and call.module == names[id(module)]:
                 call.outputs = _dtypes(output)
                 return  # else it was entered before the block
 
-    hooks = [module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True) for module in names]
-    hooks += [module.register_forward_hook(leave) for module in names]
+    modules = list(model.modules())
+    hooks = [module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True) for module in modules]
+    hooks += [module.register_forward_hook(leave) for module in modules]
     try:
         yield calls
     finally:

@@ -7,10 +7,20 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torchmetrics import MeanMetric
 
 from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision
 from amp_plugin.scaling.step_log import HostFlag
-from tests.adapters.lightning_models import QUIET, OneWeight, TwoOptimizers, batches, fit, make_trainer
+from tests.adapters.lightning_models import (
+    QUIET,
+    Linear,
+    OneWeight,
+    TwoOptimizers,
+    batches,
+    fit,
+    make_trainer,
+    regression,
+)
 
 pytestmark = QUIET
 
@@ -148,3 +158,69 @@ def test_a_second_fit_after_an_exception_counts_each_step_once():
     trainer.fit(module, batches())
     assert monitor.skipped_steps == trainer.precision_plugin.skipped_steps == 5
     assert not trainer.precision_plugin.measures_norms
+
+
+class Traced(Linear):
+    """Logs, updates a metric, and by hand steps and clips; its fourth loss is infinite."""
+
+    def __init__(self, by_hand):
+        super().__init__()
+        self.automatic_optimization, self.mean, self.batches = not by_hand, MeanMetric(), 0
+        self.register_buffer("average", torch.zeros(()))
+
+    def training_step(self, *batch_and_index):
+        self.batches += 1
+        loss = super().training_step(*batch_and_index)
+        self.mean.update(loss)  # in place
+        self.mean(loss)
+        self.average = 0.9 * self.average + 0.1 * loss.detach()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("batches", 1.0, on_epoch=True, reduce_fx="sum")
+        loss = loss * torch.inf if batch_and_index[1] == 3 else loss
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, 1.0, "norm")
+        optimizer.step()
+        self.lr_schedulers().step()
+        return None
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+    def on_train_end(self):
+        self.measured = self.mean.compute(), self.trainer.optimizers[0].param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_run_with_a_page_logs_and_counts_what_one_without_does(by_hand, precision, tmp_path):
+    """The page runs the fourth step again; torchmetrics' modules hash by their state."""
+    runs = []
+    for report in (None, tmp_path / "run.html"):
+        module, monitor = Traced(by_hand), AmpMonitor(report=report)
+        plugin = AmpPrecision(precision, init_scale=1024.0)
+        trainer = fit(module, plugin, 6, regression(8), callbacks=[monitor], profiler="simple")
+        runs.append(
+            (dict(trainer.callback_metrics), trainer.global_step, module.measured, module.state_dict())
+        )
+    torch.testing.assert_close(runs[1], runs[0], rtol=0, atol=0)
+    page = (tmp_path / "run.html").read_text()
+    assert len(module.losses) == 7
+    assert "The step was run again." in page  # and raised nothing
+    assert not vars(module).keys() & {"log"}
+
+
+def test_a_micro_batch_that_runs_again_has_its_share_of_the_window():
+    class Again(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            first, module.w.grad = module.w.grad.clone(), None
+            plugin.run_again(module, batch, batch_idx)
+            assert module.w.grad == 8.0 * first == 8.0 * 3.0 / 2
+
+    plugin = AmpPrecision("fp16", init_scale=8.0)
+    options = {"callbacks": [Again()], "accumulate_grad_batches": 2, "limit_train_batches": 1}
+    fit(OneWeight(none_at=()), plugin, -1, max_epochs=1, **options)

@@ -78,6 +78,28 @@ def test_each_cast_of_a_model_with_its_place(named, grad):
     assert not torch.nn.modules.module._global_forward_hooks
 
 
+class Counts(nn.Linear):
+    """A module whose hash changes as it runs, as a metric's does."""
+
+    calls = 0
+
+    def __hash__(self):
+        return self.calls
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+@native
+def test_a_module_whose_hash_changes_keeps_its_path():
+    net = nn.Sequential(Counts(4, 4, bias=False))
+    with log_casts() as log, autocast("cpu", dtype=BF16):
+        net(torch.ones(3, 4))
+        net(torch.ones(3, 4))
+    assert {cast.module for cast in log.records()} == {"Sequential.0"}
+
+
 @native
 def test_all_dtypes_match_what_ops_were_given():
     """The log against torch's own view below autocast: each logged cast is one _to_copy, no more."""

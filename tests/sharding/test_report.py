@@ -7,6 +7,7 @@ import torch
 from rich.console import Console
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torchmetrics import MeanMetric
 
 from amp_plugin import DtypePlan, dtype_report, fully_shard
 from amp_plugin.sharding.fully_shard import has_dtypes_by_parameter
@@ -30,6 +31,10 @@ class TestDtypeReport:
             report = dtype_report(Net(), torch.ones(2, 5))
         assert {row.kind for row in report.rows()} == {"Net", "Block", "LayerNorm", "Linear"}
         assert len(report.rows()) == 11
+
+    def test_a_metric_whose_hash_changes_as_it_counts_is_a_module_like_others(self):
+        report = dtype_report(MeanMetric(), 1.0)
+        assert [row.kind for row in report.rows()] == ["MeanMetric"]
 
     def test_it_is_shown_as_tables(self):
         with group_of_one():

@@ -11,7 +11,6 @@ all numbers are theirs. One optimizer step::
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -29,6 +28,7 @@ from amp_plugin.adapters.lightning.user_code import (
     StrayGradients,
     averages_in_fp32,
     calls_closure_again,
+    traceless,
     users_methods,
 )
 from amp_plugin.adapters.scaler import fsdp_root, register, scaler_groups, torch_optimizer
@@ -182,14 +182,15 @@ class TrainerPrecision(PrecisionCore):
             return loss
 
     def run_again(self, module: Any, batch: Any, batch_idx: int) -> None:
-        """Run the forward and backward pass of a batch, without hooks and without a step."""
-        args = (batch, batch_idx)[: len(inspect.signature(module.training_step).parameters)]
-        with replaced(self, "_runs_again", value=True), self.train_step_context():
-            output = module.trainer.strategy.training_step(*args)
+        """Run the forward and backward pass of a batch, without hooks, a step or a trace in the Trainer."""
+        trainer = module.trainer
+        arguments = trainer.fit_loop.epoch_loop._build_kwargs({}, batch, batch_idx).values()
+        with traceless(module), replaced(self, "_runs_again", value=True), self.train_step_context():
+            output = trainer.strategy.training_step(*arguments)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Tensor) and not self._manual:
             with self._no_region():
-                torch.autograd.backward(self._scaler.scale(loss))
+                torch.autograd.backward(self._scaler.scale(loss / trainer.accumulate_grad_batches))
 
     # -- step ---------------------------------------------------------------------------------
 
