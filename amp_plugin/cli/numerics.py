@@ -21,7 +21,7 @@ from amp_plugin.cli.arguments import (
     program_of,
     show,
 )
-from amp_plugin.program import Program
+from amp_plugin.program import Program, run_program
 
 if TYPE_CHECKING:
     from amp_plugin.numerics.finding import Finding
@@ -65,7 +65,6 @@ def _find_non_finite(
 ) -> None:
     from amp_plugin.numerics.diagnose import Diagnosis  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.finding import NonFiniteError, rank_of_process  # noqa: PLC0415 - loads torch
-    from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
 
     def tell_at_once(finding: Finding) -> None:
         """Print a rank's finding while it runs: launchers end the others as soon as one has ended."""
@@ -114,7 +113,6 @@ def _measure(
     from amp_plugin.numerics.compare import RunRecorder  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.compiled import CompiledComparison  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.shadow import ShadowRun  # noqa: PLC0415 - loads torch
-    from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
 
     region: RunRecorder | CompiledComparison | ShadowRun
     if file is not None:

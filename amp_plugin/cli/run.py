@@ -23,6 +23,7 @@ from amp_plugin.cli.arguments import (
     program_of,
     show,
 )
+from amp_plugin.program import run_program
 
 Rules = Annotated[
     Path | None,
@@ -56,7 +57,6 @@ def run(
     """
     from amp_plugin.adapters.takeover import Takeover  # noqa: PLC0415 - loads torch
     from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
-    from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
     from amp_plugin.run_page.page import require_libraries  # noqa: PLC0415 - loads torch
     from amp_plugin.run_page.report import program_page  # noqa: PLC0415 - loads torch
 
@@ -123,7 +123,6 @@ def casts(
     from torch._dynamo.utils import counters  # noqa: PLC0415 - loads torch
 
     from amp_plugin.casting.cast_log import cast_table, grouped, log_casts  # noqa: PLC0415 - loads torch
-    from amp_plugin.program import run_program  # noqa: PLC0415
 
     program = program_of(script, as_module=as_module)
     need_core("casts")
