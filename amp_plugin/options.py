@@ -437,7 +437,8 @@ def between(name: str, value: Any, low: float, high: float = math.inf) -> float:
 
 def whole(name: str, value: int, least: int = 1) -> int:
     """Return ``value`` as an int, or raise ValueError if it is not a whole number of at least ``least``."""
-    if isinstance(value, bool) or not (value >= least and float(value).is_integer()):
+    is_number = isinstance(value, SupportsFloat) and not isinstance(value, bool)
+    if not (is_number and value >= least and float(value).is_integer()):
         msg = f"{name}={value!r} is not allowed; give a whole number of at least {least}"
         raise ValueError(msg)
     return int(value)

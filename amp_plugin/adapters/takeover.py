@@ -6,6 +6,7 @@ starts by ``AMP_PLUGIN_TAKEOVER``, which torch reads when they import it (the en
 
 from __future__ import annotations
 
+import functools
 import importlib
 import multiprocessing
 import os
@@ -19,7 +20,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from amp_plugin.casting.bound_rules import bound_autocast, is_launcher, ours_by_default
-from amp_plugin.patches import standing_in
+from amp_plugin.patches import replaced, standing_in
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -56,6 +57,7 @@ class Takeover:
         ranks, local = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_RANK", "0")
         self._rank = f" [rank {os.environ.get('RANK', local)} of {ranks}]" if ranks != "1" else ""
         self._made: dict[str, None] = {}  # what the program made of ours, in order
+        self._scales = False  # a scaler that is enabled was made, or a framework that sees to it
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
@@ -70,13 +72,14 @@ class Takeover:
             undo.enter_context(ours_by_default())
             dtype = None if self._precision is None else DTYPES[self._precision]
             self._blocks = undo.enter_context(bound_autocast(self._rules, self._rules_name, dtype=dtype))
+            undo.enter_context(self._scaling_noted(GradScaler))
             undo.enter_context(
                 standing_in(
                     GradScaler,
                     torch.amp.GradScaler,
                     may_take=self._may_take,
                     arguments=_with_environment,
-                    made=lambda scaler: self._note(type(scaler).__name__),
+                    made=lambda scaler: self._made.setdefault(type(scaler).__name__),
                 )
             )
             undo.enter_context(when_imported(self._frameworks()))
@@ -101,7 +104,7 @@ class Takeover:
         elif kind is None or issubclass(kind, SystemExit):
             remedy = "a plain loop needs torch.autocast(device) around its forward pass, and switched on"
             self._say(f"nothing was taken over in this process: {self._program} used none of these; {remedy}")
-        if "fp16" in dtypes and not self._made:
+        if "fp16" in dtypes and not self._scales:
             self._say(
                 "float16 ran without a torch.amp.GradScaler: if this was training, small gradients are lost; "
                 "scale the loss by one, or use bfloat16",
@@ -121,6 +124,17 @@ class Takeover:
         for name in given:
             undo.callback(os.environ.pop, name, None)
         os.environ.update(given)
+
+    def _scaling_noted(self, kind: Any) -> AbstractContextManager[object]:
+        """Note whether a scaler of ours that scales is made, by whatever name."""
+        original = kind.__init__
+
+        @functools.wraps(original)
+        def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
+            original(scaler, *args, **kwargs)
+            self._scales = self._scales or scaler.is_enabled()
+
+        return replaced(kind, "__init__", init)
 
     def _may_take(self, kind: type) -> bool:
         """Whether a class of scalers is to be ours: none that overrides torch's private steps, as FSDP1's."""
@@ -162,7 +176,8 @@ class Takeover:
             uninstall()
 
     def _note(self, made: str) -> None:
-        self._made[made] = None
+        """Note an Accelerator, Trainer or Fabric, which scales where it has to."""
+        self._made[made], self._scales = None, True
 
     def _say(self, text: str, *, in_children: bool = False) -> None:
         """Print a line; children of multiprocessing, a loader's workers for instance, say what they used."""

@@ -301,7 +301,10 @@ def compile_core(folder: Path, width: str) -> Path:
     )
     made = folder / (f"{_EXTENSION}.so" if runs_here else _EXTENSION)
     if answer.returncode != 0 or not made.is_file():
-        raise RuntimeError(answer.stderr or f"error: CXX={_compiler()!r} wrote no core")
+        said = answer.stderr
+        if not said or f"{made}: cannot open" in said:  # a compiler that fails and does not say so
+            said += f"\nerror: CXX={_compiler()!r} wrote no core; set CXX to a C++20 compiler, or unset it"
+        raise RuntimeError(said)
     return made
 
 

@@ -102,6 +102,8 @@ def _may_fold(state: PerOptimizerState, shared: Shared) -> bool:
 
 def clip_value(registry: Registry, target: Target, limit: float) -> None:
     """Clip as :meth:`amp_plugin.GradScaler.clip_grad_value_` does; ``limit`` is checked."""
+    if registry.shared.scales.enabled:
+        registry.shared.scales.require("clip_grad_value_")
     params, states, _ = _owners(registry, target)
     _write(registry.shared, params, states)
     if any(param.grad is not None for param in params):  # torch's fails if there is none

@@ -138,9 +138,10 @@ def test_it_watches_amp_precision_only():
 
 
 @pytest.mark.parametrize("option", ["max_skips_in_a_row", "every_n_steps"])
-def test_wrong_numbers(option):
-    with pytest.raises(ValueError, match=f"{option}=0 is not allowed; give a whole number of at least 1"):
-        AmpMonitor(**{option: 0})
+@pytest.mark.parametrize("value", [0, "3"])
+def test_wrong_numbers(option, value):
+    with pytest.raises(ValueError, match=f"{option}={value!r} is not allowed; give a whole number"):
+        AmpMonitor(**{option: value})
 
 
 def test_a_second_fit_after_an_exception_counts_each_step_once():

@@ -137,9 +137,19 @@ class TestTorchAmp:
             in end
         )
 
-    def test_float16_without_a_scaler_is_told(self, run):
-        text = "import torch\nwith torch.autocast('cpu', torch.float16): torch.ones(2, 2) @ torch.ones(2, 2)"
-        assert "float16 ran without a torch.amp.GradScaler" in run(text)[1][2]
+    @pytest.mark.parametrize(
+        ("made", "told"),
+        [
+            ("", True),
+            ("torch.amp.GradScaler('cpu', enabled=False)", True),
+            ("torch.amp.GradScaler('cpu')", False),
+            ("amp_plugin.GradScaler('cpu')", False),
+        ],
+    )
+    def test_float16_without_a_scaler_that_scales_is_told(self, run, made, told):
+        block = "with torch.autocast('cpu', torch.float16): torch.ones(2, 2) @ torch.ones(2, 2)"
+        said = run(f"import torch, amp_plugin\n{made}\n{block}")[1]
+        assert ["float16 ran without a torch.amp.GradScaler" in line for line in said[2:]] == [True] * told
 
     @pytest.mark.parametrize(
         ("end", "code"), [("raise KeyError('gone')", 1), ("import sys; sys.exit(7)", 7), ("pass", 0)]

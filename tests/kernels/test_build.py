@@ -150,6 +150,16 @@ def test_a_failing_source_names_the_first_error_and_the_log(sources, cache):
     assert not list(cache.glob("*.tmp-*"))
 
 
+def test_a_compiler_that_writes_nothing_is_named(sources, cache, tmp_path, monkeypatch):
+    script = tmp_path / "silent-g++"
+    script.write_text("#!/bin/sh\ncase $1 in *version*|-v) echo g++ 13.2.0;; esac\nexit 0\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    with pytest.raises(RuntimeError, match=r"CXX='.*silent-g\+\+' wrote no core; set CXX to a C\+\+20"):
+        build_core()
+    assert not list(cache.glob("*.so"))
+
+
 @needs_compiler
 def test_a_core_that_does_not_load_is_not_kept(sources, cache):
     (sources / "all_small.cpp").write_text("int nowhere(); int answer() { return nowhere(); }\n")

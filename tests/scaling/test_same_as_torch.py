@@ -5,6 +5,7 @@ import inspect
 import math
 import pickle
 import re
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -71,7 +72,11 @@ def test_a_half_loss_is_scaled_in_float32():
 
 def test_errors_that_protect_are_kept(weights):
     scaler, one = GradScaler("cpu"), weights()
-    for call in (scaler.unscale_, scaler.step, scaler.ensure_unscaled):
+    clips = (
+        partial(scaler.clip_grad_norm_, max_norm=1.0),
+        partial(scaler.clip_grad_value_, clip_value=1.0),
+    )
+    for call in (scaler.unscale_, scaler.step, scaler.ensure_unscaled, *clips):
         with pytest.raises(RuntimeError, match="but _scale is None. Call scaler.scale"):
             call(one.optimizer)
     assert scaler.optimizers == []
