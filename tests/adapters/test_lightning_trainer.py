@@ -583,6 +583,10 @@ def test_the_package_is_that_of_the_program(monkeypatch):
     assert adapter.AmpPrecision is ours
     with pytest.raises(ValueError, match="package='keras' is unknown"):
         classes_for("keras")
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", None)
+    monkeypatch.delitem(sys.modules, "amp_plugin.adapters.lightning.for_pytorch_lightning")
+    with pytest.raises(ImportError, match="pytorch_lightning is not installed; run: pip install"):
+        classes_for("pytorch_lightning")
     assert classes_for("lightning.fabric") is classes_for("lightning")
     with pytest.raises(AttributeError, match="has no attribute 'Amp'"):
         adapter.Amp  # noqa: B018

@@ -406,6 +406,7 @@ def test_names_of_weights_in_16_bits_mean_stored_weights(plugin, given, mine):
     settings = plugin(given).settings
     assert (settings.precision, settings.weights) == (mine, f"{mine}-true")
     assert settings.scales_loss is (mine == "fp16")
+    assert repr(plugin(given)) == f"{plugin.__name__}('{mine}', weights='{mine}-true')"
     assert plugin("bf16-true", weights="bf16-stochastic").settings.weights == "bf16-stochastic"
 
 

@@ -42,7 +42,12 @@ def classes_for(package: str) -> ModuleType:
     if name not in {"lightning", "pytorch_lightning"}:
         msg = f"package={package!r} is unknown; allowed are 'lightning' and 'pytorch_lightning'"
         raise ValueError(msg)
-    return importlib.import_module(f"{__name__}.for_{name}")
+    try:
+        return importlib.import_module(f"{__name__}.for_{name}")
+    except ModuleNotFoundError as error:
+        if error.name == name:
+            error.msg = f"{name} is not installed; run: pip install '{name.replace('_', '-')}>=2.6.4'"
+        raise
 
 
 def __getattr__(name: str) -> Any:

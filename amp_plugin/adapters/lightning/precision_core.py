@@ -116,8 +116,9 @@ class PrecisionCore(HasScaler):
         self._attempted_steps = 0
 
     def __repr__(self) -> str:
-        """Show the precision."""
-        return f"{type(self).__name__}({self.settings.precision!r})"
+        """Show the precision, and how weights are stored if in 16 bits."""
+        weights = f", weights={self.settings.weights!r}" if self.settings.weights != "fp32" else ""
+        return f"{type(self).__name__}({self.settings.precision!r}{weights})"
 
     def __format__(self, spec: str) -> str:
         """Say what to do too: Lightning's errors of two precisions or packages hold ``f"{plugin}"``."""
