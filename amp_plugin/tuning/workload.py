@@ -230,10 +230,7 @@ _NOT_FORWARD: Final = ("autograd::engine", "Optimizer.")
 
 
 def used_ops(workload: Workload, rules: OpRules) -> list[str]:
-    """Run a workload's first batch and return the ops it calls in forward passes, most frequent first.
-
-    An op that another op calls is not listed: autocast looks at the outermost.
-    """
+    """Run a workload's first batch; return the outermost ops of forward passes, most frequent first."""
     with rules_on_trial(rules), profile() as profiled:
         workload.run(lambda *_: None, batches=1)
     counts = Counter(event.name for event in profiled.function_events or [] if _is_outermost(event))
