@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, TypeVar
 
@@ -142,7 +142,7 @@ class CastLog:
         self._model = model
         self._collected: list[Cast] = []
         self._is_open = False
-        self._watching = self._watched()
+        self._watching = ExitStack()
         self._lock = threading.RLock()
         self._paths: list[str] = []  # of modules, by the numbers that the native log has for them
         self._numbers = WeakIdKeyDictionary()  # of modules; some have a hash that changes
@@ -159,12 +159,12 @@ class CastLog:
             msg = "log_casts: another log is open in this process; close it first"
             raise RuntimeError(msg)
         torch.ops.amp_plugin._take_cast_log()
-        self._watching.__enter__()
+        self._watching.enter_context(self._watched())
         self._is_open = True
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._watching.__exit__(None, None, None)
+        self._watching.close()
         torch.ops.amp_plugin._log_casts(False)
         self._collect()
         self._is_open = False

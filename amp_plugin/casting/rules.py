@@ -71,16 +71,6 @@ def torch_release() -> str:
     return ".".join(torch.__version__.split(".")[:2])
 
 
-def release_of(policy: str) -> str:
-    """Return ``"2.13"`` for the policy ``"torch-2.13"``; raise ValueError if there is no such policy."""
-    names = [f"torch-{release}" for release in RELEASES]
-    if policy in names:
-        return policy.removeprefix("torch-")
-    near = did_you_mean(policy, names, separator=", ")
-    msg = f"unknown policy {policy!r}{near}; allowed: {', '.join(names)}"
-    raise ValueError(msg)
-
-
 _KEYS = {"device_type": "", "rules": {}, "torch": "", "base": ""}  # with what they are if a file has them not
 
 
@@ -177,20 +167,19 @@ class OpRules:
             if not known and (full := overloads_of(op)) != [op]:
                 msg = f"{op!r} is not a full name; with_rule() takes it, here give {', '.join(full)}"
                 raise ValueError(msg)
-        object.__setattr__(self, "rules", {op: OpRule(rule) for op, rule in sorted(self.rules.items())})
-        object.__setattr__(
-            self, "keep", {op: frozenset(args) for op, args in sorted(self.keep.items()) if args}
-        )
-        object.__setattr__(self, "content", self._content())
-
-    def _content(self) -> str:
-        """Return the rules as text, by what they change: a rule for each op, null where it has none."""
-        release = torch_release()
-        base = _listed_ops(self.device_type, release)
-        ops = sorted({*base, *self.rules})
-        changes = {op: self.rules.get(op) for op in ops if self.rules.get(op) != base.get(op)}
-        keep = {op: sorted(arguments) for op, arguments in self.keep.items()}
-        return json.dumps({"device_type": self.device_type, "torch": release, "rules": changes, "keep": keep})
+        rules = {op: OpRule(rule) for op, rule in sorted(self.rules.items())}
+        keep = {op: frozenset(args) for op, args in sorted(self.keep.items()) if args}
+        base = _listed_ops(self.device_type, torch_release())
+        ops = sorted({*base, *rules})
+        content = {
+            "device_type": self.device_type,
+            "torch": torch_release(),
+            "rules": {op: rules.get(op) for op in ops if rules.get(op) != base.get(op)},  # null: has none
+            "keep": {op: sorted(arguments) for op, arguments in keep.items()},
+        }
+        object.__setattr__(self, "rules", rules)
+        object.__setattr__(self, "keep", keep)
+        object.__setattr__(self, "content", json.dumps(content))
 
     @staticmethod
     def default(device_type: str) -> OpRules:
@@ -215,7 +204,12 @@ class OpRules:
             >>> OpRules.named("torch-2.11", "cuda").diff(OpRules.named("torch-2.12", "cuda"))
             {'aten::rms_norm.default': ('unchanged', 'fp32')}
         """
-        return _listed(device_type, release_of(policy))
+        names = [f"torch-{release}" for release in RELEASES]
+        if policy not in names:
+            near = did_you_mean(policy, names, separator=", ")
+            msg = f"unknown policy {policy!r}{near}; allowed: {', '.join(names)}"
+            raise ValueError(msg)
+        return _listed(device_type, policy.removeprefix("torch-"))
 
     @staticmethod
     def from_yaml(path: str | Path) -> OpRules:
@@ -246,9 +240,8 @@ class OpRules:
             msg = f"{path}: {error}"
             raise ValueError(msg) from error
         then = default if file["base"] else _listed(default.device_type, release)
-        changes = [f"there is no {op}, its rule is left out" for op in gone] + _changes(
-            release, then, default
-        )
+        changes = [f"there is no {op}, its rule is left out" for op in gone]
+        changes += _changes(release, then, default)
         if changes:
             since = f"{path} was written for torch {release}; in torch {torch_release()} "
             warn_user(since + "; ".join(changes))

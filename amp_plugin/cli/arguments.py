@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from amp_plugin.program import Program, program_named
+from amp_plugin.program import Program, ProgramRun, program_named, run_program
 
 OF_SCRIPTS: Final = {"allow_interspersed_args": False}
 """Settings of commands that run a script: what follows it is its own."""
@@ -27,22 +27,20 @@ Device = Annotated[
 ]
 
 
-def program_of(script: str, *, as_module: bool) -> Program:
-    """Return the program that a command is to run."""
+def program_of(script: str, *, as_module: bool, core_for: str = "") -> Program:
+    """Return the program to run; a command that needs the native core names itself, and ends without it."""
     try:
-        return program_named(script, as_module=as_module)
+        program = program_named(script, as_module=as_module)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="SCRIPT") from error
+    if core_for:
+        from amp_plugin.kernels.build import require_native  # noqa: PLC0415 - loads torch
 
-
-def need_core(command: str) -> None:
-    """End the command with exit code 1 if the native core is missing."""
-    from amp_plugin.kernels.build import require_native  # noqa: PLC0415 - loads torch
-
-    try:
-        require_native(f"amp-plugin {command}")
-    except (RuntimeError, ValueError) as error:
-        fail(str(error), code=1)
+        try:
+            require_native(f"amp-plugin {core_for}")
+        except (RuntimeError, ValueError) as error:
+            fail(str(error), code=1)
+    return program
 
 
 def show(table: Table) -> None:
@@ -55,9 +53,17 @@ def show(table: Table) -> None:
         print(line.rstrip())
 
 
-def output_of_script(*, as_json: bool) -> contextlib.AbstractContextManager[object]:
-    """Send what a script prints to standard error where standard output is one JSON object."""
-    return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+def run_script(
+    program: Program,
+    arguments: list[str] | None,
+    around: contextlib.AbstractContextManager[object],
+    *,
+    as_json: bool,
+    expected: type[BaseException] | tuple[()] = (),
+) -> ProgramRun:
+    """Run a program; what it prints goes to standard error where standard output is one JSON object."""
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        return run_program(program, arguments or [], around, expected=expected)
 
 
 def fail(message: str, *, code: int) -> NoReturn:

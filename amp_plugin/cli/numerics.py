@@ -11,17 +11,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from amp_plugin.cli.arguments import (
-    Arguments,
-    AsJson,
-    AsModule,
-    Script,
-    fail,
-    output_of_script,
-    program_of,
-    show,
-)
-from amp_plugin.program import Program, run_program
+from amp_plugin.cli.arguments import Arguments, AsJson, AsModule, Script, fail, program_of, run_script, show
+from amp_plugin.program import Program
 
 if TYPE_CHECKING:
     from amp_plugin.numerics.finding import Finding
@@ -55,13 +46,13 @@ def diagnose(
     if save and (keep_going or strict):
         fail("--save records a run; leave --keep-going and --strict out", code=2)
     if compare or save:
-        _measure(program, arguments or [], compare, save, steps, rows, as_json)
+        _measure(program, arguments, compare or "", save, steps, rows, as_json)
     else:
-        _find_non_finite(program, arguments or [], keep_going, strict, as_json)
+        _find_non_finite(program, arguments, keep_going, strict, as_json)
 
 
 def _find_non_finite(
-    program: Program, arguments: list[str], keep_going: bool, strict: bool, as_json: bool
+    program: Program, arguments: list[str] | None, keep_going: bool, strict: bool, as_json: bool
 ) -> None:
     from amp_plugin.numerics.diagnose import Diagnosis  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.finding import NonFiniteError, rank_of_process  # noqa: PLC0415 - loads torch
@@ -72,8 +63,7 @@ def _find_non_finite(
             _print_finding(finding)
 
     diagnosis = Diagnosis(keep_going=keep_going, strict=strict, on_finding=tell_at_once)
-    with output_of_script(as_json=as_json):
-        run = run_program(program, arguments, around=diagnosis, expected=NonFiniteError)
+    run = run_script(program, arguments, diagnosis, as_json=as_json, expected=NonFiniteError)
     if as_json:
         findings = [finding.to_dict() for finding in diagnosis.findings]
         print(json.dumps({"script": program.name, "exit_code": run.code, "findings": findings}))
@@ -100,8 +90,8 @@ def _print_finding(finding: Finding) -> None:
 
 def _measure(
     program: Program,
-    arguments: list[str],
-    than: str | None,
+    arguments: list[str] | None,
+    than: str,
     file: Path | None,
     steps: int,
     rows: int,
@@ -121,8 +111,7 @@ def _measure(
         region = CompiledComparison()
     else:
         region = ShadowRun(dtype=torch.float32 if than == "fp32" else torch.float64)
-    with output_of_script(as_json=as_json):
-        run = run_program(program, arguments, around=region)
+    run = run_script(program, arguments, region, as_json=as_json)
     if as_json:
         print(json.dumps({"script": program.name, "exit_code": run.code, **region.to_dict()}))
     elif isinstance(region, ShadowRun):

@@ -10,17 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import typer
 from rich.table import Table
 
-from amp_plugin.cli.arguments import (
-    Arguments,
-    AsJson,
-    AsModule,
-    Device,
-    Script,
-    fail,
-    need_core,
-    program_of,
-    show,
-)
+from amp_plugin.cli.arguments import Arguments, AsJson, AsModule, Device, Script, fail, program_of, show
 
 if TYPE_CHECKING:
     from amp_plugin.casting.rules import OpRules
@@ -139,8 +129,7 @@ def tune(
     from amp_plugin.cli.doctor import default_device  # noqa: PLC0415 - loads torch
     from amp_plugin.tuning import tune, workload  # noqa: PLC0415 - loads torch
 
-    program = program_of(script, as_module=as_module)
-    need_core("tune")
+    program = program_of(script, as_module=as_module, core_for="tune")
     try:
         tuning = tune.tuned(
             workload.Script(program, arguments or [], batches=batches),

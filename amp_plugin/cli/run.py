@@ -12,18 +12,7 @@ from typing import Annotated, Final, Literal
 
 import typer
 
-from amp_plugin.cli.arguments import (
-    Arguments,
-    AsJson,
-    AsModule,
-    Script,
-    fail,
-    need_core,
-    output_of_script,
-    program_of,
-    show,
-)
-from amp_plugin.program import run_program
+from amp_plugin.cli.arguments import Arguments, AsJson, AsModule, Script, fail, program_of, run_script, show
 
 Rules = Annotated[
     Path | None,
@@ -60,9 +49,7 @@ def run(
     from amp_plugin.run_page.page import require_libraries  # noqa: PLC0415 - loads torch
     from amp_plugin.run_page.report import program_page  # noqa: PLC0415 - loads torch
 
-    program = program_of(script, as_module=as_module)
-    if rules is not None:
-        need_core("run --rules")
+    program = program_of(script, as_module=as_module, core_for="" if rules is None else "run --rules")
     try:
         if page is not None:
             require_libraries()
@@ -77,7 +64,7 @@ def run(
     except (OSError, ValueError) as error:
         fail(str(error), code=2)
     around = takeover if page is None else _both(program_page(page, program.name), takeover)
-    raise typer.Exit(run_program(program, arguments or [], around=around).code)
+    raise typer.Exit(run_script(program, arguments, around, as_json=False).code)
 
 
 def report(
@@ -123,27 +110,22 @@ def casts(
     from torch._dynamo.utils import counters  # noqa: PLC0415 - loads torch
 
     from amp_plugin.casting.cast_log import cast_table, grouped, log_casts  # noqa: PLC0415 - loads torch
+    from amp_plugin.numerics.values import as_json as as_values  # noqa: PLC0415 - loads torch
 
-    program = program_of(script, as_module=as_module)
-    need_core("casts")
+    program = program_of(script, as_module=as_module, core_for="casts")
     log = log_casts()
     counters["stats"]["unique_graphs"] = 0
-    with output_of_script(as_json=as_json):
-        ran = run_program(program, arguments or [], around=log)
+    ran = run_script(program, arguments, log, as_json=as_json)
     graphs = int(counters["stats"]["unique_graphs"])
     made = log.records()
     if not every:
         made = [replace(cast, module=re.sub(r"\b\d+\b", "*", cast.module)) for cast in made]
     if as_json:
-        groups = grouped(made, lambda cast: tuple((name, _text(getattr(cast, name))) for name in _FIELDS[by]))
-        rows = [dict(key) | asdict(totals) for key, totals in groups.items()]
+        groups = grouped(made, lambda cast: tuple((name, getattr(cast, name)) for name in _FIELDS[by]))
+        rows = as_values([dict(key) | asdict(totals) for key, totals in groups.items()])
         print(json.dumps({"script": script, "by": by, "compiled_graphs": graphs, "rows": rows}))
     elif made or not ran.failed:
         show(cast_table(made, by))
         if graphs:
             print(f"{graphs} compiled graphs: their casts are inside them and not in this table")
     raise typer.Exit(ran.code)
-
-
-def _text(value: object) -> str:
-    return str(value).removeprefix("torch.")

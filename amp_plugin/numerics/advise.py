@@ -264,13 +264,9 @@ def callers_of(op: str, *, is_transposed: bool = False) -> tuple[str, ...]:
 
 
 def cures_of(model: str, path: str, rule_names: Sequence[str], device_type: str) -> tuple[Cure, ...]:
-    """Return the ways to compute an op in fp32; they hold under Lightning and Accelerate too.
-
-    ``path`` leads to the module in a ``model`` of that class. For the outermost module there is none: nothing
-    would stay in 16 bits.
-    """
+    """Return the ways to compute an op in fp32, of the module at ``path`` in a ``model`` of that class."""
     cures = []
-    if path:
+    if path:  # with the outermost module nothing would stay in 16 bits
         place = f"the module in fp32: after the line that makes the model; model is your {model}"
         code = f'import amp_plugin, torch\namp_plugin.run_in(torch.float32)(model.get_submodule("{path}"))'
         cures.append(Cure(place=place, code=code))

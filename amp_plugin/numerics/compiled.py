@@ -96,7 +96,7 @@ class CompiledComparison:
                 if not eager.plain:
                     self.not_compared["a graph that does not run eagerly"] += 1
                 elif differing := self._differing(eager, _readings(inputs, results)):
-                    found.append(_difference(kept, number, eager, differing, compile_graph))
+                    found.append(_difference(number, eager, differing, compile_graph))
                     self.differences.append(found[0])
                 return results
 
@@ -164,7 +164,7 @@ class _EagerRuns:
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self.inputs = list(map(_copied, inputs))
-        self._module, self._random_state = module, random_state()
+        self.module, self._random_state = module, random_state()
         self.plain = self._run(Region(Tracker()))
 
     def _run(self, region: Region) -> dict[Reading, Tensor]:
@@ -172,7 +172,7 @@ class _EagerRuns:
         inputs = list(map(_copied, self.inputs))
         try:
             with random_numbers_from(self._random_state), region:
-                return _readings(inputs, self._module(*inputs))
+                return _readings(inputs, self.module(*inputs))
         except Exception:  # noqa: BLE001 -- whatever the user's graph raises
             return {}
 
@@ -201,17 +201,13 @@ class _EagerRuns:
 
 
 def _difference(
-    module: fx.GraphModule,
-    graph: int,
-    eager: _EagerRuns,
-    differing: Differing,
-    compile_graph: Callable[..., Any],
+    graph: int, eager: _EagerRuns, differing: Differing, compile_graph: Callable[..., Any]
 ) -> Difference:
     """Name the op behind a result that differs: the first one whose own result does, if there is one."""
     (kind, number), apart, allowed = differing
-    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
-    output: Any = module.graph.output_node().args[0]
-    origin = _origin(module, eager, compile_graph)
+    inputs = [node for node in eager.module.graph.nodes if node.op == "placeholder"]
+    output: Any = eager.module.graph.output_node().args[0]
+    origin = _origin(eager, compile_graph)
     # else what makes the result, or reads the input first
     node = origin or (output[number] if kind == "result" else next(iter(inputs[number].users), None))
     result = f"result {number}"
@@ -230,9 +226,9 @@ def _difference(
     )
 
 
-def _origin(module: fx.GraphModule, eager: _EagerRuns, compile_graph: Callable[..., Any]) -> fx.Node | None:
+def _origin(eager: _EagerRuns, compile_graph: Callable[..., Any]) -> fx.Node | None:
     """Return the first op whose own result differs, where the graph is asked for the results of all."""
-    module = copy.deepcopy(module)
+    module = copy.deepcopy(eager.module)
     output = module.graph.output_node()
     ops = [node for node in module.graph.nodes if node.op.startswith("call_")]
     ops = [node for node in ops if isinstance(node.meta.get("example_value"), Tensor)]

@@ -44,12 +44,7 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         super().__init__(tracker, self._watch, self._learning)
 
     def ended(self, error: BaseException | None) -> None:
-        """Look at what is left.
-
-        Raises:
-            NonFiniteError: nothing was found before, and something is left: gradients that are not finite, or
-                a reason why it does not learn.
-        """
+        """Look at what is left: numbers that are not finite, and without any why nothing is learnt."""
         if error is None or isinstance(error, SystemExit):
             self._raises = self._raises and error is None
             with unwatched():

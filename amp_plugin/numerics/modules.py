@@ -94,14 +94,12 @@ class Tracker:
         return found[1] if found else ""
 
     def growth(self) -> float:
-        """Return by which factor the weights that grew most have grown since they were first seen.
-
-        A tensor that began near 0 counts from the size that weights of its number of elements begin with.
-        """
+        """Return by which factor the weights that grew most have grown since they were first seen."""
         most = 1.0
         for reference, name in self._weights.alive() if self.steps else ():
             tensor, begun = reference(), self._norms.get(name, math.nan)
             if _is_measurable(tensor) and not math.isnan(begun):
+                # one that began near 0 counts from the size that weights of as many elements begin with
                 factor = norm(tensor) / max(begun, 0.1 * math.sqrt(tensor.numel()))
                 most = math.inf if math.isnan(factor) else max(most, factor)
         return most
@@ -113,10 +111,7 @@ class Tracker:
             self.backward_passes += 1
 
     def now(self) -> str:
-        """Return how far the program is since the region began.
-
-        Forward passes are calls of outermost modules, in training or not. A step that a scaler skips is none.
-        """
+        """Return how far the program is since the region began; a step that a scaler skips is none."""
         passes = {"forward pass": self.forward_passes, "backward pass": self.backward_passes}
         begun = [f"{name} {number}" for name, number in passes.items() if number]
         return ", ".join([*begun, f"optimizer step {self.steps + 1}"])

@@ -210,10 +210,7 @@ class Call:
         return self.traits.is_repeatable and bool(self.given)
 
     def changed(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Any, Any]:
-        """Return arguments for another run, each tensor changed once, narrower dtypes made ``dtype``.
-
-        Where the op writes, ``change`` has to return copies.
-        """
+        """Return arguments for another run, narrow dtypes as ``dtype``; ``change`` copies what is written."""
         tensors: dict[int, Tensor] = {}
 
         def leaf_of(leaf: Any) -> Any:
@@ -228,10 +225,7 @@ class Call:
         return ((*args[:2], False) if self.traits.base in _HALF_TO_FLOAT else args), kwargs
 
     def again(self, given: tuple[Any, Any], results: Sequence[Tensor]) -> list[Tensor] | None:
-        """Run the op on arguments of ``changed``, and return the tensors it makes, shaped as ``results``.
-
-        None if it does not run with these, which is counted.
-        """
+        """Return what the op makes of other arguments, shaped as ``results``; None, counted, if it fails."""
         args, kwargs = given
         try:
             output = self._func(*args, **kwargs)
@@ -258,10 +252,7 @@ _EVENTS = ("open", "step_begins", "step_ended", "before", "after", "failed")
 
 
 class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A region of a program, whose observers are told of each op of this thread and its backward passes.
-
-    Compiled functions run eagerly in it.
-    """
+    """A region, run eagerly, whose observers are told of each op of this thread and its backward passes."""
 
     supports_higher_order_operators = True
 

@@ -97,10 +97,7 @@ class Site:
 
 
 class ForwardSites:
-    """The site of each op that autograd recorded, by the number that its node got.
-
-    Numbers are counted in each thread, so that of another thread's node may be ambiguous: then none is found.
-    """
+    """The site of each op that autograd recorded, by its thread and the number of its node there."""
 
     def __init__(self) -> None:
         self._sites: dict[tuple[int, int], Site] = {}  # (thread, number) -> site
@@ -123,7 +120,7 @@ class ForwardSites:
             return None
         number = node._sequence_nr()
         found = [self._sites[thread, number] for thread in self._before if (thread, number) in self._sites]
-        return found[0] if len(found) == 1 else None
+        return found[0] if len(found) == 1 else None  # which thread's node it is cannot be told
 
     @staticmethod
     def _latest() -> tuple[int, int]:

@@ -127,10 +127,7 @@ class WideRun(Region):  # type: ignore[no-untyped-call]
                     self.take(call, result, None if own is None else own[number])
 
     def take(self, call: Call, result: Tensor, exact: Tensor | None) -> None:
-        """Look at a result that has a shadow, and at what the op makes of its inputs in the wide dtype.
-
-        ``exact`` is None where the op does not run in the wide dtype.
-        """
+        """Look at a result with a shadow, and at the op's own in the wide dtype, None where it has none."""
 
 
 class ShadowRun(WideRun):  # type: ignore[no-untyped-call]

@@ -64,10 +64,7 @@ def _stored(tensor: Tensor) -> Tensor:
 
 
 def real_values(tensor: Tensor) -> Tensor | None:
-    """Return a tensor's stored numbers as real ones, without a copy where that can be.
-
-    None if they cannot be read here: integers, a tensor subclass, a fake or meta tensor, no storage.
-    """
+    """Return a tensor's stored numbers as real ones, no copy if possible; None where none can be read."""
     is_number = tensor.is_floating_point() or tensor.is_complex()
     if type(tensor) not in PLAIN or tensor.is_meta or not is_number or tensor._is_zerotensor():
         return None
@@ -270,11 +267,7 @@ class Storages(Generic[Value]):
 
 
 class ShadowValues(Storages[Tensor]):
-    """Values in a wider dtype next to the tensors of a program: one flat shadow for each storage.
-
-    A tensor's shadow is a view of that with its own strides: views, writes in place and saved tensors need no
-    care.
-    """
+    """One flat shadow in a wider dtype for each storage, of which tensors that share it have views."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

@@ -227,7 +227,7 @@ class Watch:
         judged = judge(result, call.arguments, call.traits, numbers)
         match judged.verdict:
             case "on purpose" if "nan" in judged.held:
-                origin = self._new("constant", call, result, judged)
+                origin = self._new("constant", call, result, judged.held)
             case "on purpose" | "masked":
                 origin = _ON_PURPOSE
             case "made":
@@ -258,10 +258,8 @@ class Watch:
     def _read_by(self, call: Call) -> Iterator[Origin]:
         return self._origins_of(argument.tensor for argument in call.arguments)
 
-    def _new(
-        self, kind: Kind, call: Call, result: Argument, judged: Judgement, site: Site | None = None
-    ) -> Origin:
-        finding = finding_of(self._tracker, call, kind, result.tensor, judged.held)
+    def _new(self, kind: Kind, call: Call, result: Argument, held: Held, site: Site | None = None) -> Origin:
+        finding = finding_of(self._tracker, call, kind, result.tensor, held)
         self._seen.append(Origin(kind, finding, site))
         return self._seen[-1]
 
@@ -282,14 +280,7 @@ class Watch:
             origin.is_read = reads
             memory = origin.site if origin.kind in {"unwritten", "collective"} else None
             origin.finding = finding_of(
-                self._tracker,
-                call,
-                origin.kind,
-                result.tensor,
-                given.held,
-                given,
-                memory,
-                source=origin.source,
+                self._tracker, call, origin.kind, result.tensor, given.held, given, memory, origin.source
             )
         return origin
 
@@ -304,12 +295,12 @@ class Watch:
                         origin.finding = replace(found, reached=f"{' and '.join(judged.held)} in {call}")
                     return origin
         if not call.is_backward:
-            return self._new("made", call, result, judged, call.site)
+            return self._new("made", call, result, judged.held, call.site)
         site = call.forward_site
         first = None if site is None else self._first_at.get(site)
         if first is not None and (first.is_reported or first.is_compared):
             return first  # a derivative is not a second origin
-        origin = self._new("made", call, result, judged, site)
+        origin = self._new("made", call, result, judged.held, site)
         if site is not None:
             self._first_at.setdefault(site, origin)
         return origin

@@ -154,11 +154,7 @@ def _refuse_misfits(
 
 
 def fsdp1_policy(plan: DtypePlan) -> MixedPrecision:
-    """Return the policy of FullyShardedDataParallel, FSDP's first version, for a plan.
-
-    It has one dtype for all weights, so with ``fp32_modules`` they are gathered in fp32, twice the bytes, and
-    the region casts them. Inputs stay as they are, and buffers such as a batch norm's statistics in fp32.
-    """
+    """Return FSDP1's policy for a plan: one dtype for all weights, so with ``fp32_modules`` it is fp32."""
     from torch.distributed.fsdp import MixedPrecision  # noqa: PLC0415 -- loads torch.distributed
 
     refuse_sharded(plan.weights, f"precision {plan.compute!r}, in which they are gathered")
@@ -172,10 +168,7 @@ def fsdp1_policy(plan: DtypePlan) -> MixedPrecision:
 
 
 def add_up_in_fp32(model: nn.Module) -> None:
-    """Add gradients of micro-batches under ``no_sync()`` up in fp32, where they are reduced in fp32.
-
-    Without it FSDP1 adds them up in the dtype that weights are gathered in.
-    """
+    """Add gradients under ``no_sync()`` up in fp32 where that reduces them, not in what weights travel in."""
     from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 -- loads torch.distributed
 
     for module in FullyShardedDataParallel.fsdp_modules(model):

@@ -51,9 +51,8 @@ class DtypePlan:
             msg = f"fp32_modules={self.fp32_modules!r} is one string; give a list: [{self.fp32_modules!r}]"
             raise TypeError(msg)
         object.__setattr__(self, "fp32_modules", tuple(self.fp32_modules))
-        object.__setattr__(self, "compute", checked_word("compute", self.compute, PrecisionName))
-        object.__setattr__(self, "reduce", checked_word("reduce", self.reduce, ReduceName))
-        object.__setattr__(self, "weights", checked_word("weights", self.weights, WeightsName))
+        for name, allowed in (("compute", PrecisionName), ("reduce", ReduceName), ("weights", WeightsName)):
+            object.__setattr__(self, name, checked_word(name, getattr(self, name), allowed))
         refuse_other_precision(self.weights, self.compute, named="compute")
 
     @property

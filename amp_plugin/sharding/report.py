@@ -217,10 +217,7 @@ def dtype_report(model: nn.Module, *inputs: Any, **named: Any) -> ModelDtypes:
 
 @contextmanager
 def module_calls(model: nn.Module) -> Iterator[list[ModuleDtypes]]:
-    """Collect what goes into and comes out of each module that is called, in the order they were entered.
-
-    When the block has ended the list is complete, without calls that an error has ended.
-    """
+    """Collect what goes into and out of each call of a module, as entered; those in an error are dropped."""
     calls: list[ModuleDtypes] = []
     names = {id(module): name for name, module in model.named_modules()}  # the hash of a metric changes
 

@@ -85,10 +85,7 @@ class ReferenceGradients:
         self._batches.append({name: grad.detach().float().clone() for name, grad in gradients.items()})
 
     def error(self, batch: int, gradients: Gradients) -> GradientError:
-        """Compare the gradients of a batch with the reference's.
-
-        A loss scale is divided out: the power of two by which the gradients are larger.
-        """
+        """Compare the gradients of a batch with the reference's; a loss scale, a power of two, goes."""
         reference = self._batches[batch]
         if reference.keys() != gradients.keys():
             odd = sorted(reference.keys() ^ gradients.keys())
@@ -124,11 +121,7 @@ def _power_of_two(sums: Iterable[tuple[float, float, float]]) -> float:
 
 
 class SavedBytes(saved_tensors_hooks):
-    """A region that counts what autograd keeps; each storage once while it lives.
-
-    Parameters are left out: they are there anyway. Casts of them count, they live because they are saved.
-    What a recomputation saves inside a backward pass is left out, too.
-    """
+    """A region that counts what autograd keeps: each storage once; parameters are there anyway."""
 
     def __init__(self) -> None:
         super().__init__(self._pack, lambda tensor: tensor)
@@ -136,7 +129,7 @@ class SavedBytes(saved_tensors_hooks):
         self._seen: Storages[bool] = Storages()
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = torch._C._current_graph_task_id() != -1  # what a recomputation saves
         base = tensor._base if tensor._base is not None else tensor
         if in_backward or isinstance(base, nn.Parameter) or not storage_address(tensor):
             return tensor

@@ -99,11 +99,7 @@ class Enough(BaseException):
 
 
 class Script:
-    """A program whose backward passes are the batches.
-
-    It starts again for each set of rules, with the same seeds, in a copy of the present folder, and is ended
-    after the last batch. Optimizers step, but their weights are put back, so that all batches see the same.
-    """
+    """A program whose backward passes are the batches; it starts anew for each set of rules, seeded alike."""
 
     def __init__(self, program: Program, arguments: Sequence[str], *, batches: int) -> None:
         is_below = ".." not in program.file.parts and not program.file.is_absolute()
@@ -149,10 +145,7 @@ _SMALL: Final = 1_000_000  # bytes of a file that is copied
 
 @contextmanager
 def _copy_of_this_folder() -> Iterator[None]:
-    """Work in a copy of the present folder, so that loggers and checkpoints leave nothing behind.
-
-    Small files are copied; large ones and what is in deep folders are linked.
-    """
+    """Work in a copy of the present folder, so that loggers and checkpoints leave nothing behind."""
     present = Path.cwd()
     with tempfile.TemporaryDirectory(prefix="amp_plugin_tune_") as folder:
         _mirror(present, Path(folder), [_MOST_FILES])
@@ -164,6 +157,7 @@ def _copy_of_this_folder() -> Iterator[None]:
 
 
 def _mirror(source: Path, target: Path, left: list[int]) -> None:
+    """Copy small files; link large ones, and what is there when no more are left to be mirrored."""
     for entry in source.iterdir():
         left[0] -= 1
         copy = target / entry.name
@@ -236,10 +230,7 @@ _NOT_FORWARD: Final = ("autograd::engine", "Optimizer.")
 
 
 def used_ops(workload: Workload, rules: OpRules) -> list[str]:
-    """Run a workload's first batch and return the ops it calls in forward passes, most frequent first.
-
-    An op that another op calls is not listed: autocast looks at the outermost.
-    """
+    """Run a workload's first batch; return the outermost ops of forward passes, most frequent first."""
     with rules_on_trial(rules), profile() as profiled:
         workload.run(lambda *_: None, batches=1)
     counts = Counter(event.name for event in profiled.function_events or [] if _is_outermost(event))

@@ -234,6 +234,17 @@ def test_nothing_is_recorded_when_off_and_one_log_at_a_time():
     assert torch.ops.amp_plugin._take_cast_log() == ([], [])
 
 
+@native
+def test_a_log_that_is_opened_again_goes_on():
+    log, net = log_casts(), Net()
+    for times in (1, 2):
+        with log, autocast("cpu", dtype=BF16):
+            net(torch.ones(3, 4))
+        assert brief(log) == EXPECTED * times
+    with log_casts():
+        pass
+
+
 def shown(table, width=200):
     console = rich.console.Console(file=io.StringIO(), width=width)
     console.print(table)
