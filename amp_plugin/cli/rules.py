@@ -155,9 +155,11 @@ def tune(
 _NUMBERS: Final = ("saved_bytes", "cast_bytes", "error", "mean_error", "failed")
 
 
-def _as_json(tuning: Tuning, output: Path) -> dict[str, Any]:
+def _as_json(tuning: Tuning, output: Path) -> Any:
+    from amp_plugin.numerics.values import as_json  # noqa: PLC0415 - loads torch
+
     sides = {"before": tuning.before, "after": tuning.after}
-    return {
+    values = {
         "nearest": tuning.nearest,
         "goal": tuning.goal,
         "file": str(output),
@@ -168,3 +170,4 @@ def _as_json(tuning: Tuning, output: Path) -> dict[str, Any]:
             for (name, side), seconds in zip(sides.items(), tuning.seconds, strict=True)
         },
     }
+    return as_json(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import warnings
@@ -384,6 +385,17 @@ class TestCommand:
         assert re.search(r"saved for backward +\S+ kB +\S+ kB +-\d+\.\d %", answer.output)
         assert OpRules.from_yaml(rules)["aten::cross_entropy_loss.default"].value == "lower_precision"
         assert torch.autograd.backward.__module__ == "torch.autograd"
+
+    def test_an_error_without_end_is_a_word_in_json(self, tmp_path: Path):
+        script = tmp_path / "train.py"
+        text = SCRIPT.replace("bfloat16", "float16").replace("nn.LayerNorm(16), ", "")
+        script.write_text(text.replace("torch.randn(32, 16)", "torch.full((32, 16), 6e4)"))
+        options = ["-o", tmp_path / "rules.yaml", "--device", "cpu", "--batches", 1, "--for", "accuracy"]
+        answer = amp("tune", *options, "--json", script, "0.1")
+        assert answer.exit_code == 0, answer.output
+        found = json.loads(answer.stdout, parse_constant=pytest.fail)
+        assert found["before"]["error"] == "inf"
+        assert found["after"]["error"] < 1
 
     @pytest.mark.parametrize(
         ("words", "code", "error"),
