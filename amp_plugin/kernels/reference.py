@@ -337,9 +337,8 @@ def adam_(
 ) -> None:
     """Take a step of :class:`torch.optim.Adam` or, with decoupled weight decay, AdamW.
 
-    ``exp_avgs``, ``exp_avg_sqs``, ``max_exp_avg_sqs`` (empty without amsgrad) and ``steps`` are written. The
-    moments of a parameter are float32 or bfloat16 of its shape, or the codes of :mod:`state_codes`. As torch
-    writes it (Kingma and Ba, 2015; Loshchilov and Hutter, 2019)::
+    ``exp_avgs``, ``exp_avg_sqs``, ``max_exp_avg_sqs`` (empty without amsgrad) and ``steps`` are written. As
+    torch writes it (Kingma and Ba, 2015; Loshchilov and Hutter, 2019)::
 
         grad = +-grad / grad_scale
         grad += weight_decay * param             or, decoupled: param *= 1 - lr * weight_decay
