@@ -88,7 +88,6 @@ def _from_file(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]
 
 
 def _read(name: str, value: Any) -> Any:
-    """Return a value, which may be text, as the option's type; what does not fit is left to its check."""
     wanted = option_types(AccelerateOptions)[name]
     kinds = {wanted, *get_args(wanted)}
     if bool in kinds:
