@@ -1,8 +1,4 @@
-"""Where options come from that a program does not state: variables of the environment and a YAML file.
-
-The first source that names an option decides it: the program, ``AMP_PLUGIN_<OPTION>``, the file that
-``AMP_PLUGIN_CONFIG`` names, the default.
-"""
+"""Where options come from that a program does not state: variables of the environment, then a YAML file."""
 
 from __future__ import annotations
 

@@ -26,8 +26,7 @@ class AdapterSettings(PrecisionOptions):
     precision: str = ""
     eval_precision: PrecisionName | None = None
     rules: OpRules | None = None
-    named: ClassVar[str] = "precision"
-    """How a program writes the precision."""
+    named: ClassVar[str] = "precision"  # how a program writes it
 
     def __post_init__(self) -> None:
         super().__post_init__()

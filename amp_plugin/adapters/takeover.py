@@ -146,8 +146,7 @@ class Takeover:
             **dict.fromkeys(lightning.CONNECTORS, ours),
         }
 
-    @contextmanager
-    def _accelerate(self, module: ModuleType) -> Iterator[None]:
+    def _accelerate(self, module: ModuleType) -> ExitStack:
         from amp_plugin.adapters.accelerate.installation import install, uninstall  # noqa: PLC0415
 
         def made(accelerator: Any) -> None:
@@ -155,10 +154,9 @@ class Takeover:
             self._note(f"{kind}(mixed_precision={accelerator.mixed_precision!r})")
 
         install(made=made)
-        try:
-            yield
-        finally:
-            uninstall()
+        undo = ExitStack()
+        undo.callback(uninstall)
+        return undo
 
     def _note(self, made: str) -> None:
         self._made[made] = None

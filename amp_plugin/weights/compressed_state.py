@@ -35,14 +35,10 @@ class CompressedState(Tensor):
     """A state that is float32 to whoever computes with it, and is kept in fewer bits.
 
     What is written to it is rounded to nearest; what is written to a view of it is lost.
-
-    Attributes:
-        kept: bfloat16 of the same shape and strides, or codes, uint8, in the order of memory.
-        signed: Whether the codes are of a first moment.
     """
 
-    kept: Tensor
-    signed: bool
+    kept: Tensor  # bfloat16 of the same shape and strides, or codes, uint8, in the order of memory
+    signed: bool  # whether the codes are of a first moment
 
     @staticmethod
     def __new__(cls, kept: Tensor, like: Tensor, *, signed: bool) -> Self:
