@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from typing import (
@@ -384,9 +384,8 @@ def lists_options(options: type) -> Callable[[Class], Class]:
     return decorate
 
 
-def unknown_option(source: str, name: object, allowed: Iterable[str]) -> str:
+def unknown_option(source: str, name: object, allowed: Sequence[str]) -> str:
     """Return the error text for an unknown option: the one that may be meant, and the allowed names."""
-    allowed = list(allowed)
     hint = did_you_mean(name, allowed)
     allowed_are = f"{hint} Allowed are" if hint else "; allowed are"
     return f"{source}: unknown option {name!r}{allowed_are} {', '.join(allowed)}"
