@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from typing import (
@@ -96,7 +96,7 @@ class LossScaleOptions:
 
     def __post_init__(self) -> None:
         for name, wanted in option_types(cast("Any", type(self))).items():
-            check_type(name, getattr(self, name), wanted)
+            object.__setattr__(self, name, checked_option(name, getattr(self, name), wanted))
         between("init_scale", self.init_scale, 0)
         between("growth_factor", self.growth_factor, 1)
         between("backoff_factor", self.backoff_factor, 0, 1)
@@ -384,9 +384,8 @@ def lists_options(options: type) -> Callable[[Class], Class]:
     return decorate
 
 
-def unknown_option(source: str, name: object, allowed: Iterable[str]) -> str:
+def unknown_option(source: str, name: object, allowed: Sequence[str]) -> str:
     """Return the error text for an unknown option: the one that may be meant, and the allowed names."""
-    allowed = list(allowed)
     hint = did_you_mean(name, allowed)
     allowed_are = f"{hint} Allowed are" if hint else "; allowed are"
     return f"{source}: unknown option {name!r}{allowed_are} {', '.join(allowed)}"
@@ -408,21 +407,20 @@ def bind(owner: str, signature: inspect.Signature, /, *args: Any, **kwargs: Any)
 # -- checks --------------------------------------------------------------------------------------
 
 
-def check_type(name: str, value: object, wanted: Any) -> None:
-    """Raise if a switch, a number or a word of an option is something else; other types are left alone."""
-    accepts_none = type(None) in get_args(wanted)
-    is_number = isinstance(value, SupportsFloat) and not isinstance(value, bool)
-    allowed = ""
-    if wanted is bool:
-        allowed = "" if isinstance(value, bool) else "True or False"
-    elif {int, float} & {wanted, *get_args(wanted)}:
-        fits = is_number or (accepts_none and value is None)
-        allowed = "" if fits else f"a number{' or None' if accepts_none else ''}"
-    elif get_origin(wanted) is Literal:
-        checked_word(name, value, wanted)
-    if allowed:
-        msg = f"{name}={value!r} is not allowed; give {allowed}"
-        raise TypeError(msg)
+def checked_option(name: str, value: Any, wanted: Any) -> Any:
+    """Return a value, a word as we write it; raise if a switch, a number or a word is something else."""
+    if get_origin(wanted) is Literal:
+        return checked_word(name, value, wanted)
+    kinds, is_switch = {wanted, *get_args(wanted)}, isinstance(value, bool)
+    is_number = isinstance(value, SupportsFloat) and not is_switch
+    if wanted is bool and not is_switch:
+        allowed = "True or False"
+    elif kinds & {int, float} and not (is_number or (value is None and type(None) in kinds)):
+        allowed = f"a number{' or None' if type(None) in kinds else ''}"
+    else:
+        return value
+    msg = f"{name}={value!r} is not allowed; give {allowed}"
+    raise TypeError(msg)
 
 
 def between(name: str, value: Any, low: float, high: float = math.inf) -> float:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+import torch
 
 from amp_plugin import AmpKwargs, AmpPrecision, FabricAmpPrecision, GradScaler
 from amp_plugin.kernels.ops import HYSTERESIS_MODES
@@ -100,6 +101,12 @@ def test_a_bad_value_is_refused_in_the_same_words(make, options, error, message)
         make(**options)
 
 
+@pytest.mark.parametrize("option", ["weights", "state", "reduce"])
+def test_a_dtype_stands_for_its_word(option):
+    options = AmpPrecision("bf16", **{option: torch.bfloat16})
+    assert getattr(options.settings, option) == "bf16"
+
+
 def test_an_option_given_twice():
     with pytest.raises(TypeError, match="GradScaler: multiple values for argument 'device'"):
         GradScaler("cpu", device="cpu")
@@ -126,8 +133,6 @@ def test_jsonargparse_shows_and_parses_each_option():
 
 @pytest.mark.parametrize("name", ["growth_interval", "hysteresis"])
 def test_whole_numbers_may_be_written_as_floats_and_others_are_refused(name):
-    import torch
-
     scaler, weight = GradScaler("cpu", **{name: 2.0}), torch.nn.Parameter(torch.ones(2))
     for factor in (1.0, math.inf):
         scaler.scale((weight * factor).sum()).backward()

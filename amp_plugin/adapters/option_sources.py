@@ -1,8 +1,4 @@
-"""Where options come from that a program does not state: variables of the environment and a YAML file.
-
-The first source that names an option decides it: the program, ``AMP_PLUGIN_<OPTION>``, the file that
-``AMP_PLUGIN_CONFIG`` names, the default.
-"""
+"""Where options come from that a program does not state: variables of the environment, then a YAML file."""
 
 from __future__ import annotations
 
@@ -88,7 +84,6 @@ def _from_file(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]
 
 
 def _read(name: str, value: Any) -> Any:
-    """Return a value, which may be text, as the option's type; what does not fit is left to its check."""
     wanted = option_types(AccelerateOptions)[name]
     kinds = {wanted, *get_args(wanted)}
     if bool in kinds:

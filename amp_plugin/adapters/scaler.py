@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,10 +18,6 @@ from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
 from amp_plugin.scaling.replay import Replay, explain
 from amp_plugin.scaling.step_log import LoggedStep, StepLog, StepResult
-
-PUBLIC_METHODS: Final = tuple(
-    name for name in dir(GradScaler) if not name.startswith("_") and callable(getattr(GradScaler, name))
-)
 
 _WRAPPERS: Final = {"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"}
 
@@ -94,7 +91,8 @@ def scaler_for(given: Any, name: str, make: Callable[[bool], GradScaler]) -> Any
         if given.is_enabled():
             scaler.load_state_dict(given.state_dict())
         return scaler
-    missing = [method for method in PUBLIC_METHODS if not callable(getattr(given, method, None))]
+    methods = [name for name, _ in inspect.getmembers(GradScaler, callable) if not name.startswith("_")]
+    missing = [name for name in methods if not callable(getattr(given, name, None))]
     if missing:
         msg = (
             f"{name} = {given!r}: this object cannot stand in for an amp_plugin.GradScaler, it has no "

@@ -12,15 +12,7 @@ from torch import nn
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.messages import warn_user
 from amp_plugin.options import PrecisionOptions, ScalingOptions, option_names
-from amp_plugin.precision import (
-    TRAINING_DTYPES,
-    PrecisionName,
-    ReduceName,
-    WeightsName,
-    checked_precision,
-    checked_word,
-    refuse_other_precision,
-)
+from amp_plugin.precision import TRAINING_DTYPES, PrecisionName, checked_precision, refuse_other_precision
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.sharding.fully_shard import add_up_in_fp32
 from amp_plugin.sharding.plan import DtypePlan
@@ -34,8 +26,7 @@ class AdapterSettings(PrecisionOptions):
     precision: str = ""
     eval_precision: PrecisionName | None = None
     rules: OpRules | None = None
-    named: ClassVar[str] = "precision"
-    """How a program writes the precision."""
+    named: ClassVar[str] = "precision"  # how a program writes it
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,22 +35,18 @@ class AdapterSettings(PrecisionOptions):
         if not is_list or not all(isinstance(name, str) and name for name in names):
             msg = f"fp32_modules={names!r} is not allowed; give a list of names: ['LayerNorm']"
             raise TypeError(msg)
-        read: dict[str, Any] = {}
-        read["weights"] = checked_word("weights", self.weights, WeightsName)
-        read["reduce"] = checked_word("reduce", self.reduce, ReduceName)
         if self.precision:  # else it is not known yet
-            refuse_other_precision(read["weights"], self.precision, named=self.named)
+            refuse_other_precision(self.weights, self.precision, named=self.named)
         if self.eval_precision is not None:
-            read["eval_precision"] = checked_precision("eval_precision", self.eval_precision)
-            refuse_other_precision(read["weights"], read["eval_precision"], named="eval_precision")
+            known = checked_precision("eval_precision", self.eval_precision)
+            object.__setattr__(self, "eval_precision", known)
+            refuse_other_precision(self.weights, known, named="eval_precision")
         if not isinstance(self.rules, OpRules | None):
             try:
-                read["rules"] = OpRules.from_yaml(self.rules)
+                object.__setattr__(self, "rules", OpRules.from_yaml(self.rules))
             except (OSError, TypeError, ValueError) as error:
                 msg = f"rules={self.rules!r}: {error}; give an OpRules or the path of a YAML file of rules"
                 raise ValueError(msg) from error
-        for name, value in read.items():
-            object.__setattr__(self, name, value)
 
     def check_sharded(self) -> None:
         """Raise ValueError if a model that FSDP shards is to be evaluated in another precision."""

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -151,18 +152,15 @@ class Takeover:
         """Return module -> what to enter once it is imported."""
         from amp_plugin.adapters import lightning  # noqa: PLC0415
 
-        def in_connector(module: ModuleType) -> AbstractContextManager[object]:
-            return lightning.plugin_in_place_of_stock(module, self._precision, self._note)
-
+        ours = partial(lightning.plugin_in_place_of_stock, precision=self._precision, made=self._note)
         return {
             # our adapter is loaded, unless it is what imports Accelerate: it is installed once it has run
             "accelerate": lambda _: nullcontext(importlib.import_module(_ADAPTER)),
             _ADAPTER: self._accelerate,
-            **dict.fromkeys(lightning.CONNECTORS, in_connector),
+            **dict.fromkeys(lightning.CONNECTORS, ours),
         }
 
-    @contextmanager
-    def _accelerate(self, module: ModuleType) -> Iterator[None]:
+    def _accelerate(self, module: ModuleType) -> ExitStack:
         from amp_plugin.adapters.accelerate.installation import install, uninstall  # noqa: PLC0415
 
         def made(accelerator: Any) -> None:
@@ -170,10 +168,9 @@ class Takeover:
             self._note(f"{kind}(mixed_precision={accelerator.mixed_precision!r})")
 
         install(made=made)
-        try:
-            yield
-        finally:
-            uninstall()
+        undo = ExitStack()
+        undo.callback(uninstall)
+        return undo
 
     def _note(self, made: str) -> None:
         """Note an Accelerator, Trainer or Fabric, which scales where it has to."""

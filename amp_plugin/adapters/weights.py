@@ -60,8 +60,7 @@ class ModelWeights:
             store_weights(model, weights=self._weights, fp32_modules=fp32_modules)
             self._meets_fp32 |= bool(fp32_modules) or any(map(_has_fp32_buffers, model.modules()))
         elif self._casts and sharded_by(model) is None:
-            line = convert_to_fp32(model)
-            if line:
+            if line := convert_to_fp32(model):
                 warn_user(line)
         else:
             return False

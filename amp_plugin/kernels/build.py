@@ -147,23 +147,15 @@ def native_core() -> NativeCore:
     if _core is None:
         with _lock:
             if _core is None:
-                core = _load()
-                _core = core
-                if not core.loaded and not _switched_off():
+                _core = _load()
+                if not _core.loaded and not _switched_off():
                     text = "amp_plugin's native core is not loaded; falling back to torch.autocast and plain "
-                    warn_user(f"{text}torch ops: {core.reason}", RuntimeWarning)
+                    warn_user(f"{text}torch ops: {_core.reason}", RuntimeWarning)
     return _core
 
 
 def require_native(feature: str) -> NativeCore:
-    """Return the native core for a feature that has no fallback.
-
-    Args:
-        feature: What needs it, as the user knows it, such as ``"log_casts"``.
-
-    Raises:
-        RuntimeError: The native core is absent; says why and what to do.
-    """
+    """Return the native core for a feature, as the user knows it; a RuntimeError says why it is absent."""
     core = native_core()
     if not core.loaded:
         way_out = "Fix the cause and start again; `amp-plugin doctor` shows the state of this machine."
@@ -249,15 +241,11 @@ def vector_widths() -> tuple[str, ...]:
 def core_name(width: str) -> str:
     """Return the file name of a core: torch's release, vector width, and a hash of all that it depends on."""
     release = torch.__version__.partition("+")[0]  # CPU and CUDA builds share a core
-    sources = {file.name: file.read_text() for file in source_files()}
+    files = [*SOURCES.rglob("*.cpp"), *SOURCES.rglob("*.h")]
+    sources = {file.name: file.read_text() for file in files}
     parts = {**sources, "commit": str(torch.version.git_version), "flags": " ".join(compile_flags(width))}
     parts["python"] = str(sysconfig.get_config_var("SOABI"))  # Python's release and the kind of processor
     return f"core-torch{release}-{width.replace(' ', '_').lower()}-{digest(parts)}.so"
-
-
-def source_files() -> list[Path]:
-    """Return all C++ sources and headers."""
-    return sorted(file for file in SOURCES.rglob("*") if file.suffix in {".cpp", ".h"})
 
 
 def compile_flags(width: str) -> list[str]:

@@ -22,11 +22,6 @@ _MOST_SIGNED: Final = 127
 _MOST_UNSIGNED: Final = 255
 
 
-def coded_bytes(numel: int) -> int:
-    """Return the bytes of so many elements: whole blocks."""
-    return (numel + BLOCK - 1) // BLOCK * BLOCK_BYTES
-
-
 def draws(numel: int, step: Tensor | float, state: int, device: torch.device) -> Tensor:
     """Return 16 random bits per element, int64, for the second moment in a place of an optimizer's states.
 
@@ -57,7 +52,7 @@ def to_bf16(flat: Tensor, drawn: Tensor | None = None) -> Tensor:
 
 
 def encode(flat: Tensor, *, signed: bool, drawn: Tensor | None = None, units: Tensor | None = None) -> Tensor:
-    """Return the codes (uint8 ``[coded_bytes(numel)]``) of float32 numbers, not negative unless ``signed``.
+    """Return the codes (uint8, whole blocks) of float32 numbers, not negative unless ``signed``.
 
     ``drawn``, of :func:`draws`, rounds second moments; without it they are rounded to nearest. ``units``
     (``[blocks, 1]``) are by default what each block's largest number asks for.

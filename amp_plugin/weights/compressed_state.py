@@ -20,14 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from typing_extensions import Self
 
-from amp_plugin.kernels.state_codes import (
-    decode,
-    draws,
-    encode,
-    encode_exactly,
-    in_memory_order,
-    to_bf16,
-)
+from amp_plugin.kernels.state_codes import decode, draws, encode, encode_exactly, in_memory_order, to_bf16
 
 _ATTRIBUTE: Final = "_amp_plugin_state"
 _KEY: Final = "8bit"
@@ -42,14 +35,10 @@ class CompressedState(Tensor):
     """A state that is float32 to whoever computes with it, and is kept in fewer bits.
 
     What is written to it is rounded to nearest; what is written to a view of it is lost.
-
-    Attributes:
-        kept: bfloat16 of the same shape and strides, or codes, uint8, in the order of memory.
-        signed: Whether the codes are of a first moment.
     """
 
-    kept: Tensor
-    signed: bool
+    kept: Tensor  # bfloat16 of the same shape and strides, or codes, uint8, in the order of memory
+    signed: bool  # whether the codes are of a first moment
 
     @staticmethod
     def __new__(cls, kept: Tensor, like: Tensor, *, signed: bool) -> Self:
@@ -64,14 +53,10 @@ class CompressedState(Tensor):
     def of(
         value: Tensor, form: str, name: str, *, step: Tensor | float | None = None, loaded: bool = False
     ) -> CompressedState:
-        """Compress a float32 tensor.
+        """Compress a float32 tensor of any layout, which an optimizer has by this name.
 
-        Args:
-            value: Of a layout with gaps or without.
-            form: ``"bf16"`` or ``"8bit"``.
-            name: The optimizer's for it.
-            step: Draws how second moments are rounded; None: to nearest.
-            loaded: It may have been decoded; it gets the same codes again then, to the bit.
+        ``step`` draws how second moments are rounded; None: to nearest. What was decoded once and is
+        ``loaded`` gets the same codes again, to the bit.
         """
         dense = torch.empty_like(value).copy_(value)
         flat, signed, drawn = in_memory_order(dense), name in _SIGNED, None

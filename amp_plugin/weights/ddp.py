@@ -114,13 +114,7 @@ def _all_reduce_in_fp32(
 def _join_hook(ddp: DistributedDataParallel, **kwargs: Any) -> Any:
     """Return DDP's own, which at the end gives all ranks the weights of one: here all bits of them."""
     hook: Any = DistributedDataParallel.join_hook(ddp, **kwargs)  # type: ignore[no-untyped-call]
-    share = hook.post_hook
-
-    def share_fp32(is_last_joiner: bool) -> None:
-        with fp32_shown(ddp.parameters()):
-            share(is_last_joiner)
-
-    hook.post_hook = share_fp32
+    hook.post_hook = fp32_shown(list(ddp.parameters()))(hook.post_hook)
     return hook
 
 

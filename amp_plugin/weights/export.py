@@ -21,21 +21,13 @@ _KEYS: Final = ("state_dict", "model", "model_state_dict")  # of Lightning, and 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """What was written.
-
-    Attributes:
-        tensors: their number.
-        elements: numbers in them.
-        size: of the file in bytes.
-        restored: weights whose low halves came from the optimizer's state, as 0.2 saved them.
-        left_out: entries that are not tensors.
-    """
+    """What was written."""
 
     tensors: int
-    elements: int
-    size: int
-    restored: int
-    left_out: tuple[str, ...]
+    elements: int  # numbers in them
+    size: int  # of the file in bytes
+    restored: int  # weights whose low halves came from the optimizer's state, as 0.2 saved them
+    left_out: tuple[str, ...]  # entries that are not tensors
 
 
 def export(
@@ -50,17 +42,8 @@ def export(
         name     drop the prefix and what torch.compile adds
         write    floating-point tensors in the dtype; others, and float64 in fp32, as they are
 
-    Args:
-        source: a file, or a folder that Accelerate or transformers has written.
-        target: a new file, ``*.safetensors``.
-        dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        prefix: takes only entries whose names begin with it, and drops it: ``"model."``.
-        key: where a file of ``torch.save`` holds the state dict.
-        trust: unpickle any object: whoever wrote the file can run code here.
-
-    Raises:
-        FileNotFoundError: there is no such checkpoint, or none in the folder.
-        ValueError: the file holds no state dict, or one that does not say which weight is which.
+    The command ``amp-plugin export`` tells what the arguments are; a FileNotFoundError or ValueError, what is
+    wrong with the checkpoint.
     """
     from safetensors.torch import save_file  # noqa: PLC0415 - for this command only
 
@@ -146,11 +129,7 @@ def _is_state_dict(value: object) -> bool:
 def _restore(named: dict[str, Tensor], optimizers: Sequence[Mapping[str, Any]]) -> int:
     """Make float32 of the weights of which 0.2 kept something in the optimizers' state; return how many.
 
-    It numbered the parameters of an optimizer. They are the 16-bit weights of the model in order, which their
-    shapes confirm.
-
-    Raises:
-        ValueError: they do not.
+    It numbered the parameters of an optimizer: the model's weights in 16 bits, in order, as shapes confirm.
     """
     kept = [optimizer.get(ENTRY_OF_0_2, {}).get("rests", {}) for optimizer in optimizers]
     rests = [rest for numbered in kept for _, rest in sorted(numbered.items())]

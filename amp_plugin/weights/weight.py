@@ -36,14 +36,10 @@ class SplitBf16:
 
     Whatever low half stands next to a weight, both make a number that rounds to the weight, zero beside a
     zero: whoever writes a weight need not know of it. Lists are of tensors of the same shapes.
-
-    Attributes:
-        dtype: That of the weights.
-        kept_bytes: Bytes kept next to a weight.
     """
 
-    dtype = torch.bfloat16
-    kept_bytes = 2
+    dtype = torch.bfloat16  # of the weights
+    kept_bytes = 2  # next to a weight
 
     def split(self, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weight of a float32 value and what is kept next to it, new tensors."""

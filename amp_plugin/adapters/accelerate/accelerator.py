@@ -139,8 +139,7 @@ class AmpAccelerator(HasScaler, Accelerator):
             with naming(settings.sources):
                 settings.check_sharded()
             if self.native_amp:
-                plugin, plan = self.state.fsdp_plugin, self.dtype_plan
-                give_policy(plugin, plan, fp32_outputs=settings.fp32_outputs)
+                give_policy(self.state.fsdp_plugin, self.dtype_plan, fp32_outputs=settings.fp32_outputs)
 
     @property
     def _scaler(self) -> GradScaler:

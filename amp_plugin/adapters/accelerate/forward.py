@@ -52,8 +52,7 @@ class MixedForward:
     @property
     def __signature__(self) -> inspect.Signature:
         """The signature of the module's own forward, without ``self``."""
-        own = self.own or type(self.module).forward.__get__(self.module)
-        return inspect.signature(own)
+        return inspect.signature(self.own or type(self.module).forward.__get__(self.module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward in the region."""

@@ -81,9 +81,8 @@ def _set_weights_up_before_transformers_loads() -> None:
 
     @functools.wraps(load)
     def load_exactly(self: Any, checkpoint: str, model: Any = None) -> Any:
-        set_up = getattr(self.accelerator, "set_up_weights", None)
-        if set_up is not None:
-            set_up(self.model if model is None else model)
+        if isinstance(self.accelerator, AmpAccelerator):
+            self.accelerator.set_up_weights(self.model if model is None else model)
         return load(self, checkpoint, model)
 
     load_exactly.sets_up_weights = True  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ One order of precedence; the first source that names an option decides it::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -77,9 +77,8 @@ class Settings(AdapterSettings, AccelerateOptions):
         return self.precision != "fp32" or self.eval_precision in {"fp16", "bf16"}
 
 
-def resolve(handlers: Iterable[KwargsHandler], environment: Mapping[str, str]) -> Settings:
+def resolve(handlers: Sequence[KwargsHandler], environment: Mapping[str, str]) -> Settings:
     """Decide each option by the order of precedence above; of several AmpKwargs the first that names it."""
-    handlers = list(handlers)
     layers = [("AmpKwargs", given.to_kwargs()) for given in handlers if isinstance(given, AmpKwargs)]
     scaling = [given.to_kwargs() for given in handlers if isinstance(given, GradScalerKwargs)]
     enabled = all(given.pop("enabled", True) for given in scaling)

@@ -25,6 +25,7 @@ from amp_plugin.options import LightningOptions, lists_options
 from amp_plugin.patches import replaced
 from amp_plugin.scaling.penalty import surround_backward
 from amp_plugin.weights.ddp import reduce_in_fp32
+from amp_plugin.weights.weight import HALVES
 
 
 @lists_options(LightningOptions)
@@ -91,8 +92,7 @@ class FabricPrecision(PrecisionCore):
         """Return fp16 and bf16 outputs as fp32, for losses outside the module; others as they are."""
         if self.settings.training_dtype is torch.float32:
             return data
-        halves = {torch.float16, torch.bfloat16}
-        return apply_to_collection(data, Tensor, lambda t: t.float() if t.dtype in halves else t)
+        return apply_to_collection(data, Tensor, lambda t: t.float() if t.dtype in HALVES else t)
 
     # -- backward and step --------------------------------------------------------------------
 

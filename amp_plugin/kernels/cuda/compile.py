@@ -56,6 +56,13 @@ def cached_cubin(kernel: Kernel, architecture: str, tuning: Tuning = TUNING) -> 
 
     If the cache cannot be used, a RuntimeWarning says so and the kernel is compiled for this process alone.
     """
+    identity = {
+        "norm": kernel.norm,
+        "macros": repr(tuning.macros()),
+        "standard": f"{STANDARD} fmad=false default-device",
+        "sources": _sources(),
+        "nvrtc": nvrtc_version(),
+    }
 
     def make(folder: Path) -> Path:
         _announce(architecture)
@@ -64,7 +71,10 @@ def cached_cubin(kernel: Kernel, architecture: str, tuning: Tuning = TUNING) -> 
         return made
 
     try:
-        return obtain(_file(kernel, architecture, tuning), make).read_bytes()
+        cache = cache_root() / "cuda"
+        cache.mkdir(mode=0o700, exist_ok=True)
+        file = cache / f"{kernel.name}-{architecture}-{digest(identity)}.cubin"
+        return obtain(file, make).read_bytes()
     except (OSError, ValueError) as error:  # a full disk must not end a training run
         text = f"CUDA kernels are compiled for this process alone: {error}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -89,20 +99,6 @@ def identity_of(architecture: str, blocks: int) -> int:
     """Return a number from 1 to 2**24 - 1 for all that decides the last bits of what kernels compute."""
     parts = {"architecture": architecture, "blocks": str(blocks), "sources": _sources()}
     return 1 + int(digest({**parts, "nvrtc": nvrtc_version()}), 16) % (2**24 - 1)
-
-
-def _file(kernel: Kernel, architecture: str, tuning: Tuning) -> Path:
-    """Return where the build cache keeps a cubin."""
-    folder = cache_root() / "cuda"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    identity = {
-        "norm": kernel.norm,
-        "macros": repr(tuning.macros()),
-        "standard": f"{STANDARD} fmad=false default-device",
-        "sources": _sources(),
-        "nvrtc": nvrtc_version(),
-    }
-    return folder / f"{kernel.name}-{architecture}-{digest(identity)}.cubin"
 
 
 def architecture_for(major: int, minor: int) -> str:

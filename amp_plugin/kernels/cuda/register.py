@@ -26,20 +26,12 @@ _cores: dict[int, CudaCore] = {}  # by device index
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudaCore:
-    """Whether the CUDA kernels serve a device.
-
-    Attributes:
-        loaded: True if they do.
-        reason: Why not, in one sentence, with the way out; empty if they do.
-        architecture: What they are compiled for, as ``"sm_90"``; empty if they are not.
-        identity: A number below 2**24 for what decides their last bits: architecture, how many blocks there
-            are, sources and NVRTC; 0 if they are not loaded. Ranks compare it.
-    """
+    """Whether the CUDA kernels serve a device."""
 
     loaded: bool
-    reason: str
-    architecture: str = ""
-    identity: int = 0
+    reason: str = ""  # why not, in one sentence, with the way out
+    architecture: str = ""  # what they are compiled for, as "sm_90"
+    identity: int = 0  # of what decides their last bits, for ranks to compare: compile.identity_of
 
 
 def cuda_core(device: int | None = None) -> CudaCore:
@@ -89,30 +81,25 @@ def _load_all(index: int) -> CudaCore:
         msg = f"the native core, which launches them, is not loaded: {core.reason}"
         raise RuntimeError(msg)
     # Here and not above: cuda-core may be missing, and importing amp_plugin must stay cheap.
-    from amp_plugin.kernels.cuda.compile import (  # noqa: PLC0415
-        all_cubins,
-        architecture_for,
-        identity_of,
-        nvrtc_version,
-    )
+    import amp_plugin.kernels.cuda.compile as nvrtc  # noqa: PLC0415
 
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
     if capability < OLDEST_CAPABILITY:
         msg = f"{properties.name} has compute capability {capability}; the CUDA kernels need 7.5 or newer"
         raise RuntimeError(msg)
-    architecture = architecture_for(*capability)
-    cubins = all_cubins(architecture, cuda.TUNING)
+    architecture = nvrtc.architecture_for(*capability)
+    cubins = nvrtc.all_cubins(architecture, cuda.TUNING)
     names = [f"{kernel.name} {kernel.norm}".strip() for kernel in cubins]
     code = [torch.frombuffer(bytearray(cubin), dtype=torch.uint8) for cubin in cubins.values()]
     blocks = properties.multi_processor_count * cuda.TUNING.blocks
     try:
         torch.ops.amp_plugin._cuda_open(index, blocks, names, code)
     except RuntimeError as error:
-        msg = f"{error} (compiled by NVRTC {nvrtc_version()} for {architecture})"
+        msg = f"{error} (compiled by NVRTC {nvrtc.nvrtc_version()} for {architecture})"
         raise RuntimeError(msg) from error
-    identity = identity_of(architecture, blocks)
-    return CudaCore(loaded=True, reason="", architecture=architecture, identity=identity)
+    identity = nvrtc.identity_of(architecture, blocks)
+    return CudaCore(loaded=True, architecture=architecture, identity=identity)
 
 
 @untraced
