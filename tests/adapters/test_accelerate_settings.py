@@ -192,6 +192,7 @@ class TestAccelerator:
         with accelerator.autocast():
             assert torch.is_autocast_enabled("cpu")
 
+    @pytest.mark.native  # the fallback keeps no casts
     @pytest.mark.parametrize("chosen", [None, True, False])
     def test_a_cache_flag_that_is_not_chosen_is_the_one_around_as_in_torch(self, chosen):
         handlers = [AutocastKwargs(cache_enabled=chosen)]
