@@ -90,7 +90,8 @@ class OnePassStep:
             if skipped:
                 return
             optimizer._opt_called = True  # type: ignore[attr-defined] # read by learning rate schedulers
-            for hook in _post_hooks(optimizer):
+            own = optimizer._optimizer_step_post_hooks
+            for hook in chain(own.values(), _global_optimizer_post_hooks.values()):
                 hook(optimizer, (optimizer,), {})
 
 
@@ -183,7 +184,3 @@ def pre_hooks(optimizer: Optimizer) -> Iterator[Any]:
     """Return the hooks that run before an optimizer's step; a wrapper without Optimizer.__init__ has none."""
     own = getattr(optimizer, "_optimizer_step_pre_hooks", {})
     return chain(_global_optimizer_pre_hooks.values(), own.values())
-
-
-def _post_hooks(optimizer: Optimizer) -> Iterator[Any]:
-    return chain(optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values())
