@@ -268,7 +268,7 @@ class Square(nn.Module):
         return x @ x
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("inner", [nn.Linear(4, 4), Square()], ids=lambda inner: type(inner).__name__)
 def test_torchscript_calls_it(inner):
     """TorchScript compiles what a wrapper of functools wraps: the cast would be gone, and nobody told."""

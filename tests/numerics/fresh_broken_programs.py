@@ -584,7 +584,8 @@ def fresh_a_focal_loss_with_a_square_root(fix):
         log_probability = F.log_softmax(model(x), dim=-1)
         y = torch.where(torch.arange(8) == 2, log_probability.argmax(-1), y)  # the large one is easy
         log_chosen = log_probability.gather(1, y[:, None]).squeeze(1)
-        remaining = (1 - log_chosen.exp()).clamp(min=1e-6 if fix else 0)
+        remaining = 1 - log_chosen.exp()
+        remaining = remaining.clamp(min=1e-6) if fix else remaining
         return -(remaining**0.5 * log_chosen).mean()  # <-
 
     train(model, loss_of, [(x, y)] * 2)
