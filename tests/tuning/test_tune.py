@@ -386,7 +386,8 @@ class TestCommand:
         assert OpRules.from_yaml(rules)["aten::cross_entropy_loss.default"].value == "lower_precision"
         assert torch.autograd.backward.__module__ == "torch.autograd"
 
-    def test_an_error_without_end_is_a_word_in_json(self, tmp_path: Path):
+    def test_an_error_without_end_is_a_word_in_json(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.chdir(tmp_path)  # trials run in copies of this folder
         script = tmp_path / "train.py"
         text = SCRIPT.replace("bfloat16", "float16").replace("nn.LayerNorm(16), ", "")
         script.write_text(text.replace("torch.randn(32, 16)", "torch.full((32, 16), 6e4)"))
