@@ -1,8 +1,7 @@
 """Gradients that share what they are multiplied by: nothing, or one loss scale.
 
-Being unscaled belongs to gradients, not to an optimizer. Each optimizer owns one group of
-parameters; parameters shared by several optimizers form groups of their own, so that what one
-owner does to a shared gradient is known to the others. docs/design.md draws and names the states.
+Being unscaled belongs to gradients, not to an optimizer. Parameters shared by several optimizers form groups
+of their own, so that each owner knows what another has done. docs/design.md draws and names the states.
 """
 
 from __future__ import annotations

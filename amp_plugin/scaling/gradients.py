@@ -1,8 +1,7 @@
 """An optimizer's gradients as batches that one kernel call can take, and how they lie in memory and on ranks.
 
-A batch has one device and one shard layout. Dense gradients go in as they are, sparse ones
-through their coalesced values, DTensors through their local tensors. The native core looks gradients up
-ten times as fast as Python; the result is the same.
+A batch has one device and one shard layout. Dense gradients go in as they are, sparse ones through their
+coalesced values, DTensors through their local tensors. The native core looks them up ten times as fast.
 """
 
 from __future__ import annotations
@@ -136,10 +135,9 @@ class GradientBatch(NamedTuple):
 
 
 class GradientLedger:
-    """Remembers which gradients were seen: by memory and version.
+    """Remembers which gradients were seen, by memory and version; the core has the same class in C++.
 
-    Each call is given the same list of parameters: the ledger refers to neither these nor gradients, which
-    ``torch.utils.swap_tensors`` forbids. ``GradientLedger`` of the Python extension is the same in C++.
+    Each call is given the same parameters: a reference to them would keep ``torch.utils.swap_tensors`` out.
     """
 
     GONE, SAME, CHANGED, NEW = -1, 0, 1, 2
@@ -309,8 +307,7 @@ def parameter_layouts(params: Sequence[Tensor]) -> tuple[ShardLayout, ...]:
 def match_memory_order(optimizer: Optimizer) -> None:
     """Copy gradients and states whose strides differ from their parameter's, for a fused step on the CPU.
 
-    torch's fused optimizers on the CPU walk through memory, not through indices: they would step with the
-    wrong elements. Hooks, ``autograd.grad`` or a later ``model.to(memory_format=...)`` leave such gradients.
+    It walks through memory, and would take the wrong elements. Hooks and ``autograd.grad`` leave such ones.
     """
     for group in optimizer.param_groups:
         params = [p for p in group["params"] if p.is_cpu and p.dim()] if group.get("fused") else []

@@ -1,8 +1,7 @@
 """Loss scales: a number on the device and the rule by which it changes.
 
-The scale, its growth tracker and its hysteresis tracker live on the device and one op changes
-them there, so no step waits for the host. The rule is in
-:func:`amp_plugin.kernels.reference.update_scale_`.
+The scale and its trackers of growth and hysteresis live on the device. One op changes them there, by the rule
+of :func:`amp_plugin.kernels.reference.update_scale_`, so no step waits for the host.
 """
 
 from __future__ import annotations

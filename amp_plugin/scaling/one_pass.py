@@ -1,9 +1,8 @@
 """A whole step of Adam, AdamW or SGD as one op, in place of ``optimizer.step``.
 
 The op reads gradients once: it divides them by what they are still multiplied by, clips, writes them,
-steps and stores; after an overflow it writes gradients only. Everything that belongs to the optimizer stays
-torch's: its groups, state, counters, flags and hooks, so that a run may change between this and torch's own
-step at any time.
+steps and stores; after an overflow it writes gradients only. Groups, state, counters, flags and hooks stay
+torch's, so that a run may change between this and torch's own step at any time.
 """
 
 from __future__ import annotations

@@ -383,10 +383,7 @@ class PerOptimizerState:
 
 
 class ScaledClip:
-    """Finds that torch's ``clip_grad_norm_`` has clipped gradients still multiplied by the loss scale.
-
-    Their norm is then the same round number at each step; docs/design.md, "What is trusted", says more.
-    """
+    """Finds that torch's clip took scaled gradients: their norm is the same round number at each step."""
 
     IN_A_ROW = 3
 

@@ -1,9 +1,8 @@
 """One decision and one norm for all ranks.
 
-Norm (to its power) and overflow flag travel together, packed by one op and read by another.
-Along a mesh dimension that shards a gradient the powers add up; along one that replicates it
-they are the same on every rank and are divided by its size first. The flag is added up too and
-cut back to exactly 0 or 1 at the end: the CPU's fused AdamW steps on a found_inf of 2.0.
+Norm (to its power) and overflow flag travel together, packed by one op and read by another. Powers add up
+along a mesh dimension that shards a gradient; along one that replicates it they are divided by its size
+first. The flag is cut back to exactly 0 or 1 in the end: the CPU's fused AdamW steps on a found_inf of 2.0.
 """
 
 from __future__ import annotations

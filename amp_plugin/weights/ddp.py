@@ -93,14 +93,11 @@ def _all_reduce_in_fp32(
     group: dist.ProcessGroup,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> Future[Tensor]:
-    """Average the float32 gradients of a bucket's parameters over a group, in DDP's layout.
-
-    A rank that has joined (``DDP.join``) calls it outside backward, and contributes zeros.
-    """
+    """Average the float32 gradients of a bucket over a group, in DDP's layout; joined ranks add zeros."""
     params = bucket.parameters()
     sizes = [param.numel() for param in params]
     flat = torch.zeros(sum(sizes), dtype=torch.float32, device=params[0].device)
-    has_joined = torch._C._current_graph_task_id() == -1
+    has_joined = torch._C._current_graph_task_id() == -1  # DDP.join calls it outside backward
     for param, part in zip(params, torch.split(flat, sizes), strict=True):
         if param.grad is not None and not has_joined:
             dense = torch.empty_like(param, device="meta").stride() == param.stride()
@@ -116,9 +113,6 @@ def _join_hook(ddp: DistributedDataParallel, **kwargs: Any) -> Any:
     hook: Any = DistributedDataParallel.join_hook(ddp, **kwargs)  # type: ignore[no-untyped-call]
     hook.post_hook = fp32_shown(list(ddp.parameters()))(hook.post_hook)
     return hook
-
-
-# -- sharded models ----------------------------------------------------------------------------------
 
 
 def refuse_sharded(weights: str, setting: str | None = "DtypePlan(compute='bf16')") -> None:

@@ -246,10 +246,7 @@ def _are_kept(params: Iterable[Tensor]) -> bool:
 
 @torch.no_grad()
 def _load_entry_of_0_2(params: list[Tensor], state_dict: Mapping[str, Any]) -> None:
-    """Add to the weights what the optimizer's checkpoint of 0.2 kept beside the 16 bits of the model's.
-
-    The model is loaded by now; a weight that is not the one that was saved is left as it is.
-    """
+    """Add what an optimizer's checkpoint of 0.2 kept to the loaded weights that are those that were saved."""
     for number, saved in state_dict.get(ENTRY_OF_0_2, {}).get("rests", {}).items():
         param = params[number]
         if param.dtype is torch.float32 and saved.shape == param.shape:
@@ -257,9 +254,6 @@ def _load_entry_of_0_2(params: list[Tensor], state_dict: Mapping[str, Any]) -> N
             half = param.to(form.dtype)
             (whole,) = form.join([half], [saved.to(param.device, copy=True)])
             param.copy_(torch.where(half.float() == param, whole, param))
-
-
-# -- what is refused ---------------------------------------------------------------------------------
 
 
 def _refuse(optimizer: Optimizer) -> None:

@@ -260,9 +260,6 @@ def convert_to_fp32(model: nn.Module) -> str:
     )
 
 
-# -- bytes -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightBytes:
     """Bytes held between two optimizer steps, by this process.

@@ -34,8 +34,7 @@ _Tensors = Sequence[Tensor]
 class SplitBf16:
     """bfloat16 and an int16 low half, together all bits of float32; the base of the other ways.
 
-    Whatever low half stands next to a weight, both make a number that rounds to the weight, zero beside a
-    zero: whoever writes a weight need not know of it. Lists are of tensors of the same shapes.
+    Any low half and a weight make a number that rounds to the weight: whoever writes one need not know of it.
     """
 
     dtype = torch.bfloat16  # of the weights
@@ -278,10 +277,7 @@ def has_room(param: Tensor) -> bool:
 
 
 def remainder_of(param: Tensor) -> Tensor | None:
-    """Return what a parameter lacks of float32: a low half (int16), a master, or None if it lacks nothing.
-
-    Raise ValueError if no op steps what is stored so.
-    """
+    """Return what a parameter lacks of float32, or None; raise ValueError if no op steps it."""
     weight = stored_weight(param)
     if weight is None or weight.shows:
         return None
