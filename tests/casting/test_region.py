@@ -12,6 +12,7 @@ import torch
 
 import amp_plugin
 from amp_plugin.casting.installed_kernels import KERNELS
+from amp_plugin.casting.rules import torch_release
 
 
 def mm_dtype(x=None):
@@ -70,8 +71,9 @@ class TestLikeTorch:
     def test_wrong_uses(self):
         with pytest.raises(RuntimeError, match="exit without enter; this region is not open in this thread"):
             amp_plugin.autocast("cpu").__exit__(None, None, None)
-        with pytest.raises(TypeError, match="requires a callable, but got int"):
-            amp_plugin.autocast("cpu")(3)
+        if torch_release() != "2.11":  # which decorates whatever it is given
+            with pytest.raises(TypeError, match="requires a callable, but got int"):
+                amp_plugin.autocast("cpu")(3)
 
     def test_is_autocast_available(self):
         assert amp_plugin.is_autocast_available("cpu")
