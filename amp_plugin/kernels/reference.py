@@ -159,9 +159,10 @@ def update_scale_(
                            scale = min(scale * growth_factor, max_scale) if finite; tracker = 0
                            modes 1, 2: hysteresis_tracker = hysteresis
 
-    Mode 0 is apex's ``update_scale_hysteresis`` (and DeepSpeed's ``consecutive_hysteresis=True``), 1
-    Megatron-LM's ``DynamicGradScaler``, 2 DeepSpeed's ``DynamicLossScaler``. With ``hysteresis=1`` all are
-    torch's rule. A floor never raises, a ceiling never lowers a scale that was set by hand.
+    Mode 0 is apex's ``update_scale_hysteresis`` (and DeepSpeed's ``consecutive_hysteresis=True``): any good
+    step restores the tolerance. Mode 1 is Megatron-LM's ``DynamicGradScaler``, mode 2 DeepSpeed's
+    ``DynamicLossScaler``: only a whole growth interval restores it. With ``hysteresis=1`` all are torch's
+    rule. A floor never raises, a ceiling never lowers a scale that was set by hand.
     """
     overflow = found_inf.reshape(scale.shape) > 0
     backoff = overflow & (hysteresis_tracker <= 1)
@@ -336,8 +337,9 @@ def adam_(
 ) -> None:
     """Take a step of :class:`torch.optim.Adam` or, with decoupled weight decay, AdamW.
 
-    ``exp_avgs``, ``exp_avg_sqs``, ``max_exp_avg_sqs`` (empty without amsgrad) and ``steps`` are written. As
-    torch writes it (Kingma and Ba, 2015; Loshchilov and Hutter, 2019)::
+    ``exp_avgs``, ``exp_avg_sqs``, ``max_exp_avg_sqs`` (empty without amsgrad) and ``steps`` are written. The
+    moments of a parameter are float32 or bfloat16 of its shape, or the codes of :mod:`state_codes`. As torch
+    writes it (Kingma and Ba, 2015; Loshchilov and Hutter, 2019)::
 
         grad = +-grad / grad_scale
         grad += weight_decay * param             or, decoupled: param *= 1 - lr * weight_decay

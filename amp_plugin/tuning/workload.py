@@ -99,7 +99,11 @@ class Enough(BaseException):
 
 
 class Script:
-    """A program whose backward passes are the batches; it starts anew for each set of rules, seeded alike."""
+    """A program whose backward passes are the batches.
+
+    Each set of rules runs it from the start, with the same seeds, in a copy of the present folder, up to the
+    last batch. Optimizers step, but the weights are put back: each batch sees the same.
+    """
 
     def __init__(self, program: Program, arguments: Sequence[str], *, batches: int) -> None:
         is_below = ".." not in program.file.parts and not program.file.is_absolute()
