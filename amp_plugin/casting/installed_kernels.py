@@ -47,7 +47,8 @@ class AutocastKernels:
 
     Attributes:
         are_native: our kernels are installed; else regions are torch's own.
-        enter: the native function that opens a region; None where they are not.
+        enter: the native function that opens a region, and returns whether a torch function mode is on, which
+            may record it; None where they are not.
         leave: the one that closes a region; stays for those open at ``uninstall``.
         checked: arguments of a region that torch found nothing wrong with -> the number of its device,
             if our kernels stand there, whether autocast is on, and the number of its default rules.
@@ -58,7 +59,7 @@ class AutocastKernels:
 
     def __init__(self) -> None:
         self.are_native = False
-        self.enter: Callable[[torch.autocast, tuple[Any, ...]], None] | None = None
+        self.enter: Callable[[torch.autocast, tuple[Any, ...]], bool] | None = None
         self.leave: Callable[[torch.autocast], bool] | None = None
         self.followed: dict[str, int] = defaultdict(lambda: NO_RULES)
         self.process_rules: dict[str, int] = {}

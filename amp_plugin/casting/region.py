@@ -12,10 +12,9 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch._C import _is_torch_function_mode_enabled
+from torch import compiler, is_autocast_cache_enabled
 from torch._guards import TracingContext
 from torch.amp.autocast_mode import autocast as torchs_autocast  # a program may put ours at torch.autocast
-from torch.compiler import is_compiling
 from typing_extensions import Self
 
 from amp_plugin.casting.compiled import TracedRegion, are_rules_in_force, teach_dynamo
@@ -34,6 +33,8 @@ from amp_plugin.precision import DTYPES, known_precision
 if TYPE_CHECKING:
     from amp_plugin.casting.rules import OpRules
 
+
+new_object = object.__new__
 
 _OPEN = threading.local()
 
@@ -136,7 +137,7 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
 
         Dynamo knows exactly torch's class: a subclass would stop at a graph break.
         """
-        if is_compiling():
+        if compiler.is_dynamo_compiling() or compiler._is_compiling_flag:  # faster than is_compiling()
             if rules is None and not are_rules_in_force():
                 return torchs_autocast(device_type, dtype, enabled, cache_enabled)
             if rules is not None:
@@ -147,13 +148,13 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         if checked is None:
             checked = _check(device_type, dtype, enabled)
         if cache_enabled is None:
-            cache_enabled = torch.is_autocast_cache_enabled() or _hides_flag(device_type)
-        self: autocast = object.__new__(cls)
+            cache_enabled = is_autocast_cache_enabled() or _hides_flag(device_type)
+        self: autocast = new_object(cls)
         self._opening = (
             checked[0],
             torch.get_autocast_dtype(device_type) if dtype is None else dtype,
             checked[1],
-            bool(cache_enabled),
+            cache_enabled,
             checked[2] if rules is None else number_of(rules, device_type),
             device_type,
         )
@@ -192,11 +193,11 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
     @untraced
     def __enter__(self) -> Self:
         opening, enter = self._opening, KERNELS.enter
-        is_recorded = _is_torch_function_mode_enabled() and blocks_are_recorded()
-        if is_recorded or enter is None or opening[0] is None:
+        if enter is None or opening[0] is None:
             enter_block(self)
-        else:
-            enter(self, opening)
+        elif enter(self, opening) and blocks_are_recorded():
+            autocast.__exit__(self)
+            enter_block(self)
         return self
 
     @untraced

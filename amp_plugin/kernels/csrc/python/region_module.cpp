@@ -1,4 +1,6 @@
 // The Python extension: the way in and out of a region, and what steps read of Python's lists.
+#include <ATen/PythonTorchFunctionTLS.h>
+
 #include "../region.h"
 #include "../region_casts.h"
 #include "tensors.h"
@@ -10,15 +12,17 @@ void add_step_tensors(py::module_& module);
 
 namespace {
 
-// `opening`: device type, dtype, enabled, cache enabled, rules, ...
-void enter(py::handle owner, const py::tuple& opening) {
+// `opening`: device type, dtype, enabled, cache enabled, rules, ... Returns whether a torch function mode
+// is on.
+bool enter(py::handle owner, const py::tuple& opening) {
   enter_region(
       owner.ptr(),
       {.device = static_cast<c10::DeviceType>(opening[0].cast<int>()),
        .dtype = opening[1].cast<at::ScalarType>(),
        .enabled = opening[2].ptr() == Py_True,
-       .cache_enabled = opening[3].ptr() == Py_True,
+       .cache_enabled = opening[3].cast<bool>(),
        .rules = opening[4].cast<int>()});
+  return at::impl::torch_function_mode_enabled();
 }
 
 // The device type and number of a rule set, for code that no region of ours is open in: compiled graphs.
