@@ -78,7 +78,7 @@ class LossScaleOptions:
     max_scale: Annotated[float | None, Doc("Ceiling of the scale; None means float32's largest number.")] = (
         None
     )
-    hysteresis: Annotated[int, Doc("Overflows tolerated before a backoff, the last included.")] = 1
+    hysteresis: Annotated[int, Doc("How many overflows lower the scale; 1: each does.")] = 1
     hysteresis_mode: Annotated[
         HysteresisMode,
         Doc(
@@ -135,7 +135,7 @@ class ScalingOptions(LossScaleOptions):
     on_nonfinite: Annotated[
         OnNonfinite,
         Doc(
-            'In every precision, a step with a gradient that is not finite changes nothing: ``"skip"``. '
+            'What a step with inf or nan in a gradient does, in every precision. ``"skip"``: it changes nothing. '
             '``"raise"``: it also raises FloatingPointError; under a loss scale that '
             'adapts, only once it has fallen to 1 or to ``min_scale``. ``"ignore"``: without a loss scale '
             "nothing is checked, as in torch; with one, overflows are skipped all the same."
@@ -208,7 +208,7 @@ class PrecisionOptions(ScalingOptions):
     state: Annotated[
         StateName,
         Doc(
-            'How optimizers\' moments are kept between steps, of weights in float32 too: ``"fp32"``; '
+            'How optimizers keep their moments between steps, whatever ``weights`` is: ``"fp32"``; '
             '``"bf16"``: in 2 bytes, second moments rounded at random; ``"8bit"``: in codes of 1 byte, with '
             "a unit for each 128 elements."
         ),
