@@ -198,7 +198,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.check:
         return int(bool(found))
     if not options.keep:
-        write(report)
+        write(kept_report(options.device))  # as rounded, so that drawing them again changes nothing
     return 0
 
 
