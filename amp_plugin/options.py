@@ -135,8 +135,8 @@ class ScalingOptions(LossScaleOptions):
     on_nonfinite: Annotated[
         OnNonfinite,
         Doc(
-            'What a step with inf or nan in a gradient does, in every precision. ``"skip"``: it changes nothing. '
-            '``"raise"``: it also raises FloatingPointError; under a loss scale that '
+            'What a step with inf or nan in a gradient does, in every precision. ``"skip"``: it changes '
+            'nothing. ``"raise"``: it also raises FloatingPointError; under a loss scale that '
             'adapts, only once it has fallen to 1 or to ``min_scale``. ``"ignore"``: without a loss scale '
             "nothing is checked, as in torch; with one, overflows are skipped all the same."
         ),
