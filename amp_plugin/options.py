@@ -135,8 +135,8 @@ class ScalingOptions(LossScaleOptions):
     on_nonfinite: Annotated[
         OnNonfinite,
         Doc(
-            'What a step with inf or nan in a gradient does, in every precision. ``"skip"``: it changes nothing. '
-            '``"raise"``: it also raises FloatingPointError; under a loss scale that '
+            'What a step with inf or nan in a gradient does, in every precision. ``"skip"``: it changes '
+            'nothing. ``"raise"``: it also raises FloatingPointError; under a loss scale that '
             'adapts, only once it has fallen to 1 or to ``min_scale``. ``"ignore"``: without a loss scale '
             "nothing is checked, as in torch; with one, overflows are skipped all the same."
         ),
@@ -320,12 +320,8 @@ def _other_types() -> dict[str, Any]:
 # -- environment variables -----------------------------------------------------------------------
 
 PREFIX: Final = "AMP_PLUGIN_"
-OWN_VARIABLES: Final = (
-    "AMP_PLUGIN_NATIVE",
-    "AMP_PLUGIN_CACHE_DIR",
-    "AMP_PLUGIN_CONFIG",
-    "AMP_PLUGIN_TAKEOVER",
-)
+CONFIG: Final = "AMP_PLUGIN_CONFIG"
+OWN_VARIABLES: Final = ("AMP_PLUGIN_NATIVE", "AMP_PLUGIN_CACHE_DIR", CONFIG, "AMP_PLUGIN_TAKEOVER")
 KNOWN_VARIABLES: Final = (
     *OWN_VARIABLES,
     *(PREFIX + option.upper() for option in option_names(AccelerateOptions)),
