@@ -41,7 +41,7 @@ Gradients = Mapping[str, Tensor]  # name of a parameter -> its gradient
 OnBatch = Callable[[Gradients, float], None]  # called after each batch, with the seconds that it took
 
 
-class Steps:
+class StepFunction:
     """A step function on batches."""
 
     def __init__(self, step: Callable[[Any], object], model: nn.Module, batches: Sequence[Any]) -> None:
@@ -135,7 +135,7 @@ class Script:
         self._has_run = True
 
 
-Workload = Steps | Script
+Workload = StepFunction | Script
 """Batches that can be run as often as wanted, with the same numbers each time."""
 
 _MOST_FILES: Final = 2000  # that are mirrored
