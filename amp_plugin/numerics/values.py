@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from amp_plugin.precision import short_name
-from amp_plugin.scaling.gradients import COMPRESSED
 
 Value = TypeVar("Value")
 
@@ -23,6 +22,7 @@ Held = tuple[str, ...]
 PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 """The types of tensors that hold their numbers themselves."""
 
+_COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 _BUCKETS = 128  # of a fingerprint
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SWEEP = 4096  # so many entries more, and those of dead storages are dropped
@@ -60,7 +60,7 @@ def _stored(tensor: Tensor) -> Tensor:
     """Return the tensor that holds the numbers: of a sparse one its values."""
     if tensor.layout is torch.sparse_coo:
         return tensor._values()
-    return tensor.values() if tensor.layout in COMPRESSED else tensor
+    return tensor.values() if tensor.layout in _COMPRESSED else tensor
 
 
 def real_values(tensor: Tensor) -> Tensor | None:

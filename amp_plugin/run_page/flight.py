@@ -20,7 +20,8 @@ from amp_plugin.casting.threads import RegionState, current_state
 from amp_plugin.numerics.diagnose import Diagnosis, diagnosed
 from amp_plugin.numerics.finding import Finding
 from amp_plugin.numerics.places import Place, called_from
-from amp_plugin.scaling.replay import Replay, buffers_kept, explain
+from amp_plugin.scaling.replay import Replay, explain
+from amp_plugin.scaling.replay import buffers_kept as _buffers_kept
 from amp_plugin.scaling.step_log import LoggedStep, StepLog
 
 _MOST_LOOKS: Final = 5  # at skipped steps of one run: each takes as long as many steps
@@ -91,7 +92,7 @@ class FlightRecorder:
         if not is_worth_it or (self._is_explained and alone) or self._looks == _MOST_LOOKS:
             return
         self._looks += 1
-        with buffers_kept(self._model):
+        with _buffers_kept(self._model):
             explained = explain(self._log, step, self._run_again, list(self._model.parameters()))
         findings, how = explained or ((), "")
         if findings or self._is_recorded():

@@ -23,7 +23,7 @@ from amp_plugin.scaling.loss_scale import moved
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+_COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
 class ShardLayout(NamedTuple):
@@ -252,7 +252,7 @@ def _dense_values(param: Tensor, grad: Tensor) -> Tensor:
         if not grad.is_coalesced():
             grad = param.grad = grad.coalesce()
         return grad._values()
-    if grad.layout in COMPRESSED:
+    if grad.layout in _COMPRESSED:
         return grad.values()
     if grad.is_conj() or grad.is_neg():
         grad = param.grad = grad.resolve_conj().resolve_neg()
