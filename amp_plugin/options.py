@@ -320,12 +320,8 @@ def _other_types() -> dict[str, Any]:
 # -- environment variables -----------------------------------------------------------------------
 
 PREFIX: Final = "AMP_PLUGIN_"
-OWN_VARIABLES: Final = (
-    "AMP_PLUGIN_NATIVE",
-    "AMP_PLUGIN_CACHE_DIR",
-    "AMP_PLUGIN_CONFIG",
-    "AMP_PLUGIN_TAKEOVER",
-)
+CONFIG: Final = "AMP_PLUGIN_CONFIG"
+OWN_VARIABLES: Final = ("AMP_PLUGIN_NATIVE", "AMP_PLUGIN_CACHE_DIR", CONFIG, "AMP_PLUGIN_TAKEOVER")
 KNOWN_VARIABLES: Final = (
     *OWN_VARIABLES,
     *(PREFIX + option.upper() for option in option_names(AccelerateOptions)),

@@ -12,6 +12,7 @@ from typing import Any, Final, get_args
 import yaml
 
 from amp_plugin.options import (
+    CONFIG,
     PREFIX,
     AccelerateOptions,
     option_names,
@@ -20,7 +21,6 @@ from amp_plugin.options import (
     unknown_variables,
 )
 
-CONFIG: Final = "AMP_PLUGIN_CONFIG"
 OPTIONS: Final = option_names(AccelerateOptions)
 
 

@@ -107,11 +107,7 @@ def ours_by_default() -> AbstractContextManager[None]:
     import torch  # noqa: PLC0415 - takes seconds
 
     from amp_plugin.casting.installed_kernels import process_follows  # noqa: PLC0415
-    from amp_plugin.casting.rules import (  # noqa: PLC0415
-        TABLES,
-        OpRules,
-        environment_rules,
-    )
+    from amp_plugin.casting.rules import TABLES, OpRules, environment_rules  # noqa: PLC0415
 
     defaults = map(OpRules.default, filter(torch.amp.is_autocast_available, TABLES))
     return process_follows(*defaults, *filter(None, [environment_rules()]))

@@ -37,7 +37,7 @@ def _use_rules(device_type: str, content: str) -> None:
         region: Any = require_native("a rule set other than the default one").region
         KERNELS.install()
         if content:
-            number = KERNELS.number_of(rules_with_content(content))
+            number = KERNELS.assigned_number(rules_with_content(content))
         else:
             number = max(DEFAULT, KERNELS.followed[device_type])
         region.show_rules(DEVICE_NUMBERS[device_type], number)

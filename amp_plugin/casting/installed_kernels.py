@@ -103,7 +103,7 @@ class AutocastKernels:
         self.tagged.clear()
         self.checked.clear()
 
-    def number_of(self, rules: OpRules) -> int:
+    def assigned_number(self, rules: OpRules) -> int:
         """Return the number of a rule set other than the default ones."""
         with self._lock, outside_tracers():
             if rules in self._numbers:
@@ -226,7 +226,7 @@ def number_of(rules: OpRules, device_type: str) -> int:
     if rules == OpRules.default(device_type):
         return DEFAULT
     require_native("a rule set other than the default one")
-    number = KERNELS.number_of(rules)
+    number = KERNELS.assigned_number(rules)
     if number not in KERNELS.tagged:
         KERNELS.tagged[number] = rules.fingerprint()
         meant = ",".join(f"{number}={fingerprint}" for number, fingerprint in sorted(KERNELS.tagged.items()))

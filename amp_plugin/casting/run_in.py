@@ -21,7 +21,7 @@ from amp_plugin.patterns import matched_modules, require_matches
 
 # (original class, settings) -> the methods that replace its own. An importable function: pickles name it.
 Methods = Callable[[type[nn.Module], Any], dict[str, Any]]
-Change = tuple[Methods, Any]
+ClassChange = tuple[Methods, Any]
 
 
 @functools.cache
@@ -56,25 +56,23 @@ def change_class(module: nn.Module, methods: Methods, settings: Any) -> nn.Modul
     return module
 
 
-def _set_class(module: nn.Module, kind: Any, changes: Iterable[Change]) -> None:
+def _set_class(module: nn.Module, kind: Any, changes: Iterable[ClassChange]) -> None:
     for methods, settings in changes:
         kind = made_class(kind, methods, settings)
     object.__setattr__(module, "__class__", kind)
 
 
-def _changes_of(kind: type[nn.Module]) -> tuple[type[nn.Module], list[Change]]:
+def _changes_of(kind: Any) -> tuple[Any, list[ClassChange]]:
     """Return the class that is under the made ones, and what they change, innermost first."""
-    changes: list[Change] = []
+    changes: list[ClassChange] = []
     while "_made_from" in vars(kind):
-        made: Any = kind
-        changes.insert(0, (made._made_by, made._made_with))
-        kind = made._made_from
+        changes.insert(0, (kind._made_by, kind._made_with))
+        kind = kind._made_from
     return kind, changes
 
 
 def _reduce(self: nn.Module, protocol: Any) -> Any:
     """Reduce as the original class does, then say how to change the class again."""
-    original: Any
     kind = type(self)
     original, changes = _changes_of(kind)
     build, arguments, *rest = original.__reduce_ex__(self, protocol)
@@ -82,14 +80,13 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
     return (_remake, (original if build is kind else build, plain, changes), *rest)
 
 
-def _remake(build: Callable[..., nn.Module], arguments: tuple[Any, ...], changes: list[Change]) -> nn.Module:
-    module = build(*arguments)
+def _remake(build: Any, arguments: tuple[Any, ...], changes: list[ClassChange]) -> nn.Module:
+    module: nn.Module = build(*arguments)
     _set_class(module, type(module), changes)
     return module
 
 
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    original: Any
     original, changes = _changes_of(type(self))
     copy: nn.Module = original.__deepcopy__(self, memo)
     _set_class(copy, _changes_of(type(copy))[0], changes)

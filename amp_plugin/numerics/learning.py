@@ -16,6 +16,7 @@ from amp_plugin.numerics.op import Call
 from amp_plugin.numerics.places import Place, Site, called_from
 from amp_plugin.numerics.values import PLAIN, ShadowValues, Storages, is_low_precision
 from amp_plugin.precision import short_name
+from amp_plugin.scaling.gradients import params_of
 
 _ENOUGH = 3  # steps or backward passes, before their lack says something
 _LOST = 0.5  # share of elements that steps did not move
@@ -63,13 +64,15 @@ class Learning:
         """Keep the parameters whose updates may be rounded away."""
         self._before[optimizer] = [
             (param, param.detach().clone())
-            for group, param in _parameters(optimizer)
-            if _rounds(param, optimizer) and float(group.get("lr", 1.0)) > 0
+            for group in optimizer.param_groups
+            if float(group.get("lr", 1.0)) > 0
+            for param in group["params"]
+            if _rounds(param, optimizer)
         ]
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Count the elements that did not move."""
-        self._steps_with_gradients += any(param.grad is not None for _, param in _parameters(optimizer))
+        self._steps_with_gradients += any(param.grad is not None for param in params_of(optimizer))
         self._stepped_at = called_from()
         for param, before in self._before.pop(optimizer, []):
             if param.grad is not None:
@@ -89,7 +92,7 @@ class Learning:
             self._leaves.add(id(call.leaf))
             if self._tracker.backward_passes >= _ENOUGH:
                 optimizers = [held for held in gc.get_objects() if issubclass(type(held), Optimizer)]
-                stepped = {id(param) for optimizer in optimizers for _, param in _parameters(optimizer)}
+                stepped = {id(param) for optimizer in optimizers for param in params_of(optimizer)}
                 self._has_optimizer = bool(stepped & self._leaves)
         traits, results = call.traits, [made.tensor for made in call.made(output)]
         if traits.is_view or not call.is_repeatable or not any(map(_has_zeros, results)):
@@ -134,10 +137,6 @@ class Learning:
 def _add(share: list[int], lost: Tensor, elements: Tensor) -> None:
     share[0] += int(lost.sum())
     share[1] += int(elements.sum())
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    return ((group, param) for group in optimizer.param_groups for param in group["params"])
 
 
 def _rounds(param: Tensor, optimizer: Optimizer) -> bool:

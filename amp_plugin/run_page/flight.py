@@ -5,8 +5,8 @@ docs/run_page.md says which steps are looked at.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -15,11 +15,13 @@ from torch import Tensor, distributed, nn
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
 
+from amp_plugin.casting.region import call_in
 from amp_plugin.casting.threads import RegionState, current_state
 from amp_plugin.numerics.diagnose import Diagnosis, diagnosed
 from amp_plugin.numerics.finding import Finding
 from amp_plugin.numerics.places import Place, called_from
 from amp_plugin.scaling.replay import Replay, explain
+from amp_plugin.scaling.replay import buffers_kept as _buffers_kept
 from amp_plugin.scaling.step_log import LoggedStep, StepLog
 
 _MOST_LOOKS: Final = 5  # at skipped steps of one run: each takes as long as many steps
@@ -41,10 +43,7 @@ class ModelCall:
 
     def __call__(self) -> None:
         """Run it again, and its backward pass with gradients of 0, which a pole makes nan."""
-        with ExitStack() as stack:
-            for state in self.regions:
-                stack.enter_context(state.region())
-            output = self.model(*self.args, **self.kwargs)
+        output = call_in([state.region() for state in self.regions], self.model, self.args, self.kwargs)
         results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         torch.autograd.backward(results, [torch.zeros_like(result) for result in results])
 
@@ -147,15 +146,3 @@ def _placed(finding: Finding, stepped: Place | None, called: Place) -> Finding:
         name: called for name in ("place", "caller") if getattr(finding, name) == stepped
     }
     return replace(finding, **lines)
-
-
-@contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Put back what forward passes write into buffers, such as the statistics of batch norm."""
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_map
 
-from amp_plugin.scaling.gradients import match_memory_order
+from amp_plugin.scaling.gradients import match_memory_order, params_of
 from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.per_optimizer import PerOptimizerState
 from amp_plugin.scaling.step_log import StepResult
@@ -135,7 +135,7 @@ class Snapshot:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = params_of(optimizer)
         with fp32_shown(params):
             self._params = [(param, param.detach().clone()) for param in params]
         self._state = tree_map(_copied, dict(optimizer.state))

@@ -525,10 +525,8 @@ class GradScaler(TorchNames):
         """
         if not (self._enabled and is_state(state_dict)):
             return
-        self._units.refuse_half("load_state_dict()")
-        before = [(loss_scale, loss_scale.snapshot()) for loss_scale in self._scales.materialized()]
-        self.step_log.start_over(self._scales.load_state_dict(state_dict))
-        self._units.start_over(before)
+        with self._units.set_by_hand("load_state_dict()"):
+            self.step_log.start_over(self._scales.load_state_dict(state_dict))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy between iterations: the same process groups; optimizers and gradients stay behind."""

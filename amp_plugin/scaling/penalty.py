@@ -20,8 +20,7 @@ from torch import Tensor
 
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.loss_scale import LossScale
-
-_HALF = (torch.float16, torch.bfloat16)
+from amp_plugin.weights.weight import HALVES
 
 
 def grad(
@@ -73,7 +72,7 @@ def grad(
             retain_graph=retain_graph,
             allow_unused=allow_unused,
         )
-        wide = tuple(g.float() if g is not None and g.dtype in _HALF else g for g in grads)
+        wide = tuple(g.float() if g is not None and g.dtype in HALVES else g for g in grads)
         return wide if loss_scale is None else _unscaled(grads, wide, loss_scale)
 
 

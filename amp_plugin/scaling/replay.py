@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_plugin.messages import warn_user
 from amp_plugin.options import whole
-from amp_plugin.scaling.step_log import (
-    LoggedStep,
-    RecordedCall,
-    StepLog,
-    StepResult,
-    random_numbers_from,
-)
+from amp_plugin.scaling.step_log import LoggedStep, RecordedCall, StepLog, StepResult, random_numbers_from
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,16 +39,40 @@ class Replay:
 
     def run(self) -> None:
         """Run the passes again, without a step; gradients and random states are as before afterwards."""
-        grads = [param.grad for param in self.params]
-        for param in self.params:
-            param.grad = None
-        try:
+        with gradients_set_aside(self.params):
             for recorded in self.calls:
                 with random_numbers_from(recorded.random_state):
                     recorded.call()
-        finally:
-            for param, grad in zip(self.params, grads, strict=True):
-                param.grad = grad
+
+
+@contextmanager
+def gradients_set_aside(params: Iterable[Tensor]) -> Iterator[None]:
+    """Begin a block without gradients, and put those of before back."""
+    before = [(param, param.grad) for param in params]
+    for param, _ in before:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in before:
+            param.grad = grad
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Put back what forward passes write into buffers, such as the statistics of batch norm."""
+    before = [
+        (part._buffers, name, buffer, buffer.detach().clone())
+        for part in model.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for own, name, buffer, value in before:
+                own[name] = buffer  # a pass may put another in its place
+                buffer.copy_(value)
 
 
 T = TypeVar("T")

@@ -8,7 +8,8 @@ exists. ``update()`` is a request until no gradient depends on the old scale.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -94,16 +95,26 @@ class Units:
     def set_scale(self, new_scale: float | Tensor) -> None:
         """Set all loss scales at once; pending gradients are converted."""
         value = _checked(new_scale)
-        self.refuse_half(f"update({new_scale!r})")
-        self._scales.updates_requested += 1
-        before = [(loss_scale, loss_scale.snapshot()) for loss_scale in self._scales.materialized()]
-        for loss_scale, _ in before:
-            loss_scale.found_inf = None
-            loss_scale.fill_(value)
-        self.start_over(before)
+        with self.set_by_hand(f"update({new_scale!r})"):
+            self._scales.updates_requested += 1
+            for loss_scale in self._scales.materialized():
+                loss_scale.found_inf = None
+                loss_scale.fill_(value)
 
-    def start_over(self, before: Iterable[tuple[LossScale, Tensor]]) -> None:
-        """Go on from loss scales set by hand: no update is requested, pending gradients are converted."""
+    @contextmanager
+    def set_by_hand(self, call: str) -> Iterator[None]:
+        """Go on from loss scales that a block sets: no update is requested, pending gradients are converted.
+
+        Raises if float16 gradients wait that a new scale would have to be written into.
+        """
+        for name in self._halves():
+            msg = (
+                f"{call} would convert the float16 gradient of parameter {name!r} to another scale, which "
+                "loses small ones: call it after step(), or clear the gradients with zero_grad()."
+            )
+            raise RuntimeError(msg)
+        before = [(loss_scale, loss_scale.snapshot()) for loss_scale in self._scales.materialized()]
+        yield
         self.requested = False
         for loss_scale, old in before:
             self._convert(loss_scale, old)
@@ -135,15 +146,6 @@ class Units:
                 param = gradients.first_float16() if waits else None
                 if param is not None:
                     yield state.name_of(param)
-
-    def refuse_half(self, call: str) -> None:
-        """Raise if float16 gradients wait that a new scale would have to be written into."""
-        for name in self._halves():
-            msg = (
-                f"{call} would convert the float16 gradient of parameter {name!r} to another scale, which "
-                "loses small ones: call it after step(), or clear the gradients with zero_grad()."
-            )
-            raise RuntimeError(msg)
 
     def _convert(self, loss_scale: LossScale, old: Tensor) -> None:
         """Multiply the gradients that carry the old scale by new/old."""

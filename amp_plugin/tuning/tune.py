@@ -22,7 +22,7 @@ from amp_plugin.casting.rules import OpRules, torch_release
 from amp_plugin.messages import did_you_mean
 from amp_plugin.tuning.measure import Measurement, Trials, rules_without_16_bits
 from amp_plugin.tuning.search import Aim, Changes, Goal, Search, Tried
-from amp_plugin.tuning.workload import Steps, Workload, used_ops
+from amp_plugin.tuning.workload import StepFunction, Workload, used_ops
 
 _REFERENCES: Final = {"fp32": torch.float32, "fp64": torch.float64}
 _TIMINGS: Final = 5
@@ -167,7 +167,7 @@ def tune(
         True
     """
     device = device_type or next((param.device.type for param in model.parameters()), "cpu")
-    workload = Steps(step, model, batches)
+    workload = StepFunction(step, model, batches)
     return tuned(workload, device, goal=goal, budget=budget, reference=reference, progress=progress)
 
 

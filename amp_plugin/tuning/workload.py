@@ -34,12 +34,14 @@ from amp_plugin.casting.installed_kernels import rules_on_trial
 from amp_plugin.casting.op_names import overloads_of, schema_of, written_arguments
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.program import Program, run_program
+from amp_plugin.scaling.gradients import params_of
+from amp_plugin.scaling.replay import buffers_kept, gradients_set_aside
 
 Gradients = Mapping[str, Tensor]  # name of a parameter -> its gradient
 OnBatch = Callable[[Gradients, float], None]  # called after each batch, with the seconds that it took
 
 
-class Steps:
+class StepFunction:
     """A step function on batches."""
 
     def __init__(self, step: Callable[[Any], object], model: nn.Module, batches: Sequence[Any]) -> None:
@@ -79,19 +81,12 @@ def _gradients(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
 @contextmanager
 def _state_kept(model: nn.Module) -> Iterator[None]:
     """Put buffers, random generators and the gradients of now back."""
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    gradients = {param: param.grad for param in model.parameters()}
     python = random.getstate()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), buffers_kept(model), gradients_set_aside(model.parameters()):
         try:
             yield
         finally:
             random.setstate(python)
-            for param, gradient in gradients.items():
-                param.grad = gradient
-            with torch.no_grad():
-                for name, buffer in model.named_buffers():
-                    buffer.copy_(buffers[name])
 
 
 class Enough(BaseException):
@@ -140,7 +135,7 @@ class Script:
         self._has_run = True
 
 
-Workload = Steps | Script
+Workload = StepFunction | Script
 """Batches that can be run as often as wanted, with the same numbers each time."""
 
 _MOST_FILES: Final = 2000  # that are mirrored
@@ -211,8 +206,7 @@ def _hold_weights_still(stack: ExitStack) -> None:
     before: dict[Optimizer, dict[Tensor, Tensor]] = {}
 
     def keep(optimizer: Optimizer, *_: Any) -> None:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        before[optimizer] = {param: param.detach().clone() for param in params}
+        before[optimizer] = {param: param.detach().clone() for param in params_of(optimizer)}
 
     def restore(optimizer: Optimizer, *_: Any) -> None:
         with torch.no_grad():

@@ -10,6 +10,16 @@ from amp_plugin.adapters.accelerate import uninstall
 from tests.adapters.accelerate_pair import reset
 
 
+@pytest.fixture(params=["fp16", "bf16"])
+def precision(request):
+    return request.param
+
+
+@pytest.fixture(params=[False, True])
+def fused(request):
+    return request.param
+
+
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:
     """Take back what this test or one before has installed, Accelerate's state of the process, and our default rules."""

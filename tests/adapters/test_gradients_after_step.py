@@ -80,7 +80,6 @@ def two_cadences(module, batch_idx):
 
 
 @each_optimizer
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("play", [several_optimizers, n_critic, two_cadences])
 def test_several_optimizers(make, play, precision):
     module = Manual(make, play)

@@ -29,7 +29,6 @@ class ByHand(OneWeight):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(
     ("precision", "stepped"), [("fp16", [False, True, False, True]), ("bf16", None), ("fp32", None)]
 )

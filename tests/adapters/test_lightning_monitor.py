@@ -81,7 +81,6 @@ def test_the_bytes_per_parameter_are_logged_once_a_step_was_taken(caplog):
 
 
 @pytest.mark.parametrize("callbacks", [[], [AmpMonitor()]])
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_fit_that_took_no_step_ends_with_a_warning(precision, callbacks):
     plugin = AmpPrecision(precision)
     with pytest.warns(
@@ -196,7 +195,6 @@ class Traced(Linear):
         self.measured = self.mean.compute(), self.trainer.optimizers[0].param_groups[0]["lr"]
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_run_with_a_page_logs_and_counts_what_one_without_does(by_hand, precision, tmp_path):
     """The page runs the fourth step again; torchmetrics' modules hash by their state."""

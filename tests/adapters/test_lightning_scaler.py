@@ -116,7 +116,6 @@ def test_a_wrapper_is_called_in_place_of_the_scaler():
     torch.testing.assert_close(*runs, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("fused", [False, True])
 def test_torchs_scaler_gives_ours_its_options_and_state(fused):
     mine, theirs = (
         torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_factor=4.0, growth_interval=3)

@@ -81,7 +81,6 @@ def trained(plugin, module=None, **options):
     return [param.detach().clone() for param in module.parameters()]
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize(
     ("mixin", "algorithm"),
     [
@@ -126,7 +125,6 @@ class Clears(StepsByItself):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("cls", [StepsByItself, Clears])
 def test_a_module_sees_them_around_its_step(cls, precision):
     runs = []
@@ -204,7 +202,6 @@ def fabric_run(plugin, optimizer_class, folder):
     return [*net.parameters()]
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.RMSprop])
 def test_methods_of_a_subclass_for_fabric_are_called_as_under_the_stock_plugin(
     precision, optimizer_class, tmp_path

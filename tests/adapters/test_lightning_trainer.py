@@ -162,7 +162,6 @@ def test_rules_hold_for_the_whole_run(tmp_path):
 # -- windows and steps --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_window_is_one_step_with_a_result(precision):
     module, plugin = OneWeight(overflow_at=(1,)), AmpPrecision(precision, init_scale=8.0)
     (optimizer,) = fit(module, plugin, steps=3, accumulate_grad_batches=2).optimizers
@@ -174,7 +173,6 @@ def test_a_window_is_one_step_with_a_result(precision):
     copy.deepcopy(plugin), pickle.dumps(plugin)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_step_whose_closure_raises_is_no_step(precision):
     class Interrupted(Linear):
         def training_step(self, batch, batch_idx):
@@ -255,7 +253,6 @@ def overflowing(where, fused):
     return type("Overflows", (OneWeight,), {where: clip_and_overflow})(fused=fused)
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize(
     "where", ["on_before_optimizer_step", "configure_gradient_clipping", "clip_gradients"]
@@ -266,7 +263,6 @@ def test_gradients_are_read_again_after_user_code(where, clip, fused):
     assert (trainer.precision_plugin.skipped_steps, module.w.item()) == (1, 1.0)
 
 
-@pytest.mark.parametrize("fused", [False, True])
 def test_gradients_are_read_once_where_no_user_code_runs(fused):
     with OpsSeen() as seen:
         fit(OneWeight(fused=fused), AmpPrecision(init_scale=8.0), gradient_clip_val=0.5)

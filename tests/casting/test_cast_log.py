@@ -1,4 +1,4 @@
-"""log_casts: every cast, where it happens and what it moves; dtype_report; the command `casts`."""
+"""log_casts: every cast, where it happens and what it moves."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from amp_plugin import OpRules, autocast, autocast_module, dtype_report, log_casts, set_default_rules
+from amp_plugin import OpRules, autocast, autocast_module, log_casts, set_default_rules
 from amp_plugin.casting.cast_log import CastTotals
 from amp_plugin.casting.threads import checkpoint_contexts
 
 BF16, FP32 = torch.bfloat16, torch.float32
-native = pytest.mark.native
+pytestmark = pytest.mark.native
 
 
 class Block(nn.Module):
@@ -62,7 +62,6 @@ EXPECTED = [
 ]
 
 
-@native
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("grad", [True, False])
 def test_each_cast_of_a_model_with_its_place(named, grad):
@@ -91,7 +90,6 @@ class Counts(nn.Linear):
         return super().forward(x)
 
 
-@native
 def test_a_module_whose_hash_changes_keeps_its_path():
     net = nn.Sequential(Counts(4, 4, bias=False))
     with log_casts() as log, autocast("cpu", dtype=BF16):
@@ -100,7 +98,6 @@ def test_a_module_whose_hash_changes_keeps_its_path():
     assert {cast.module for cast in log.records()} == {"Sequential.0"}
 
 
-@native
 def test_all_dtypes_match_what_ops_were_given():
     """The log against torch's own view below autocast: each logged cast is one _to_copy, no more."""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -119,7 +116,6 @@ def test_all_dtypes_match_what_ops_were_given():
     assert log.totals().elements == Copies.seen > 0
 
 
-@native
 def test_cached_casts_move_nothing():
     linear = nn.Linear(4, 4)
     with log_casts(linear) as log, autocast("cpu", dtype=BF16):
@@ -133,7 +129,6 @@ def test_cached_casts_move_nothing():
     assert len(log) == 5
 
 
-@native
 def test_promotion_fp32_rules_and_lists():
     weight = torch.ones(2, requires_grad=True)
     with log_casts() as log, autocast("cpu", dtype=BF16):
@@ -147,7 +142,6 @@ def test_promotion_fp32_rules_and_lists():
     assert {cast.module for cast in log.records()} == {""}
 
 
-@native
 def test_own_rules_and_default_rules_are_followed():
     rules = OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
     x = torch.ones(2, dtype=BF16)
@@ -162,7 +156,6 @@ def test_own_rules_and_default_rules_are_followed():
         assert len(log) == casts
 
 
-@native
 def test_threads_and_recomputation_know_their_module():
     net, x = Net(), torch.ones(3, 4, requires_grad=True)
 
@@ -183,7 +176,6 @@ def test_threads_and_recomputation_know_their_module():
     assert brief(log) == EXPECTED * 2
 
 
-@native
 def test_an_error_in_a_module_leaves_the_others_in_place():
     class Broken(nn.Module):
         def forward(self, x):
@@ -208,7 +200,6 @@ def test_an_error_in_a_module_leaves_the_others_in_place():
         assert [(cast.module, cast.kind) for cast in log.records()] == places
 
 
-@native
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_code_logs_nothing_and_its_trace_neither():
     linear = torch.compile(nn.Linear(4, 4), backend="aot_eager")
@@ -217,7 +208,6 @@ def test_compiled_code_logs_nothing_and_its_trace_neither():
     assert len(log) == 0
 
 
-@native
 def test_nothing_is_recorded_when_off_and_one_log_at_a_time():
     with pytest.raises(ZeroDivisionError), log_casts():
         raise ZeroDivisionError
@@ -234,7 +224,6 @@ def test_nothing_is_recorded_when_off_and_one_log_at_a_time():
     assert torch.ops.amp_plugin._take_cast_log() == ([], [])
 
 
-@native
 def test_a_log_that_is_opened_again_goes_on():
     log, net = log_casts(), Net()
     for times in (1, 2):
@@ -251,7 +240,6 @@ def shown(table, width=200):
     return console.file.getvalue()
 
 
-@native
 def test_tables():
     with log_casts(net := Net()) as log, autocast("cpu", BF16):
         net(torch.ones(3, 4))
@@ -265,7 +253,6 @@ def test_tables():
         log.table("kind")
 
 
-@native
 def test_a_data_frame_has_a_row_per_cast():
     with log_casts(net := nn.Linear(2, 2)) as log:
         assert list(log.to_pandas().columns)[:3] == ["module", "op", "argument"]
@@ -275,23 +262,3 @@ def test_a_data_frame_has_a_row_per_cast():
     assert list(frame["before"]) == ["fp32"] * 3
     assert list(frame["after"]) == ["bf16"] * 3
     assert frame["bytes"].sum() == log.totals().bytes
-
-
-def test_dtype_report():
-    net = Net().train()
-    with autocast("cpu", dtype=BF16):
-        report = dtype_report(net, torch.ones(3, 4))
-    rows = [(row.module, row.kind, row.inputs, row.outputs, row.weights) for row in report.rows()]
-    assert rows == [
-        ("", "Net", (FP32,), (BF16,), ()),
-        ("block", "Block", (BF16,), (BF16,), ()),
-        ("block.linear", "Linear", (BF16,), (BF16,), (FP32,)),
-        ("block.back", "Linear", (FP32,), (BF16,), (FP32,)),
-        ("head", "Linear", (BF16,), (BF16,), (FP32,)),
-    ]
-    words = " ".join(shown(report.table()).replace("│", " ").split())
-    assert "block.back Linear fp32 bf16 fp32" in words
-    assert net.training
-    with pytest.raises(RuntimeError):
-        dtype_report(net, torch.ones(3, 5))
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())

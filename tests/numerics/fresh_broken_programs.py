@@ -650,10 +650,9 @@ def fresh_an_optimizer_of_a_model_that_was_replaced(fix):
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     if fix:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(6):
-        optimizer.zero_grad()
-        F.cross_entropy(model(torch.randn(8, 4)), torch.arange(8) % 2).backward()
-        optimizer.step()
+    train(
+        model, lambda x: F.cross_entropy(model(x), torch.arange(8) % 2), [(torch.randn(8, 4),)] * 6, optimizer
+    )
 
 
 # The Linear before the batch_norm is the first op that reads the row: that is the op of every finding in data.

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.numerics.programs import FP16, healthy, train, train_in
 
 
-@healthy
 def fresh_a_causal_mask_of_infinities_in_a_buffer():
     model = nn.Linear(16, 48)
     model.register_buffer("mask", torch.full((8, 8), -math.inf).triu(1))
@@ -26,7 +25,6 @@ def fresh_a_causal_mask_of_infinities_in_a_buffer():
     train_in(FP16, loss_of, torch.optim.AdamW(model.parameters(), lr=1e-3), scaler, steps=4)
 
 
-@healthy
 def fresh_a_second_head_that_is_nan_and_not_in_the_loss():
     body, head, ratio = nn.Linear(4, 8), nn.Linear(8, 1), nn.Linear(8, 1)
     unused = []
@@ -39,7 +37,6 @@ def fresh_a_second_head_that_is_nan_and_not_in_the_loss():
     train(nn.ModuleList([body, head]), loss_of, [(torch.randn(8, 4),)] * 4)
 
 
-@healthy
 def fresh_distances_with_a_double_where():
     encoder = nn.Linear(3, 4)
 
@@ -55,7 +52,6 @@ def fresh_distances_with_a_double_where():
     train(encoder, loss_of, [(torch.randn(6, 3),)] * 4)
 
 
-@healthy
 def fresh_early_stopping_that_begins_at_infinity():
     model = nn.Linear(4, 1)
     best, waited = torch.tensor(math.inf), 0
@@ -72,7 +68,6 @@ def fresh_early_stopping_that_begins_at_infinity():
     assert history.nanmean().isfinite()
 
 
-@healthy
 def fresh_the_first_steps_skipped_by_a_large_loss_scale():
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -89,7 +84,6 @@ def fresh_the_first_steps_skipped_by_a_large_loss_scale():
         scaler.update()
 
 
-@healthy
 def fresh_a_loss_scale_that_grows_until_it_overflows_now_and_then():
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -110,7 +104,6 @@ def fresh_a_loss_scale_that_grows_until_it_overflows_now_and_then():
     assert skipped
 
 
-@healthy
 def fresh_labels_padded_with_nan_that_are_selected_before_the_loss():
     inputs, targets = torch.randn(32, 5), torch.randn(32, 3)
     targets[torch.rand(32, 3) < 0.2] = math.nan
@@ -123,7 +116,6 @@ def fresh_labels_padded_with_nan_that_are_selected_before_the_loss():
     train(model, loss_of, DataLoader(TensorDataset(inputs, targets), batch_size=8))
 
 
-@healthy
 def fresh_missing_features_with_an_indicator():
     inputs, targets = torch.randn(32, 5), torch.randn(32, 1)
     inputs[torch.rand(32, 5) < 0.2] = math.nan
@@ -136,7 +128,6 @@ def fresh_missing_features_with_an_indicator():
     train(model, loss_of, DataLoader(TensorDataset(inputs, targets), batch_size=8))
 
 
-@healthy
 def fresh_logits_adjusted_by_the_log_prior_of_an_absent_class():
     counts = torch.tensor([5.0, 3.0, 0.0, 8.0])
     log_prior = (counts / counts.sum()).log()  # -inf for the third
@@ -145,7 +136,6 @@ def fresh_logits_adjusted_by_the_log_prior_of_an_absent_class():
     train(model, lambda x: F.cross_entropy(model(x) + log_prior, labels), [(torch.randn(6, 6),)] * 4)
 
 
-@healthy
 def fresh_a_graph_convolution_that_clears_the_infinite_degree():
     linear = nn.Linear(4, 2)
     source, target = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
@@ -160,7 +150,6 @@ def fresh_a_graph_convolution_that_clears_the_infinite_degree():
     train(linear, loss_of, [(torch.randn(6, 4),)] * 4)
 
 
-@healthy
 def fresh_neighbours_reduced_by_a_maximum_from_minus_infinity():
     linear = nn.Linear(4, 3)
     target = torch.tensor([0, 0, 1, 3, 3])  # nobody writes to nodes 2 and 4
@@ -176,7 +165,6 @@ def fresh_neighbours_reduced_by_a_maximum_from_minus_infinity():
     train(linear, loss_of, [(torch.randn(5, 4),)] * 4)
 
 
-@healthy
 def fresh_speech_shorter_than_its_transcript_with_zero_infinity():
     model = nn.Conv1d(8, 12, 3, stride=2)
     transcripts = torch.randint(1, 12, (2, 6))
@@ -189,7 +177,6 @@ def fresh_speech_shorter_than_its_transcript_with_zero_infinity():
     train(model, loss_of, [(torch.randn(2, 8, 20),)] * 4)
 
 
-@healthy
 def fresh_a_crf_whose_paths_begin_in_one_state():
     emissions, transitions = nn.Linear(4, 3), nn.Parameter(torch.randn(3, 3))
     start = torch.tensor([0.0, -math.inf, -math.inf])
@@ -206,7 +193,6 @@ def fresh_a_crf_whose_paths_begin_in_one_state():
     train(model, loss_of, [(torch.randn(5, 4), torch.tensor([0, 1, 2, 1, 0]))] * 4)
 
 
-@healthy
 def fresh_samples_from_the_top_k_logits_between_the_steps():
     model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20))
     tokens = torch.randint(0, 20, (4, 6))
@@ -220,7 +206,6 @@ def fresh_samples_from_the_top_k_logits_between_the_steps():
             torch.multinomial(logits.masked_fill(logits < smallest, -math.inf).softmax(-1), 1)
 
 
-@healthy
 def fresh_an_accuracy_per_class_that_is_logged_as_nan():
     model = nn.Linear(4, 3)
     log = []
@@ -234,7 +219,6 @@ def fresh_an_accuracy_per_class_that_is_logged_as_nan():
     assert "nan" in log[-1]
 
 
-@healthy
 def fresh_a_frozen_backbone_in_bf16_under_a_head_that_learns():
     backbone = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32)).bfloat16().requires_grad_(False)
     head = nn.Linear(32, 2)
@@ -254,7 +238,6 @@ class LoRA(nn.Module):
         return self.base(x) + x @ self.a.T @ self.b.T
 
 
-@healthy
 def fresh_an_adapter_that_begins_at_zero_in_fp16():
     model = nn.Sequential(LoRA(nn.Linear(8, 16)), nn.ReLU(), LoRA(nn.Linear(16, 4)))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -266,7 +249,6 @@ def fresh_an_adapter_that_begins_at_zero_in_fp16():
     )
 
 
-@healthy
 def fresh_fp16_gradients_that_are_zero_for_the_relu_is_dead():
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
     with torch.no_grad():
@@ -275,7 +257,6 @@ def fresh_fp16_gradients_that_are_zero_for_the_relu_is_dead():
     train_in(FP16, lambda: model(torch.randn(16, 8)).float().square().mean(), optimizer, steps=5)
 
 
-@healthy
 def fresh_many_micro_batches_before_the_first_step():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -286,7 +267,6 @@ def fresh_many_micro_batches_before_the_first_step():
             optimizer.zero_grad()
 
 
-@healthy
 def fresh_weights_in_bf16_during_a_warm_up_from_nothing():
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
@@ -300,7 +280,6 @@ def fresh_weights_in_bf16_during_a_warm_up_from_nothing():
         schedule.step()
 
 
-@healthy
 def fresh_a_step_that_the_loop_itself_leaves_out_for_its_nan():
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -314,7 +293,6 @@ def fresh_a_step_that_the_loop_itself_leaves_out_for_its_nan():
         optimizer.step()
 
 
-@healthy
 def fresh_headings_of_objects_that_stand_still():
     motion = nn.LSTM(2, 8, batch_first=True)
     velocity = nn.Linear(8, 2, bias=False)
@@ -329,7 +307,6 @@ def fresh_headings_of_objects_that_stand_still():
     train(nn.ModuleList([motion, velocity]), loss_of, [(torch.randn(6, 5, 2),)] * 4)
 
 
-@healthy
 def fresh_a_square_root_behind_relu_whose_infinite_slope_relu_hides():
     first, second = nn.Linear(4, 8), nn.Linear(8, 1)
     train(
@@ -337,3 +314,6 @@ def fresh_a_square_root_behind_relu_whose_infinite_slope_relu_hides():
         lambda x: second(torch.sqrt(first(x).relu())).square().mean(),
         [(torch.randn(8, 4),)] * 4,
     )
+
+
+healthy(globals())

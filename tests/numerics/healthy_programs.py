@@ -31,7 +31,7 @@ def leaf(values, **options):
     return torch.tensor(values, requires_grad=True, **options)
 
 
-def rows():
+def _rows():
     """Return data of which one row is padding."""
     x = torch.randn(3, 4)
     x[1] = 0
@@ -39,15 +39,15 @@ def rows():
 
 
 LOSSES = {
-    "the_norm_of_a_row_of_padding": lambda: rows().norm(dim=-1),
-    "normalised_padding": lambda: functional.normalize(rows(), dim=-1),
+    "the_norm_of_a_row_of_padding": lambda: _rows().norm(dim=-1),
+    "normalised_padding": lambda: functional.normalize(_rows(), dim=-1),
     "the_cosine_similarity_of_padding": lambda: functional.cosine_similarity(
-        rows(), torch.randn(3, 4), dim=-1
+        _rows(), torch.randn(3, 4), dim=-1
     ),
-    "the_spread_of_a_constant_row": lambda: rows().std(-1),
-    "renormed_rows": lambda: torch.renorm(rows(), 2, 0, 1.0),
-    "a_cumulated_product_with_a_zero": lambda: rows().cumprod(-1),
-    "a_product_with_zeros": lambda: rows().prod(-1),
+    "the_spread_of_a_constant_row": lambda: _rows().std(-1),
+    "renormed_rows": lambda: torch.renorm(_rows(), 2, 0, 1.0),
+    "a_cumulated_product_with_a_zero": lambda: _rows().cumprod(-1),
+    "a_product_with_zeros": lambda: _rows().prod(-1),
     "sinc_at_zero": lambda: torch.sinc(zeros(3)),
     "the_sign_of_a_complex_zero": lambda: torch.sgn(
         torch.zeros(3, dtype=torch.complex64, requires_grad=True)
@@ -85,7 +85,6 @@ LOSSES = {
 healthy_losses(LOSSES)
 
 
-@healthy
 def a_mask_of_the_lowest_number_that_overflows_half():
     scores = torch.randn(2, 4).half().requires_grad_()
     mask = torch.zeros(2, 4)
@@ -93,7 +92,6 @@ def a_mask_of_the_lowest_number_that_overflows_half():
     (scores + mask.half()).float().softmax(-1).square().sum().backward()
 
 
-@healthy
 def a_buffer_filled_with_nan_until_it_is_written():
     class Memory(nn.Module):
         def __init__(self):
@@ -112,7 +110,6 @@ def a_buffer_filled_with_nan_until_it_is_written():
     model.last.fill_(math.nan)
 
 
-@healthy
 def shortest_paths():
     distance = torch.full((4,), math.inf)
     distance[0] = 0
@@ -121,26 +118,22 @@ def shortest_paths():
     (ones(4) * distance).sum().backward()
 
 
-@healthy
 def a_histogram_with_open_ends():
     edges = torch.tensor([-math.inf, 0.0, 1.0, math.inf])
     torch.bucketize(torch.randn(5), edges).sum().item()
 
 
-@healthy
 def positions_in_buckets():
     positions = torch.log(torch.arange(4).float()).to(torch.long)
     torch.where(torch.arange(4) < 1, torch.arange(4), positions)
 
 
-@healthy
 def ratios_of_which_empty_ones_are_chosen_away():
     hits, total = torch.tensor([1.0, 0.0]), torch.tensor([2.0, 0.0])
     ratio = hits / total
     (torch.where(total > 0, ratio, 0.0) * ones(2)).sum().backward()
 
 
-@healthy
 def a_perplexity_that_overflows_in_the_log():
     loss = nn.Linear(2, 1)(torch.ones(1, 2)).sum()
     loss.backward()
@@ -153,7 +146,6 @@ def trained(model, make_batch, *, steps=4, scaler=None, optimizer=None, context=
     train_in(block, lambda: model(make_batch()).float().square().mean(), optimizer, scaler, steps=steps)
 
 
-@healthy
 def weights_that_grow_from_zero():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     nn.init.zeros_(model[1].weight)
@@ -163,7 +155,6 @@ def weights_that_grow_from_zero():
     )
 
 
-@healthy
 def two_optimizers_in_turns():
     one, two = nn.Linear(4, 4), nn.Linear(4, 1)
     optimizers = [torch.optim.Adam(net.parameters(), lr=1e-3) for net in (one, two)]
@@ -175,14 +166,12 @@ def two_optimizers_in_turns():
         optimizers[step % 2].step()
 
 
-@healthy
 def a_saliency_map_without_an_optimizer():
     model, x = nn.Linear(4, 1), randn(2, 4)
     for _ in range(4):
         model(x).sum().backward()
 
 
-@healthy
 def checkpoints_in_both_forms():
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     x = randn(2, 4)
@@ -190,7 +179,6 @@ def checkpoints_in_both_forms():
         checkpoint(model, x, use_reentrant=reentrant).sum().backward()
 
 
-@healthy
 def a_lazy_model():
     model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 1))
     x = torch.randn(6, 3)
@@ -198,19 +186,16 @@ def a_lazy_model():
     trained(model, lambda: x)
 
 
-@healthy
 def nested_tensors_of_both_layouts():
     for layout in (torch.strided, torch.jagged):
         nested = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=layout)
         nn.Linear(4, 4)(nested)
 
 
-@healthy
 def a_hessian():
     torch.func.hessian(lambda x: (x**3).sum())(torch.randn(3))
 
 
-@healthy
 def gradients_per_sample():
     model = nn.Linear(3, 1)
     parameters = dict(model.named_parameters())
@@ -221,13 +206,11 @@ def gradients_per_sample():
     torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, torch.randn(4, 3))
 
 
-@healthy
 def a_branch_of_a_higher_order_op():
     x = torch.randn(4)
     torch.cond(x.sum() > 0, lambda x: x.cos(), lambda x: x.sin(), (x,))
 
 
-@healthy
 def flexible_attention():
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -235,10 +218,12 @@ def flexible_attention():
     flex_attention(q, q, q)
 
 
-@healthy
 def an_lstm_in_bf16():
     model = nn.LSTM(4, 8, batch_first=True)
     # oneDNN's LSTM in bf16 needs AVX512
     with torch.autocast(**BF16), torch.backends.mkldnn.flags(enabled=False):
         output, _ = model(torch.randn(2, 5, 4))
     output.float().square().mean().backward()
+
+
+healthy(globals())

@@ -5,8 +5,8 @@ that is to be named ends in ``# <-`` (none where no single line is to blame). Ca
 finding's advice says: either by hand, in an ``if fix:``, or by the lines that the finding prints, pasted by ``fix(model)``
 right after the model is made (``cure="paste"``).
 
-A healthy program is a function without arguments under ``@healthy``, or a loss in ``healthy_losses``: it looks odd and
-nothing is to be found.
+A healthy program is a public function without arguments in a file that ends in ``healthy(globals())``, or a loss in
+``healthy_losses``: it looks odd and nothing is to be found.
 """
 
 from __future__ import annotations
@@ -75,9 +75,12 @@ def broken(cause: str, *, op: str = "", cure: str):
     return register
 
 
-def healthy(run):
-    HEALTHY.append(run)
-    return run
+def healthy(module: dict[str, object]) -> None:
+    """Register the public functions of a module that take no arguments."""
+    for name, run in module.items():
+        is_own = inspect.isfunction(run) and run.__module__ == module["__name__"]
+        if is_own and not name.startswith("_") and not inspect.signature(run).parameters:
+            HEALTHY.append(run)
 
 
 def healthy_losses(losses: dict[str, Callable[[], torch.Tensor]]) -> None:
@@ -88,7 +91,7 @@ def healthy_losses(losses: dict[str, Callable[[], torch.Tensor]]) -> None:
             loss().sum().backward()
 
         run.__name__ = name
-        healthy(run)
+        HEALTHY.append(run)
 
 
 FP16 = {"device_type": "cpu", "dtype": torch.float16}

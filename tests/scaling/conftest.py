@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from amp_plugin.scaling.step_log import HostFlag
+from tests.scaling.runs import SCALES
 
 
 class Weights:
@@ -43,6 +44,16 @@ class Weights:
         values = {p.grad[i].item() for p in self.params for i in range(4)}
         assert len(values) == 1, values
         return values.pop()
+
+
+@pytest.fixture(params=SCALES)
+def scale(request):
+    return request.param
+
+
+@pytest.fixture(params=[False, True])
+def fused(request):
+    return request.param
 
 
 @pytest.fixture

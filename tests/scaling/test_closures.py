@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from amp_plugin import GradScaler
-from tests.scaling.runs import SCALES, Run, build, everything, scaler_of
+from tests.scaling.runs import Run, build, everything, scaler_of
 
 FORMS = ["positional", "keyword"]
 
@@ -83,9 +83,7 @@ def test_optimizers_that_need_closures_equal_float32(form, make):
     assert ends[0].abs().max() > 0.1
 
 
-@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("fused", [False, True])
 def test_a_closure_for_an_ordinary_optimizer(form, fused, scale):
     param = torch.nn.Parameter(torch.zeros(2))
     optimizer, scaler = torch.optim.SGD([param], lr=1.0, fused=fused), scaler_of(scale)
@@ -169,7 +167,6 @@ class TwoCalls(torch.optim.SGD):
         return loss
 
 
-@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adam, torch.optim.LBFGS, TwoCalls])
 @pytest.mark.parametrize("bad_call", [1, 2])
 def test_a_closure_that_is_not_finite_changes_nothing(cls, bad_call, scale):
@@ -218,7 +215,6 @@ def test_a_step_that_cannot_be_put_back_says_so():
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("poison", [1.0, math.nan])
 def test_closures_of_known_optimizers_run_before_the_step(poison, scale):
     run = Run(scaler=scaler_of(scale))

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.scaling.distributed_worker import BOTH, CALLS, FULL, net, report
-from tests.scaling.runs import SCALES
 from tests.warm_processes import call_on_ranks
 
 pytestmark = pytest.mark.dist
@@ -24,7 +23,6 @@ def two(tmp_path_factory):
     return run(2, tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("fused", BOTH)
 @pytest.mark.parametrize("has_gradients", BOTH)
 def test_one_rank_overflows(two, fused, has_gradients, scale):
@@ -49,7 +47,6 @@ def test_a_rank_without_gradients_takes_part(two, call):
             assert one["norm"] == pytest.approx(right, rel=1e-6)
 
 
-@pytest.mark.parametrize("scale", SCALES)
 def test_ddp(two, scale):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
@@ -115,7 +112,6 @@ def one_process(fused):
     return norms, [p.detach().sum().item() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
 @pytest.mark.parametrize("fused", BOTH)
 def test_fsdp_equals_one_process(two, kind, fused, scale):

@@ -8,7 +8,7 @@ import torch
 
 from amp_plugin import GradScaler
 from amp_plugin.scaling.per_optimizer import PerOptimizerState
-from tests.scaling.runs import SCALES, fresh, scaler_of
+from tests.scaling.runs import fresh, scaler_of
 
 EDITS = {
     "data": lambda grad: grad.data.mul_(100),
@@ -128,7 +128,6 @@ class Wrapper(torch.optim.Optimizer):
         self.step, self.zero_grad = inner.step, inner.zero_grad
 
 
-@pytest.mark.parametrize("scale", SCALES)
 def test_a_wrapper_that_never_called_the_constructor_of_optimizers(weights, scale):
     one = weights()
     one.optimizer = Wrapper(one.optimizer)

@@ -117,7 +117,6 @@ def test_a_lowered_interval_takes_effect():
     assert run(scale, [False]) == [16.0]
 
 
-@pytest.mark.parametrize("fused", [False, True])
 def test_at_the_floor(weights, fused):
     """Told of once, or each time."""
     one = weights(fused=fused)

@@ -10,7 +10,6 @@ from amp_plugin import GradScaler
 from tests.scaling.runs import fresh
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("update", [False, True])
 def test_a_dropped_batch_takes_its_overflow_along(weights, fused, update):
     one, scaler = weights(fused=fused), GradScaler("cpu", init_scale=8.0)
@@ -46,7 +45,6 @@ DROPS = {
 
 @pytest.mark.parametrize("order", list(itertools.permutations(("drop", "update", "backward"))), ids="-".join)
 @pytest.mark.parametrize("drop", DROPS)
-@pytest.mark.parametrize("fused", [False, True])
 def test_one_dropped_gradient_drops_no_batch(order, drop, fused):
     """Whatever comes between: the other gradient still holds what the overflowed backward brought."""
     overflowed, good = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
@@ -102,7 +100,6 @@ def test_hooks_that_leave_gradients_alone_are_no_error(weights):
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("fused", [False, True])
 def test_an_overflow_written_over_counts_for_each_owner(weights, fused, late):
     """Also for one that the scaler gets to know afterwards, and its parameters are known apart from then on."""
     one = weights(fused=fused)

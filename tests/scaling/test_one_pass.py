@@ -8,12 +8,11 @@ import torch
 
 from amp_plugin import GradScaler, store_weights
 from amp_plugin.scaling.one_pass import why_not
-from tests.scaling.runs import KINDS, SCALES, Run, scaler_of, ulps
+from tests.scaling.runs import KINDS, Run, scaler_of, ulps
 
 pytestmark = pytest.mark.native
 
 
-@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("flags", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
 def test_each_step_is_torchs_to_the_last_bit(kind, flags, scale):
@@ -95,7 +94,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_changes_between_steps(kind, scale):
     """Each two changes, against torch's own step."""
@@ -122,7 +120,6 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("writer", WRITERS)
 def test_gradients_that_a_clip_by_norm_has_written_are_stepped_in_one_pass(writer, kind, fused):
     """From the same start each time. After unscale_ torch's own step runs, to the last bit."""
@@ -164,7 +161,6 @@ def test_gradients_that_were_unscaled_or_are_shared_are_left_to_torch(shared):
     )
 
 
-@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("kind", ["adamw", "momentum"])
 @pytest.mark.parametrize("weights", ["bf16", "fp16"])
 def test_stored_weights_are_stepped_as_they_are(kind, weights, scale):
@@ -254,7 +250,6 @@ def test_other_tensors_are_left_to_the_optimizer(param, grad, text):
     assert text in result.not_one_pass_because
 
 
-@pytest.mark.parametrize("scale", SCALES)
 def test_reasons_that_belong_to_a_call(scale):
     run = Run("adamw", scaler=scaler_of(scale))
     assert run.step().not_one_pass_because == "parameter 0 has no state yet, which torch's own step makes"
@@ -266,7 +261,6 @@ def test_reasons_that_belong_to_a_call(scale):
     assert run.step().not_one_pass_because == "parameter 1 is there twice"
 
 
-@pytest.mark.parametrize("scale", SCALES)
 def test_schedulers_see_the_step_and_hooks_run(scale):
     run = Run("adamw", scaler=scaler_of(scale))
     scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 1, gamma=0.5)

@@ -9,7 +9,7 @@ import torch
 
 from amp_plugin import GradScaler
 from amp_plugin.scaling import OverflowReport
-from tests.scaling.runs import SCALES, scaler_of
+from tests.scaling.runs import scaler_of
 
 MANY = OverflowReport(inf=tuple(f"p{i}" for i in range(9)), checked=12)
 ALL = OverflowReport(nan=("a", "b"), checked=2)
@@ -57,7 +57,6 @@ def test_no_overflow_is_never_said_beside_a_norm_that_is_nan(weights):
     assert str(result.overflow_report()).startswith("the norm of the gradients is not")
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("names", ["module", "pairs", "mapping", "of the optimizer", "none"])
 def test_the_report_names_the_parameters(fused, names):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
@@ -80,7 +79,6 @@ def test_the_report_names_the_parameters(fused, names):
     assert report.named is (names != "none")
 
 
-@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(
     ("bad", "of"), [(math.inf, "wave"), (complex(1.0, math.nan), "wave"), (math.nan, "table")]
 )
@@ -99,7 +97,6 @@ def test_complex_and_sparse_gradients_are_named_after_a_skip(bad, of, scale):
     assert not any(param.any() for param in params.values())
 
 
-@pytest.mark.parametrize("fused", [False, True])
 def test_the_report_knows_what_has_been_overwritten(weights, fused):
     one = weights(fused=fused)
     scaler = GradScaler("cpu", init_scale=8.0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from amp_plugin import GradScaler, diagnose_skip
+from amp_plugin.scaling.replay import buffers_kept
 
 
 class Run:
@@ -120,6 +121,18 @@ def test_diagnose_names_the_op():
     )
     with pytest.warns(UserWarning, match=text):
         run.steps(2)
+
+
+def test_buffers_that_passes_write_to_or_replace_are_put_back():
+    model = torch.nn.BatchNorm1d(2)
+    model.register_buffer("seen", seen := torch.zeros(2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with buffers_kept(model):
+        model(torch.randn(4, 2))
+        model.seen.add_(1)
+        model.seen = torch.ones(3)
+    assert model.seen is seen
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
 
 
 def test_one_skip_is_too_few():

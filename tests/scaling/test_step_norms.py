@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.scaling.runs import SCALES, scaler_of
+from tests.scaling.runs import scaler_of
 
 CLIPS = {
     "optimizer": lambda scaler, optimizers, params, limit, fold: scaler.clip_grad_norm_(
@@ -37,7 +37,6 @@ def window(scale, **options):
 @pytest.mark.parametrize("limits", [(0.5,), (2.0, 0.5), (2.0, 100.0), (100.0, 0.5)])
 @pytest.mark.parametrize("how", CLIPS)
 @pytest.mark.parametrize("fold", [False, True])
-@pytest.mark.parametrize("scale", SCALES)
 def test_the_norm_is_from_before_the_first_clip(scale, fold, how, limits, one_pass):
     scaler, optimizers, params = window(scale, one_pass=one_pass)
     for limit in limits:
@@ -54,7 +53,6 @@ def test_the_norm_is_from_before_the_first_clip(scale, fold, how, limits, one_pa
 
 @pytest.mark.parametrize("one_pass", [True, False])
 @pytest.mark.parametrize("fold", [False, True])
-@pytest.mark.parametrize("scale", SCALES)
 def test_a_window_that_was_dropped_has_left_no_norm(scale, fold, one_pass):
     scaler, (sgd, _), params = window(scale, one_pass=one_pass)
     for factor in (1.0, 2.0):
@@ -66,7 +64,6 @@ def test_a_window_that_was_dropped_has_left_no_norm(scale, fold, one_pass):
 
 
 @pytest.mark.parametrize("fold", [False, True])
-@pytest.mark.parametrize("scale", SCALES)
 def test_both_norms_are_of_the_order_of_the_clip(scale, fold):
     scaler, (sgd, _), _ = window(scale)
     scaler.clip_grad_norm_(sgd, 2.0, 1.0, fold=fold)

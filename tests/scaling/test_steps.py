@@ -12,11 +12,9 @@ import torch
 
 from amp_plugin import GradScaler
 from tests.scaling.ops_seen import OpsSeen
-from tests.scaling.runs import SCALES, Run, scaler_of
+from tests.scaling.runs import Run, scaler_of
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("fused", [False, True])
 def test_each_optimizer_decides_for_itself(weights, fused, scale):
     a, b = weights(fused=fused), weights(fused=fused)
     scaler = scaler_of(scale)
@@ -30,7 +28,6 @@ def test_each_optimizer_decides_for_itself(weights, fused, scale):
     assert [scaler.skipped_steps(of) for of in (None, a.optimizer, b.optimizer)] == [1, 1, 0]
 
 
-@pytest.mark.parametrize("fused", [False, True])
 def test_the_result_of_a_step(weights, fused):
     one = weights(fused=fused)
     scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
@@ -54,7 +51,6 @@ def test_the_result_of_a_step(weights, fused):
     )
 
 
-@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
 def test_a_skip_is_told_and_counted(weights, poison, scale):
     one, scaler = weights(), scaler_of(scale, dynamic=False)
@@ -76,7 +72,6 @@ def test_a_skip_is_told_and_counted(weights, poison, scale):
     assert copy.deepcopy(scaler).skipped_steps() == pickle.loads(pickle.dumps(scaler)).skipped_steps() == 1
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("early", ["unscale", "clip", "fold"])
 def test_the_norm_of_a_step_is_that_of_all_micro_batches(weights, fused, early):
     one, other = weights(fused=fused), weights()
@@ -106,7 +101,6 @@ def test_results_nobody_keeps_are_not_kept(weights):
     assert [result() is None for result in results] == [True] * 4 + [False]
 
 
-@pytest.mark.parametrize("scale", SCALES)
 def test_an_optimizer_without_gradients_steps(weights, scale):
     one, scaler = weights(), scaler_of(scale)
     scaler.scale(torch.ones(()))
@@ -145,7 +139,6 @@ def test_a_found_inf_that_somebody_left_skips_no_step(weights, cls):
     assert not torch.equal(one.params[0], before)
 
 
-@pytest.mark.parametrize("scale", SCALES)
 def test_a_users_grad_scale_is_respected(weights, scale):
     one = weights(fused=True)
     scaler = scaler_of(scale)
@@ -155,7 +148,6 @@ def test_a_users_grad_scale_is_respected(weights, scale):
     assert one.value == -1.5
 
 
-@pytest.mark.parametrize("scale", SCALES)
 def test_an_optimizer_that_takes_a_scaler_steps_unscaled_gradients_without_one(weights, scale):
     class Older(torch.optim.SGD):
         _step_supports_amp_scaling = True
@@ -169,7 +161,6 @@ def test_an_optimizer_that_takes_a_scaler_steps_unscaled_gradients_without_one(w
     assert one.value == -3.0
 
 
-@pytest.mark.parametrize("scale", SCALES)
 def test_the_value_of_step_is_returned(weights, scale):
     class Returns(torch.optim.SGD):
         def step(self, closure=None):
@@ -184,7 +175,6 @@ def test_the_value_of_step_is_returned(weights, scale):
     assert scaler.step(one.optimizer, None) is None
 
 
-@pytest.mark.parametrize("scale", SCALES)
 def test_no_host_sync_before_somebody_asks(weights, forbid_host_syncs, scale):
     """On the fused path nothing is read back."""
     one = weights(fused=True, optimizer=torch.optim.AdamW)
@@ -274,7 +264,6 @@ def take(run, form, poison=1.0):
     return run.scaler.last_step(run.optimizer)
 
 
-@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("flags", [{}, {"fused": True}, {"foreach": True}], ids=str)
 def test_a_skip_is_counted_once(flags, form, scale):
@@ -288,7 +277,6 @@ def test_a_skip_is_counted_once(flags, form, scale):
     assert run.scaler.skipped_steps() == run.scaler.skipped_steps(run.optimizer) == 3
 
 
-@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("one_pass", [True, False])
 def test_why_not_one_pass_is_asked_once_per_step(one_pass, form, scale):

@@ -146,7 +146,6 @@ def clipped(
     return edit
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_scaled_gradients_that_torch_has_clipped(fused, micro_batches):
     """torch.amp trains on, 65536 times too slowly."""

@@ -3,6 +3,7 @@
 import io
 from types import SimpleNamespace
 
+import pytest
 import torch
 from rich.console import Console
 from torch import nn
@@ -17,6 +18,13 @@ from tests.process_groups import group_of_one
 from tests.sharding.models import Net
 
 PLAN = DtypePlan(compute="bf16", fp32_modules=["LayerNorm"])
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def shown(report):
+    console = Console(width=130, record=True, file=io.StringIO())
+    console.print(report)
+    return " ".join(console.export_text().replace("│", " ").split())
 
 
 class TestDtypeReport:
@@ -27,10 +35,22 @@ class TestDtypeReport:
         assert report.rows() == []  # nothing was run
 
     def test_with_inputs_the_calls_of_modules_are_there_too(self):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            report = dtype_report(Net(), torch.ones(2, 5))
-        assert {row.kind for row in report.rows()} == {"Net", "Block", "LayerNorm", "Linear"}
-        assert len(report.rows()) == 11
+        net = Net().train()
+        with torch.autocast("cpu", dtype=BF16):
+            report = dtype_report(net, torch.ones(2, 5))
+        rows = [(row.module, row.kind, row.inputs, row.outputs, row.weights) for row in report.rows()]
+        assert rows[:4] == [
+            ("", "Net", (FP32,), (BF16,), ()),
+            ("inp", "Linear", (FP32,), (BF16,), (FP32,)),
+            ("blocks.0", "Block", (BF16,), (BF16,), ()),
+            ("blocks.0.norm", "LayerNorm", (BF16,), (BF16,), (FP32,)),
+        ]
+        assert len(rows) == 11
+        assert "inp Linear fp32 bf16 fp32" in shown(report.table())
+        assert net.training
+        with pytest.raises(RuntimeError):
+            dtype_report(net, torch.ones(3, 4))
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
 
     def test_a_metric_whose_hash_changes_as_it_counts_is_a_module_like_others(self):
         report = dtype_report(MeanMetric(), 1.0)
@@ -39,9 +59,7 @@ class TestDtypeReport:
     def test_it_is_shown_as_tables(self):
         with group_of_one():
             net = fully_shard(Net(), PLAN, mesh=init_device_mesh("cpu", (1,)))
-            console = Console(width=130, record=True, file=io.StringIO())
-            console.print(dtype_report(net))
-        text = " ".join(console.export_text().split())
+            text = shown(dtype_report(net))
         unit = "uint8" if has_dtypes_by_parameter() else "blocks.0.norm"
         for word in (unit, "(model)", "fp32" if unit == "uint8" else "bf16"):
             assert word in text

@@ -28,7 +28,7 @@ from amp_plugin.tuning.measure import (
 )
 from amp_plugin.tuning.search import Aim
 from amp_plugin.tuning.tune import draw
-from amp_plugin.tuning.workload import Steps, used_ops
+from amp_plugin.tuning.workload import StepFunction, used_ops
 from tests.commands import amp
 
 pytestmark = pytest.mark.native
@@ -149,7 +149,7 @@ class TestMeasurement:
             reference.error(0, {"b": torch.ones(1)})
 
     def test_the_reference_is_the_gradient_of_the_model_in_fp64(self, model, batches):
-        trials = Trials(Steps(step_of(model), model, batches), "cpu", reference=torch.float64)
+        trials = Trials(StepFunction(step_of(model), model, batches), "cpu", reference=torch.float64)
         wide = Classifier().double()
         wide.load_state_dict(model.state_dict())
         in_fp32, in_bf16 = trials.measure(rules_without_16_bits("cpu")), trials.measure(DEFAULT)
@@ -165,7 +165,7 @@ class TestMeasurement:
             assert in_fp32.errors[index].whole < 2e-6
 
     def test_used_ops_are_those_the_program_calls(self, model, batches):
-        found = used_ops(Steps(step_of(model), model, batches), DEFAULT)
+        found = used_ops(StepFunction(step_of(model), model, batches), DEFAULT)
         assert set(found) == {
             "aten::linear",
             "aten::layer_norm",
@@ -218,7 +218,7 @@ class TestTune:
 
     def test_the_numbers_hold_when_measured_again(self, tuning):
         found, model, batches = tuning
-        trials = Trials(Steps(step_of(model), model, batches), "cpu", reference=torch.float64)
+        trials = Trials(StepFunction(step_of(model), model, batches), "cpu", reference=torch.float64)
         for rules, told in ((DEFAULT, found.before), (found.rules, found.after)):
             again = trials.measure(rules)
             assert (again.saved_bytes, again.cast_bytes) == (told.saved_bytes, told.cast_bytes)

@@ -25,7 +25,6 @@ from amp_plugin.weights.compressed_state import CompressedState, fp32_state_dict
 from amp_plugin.weights.store import weight_bytes
 from tests.weights.twins import assert_same
 
-BOTH_FORMS = pytest.mark.parametrize("form", ["bf16", "8bit"])
 BOTH_WAYS = pytest.mark.parametrize("weights", ["fp32", "bf16"])
 OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
@@ -38,6 +37,11 @@ OTHERS = {
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
 }
 ALL = {**OPTIMIZERS, **OTHERS}
+
+
+@pytest.fixture(params=["bf16", "8bit"])
+def form(request):
+    return request.param
 
 
 def network(seed=0):
@@ -111,7 +115,6 @@ def test_a_first_moment_that_overflows_leaves_the_others_of_its_block_finite():
     torch.testing.assert_close(decode(codes, 3, signed=True), torch.tensor([2.0**127, -(2.0**127), 0.0]))
 
 
-@BOTH_FORMS
 def test_second_moments_are_rounded_without_bias(form):
     torch.manual_seed(0)
     value, total = torch.rand(1000) + 0.1, torch.zeros(1000, dtype=torch.float64)
@@ -129,7 +132,6 @@ def test_second_moments_are_rounded_without_bias(form):
 
 @pytest.mark.native
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *OTHERS])
-@BOTH_FORMS
 @BOTH_WAYS
 def test_one_step_with_given_moments_has_the_bits_of_float32_state(name, form, weights):
     make = ALL[name]
@@ -148,7 +150,6 @@ def test_one_step_with_given_moments_has_the_bits_of_float32_state(name, form, w
 
 @pytest.mark.native
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@BOTH_FORMS
 @BOTH_WAYS
 def test_the_first_step_is_that_of_torch_and_holds_no_float32_states(name, form, weights):
     scaler = GradScaler("cpu", enabled=False)
@@ -178,7 +179,6 @@ def test_states_that_may_be_weights_stay_float32():
     take_steps(model, optimizer, [1])
 
 
-@BOTH_FORMS
 def test_a_skipped_step_changes_nothing(form):
     model, optimizer = trained(OPTIMIZERS["AdamW"], form)
     before = copy.deepcopy(model), moments(optimizer)
@@ -189,7 +189,6 @@ def test_a_skipped_step_changes_nothing(form):
     assert all_equal(before[1], moments(optimizer))
 
 
-@BOTH_FORMS
 def test_parameters_added_later_and_optimizers_made_later(form):
     model = network()
     first, second = model[0], model[2]
@@ -202,7 +201,6 @@ def test_parameters_added_later_and_optimizers_made_later(form):
     assert {state.form for state in states(optimizer)} == {form}
 
 
-@BOTH_FORMS
 def test_a_later_call_decodes_the_states(form):
     model, optimizer = trained(OPTIMIZERS["AdamW"], form)
     before = [state.decoded() for state in states(optimizer)]
@@ -211,7 +209,6 @@ def test_a_later_call_decodes_the_states(form):
     assert all_equal(before, states(optimizer))
 
 
-@BOTH_FORMS
 def test_channels_last_and_gradients_of_another_layout(form):
     def convolution(memory_format):
         torch.manual_seed(0)
@@ -244,7 +241,6 @@ def test_a_closure_sees_the_weights_and_exceptions_end_the_step():
     assert are_kept()
 
 
-@BOTH_FORMS
 @BOTH_WAYS
 def test_a_step_with_a_closure_is_the_step_without(form, weights):
     """States are decoded once, after its first call: coded again around each they were rounded twice."""
@@ -256,7 +252,6 @@ def test_a_step_with_a_closure_is_the_step_without(form, weights):
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "RMSprop"])
-@BOTH_FORMS
 @BOTH_WAYS
 def test_a_resumed_run_is_the_same_to_the_bit(name, form, weights):
     model, optimizer = trained(ALL[name], form, weights)
@@ -285,7 +280,6 @@ def test_checkpoints_load_into_runs_of_another_format(saves, loads):
     take_steps(model, other, [1])
 
 
-@BOTH_FORMS
 def test_copies_and_pickles_are_float32_and_torchs_own_layout_loads_without_this_package(form):
     _, optimizer = trained(OPTIMIZERS["AdamW"], form)
     plain = OPTIMIZERS["AdamW"](network().parameters())
@@ -295,7 +289,6 @@ def test_copies_and_pickles_are_float32_and_torchs_own_layout_loads_without_this
         assert all_equal(states(other), [state.decoded() for state in states(optimizer)])
 
 
-@BOTH_FORMS
 def test_states_are_read_and_written_as_float32(form):
     _, optimizer = trained(OPTIMIZERS["AdamW"], form)
     state = states(optimizer)[0]
@@ -317,7 +310,6 @@ def test_bytes():
         assert weight_bytes(model, optimizer).per_parameter()["total"] <= most
 
 
-@BOTH_FORMS
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_a_compiled_step_keeps_the_state_compressed_and_learns_as_the_eager_one(name, form):
     (model, optimizer), (other, others) = (trained(OPTIMIZERS[name], form, steps=2) for _ in range(2))
