@@ -103,10 +103,6 @@ class TorchNames(torch.amp.GradScaler):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
         self.loss_scale.materialize(dev)
 
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Any, Any]:
-        loss_scale = self._scales.require(funcname)
-        return loss_scale.value, loss_scale.growth_tracker
-
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         state = self._registry.state(optimizer)
         state.begin_call()
