@@ -66,7 +66,7 @@ def clip_norm(registry: Registry, target: Target, clip: NormClip) -> Tensor:
     clip.refuse_nonfinite(norm)
     own.clip_(MeasuredClip(norm, found, clip.max_norm, clip.norm_type).factor(), clip.norm_type)
     for state in states:
-        state.is_clipped = True
+        state.has_written_clip = True
         state.note_written()
     return norm
 
@@ -77,18 +77,18 @@ def _clip_state(state: PerOptimizerState, shared: Shared, clip: NormClip, *, fol
     fold = fold and _may_fold(state, shared)
     if fold:
         state.write_clip()
-        norm, found = state.check(write=False, norm_type=clip.norm_type)
+        norm, found = state.measure(unscale=False, norm_type=clip.norm_type)
     else:
         norm, found = state.unscale_(clip.norm_type)
     clip.refuse_nonfinite(norm)
     measured = MeasuredClip(norm, found, clip.max_norm, clip.norm_type)
     if fold:
-        state.clip = measured
+        state.folded_clip = measured
         return norm
     factor = measured.factor()
     for gradients in state.groups:
         gradients.clip_(factor, clip.norm_type)
-    state.is_clipped = True
+    state.has_written_clip = True
     return norm
 
 

@@ -76,7 +76,7 @@ def step(
         finally:
             if calls.called:  # for the next step
                 state.changes_early = bool(state.changes_early or calls.changed_early)
-    norm, found = calls.found or state.check(write=False)
+    norm, found = calls.found or state.measure(unscale=False)
     return value, state.close(state.result_of_step(norm, found, known=skipped))
 
 

@@ -106,5 +106,5 @@ class TorchNames(torch.amp.GradScaler):
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         state = self._registry.state(optimizer)
         state.begin_call()
-        state.check(write=False)
+        state.measure(unscale=False)
         return state.found_inf_per_device
