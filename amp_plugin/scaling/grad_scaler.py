@@ -285,9 +285,7 @@ class GradScaler(TorchNames):
 
     def _state_for(self, call: str, optimizer: Optimizer) -> PerOptimizerState:
         self._scales.require(call)
-        state = self._registry.state(optimizer)
-        state.begin_call()
-        return state
+        return self._registry.state(optimizer)
 
     @outside_graphs
     def clip_grad_norm_(

@@ -228,6 +228,8 @@ class PerOptimizerState:
             overflow = gradients.found_before(self.number).found_inf
             if overflow is not None:
                 earlier.append(overflow)
+        if self.is_scaled and self.stage is OptState.UNSCALED:  # a program may have written to it
+            earlier = [*{id(flag): flag for flag in (*earlier, *self.found_inf_per_device.values())}.values()]
         device = self.device()
         if len(measurements) == 1 and not self.spans_ranks:
             flags = (moved(flag, device) for flag in (measurements[0].found_inf, *earlier))
@@ -247,6 +249,8 @@ class PerOptimizerState:
 
     def unscale_(self, norm_type: float = 2.0, *, on_request: bool = False) -> tuple[Tensor, Tensor]:
         """Unscale the gradients if they are not; returns norm and found_inf as :meth:`measure`."""
+        if on_request:
+            self.begin_call()
         measured = self.measure(unscale=True, norm_type=norm_type)
         self.stage = OptState.UNSCALED
         for gradients in self.groups:
@@ -258,7 +262,7 @@ class PerOptimizerState:
     def note_backward(self) -> None:
         """Record that a scaled backward begins, once the gradients are in its unit."""
         self.backwards += 1
-        self.has_written_clip = False
+        self.has_written_clip, self.found_inf_per_device = False, {}
         if self.norm is not None:
             for gradients in self.groups:
                 gradients.mark_backward()

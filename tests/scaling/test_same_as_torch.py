@@ -166,6 +166,23 @@ def test_private_names_other_code_touches(weights):
 
 
 @pytest.mark.parametrize("make", [torch.amp.GradScaler, GradScaler])
+def test_private_names_that_programs_set(make):
+    """Trainers set the rule; those of split models write other ranks' overflows after unscale_()."""
+    scaler, table = make("cpu"), torch.nn.Embedding(2, 1, sparse=True)
+    scaler._init_scale, scaler._init_growth_tracker = 8.0, 3
+    scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval = 1.0, 0.25, 2**40
+    dense = torch.nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([dense, table.weight], lr=1.0)
+    scaler.scale(dense + table(torch.tensor([1, 1])).sum()).backward()
+    scaler.unscale_(optimizer)
+    for flag in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+        flag.fill_(1.0)
+    assert (scaler.step(optimizer), dense.item()) == (None, 1.0)
+    scaler.update()
+    assert (scaler.get_scale(), scaler.get_growth_factor()) == (2.0, 1.0)
+
+
+@pytest.mark.parametrize("make", [torch.amp.GradScaler, GradScaler])
 @pytest.mark.parametrize("factor", [1.0, math.inf])
 def test_whether_a_step_was_skipped_is_read_until_the_update(make, factor):
     """``_found_inf_per_device`` is how programs ask torch's scaler for it."""
