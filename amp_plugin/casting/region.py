@@ -95,7 +95,8 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
     ``torch.autocast`` blocks, checkpointing and ``torch.compile`` see it; the ops in
     the region follow ``rules`` through amp_plugin's kernels. One instance may be
     nested, entered again and used by several threads. As a decorator it covers
-    functions, generators and coroutines, each step of them.
+    functions, generators and coroutines, each step of them; TorchScript calls a
+    decorated ``forward`` in Python.
 
     Operations of a backward pass are not autocast by a region opened outside that
     backward pass: the region may stand around a whole training loop.
@@ -266,6 +267,7 @@ def covers_each_step(func: Callable[..., Any], context: AbstractContextManager[A
 
     functools.update_wrapper(covered, func)
     covered.__script_unsupported = "@autocast() decorator is not supported in script mode"
+    torch.jit.ignore(covered)  # type: ignore[no-untyped-call] # else torch compiles a forward without its region
     return covered  # type: ignore[no-any-return]
 
 

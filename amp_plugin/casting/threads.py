@@ -88,7 +88,7 @@ def autocast_module(module: Module, *states: RegionState) -> Module:
         The module.
 
     Raises:
-        TypeError: the module is TorchScript.
+        TypeError: the module is TorchScript, or (when it is scripted later) would be without its state.
 
     Example:
         >>> net = torch.nn.Linear(2, 2)
@@ -116,7 +116,20 @@ def _methods_of_threads(original: type[nn.Module], states: tuple[RegionState, ..
         vars(replica)[_CARRIED] = (threading.get_ident(), current_state())
         return replica
 
-    return {"__call__": run, "_replicate_for_data_parallel": _replicate_for_data_parallel}
+    return {
+        "__call__": run,
+        "_replicate_for_data_parallel": _replicate_for_data_parallel,
+        "__prepare_scriptable__": _refuse_script,
+    }
+
+
+def _refuse_script(module: nn.Module) -> nn.Module:
+    """Raise where TorchScript begins to compile a module: it takes ``forward`` alone."""
+    msg = (
+        f"autocast_module: TorchScript would compile {type(module).__name__} without its autocast state; "
+        "script the module before, and open autocast around its calls"
+    )
+    raise TypeError(msg)
 
 
 def _missing_states(module: nn.Module, states: tuple[RegionState, ...]) -> tuple[RegionState, ...]:

@@ -42,9 +42,7 @@ class NormClip(NamedTuple):
 def clip_norm(registry: Registry, target: Target, clip: NormClip) -> Tensor:
     """Clip as :meth:`amp_plugin.GradScaler.clip_grad_norm_` does."""
     shared = registry.shared
-    if shared.scales.enabled:
-        shared.scales.require("clip_grad_norm_")
-    params, states, is_one = _owners(registry, target)
+    params, states, is_one = _owners(registry, target, "clip_grad_norm_")
     if not (shared.scales.enabled or (shared.checks and shared.one_pass)):  # torch's last bits are wanted
         if is_one:
             states[0].begin_clip()
@@ -66,7 +64,7 @@ def clip_norm(registry: Registry, target: Target, clip: NormClip) -> Tensor:
     clip.refuse_nonfinite(norm)
     own.clip_(MeasuredClip(norm, found, clip.max_norm, clip.norm_type).factor(), clip.norm_type)
     for state in states:
-        state.is_clipped = True
+        state.has_written_clip = True
         state.note_written()
     return norm
 
@@ -77,18 +75,18 @@ def _clip_state(state: PerOptimizerState, shared: Shared, clip: NormClip, *, fol
     fold = fold and _may_fold(state, shared)
     if fold:
         state.write_clip()
-        norm, found = state.check(write=False, norm_type=clip.norm_type)
+        norm, found = state.measure(unscale=False, norm_type=clip.norm_type)
     else:
         norm, found = state.unscale_(clip.norm_type)
     clip.refuse_nonfinite(norm)
     measured = MeasuredClip(norm, found, clip.max_norm, clip.norm_type)
     if fold:
-        state.clip = measured
+        state.folded_clip = measured
         return norm
     factor = measured.factor()
     for gradients in state.groups:
         gradients.clip_(factor, clip.norm_type)
-    state.is_clipped = True
+    state.has_written_clip = True
     return norm
 
 
@@ -102,9 +100,7 @@ def _may_fold(state: PerOptimizerState, shared: Shared) -> bool:
 
 def clip_value(registry: Registry, target: Target, limit: float) -> None:
     """Clip as :meth:`amp_plugin.GradScaler.clip_grad_value_` does; ``limit`` is checked."""
-    if registry.shared.scales.enabled:
-        registry.shared.scales.require("clip_grad_value_")
-    params, states, _ = _owners(registry, target)
+    params, states, _ = _owners(registry, target, "clip_grad_value_")
     _write(registry.shared, params, states)
     if any(param.grad is not None for param in params):  # torch's fails if there is none
         torch.nn.utils.clip_grad_value_(params, limit)
@@ -112,8 +108,10 @@ def clip_value(registry: Registry, target: Target, limit: float) -> None:
             state.note_written()
 
 
-def _owners(registry: Registry, target: Target) -> tuple[list[Tensor], list[PerOptimizerState], bool]:
+def _owners(registry: Registry, target: Any, call: str) -> tuple[list[Tensor], list[PerOptimizerState], bool]:
     """Return the parameters to clip, whose they are, and whether one optimizer has these and no others."""
+    if registry.shared.scales.enabled:
+        registry.shared.scales.require(call)
     if isinstance(target, Optimizer):
         return list(params_of(target)), [registry.state(target)], True
     params = _params_in(target)

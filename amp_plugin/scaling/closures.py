@@ -76,7 +76,7 @@ def step(
         finally:
             if calls.called:  # for the next step
                 state.changes_early = bool(state.changes_early or calls.changed_early)
-    norm, found = calls.found or state.check(write=False)
+    norm, found = calls.found or state.measure(unscale=False)
     return value, state.close(state.result_of_step(norm, found, known=skipped))
 
 
@@ -103,7 +103,7 @@ class _CheckedCalls:
         self.called = True
         self.loss = run(self._state, self._closure)
         with torch.no_grad():
-            self.found = _unscaled(self._state)
+            self.found = self._state.unscale_(on_request=True)
             found = self.found[1]
             if not capturing(found.device) and found.item() > 0:
                 raise _NonfiniteError
@@ -117,17 +117,12 @@ class _CheckedCalls:
 def overflowed_before(state: PerOptimizerState, optimizer: Optimizer) -> bool:
     """Unscale what backward passes have left that the optimizer may use before it calls its closure."""
     left = uses_gradients_before_closure(optimizer) and state.is_awaited() and state.has_gradients()
-    return left and bool(_unscaled(state)[1].item() > 0)
+    return left and bool(state.unscale_(on_request=True)[1].item() > 0)
 
 
 def uses_gradients_before_closure(optimizer: Optimizer) -> bool:
     """Whether the optimizer may use gradients that were made before it calls its closure, as SAM does."""
     return not type(optimizer).__module__.startswith("torch.optim")
-
-
-def _unscaled(state: PerOptimizerState) -> tuple[Tensor, Tensor]:
-    state.begin_call()
-    return state.unscale_(on_request=True)
 
 
 class Snapshot:

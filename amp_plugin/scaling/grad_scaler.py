@@ -285,9 +285,7 @@ class GradScaler(TorchNames):
 
     def _state_for(self, call: str, optimizer: Optimizer) -> PerOptimizerState:
         self._scales.require(call)
-        state = self._registry.state(optimizer)
-        state.begin_call()
-        return state
+        return self._registry.state(optimizer)
 
     @outside_graphs
     def clip_grad_norm_(
@@ -455,7 +453,8 @@ class GradScaler(TorchNames):
 
     def has_new_gradients(self, optimizer: Optimizer) -> bool:
         """Whether there are other gradients than those last unscaled or stepped with."""
-        return self._registry.state(optimizer).is_renewed()
+        state = self._registry.state(optimizer)
+        return any(gradients.is_renewed(state.number) for gradients in state.groups)
 
     def overflowed_before_closure(self, optimizer: Optimizer) -> bool:
         """Unscale what earlier micro-batches have left, and say whether it is not finite: a host sync."""
@@ -483,7 +482,7 @@ class GradScaler(TorchNames):
         state.norm = norm
         if norm is None:
             state.begin_call()
-            state.check(write=False)
+            state.measure(unscale=False)
         return state.norm
 
     @outside_graphs

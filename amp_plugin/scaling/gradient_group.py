@@ -44,11 +44,11 @@ class GradientGroup:
         self,
         params: list[Tensor],
         owners: frozenset[int],
-        carries: LossScale | None = None,
+        unit: LossScale | None = None,  # the loss scale that they count as multiplied by; None: unscaled
         *,
         remembers: bool = True,
     ) -> None:
-        self.params, self.owners, self.carries = params, owners, carries
+        self.params, self.owners, self.unit = params, owners, unit
         self.awaited_owners: frozenset[int] = frozenset()
         self.updates_at_last_use = -1  # requested when an owner last unscaled or stepped
         self._ledger = make_ledger()
@@ -65,7 +65,7 @@ class GradientGroup:
     @property
     def scaled_by(self) -> LossScale | None:
         """The loss scale the gradients are multiplied by; None until a loss was multiplied by it."""
-        return None if self.carries is None or self.carries.value is None else self.carries
+        return None if self.unit is None or self.unit.value is None else self.unit
 
     def has_gradients(self) -> bool:
         """Whether a parameter has a gradient."""
@@ -78,7 +78,7 @@ class GradientGroup:
 
     def is_pending(self, owner: int) -> bool:
         """Whether scaled gradients came in since the last step of ``owner``."""
-        return self.carries is not None and self._changed_since(owner)
+        return self.unit is not None and self._changed_since(owner)
 
     def is_renewed(self, owner: int) -> bool:
         """Whether these are other gradients than those that were unscaled, or that ``owner`` stepped with."""
@@ -94,7 +94,7 @@ class GradientGroup:
         After ``owner`` has stepped with them and an update, whatever is there is scaled again: a replayed
         graph, ``.data``, NumPy and collectives write without a trace. After ``unscale_`` only new ones are.
         """
-        if self.carries is not None or owner in self.awaited_owners or self.updates_at_last_use == updates:
+        if self.unit is not None or owner in self.awaited_owners or self.updates_at_last_use == updates:
             return False
         return owner in self._stepped or self.is_new()
 
@@ -162,12 +162,12 @@ class GradientGroup:
 
     def unscale_(self, norm_type: float = 2.0) -> list[Measurement]:
         """Divide the gradients by the scale they carry, once, and measure them."""
-        if self.carries is None:
+        if self.unit is None:
             return self.measure(norm_type)
         self._stepped.clear()
         self.invalidate_measurement()
         measurements = self._measured(norm_type, write=True)
-        self.carries = None
+        self.unit = None
         self._remember(measurements, norm_type)
         return measurements
 
@@ -195,7 +195,7 @@ class GradientGroup:
                 self._contributions += [(before, overflow) for overflow in overflows]
         self._ledger.remember(self.params, _CONVERTED)
         self.invalidate_measurement()
-        self.carries = loss_scale
+        self.unit = loss_scale
 
     def _forget_dropped(self, *, several_ranks: bool) -> bool:
         """Forget what was found in a batch that was dropped; return whether there are gradients."""
@@ -286,7 +286,7 @@ class GradientGroup:
         """Return the group of the parameters at ``positions``, with all that is known of their gradients."""
         self.invalidate_measurement()
         params = [self.params[i] for i in positions]
-        part = GradientGroup(params, owners, self.carries, remembers=bool(self._histories))
+        part = GradientGroup(params, owners, self.unit, remembers=bool(self._histories))
         if self._histories:
             first = next(iter(self._histories.values()))  # what a new owner takes over
             part._histories = {owner: self._histories.get(owner, first).split(positions) for owner in owners}

@@ -1,7 +1,7 @@
 """An optimizer's gradients as batches that one kernel call can take, and how they lie in memory and on ranks.
 
 A batch has one device and one shard layout. Dense gradients go in as they are, sparse ones through their
-coalesced values, DTensors through their local tensors. The native core looks them up ten times as fast.
+values, DTensors through their local tensors. The native core looks them up ten times as fast.
 """
 
 from __future__ import annotations
@@ -231,27 +231,28 @@ def _run_by_ledger(ledger: Any, params: list[Tensor], op: str, *arguments: Any) 
 
 def batch_gradients(params: Sequence[Tensor]) -> list[GradientBatch]:
     """Return the gradients of ``params``; odd kinds are replaced by their plain equal, in ``.grad`` too."""
-    found: dict[tuple[torch.device, ShardLayout | None], tuple[list[Tensor], list[int]]] = {}
+    found: dict[tuple[torch.device, ShardLayout | None, Any], tuple[list[Tensor], list[int]]] = {}
     for position, param in enumerate(params):
         if param.grad is None:
             continue
         values, layout = local_gradient(param)
-        values = _dense_values(param, values)
-        tensors, positions = found.setdefault((values.device, layout), ([], []))
+        values = _values_of(param, values)
+        run = _run_with_duplicates if values.is_sparse else _run
+        tensors, positions = found.setdefault((values.device, layout, run), ([], []))
         tensors.append(values)
         positions.append(position)
     return [
-        GradientBatch(device, layout, positions, partial(_run, tensors))
-        for (device, layout), (tensors, positions) in found.items()
+        GradientBatch(device, layout, positions, partial(run, tensors))
+        for (device, layout, run), (tensors, positions) in found.items()
     ]
 
 
-def _dense_values(param: Tensor, grad: Tensor) -> Tensor:
-    """Return the tensor to work on: the norm needs the sums of a sparse gradient's duplicates."""
+def _values_of(param: Tensor, grad: Tensor) -> Tensor:
+    """Return the tensor to work on: a sparse one if it holds duplicates; float16 ones are added up first."""
     if grad.layout is torch.sparse_coo:
-        if not grad.is_coalesced():
+        if grad.dtype is torch.float16:
             grad = param.grad = grad.coalesce()
-        return grad._values()
+        return grad._values() if grad.is_coalesced() else grad
     if grad.layout in _COMPRESSED:
         return grad.values()
     if grad.is_conj() or grad.is_neg():
@@ -261,6 +262,18 @@ def _dense_values(param: Tensor, grad: Tensor) -> Tensor:
 
 def _run(tensors: list[Tensor], op: str, *arguments: Any) -> Any:
     return getattr(torch.ops.amp_plugin, op)(tensors, *arguments)
+
+
+def _run_with_duplicates(grads: list[Tensor], op: str, *arguments: Any) -> Any:
+    """Unscale before duplicates are added up, as torch.amp does: scaled sums may overflow."""
+    grads = [grad.clone() for grad in grads] if op == "norm_check" else grads
+    values = [grad._values() for grad in grads]
+    if op == "multiply_":
+        return _run(values, op, *arguments)
+    factor, norm_type, _ = arguments
+    _run(values, "unscale_", *arguments)
+    sums = [grad.coalesce()._values() for grad in grads]
+    return _run(sums, "norm_check", torch.ones_like(factor), norm_type, False)
 
 
 def local_gradient(param: Tensor) -> tuple[Tensor, ShardLayout | None]:

@@ -40,9 +40,10 @@ class LossScale:
 
     def __init__(self, options: LossScaleOptions) -> None:
         self.options = options
-        self.growth_factor = float(options.growth_factor)  # may be changed while training, as the next two
-        self.backoff_factor = float(options.backoff_factor)
-        self.growth_interval = int(options.growth_interval)
+        rule = (options.growth_factor, options.backoff_factor, options.growth_interval)
+        growth, backoff, interval = rule if options.dynamic else (1, 1, 0)  # may be changed while training
+        self.growth_factor, self.backoff_factor = float(growth), float(backoff)
+        self.growth_interval = int(interval)
         self.init_scale = float(options.init_scale)
         self.init_growth_tracker = 0
         self.init_hysteresis_tracker = options.hysteresis if options.dynamic else 1

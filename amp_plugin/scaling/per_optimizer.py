@@ -44,10 +44,9 @@ class MeasuredClip(NamedTuple):
         """Return what clipping multiplies gradients by; with their scale, what divides scaled ones; 0-dim."""
         on = self.norm.device
         scale = None if scale is None else moved(scale, on)
-        factor: Tensor = torch.ops.amp_plugin.clip_factor(
+        return torch.ops.amp_plugin.clip_factor(  # type: ignore[no-any-return]
             self.norm, self.max_norm, scale, moved(self.found_inf, on)
         )
-        return factor
 
 
 class PerOptimizerState:
@@ -80,8 +79,8 @@ class PerOptimizerState:
         self.norm: Tensor | None = None  # before clipping; None if it was not taken
         self.norm_type = 2.0
         self.loss_scales: list[LossScale] = []
-        self.clip: MeasuredClip | None = None  # left to the step
-        self.is_clipped = False  # a clip by norm was written since the last backward
+        self.folded_clip: MeasuredClip | None = None  # left to the step
+        self.has_written_clip = False  # by norm, since the last backward
         self.found_inf_per_device: dict[Any, Tensor] = {}
         self._measured: list[tuple[list[Tensor], Measurement]] = []
 
@@ -142,10 +141,6 @@ class PerOptimizerState:
         """Whether scaled gradients wait for the next step."""
         return any(gradients.is_pending(self.number) for gradients in self.groups)
 
-    def is_renewed(self) -> bool:
-        """Whether there are other gradients than those last unscaled or stepped with."""
-        return any(gradients.is_renewed(self.number) for gradients in self.groups)
-
     def parameter_names(self) -> list[str]:
         """Return the name of each parameter."""
         return self.names.of(self.params, self._optimizer())
@@ -174,12 +169,14 @@ class PerOptimizerState:
         # A compiled backward, a replayed graph and a loss times get_scale() bring scaled gradients unseen.
         for gradients in self.groups:
             if gradients.counts_as_scaled(self.number, scales.updates_requested):
-                gradients.carries = scales.default
+                gradients.unit = scales.default
 
     def begin_clip(self) -> None:
         """As :meth:`begin_call`; of several clips before a step, the norm before the first is kept."""
         self.begin_call()
-        self.forget_dropped_clip()
+        is_new = self.folded_clip is not None and any(gradients.is_new() for gradients in self.groups)
+        if is_new or not self.has_gradients():
+            self.folded_clip = None  # what it was to clip was dropped
         if not self.is_scaled and any(gradients.is_changed() for gradients in self.groups):
             self.norm = None  # there are other gradients; with a loss scale their backward tells
 
@@ -193,14 +190,14 @@ class PerOptimizerState:
         for gradients in self.groups:
             gradients.note_written()
 
-    def check(self, *, write: bool, norm_type: float = 2.0) -> tuple[Tensor, Tensor]:
-        """Measure the gradients, over all ranks; record an overflow for the next update."""
-        if write:
+    def measure(self, *, unscale: bool, norm_type: float = 2.0) -> tuple[Tensor, Tensor]:
+        """Measure the gradients, over all ranks, unscaled in place or not; record an overflow."""
+        if unscale:
             self.write_clip()
         for gradients in self.groups:
             if gradients.grew():
                 self.norm = None  # it was that of fewer micro-batches
-        measured, norm, found = self._measure(write=write, norm_type=norm_type)
+        measured, norm, found = self._measure(unscale=unscale, norm_type=norm_type)
         if measured:
             self.take_norm(norm, norm_type)
         self.found_inf_per_device = {found.device: found} if measured else {}
@@ -217,20 +214,22 @@ class PerOptimizerState:
                 loss_scale.record(found if self.spans_ranks else overflow)
         return norm, found
 
-    def _measure(self, *, write: bool, norm_type: float) -> tuple[bool, Tensor, Tensor]:
-        """As :meth:`check`, but nothing is recorded; also returns whether there was a gradient."""
+    def _measure(self, *, unscale: bool, norm_type: float) -> tuple[bool, Tensor, Tensor]:
+        """As :meth:`measure`, but nothing is recorded; also returns whether there was a gradient."""
         measurements, earlier = list[Measurement](), list[Tensor]()
         for gradients in self.groups:
             loss_scale = gradients.scaled_by
             if loss_scale is not None:
-                if write:
+                if unscale:
                     self._refuse_half(gradients)
                 if loss_scale not in self.loss_scales:
                     self.loss_scales.append(loss_scale)
-            measurements += gradients.unscale_(norm_type) if write else gradients.measure(norm_type)
+            measurements += gradients.unscale_(norm_type) if unscale else gradients.measure(norm_type)
             overflow = gradients.found_before(self.number).found_inf
             if overflow is not None:
                 earlier.append(overflow)
+        if self.is_scaled and self.stage is OptState.UNSCALED:  # a program may have written to it
+            earlier = [*{id(flag): flag for flag in (*earlier, *self.found_inf_per_device.values())}.values()]
         device = self.device()
         if len(measurements) == 1 and not self.spans_ranks:
             flags = (moved(flag, device) for flag in (measurements[0].found_inf, *earlier))
@@ -249,8 +248,10 @@ class PerOptimizerState:
             raise ValueError(msg)
 
     def unscale_(self, norm_type: float = 2.0, *, on_request: bool = False) -> tuple[Tensor, Tensor]:
-        """Unscale the gradients if they are not; returns norm and found_inf as :meth:`check`."""
-        measured = self.check(write=True, norm_type=norm_type)
+        """Unscale the gradients if they are not; returns norm and found_inf as :meth:`measure`."""
+        if on_request:
+            self.begin_call()
+        measured = self.measure(unscale=True, norm_type=norm_type)
         self.stage = OptState.UNSCALED
         for gradients in self.groups:
             gradients.updates_at_last_use = self._shared.scales.updates_requested
@@ -261,7 +262,7 @@ class PerOptimizerState:
     def note_backward(self) -> None:
         """Record that a scaled backward begins, once the gradients are in its unit."""
         self.backwards += 1
-        self.is_clipped = False
+        self.has_written_clip, self.found_inf_per_device = False, {}
         if self.norm is not None:
             for gradients in self.groups:
                 gradients.mark_backward()
@@ -307,7 +308,8 @@ class PerOptimizerState:
     def clip_suspect(self) -> LossScale | None:
         """Return the scale that torch's clip may have left on the gradients, in the first steps only."""
         scales = self.scales_carried()
-        looks = self.scaled_clip.steps_left and self.clip is None and len(scales) == 1 and None not in scales
+        are_scaled = len(scales) == 1 and None not in scales
+        looks = self.scaled_clip.steps_left and self.folded_clip is None and are_scaled
         return scales.pop() if looks and _are_written_over(self.params) else None
 
     def refuse_scaled_clip(self, is_one: bool) -> None:
@@ -323,23 +325,16 @@ class PerOptimizerState:
             )
             raise RuntimeError(msg)
 
-    def clip_again(self, measured: tuple[Tensor, Tensor] | None = None) -> MeasuredClip | None:
+    def remeasure_clip(self, measured: tuple[Tensor, Tensor] | None = None) -> MeasuredClip | None:
         """Return the folded clip, of what the gradients are at the step: their norm and found_inf."""
-        if self.clip is not None and not self._trusted:
-            norm, found = measured or self._measure(write=False, norm_type=self.clip.norm_type)[1:]
-            self.clip = self.clip._replace(norm=norm, found_inf=found)
-        return self.clip
-
-    def forget_dropped_clip(self) -> None:
-        """Forget a folded clip whose gradients were dropped since: there are new ones, or none."""
-        if self.clip is None:
-            return
-        if any(gradients.is_new() for gradients in self.groups) or not self.has_gradients():
-            self.clip = None
+        if self.folded_clip is not None and not self._trusted:
+            norm, found = measured or self._measure(unscale=False, norm_type=self.folded_clip.norm_type)[1:]
+            self.folded_clip = self.folded_clip._replace(norm=norm, found_inf=found)
+        return self.folded_clip
 
     def refuse_changed_after_clip(self) -> None:
         """Raise if gradients were seen to change since a clip was folded."""
-        if self.clip is not None and any(gradients.is_changed() for gradients in self.groups):
+        if self.folded_clip is not None and any(gradients.is_changed() for gradients in self.groups):
             msg = (
                 "gradients were changed between clip_grad_norm_(..., fold=True) and step(): they were still "
                 "scaled and not clipped then. Call it with fold=False, or change them before."
@@ -348,7 +343,7 @@ class PerOptimizerState:
 
     def write_clip(self) -> None:
         """Write a folded clip into the gradients after all, since more will be added to them."""
-        clip, self.clip = self.clip, None
+        clip, self.folded_clip = self.folded_clip, None
         if clip is not None:
             self.multiply_(clip.factor())
 
@@ -363,7 +358,7 @@ class PerOptimizerState:
         seen = self.found_inf_per_device or not (self._shared.scales.enabled or self.norm is None)
         return StepResult(
             norm=(norm if self.norm is None else self.norm) if seen else None,
-            clipped=partial(_clipped, norm, self.clip) if seen else None,
+            clipped=partial(_clipped, norm, self.folded_clip) if seen else None,
             found_inf=found,
             scale_before=None if loss_scale.value is None else loss_scale.snapshot(),
             scale_after=loss_scale.later,

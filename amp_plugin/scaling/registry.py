@@ -69,8 +69,7 @@ class Registry:
         return states
 
     def _meet(self, optimizer: Optimizer) -> PerOptimizerState:
-        key, states = id(optimizer), self._states
-        gone = self._gone
+        key, states, gone = id(optimizer), self._states, self._gone
         reference = weakref.ref(optimizer, lambda _: gone.append(states.pop(key, None)))
         state = states[key] = PerOptimizerState(reference, next(self._numbers), self.shared)
         if self.shared.scales.enabled and hasattr(optimizer, "_optimizer_step_pre_hooks"):

@@ -105,11 +105,11 @@ class Steps:
         tensors = self._collected(state, optimizer, left=left)
         left = left and (tensors is not None or is_fused(optimizer))
         state.refuse_changed_after_clip()
-        norm_type = state.norm_type if state.clip is None else state.clip.norm_type
+        norm_type = state.norm_type if state.folded_clip is None else state.folded_clip.norm_type
         if not left:
-            state.clip_again()  # of what the gradients are now; check() writes it
+            state.remeasure_clip()  # of what the gradients are now; measure() writes it
         suspect = state.clip_suspect()
-        norm, found = state.check(write=not left, norm_type=norm_type)
+        norm, found = state.measure(unscale=not left, norm_type=norm_type)
         if suspect is not None:
             is_one = state.scaled_clip.found(norm, suspect.require())
             self.log.when_known(is_one, state.refuse_scaled_clip)
@@ -126,7 +126,7 @@ class Steps:
         else:
             value, skipped = _take_plain(optimizer, found, call)
         for gradients in state.groups:
-            gradients.carries = None
+            gradients.unit = None
         return value, state.close(state.result_of_step(norm, found, known=skipped))
 
     def _collected(self, state: PerOptimizerState, optimizer: Optimizer, *, left: bool) -> OnePassStep | None:
@@ -143,10 +143,10 @@ class Steps:
         if left and state.scales_carried() != {None}:
             return ""
         if not self.shared.scales.enabled:
-            written = state.clip is None and is_fused(optimizer) and not on_host
+            written = state.folded_clip is None and is_fused(optimizer) and not on_host
             return "on a GPU torch's fused step reads and writes as little" if written else ""
         # After unscale_ torch's own step runs, whose bits users may compare.
-        if state.is_clipped and on_host and not state.is_shared and state.scales_carried() == {None}:
+        if state.has_written_clip and on_host and not state.is_shared and state.scales_carried() == {None}:
             return ""
         return "its gradients are unscaled already, shared, or of several scales"
 
@@ -185,7 +185,7 @@ def _divisor(state: PerOptimizerState, norm: Tensor, found: Tensor) -> Tensor | 
     """Return what the kernel divides by: scale and clipping; None for 1."""
     loss_scale = next(iter(state.scales_carried()), None)
     scale = None if loss_scale is None else loss_scale.require()
-    clip = None if state.clip is None else state.clip_again((norm, found))
+    clip = None if state.folded_clip is None else state.remeasure_clip((norm, found))
     return scale if clip is None else clip.factor(torch.ones_like(norm) if scale is None else scale)
 
 

@@ -8,6 +8,7 @@ Nothing of torch's state machine runs: every method that does more than read the
 from __future__ import annotations
 
 from collections import defaultdict
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,6 +21,11 @@ from amp_plugin.scaling.loss_scale import LossScale, LossScales
 from amp_plugin.scaling.registry import Registry
 
 _NEVER_CALLED = ("_unscale_grads_", "_maybe_opt_step")
+
+
+def _of_loss_scale(name: str) -> Any:
+    """Return a property for an attribute of the default loss scale; programs also set torch's."""
+    return property(attrgetter(f"loss_scale.{name}"), lambda self, new: setattr(self.loss_scale, name, new))
 
 
 class TorchNames(torch.amp.GradScaler):
@@ -38,15 +44,12 @@ class TorchNames(torch.amp.GradScaler):
             )
 
     _scale = property(lambda self: self.loss_scale.value, lambda self, value: self.loss_scale.replace(value))
-    _growth_tracker = property(
-        lambda self: self.loss_scale.growth_tracker,
-        lambda self, value: setattr(self.loss_scale, "growth_tracker", value),
-    )
-    _growth_factor = property(lambda self: self.get_growth_factor())
-    _backoff_factor = property(lambda self: self.get_backoff_factor())
-    _growth_interval = property(lambda self: self.get_growth_interval())
-    _init_scale = property(lambda self: self.loss_scale.init_scale)
-    _init_growth_tracker = property(lambda self: self.loss_scale.init_growth_tracker)
+    _growth_tracker = _of_loss_scale("growth_tracker")
+    _growth_factor = _of_loss_scale("growth_factor")
+    _backoff_factor = _of_loss_scale("backoff_factor")
+    _growth_interval = _of_loss_scale("growth_interval")
+    _init_scale = _of_loss_scale("init_scale")
+    _init_growth_tracker = _of_loss_scale("init_growth_tracker")
 
     @property
     def loss_scale(self) -> LossScale:
@@ -67,7 +70,7 @@ class TorchNames(torch.amp.GradScaler):
 
     def get_growth_factor(self) -> float:
         """Return the growth factor; 1.0 for a constant scale."""
-        return self.loss_scale.growth_factor if self.loss_scale.options.dynamic else 1.0
+        return self.loss_scale.growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the growth factor, more than 1."""
@@ -75,7 +78,7 @@ class TorchNames(torch.amp.GradScaler):
 
     def get_backoff_factor(self) -> float:
         """Return the backoff factor; 1.0 for a constant scale."""
-        return self.loss_scale.backoff_factor if self.loss_scale.options.dynamic else 1.0
+        return self.loss_scale.backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the backoff factor, between 0 and 1."""
@@ -83,7 +86,7 @@ class TorchNames(torch.amp.GradScaler):
 
     def get_growth_interval(self) -> int:
         """Return the growth interval in optimizer steps; 0 for a constant scale."""
-        return self.loss_scale.growth_interval if self.loss_scale.options.dynamic else 0
+        return self.loss_scale.growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the growth interval; one that has already passed takes effect at the next good step."""
@@ -103,12 +106,8 @@ class TorchNames(torch.amp.GradScaler):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
         self.loss_scale.materialize(dev)
 
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Any, Any]:
-        loss_scale = self._scales.require(funcname)
-        return loss_scale.value, loss_scale.growth_tracker
-
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         state = self._registry.state(optimizer)
         state.begin_call()
-        state.check(write=False)
+        state.measure(unscale=False)
         return state.found_inf_per_device

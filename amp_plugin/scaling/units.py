@@ -71,8 +71,8 @@ class Units:
         # In this order: which states unscale again is known only before units change; clips are written
         # before gradients are added to; marks are set after converting.
         states = list(self._registry)
-        carry_none = [state for state in states if any(g.carries is None for g in state.groups)]
-        again = [state for state in carry_none if state.stage is OptState.UNSCALED]
+        unscaled = [state for state in states if any(g.unit is None for g in state.groups)]
+        again = [state for state in unscaled if state.stage is OptState.UNSCALED]
         for state in states:
             state.write_clip()
         several_ranks = any(state.spans_ranks for state in states)
@@ -187,7 +187,7 @@ def _unscale_again(states: list[PerOptimizerState]) -> None:
     """After a backward in mid-window: what was unscaled before it is unscaled again."""
     for state in states:
         if state.stage is OptState.UNSCALED:
-            state.check(write=True)
+            state.measure(unscale=True)
 
 
 def _checked(new_scale: float | Tensor) -> float | Tensor:

@@ -269,10 +269,12 @@ class Square(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-@pytest.mark.parametrize("inner", [nn.Linear(4, 4), Square()], ids=lambda inner: type(inner).__name__)
+@pytest.mark.parametrize("inner", [nn.Linear(4, 4), Square(), "decorated"])
 def test_torchscript_calls_it(inner):
     """TorchScript compiles what a wrapper of functools wraps: the cast would be gone, and nobody told."""
-    model, x = nn.Sequential(nn.Linear(4, 4), run_in(FP32)(inner)), torch.randn(4, 4)
+    off = type("Off", (Square,), {"forward": autocast("cpu", enabled=False)(Square.forward)})
+    inner = nn.Sequential(run_in(FP32)(nn.Identity()), off()) if inner == "decorated" else run_in(FP32)(inner)
+    model, x = nn.Sequential(nn.Linear(4, 4), inner), torch.randn(4, 4)
     scripted = torch.jit.script(model)
     assert in_bf16(scripted, x).dtype is FP32
     assert torch.equal(in_bf16(scripted, x), in_bf16(model, x))

@@ -184,6 +184,8 @@ def test_torchscript_is_refused():
     scripted = torch.jit.trace(nn.Linear(3, 3), X)
     with pytest.raises(TypeError, match="is TorchScript and cannot be changed; apply this before scripting"):
         autocast_module(scripted)
+    with pytest.raises(TypeError, match=r"Linear without its autocast state; script the module before, and"):
+        torch.jit.script(nn.Sequential(autocast_module(nn.Linear(3, 3))))
 
 
 @pytest.mark.gpu

@@ -106,12 +106,12 @@ def test_batches_by_device_and_kind():
     params[2].grad = torch.ones(4).to_sparse()
     params[3].grad = torch.ones(4)
     params[4].grad = torch.sparse_coo_tensor([[0, 0]], [3.0, 4.0], (4,), check_invariants=True)
-    (batch,) = batch_gradients(params)
-    assert batch.positions == [0, 2, 3, 4]
-    measured = batch.measure(torch.tensor(1.0), 2.0, write=False)
-    assert measured.norm.item() == pytest.approx(math.sqrt(4 + 4 + 4 + 49))
-    assert (measured.found_inf.item(), measured.flags.tolist()) == (0.0, [0] * 4)
-    assert params[4].grad.is_coalesced()
+    batches = batch_gradients(params)
+    assert [batch.positions for batch in batches] == [[0, 2, 3], [4]]
+    measured = [batch.measure(torch.tensor(0.5), 2.0, write=False) for batch in batches]
+    assert [found.norm.item() for found in measured] == [pytest.approx(math.sqrt(12) / 2), 3.5]
+    assert [(found.found_inf.item(), found.flags.tolist()) for found in measured] == [(0, [0] * 3), (0, [0])]
+    assert params[4].grad._values().tolist() == [3.0, 4.0]
 
 
 def train(param, gradient, **options):
@@ -135,13 +135,13 @@ def test_compressed(layout):
     assert param.grad.values().tolist() == [2.0] * 4
 
 
-def test_sparse_float16_duplicates_that_overflow_together():
-    param = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
-    values = torch.tensor([60000.0, 60000.0], dtype=torch.float16)
-    result = train(
-        param, torch.sparse_coo_tensor([[1, 1]], values, (4,), check_invariants=True), fp16_gradients=True
-    )
-    assert result.skipped
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_sparse_duplicates_that_overflow_together(dtype):
+    """float16 ones are added up scaled, as torch.amp does; others are unscaled first."""
+    param, most = torch.nn.Parameter(torch.zeros(4, dtype=dtype)), torch.finfo(dtype).max
+    grad = torch.sparse_coo_tensor([[1, 1]], [most * 0.75] * 2, (4,), dtype=dtype, check_invariants=True)
+    assert train(param, grad, fp16_gradients=True).skipped == (dtype is torch.float16)
+    assert param[1].item() == pytest.approx(-most * 0.1875 * (dtype is torch.float32))
 
 
 @pytest.mark.parametrize("lazy", ["conj", "neg"])

@@ -89,8 +89,7 @@ def test_errors_that_protect_are_kept(weights):
 
 def test_fp16_parameters_are_named():
     param = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
-    optimizer = torch.optim.SGD([param], lr=0.1)
-    scaler = GradScaler("cpu", init_scale=4.0)
+    optimizer, scaler = torch.optim.SGD([param], lr=0.1), GradScaler("cpu", init_scale=4.0)
     scaler.register(optimizer, names={"head.weight": param})
     scaler.scale((param * 2).sum()).backward()
     with pytest.raises(ValueError, match="FP16 gradients. Parameter 'head.weight' .* keep parameters in"):
@@ -118,8 +117,9 @@ def test_getters_and_setters():
         scaler.set_growth_factor(3.0)
         scaler.set_backoff_factor(0.25)
         scaler.set_growth_interval(5)
+        scaler._init_scale = 4.0  # as programs do
         assert (scaler.get_growth_factor(), scaler.get_backoff_factor()) == (3.0, 0.25)
-        assert scaler.get_growth_interval() == 5
+        assert (scaler.get_growth_interval(), scaler._init_scale) == (5, 4.0)
     with pytest.raises(ValueError, match="growth_factor=.* more than 1"):
         scaler.set_growth_factor(0.5)
     constant = GradScaler("cpu", dynamic=False)
@@ -162,6 +162,17 @@ def test_private_names_other_code_touches(weights):
     assert scaler._check_inf_per_device(one.optimizer) == {torch.device("cpu"): 0.0}
     assert scaler._found_inf_per_device(one.optimizer) == {torch.device("cpu"): 0.0}
     assert scaler._get_scale_async().item() == 8.0
+
+
+@pytest.mark.parametrize("make", [torch.amp.GradScaler, GradScaler])
+def test_an_overflow_that_a_program_writes_after_unscaling_counts(make):
+    scaler, table = make("cpu"), torch.nn.Embedding(2, 1, sparse=True)
+    dense = torch.nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([dense, table.weight], lr=1.0)
+    scaler.scale(dense + table(torch.tensor([1, 1])).sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler._found_inf_per_device(optimizer)[torch.device("cpu")].fill_(1.0)
+    assert (scaler.step(optimizer), dense.item()) == (None, 1.0)
 
 
 @pytest.mark.parametrize("make", [torch.amp.GradScaler, GradScaler])
