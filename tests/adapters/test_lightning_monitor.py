@@ -1,5 +1,7 @@
 """AmpMonitor: what it logs, when it warns and when it stops."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -83,11 +85,15 @@ def test_the_bytes_per_parameter_are_logged_once_a_step_was_taken(caplog):
 @pytest.mark.parametrize("callbacks", [[], [AmpMonitor()]])
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_fit_that_took_no_step_ends_with_a_warning(precision, callbacks):
-    plugin = AmpPrecision(precision)
-    with pytest.warns(
-        UserWarning, match=r"no optimizer step was taken: 2 steps of SGD in a row were skipped"
-    ):
-        fit(OneWeight(overflow_at=(0, 1)), plugin, steps=2, callbacks=callbacks)
+    """Also behind one that an error has ended after a step, and while that error is handled."""
+    plugin, fails = AmpPrecision(precision), LambdaCallback(on_train_batch_end=Mock(side_effect=OSError))
+    try:
+        fit(OneWeight(), plugin, callbacks=[fails])
+    except OSError:
+        with pytest.warns(
+            UserWarning, match="no optimizer step was taken: 2 steps of SGD in a row were skip"
+        ):
+            fit(OneWeight(overflow_at=(0, 1)), plugin, steps=2, callbacks=callbacks)
     fit(OneWeight(overflow_at=(1, 2)), plugin, steps=3, callbacks=callbacks)
 
 
@@ -204,7 +210,8 @@ def test_a_run_with_a_page_logs_and_counts_what_one_without_does(by_hand, precis
     for report in (None, tmp_path / "run.html"):
         module, monitor = Traced(by_hand), AmpMonitor(report=report)
         plugin = AmpPrecision(precision, init_scale=1024.0)
-        trainer = fit(module, plugin, 6, regression(8), callbacks=[monitor], profiler="simple")
+        callbacks = [monitor, LambdaCallback(on_before_backward=(hook := Mock()), on_after_backward=hook)]
+        trainer = fit(module, plugin, 6, regression(8), callbacks=callbacks, profiler="simple")
         runs.append(
             (dict(trainer.callback_metrics), trainer.global_step, module.measured, module.state_dict())
         )
@@ -213,6 +220,7 @@ def test_a_run_with_a_page_logs_and_counts_what_one_without_does(by_hand, precis
     assert len(module.losses) == 7
     assert "The step was run again." in page  # and raised nothing
     assert not vars(module).keys() & {"log"}
+    assert hook.call_count == 2 * 6
 
 
 def test_a_micro_batch_that_runs_again_has_its_share_of_the_window():

@@ -121,11 +121,13 @@ class PrecisionCore(HasScaler):
         return f"{type(self).__name__}({self.settings.precision!r}{weights})"
 
     def __format__(self, spec: str) -> str:
-        """Say what to do too: Lightning's errors of two precisions or packages hold ``f"{plugin}"``."""
+        """Say what to do too: Lightning's errors of two precisions or a wrong plugin hold ``f"{plugin}"``."""
+        package = self.package.__name__
+        other = "The Trainer takes " if "fabric" in package else "Fabric takes Fabric"
         text = (
-            f"{self!r} of {self.package.__name__} (which sets the precision: delete precision=... and keep "
-            "this plugin. Where a library passes precision=, leave it and run the program by amp-plugin run. "
-            "amp_plugin.adapters.lightning.classes_for(package) has the plugins for other packages)"
+            f"{self!r} of {package} (which sets the precision: delete precision=... and keep this plugin. "
+            f"Where a library passes precision=, leave it and run the program by amp-plugin run. {other}"
+            "AmpPrecision. amp_plugin.adapters.lightning.classes_for(package) has plugins for other packages)"
         )
         return format(text, spec)
 
