@@ -261,8 +261,10 @@ class Unprepared(GradientOrigins):
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         """Run before the step of any optimizer."""
-        scaled, scaler = sum(map(self.is_scaled, params_of(optimizer))), self._scaler()
-        if scaled and scaler and all(known is not optimizer for known in scaler.optimizers):
+        scaler = self._scaler()
+        if scaler is None or any(known is optimizer for known in scaler.optimizers):
+            return
+        if scaled := sum(map(self.is_scaled, params_of(optimizer))):
             msg = (
                 f"{type(optimizer).__name__}.step(): {scaled} gradients are multiplied by "
                 "the loss scale, and this optimizer was not prepared: step the one that "
