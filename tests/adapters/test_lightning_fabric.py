@@ -265,12 +265,12 @@ def test_an_optimizer_that_was_not_set_up_takes_no_scaled_gradients():
 
 
 def test_errors():
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[FabricAmpPrecision()])
-    with pytest.raises(RuntimeError, match=r"does not know its device yet.*fabric\.setup"), fabric.autocast():
-        pass
+    for plugin in (FabricAmpPrecision(), AmpPrecision()):
+        fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+        with pytest.raises(RuntimeError, match=r"does not know its device yet.*fabric\.setup with a FabricA"):
+            fabric.autocast()
     with pytest.raises(ValueError, match=r"delete precision=\.\.\. and keep this plugin"):
         Fabric(accelerator="cpu", precision="16-mixed", plugins=[FabricAmpPrecision()])
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[AmpPrecision()])
     with pytest.raises(TypeError, match=r"in Fabric use FabricAmpPrecision\('fp16'\)"):
         fabric.setup(nn.Linear(1, 1))
 

@@ -79,16 +79,6 @@ class FabricPrecision(PrecisionCore):
 
     # -- forward ------------------------------------------------------------------------------
 
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Run a forward in the precision asked for."""
-        if not self.device:
-            msg = (
-                f"{self!r} does not know its device yet: set a module up first (fabric.setup), or use "
-                "amp_plugin.autocast(device, dtype)"
-            )
-            raise RuntimeError(msg)
-        return self.autocast_context_manager()
-
     def convert_output(self, data: Any) -> Any:
         """Return fp16 and bf16 outputs as fp32, for losses outside the module; others as they are."""
         if self.settings.training_dtype is torch.float32:

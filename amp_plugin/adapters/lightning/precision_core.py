@@ -256,8 +256,18 @@ class PrecisionCore(HasScaler):
 
     # -- regions ------------------------------------------------------------------------------
 
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Run a forward in the training precision."""
+        return self.autocast_context_manager()
+
     def autocast_context_manager(self) -> torch.autocast:
         """Return a new autocast region of the training precision; where all weights are stored, none."""
+        if not self.device:
+            msg = (
+                f"{self!r} does not know its device yet: trainer.fit, or in Fabric fabric.setup with a "
+                "FabricAmpPrecision, tells it; before that use amp_plugin.autocast(device, dtype)"
+            )
+            raise RuntimeError(msg)
         return self._region(self.settings.precision)
 
     def _region(self, precision: str) -> torch.autocast:

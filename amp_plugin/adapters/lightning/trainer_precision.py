@@ -138,10 +138,6 @@ class TrainerPrecision(PrecisionCore):
 
     # -- the autocast region ------------------------------------------------------------------
 
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Run a forward in the training precision."""
-        return self.autocast_context_manager()
-
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
         """Run ``training_step``; in manual optimization its end is the end of the iteration."""
