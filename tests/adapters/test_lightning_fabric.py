@@ -254,9 +254,8 @@ def test_a_module_set_up_compiles_without_graph_breaks():
 
 
 def test_an_optimizer_that_was_not_set_up_takes_no_scaled_gradients():
-    plugin, module = FabricAmpPrecision("fp16", one_pass=False), Weights()
-    fabric = Fabric(accelerator="cpu", plugins=[plugin])
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0, fused=True)
+    fabric = Fabric(accelerator="cpu", plugins=[plugin := FabricAmpPrecision("fp16", one_pass=False)])
+    optimizer = torch.optim.SGD((module := Weights()).parameters(), lr=1.0, fused=True)
     fabric.backward(fabric.setup(module)(X))
     with pytest.raises(RuntimeError, match=r"2 gradients are multiplied.*fabric\.setup_optimizers"):
         optimizer.step()
