@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from amp_plugin.scaling import penalty
@@ -225,3 +226,49 @@ class GradientOrigins:
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle without what is watched: it belongs to this process."""
         return type(self), ()
+
+
+class Unprepared(GradientOrigins):
+    """Refuses scaled gradients to optimizers that were not prepared; in most programs there are none."""
+
+    leaves_gradients = leaves_steps = True  # else no prepared optimizer steps in one pass
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._looked_at: tuple[int, int] = (0, 0)  # models, optimizers
+        self._step_hook = ExitStack()
+        self._scaler: Callable[[], GradScaler | None] = lambda: None
+
+    @contextmanager
+    def watching(self, models: Sequence[nn.Module], scaler: GradScaler) -> Iterator[None]:
+        """Learn which parameters of no optimizer of the scaler a backward brings gradients to."""
+        if self._looked_at != (len(models), len(scaler.optimizers)):
+            known = {id(param) for optimizer in scaler.optimizers for param in params_of(optimizer)}
+            params = [param for model in models for param in model.parameters() if id(param) not in known]
+            self.release()
+            self._looked_at, self._scaler = (len(models), len(scaler.optimizers)), weakref.ref(scaler)
+            self.watch(params)
+            if params:
+                self._step_hook.callback(register_optimizer_step_pre_hook(self).remove)
+        with self.inside():
+            yield
+
+    def release(self) -> None:
+        """Look at no optimizer any more."""
+        self.unwatch()
+        self._looked_at = (0, 0)
+        self._step_hook.close()
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        """Run before the step of any optimizer."""
+        scaler = self._scaler()
+        if scaler is None or any(known is optimizer for known in scaler.optimizers):
+            return
+        if scaled := sum(map(self.is_scaled, params_of(optimizer))):
+            msg = (
+                f"{type(optimizer).__name__}.step(): {scaled} gradients are multiplied by "
+                "the loss scale, and this optimizer was not prepared: step the one that "
+                "accelerator.prepare(optimizer) or fabric.setup_optimizers(optimizer) returns, or keep its "
+                "parameters out of prepared models"
+            )
+            raise RuntimeError(msg)

@@ -227,8 +227,8 @@ class LossScales:
         used = next(iter(self.materialized()), None)
         if used is None:
             msg = (
-                f"Attempted {call} but _scale is None. Call scaler.scale(loss).backward() "
-                "earlier in the iteration; in Accelerate accelerator.backward(loss)."
+                f"Attempted {call} but _scale is None. Call scaler.scale(loss).backward() earlier in the "
+                "iteration; in Accelerate accelerator.backward(loss), in Fabric fabric.backward(loss)."
             )
             raise RuntimeError(msg)
         return used

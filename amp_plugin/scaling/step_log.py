@@ -347,11 +347,11 @@ class StepLog:
         """Return how many results the host does not know yet."""
         return len(self._late)
 
-    def end_run(self, warn: Callable[[str], Any] = warn_user) -> None:
-        """End a run of any length: warn if it has skipped every step since the last one; a host sync."""
-        self.read(wait=True)
+    def end_run(self, warn: Callable[[str], Any] | None = warn_user) -> None:
+        """End a run: warn if it has skipped every step, a host sync; None only forgets, as after an error."""
+        self.read(wait=warn is not None)
         last, self._last_skip, self._has_taken = self._last_skip, None, False
-        if last is not None:
+        if last is not None and warn is not None:
             warn(f"the run has ended and no optimizer step was taken: {last.run_of_skips()}")
 
     def subscribe(self, subscriber: Subscriber, *, first: bool = False) -> None:

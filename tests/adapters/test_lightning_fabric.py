@@ -250,13 +250,23 @@ def test_a_module_set_up_compiles_without_graph_breaks():
     assert torch.equal(compiled(x), plain)
 
 
+def test_an_optimizer_that_was_not_set_up_takes_no_scaled_gradients():
+    fabric = Fabric(accelerator="cpu", plugins=[plugin := FabricAmpPrecision("fp16", one_pass=False)])
+    optimizer = torch.optim.SGD((module := Weights()).parameters(), lr=1.0, fused=True)
+    fabric.backward(fabric.setup(module)(X))
+    with pytest.raises(RuntimeError, match=r"2 gradients are multiplied.*fabric\.setup_optimizers"):
+        optimizer.step()
+    plugin.scaler.step(optimizer)
+    assert module.a.item() == 1.0 - 3.0
+
+
 def test_errors():
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[FabricAmpPrecision()])
-    with pytest.raises(RuntimeError, match=r"does not know its device yet.*fabric\.setup"), fabric.autocast():
-        pass
+    for plugin in (FabricAmpPrecision(), AmpPrecision()):
+        fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+        with pytest.raises(RuntimeError, match=r"does not know its device yet.*fabric\.setup with a FabricA"):
+            fabric.autocast()
     with pytest.raises(ValueError, match=r"delete precision=\.\.\. and keep this plugin"):
         Fabric(accelerator="cpu", precision="16-mixed", plugins=[FabricAmpPrecision()])
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[AmpPrecision()])
     with pytest.raises(TypeError, match=r"in Fabric use FabricAmpPrecision\('fp16'\)"):
         fabric.setup(nn.Linear(1, 1))
 

@@ -1,5 +1,7 @@
 """AmpMonitor: what it logs, when it warns and when it stops."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -82,11 +84,13 @@ def test_the_bytes_per_parameter_are_logged_once_a_step_was_taken(caplog):
 
 @pytest.mark.parametrize("callbacks", [[], [AmpMonitor()]])
 def test_a_fit_that_took_no_step_ends_with_a_warning(precision, callbacks):
-    plugin = AmpPrecision(precision)
-    with pytest.warns(
-        UserWarning, match=r"no optimizer step was taken: 2 steps of SGD in a row were skipped"
-    ):
-        fit(OneWeight(overflow_at=(0, 1)), plugin, steps=2, callbacks=callbacks)
+    """Also behind one that an error has ended after a step, and while that error is handled."""
+    plugin, fails = AmpPrecision(precision), LambdaCallback(on_train_batch_end=Mock(side_effect=OSError))
+    try:
+        fit(OneWeight(), plugin, callbacks=[fails])
+    except OSError:
+        with pytest.warns(UserWarning, match="no optimizer step was taken: 2 steps of SGD in a row"):
+            fit(OneWeight(overflow_at=(0, 1)), plugin, steps=2, callbacks=callbacks)
     fit(OneWeight(overflow_at=(1, 2)), plugin, steps=3, callbacks=callbacks)
 
 
@@ -201,14 +205,15 @@ def test_a_run_with_a_page_logs_and_counts_what_one_without_does(by_hand, precis
     runs = []
     for report in (None, tmp_path / "run.html"):
         module, monitor = Traced(by_hand), AmpMonitor(report=report)
-        plugin = AmpPrecision(precision, init_scale=1024.0)
-        trainer = fit(module, plugin, 6, regression(8), callbacks=[monitor], profiler="simple")
+        plugin, hook = AmpPrecision(precision, init_scale=1024.0), Mock()
+        callbacks = [monitor, LambdaCallback(on_before_backward=hook, on_after_backward=hook)]
+        trainer = fit(module, plugin, 6, regression(8), callbacks=callbacks, profiler="simple")
         runs.append(
             (dict(trainer.callback_metrics), trainer.global_step, module.measured, module.state_dict())
         )
     torch.testing.assert_close(runs[1], runs[0], rtol=0, atol=0)
     page = (tmp_path / "run.html").read_text()
-    assert len(module.losses) == 7
+    assert (len(module.losses), hook.call_count) == (7, 2 * 6)
     assert "The step was run again." in page  # and raised nothing
     assert not vars(module).keys() & {"log"}
 

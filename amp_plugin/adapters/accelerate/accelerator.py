@@ -22,13 +22,14 @@ from torch.optim import Optimizer
 
 from amp_plugin.adapters.accelerate import deepspeed
 from amp_plugin.adapters.accelerate.forward import MixedForward, fp32_units_apart, give_policy
-from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, Stepping, Unprepared, steps_in_backward
+from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, Stepping, steps_in_backward
 from amp_plugin.adapters.accelerate.settings import refuse_misplaced, refuse_other_engine, take_options
 from amp_plugin.adapters.float8 import leave_out, refuse_device
 from amp_plugin.adapters.option_sources import naming
 from amp_plugin.adapters.scaler import (
     HasScaler,
     StepNorms,
+    Unprepared,
     endless_skips,
     fsdp_root,
     register,

@@ -1,20 +1,15 @@
-"""Prepared optimizers, which step through the scaler; and others, which must not step on scaled gradients."""
+"""Prepared optimizers, which step through the scaler."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from amp_plugin.adapters.scaler import GradientOrigins
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.scaling.grad_scaler import GradScaler
-from amp_plugin.scaling.gradients import params_of
 
 
 class Stepping:
@@ -81,45 +76,3 @@ class AmpOptimizer(AcceleratedOptimizer):
 def steps_in_backward(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is LOMO, which steps in ``backward``: its ``step`` does nothing."""
     return any(kind.__module__.partition(".")[0] == "lomo_optim" for kind in type(optimizer).__mro__)
-
-
-class Unprepared(GradientOrigins):
-    """Refuses scaled gradients to optimizers that were not prepared; in most programs there are none."""
-
-    leaves_gradients = leaves_steps = True  # else no prepared optimizer steps in one pass
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._looked_at: tuple[int, int] = (0, 0)  # models, optimizers
-        self._step_hook = ExitStack()
-
-    @contextmanager
-    def watching(self, models: Sequence[nn.Module], scaler: GradScaler) -> Iterator[None]:
-        """Learn which parameters of no optimizer of the scaler a backward brings gradients to."""
-        if self._looked_at != (len(models), len(scaler.optimizers)):
-            known = {id(param) for optimizer in scaler.optimizers for param in params_of(optimizer)}
-            params = [param for model in models for param in model.parameters() if id(param) not in known]
-            self.release()
-            self._looked_at = len(models), len(scaler.optimizers)
-            self.watch(params)
-            if params:
-                self._step_hook.callback(register_optimizer_step_pre_hook(self).remove)
-        with self.inside():
-            yield
-
-    def release(self) -> None:
-        """Look at no optimizer any more."""
-        self.unwatch()
-        self._looked_at = (0, 0)
-        self._step_hook.close()
-
-    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        """Run before the step of any optimizer."""
-        scaled = sum(map(self.is_scaled, params_of(optimizer)))
-        if scaled:
-            msg = (
-                f"{type(optimizer).__name__}.step(): {scaled} gradients are multiplied by "
-                "the loss scale, and this optimizer was not prepared: call optimizer = "
-                "accelerator.prepare(optimizer), or keep its parameters out of prepared models"
-            )
-            raise RuntimeError(msg)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_plugin.adapters.lightning.precision_core import PrecisionCore
-from amp_plugin.adapters.scaler import fsdp_root, register, scaler_groups, torch_optimizer
+from amp_plugin.adapters.scaler import Unprepared, fsdp_root, register, scaler_groups, torch_optimizer
 from amp_plugin.casting.region import autocast
 from amp_plugin.casting.threads import autocast_module
 from amp_plugin.kernels.tracers import outside_graphs
@@ -53,6 +53,7 @@ class FabricPrecision(PrecisionCore):
     def _begin(self) -> None:
         super()._begin()
         self._groups: dict[str, Any] = {}
+        self._unprepared = Unprepared()
 
     # -- set-up -------------------------------------------------------------------------------
 
@@ -78,16 +79,6 @@ class FabricPrecision(PrecisionCore):
 
     # -- forward ------------------------------------------------------------------------------
 
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Run a forward in the precision asked for."""
-        if not self.device:
-            msg = (
-                f"{self!r} does not know its device yet: set a module up first (fabric.setup), or use "
-                "amp_plugin.autocast(device, dtype)"
-            )
-            raise RuntimeError(msg)
-        return self.autocast_context_manager()
-
     def convert_output(self, data: Any) -> Any:
         """Return fp16 and bf16 outputs as fp32, for losses outside the module; others as they are."""
         if self.settings.training_dtype is torch.float32:
@@ -102,7 +93,9 @@ class FabricPrecision(PrecisionCore):
         device = self.device or tensor.device.type
         with autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             loss = self._scaler.scale(tensor)
-            self.package.plugins.Precision.backward(self, loss, model, *args, **kwargs)
+            models = [*self._weights.models] if self._scaler.is_enabled() else []
+            with self._unprepared.watching(models, self._scaler):
+                self.package.plugins.Precision.backward(self, loss, model, *args, **kwargs)
 
     @outside_graphs
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:

@@ -121,11 +121,13 @@ class PrecisionCore(HasScaler):
         return f"{type(self).__name__}({self.settings.precision!r}{weights})"
 
     def __format__(self, spec: str) -> str:
-        """Say what to do too: Lightning's errors of two precisions or packages hold ``f"{plugin}"``."""
+        """Say what to do too: Lightning's errors of two precisions or a wrong plugin hold ``f"{plugin}"``."""
+        package = self.package.__name__
+        other = "The Trainer takes " if "fabric" in package else "Fabric takes Fabric"
         text = (
-            f"{self!r} of {self.package.__name__} (which sets the precision: delete precision=... and keep "
-            "this plugin. Where a library passes precision=, leave it and run the program by amp-plugin run. "
-            "amp_plugin.adapters.lightning.classes_for(package) has the plugins for other packages)"
+            f"{self!r} of {package} (which sets the precision: delete precision=... and keep this plugin. "
+            f"Where a library passes precision=, leave it and run the program by amp-plugin run. {other}"
+            "AmpPrecision. amp_plugin.adapters.lightning.classes_for(package) has plugins for other packages)"
         )
         return format(text, spec)
 
@@ -254,8 +256,18 @@ class PrecisionCore(HasScaler):
 
     # -- regions ------------------------------------------------------------------------------
 
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Run a forward in the training precision."""
+        return self.autocast_context_manager()
+
     def autocast_context_manager(self) -> torch.autocast:
         """Return a new autocast region of the training precision; where all weights are stored, none."""
+        if not self.device:
+            msg = (
+                f"{self!r} does not know its device yet: trainer.fit, or in Fabric fabric.setup with a "
+                "FabricAmpPrecision, tells it; before that use amp_plugin.autocast(device, dtype)"
+            )
+            raise RuntimeError(msg)
         return self._region(self.settings.precision)
 
     def _region(self, precision: str) -> torch.autocast:

@@ -11,7 +11,6 @@ all numbers are theirs. One optimizer step::
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -74,6 +73,7 @@ class TrainerPrecision(PrecisionCore):
         super()._begin()
         self._schedulers = HeldSchedulers()
         self._fitting = True
+        self._state: Any = None  # the Trainer's, which knows of errors
         self._load_again: Any = None  # the Trainer, if what it has loaded before set-up was rounded
         self._in_train_step = False
         self._runs_again = False
@@ -94,7 +94,8 @@ class TrainerPrecision(PrecisionCore):
                 f"{self!r} is for the Trainer; in Fabric use FabricAmpPrecision({self.settings.precision!r})"
             )
             raise TypeError(msg)
-        self._fitting = trainer.state.fn == "fit"
+        self._state = trainer.state
+        self._fitting = self._state.fn == "fit"
         self._refuse_strategy(trainer.strategy)
         self._root_device = trainer.strategy.root_device.type
         self._manual = not module.automatic_optimization
@@ -128,18 +129,14 @@ class TrainerPrecision(PrecisionCore):
 
     def teardown(self) -> None:
         """End the run; warn if all of its steps were skipped."""
-        if sys.exc_info()[0] is None:  # the Trainer tears down after an error too
-            self.step_log.end_run(self._warn)
+        has_failed = self._state is not None and self._state.status == "interrupted"
+        self.step_log.end_run(None if has_failed else self._warn)
         self._strays.unwatch()
         self._averages.close()
         self._schedulers.take([], self.step_log)
         super().teardown()
 
     # -- the autocast region ------------------------------------------------------------------
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Run a forward in the training precision."""
-        return self.autocast_context_manager()
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
@@ -166,7 +163,7 @@ class TrainerPrecision(PrecisionCore):
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Show ``on_before_backward`` the loss, then scale it."""
         with self._outside_region():
-            loss: Tensor = self._plain.pre_backward(self, tensor, module)
+            loss = tensor if self._runs_again else self._plain.pre_backward(self, tensor, module)
             return self._scaler.scale(loss)
 
     @outside_graphs
@@ -178,8 +175,7 @@ class TrainerPrecision(PrecisionCore):
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Run ``on_after_backward`` without autocast."""
         with self._outside_region():
-            loss: Tensor = self._plain.post_backward(self, tensor, module)
-            return loss
+            return tensor if self._runs_again else self._plain.post_backward(self, tensor, module)
 
     def run_again(self, module: Any, batch: Any, batch_idx: int) -> None:
         """Run the forward and backward pass of a batch, without hooks, a step or a trace in the Trainer."""
