@@ -26,7 +26,7 @@ from amp_plugin.casting.installed_kernels import (
     number_by_default,
     number_of,
 )
-from amp_plugin.kernels.tracers import untraced
+from amp_plugin.kernels.tracers import outside_graphs, untraced
 from amp_plugin.messages import warned_at_user
 from amp_plugin.precision import DTYPES, known_precision
 
@@ -164,6 +164,16 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
     if not TYPE_CHECKING:
         __init__ = object.__init__  # __new__ has done it all, in one call
 
+    def __init_subclass__(cls, *, is_for_init: bool = False, **kwargs: Any) -> None:
+        """Let a subclass have an ``__init__`` of its own, which calls ours as it would torch's."""
+        super().__init_subclass__(**kwargs)
+        if is_for_init or not isinstance(vars(cls).get("__init__"), types.FunctionType):
+            return
+        untraced(cls.__init__)  # Dynamo cannot call ours in it
+        for kind in cls.__mro__:
+            if autocast in kind.__bases__ and kind is not _MadeByInit:
+                kind.__bases__ = tuple(_MadeByInit if base is autocast else base for base in kind.__bases__)
+
     def __getattr__(self, name: str) -> Any:
         position = _POSITIONS.get(name)
         opening = self.__dict__.get("_opening")
@@ -178,9 +188,10 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle by what the region was made with; a rule set's number is this process's."""
-        _, dtype, enabled, cache_enabled, number, device_type = self._opening
-        make = functools.partial(type(self), rules=KERNELS.rule_sets.get(number))
-        return make, (device_type, dtype, enabled, cache_enabled)
+        attributes = dict(vars(self))
+        _, dtype, enabled, cache_enabled, number, device_type = attributes.pop("_opening")
+        remake = functools.partial(_remade, type(self), rules=KERNELS.rule_sets.get(number))
+        return remake, (device_type, dtype, enabled, cache_enabled), attributes
 
     def traced_as(self) -> tuple[str, torch.dtype, bool, bool, str]:
         """Return device, dtype, whether it is on, cache flag, and the content of its rules."""
@@ -211,6 +222,23 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """Decorate a function, generator or coroutine function."""
         return covers_each_step(func, self) if callable(func) else super().__call__(func)
+
+
+class _MadeByInit(autocast, is_for_init=True):
+    """Stands under subclasses with their own ``__init__``; making one in compiled code ends the graph."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        return new_object(cls)
+
+    @outside_graphs
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        vars(self).update(vars(autocast(*args, **kwargs)))
+
+
+def _remade(cls: type[autocast], *arguments: Any, rules: OpRules | None) -> autocast:
+    region: Any = new_object(cls)
+    _MadeByInit.__init__(region, *arguments, rules=rules)
+    return region  # type: ignore[no-any-return]
 
 
 def _hides_flag(device_type: str) -> bool:

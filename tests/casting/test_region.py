@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
-from copy import deepcopy
+from copy import copy, deepcopy
 
 import pytest
 import torch
@@ -279,14 +279,50 @@ class TestTorchIsLeftAlone:
         assert torch.ops.amp_plugin._kept_cast_count() == 0
 
 
+def half_region(base):
+    """As torch.cuda.amp.autocast is made: a subclass with an ``__init__`` of its own, which keeps something."""
+
+    class Switched(base):
+        pass
+
+    class Half(Switched):
+        def __init__(self, name, *, enabled=True):
+            super().__init__("cpu", dtype=torch.bfloat16, enabled=enabled)
+            self.name = name
+
+    return Half
+
+
+def mm_dtype_in(region):
+    with region:
+        return mm_dtype()
+
+
+@pytest.mark.parametrize("base", [torch.autocast, amp_plugin.autocast])
+@pytest.mark.parametrize("remade", [lambda region: region, deepcopy, copy])
+def test_a_subclass_has_an_init_of_its_own(base, remade):
+    make = half_region(base)
+    region = remade(make("net"))
+    assert (region.name, region.fast_dtype, isinstance(region, base)) == ("net", torch.bfloat16, True)
+    assert mm_dtype_in(region) is mm_dtype_in(make.__base__("cpu", torch.bfloat16)) is torch.bfloat16
+    assert mm_dtype_in(make("net", enabled=False)) is torch.float32
+
+
+@pytest.mark.one_graph
+@pytest.mark.parametrize("base", [torch.autocast, amp_plugin.autocast])
+def test_compiled_code_makes_one_of_a_subclass(base):
+    make = half_region(base)
+    assert torch.compile(lambda: mm_dtype_in(make("net")), backend="eager")() is torch.bfloat16
+
+
 @pytest.mark.native
 def test_a_copy_opens_the_same_region():
     """torch's regions can be copied and pickled, so ours can; rules travel by content."""
     rules = amp_plugin.OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
     region = amp_plugin.autocast("cpu", dtype=torch.float16, cache_enabled=False, rules=rules)
-    for copy in (deepcopy(region), pickle.loads(pickle.dumps(region))):
-        assert type(copy) is amp_plugin.autocast
-        with copy:
+    for remade in (deepcopy(region), pickle.loads(pickle.dumps(region))):
+        assert type(remade) is amp_plugin.autocast
+        with remade:
             assert mm_dtype() is torch.float16
             assert torch.softmax(torch.ones(2, dtype=torch.float16), 0).dtype is torch.float32
             assert not torch.is_autocast_cache_enabled()
