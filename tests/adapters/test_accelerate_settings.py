@@ -47,6 +47,7 @@ class TestPrecedence:
         assert resolve([], file).init_scale == 1.0
         others = {"AMP_PLUGIN_NATIVE": "1", "AMP_PLUGIN_CACHE_DIR": "/tmp", "PATH": "x"}
         assert resolve([], others).sources == {}
+        assert repr(handlers[1]) == "AmpKwargs(init_scale=4.0)"
 
     def test_every_option_can_be_set_by_the_environment(self):
         text = {
@@ -123,7 +124,7 @@ class TestErrorsNameTheirSource:
     @pytest.mark.parametrize(
         ("given", "argument_error"),
         [
-            ("fp17", " is unknown; allowed are"),
+            ("fp17", " is unknown; allowed are 'no', 'fp8', 'fp16', 'bf16';"),
             ("bf16-true", " keeps.*Use mixed_precision='bf16'.*AmpKwargs(weights='bf16-true')"),
             ("16-true", " keeps.*Use mixed_precision='fp16'.*AmpKwargs(weights='fp16-true')"),
         ],

@@ -23,9 +23,10 @@ from typing_extensions import Self
 
 from amp_plugin.adapters.option_sources import OPTIONS, decided, naming, outside_program, read_all
 from amp_plugin.adapters.settings import AdapterSettings
-from amp_plugin.options import AccelerateOptions, lists_options, takes
+from amp_plugin.options import AccelerateOptions, lists_options, option_defaults, takes
 from amp_plugin.precision import checked_precision
 
+_ACT_IN_FP32 = ("eval_precision", "weights", "state", "on_nonfinite", "report")
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 
 
@@ -48,6 +49,10 @@ class AmpKwargs(KwargsHandler, SimpleNamespace):
     @takes(AccelerateOptions, by_position=0, or_none=True)
     def __init__(self, **given: Any) -> None:
         SimpleNamespace.__init__(self, **{name: given.get(name) for name in OPTIONS})
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in self.to_kwargs().items())
+        return f"{type(self).__name__}({given})"
 
 
 def refuse_misplaced(owner: str, names: Iterable[str]) -> None:
@@ -76,6 +81,26 @@ class Settings(AdapterSettings, AccelerateOptions):
         """Whether prepared models compute in 16 bits, in training or in ``eval()`` mode."""
         return self.precision != "fp32" or self.eval_precision in {"fp16", "bf16"}
 
+    def leaves_to_engine(self, kind: DistributedType, precision: str, *, float8_recipe: Any) -> bool:
+        """Return whether another engine trains than ours or DeepSpeed; raise ValueError if we had to cast."""
+        engine = {DistributedType.MEGATRON_LM: "Megatron-LM", DistributedType.XLA: "XLA"}.get(kind)
+        if engine is None and precision == "fp8" and float8_recipe is None:
+            engine = "fp8 training by TransformerEngine or MS-AMP"
+        if engine is None:
+            return False
+        defaults = option_defaults(AccelerateOptions)
+        asked = [name for name in _ACT_IN_FP32 if getattr(self, name) != defaults[name]]
+        if precision == "no" and not asked:
+            return True
+        ours = "; or AORecipeKwargs() in kwargs_handlers: torchao's fp8" * (precision == "fp8")
+        left_out = f", leave out {', '.join(asked)}" * bool(asked)
+        msg = (
+            f"{engine} casts and scales losses by itself, which AmpAccelerator cannot do for it: use "
+            f"accelerate.Accelerator{left_out}, and start the program without amp-plugin run or "
+            f"install(){ours}"
+        )
+        raise ValueError(msg)
+
 
 def resolve(handlers: Sequence[KwargsHandler], environment: Mapping[str, str]) -> Settings:
     """Decide each option by the order of precedence above; of several AmpKwargs the first that names it."""
@@ -103,22 +128,10 @@ def _precision_for_accelerate(argument: Any, environment: Mapping[str, str]) -> 
     """Return ``mixed_precision`` in Accelerate's words, checked; None leaves it to the environment."""
     from_environment = argument is None and not AcceleratorState._shared_state
     given = environment.get(PRECISION_VARIABLE, "no").lower() if from_environment else argument
-    if given is None or str(given) in PrecisionType.list():
+    if given is None or str(given) in (words := PrecisionType.list()):
         return argument
     source = PRECISION_VARIABLE if from_environment else ""
-    known = checked_precision("mixed_precision", given, source, weights_in="AmpKwargs(weights={!r})")
+    known = checked_precision(
+        "mixed_precision", given, source, words=words, weights_in="AmpKwargs(weights={!r})"
+    )
     return "no" if known == "fp32" else known
-
-
-def refuse_other_engine(distributed: DistributedType, precision: str, *, float8_recipe: Any) -> None:
-    """Raise ValueError where another engine casts and scales; DeepSpeed is told our options, and observed."""
-    engine = {DistributedType.MEGATRON_LM: "Megatron-LM", DistributedType.XLA: "XLA"}.get(distributed)
-    if engine is None and precision == "fp8" and float8_recipe is None:
-        engine = "fp8 training by TransformerEngine or MS-AMP"
-    if engine is not None:
-        ours = "; or AORecipeKwargs() in kwargs_handlers: torchao's fp8" * (precision == "fp8")
-        msg = (
-            f"{engine} casts and scales losses by itself, which AmpAccelerator cannot do for it: use "
-            f"accelerate.Accelerator, and start the program without amp-plugin run or install(){ours}"
-        )
-        raise ValueError(msg)
