@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Final, Literal, cast, get_args
 
 import torch
@@ -56,12 +55,7 @@ def known_precision(given: object) -> PrecisionName | None:
 
 
 def checked_precision(
-    option: str,
-    given: object,
-    source: str = "",
-    *,
-    words: Iterable[str] = DTYPES,
-    weights_in: str = "weights={!r}",
+    option: str, given: object, source: str = "", *, words: Any = DTYPES, weights_in: str = "weights={!r}"
 ) -> PrecisionName:
     """Return our name of a precision, from a name of anybody's."""
     known = known_precision(given)

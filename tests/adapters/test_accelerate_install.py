@@ -9,10 +9,8 @@ from accelerate.state import AcceleratorState
 
 from amp_plugin import OpRules
 from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs, install, uninstall
-from tests.adapters.accelerate_pair import last_gradient, ours, prepared
+from tests.adapters.accelerate_pair import last_gradient, prepared
 from tests.warm_processes import call
-
-MATMUL_IN_FP32 = OpRules.default("cpu").with_rule("aten::matmul", "fp32")
 
 
 class Verbose(Accelerator):
@@ -53,31 +51,26 @@ def test_options_hold_where_the_program_has_none():
     assert own.scaler.get_scale() == 4.0
 
 
-def product():
-    with torch.autocast("cpu", torch.bfloat16):
-        return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-
-
 @pytest.mark.native
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_rules_are_those_of_the_last_accelerator_until_it_ends(precision):
-    failed = ours(precision="bf16", rules=MATMUL_IN_FP32)
-    AcceleratorState._reset_state()
-    AmpAccelerator(mixed_precision=precision, cpu=True)
-    assert product() is torch.bfloat16
-    last = AmpAccelerator(mixed_precision=precision, kwargs_handlers=[AmpKwargs(rules=MATMUL_IN_FP32)])
-    failed.end_training()
-    assert product() is (torch.float32 if precision == "bf16" else torch.bfloat16)
-    last.end_training()
-    assert product() is torch.bfloat16
+def test_rules_are_those_of_the_last_accelerator_and_uninstall_leaves_all_as_it_was():
+    def product():
+        with torch.autocast("cpu", torch.bfloat16):
+            return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
 
-
-@pytest.mark.native
-def test_uninstall_leaves_accelerate_and_torch_autocast_as_they_were():
     original = Accelerator.__init__
-    install(AmpKwargs(rules=MATMUL_IN_FP32))
-    Accelerator(mixed_precision="bf16", cpu=True)
+    install(AmpKwargs(rules=OpRules.default("cpu").with_rule("aten::matmul", "fp32")))
+    first = Accelerator(mixed_precision="bf16", cpu=True)
     assert product() is torch.float32
+    AmpAccelerator(cpu=True)
+    assert product() is torch.bfloat16
+    Accelerator(cpu=True)
+    first.end_training()  # the rules are the last one's
+    assert product() is torch.float32
+    AcceleratorState._reset_state()
+    AmpAccelerator(mixed_precision="no")
+    assert product() is torch.bfloat16
+    AcceleratorState._reset_state()
+    Accelerator(mixed_precision="bf16")
     uninstall()
     uninstall()
     assert product() is torch.bfloat16

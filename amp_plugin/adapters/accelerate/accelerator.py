@@ -111,12 +111,10 @@ class AmpAccelerator(HasScaler, Accelerator):
         self._found: set[str] = set()  # fp32_modules that a model has had; each must be in one
         self._engaged = False  # whether models compute, and optimizers step, by us and not by another engine
         self._end_page: Callable[[], object] | None = None
-        self._own_rules = ExitStack()
         super().__init__(**given)
-        kind, precision = self.distributed_type, self.mixed_precision
-        is_other = settings.leaves_to_engine(kind, precision, float8_recipe=self.ao_recipe_handler)
+        is_other = settings.yields_to(self.distributed_type, self.mixed_precision, self.ao_recipe_handler)
         self._follow(None)
-        if kind == DistributedType.DEEPSPEED:
+        if self.distributed_type == DistributedType.DEEPSPEED:
             deepspeed.translate(settings, self.deepspeed_plugin.deepspeed_config)
         elif not is_other:
             self._engage()
@@ -134,9 +132,8 @@ class AmpAccelerator(HasScaler, Accelerator):
         if self.ao_recipe_handler is not None:
             owner = f"{type(self).__name__}(mixed_precision='fp8')"
             refuse_device(owner, device, self.ao_recipe_handler.config)
-        rules = settings.rules or (OpRules.default(device) if device in TABLES else None)
         if settings.changes_forward:
-            self._follow(rules)
+            self._follow(settings.rules or (OpRules.default(device) if device in TABLES else None))
         if self.distributed_type == DistributedType.FSDP:
             refuse_sharded(settings.weights, "FullyShardedDataParallelPlugin(mixed_precision_policy=...)")
             with naming(settings.sources):
@@ -147,10 +144,10 @@ class AmpAccelerator(HasScaler, Accelerator):
     def _follow(self, rules: OpRules | None) -> None:
         """Make the process follow op rules until this run ends or another begins; end an earlier run's."""
         AmpAccelerator._rules_in_force.close()
+        self._own_rules = AmpAccelerator._rules_in_force = ExitStack()
         if rules is not None:
             with naming(self._settings.sources):
                 set_default_rules(rules)
-            self._own_rules = AmpAccelerator._rules_in_force = ExitStack()
             self._own_rules.callback(set_default_rules, None)
 
     @property
@@ -290,9 +287,7 @@ class AmpAccelerator(HasScaler, Accelerator):
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Prepare a model: its forward runs in the region and returns fp32."""
-        if not self._engaged:
-            return super().prepare_model(model, *args, **kwargs)  # type: ignore[no-any-return]
-        if not getattr(model, "_is_accelerate_prepared", False):
+        if self._engaged and not getattr(model, "_is_accelerate_prepared", False):
             evaluated = kwargs.get("evaluation_mode", len(args) > 1 and args[1])
             self._set_up([model], trained=not evaluated)
         # Accelerator.prepare_model: "if self.native_amp:" it puts on a forward of which no copy works
@@ -316,8 +311,7 @@ class AmpAccelerator(HasScaler, Accelerator):
     def prepare_optimizer(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> AcceleratedOptimizer:
         """Prepare an optimizer: it steps through the scaler."""
         prepared = super().prepare_optimizer(optimizer, *args, **kwargs)
-        is_left = isinstance(prepared, AmpOptimizer) or not self._engaged
-        if is_left or steps_in_backward(torch_optimizer(prepared)):
+        if not self._engaged or isinstance(prepared, AmpOptimizer) or steps_in_backward(prepared.optimizer):
             return prepared
         prepared.__class__, prepared.stepping = AmpOptimizer, self._stepping
         if not self.is_fsdp2:  # its parameters are yet to be replaced there
@@ -351,8 +345,8 @@ class AmpAccelerator(HasScaler, Accelerator):
     @contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
         """Run a block in the region of prepared models; nothing happens with ``mixed_precision="no"``."""
-        mixed = self.native_amp
-        with self._region(self.mixed_precision, autocast_handler).region() if mixed else nullcontext():
+        region = self._region(self.mixed_precision, autocast_handler)
+        with region.region() if self.native_amp else nullcontext():
             yield
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:

@@ -23,10 +23,9 @@ from typing_extensions import Self
 
 from amp_plugin.adapters.option_sources import OPTIONS, decided, naming, outside_program, read_all
 from amp_plugin.adapters.settings import AdapterSettings
-from amp_plugin.options import AccelerateOptions, lists_options, option_defaults, takes
+from amp_plugin.options import AccelerateOptions, lists_options, takes
 from amp_plugin.precision import checked_precision
 
-_ACT_IN_FP32 = ("eval_precision", "weights", "state", "on_nonfinite", "report")
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 
 
@@ -51,8 +50,7 @@ class AmpKwargs(KwargsHandler, SimpleNamespace):
         SimpleNamespace.__init__(self, **{name: given.get(name) for name in OPTIONS})
 
     def __repr__(self) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in self.to_kwargs().items())
-        return f"{type(self).__name__}({given})"
+        return f"AmpKwargs({', '.join(f'{name}={value!r}' for name, value in self.to_kwargs().items())})"
 
 
 def refuse_misplaced(owner: str, names: Iterable[str]) -> None:
@@ -81,23 +79,19 @@ class Settings(AdapterSettings, AccelerateOptions):
         """Whether prepared models compute in 16 bits, in training or in ``eval()`` mode."""
         return self.precision != "fp32" or self.eval_precision in {"fp16", "bf16"}
 
-    def leaves_to_engine(self, kind: DistributedType, precision: str, *, float8_recipe: Any) -> bool:
+    def yields_to(self, kind: DistributedType, precision: str, float8_recipe: Any) -> bool:
         """Return whether another engine trains than ours or DeepSpeed; raise ValueError if we had to cast."""
         engine = {DistributedType.MEGATRON_LM: "Megatron-LM", DistributedType.XLA: "XLA"}.get(kind)
         if engine is None and precision == "fp8" and float8_recipe is None:
             engine = "fp8 training by TransformerEngine or MS-AMP"
-        if engine is None:
-            return False
-        defaults = option_defaults(AccelerateOptions)
-        asked = [name for name in _ACT_IN_FP32 if getattr(self, name) != defaults[name]]
-        if precision == "no" and not asked:
-            return True
-        ours = "; or AORecipeKwargs() in kwargs_handlers: torchao's fp8" * (precision == "fp8")
+        asked = sorted(self.sources.keys() & {"eval_precision", "weights", "state", "on_nonfinite", "report"})
+        if engine is None or (precision == "no" and not asked):
+            return engine is not None
         left_out = f", leave out {', '.join(asked)}" * bool(asked)
+        ours = "; or AORecipeKwargs() in kwargs_handlers: torchao's fp8" * (precision == "fp8")
         msg = (
             f"{engine} casts and scales losses by itself, which AmpAccelerator cannot do for it: use "
-            f"accelerate.Accelerator{left_out}, and start the program without amp-plugin run or "
-            f"install(){ours}"
+            f"accelerate.Accelerator{left_out}, and start it without amp-plugin run or install(){ours}"
         )
         raise ValueError(msg)
 
@@ -129,9 +123,7 @@ def _precision_for_accelerate(argument: Any, environment: Mapping[str, str]) -> 
     from_environment = argument is None and not AcceleratorState._shared_state
     given = environment.get(PRECISION_VARIABLE, "no").lower() if from_environment else argument
     if given is None or str(given) in (words := PrecisionType.list()):
-        return argument
-    source = PRECISION_VARIABLE if from_environment else ""
-    known = checked_precision(
-        "mixed_precision", given, source, words=words, weights_in="AmpKwargs(weights={!r})"
-    )
+        return given  # not the argument: Accelerate takes what the environment says as it is written
+    source, weights_in = PRECISION_VARIABLE * from_environment, "AmpKwargs(weights={!r})"
+    known = checked_precision("mixed_precision", given, source, words=words, weights_in=weights_in)
     return "no" if known == "fp32" else known
