@@ -102,10 +102,7 @@ class TestErrorsNameTheirSource:
             resolve([], {f"AMP_PLUGIN_{option}": value})
 
     def test_an_unknown_variable(self):
-        allowed, hint = (
-            "; allowed are AMP_PLUGIN_INIT_SCALE, ",
-            "; did you mean .* or ACCELERATE_MIXED_PRECISION",
-        )
+        allowed, hint = "; allowed are AMP_PLUGIN_INIT_SCALE, ", "; did you mean .* or ACCELERATE_MIXED_"
         for name, told in (("AMP_PLUGIN_LOSS", allowed), ("AMP_PLUGIN_MIXED_PRECISION", hint)):
             with pytest.raises(ValueError, match=f"{name}.*not an option{told}"):
                 resolve([], {name: "1"})
