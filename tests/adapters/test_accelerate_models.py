@@ -1,9 +1,11 @@
 """Prepared models: what they return, how they are unwrapped, copied, pickled, compiled, cached."""
 
 import copy
+import gc
 import inspect
 import itertools
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -200,3 +202,16 @@ def test_lazy_parameters_may_be_prepared(precision):
     accelerator.backward(loss)
     optimizer.step()
     assert torch.equal(model[0].weight, before - 3.0)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "no"])
+def test_freed_memory_is_free_of_parameters(precision):
+    accelerator = ours(precision=precision)
+    (model,), (optimizer,) = prepared(accelerator)
+    accelerator.backward(model(3.0))
+    optimizer.step()
+    accelerator.log({})
+    param = weakref.ref(model.weight)
+    model, optimizer = accelerator.free_memory(model, optimizer)
+    gc.collect()
+    assert param() is None
