@@ -322,6 +322,8 @@ def _other_types() -> dict[str, Any]:
 PREFIX: Final = "AMP_PLUGIN_"
 CONFIG: Final = "AMP_PLUGIN_CONFIG"
 OWN_VARIABLES: Final = ("AMP_PLUGIN_NATIVE", "AMP_PLUGIN_CACHE_DIR", CONFIG, "AMP_PLUGIN_TAKEOVER")
+_PRECISION = "AmpAccelerator(mixed_precision=...) or ACCELERATE_MIXED_PRECISION"
+_NOT_OURS: Final = {"mixed_precision": _PRECISION, "MIXED_PRECISION": _PRECISION}
 KNOWN_VARIABLES: Final = (
     *OWN_VARIABLES,
     *(PREFIX + option.upper() for option in option_names(AccelerateOptions)),
@@ -330,9 +332,9 @@ KNOWN_VARIABLES: Final = (
 
 def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables ``AMP_PLUGIN_...`` that nothing reads, each with a hint, or ``""``."""
-    endings = [name.removeprefix(PREFIX) for name in KNOWN_VARIABLES]  # the prefix makes all names look alike
+    known = _NOT_OURS | {name.removeprefix(PREFIX): name for name in KNOWN_VARIABLES}  # else all look alike
     return {
-        name: did_you_mean(name.removeprefix(PREFIX), endings, written=PREFIX.__add__)
+        name: did_you_mean(name.removeprefix(PREFIX), known, written=known.__getitem__)
         for name in environment
         if name.startswith(PREFIX) and name not in KNOWN_VARIABLES
     }
@@ -382,7 +384,7 @@ def lists_options(options: type) -> Callable[[Class], Class]:
 
 def unknown_option(source: str, name: object, allowed: Sequence[str]) -> str:
     """Return the error text for an unknown option: the one that may be meant, and the allowed names."""
-    hint = did_you_mean(name, allowed)
+    hint = did_you_mean(name, allowed, aliases=None if "precision" in allowed else _NOT_OURS)
     allowed_are = f"{hint} Allowed are" if hint else "; allowed are"
     return f"{source}: unknown option {name!r}{allowed_are} {', '.join(allowed)}"
 

@@ -55,14 +55,14 @@ def known_precision(given: object) -> PrecisionName | None:
 
 
 def checked_precision(
-    option: str, given: object, source: str = "", *, weights_in: str = "weights={!r}"
+    option: str, given: object, source: str = "", *, words: Any = DTYPES, weights_in: str = "weights={!r}"
 ) -> PrecisionName:
     """Return our name of a precision, from a name of anybody's."""
     known = known_precision(given)
     if known is not None:
         return known
     place = f"{option}={given!r}{f' from {source}' if source else ''}"
-    name, allowed = str(given).removeprefix("torch."), ", ".join(map(repr, DTYPES))
+    name, allowed = str(given).removeprefix("torch."), ", ".join(map(repr, words))
     if name in WEIGHTS_IN_16_BITS:
         mine = WEIGHTS_IN_16_BITS[name]
         msg = (

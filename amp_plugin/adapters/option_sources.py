@@ -73,10 +73,11 @@ def _from_file(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]
         msg = f"{CONFIG}={path} is not a file; give a YAML file with AmpKwargs' options, or unset it"
         raise FileNotFoundError(msg)
     source = f"{CONFIG}={path}"
-    given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not isinstance(given, dict):
-        msg = f"{source} holds no mapping; write lines such as 'init_scale: 1024'"
-        raise ValueError(msg)  # noqa: TRY004 - the file's content is wrong, not a type
+    try:
+        given = {**yaml.safe_load(path.read_text(encoding="utf-8"))}
+    except (TypeError, yaml.YAMLError) as error:
+        msg = f"{source} holds no mapping; write lines such as 'init_scale: 1024': {error}"
+        raise ValueError(msg) from error
     for name in given:
         if name not in OPTIONS:
             raise ValueError(unknown_option(source, name, OPTIONS))

@@ -135,13 +135,14 @@ class StepNorms:
     """The norms of unscaled gradients, before clipping, of steps taken since they were last asked for."""
 
     def __init__(self) -> None:
-        self._seen: list[StepResult | None] = []
+        self._seen: list[weakref.ref[StepResult]] = []  # weakly: a result holds parameters
 
     def among(self, results: Iterable[StepResult | None]) -> dict[str, Tensor] | None:
         """Return ``grad_norm``, of several optimizers ``grad_norm/0``, ..., 0-dim; None if none stepped."""
-        before, self._seen = self._seen, list(results)
-        new = {place: result for place, result in enumerate(self._seen) if result and result not in before}
-        name = "grad_norm" if len(self._seen) == 1 else "grad_norm/{}"
+        before, last = [seen() for seen in self._seen], list(results)
+        self._seen = [weakref.ref(result) for result in last if result is not None]
+        new = {place: result for place, result in enumerate(last) if result and result not in before}
+        name = "grad_norm" if len(last) == 1 else "grad_norm/{}"
         norms = {name.format(place): result.norm for place, result in new.items() if result.norm is not None}
         return norms if new else None
 

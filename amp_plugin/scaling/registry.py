@@ -25,7 +25,7 @@ class Registry:
         self._states: dict[int, PerOptimizerState] = {}
         self._numbers = itertools.count(1)
         self._may_delay_update: list[int] = []
-        self._gone: list[PerOptimizerState | None] = []  # whose optimizers died since the sets were made
+        self._gone: list[bool] = []  # an entry for each optimizer that died since the sets were made
         self.last_backward: PendingScale | None = None  # the loss scale as it was when that began
 
     def __iter__(self) -> Iterator[PerOptimizerState]:
@@ -70,7 +70,7 @@ class Registry:
 
     def _meet(self, optimizer: Optimizer) -> PerOptimizerState:
         key, states, gone = id(optimizer), self._states, self._gone
-        reference = weakref.ref(optimizer, lambda _: gone.append(states.pop(key, None)))
+        reference = weakref.ref(optimizer, lambda _: gone.append(states.pop(key, None) is None))
         state = states[key] = PerOptimizerState(reference, next(self._numbers), self.shared)
         if self.shared.scales.enabled and hasattr(optimizer, "_optimizer_step_pre_hooks"):
             StepPastScaler(state)

@@ -5,6 +5,7 @@ import accelerate
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 from amp_plugin import OpRules
 from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs, install, uninstall
@@ -51,15 +52,25 @@ def test_options_hold_where_the_program_has_none():
 
 
 @pytest.mark.native
-def test_uninstall_leaves_accelerate_and_torch_autocast_as_they_were():
+def test_rules_are_those_of_the_last_accelerator_and_uninstall_leaves_all_as_it_was():
     def product():
         with torch.autocast("cpu", torch.bfloat16):
             return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
 
     original = Accelerator.__init__
     install(AmpKwargs(rules=OpRules.default("cpu").with_rule("aten::matmul", "fp32")))
-    Accelerator(mixed_precision="bf16", cpu=True)
+    first = Accelerator(mixed_precision="bf16", cpu=True)
     assert product() is torch.float32
+    AmpAccelerator(cpu=True)
+    assert product() is torch.bfloat16
+    Accelerator(cpu=True)
+    first.end_training()  # the rules are the last one's
+    assert product() is torch.float32
+    AcceleratorState._reset_state()
+    AmpAccelerator(mixed_precision="no")
+    assert product() is torch.bfloat16
+    AcceleratorState._reset_state()
+    Accelerator(mixed_precision="bf16")
     uninstall()
     uninstall()
     assert product() is torch.bfloat16

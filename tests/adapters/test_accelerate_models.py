@@ -1,18 +1,21 @@
 """Prepared models: what they return, how they are unwrapped, copied, pickled, compiled, cached."""
 
 import copy
+import gc
 import inspect
 import itertools
 import pickle
+import weakref
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.hooks import ModelHook, add_hook_to_module
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, extract_model_from_parallel
 
 from amp_plugin import AmpAccelerator, AmpKwargs, OpRules
-from amp_plugin.adapters.accelerate.settings import refuse_other_engine
+from amp_plugin.adapters.accelerate.settings import resolve
 from tests.adapters.accelerate_pair import ours, prepared
 
 
@@ -176,8 +179,16 @@ def test_other_engines_are_refused(kind):
     remedy = r"use accelerate\.Accelerator, and start .* without amp-plugin run or install\(\)"
     remedy += r"; or AORecipeKwargs\(\) in kwargs_handlers: torchao's fp8$" if kind == "fp8" else "$"
     with pytest.raises(ValueError, match=rf"casts and scales losses by itself.*{remedy}"):
-        refuse_other_engine(*values, float8_recipe=None)
-    refuse_other_engine(DistributedType.NO, "fp8", float8_recipe="torchao's")
+        resolve([], {}).yields_to(*values, None)
+    assert not resolve([], {}).yields_to(DistributedType.NO, "fp8", "torchao's")
+
+
+def test_without_mixed_precision_another_engine_is_left_alone(monkeypatch):
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.XLA)
+    (model,), (optimizer,) = prepared(ours(precision="no"))
+    assert (type(optimizer).__name__, "forward" in vars(model)) == ("AcceleratedOptimizer", False)
+    with pytest.raises(ValueError, match="use accelerate.Accelerator, leave out state, and start"):
+        ours(precision="no", state="bf16")
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
@@ -191,3 +202,16 @@ def test_lazy_parameters_may_be_prepared(precision):
     accelerator.backward(loss)
     optimizer.step()
     assert torch.equal(model[0].weight, before - 3.0)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "no"])
+def test_freed_memory_is_free_of_parameters(precision):
+    accelerator = ours(precision=precision)
+    (model,), (optimizer,) = prepared(accelerator)
+    accelerator.backward(model(3.0))
+    optimizer.step()
+    accelerator.log({})
+    param = weakref.ref(model.weight)
+    model, optimizer = accelerator.free_memory(model, optimizer)
+    gc.collect()
+    assert param() is None

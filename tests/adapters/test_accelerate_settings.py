@@ -8,7 +8,7 @@ from accelerate.utils import AutocastKwargs, GradScalerKwargs
 from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs
 from amp_plugin.adapters.accelerate.settings import resolve
 from amp_plugin.adapters.option_sources import OPTIONS
-from tests.adapters.accelerate_pair import prepared
+from tests.adapters.accelerate_pair import prepared, reset
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +47,7 @@ class TestPrecedence:
         assert resolve([], file).init_scale == 1.0
         others = {"AMP_PLUGIN_NATIVE": "1", "AMP_PLUGIN_CACHE_DIR": "/tmp", "PATH": "x"}
         assert resolve([], others).sources == {}
+        assert repr(handlers[1]) == "AmpKwargs(init_scale=4.0)"
 
     def test_every_option_can_be_set_by_the_environment(self):
         text = {
@@ -101,14 +102,17 @@ class TestErrorsNameTheirSource:
             resolve([], {f"AMP_PLUGIN_{option}": value})
 
     def test_an_unknown_variable(self):
-        text = "AMP_PLUGIN_LOSS.*not an option; allowed are AMP_PLUGIN_INIT_SCALE, "
-        with pytest.raises(ValueError, match=text):
-            resolve([], {"AMP_PLUGIN_LOSS": "1"})
+        allowed, hint = "; allowed are AMP_PLUGIN_INIT_SCALE, ", "; did you mean .* or ACCELERATE_MIXED_"
+        for name, told in (("AMP_PLUGIN_LOSS", allowed), ("AMP_PLUGIN_MIXED_PRECISION", hint)):
+            with pytest.raises(ValueError, match=f"{name}.*not an option{told}"):
+                resolve([], {name: "1"})
 
     @pytest.mark.parametrize(
         ("text", "error", "message"),
         [
             ("init_scal: 1\n", ValueError, r"amp.yaml: unknown option 'init_scal'.*did you mean init_scale"),
+            ("mixed_precision: no", ValueError, r"did you mean AmpAccelerator\(mixed_precision="),
+            ("a: [", ValueError, r"amp.yaml holds no mapping; write lines such as"),
             ("1024\n", ValueError, "holds no mapping"),
             (None, FileNotFoundError, r"AMP_PLUGIN_CONFIG=.*amp.yaml is not a file"),
         ],
@@ -123,7 +127,7 @@ class TestErrorsNameTheirSource:
     @pytest.mark.parametrize(
         ("given", "argument_error"),
         [
-            ("fp17", " is unknown; allowed are"),
+            ("fp17", " is unknown; allowed are 'no', 'fp8', 'fp16', 'bf16';"),
             ("bf16-true", " keeps.*Use mixed_precision='bf16'.*AmpKwargs(weights='bf16-true')"),
             ("16-true", " keeps.*Use mixed_precision='fp16'.*AmpKwargs(weights='fp16-true')"),
         ],
@@ -211,6 +215,9 @@ class TestAccelerator:
                     seen.append(torch.is_autocast_cache_enabled())
         assert seen == ([True, True, False, False] if chosen is None else [chosen] * 4)
 
-    def test_positional_arguments_are_accelerators_own(self):
+    def test_positional_arguments_are_accelerators_own(self, monkeypatch):
         accelerator = AmpAccelerator(True, False, "fp16", 3, True)
         assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("fp16", 3)
+        reset()
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "FP16")  # Accelerate trains in fp32 then
+        assert AmpAccelerator(cpu=True).scaler is not None

@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from amp_plugin.adapters.accelerate import deepspeed
 from amp_plugin.adapters.accelerate.forward import MixedForward, fp32_units_apart, give_policy
 from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, Stepping, steps_in_backward
-from amp_plugin.adapters.accelerate.settings import refuse_misplaced, refuse_other_engine, take_options
+from amp_plugin.adapters.accelerate.settings import refuse_misplaced, take_options
 from amp_plugin.adapters.float8 import leave_out, refuse_device
 from amp_plugin.adapters.option_sources import naming
 from amp_plugin.adapters.scaler import (
@@ -68,8 +68,8 @@ class AmpAccelerator(HasScaler, Accelerator):
     as ``"fp32"`` (for ``"no"``) and ``"16-mixed"`` are understood. Clipping is right for any parameters, any
     number of times, and does nothing within an accumulation window; several optimizers, closures and
     optimizers without gradients work. Processes started by torchrun without a GPU form a group on the CPU.
-    DeepSpeed gets our options in its own keys. Megatron-LM, XLA and fp8 by other means than torchao are
-    refused.
+    DeepSpeed gets our options in its own keys. Megatron-LM and XLA, but for ``"no"``, and fp8 by other means
+    than torchao are refused.
 
     Args:
         *args: Accelerator's.
@@ -99,6 +99,7 @@ class AmpAccelerator(HasScaler, Accelerator):
     """
 
     native_amp: bool
+    _rules_in_force = ExitStack()  # gives back the op rules that the last accelerator has set for the process
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         refuse_misplaced(type(self).__name__, kwargs)
@@ -109,13 +110,14 @@ class AmpAccelerator(HasScaler, Accelerator):
         self._norms = StepNorms()
         self._unprepared = Unprepared()
         self._found: set[str] = set()  # fp32_modules that a model has had; each must be in one
-        self._engaged = False  # whether models compute, and optimizers step, by us and not by DeepSpeed
+        self._engaged = False  # whether models compute, and optimizers step, by us and not by another engine
         self._end_page: Callable[[], object] | None = None
         super().__init__(**given)
-        refuse_other_engine(self.distributed_type, self.mixed_precision, float8_recipe=self.ao_recipe_handler)
+        is_other = settings.yields_to(self.distributed_type, self.mixed_precision, self.ao_recipe_handler)
+        self._follow(None)
         if self.distributed_type == DistributedType.DEEPSPEED:
             deepspeed.translate(settings, self.deepspeed_plugin.deepspeed_config)
-        else:
+        elif not is_other:
             self._engage()
         self._weights = ModelWeights(settings.weights, settings.state, casts=self.native_amp)
         self.register_load_state_pre_hook(self._load_scale)
@@ -131,16 +133,23 @@ class AmpAccelerator(HasScaler, Accelerator):
         if self.ao_recipe_handler is not None:
             owner = f"{type(self).__name__}(mixed_precision='fp8')"
             refuse_device(owner, device, self.ao_recipe_handler.config)
-        rules = settings.rules or (OpRules.default(device) if device in TABLES else None)
-        if settings.changes_forward and rules is not None:
-            with naming(settings.sources):
-                set_default_rules(rules)
+        if settings.changes_forward:
+            self._follow(settings.rules or (OpRules.default(device) if device in TABLES else None))
         if self.distributed_type == DistributedType.FSDP:
             refuse_sharded(settings.weights, "FullyShardedDataParallelPlugin(mixed_precision_policy=...)")
             with naming(settings.sources):
                 settings.check_sharded()
             if self.native_amp:
                 give_policy(self.state.fsdp_plugin, self.dtype_plan, fp32_outputs=settings.fp32_outputs)
+
+    def _follow(self, rules: OpRules | None) -> None:
+        """Make the process follow op rules until this run ends or another begins; end an earlier run's."""
+        AmpAccelerator._rules_in_force.close()
+        self._own_rules = AmpAccelerator._rules_in_force = ExitStack()
+        if rules is not None:
+            with naming(self._settings.sources):
+                set_default_rules(rules)
+            self._own_rules.callback(set_default_rules, None)
 
     @property
     def _scaler(self) -> GradScaler:
@@ -160,8 +169,8 @@ class AmpAccelerator(HasScaler, Accelerator):
         self._scaler.step_log.subscribe(self._look)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy without the page, which belongs to this run."""
-        return {**vars(self), "_end_page": None}
+        """Copy without the page and the rules in force, which belong to this run."""
+        return {**vars(self), "_end_page": None, "_own_rules": ExitStack()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Look at the steps of the copied scaler, whose log is empty."""
@@ -215,14 +224,15 @@ class AmpAccelerator(HasScaler, Accelerator):
         return prepared
 
     def _prepare_engine(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare by DeepSpeed, whose engine is then stepped, or observed, by a scaler of ours."""
+        """Prepare by another engine; DeepSpeed's is then stepped, or observed, by a scaler of ours."""
         for optimizer in args:
             if isinstance(optimizer, Optimizer):  # DeepSpeedOptimizerWrapper looks for it when it is made
                 optimizer.overflow = False  # type: ignore[attr-defined]
         prepared = super().prepare(*args, **kwargs)
-        engine = getattr(self.deepspeed_engine_wrapped, "engine", None)
+        engine = getattr(getattr(self, "deepspeed_engine_wrapped", None), "engine", None)
         if engine is not None and not self._scaler.optimizers:
             config = self.deepspeed_plugin.deepspeed_config
+            self._follow(self._settings.rules)
             scaler = deepspeed.scaler_for_engine(engine, self._settings, config)
             self._take_scaler(scaler, shown=scaler.is_enabled())
         return prepared
@@ -278,7 +288,7 @@ class AmpAccelerator(HasScaler, Accelerator):
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Prepare a model: its forward runs in the region and returns fp32."""
-        if not getattr(model, "_is_accelerate_prepared", False):
+        if self._engaged and not getattr(model, "_is_accelerate_prepared", False):
             evaluated = kwargs.get("evaluation_mode", len(args) > 1 and args[1])
             self._set_up([model], trained=not evaluated)
         # Accelerator.prepare_model: "if self.native_amp:" it puts on a forward of which no copy works
@@ -302,7 +312,7 @@ class AmpAccelerator(HasScaler, Accelerator):
     def prepare_optimizer(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> AcceleratedOptimizer:
         """Prepare an optimizer: it steps through the scaler."""
         prepared = super().prepare_optimizer(optimizer, *args, **kwargs)
-        if isinstance(prepared, AmpOptimizer) or steps_in_backward(torch_optimizer(prepared)):
+        if not self._engaged or isinstance(prepared, AmpOptimizer) or steps_in_backward(prepared.optimizer):
             return prepared
         prepared.__class__, prepared.stepping = AmpOptimizer, self._stepping
         if not self.is_fsdp2:  # its parameters are yet to be replaced there
@@ -336,8 +346,8 @@ class AmpAccelerator(HasScaler, Accelerator):
     @contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
         """Run a block in the region of prepared models; nothing happens with ``mixed_precision="no"``."""
-        mixed = self.native_amp
-        with self._region(self.mixed_precision, autocast_handler).region() if mixed else nullcontext():
+        region = self._region(self.mixed_precision, autocast_handler)
+        with region.region() if self.native_amp else nullcontext():
             yield
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -527,7 +537,7 @@ class AmpAccelerator(HasScaler, Accelerator):
         self._unprepared.release()
         self._scaler.step_log.end_run(self.on_main_process(warn_user))
         self._weights.restore()
-        set_default_rules(None)
+        self._own_rules.close()
 
 
 def _parameters_of(given: Parameters) -> list[Tensor]:

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from amp_plugin.adapters.accelerate.settings import Settings
 from amp_plugin.adapters.scaler import register
-from amp_plugin.casting.installed_kernels import set_default_rules
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.messages import warn_user
 from amp_plugin.options import LossScaleOptions, option_defaults, option_names
@@ -128,8 +127,6 @@ def is_ours(config: Mapping[str, Any]) -> bool:
 
 def scaler_for_engine(engine: Any, settings: Settings, config: Mapping[str, Any]) -> GradScaler:
     """Return a scaler that stands in an engine's place, or one that observes what the engine does."""
-    if settings.rules is not None:
-        set_default_rules(settings.rules)
     apply_fp32_modules(engine.module, found_patterns(engine.module, settings.fp32_modules))
     if is_ours(config):
         scales = settings.enabled and engine.torch_autocast_z0_gradscaler is not None

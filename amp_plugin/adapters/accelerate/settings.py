@@ -49,6 +49,9 @@ class AmpKwargs(KwargsHandler, SimpleNamespace):
     def __init__(self, **given: Any) -> None:
         SimpleNamespace.__init__(self, **{name: given.get(name) for name in OPTIONS})
 
+    def __repr__(self) -> str:
+        return f"AmpKwargs({', '.join(f'{name}={value!r}' for name, value in self.to_kwargs().items())})"
+
 
 def refuse_misplaced(owner: str, names: Iterable[str]) -> None:
     """Raise TypeError if an option of AmpKwargs is given to the accelerator itself."""
@@ -75,6 +78,22 @@ class Settings(AdapterSettings, AccelerateOptions):
     def changes_forward(self) -> bool:
         """Whether prepared models compute in 16 bits, in training or in ``eval()`` mode."""
         return self.precision != "fp32" or self.eval_precision in {"fp16", "bf16"}
+
+    def yields_to(self, kind: DistributedType, precision: str, float8_recipe: Any) -> bool:
+        """Return whether another engine trains than ours or DeepSpeed; raise ValueError if we had to cast."""
+        engine = {DistributedType.MEGATRON_LM: "Megatron-LM", DistributedType.XLA: "XLA"}.get(kind)
+        if engine is None and precision == "fp8" and float8_recipe is None:
+            engine = "fp8 training by TransformerEngine or MS-AMP"
+        asked = sorted(self.sources.keys() & {"eval_precision", "weights", "state", "on_nonfinite", "report"})
+        if engine is None or (precision == "no" and not asked):
+            return engine is not None
+        left_out = f", leave out {', '.join(asked)}" * bool(asked)
+        ours = "; or AORecipeKwargs() in kwargs_handlers: torchao's fp8" * (precision == "fp8")
+        msg = (
+            f"{engine} casts and scales losses by itself, which AmpAccelerator cannot do for it: use "
+            f"accelerate.Accelerator{left_out}, and start it without amp-plugin run or install(){ours}"
+        )
+        raise ValueError(msg)
 
 
 def resolve(handlers: Sequence[KwargsHandler], environment: Mapping[str, str]) -> Settings:
@@ -103,22 +122,8 @@ def _precision_for_accelerate(argument: Any, environment: Mapping[str, str]) -> 
     """Return ``mixed_precision`` in Accelerate's words, checked; None leaves it to the environment."""
     from_environment = argument is None and not AcceleratorState._shared_state
     given = environment.get(PRECISION_VARIABLE, "no").lower() if from_environment else argument
-    if given is None or str(given) in PrecisionType.list():
-        return argument
-    source = PRECISION_VARIABLE if from_environment else ""
-    known = checked_precision("mixed_precision", given, source, weights_in="AmpKwargs(weights={!r})")
+    if given is None or str(given) in (words := PrecisionType.list()):
+        return given  # not the argument: Accelerate takes what the environment says as it is written
+    source, weights_in = PRECISION_VARIABLE * from_environment, "AmpKwargs(weights={!r})"
+    known = checked_precision("mixed_precision", given, source, words=words, weights_in=weights_in)
     return "no" if known == "fp32" else known
-
-
-def refuse_other_engine(distributed: DistributedType, precision: str, *, float8_recipe: Any) -> None:
-    """Raise ValueError where another engine casts and scales; DeepSpeed is told our options, and observed."""
-    engine = {DistributedType.MEGATRON_LM: "Megatron-LM", DistributedType.XLA: "XLA"}.get(distributed)
-    if engine is None and precision == "fp8" and float8_recipe is None:
-        engine = "fp8 training by TransformerEngine or MS-AMP"
-    if engine is not None:
-        ours = "; or AORecipeKwargs() in kwargs_handlers: torchao's fp8" * (precision == "fp8")
-        msg = (
-            f"{engine} casts and scales losses by itself, which AmpAccelerator cannot do for it: use "
-            f"accelerate.Accelerator, and start the program without amp-plugin run or install(){ours}"
-        )
-        raise ValueError(msg)
