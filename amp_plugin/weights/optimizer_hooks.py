@@ -86,6 +86,7 @@ class OptimizerHooks:
         self._shown: list[Tensor] = []
         self._inner = 0  # steps of base classes that a step has called
         self._is_widened = False  # its state is float32 meanwhile
+        self._asked = False  # its state is compressed; not any more after restore_weights
         self._told: set[str] = set()
         self._halves = 0  # parameters in 16 bits that store_weights has not taken
 
@@ -106,7 +107,7 @@ class OptimizerHooks:
     def close(self, optimizer: Optimizer, *, steps: int = 0) -> None:
         """Store what is still shown, and compress the states."""
         self._hide(steps=steps)
-        if self._is_widened:
+        if self._is_widened or (self._asked and not any(map(compressed_state.asked_for, _params(optimizer)))):
             self._is_widened = False
             self.compress(optimizer)
 
@@ -119,6 +120,7 @@ class OptimizerHooks:
 
     def compress(self, optimizer: Optimizer, *, loaded: bool = False) -> None:
         """Compress the states of parameters that it was asked for, and say once which are left."""
+        self._asked = any(map(compressed_state.asked_for, _params(optimizer)))
         left = set(compressed_state.compress(optimizer.state, loaded=loaded)) - self._told
         self._told |= left
         if left:

@@ -437,8 +437,7 @@ def _before_load(
         value = state_dict.get(prefix + name)
         if not (isinstance(param, StoredParameter) and isinstance(value, Tensor)) or value.is_meta:
             continue
-        if param.dim() == 0 and value.dim() == 1:
-            value = value[0]  # as torch loads it
+        value = value[0] if (param.dim(), value.dim()) == (0, 1) else value  # as torch loads it
         if value.shape != param.shape:
             continue
         weight, exact = _settled(param), value.detach().float()

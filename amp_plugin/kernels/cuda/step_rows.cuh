@@ -303,7 +303,6 @@ struct CodedLanes {
   static constexpr float kLeastUnit = 0x1p-120f, kMostSigned = 0x1p127f, kMostRoot = 0x1p63f;
 
   __device__ static float at_most(float value, float most) { return value > most ? most : value; }  // or NaN
-
   __device__ static u8 signed_code(float value, float inverse) {
     const float root = at_most(sqrtf(fabsf(value) * inverse) + 0.5f, 127.0f);
     return root != root ? 0x80 : u8(int(value < 0 ? -root : root));
