@@ -6,6 +6,7 @@ memory and the number of the step, and from nothing else.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import torch
@@ -48,7 +49,8 @@ def to_bf16(flat: Tensor, drawn: Tensor | None = None) -> Tensor:
     if drawn is None:
         return flat.bfloat16()
     bits = flat.contiguous().view(torch.int32).to(torch.int64) + drawn
-    return (bits >> 16).to(torch.int16).view(torch.bfloat16)
+    rounded = (bits >> 16).to(torch.int16).view(torch.bfloat16)
+    return torch.where(flat.isnan(), math.nan, rounded)  # a GPU's NaN overflows into -0
 
 
 def encode(flat: Tensor, *, signed: bool, drawn: Tensor | None = None, units: Tensor | None = None) -> Tensor:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from amp_plugin.messages import did_you_mean
 from amp_plugin.precision import DTYPES
-from amp_plugin.weights.optimizer_hooks import ENTRY_OF_0_2
 from amp_plugin.weights.weight import FORMATS, HALVES
 
+_ENTRY_OF_0_2: Final = "amp_plugin_weights"
 _KEYS: Final = ("state_dict", "model", "model_state_dict")  # of Lightning, and of plain loops
 
 
@@ -131,7 +131,7 @@ def _restore(named: dict[str, Tensor], optimizers: Sequence[Mapping[str, Any]]) 
 
     It numbered the parameters of an optimizer: the model's weights in 16 bits, in order, as shapes confirm.
     """
-    kept = [optimizer.get(ENTRY_OF_0_2, {}).get("rests", {}) for optimizer in optimizers]
+    kept = [optimizer.get(_ENTRY_OF_0_2, {}).get("rests", {}) for optimizer in optimizers]
     rests = [rest for numbered in kept for _, rest in sorted(numbered.items())]
     stored = [name for name, value in named.items() if value.dtype in HALVES]
     if rests and [named[name].shape for name in stored] != [rest.shape for rest in rests]:
@@ -145,6 +145,18 @@ def _restore(named: dict[str, Tensor], optimizers: Sequence[Mapping[str, Any]]) 
         form = "fp16" if rest.dtype is torch.float32 else "bf16"
         named[name] = FORMATS[form].join([named[name]], [rest])[0]
     return len(rests)
+
+
+@torch.no_grad()
+def load_entry_of_0_2(params: list[Tensor], state_dict: Mapping[str, Any]) -> None:
+    """Add what an optimizer's checkpoint of 0.2 kept to the loaded weights that are those that were saved."""
+    for number, saved in state_dict.get(_ENTRY_OF_0_2, {}).get("rests", {}).items():
+        param = params[number]
+        if param.dtype is torch.float32 and saved.shape == param.shape:
+            form = FORMATS["fp16" if saved.dtype is torch.float32 else "bf16"]
+            half = param.to(form.dtype)
+            (whole,) = form.join([half], [saved.to(param.device, copy=True)])
+            param.copy_(torch.where(half.float() == param, whole, param))
 
 
 def _named(named: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

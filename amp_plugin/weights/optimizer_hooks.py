@@ -11,7 +11,7 @@ torch's own hooks do it, so that optimizers of any class work unchanged; nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from traceback import walk_stack
 from typing import Any, Final
@@ -23,17 +23,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from amp_plugin.messages import warn_user
-from amp_plugin.weights.compressed_state import (
-    MOMENTS,
-    ask_for,
-    asked_for,
-    compress,
-    decompress,
-    packed,
-    unpacked,
-)
+from amp_plugin.weights import compressed_state
+from amp_plugin.weights.export import load_entry_of_0_2
 from amp_plugin.weights.weight import (
-    FORMATS,
     HALVES,
     FrozenParameter,
     hide_fp32,
@@ -44,7 +36,6 @@ from amp_plugin.weights.weight import (
 )
 
 _ATTRIBUTE: Final = "_amp_plugin_weights"
-ENTRY_OF_0_2: Final = "amp_plugin_weights"
 
 
 def add_optimizer(optimizer: Optimizer, state: str | None = None) -> None:
@@ -53,22 +44,15 @@ def add_optimizer(optimizer: Optimizer, state: str | None = None) -> None:
     One that steps none, and asks for no compressed state, can load state dicts of those that do.
     ``state``: the format that the states of its parameters are kept in; None: as it was asked for.
     """
-    params, is_new = list(_params(optimizer)), not hasattr(optimizer, _ATTRIBUTE)
     if state is not None:
-        ask_for(params, state)
-    if _are_kept(params):
+        compressed_state.ask_for(_params(optimizer), state)
+    if _are_kept(_params(optimizer)):
         _refuse(optimizer)
         _widen_fresh_state(optimizer)
         _hooks_of(optimizer).attach_to_steps(optimizer)
     if _has_hooks(optimizer):
         _hooks_of(optimizer).compress(optimizer, loaded=True)
-    count = sum(param.requires_grad and is_unstored_half(param) for param in params)
-    if count and is_new:
-        warn_user(
-            f"{type(optimizer).__name__} steps {count} parameters in 16 bits: updates below 1/256 of one, "
-            "of float16 1/2048, are lost. Make them before the model is set up, in mixed precision, which "
-            "makes them float32; shard a model in float32, with a policy that casts it"
-        )
+    getattr(optimizer, _ATTRIBUTE, OptimizerHooks()).warn_of_halves(optimizer)
 
 
 def _hooks_of(optimizer: Optimizer) -> OptimizerHooks:
@@ -102,7 +86,9 @@ class OptimizerHooks:
         self._shown: list[Tensor] = []
         self._inner = 0  # steps of base classes that a step has called
         self._is_widened = False  # its state is float32 meanwhile
+        self._asked = False  # its state is compressed; not any more after restore_weights
         self._told: set[str] = set()
+        self._halves = 0  # parameters in 16 bits that store_weights has not taken
 
     def attach_to_steps(self, optimizer: Optimizer) -> None:
         """Put the other hooks on an optimizer; any number of calls."""
@@ -121,7 +107,7 @@ class OptimizerHooks:
     def close(self, optimizer: Optimizer, *, steps: int = 0) -> None:
         """Store what is still shown, and compress the states."""
         self._hide(steps=steps)
-        if self._is_widened:
+        if self._is_widened or (self._asked and not any(map(compressed_state.asked_for, _params(optimizer)))):
             self._is_widened = False
             self.compress(optimizer)
 
@@ -134,12 +120,25 @@ class OptimizerHooks:
 
     def compress(self, optimizer: Optimizer, *, loaded: bool = False) -> None:
         """Compress the states of parameters that it was asked for, and say once which are left."""
-        left = set(compress(optimizer.state, loaded=loaded)) - self._told
+        self._asked = any(map(compressed_state.asked_for, _params(optimizer)))
+        left = set(compressed_state.compress(optimizer.state, loaded=loaded)) - self._told
         self._told |= left
         if left:
+            names, moments = ", ".join(map(repr, sorted(left))), ", ".join(compressed_state.MOMENTS)
             warn_user(
-                f"{type(optimizer).__name__} keeps {', '.join(map(repr, sorted(left)))} in float32: only "
-                f"moments are compressed, which are known by their names ({', '.join(MOMENTS)})"
+                f"{type(optimizer).__name__} keeps {names} in float32: only moments are compressed, which "
+                f"are known by their names ({moments})"
+            )
+
+    def warn_of_halves(self, optimizer: Optimizer) -> None:
+        """Say that 16 bits lose updates where there are more of such parameters than before."""
+        before = self._halves
+        self._halves = sum(param.requires_grad and is_unstored_half(param) for param in _params(optimizer))
+        if self._halves > before:
+            warn_user(
+                f"{type(optimizer).__name__} steps {self._halves} parameters in 16 bits: updates below 1/256 "
+                "of one, of float16 1/2048, are lost. Make them before the model is set up, in mixed "
+                "precision, which makes them float32; shard a model in float32, with a policy that casts it"
             )
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -149,8 +148,9 @@ class OptimizerHooks:
             return None
         self._inner = 0
         self.close(optimizer)
+        self.warn_of_halves(optimizer)
         params = stored_params(_params(optimizer))
-        self._is_widened = any(map(asked_for, _params(optimizer)))
+        self._is_widened = any(map(compressed_state.asked_for, _params(optimizer)))
         if any(param.grad is not None and param.grad.grad_fn is not None for param in params):
             msg = (
                 f"{type(optimizer).__name__} is given gradients with a graph (backward(create_graph=True)), "
@@ -164,7 +164,7 @@ class OptimizerHooks:
             return args, {**kwargs, "closure": run(kwargs["closure"])}
         if len(args) > 1 and callable(args[1]) and not isinstance(args[1], Tensor):
             return (args[0], run(args[1]), *args[2:]), kwargs
-        decompress(optimizer.state)
+        compressed_state.decompress(optimizer.state)
         return None
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
@@ -173,21 +173,23 @@ class OptimizerHooks:
         if self._inner < 0:
             self.close(optimizer, steps=1)
 
-    def after_state_dict(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Put plain tensors in the place of compressed states."""
-        state_dict["state"] = packed(state_dict["state"])
+    def after_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Put plain tensors in the place of compressed states, float32 ones after ``restore_weights``."""
+        if not self._is_widened:
+            self.compress(optimizer, loaded=True)
+        state_dict["state"] = compressed_state.packed(state_dict["state"])
 
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Show the parameters until it is loaded, since torch casts state to their dtypes."""
         self.close(optimizer)
-        state = state_dict["state"] = unpacked(state_dict["state"])  # the hooks' own copy
+        state = state_dict["state"] = compressed_state.unpacked(state_dict["state"])  # the hooks' own copy
         params = list(dict.fromkeys(_params(optimizer)))
         for number, param in enumerate(params):
             values = tree_leaves(state.get(number)) if isinstance(param, FrozenParameter) else []
             if any(isinstance(value, Tensor) and value.dim() > 0 for value in values):
                 param.requires_grad_().requires_grad_(False)  # it was trained, and its state is float32
         self._shown = show_fp32(params)
-        _load_entry_of_0_2(params, state_dict)
+        load_entry_of_0_2(params, state_dict)
 
     def after_load(self, optimizer: Optimizer) -> None:
         """Store them, and the state."""
@@ -199,7 +201,7 @@ class OptimizerHooks:
         self._hide()
         value = closure()
         self._show(params)
-        decompress(optimizer.state)
+        compressed_state.decompress(optimizer.state)
         return value
 
 
@@ -241,19 +243,7 @@ def _params(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def _are_kept(params: Iterable[Tensor]) -> bool:
     """Whether a parameter, or its states, are kept in fewer bits between steps."""
-    return any(stored_weight(param) is not None or asked_for(param) for param in params)
-
-
-@torch.no_grad()
-def _load_entry_of_0_2(params: list[Tensor], state_dict: Mapping[str, Any]) -> None:
-    """Add what an optimizer's checkpoint of 0.2 kept to the loaded weights that are those that were saved."""
-    for number, saved in state_dict.get(ENTRY_OF_0_2, {}).get("rests", {}).items():
-        param = params[number]
-        if param.dtype is torch.float32 and saved.shape == param.shape:
-            form = FORMATS["fp16" if saved.dtype is torch.float32 else "bf16"]
-            half = param.to(form.dtype)
-            (whole,) = form.join([half], [saved.to(param.device, copy=True)])
-            param.copy_(torch.where(half.float() == param, whole, param))
+    return any(stored_weight(param) is not None or compressed_state.asked_for(param) for param in params)
 
 
 def _refuse(optimizer: Optimizer) -> None:

@@ -103,8 +103,8 @@ def store_weights(
         are stored, ``len(store)``.
 
     Raises:
-        ValueError: ``weights`` or ``state`` is unknown, a pattern matches no module, or an optimizer has
-            state in 16 bits.
+        ValueError: ``weights`` or ``state`` is unknown, a pattern matches no module, a weight is on the
+            meta device, or an optimizer has state in 16 bits.
         TypeError: The model is sharded (FSDP): it stores float32 shards by itself. Or an optimizer steps in
             backward, or was made without ``Optimizer.__init__``.
         RuntimeError: Something has converted a stored weight.
@@ -223,6 +223,9 @@ def _store(model: nn.Module, name: str, patterns: tuple[str, ...], seed: int) ->
         if is_unstored_half(param) and not param.requires_grad:
             store_once_trained_(param, name if fits else "fp32", seed=seed)
         elif fits and (param.requires_grad or stored_weight(param) is not None or stores_all(name)):
+            if param.is_meta:  # to_empty() would put a parameter in 16 bits in its place, with nothing kept
+                msg = f"weights={name!r} for a model on the meta device: give it memory and values first"
+                raise ValueError(msg)
             store_(param, name, seed=seed)
         elif stored_weight(param) is not None:
             widen_(param)

@@ -435,9 +435,10 @@ def _before_load(
     """Split what a module is about to load; of a value in 16 bits nothing is kept next to it."""
     for name, param in module._parameters.items():
         value = state_dict.get(prefix + name)
-        if not (isinstance(param, StoredParameter) and isinstance(value, Tensor)):
+        if not (isinstance(param, StoredParameter) and isinstance(value, Tensor)) or value.is_meta:
             continue
-        if value.shape != param.shape or not value.is_floating_point() or value.is_meta:
+        value = value[0] if (param.dim(), value.dim()) == (0, 1) else value  # as torch loads it
+        if value.shape != param.shape:
             continue
         weight, exact = _settled(param), value.detach().float()
         if metadata.get("assign_to_params_buffers", False):

@@ -11,16 +11,8 @@ import torch
 from schedulefree import AdamWScheduleFree
 from torch import nn
 
-from amp_plugin import GradScaler, store_weights
-from amp_plugin.kernels.state_codes import (
-    BLOCK,
-    BLOCK_BYTES,
-    decode,
-    draws,
-    encode,
-    encode_exactly,
-    to_bf16,
-)
+from amp_plugin import GradScaler, restore_weights, store_weights
+from amp_plugin.kernels.state_codes import BLOCK, BLOCK_BYTES, decode, draws, encode, encode_exactly, to_bf16
 from amp_plugin.weights.compressed_state import CompressedState, fp32_state_dict
 from amp_plugin.weights.store import weight_bytes
 from tests.weights.twins import assert_same
@@ -102,7 +94,7 @@ def test_codes_are_near_the_numbers_and_decoded_ones_keep_their_bits(numel, sign
 
 
 @pytest.mark.native
-def test_a_first_moment_that_overflows_leaves_the_others_of_its_block_finite():
+def test_a_first_moment_that_overflows_leaves_the_others_of_its_block_finite_and_a_nan_does_not():
     """An infinite unit times the code 0 is nan, and the kernel stored +inf under the sign of -inf."""
     grad = torch.randn(BLOCK)
     grad[:2] = torch.tensor([3e38, -3e38])
@@ -113,6 +105,10 @@ def test_a_first_moment_that_overflows_leaves_the_others_of_its_block_finite():
     assert torch.equal(param[:2], -infinite)
     assert torch.equal(codes, encode(torch.cat([infinite, grad[2:]]), signed=True))
     torch.testing.assert_close(decode(codes, 3, signed=True), torch.tensor([2.0**127, -(2.0**127), 0.0]))
+    grad[BLOCK // 2] = math.nan
+    torch.ops.amp_plugin.sgd_([param], [grad], [codes], [], **options, nesterov=False, maximize=False)
+    assert decode(codes, BLOCK, signed=True).isnan().all()
+    assert to_bf16(torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32), torch.tensor(1)).isnan()
 
 
 def test_second_moments_are_rounded_without_bias(form):
@@ -190,12 +186,10 @@ def test_a_skipped_step_changes_nothing(form):
 
 
 def test_parameters_added_later_and_optimizers_made_later(form):
-    model = network()
-    first, second = model[0], model[2]
-    store_weights(model, weights="bf16", state=form)
-    optimizer = OPTIMIZERS["AdamW"](first.parameters())
-    take_steps(first, optimizer, range(2))
-    optimizer.add_param_group({"params": list(second.parameters())})
+    store_weights(model := network(), weights="bf16", state=form)
+    optimizer = OPTIMIZERS["AdamW"](model[0].parameters())
+    take_steps(model[0], optimizer, range(2))
+    optimizer.add_param_group({"params": list(model[2].parameters())})
     take_steps(model, optimizer, range(3))
     assert len(states(optimizer)) == 8
     assert {state.form for state in states(optimizer)} == {form}
@@ -281,16 +275,19 @@ def test_checkpoints_load_into_runs_of_another_format(saves, loads):
 
 
 def test_copies_and_pickles_are_float32_and_torchs_own_layout_loads_without_this_package(form):
-    _, optimizer = trained(OPTIMIZERS["AdamW"], form)
+    model, optimizer = trained(OPTIMIZERS["AdamW"], form)
     plain = OPTIMIZERS["AdamW"](network().parameters())
     plain.load_state_dict(fp32_state_dict(optimizer))
     for other in (plain, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert {type(state) for state in states(other)} == {torch.Tensor}
         assert all_equal(states(other), [state.decoded() for state in states(optimizer)])
+    restore_weights(model)
+    plain.load_state_dict(optimizer.state_dict())
+    assert all_equal(states(other), states(plain))
 
 
 def test_states_are_read_and_written_as_float32(form):
-    _, optimizer = trained(OPTIMIZERS["AdamW"], form)
+    model, optimizer = trained(OPTIMIZERS["AdamW"], form)
     state = states(optimizer)[0]
     assert (state.dtype, state.shape) == (torch.float32, (30, 40))
     assert torch.equal(state + 0, state.decoded())
@@ -298,11 +295,13 @@ def test_states_are_read_and_written_as_float32(form):
     state.zero_()
     assert not state.decoded().any()
     assert isinstance(state.to("cpu"), CompressedState)
+    restore_weights(model)
+    take_steps(model, optimizer, [5])
+    assert {type(state) for state in states(optimizer)} == {torch.Tensor}
 
 
 def test_bytes():
     for weights, form, most in (("bf16", "8bit", 10.3), ("bf16", "bf16", 12.1), ("fp32", "8bit", 10.3)):
-        torch.manual_seed(0)
         model = nn.Linear(256, 64)
         optimizer = torch.optim.AdamW(model.parameters())
         store_weights(model, optimizer, weights=weights, state=form)

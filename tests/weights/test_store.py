@@ -100,6 +100,13 @@ def test_what_is_assigned_is_stored(assign, weights):
     assert_same(*models)
 
 
+def test_one_dimension_for_none_and_integers_load_as_in_torch():
+    store_weights(model := nn.ParameterList([torch.tensor(1.2345678)]), weights="bf16-true")
+    for value in (torch.tensor([1 / 3]), torch.tensor(7)):
+        model.load_state_dict({"0": value})
+        assert model.state_dict()["0"] == value
+
+
 def nested():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
@@ -196,6 +203,8 @@ def test_fp32_modules_and_batch_norm_stay_in_float32():
     assert len(store) == 2
     with pytest.raises(ValueError, match="fp32_modules: 'Nothing' is not a name or class of a module"):
         store_weights(network(), fp32_modules=["Nothing"])
+    with pytest.raises(ValueError, match="weights='bf16' for a model on the meta device: give it memory"):
+        store_weights(nn.Linear(1, 1, device="meta"))
 
 
 class Both(nn.Bilinear):

@@ -44,7 +44,7 @@ struct AdamRule {
     states[0] = at::vec::fmadd(Floats(share), difference, starts_at_grad.of(grad, states[0]));
     states[1] = at::vec::fmadd(Floats(square) * grad, grad, states[1] * Floats(beta2));
     Floats largest = states[1];
-    if constexpr (amsgrad) largest = states[2] = at::vec::maximum(states[2], states[1]);
+    if constexpr (amsgrad) largest = states[2] = larger(states[2].abs(), states[1].abs());
     const Floats denominator = correction.divide(largest.sqrt()) + Floats(eps);
     return param + Floats(step_size) * states[0] / denominator;
   }

@@ -29,6 +29,13 @@ using Bytes = uint8_t [[gnu::vector_size(sizeof(Floats))]];
   return __builtin_convertvector(reinterpret_cast<Vector>(bits_of(floats)), Numbers);
 }
 
+// The larger of numbers without a sign: their bits are ordered as they are, and a NaN is the largest.
+[[gnu::always_inline]] inline Floats larger(const Floats& first, const Floats& second) {
+  const Words bits = bits_of(first), others = bits_of(second);
+  const Words larger = bits > others ? bits : others;
+  return Floats::loadu(&larger);
+}
+
 template <typename Byte>
 [[gnu::always_inline]] inline Floats load_bytes(const Byte* data) {
 #if defined(CPU_CAPABILITY_AVX512)
@@ -230,14 +237,13 @@ class CodedStates {
 
   // Until the unit's largest is known: the first state, or the root of a second moment.
   [[gnu::always_inline]] void keep(size_t i, int64_t place, const Floats& value) {
-    const Floats kept = i == 0 ? value : value.sqrt();
-    kept.store(&(*kept_)[i][place]);
-    largest_[i] = at::vec::clamp_min(i == 0 ? kept.abs() : kept, largest_[i]);
+    const Floats root = value.sqrt().abs();  // of a NaN without its sign
+    (i == 0 ? value : root).store(&(*kept_)[i][place]);
+    largest_[i] = larger(i == 0 ? value.abs() : root, largest_[i]);
   }
 
   [[gnu::always_inline]] static float largest(const Floats& lanes) {
-    return at::vec::vec_reduce_all<float>(
-        [](Floats& a, Floats& b) { return at::vec::clamp_min(a, b); }, lanes);
+    return at::vec::vec_reduce_all<float>([](Floats& a, Floats& b) { return larger(a, b); }, lanes);
   }
 
   // What was kept of the unit before.

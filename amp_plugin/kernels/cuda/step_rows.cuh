@@ -193,8 +193,8 @@ struct BFloat16States {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const u32 drawn = draws.high(u32(at % kCodeBlock) + i) << 8 | draws.low;
-      const u32 bits = __float_as_uint(lanes.lane[i]) + drawn;
-      packet.element[i].bits = u16(bits >> 16);
+      const u32 bits = __float_as_uint(lanes.lane[i]) + drawn;  // of a GPU's NaN those of -0
+      packet.element[i].bits = lanes.lane[i] != lanes.lane[i] ? 0x7fc0 : u16(bits >> 16);
     }
     store_packet(reinterpret_cast<Packet<Bits16, kCount>*>(address + 2 * at), packet);
   }
@@ -280,12 +280,12 @@ struct CodedLanes {
     float largest = 0;
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
-      if (state != 0) lanes.lane[i] = fminf(sqrtf(lanes.lane[i]), kMostRoot);
-      largest = fmaxf(largest, fabsf(lanes.lane[i]));
+      if (state != 0) lanes.lane[i] = at_most(sqrtf(lanes.lane[i]), kMostRoot);
+      largest = join_max(largest, fabsf(lanes.lane[i]));
     }
     for (u32 distance = 16; distance > 0; distance /= 2)
-      largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, distance));
-    largest = fminf(largest, kMostSigned);
+      largest = join_max(largest, __shfl_xor_sync(kFullWarp, largest, distance));
+    largest = at_most(largest, kMostSigned);
     const float now = largest * (state == 0 ? float(1.0 / (127 * 127)) : float(1.0 / 255));
     const float inverse = now > kLeastUnit ? 1 / now : 0;
     Packet<u8, kGroup> packet;
@@ -302,14 +302,15 @@ struct CodedLanes {
  private:
   static constexpr float kLeastUnit = 0x1p-120f, kMostSigned = 0x1p127f, kMostRoot = 0x1p63f;
 
+  __device__ static float at_most(float value, float most) { return value > most ? most : value; }  // or NaN
   __device__ static u8 signed_code(float value, float inverse) {
-    const float root = fminf(sqrtf(fabsf(value) * inverse) + 0.5f, 127.0f);
-    return u8(int(value < 0 ? -root : root));
+    const float root = at_most(sqrtf(fabsf(value) * inverse) + 0.5f, 127.0f);
+    return root != root ? 0x80 : u8(int(value < 0 ? -root : root));
   }
   __device__ static u8 square_code(float root, float inverse, const Draws& draws, u32 place) {
     const float code = fmaf(root, inverse, draws.low * 0x1p-16f) + draws.high(place) * 0x1p-8f;
     const u32 least = root != 0;
-    return u8(fminf(code < 1 ? least : code, 255.0f));
+    return u8(code >= 1 ? fminf(code, 255.0f) : least);
   }
 };
 
