@@ -119,15 +119,13 @@ class Takeover:
                 "scale the loss by one, or use bfloat16",
                 in_children=True,
             )
-        self._forget_used()
-
-    def _forget_used(self) -> None:
         self._blocks.clear()
         self._made.clear()
 
     def _forked(self) -> None:
         """Let a child that multiprocessing forks say what it used: it ends without exit handlers."""
-        self._forget_used()
+        self._blocks.clear()
+        self._made.clear()
         util.Finalize(None, self.__exit__, (None,), exitpriority=0)
 
     def _set_variables(self, undo: ExitStack) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, distributed, nn
@@ -48,20 +48,13 @@ class ModelCall:
         torch.autograd.backward(results, [torch.zeros_like(result) for result in results])
 
 
-class Watching(NamedTuple):
-    """The watch of a step as it runs."""
-
-    diagnosis: Diagnosis
-    after: LoggedStep
-    is_quiet: bool  # the loss scale may have been all: nothing is said unless the step is skipped as well
-
-
 class FlightRecorder:
     """Keeps what the last window needs to be run again, and looks at the steps that are skipped."""
 
     def __init__(self, log: StepLog, model: nn.Module, found: Found, *, watches: bool) -> None:
         self._log, self._model, self._found, self._watches = log, model, found, watches
-        self._watching: Watching | None = None
+        # A watch, the step before it, and whether it is quiet: the loss scale may have been all.
+        self._watching: tuple[Diagnosis, LoggedStep, bool] | None = None
         self._looks = [0, 0]
         self.unseen = 0  # steps without a call of the model, as if compiled whole
         self._worked = 0.0  # the loss scale of the last step that was taken
@@ -106,25 +99,26 @@ class FlightRecorder:
         is_quiet = step.in_a_row < self._patience and not is_new
         lasts = is_new or step.in_a_row == self._patience - is_quiet
         has_nan = step.in_a_row == 1 and result.norm is not None and bool(result.norm.isnan())
-        is_over = self._looks[is_quiet] == _MOST_LOOKS[is_quiet] or self._watching is not None
-        if not (lasts or has_nan) or is_over or (self._is_explained and alone):
+        is_over = alone and (self._is_explained or self._watching is not None)
+        if not (lasts or has_nan) or is_over or self._looks[is_quiet] == _MOST_LOOKS[is_quiet]:
             return
         self._looks[is_quiet] += 1
-        findings, how = self._explained(step) if has_nan or not is_quiet else ((), "")
-        findings = [finding for finding in findings if not (is_quiet and finding.blames_scale)]
+        explained = self._explained(step) if has_nan or not is_quiet else None
+        findings, how = explained or ((), "")
+        if is_quiet and all(finding.blames_scale for finding in findings):
+            findings = ()
         if findings or (self._is_recorded() and not is_quiet):
             self._tell(findings, how)
         elif self._watches and lasts and not self._is_recorded():
-            self._watching = Watching(Diagnosis(self._model, keep_going=True, patience=1), step, is_quiet)
-            self._watching.diagnosis.__enter__()
+            self._watching = Diagnosis(self._model, keep_going=True, patience=1), step, is_quiet
+            self._watching[0].__enter__()
         elif not self._watches:
             self._is_explained = True  # the weights are lost from now on
             self._found((), "The model's calls ran again and were sound: amp-plugin diagnose watches all.")
 
-    def _explained(self, step: LoggedStep) -> tuple[Sequence[Finding], str]:
+    def _explained(self, step: LoggedStep) -> tuple[Sequence[Finding], str] | None:
         with _buffers_kept(self._model):
-            explained = explain(self._log, step, self._run_again, list(self._model.parameters()))
-        return explained or ((), "")
+            return explain(self._log, step, self._run_again, list(self._model.parameters()))
 
     def _run_again(self, replay: Replay) -> tuple[Sequence[Finding], str]:
         diagnosis, failed = diagnosed(replay.run, self._model)
@@ -137,19 +131,19 @@ class FlightRecorder:
 
     def _end_watch(self, step: LoggedStep | None = None) -> None:
         """End the watch at the next step of its optimizer, or at the end of the run."""
-        watching = self._watching
-        if watching is None or (step and step.optimizer() is not watching.after.optimizer()):
+        if self._watching is None:
+            return
+        diagnosis, after, is_quiet = self._watching
+        if step and step.optimizer() is not after.optimizer() and ranks() == 1:
             return
         self._watching = None
-        watching.diagnosis.__exit__(None, None, None)
-        findings = watching.diagnosis.findings
-        if watching.is_quiet and not (findings and step and step.result.skipped):
+        diagnosis.__exit__(None, None, None)
+        findings = diagnosis.findings
+        if is_quiet and not (findings and step and step.result.skipped):
             return
         how = "The next step was watched." if findings or step else "No step followed that could be watched:"
-        if not findings:
-            nothing = " Nothing like it was found:" if step else ""
-            how += f"{nothing} record such a step with scaler.recorded(call, batch)."
-        self._tell(findings, how)
+        nothing = " Nothing like it was found:" * bool(step) + " record it with scaler.recorded(call, batch)."
+        self._tell(findings, how + ("" if findings else nothing))
 
     def _tell(self, findings: Sequence[Finding], how: str) -> None:
         self._is_explained = self._is_explained or bool(findings)

@@ -150,7 +150,7 @@ def test_a_run_trains_as_without_a_page(tmp_path, precision, records):
         ({"bad": {5: 1e4}}, []),  # a loss scale that was too high has this effect
         ({"bad": {5: 1e4, 6: 1e4}}, [(7, "The next step was watched.", True)]),
         ({"bad": {5: 1e4, 6: 1e4}, "accumulates": True}, [(7, "The next step was watched.", True)]),
-        ({"bad": [11]}, [(12, "No step followed that could be watched: record such a step", False)]),
+        ({"bad": [11]}, [(12, "No step followed that could be watched: record it", False)]),
     ],
 )
 def test_a_gradient_beyond_fp16_is_named_when_a_second_step_is_skipped(tmp_path, options, looks):
