@@ -265,6 +265,10 @@ def test_the_exit_code_is_the_scripts(end: str, code: int, script: Path) -> None
     result = amp("casts", str(script))
     assert result.exit_code == code
     assert ("no data" in result.stderr) == ("no data" in end)
+    script.write_text(end and f"import sys\n{end}")
+    assert amp("casts", str(script)).stdout.startswith(
+        f"autocast made no cast in {script}: open torch.autocast"
+    )
 
 
 @pytest.mark.native

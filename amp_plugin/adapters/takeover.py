@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from multiprocessing import util
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
@@ -58,6 +59,7 @@ class Takeover:
         ranks, local = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_RANK", "0")
         self._rank = f" [rank {os.environ.get('RANK', local)} of {ranks}]" if ranks != "1" else ""
         self._made: dict[str, None] = {}  # what the program made of ours, in order
+        self._uses_ours = False  # a scaler of ours was made, by whatever name
         self._scales = False  # a scaler that is enabled was made, or a framework that sees to it
         self._undo = ExitStack()
 
@@ -65,9 +67,11 @@ class Takeover:
         """Take the names over, and say so."""
         import torch  # noqa: PLC0415 - takes seconds
 
-        from amp_plugin.precision import DTYPES  # noqa: PLC0415 - loads torch
+        from amp_plugin.casting.installed_kernels import KERNELS  # noqa: PLC0415 - loads torch
+        from amp_plugin.precision import DTYPES  # noqa: PLC0415
         from amp_plugin.scaling.grad_scaler import GradScaler  # noqa: PLC0415
 
+        self._asked = len(KERNELS.asked)
         with ExitStack() as undo:
             self._set_variables(undo)
             undo.enter_context(ours_by_default())
@@ -85,6 +89,7 @@ class Takeover:
             )
             undo.enter_context(when_imported(self._frameworks()))
             self._undo = undo.pop_all()
+        util.register_after_fork(self, Takeover._forked)
         said = f"{_NAMES} are amp_plugin's while {self._program} runs"
         if self._precision is not None:
             said += f", in {self._precision} where it chooses no precision"
@@ -95,7 +100,8 @@ class Takeover:
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         """Give all back, and say what the program used."""
-        from amp_plugin.precision import short_name  # noqa: PLC0415 - loads torch
+        from amp_plugin.casting.installed_kernels import KERNELS  # noqa: PLC0415 - loads torch
+        from amp_plugin.precision import short_name  # noqa: PLC0415
 
         self._undo.close()
         dtypes = sorted({short_name(dtype) for _, dtype in self._blocks})
@@ -103,14 +109,24 @@ class Takeover:
         if used:
             self._say(f"{self._program} used {', '.join(used)}", in_children=True)
         elif kind is None or issubclass(kind, SystemExit):
-            remedy = "a plain loop needs torch.autocast(device) around its forward pass, and switched on"
-            self._say(f"nothing was taken over in this process: {self._program} used none of these; {remedy}")
+            does = "used none of these; a plain loop needs torch.autocast(device), enabled, around its model"
+            if self._uses_ours or len(KERNELS.asked) > self._asked:
+                does = "uses amp_plugin itself, which needs no `amp-plugin run`"
+            self._say(f"nothing was taken over in this process: {self._program} {does}")
         if "fp16" in dtypes and not self._scales:
             self._say(
                 "float16 ran without a torch.amp.GradScaler: if this was training, small gradients are lost; "
                 "scale the loss by one, or use bfloat16",
                 in_children=True,
             )
+        self._blocks.clear()
+        self._made.clear()
+
+    def _forked(self) -> None:
+        """Let a child that multiprocessing forks say what it used: it ends without exit handlers."""
+        self._blocks.clear()
+        self._made.clear()
+        util.Finalize(None, self.__exit__, (None,), exitpriority=0)
 
     def _set_variables(self, undo: ExitStack) -> None:
         """Set the variables of the program and of the processes that it starts."""
@@ -133,6 +149,7 @@ class Takeover:
         @functools.wraps(original)
         def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
             original(scaler, *args, **kwargs)
+            self._uses_ours = True
             self._scales = self._scales or scaler.is_enabled()
 
         return replaced(kind, "__init__", init)

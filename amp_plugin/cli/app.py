@@ -20,7 +20,6 @@ from amp_plugin.cli.arguments import OF_SCRIPTS, AsJson, Device, fail
 
 app = typer.Typer(
     name="amp-plugin",
-    help="Automatic mixed precision for PyTorch, Lightning and Accelerate.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

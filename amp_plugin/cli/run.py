@@ -124,8 +124,10 @@ def casts(
         groups = grouped(made, lambda cast: tuple((name, getattr(cast, name)) for name in _FIELDS[by]))
         rows = as_values([dict(key) | asdict(totals) for key, totals in groups.items()])
         print(json.dumps({"script": script, "by": by, "compiled_graphs": graphs, "rows": rows}))
-    elif made or not ran.failed:
+    elif made or graphs:
         show(cast_table(made, by))
         if graphs:
             print(f"{graphs} compiled graphs: their casts are inside them and not in this table")
+    elif not ran.failed:
+        print(f"autocast made no cast in {script}: open torch.autocast(device) around its forward pass")
     raise typer.Exit(ran.code)

@@ -77,14 +77,14 @@ _ADVICE = {
     "domain": "{c.base} is not defined for these inputs: clamp them into its range and away from its ends; a "
     "small negative number is a 0 that was rounded.",
     "loss scale": "{c.overflow}. A loss scale that is still too large has this effect, and GradScaler halves "
-    "it: if steps are skipped again and again, look at how large the loss is, or {c.in_fp32}.",
+    "it: if steps are skipped again and again, make the loss smaller.",
     "range, optimizer": "the optimizer's eps is 0 in this dtype: keep weights in fp32, or raise eps.",
     "range, product": "{c.overflow}: scale before, as attention divides q by sqrt(d), or {c.in_fp32}.",
     "range": "{c.overflow}: scale or divide before, keep it in fp32, or {c.in_fp32}.",
     "size": "{c.overflow}: clamp its input, subtract the largest first, as logsumexp does, normalise what "
     "goes in, or initialise it smaller; a recurrence with weights above 1 grows step after step.",
 }
-_ADVICE["range, backward"] = _ADVICE["loss scale"]
+_ADVICE["range, backward"] = _ADVICE["loss scale"].replace("loss smaller", "loss smaller, or {c.in_fp32}")
 
 
 def _rows(c: _Case) -> Iterator[tuple[object, str]]:

@@ -13,7 +13,7 @@ from amp_plugin.numerics.learning import Learning
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Region, listed
 from amp_plugin.numerics.values import unwatched
-from amp_plugin.numerics.watch import Watch
+from amp_plugin.numerics.watch import PATIENCE, Watch
 
 if TYPE_CHECKING:
     from amp_plugin.scaling.replay import Replay
@@ -33,13 +33,14 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         *,
         keep_going: bool = False,
         strict: bool = False,
+        patience: int = PATIENCE,  # backward passes in a row whose fp16 gradients may overflow, less one
         on_finding: Callable[[Finding], None] | None = None,
     ) -> None:
         self.findings: list[Finding] = []
         self._on_finding, self._raises = on_finding, not keep_going
         self._known: dict[tuple[object, ...], int] = {}  # what findings are about -> which one is
         tracker = Tracker(model)
-        self._watch = Watch(tracker, self._found, strict=strict)
+        self._watch = Watch(tracker, self._found, strict=strict, patience=patience)
         self._learning = Learning(tracker)
         super().__init__(tracker, self._watch, self._learning)
 
@@ -150,7 +151,7 @@ def diagnose_skip(replay: Replay, model: nn.Module | None = None) -> str:
 def diagnosed(run: Callable[[], object], model: nn.Module | None = None) -> tuple[Diagnosis, str]:
     """Return what :func:`diagnose` finds in a call, and the error that ended it as text, else ``""``."""
     failed = ""
-    with diagnose(model, keep_going=True) as diagnosis:
+    with Diagnosis(model, keep_going=True, patience=1) as diagnosis:
         try:
             run()
         except Exception as error:  # noqa: BLE001 -- whatever the user's step raises

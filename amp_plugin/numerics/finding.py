@@ -118,6 +118,11 @@ class Finding:
     count: int = 1
 
     @property
+    def blames_scale(self) -> bool:
+        """Whether a loss scale that is too high has this effect."""
+        return self.direction == "backward" and self.cause in {"range", "loss scale"}
+
+    @property
     def headline(self) -> str:
         """What happened, in one sentence."""
         culprit = next((given.name for given in self.inputs if given.nan or given.inf), "")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -46,7 +46,7 @@ Verdict = Literal["made", "on purpose", "masked", "passed on"]
 # Share of a dtype's largest number beyond which numbers are masks. Nobody computes with 1e38. In fp16
 # activations and scaled gradients do get near 65504, so there it is the end of the range alone.
 _MASKING, _MASKING_IN_FP16 = 0.25, 0.999
-_PATIENCE = 20  # backward passes in a row: from 2^16 the scale is below 1 then
+PATIENCE: Final = 20  # backward passes in a row: from 2^16 the scale is below 1 then
 _ORDERS = frozenset({"ord", "p", "norm_type"})
 _SCALED = "made", "backward", torch.float16
 _TO_PYTHON = "aten::_local_scalar_dense.default"
@@ -82,8 +82,10 @@ _ON_PURPOSE = Origin("constant")
 class Watch:
     """The observer of ``diagnose``; it calls ``found`` with each finding that matters."""
 
-    def __init__(self, tracker: Tracker, found: Callable[[Finding], None], *, strict: bool) -> None:
-        self._tracker, self._found, self._strict = tracker, found, strict
+    def __init__(
+        self, tracker: Tracker, found: Callable[[Finding], None], *, strict: bool, patience: int
+    ) -> None:
+        self._tracker, self._found, self._strict, self._patience = tracker, found, strict, patience
         # backward passes in a row whose fp16 gradients overflowed, by number: a few find the loss scale
         self._overflowed: dict[int, Origin] = {}
         self._origins: Storages[Origin] = Storages()
@@ -328,11 +330,8 @@ class Watch:
     def left_over(self) -> None:
         """Report the gradients of the last pass, and without any pass what nothing has hidden."""
         passes = self._tracker.backward_passes
-        if passes in self._overflowed:
-            first, *others = self._overflowed.values()
-            in_passes = f"{len(others) + 1} backward passes" if others else "backward pass"
-            if not first.is_absorbed:
-                self._report(first, f"gradients that are not finite, in the last {in_passes}")
+        if passes in self._overflowed and not next(iter(self._overflowed.values())).is_absorbed:
+            self._report_overflowed()
         for name, origin in self._in_buffers.items():
             self._report(origin, f"the buffer {name}, at the end of the region")
         if passes:
@@ -361,9 +360,13 @@ class Watch:
         if not {passes, passes - 1} & self._overflowed.keys():
             self._overflowed.clear()
         self._overflowed.setdefault(passes, origin)
-        if len(self._overflowed) >= _PATIENCE:
-            first = next(iter(self._overflowed.values()))
-            self._report(first, f"gradients that are not finite, in {len(self._overflowed)} backward passes")
+        if len(self._overflowed) >= self._patience:
+            self._report_overflowed()
+
+    def _report_overflowed(self) -> None:
+        first, *others = self._overflowed.values()
+        in_passes = f"{len(others) + 1} backward passes" if others else "backward pass"
+        self._report(first, f"gradients that are not finite, in the last {in_passes}")
 
     def _report(self, origin: Origin, reached: str) -> None:
         if origin.is_reported or origin.finding is None:

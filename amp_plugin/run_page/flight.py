@@ -24,8 +24,7 @@ from amp_plugin.scaling.replay import Replay, explain
 from amp_plugin.scaling.replay import buffers_kept as _buffers_kept
 from amp_plugin.scaling.step_log import LoggedStep, StepLog
 
-_MOST_LOOKS: Final = 5  # at skipped steps of one run: each takes as long as many steps
-_IN_A_ROW: Final = 3  # skips that a loss scale may need while it is found
+_MOST_LOOKS: Final = 5, 20  # at steps of one run, each as long as many steps; of the quiet ones more
 
 
 Found = Callable[[Sequence[Finding], str], None]
@@ -53,8 +52,12 @@ class FlightRecorder:
 
     def __init__(self, log: StepLog, model: nn.Module, found: Found, *, watches: bool) -> None:
         self._log, self._model, self._found, self._watches = log, model, found, watches
-        self._watching: Diagnosis | None = None
-        self._looks = self.unseen = 0  # unseen: steps without a call of the model, as if compiled whole
+        # A watch, the step before it, and whether it is quiet: the loss scale may have been all.
+        self._watching: tuple[Diagnosis, LoggedStep, bool] | None = None
+        self._looks = [0, 0]
+        self.unseen = 0  # steps without a call of the model, as if compiled whole
+        self._worked = 0.0  # the loss scale of the last step that was taken
+        self._patience = 1  # skips of a row until the loss scale does not explain them
         self._was_wrong = self._is_explained = False
 
     def open(self, stack: ExitStack) -> None:
@@ -81,28 +84,40 @@ class FlightRecorder:
 
     def look(self, step: LoggedStep, *, is_wrong: bool) -> None:
         """Look at a step: run it again if it went wrong and the loss scale alone does not explain that."""
-        self._end_watch()
+        self._end_watch(step)
         self.unseen += not self._log.calls
-        was_wrong, self._was_wrong = self._was_wrong, is_wrong
-        if not (is_wrong or step.result.skipped):
-            self._is_explained = False
+        result, was_wrong, self._was_wrong = step.result, self._was_wrong, is_wrong
+        if not (is_wrong or result.skipped):
+            self._is_explained, self._worked = False, result.scale_before
             return
+        if step.in_a_row == 1:
+            has_worked = result.scale_before <= self._worked
+            self._patience = 1 if not result.is_scaled else 2 if has_worked else 3
         alone = ranks() == 1  # else all run it again or none: by what every rank knows of the step
-        is_worth_it = (alone and is_wrong and not was_wrong) or _is_worth_it(step)
-        if not is_worth_it or (self._is_explained and alone) or self._looks == _MOST_LOOKS:
+        is_new = alone and is_wrong and not was_wrong
+        is_quiet = step.in_a_row < self._patience and not is_new
+        lasts = is_new or step.in_a_row == self._patience - is_quiet
+        has_nan = step.in_a_row == 1 and result.norm is not None and bool(result.norm.isnan())
+        is_over = alone and (self._is_explained or self._watching is not None)
+        if not (lasts or has_nan) or is_over or self._looks[is_quiet] == _MOST_LOOKS[is_quiet]:
             return
-        self._looks += 1
-        with _buffers_kept(self._model):
-            explained = explain(self._log, step, self._run_again, list(self._model.parameters()))
+        self._looks[is_quiet] += 1
+        explained = self._explained(step) if has_nan or not is_quiet else None
         findings, how = explained or ((), "")
-        if findings or self._is_recorded():
+        if is_quiet and all(finding.blames_scale for finding in findings):
+            findings = ()
+        if findings or (self._is_recorded() and not is_quiet):
             self._tell(findings, how)
-        elif self._watches:
-            self._watching = Diagnosis(self._model, keep_going=True)
-            self._watching.__enter__()
-        else:
+        elif self._watches and lasts and not self._is_recorded():
+            self._watching = Diagnosis(self._model, keep_going=True, patience=1), step, is_quiet
+            self._watching[0].__enter__()
+        elif not self._watches:
             self._is_explained = True  # the weights are lost from now on
             self._found((), "The model's calls ran again and were sound: amp-plugin diagnose watches all.")
+
+    def _explained(self, step: LoggedStep) -> tuple[Sequence[Finding], str] | None:
+        with _buffers_kept(self._model):
+            return explain(self._log, step, self._run_again, list(self._model.parameters()))
 
     def _run_again(self, replay: Replay) -> tuple[Sequence[Finding], str]:
         diagnosis, failed = diagnosed(replay.run, self._model)
@@ -113,13 +128,21 @@ class FlightRecorder:
             findings = [_placed(finding, called_from()[0], call.place) for finding in findings]
         return findings, how if findings else f"{how} {diagnosis.report()}"
 
-    def _end_watch(self) -> None:
-        watching, self._watching = self._watching, None
-        if watching is not None:
-            watching.__exit__(None, None, None)
-            findings = watching.findings
-            nothing = "Nothing like it was found: record the step with scaler.recorded(call, batch)."
-            self._tell(findings, "The next step was watched." + (f" {nothing}" if not findings else ""))
+    def _end_watch(self, step: LoggedStep | None = None) -> None:
+        """End the watch at the next step of its optimizer, or at the end of the run."""
+        if self._watching is None:
+            return
+        diagnosis, after, is_quiet = self._watching
+        if step and step.optimizer() is not after.optimizer() and ranks() == 1:
+            return
+        self._watching = None
+        diagnosis.__exit__(None, None, None)
+        findings = diagnosis.findings
+        if is_quiet and not (findings and step and step.result.skipped):
+            return
+        how = "The next step was watched." if findings or step else "No step followed that could be watched:"
+        nothing = " Nothing like it was found:" * bool(step) + " record it with scaler.recorded(call, batch)."
+        self._tell(findings, how + ("" if findings else nothing))
 
     def _tell(self, findings: Sequence[Finding], how: str) -> None:
         self._is_explained = self._is_explained or bool(findings)
@@ -130,14 +153,6 @@ def ranks() -> int:
     """Return how many processes train together."""
     joined = distributed.is_available() and distributed.is_initialized()
     return distributed.get_world_size() if joined else 1
-
-
-def _is_worth_it(step: LoggedStep) -> bool:
-    result = step.result
-    has_nan = result.norm is not None and bool(result.norm.isnan())
-    return result.skipped and (
-        step.in_a_row == (_IN_A_ROW if result.is_scaled else 1) or (step.in_a_row == 1 and has_nan)
-    )
 
 
 def _placed(finding: Finding, stepped: Place | None, called: Place) -> Finding:

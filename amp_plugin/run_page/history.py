@@ -53,7 +53,7 @@ class Skip:
     def blames_scale(self) -> bool:
         """Whether a lower loss scale would do: what overflowed has done so in the backward pass."""
         found = [finding.direction == "backward" for finding in self.findings]
-        return all(found) if found else "nan" not in self.parameters
+        return all(found or ["nan" not in self.parameters])
 
 
 class Look(NamedTuple):

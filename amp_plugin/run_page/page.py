@@ -78,7 +78,7 @@ def render(
         maps=maps,
         data={"curves": curves, "skips": skips, "cells": cells, "steps": history.steps},
         runtime=_runtime(),
-        looks=new_findings(looks),
+        looks=new_findings([look for look in looks if look.step > len(history.finding_scale)]),
     )
     return text
 
@@ -110,9 +110,10 @@ def in_short(
 def _reasons(history: History) -> list[str]:
     """Return why steps were skipped, once for those with one reason, with their numbers."""
     steps: dict[str, list[int]] = {}
+    first: dict[str, str] = {}  # meaning -> the parameters of the first skip with it
     finding_scale = {id(skip) for skip in history.finding_scale}
     for skip in history.skips:
-        reason = f"{skip.parameters}. {skip.meaning}"
+        reason = f"{first.setdefault(skip.meaning, skip.parameters)}. {skip.meaning}"
         if id(skip) in finding_scale or (not skip.findings and skip.scale is not None and skip.blames_scale):
             reason = _TOO_HIGH
         elif skip.findings:
@@ -138,7 +139,7 @@ def _changes(history: History, looks: Iterable[Look]) -> list[str]:
     others = history.skipped - len(finding_scale)
     if found:
         changes += dict.fromkeys(finding.advice for finding in found)
-    elif has_scale and 0 < others <= _OFTEN * history.steps:
+    elif has_scale and 0 < others <= max(1, _OFTEN * history.steps) and not history.wrong_steps:
         changes.append("nothing: a few skips keep the loss scale as high as the gradients allow")
     elif others or history.wrong_steps:
         changes.append("look at the modules that overflow, below; compute them in fp32 or use bf16")

@@ -144,10 +144,11 @@ class RunReport:
     def _meet(self, optimizer: Optimizer) -> None:
         """Name the parameters of an optimizer that nobody has named."""
         self._optimizers.append(optimizer)
-        if isinstance(self._scaler, GradScaler):
+        scaler = self._log.scaler()
+        if scaler is not None and any("param_groups[" in name for name in scaler.parameter_names(optimizer)):
             own = {id(param) for group in optimizer.param_groups for param in group["params"]}
             names = {name: param for name, param in self._model.named_parameters() if id(param) in own}
-            self._scaler.register(optimizer, names=names)
+            scaler.register(optimizer, names=names)
 
     def _take_findings(self, findings: Sequence[Finding], how: str) -> None:
         self.looks.append(self.history.explain(findings, how))

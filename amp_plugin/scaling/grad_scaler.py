@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -105,7 +106,7 @@ class GradScaler(TorchNames):
             one_pass=self._one_pass,
             checks=self._on_nonfinite != "ignore",
         )
-        self.step_log = log
+        self.step_log, log.scaler = log, weakref.ref(self)
         self._registry = Registry(shared)
         self._units = Units(self._registry, log)
         self._steps = Steps(self._registry, log)

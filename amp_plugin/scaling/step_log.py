@@ -285,6 +285,7 @@ class StepLog:
         self.replaying = False  # a step is being run again at the moment
         # Called with each loss that a backward pass begins from, before it is scaled.
         self.hear_loss: Callable[[Any], None] | None = None
+        self.scaler: Callable[[], Any] = type(None)  # whose steps these are, if a GradScaler's
         self.keeps_window = False  # calls are kept while no step is skipped, too
         self.has_steps = False
         self.has_captured = False  # a step in a CUDA graph: nobody is called at its replays

@@ -117,6 +117,7 @@ def test_a_program_with_a_scaler(tmp_path, command):
     data = data_of(page)
     assert data["curves"]["scale"][:5] == [2.0**16] * 5
     assert data["curves"]["loss"][0] < 0
+    assert "nan in 4 gradients: 2.bias, 2.weight, 0.bias, 0.weight" in text_of(page)
     assert "aten::log" in wrong_in(page)
     assert "in <module>: loss = shares.log().mean()" in wrong_in(page)
 

@@ -45,23 +45,28 @@ def make_net() -> nn.Module:
 
 
 def train(
-    path, *, steps=12, bad=(), precision="fp16", clip=None, records=False, init_scale=2.0**8, factor=1.0
+    path, *, steps=12, bad=(), precision="fp16", clip=None, init_scale=2.0**8, factor=1.0, **loop
 ) -> tuple[nn.Module, RunReport]:
     net = make_net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     scaler = amp_plugin.GradScaler("cpu", enabled=precision == "fp16", init_scale=init_scale)
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
 
-    def passes(x: torch.Tensor, is_bad: bool) -> None:
+    factors = bad if isinstance(bad, dict) else dict.fromkeys(bad, 1e30)
+
+    def passes(x: torch.Tensor, factor: float) -> None:
         with amp_plugin.autocast("cpu", dtype=dtype):
             out = net(x)
-            loss = (out * (1e30 if is_bad else factor)).float().square().mean()
+            loss = (out * factor).float().square().mean()
         scaler.scale(loss).backward()
 
     with nullcontext() if path is None else amp_plugin.report(scaler, net, path) as page:
         for step in range(steps):
             x = torch.randn(16, 8)
-            scaler.recorded(passes, x, step in bad) if records else passes(x, step in bad)
+            given = x, factors.get(step, factor)
+            scaler.recorded(passes, *given) if loop.get("records") else passes(*given)
+            if loop.get("accumulates"):
+                passes(x, factor)
             if clip:
                 scaler.clip_grad_norm_(optimizer, clip, fold=True)
             take(scaler, optimizer)
@@ -140,10 +145,24 @@ def test_a_run_trains_as_without_a_page(tmp_path, precision, records):
 
 
 @pytest.mark.parametrize(
+    ("options", "looks"),
+    [
+        ({"bad": {5: 1e4}}, []),  # a loss scale that was too high has this effect
+        ({"bad": {5: 1e4, 6: 1e4}}, [(7, "The next step was watched.", True)]),
+        ({"bad": {5: 1e4, 6: 1e4}, "accumulates": True}, [(7, "The next step was watched.", True)]),
+        ({"bad": [11]}, [(12, "No step followed that could be watched: record it", False)]),
+    ],
+)
+def test_a_gradient_beyond_fp16_is_named_when_a_second_step_is_skipped(tmp_path, options, looks):
+    _, page = train(tmp_path / "run.html", **options)
+    assert [(step, how.partition(" with")[0], bool(findings)) for step, how, findings in page.looks] == looks
+
+
+@pytest.mark.parametrize(
     ("options", "told"),
     [
         ({"init_scale": 2.0**34, "steps": 40}, {"lower init_scale to ", "the loss scale was too high"}),
-        ({"bad": range(3)}, set()),  # bad batches are no reason to lower init_scale
+        ({"bad": range(3)}, {"What went wrong"}),  # bad batches are no reason to lower init_scale
         ({"factor": 0.0}, {"gradients all zero in each of the 3 steps", "raise init_scale"}),
         ({"factor": 0.0, "precision": "bf16"}, {"gradients all zero in each of the 3 steps"}),
         ({}, set()),
@@ -151,7 +170,7 @@ def test_a_run_trains_as_without_a_page(tmp_path, precision, records):
 )
 def test_what_is_said_of_scales_and_of_gradients(tmp_path, options, told):
     _, page = train(tmp_path / "run.html", **{"steps": 3, **options})
-    parts = {"lower init_scale to ", "the loss scale was too high", "raise init_scale"}
+    parts = {"What went wrong", "lower init_scale to ", "the loss scale was too high", "raise init_scale"}
     text = text_of(page.path)
     assert {part for part in parts | told if part in text} == told
     assert ('id="chart-norm"' in page.path.read_text()) is ("bad" not in options)
