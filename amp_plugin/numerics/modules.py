@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeGuard
 
 import torch
@@ -136,3 +137,20 @@ def _is_measurable(tensor: Tensor | None) -> TypeGuard[Tensor]:
     if tensor is None or type(tensor) is not nn.Parameter:
         return False
     return tensor.is_floating_point() and not tensor.is_meta and tensor.numel() > 0
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Put back what forward passes write into buffers, such as the statistics of batch norm."""
+    before = [
+        (part._buffers, name, buffer, buffer.detach().clone())
+        for part in model.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for own, name, buffer, value in before:
+                own[name] = buffer  # a pass may put another in its place
+                buffer.copy_(value)

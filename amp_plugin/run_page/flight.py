@@ -19,9 +19,9 @@ from amp_plugin.casting.region import call_in
 from amp_plugin.casting.threads import RegionState, current_state
 from amp_plugin.numerics.diagnose import Diagnosis, diagnosed
 from amp_plugin.numerics.finding import Finding
+from amp_plugin.numerics.modules import buffers_kept
 from amp_plugin.numerics.places import Place, called_from
 from amp_plugin.scaling.replay import Replay, explain
-from amp_plugin.scaling.replay import buffers_kept as _buffers_kept
 from amp_plugin.scaling.step_log import LoggedStep, StepLog
 
 _MOST_LOOKS: Final = 5, 20  # at steps of one run, each as long as many steps; of the quiet ones more
@@ -116,7 +116,7 @@ class FlightRecorder:
             self._found((), "The model's calls ran again and were sound: amp-plugin diagnose watches all.")
 
     def _explained(self, step: LoggedStep) -> tuple[Sequence[Finding], str] | None:
-        with _buffers_kept(self._model):
+        with buffers_kept(self._model):
             return explain(self._log, step, self._run_again, list(self._model.parameters()))
 
     def _run_again(self, replay: Replay) -> tuple[Sequence[Finding], str]:

@@ -60,7 +60,6 @@ class PerOptimizerState:
         self.params: list[Tensor] = []
         self.groups: list[GradientGroup] = []
         self.layouts: tuple[ShardLayout, ...] = ()
-        self.is_shared = False  # whether another optimizer steps some of the parameters too
         self.spans_ranks = bool(shared.ranks.groups)
         self.has_momentum = False  # whether all momentum buffers of a fused SGD are known to exist
         self.changes_early: bool | None = None  # weights, before the last closure call; None if not seen
@@ -99,10 +98,10 @@ class PerOptimizerState:
         """Whether the optimizer steps these parameters and no others."""
         return {*map(id, params)} == {*map(id, self.params)}
 
-    def take_groups(self, groups: list[GradientGroup]) -> None:
-        """Record into which gradient groups the parameters fall."""
-        self.groups = groups
-        self.is_shared = any(len(gradients.owners) > 1 for gradients in groups)
+    @property
+    def is_shared(self) -> bool:
+        """Whether another optimizer steps some of the parameters too."""
+        return any(len(gradients.owners) > 1 for gradients in self.groups)
 
     @property
     def stage(self) -> OptState:

@@ -143,7 +143,7 @@ class Registry:
             for number in numbers:
                 groups[number].append(gradients)
         for state in self:
-            state.take_groups(groups[state.number])
+            state.groups = groups[state.number]
 
     def _new_group(self, params: list[Tensor], owners: frozenset[int]) -> GradientGroup:
         """Return a group of new parameters; gradients they have are taken for the last scaled backward's."""

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_plugin.messages import warn_user
@@ -56,23 +55,6 @@ def gradients_set_aside(params: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for param, grad in before:
             param.grad = grad
-
-
-@contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Put back what forward passes write into buffers, such as the statistics of batch norm."""
-    before = [
-        (part._buffers, name, buffer, buffer.detach().clone())
-        for part in model.modules()
-        for name, buffer in part.named_buffers(recurse=False)
-    ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for own, name, buffer, value in before:
-                own[name] = buffer  # a pass may put another in its place
-                buffer.copy_(value)
 
 
 T = TypeVar("T")

@@ -26,9 +26,8 @@ from amp_plugin.scaling.step_log import StepLog
 
 _NO_STEP = (
     "update(): no gradient was checked: a scaled loss ran backward(), but this scaler knows no optimizer. "
-    "Call scaler.step(optimizer) "
-    "instead of optimizer.step(), which takes the scaled gradients as they are; if the first step is still "
-    "to come, call scaler.register(optimizer) before."
+    "Call scaler.step(optimizer) instead of optimizer.step(), which takes the scaled gradients as they are; "
+    "if the first step is still to come, call scaler.register(optimizer) before."
 )
 
 _AT_FLOOR = (

@@ -33,9 +33,10 @@ from torch.optim.optimizer import (
 from amp_plugin.casting.installed_kernels import rules_on_trial
 from amp_plugin.casting.op_names import overloads_of, schema_of, written_arguments
 from amp_plugin.casting.rules import OpRules
+from amp_plugin.numerics.modules import buffers_kept
 from amp_plugin.program import Program, run_program
 from amp_plugin.scaling.gradients import params_of
-from amp_plugin.scaling.replay import buffers_kept, gradients_set_aside
+from amp_plugin.scaling.replay import gradients_set_aside
 
 Gradients = Mapping[str, Tensor]  # name of a parameter -> its gradient
 OnBatch = Callable[[Gradients, float], None]  # called after each batch, with the seconds that it took

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from amp_plugin import GradScaler, diagnose_skip
-from amp_plugin.scaling.replay import buffers_kept
+from amp_plugin.numerics.modules import buffers_kept
 
 
 class Run:
