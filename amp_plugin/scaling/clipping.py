@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_plugin.scaling.gradient_group import GradientGroup
 from amp_plugin.scaling.gradients import parameter_layouts, params_of
 from amp_plugin.scaling.one_pass import OPTIMIZERS, unavailable
 from amp_plugin.scaling.per_optimizer import MeasuredClip, PerOptimizerState, Shared
 from amp_plugin.scaling.registry import Registry
 from amp_plugin.scaling.steps import is_fused, may_be_left_to_kernel
+from amp_plugin.scaling.unscaling import GradientGroup
 
 Target = Optimizer | Tensor | Iterable[Tensor]
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from amp_plugin.scaling.gradient_group import GradientGroup
 from amp_plugin.scaling.gradients import Measurement, ShardLayout
 from amp_plugin.scaling.loss_scale import LossScale, LossScales, capturing, moved
 from amp_plugin.scaling.overflows import ParameterNames, report_of
 from amp_plugin.scaling.ranks import Ranks
 from amp_plugin.scaling.step_log import StepResult
+from amp_plugin.scaling.unscaling import GradientGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from amp_plugin.scaling.gradient_group import GradientGroup
 from amp_plugin.scaling.gradients import parameter_layouts, params_of
 from amp_plugin.scaling.loss_scale import PendingScale
 from amp_plugin.scaling.per_optimizer import PerOptimizerState, Shared, StepPastScaler
+from amp_plugin.scaling.unscaling import GradientGroup
 
 
 class Registry:

@@ -1,4 +1,4 @@
-"""Gradients that share what they are multiplied by: nothing, or one loss scale.
+"""Unscaling: groups of gradients that are multiplied by nothing, or by one loss scale.
 
 Being unscaled belongs to gradients, not to an optimizer. Parameters shared by several optimizers form groups
 of their own, so that each owner knows what another has done. docs/design.md draws and names the states.
