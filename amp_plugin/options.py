@@ -31,6 +31,7 @@ from typing import (
 )
 
 import torch
+from torch.distributed import ProcessGroup
 from typing_extensions import Doc
 
 from amp_plugin.messages import did_you_mean
@@ -46,8 +47,6 @@ from amp_plugin.precision import (
 )
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from amp_plugin.casting.rules import OpRules
 
 P = ParamSpec("P")
@@ -310,11 +309,9 @@ def option_defaults(options: type) -> dict[str, Any]:
 
 def _other_types() -> dict[str, Any]:
     """Return the types that are imported when they are asked for."""
-    import torch.distributed as dist  # noqa: PLC0415 -- not there in every build of torch
-
     from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 -- of a room above this floor
 
-    return {"OpRules": OpRules, "ProcessGroup": getattr(dist, "ProcessGroup", Any)}
+    return {"OpRules": OpRules}
 
 
 # -- environment variables -----------------------------------------------------------------------

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
+import torch.distributed as dist
 from rich.console import Group
 from rich.table import Column, Table
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -58,8 +60,6 @@ class ShardUnit:
 
 def shard_units(model: nn.Module) -> list[ShardUnit]:
     """Return the units of a model, those that hold others last but one: the model itself is the last."""
-    from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
-
     units = _fsdp_units(model)
     if not units:
         ddps = [pair for pair in model.named_modules() if isinstance(pair[1], DistributedDataParallel)]
@@ -368,8 +368,6 @@ def _op_of(func: Any) -> str | None:
 
 
 def _collective(op: str, args: list[Any], output: Any) -> Collective:
-    import torch.distributed as dist  # noqa: PLC0415 -- not there in every build of torch
-
     groups = [value for value in args if isinstance(value, torch.ScriptObject)]
     groups = [value for value in groups if "ProcessGroup" in str(value._type())]
     if groups:

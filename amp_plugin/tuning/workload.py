@@ -124,9 +124,9 @@ class Script:
         quiet = contextlib.redirect_stderr(io.StringIO()) if self._has_run else contextlib.nullcontext()
         with contextlib.redirect_stdout(io.StringIO()), quiet, _copy_of_this_folder():
             around = _batches_followed(counted)
-            run = run_program(self._program, self._arguments, around=around, expected=expected)
+            code, failed = run_program(self._program, self._arguments, around=around, expected=expected)
         if count < batches:
-            ended = "an error" if run.failed else f"exit code {run.code}"
+            ended = "an error" if failed else f"exit code {code}"
             msg = (
                 f"{self._program.name} ended with {ended} after {count} backward passes, and {batches} are "
                 "wanted; it has to run without tune, too, and to run backward(); --batches sets how often"
