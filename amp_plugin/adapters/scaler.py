@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -118,8 +119,6 @@ def register(scaler: GradScaler, optimizers: Iterable[Optimizer], models: Sequen
 
 def fsdp_root(model: nn.Module) -> Any:
     """Return the model if FSDP's first version has wrapped it, else None."""
-    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 -- loads torch.distributed
-
     return model if isinstance(model, FullyShardedDataParallel) else None
 
 

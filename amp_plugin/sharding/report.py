@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 from amp_plugin.messages import warn_user
 from amp_plugin.patterns import clean_name
 from amp_plugin.precision import short_name
-from amp_plugin.sharding.fully_shard import has_dtypes_by_parameter
 from amp_plugin.sharding.plan import DtypePlan
 from amp_plugin.weights.compressed_state import asked_for, bytes_of, local_of
 from amp_plugin.weights.weight import HALVES
@@ -78,6 +77,8 @@ def _fsdp_units(model: nn.Module) -> list[ShardUnit]:
 
 
 def _fsdp2(name: str, module: Any) -> ShardUnit | None:
+    from amp_plugin.sharding.fully_shard import has_dtypes_by_parameter  # noqa: PLC0415 - loads FSDP
+
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     params = [param for group in groups if group is not None for param in group.fsdp_params]
