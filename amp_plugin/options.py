@@ -53,10 +53,6 @@ P = ParamSpec("P")
 Class = TypeVar("Class", bound=type)
 HysteresisMode = Literal["apex", "megatron", "deepspeed"]
 OnNonfinite = Literal["skip", "raise", "ignore"]
-ReportPath = Annotated[
-    str | Path | None,
-    Doc("A page of the run, rewritten while it goes on: ``amp_plugin.report``. It waits for each step."),
-]
 
 
 @dataclass(frozen=True)
@@ -270,7 +266,10 @@ class AccelerateOptions(PrecisionOptions):
             "the parameters; 0 goes on for ever."
         ),
     ] = 50
-    report: ReportPath = None
+    report: Annotated[
+        str | Path | None,
+        Doc("A page of the run, rewritten while it goes on: ``amp_plugin.report``. It waits for each step."),
+    ] = None
     fp32_outputs: Annotated[
         bool, Doc("Convert what a prepared model returns to fp32, as Accelerate does.")
     ] = True

@@ -117,13 +117,9 @@ def register(scaler: GradScaler, optimizers: Iterable[Optimizer], models: Sequen
         scaler.register(optimizer, names=names)
 
 
-def fsdp_root(model: nn.Module) -> Any:
-    """Return the model if FSDP's first version has wrapped it, else None."""
-    return model if isinstance(model, FullyShardedDataParallel) else None
-
-
-def scaler_groups(root: Any) -> dict[str, Any]:
+def scaler_groups(*models: nn.Module) -> dict[str, Any]:
     """Return the groups of ranks that step together under FSDP1, and whether each holds whole gradients."""
+    root = next((model for model in models if isinstance(model, FullyShardedDataParallel)), None)
     if root is None or root.process_group is None:
         return {}
     group, whole = (root.process_group,), root.sharding_strategy.name == "NO_SHARD"

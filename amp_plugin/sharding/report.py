@@ -340,17 +340,16 @@ def log_collectives() -> Iterator[CollectiveLog]:
         [('all_reduce', 'fp32', 3)]
         >>> dist.destroy_process_group()
     """
-    log = CollectiveLog()
-    with _Recorder(log):
-        yield log
+    with _Recorder() as recorder:
+        yield recorder.log
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees ops below autograd and autocast, where collectives carry what they carry."""
 
-    def __init__(self, log: CollectiveLog) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._log = log
+        self.log = CollectiveLog()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record a collective; a DTensor's op comes back as those it is made of."""
@@ -359,7 +358,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = func(*args, **(kwargs or {}))
         op = _op_of(func) if getattr(func, "namespace", "") in _NAMESPACES else None
         if op is not None:
-            self._log.append(_collective(op, [*args, *(kwargs or {}).values()], output))
+            self.log.append(_collective(op, [*args, *(kwargs or {}).values()], output))
         return output
 
 

@@ -33,6 +33,7 @@ from torch.optim.optimizer import (
 from amp_plugin.casting.installed_kernels import rules_on_trial
 from amp_plugin.casting.op_names import overloads_of, schema_of, written_arguments
 from amp_plugin.casting.rules import OpRules
+from amp_plugin.patches import replaced
 from amp_plugin.program import Program, run_program
 from amp_plugin.scaling.gradients import params_of
 from amp_plugin.scaling.replay import buffers_kept, gradients_set_aside
@@ -192,9 +193,7 @@ def _batches_followed(on_batch: OnBatch) -> Iterator[None]:
             now = time.perf_counter()
             on_batch(gradients, now - (begun.pop() if begun else now))
 
-    torch.autograd.backward = backward
-    with ExitStack() as stack:
-        stack.callback(setattr, torch.autograd, "backward", plain)
+    with ExitStack() as stack, replaced(torch.autograd, "backward", backward):
         stack.callback(register_module_parameter_registration_hook(registered).remove)
         stack.callback(register_module_forward_pre_hook(called).remove)
         _hold_weights_still(stack)
