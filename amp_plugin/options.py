@@ -31,6 +31,7 @@ from typing import (
 )
 
 import torch
+from torch.distributed import ProcessGroup
 from typing_extensions import Doc
 
 from amp_plugin.messages import did_you_mean
@@ -46,18 +47,12 @@ from amp_plugin.precision import (
 )
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from amp_plugin.casting.rules import OpRules
 
 P = ParamSpec("P")
 Class = TypeVar("Class", bound=type)
 HysteresisMode = Literal["apex", "megatron", "deepspeed"]
 OnNonfinite = Literal["skip", "raise", "ignore"]
-ReportPath = Annotated[
-    str | Path | None,
-    Doc("A page of the run, rewritten while it goes on: ``amp_plugin.report``. It waits for each step."),
-]
 
 
 @dataclass(frozen=True)
@@ -271,7 +266,10 @@ class AccelerateOptions(PrecisionOptions):
             "the parameters; 0 goes on for ever."
         ),
     ] = 50
-    report: ReportPath = None
+    report: Annotated[
+        str | Path | None,
+        Doc("A page of the run, rewritten while it goes on: ``amp_plugin.report``. It waits for each step."),
+    ] = None
     fp32_outputs: Annotated[
         bool, Doc("Convert what a prepared model returns to fp32, as Accelerate does.")
     ] = True
@@ -310,11 +308,9 @@ def option_defaults(options: type) -> dict[str, Any]:
 
 def _other_types() -> dict[str, Any]:
     """Return the types that are imported when they are asked for."""
-    import torch.distributed as dist  # noqa: PLC0415 -- not there in every build of torch
-
     from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 -- of a room above this floor
 
-    return {"OpRules": OpRules, "ProcessGroup": getattr(dist, "ProcessGroup", Any)}
+    return {"OpRules": OpRules}
 
 
 # -- environment variables -----------------------------------------------------------------------

@@ -48,22 +48,17 @@ def _place_of(module: str) -> str | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProgramRun:
-    """A program that has run."""
-
-    code: int
-    failed: bool  # in an error, which has been printed
-
-
 def run_program(
     program: Program,
     arguments: Sequence[str],
     around: AbstractContextManager[object],
     *,
     expected: type[BaseException] | tuple[type[BaseException], ...] = (),
-) -> ProgramRun:
-    """Run a file or a module as the main program, under our rules; print its error as Python prints it."""
+) -> tuple[int, bool]:
+    """Run a file or a module as the main program, under our rules; print its error as Python prints it.
+
+    Returns its exit code, and whether it ended in an error.
+    """
     code, failed, argv, path = 0, False, sys.argv, list(sys.path)
     folder = program.file.resolve().parent if program.module is None else Path.cwd()
     sys.argv, sys.path[:0] = [str(program.file), *arguments], [str(folder)]
@@ -85,7 +80,7 @@ def run_program(
             _print_error(error, program.file.absolute())
     finally:
         sys.argv, sys.path[:] = argv, path
-    return ProgramRun(code=code, failed=failed)
+    return code, failed
 
 
 def _print_error(error: BaseException, script: Path) -> None:

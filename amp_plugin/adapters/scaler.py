@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -116,15 +117,9 @@ def register(scaler: GradScaler, optimizers: Iterable[Optimizer], models: Sequen
         scaler.register(optimizer, names=names)
 
 
-def fsdp_root(model: nn.Module) -> Any:
-    """Return the model if FSDP's first version has wrapped it, else None."""
-    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 -- loads torch.distributed
-
-    return model if isinstance(model, FullyShardedDataParallel) else None
-
-
-def scaler_groups(root: Any) -> dict[str, Any]:
+def scaler_groups(*models: nn.Module) -> dict[str, Any]:
     """Return the groups of ranks that step together under FSDP1, and whether each holds whole gradients."""
+    root = next((model for model in models if isinstance(model, FullyShardedDataParallel)), None)
     if root is None or root.process_group is None:
         return {}
     group, whole = (root.process_group,), root.sharding_strategy.name == "NO_SHARD"

@@ -6,6 +6,7 @@ starts by ``AMP_PLUGIN_TAKEOVER``, which torch reads when they import it (the en
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import multiprocessing
@@ -268,8 +269,6 @@ def bind_environment() -> None:
         allowed = f"allowed are {', '.join(known)}"
         msg = f"{VARIABLE}={given} is unknown; {allowed}; amp-plugin run sets it, unset it"
         raise ValueError(msg)
-    import atexit  # noqa: PLC0415 - most processes stop above
-
     precision: Any = None if given == _AS_WRITTEN else given
     takeover = Takeover(Path(sys.argv[0]).name or "this process", precision=precision)
     takeover.__enter__()

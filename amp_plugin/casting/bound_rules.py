@@ -7,6 +7,8 @@ imports torch: torch loads this module by its entry point ``torch.backends``.
 from __future__ import annotations
 
 import atexit
+import inspect
+import multiprocessing
 import os
 import sys
 from collections import Counter
@@ -63,7 +65,8 @@ def bound_autocast(
         asked, bound = KERNELS.asked, KERNELS.process_rules
     KERNELS.asked |= asked  # rules bound around these may have been read too, on another device
     device = "" if rules is None else rules.device_type
-    if device and (device, bound[device]) not in asked and is_main_process():
+    is_main = multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0"
+    if device and (device, bound[device]) not in asked and is_main:
         print(
             f"amp_plugin: no autocast block on {device} was opened, so nothing has read the rules of {name}; "
             f"open torch.autocast({device!r}), or leave the file out",
@@ -77,8 +80,6 @@ def _dtype_left_open(dtype: torch.dtype) -> Iterator[None]:
 
     Compile caches on disk are tagged with it: a graph holds a block as it was written, without a dtype.
     """
-    import inspect  # noqa: PLC0415 - a program's start is short
-
     import torch  # noqa: PLC0415
 
     from amp_plugin.casting.installed_kernels import tag_compile_caches  # noqa: PLC0415
@@ -135,10 +136,3 @@ def is_launcher() -> bool:
     main = getattr(sys.modules.get("__main__"), "__spec__", None)
     names = {Path(sys.argv[0] if sys.argv else "").name, getattr(main, "name", "")}
     return bool(names & _LAUNCHERS)
-
-
-def is_main_process() -> bool:
-    """Return whether this is neither a child of multiprocessing nor another rank than 0."""
-    import multiprocessing  # noqa: PLC0415 - most processes have no rules
-
-    return multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0"

@@ -159,7 +159,9 @@ class CastLog:
             msg = "log_casts: another log is open in this process; close it first"
             raise RuntimeError(msg)
         torch.ops.amp_plugin._take_cast_log()
-        self._watching.enter_context(self._watched())
+        if self._model is not None:
+            self._name(self._model)
+        self._watching.enter_context(replaced(nn.Module, "__call__", self._following(nn.Module.__call__)))
         self._is_open = True
         return self
 
@@ -169,21 +171,14 @@ class CastLog:
         self._collect()
         self._is_open = False
 
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Follow every call of a module while the block runs."""
-        if self._model is not None:
-            self._name(self._model)
-        original = nn.Module.__call__
-
+    def _following(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_compiling():  # Dynamo would trace the book-keeping
                 return original(module, *args, **kwargs)
             with self._running(module, (args, kwargs)):
                 return original(module, *args, **kwargs)
 
-        with replaced(nn.Module, "__call__", call):
-            yield
+        return call
 
     @contextmanager
     def _running(self, module: nn.Module, arguments: Any) -> Iterator[None]:

@@ -14,6 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+import torch
 import yaml
 
 from amp_plugin.casting.op_names import (
@@ -66,8 +67,6 @@ def is_older(release: str, than: str) -> bool:
 
 def torch_release() -> str:
     """Return the release of the installed torch, ``"2.13"`` for example."""
-    import torch  # noqa: PLC0415 -- the command line lists policies without it
-
     return ".".join(torch.__version__.split(".")[:2])
 
 

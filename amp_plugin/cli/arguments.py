@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from amp_plugin.program import Program, ProgramRun, program_named, run_program
+from amp_plugin.program import Program, program_named, run_program
 
 OF_SCRIPTS: Final = {"allow_interspersed_args": False}
 """Settings of commands that run a script: what follows it is its own."""
@@ -60,7 +60,7 @@ def run_script(
     *,
     as_json: bool,
     expected: type[BaseException] | tuple[()] = (),
-) -> ProgramRun:
+) -> tuple[int, bool]:
     """Run a program; what it prints goes to standard error where standard output is one JSON object."""
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         return run_program(program, arguments or [], around, expected=expected)

@@ -78,11 +78,7 @@ def versions() -> Part:
 
 def devices() -> list[Part]:
     """Return the name of each device and which precisions it computes fast."""
-    return [_cpu(), *(_cuda(index) for index in range(torch.cuda.device_count()))]
-
-
-def _cpu() -> Part:
-    return {
+    cpu = {
         "device": "cpu",
         "name": str(cpu_capabilities().get("cpu_name") or platform.processor() or platform.machine()),
         "vectors": torch.backends.cpu.get_cpu_capability(),
@@ -90,6 +86,7 @@ def _cpu() -> Part:
         "fast_bf16": bool(is_fast("bf16", "cpu")),
         "fast_fp16": bool(is_fast("fp16", "cpu")),
     }
+    return [cpu, *(_cuda(index) for index in range(torch.cuda.device_count()))]
 
 
 def _cuda(index: int) -> Part:

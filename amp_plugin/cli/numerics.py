@@ -63,15 +63,15 @@ def _find_non_finite(
             _print_finding(finding)
 
     diagnosis = Diagnosis(keep_going=keep_going, strict=strict, on_finding=tell_at_once)
-    run = run_script(program, arguments, diagnosis, as_json=as_json, expected=NonFiniteError)
+    code, failed = run_script(program, arguments, diagnosis, as_json=as_json, expected=NonFiniteError)
     if as_json:
         findings = [finding.to_dict() for finding in diagnosis.findings]
-        print(json.dumps({"script": program.name, "exit_code": run.code, "findings": findings}))
+        print(json.dumps({"script": program.name, "exit_code": code, "findings": findings}))
     elif diagnosis.findings:
         for finding in diagnosis.findings:
             if finding.rank is None:
                 _print_finding(finding)
-    elif not run.failed:
+    elif not failed:
         print(diagnosis.report())
     elif (rank := rank_of_process()) is not None:
         print(
@@ -79,7 +79,7 @@ def _find_non_finite(
             "and its report names the op",
             file=sys.stderr,
         )
-    raise typer.Exit(1 if diagnosis.findings else run.code)
+    raise typer.Exit(1 if diagnosis.findings else code)
 
 
 def _print_finding(finding: Finding) -> None:
@@ -111,14 +111,14 @@ def _measure(
         region = CompiledComparison()
     else:
         region = ShadowRun(dtype=torch.float32 if than == "fp32" else torch.float64)
-    run = run_script(program, arguments, region, as_json=as_json)
+    code, _ = run_script(program, arguments, region, as_json=as_json)
     if as_json:
-        print(json.dumps({"script": program.name, "exit_code": run.code, **region.to_dict()}))
+        print(json.dumps({"script": program.name, "exit_code": code, **region.to_dict()}))
     elif isinstance(region, ShadowRun):
         show(region.table(rows))
     else:
         print(region.report())
-    raise typer.Exit(1 if isinstance(region, CompiledComparison) and region.differences else run.code)
+    raise typer.Exit(1 if isinstance(region, CompiledComparison) and region.differences else code)
 
 
 def compare(

@@ -64,7 +64,8 @@ def run(
     except (OSError, ValueError) as error:
         fail(str(error), code=2)
     around = takeover if page is None else _both(program_page(page, program.name), takeover)
-    raise typer.Exit(run_script(program, arguments, around, as_json=False).code)
+    code, _ = run_script(program, arguments, around, as_json=False)
+    raise typer.Exit(code)
 
 
 def report(
@@ -115,7 +116,7 @@ def casts(
     program = program_of(script, as_module=as_module, core_for="casts")
     log = log_casts()
     counters["stats"]["unique_graphs"] = 0
-    ran = run_script(program, arguments, log, as_json=as_json)
+    code, failed = run_script(program, arguments, log, as_json=as_json)
     graphs = int(counters["stats"]["unique_graphs"])
     made = log.records()
     if not every:
@@ -128,6 +129,6 @@ def casts(
         show(cast_table(made, by))
         if graphs:
             print(f"{graphs} compiled graphs: their casts are inside them and not in this table")
-    elif not ran.failed:
+    elif not failed:
         print(f"autocast made no cast in {script}: open torch.autocast(device) around its forward pass")
-    raise typer.Exit(ran.code)
+    raise typer.Exit(code)

@@ -75,16 +75,14 @@ def _found(flags: Tensor) -> Tensor:
     return (flags != 0).any().to(torch.float32)
 
 
-def _product(grad: Tensor, factor: Tensor) -> Tensor:
-    """``grad * factor``, rounded once, in the dtype of ``grad``."""
+def _multiply(grad: Tensor, factor: Tensor) -> None:
+    """Multiply in place, rounded once; not by 1."""
     wide = torch.float64 if grad.dtype in {torch.float64, torch.complex128} else torch.float32
     if grad.is_complex():
-        return torch.view_as_complex(torch.view_as_real(grad.resolve_conj()) * factor.to(wide))
-    return (grad.to(wide) * factor.to(wide)).to(grad.dtype)
-
-
-def _write(grad: Tensor, factor: Tensor) -> None:
-    grad.copy_(torch.where(factor == 1, grad, _product(grad, factor)))
+        product = torch.view_as_complex(torch.view_as_real(grad.resolve_conj()) * factor.to(wide))
+    else:
+        product = (grad.to(wide) * factor.to(wide)).to(grad.dtype)
+    grad.copy_(torch.where(factor == 1, grad, product))
 
 
 def _factor_of(inv_scale: Tensor, *, is_scale: bool) -> Tensor:
@@ -119,7 +117,7 @@ def unscale_(
     factor = _factor_of(inv_scale, is_scale=is_scale)
     norm, _, flags = norm_check(grads, factor, norm_type)
     for grad in grads:
-        _write(grad, factor)
+        _multiply(grad, factor)
     flags |= _flags(grads, inv_scale.device)
     return norm, _found(flags), flags
 
@@ -129,7 +127,7 @@ def multiply_(grads: Sequence[Tensor], factor: Tensor) -> Tensor:
     """Multiply gradients by a factor and return ``found_inf`` of the products; 1 writes and finds nothing."""
     value = factor.reshape(())
     for grad in grads:
-        _write(grad, value)
+        _multiply(grad, value)
     return torch.where(value == 1, 0.0, _found(_flags(grads, factor.device))).to(torch.float32)
 
 

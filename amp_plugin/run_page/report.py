@@ -23,6 +23,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import distributed, nn
 from torch.compiler import is_compiling
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -41,12 +42,6 @@ from amp_plugin.scaling.step_log import LoggedStep, StepLog, new_logs
 _SECONDS: Final = 10.0  # between two writes, at least
 _pages = itertools.count()  # every rank makes its pages in the same order
 _PACKAGES: Final = ("torch", "amp_plugin", "accelerate", "lightning", "pytorch_lightning", "transformers")
-
-
-def _store() -> Any:
-    from torch.distributed.distributed_c10d import _get_default_store  # noqa: PLC0415 -- absent in some builds
-
-    return _get_default_store()
 
 
 class HasStepLog(Protocol):
@@ -154,13 +149,15 @@ class RunReport:
         self.looks.append(self.history.explain(findings, how))
         self._written = 0.0  # worth a page
         if not self._writes and ranks() > 1:  # where rank 0 finds them
-            _store().set(f"{self._key}/{distributed.get_rank()}", pickle.dumps(self.looks))
+            store: Any = _get_default_store()
+            store.set(f"{self._key}/{distributed.get_rank()}", pickle.dumps(self.looks))
 
     def _all_looks(self) -> list[Look]:
         """Return what was found here, and by the other ranks by now."""
         looks = [*self.looks]
         for key in [f"{self._key}/{rank}" for rank in range(1, ranks())]:
-            looks += pickle.loads(_store().get(key)) if _store().check([key]) else []  # noqa: S301 - ours
+            store = _get_default_store()
+            looks += pickle.loads(store.get(key)) if store.check([key]) else []  # noqa: S301 - ours
         return sorted(looks, key=lambda look: look.step)
 
     def _try_to_write(self) -> None:

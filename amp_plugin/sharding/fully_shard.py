@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
 
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.sharding.plan import DtypePlan
 from amp_plugin.weights.ddp import refuse_sharded
 from amp_plugin.weights.weight import HALVES
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 _OVERRIDE = "param_dtype_override_fn"
 
@@ -60,9 +58,6 @@ def fully_shard(
         ...     loss = model(torch.ones(2, 4)).sum()
         >>> dist.destroy_process_group()
     """
-    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 -- loads torch.distributed
-    from torch.distributed.fsdp import fully_shard as shard  # noqa: PLC0415
-
     chosen = {*units, model}
     _refuse_misfits(model, chosen, root or model, options)
     refuse_sharded(plan.weights)
@@ -70,8 +65,8 @@ def fully_shard(
     apply_fp32_modules(root or model, plan.fp32_modules)
     found = [module for module in model.modules() if module in chosen]  # the same order on all ranks
     for module in sorted(found, key=lambda unit: sum(1 for _ in unit.modules())):  # from the inside out
-        if not isinstance(module, FSDPModule):
-            shard_unit(shard, module, plan, in_fp32, mp_policy=policy_of(plan), **options)
+        if not isinstance(module, fsdp.FSDPModule):
+            shard_unit(fsdp.fully_shard, module, plan, in_fp32, mp_policy=policy_of(plan), **options)
     return model
 
 
@@ -81,12 +76,10 @@ def shard_unit(
     plan: DtypePlan,
     in_fp32: set[nn.Module],
     *,
-    mp_policy: MixedPrecisionPolicy,
+    mp_policy: fsdp.MixedPrecisionPolicy,
     **options: Any,
 ) -> Any:
     """Shard a module, or a list of modules that travel together; those in fp32 become units where need be."""
-    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 -- loads torch.distributed
-
     members = unit if isinstance(unit, list) else [unit]
     apart = _outermost(members, in_fp32)
     if has_dtypes_by_parameter():  # torch keeps a weight in the dtype it is stored in, or lowers it
@@ -96,19 +89,17 @@ def shard_unit(
         override: dict[str, Any] = {_OVERRIDE: lambda param: torch.float32 if id(param) in kept else None}
         mp_policy = replace(mp_policy, **override) if kept else mp_policy
     for module in apart:
-        if not isinstance(module, FSDPModule):
+        if not isinstance(module, fsdp.FSDPModule):
             shard(module, mp_policy=policy_of(plan, in_fp32=True), **options)
-    rest = [member for member in members if not isinstance(member, FSDPModule)]
+    rest = [member for member in members if not isinstance(member, fsdp.FSDPModule)]
     return shard(rest if isinstance(unit, list) else unit, mp_policy=mp_policy, **options) if rest else unit
 
 
 def policy_of(
     plan: DtypePlan, *, in_fp32: bool = False, output_dtype: torch.dtype | None = None
-) -> MixedPrecisionPolicy:
+) -> fsdp.MixedPrecisionPolicy:
     """Return torch's policy for a module of a plan; inputs stay as they are, labels too."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: PLC0415 -- loads torch.distributed
-
-    return MixedPrecisionPolicy(
+    return fsdp.MixedPrecisionPolicy(
         param_dtype=torch.float32 if in_fp32 else plan.compute_dtype,
         reduce_dtype=plan.reduce_dtype,
         output_dtype=output_dtype,
@@ -118,9 +109,7 @@ def policy_of(
 
 def has_dtypes_by_parameter() -> bool:
     """Return whether torch gathers weights of several dtypes in one unit, as bytes: from 2.15 on."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: PLC0415 -- loads torch.distributed
-
-    return any(field.name == _OVERRIDE for field in fields(MixedPrecisionPolicy))
+    return any(field.name == _OVERRIDE for field in fields(fsdp.MixedPrecisionPolicy))
 
 
 def _outermost(modules: Iterable[nn.Module], in_fp32: set[nn.Module]) -> list[nn.Module]:
@@ -153,12 +142,10 @@ def _refuse_misfits(
 # -- FSDP's first version ------------------------------------------------------------------------
 
 
-def fsdp1_policy(plan: DtypePlan) -> MixedPrecision:
+def fsdp1_policy(plan: DtypePlan) -> fsdp.MixedPrecision:
     """Return FSDP1's policy for a plan: one dtype for all weights, so with ``fp32_modules`` it is fp32."""
-    from torch.distributed.fsdp import MixedPrecision  # noqa: PLC0415 -- loads torch.distributed
-
     refuse_sharded(plan.weights, f"precision {plan.compute!r}, in which they are gathered")
-    return MixedPrecision(
+    return fsdp.MixedPrecision(
         param_dtype=torch.float32 if plan.fp32_modules else plan.compute_dtype,
         reduce_dtype=plan.reduce_dtype,
         buffer_dtype=torch.float32,
@@ -169,9 +156,7 @@ def fsdp1_policy(plan: DtypePlan) -> MixedPrecision:
 
 def add_up_in_fp32(model: nn.Module) -> None:
     """Add gradients under ``no_sync()`` up in fp32 where that reduces them, not in what weights travel in."""
-    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 -- loads torch.distributed
-
-    for module in FullyShardedDataParallel.fsdp_modules(model):
+    for module in fsdp.FullyShardedDataParallel.fsdp_modules(model):
         flat = module._flat_param
         if flat is not None and flat.requires_grad and module.mixed_precision.reduce_dtype is torch.float32:
             flat.grad_dtype = torch.float32

@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
+import torch.distributed as dist
 from rich.console import Group
 from rich.table import Column, Table
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from amp_plugin.messages import warn_user
 from amp_plugin.patterns import clean_name
 from amp_plugin.precision import short_name
-from amp_plugin.sharding.fully_shard import has_dtypes_by_parameter
 from amp_plugin.sharding.plan import DtypePlan
 from amp_plugin.weights.compressed_state import asked_for, bytes_of, local_of
 from amp_plugin.weights.weight import HALVES
@@ -58,8 +59,6 @@ class ShardUnit:
 
 def shard_units(model: nn.Module) -> list[ShardUnit]:
     """Return the units of a model, those that hold others last but one: the model itself is the last."""
-    from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
-
     units = _fsdp_units(model)
     if not units:
         ddps = [pair for pair in model.named_modules() if isinstance(pair[1], DistributedDataParallel)]
@@ -78,6 +77,8 @@ def _fsdp_units(model: nn.Module) -> list[ShardUnit]:
 
 
 def _fsdp2(name: str, module: Any) -> ShardUnit | None:
+    from amp_plugin.sharding.fully_shard import has_dtypes_by_parameter  # noqa: PLC0415 - loads FSDP
+
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     params = [param for group in groups if group is not None for param in group.fsdp_params]
@@ -339,17 +340,16 @@ def log_collectives() -> Iterator[CollectiveLog]:
         [('all_reduce', 'fp32', 3)]
         >>> dist.destroy_process_group()
     """
-    log = CollectiveLog()
-    with _Recorder(log):
-        yield log
+    with _Recorder() as recorder:
+        yield recorder.log
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees ops below autograd and autocast, where collectives carry what they carry."""
 
-    def __init__(self, log: CollectiveLog) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._log = log
+        self.log = CollectiveLog()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record a collective; a DTensor's op comes back as those it is made of."""
@@ -358,7 +358,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = func(*args, **(kwargs or {}))
         op = _op_of(func) if getattr(func, "namespace", "") in _NAMESPACES else None
         if op is not None:
-            self._log.append(_collective(op, [*args, *(kwargs or {}).values()], output))
+            self.log.append(_collective(op, [*args, *(kwargs or {}).values()], output))
         return output
 
 
@@ -368,8 +368,6 @@ def _op_of(func: Any) -> str | None:
 
 
 def _collective(op: str, args: list[Any], output: Any) -> Collective:
-    import torch.distributed as dist  # noqa: PLC0415 -- not there in every build of torch
-
     groups = [value for value in args if isinstance(value, torch.ScriptObject)]
     groups = [value for value in groups if "ProcessGroup" in str(value._type())]
     if groups:

@@ -34,6 +34,7 @@ from amp_plugin.casting.installed_kernels import rules_on_trial
 from amp_plugin.casting.op_names import overloads_of, schema_of, written_arguments
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.numerics.modules import buffers_kept
+from amp_plugin.patches import replaced
 from amp_plugin.program import Program, run_program
 from amp_plugin.scaling.gradients import params_of
 from amp_plugin.scaling.replay import gradients_set_aside
@@ -125,9 +126,9 @@ class Script:
         quiet = contextlib.redirect_stderr(io.StringIO()) if self._has_run else contextlib.nullcontext()
         with contextlib.redirect_stdout(io.StringIO()), quiet, _copy_of_this_folder():
             around = _batches_followed(counted)
-            run = run_program(self._program, self._arguments, around=around, expected=expected)
+            code, failed = run_program(self._program, self._arguments, around=around, expected=expected)
         if count < batches:
-            ended = "an error" if run.failed else f"exit code {run.code}"
+            ended = "an error" if failed else f"exit code {code}"
             msg = (
                 f"{self._program.name} ended with {ended} after {count} backward passes, and {batches} are "
                 "wanted; it has to run without tune, too, and to run backward(); --batches sets how often"
@@ -193,9 +194,7 @@ def _batches_followed(on_batch: OnBatch) -> Iterator[None]:
             now = time.perf_counter()
             on_batch(gradients, now - (begun.pop() if begun else now))
 
-    torch.autograd.backward = backward
-    with ExitStack() as stack:
-        stack.callback(setattr, torch.autograd, "backward", plain)
+    with ExitStack() as stack, replaced(torch.autograd, "backward", backward):
         stack.callback(register_module_parameter_registration_hook(registered).remove)
         stack.callback(register_module_forward_pre_hook(called).remove)
         _hold_weights_still(stack)

@@ -6,7 +6,6 @@ import inspect
 import pickle
 import sys
 from functools import partialmethod
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import nn
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 import amp_plugin
 from amp_plugin.adapters.lightning import AmpPrecision, FabricAmpPrecision, classes_for
@@ -503,13 +502,14 @@ def test_both_packages_document_the_same_options(name):
 
 @pytest.mark.parametrize("strategy", list(ShardingStrategy))
 def test_ranks_without_shards_do_not_add_up_their_norms(strategy):
-    root = SimpleNamespace(process_group="group", sharding_strategy=strategy)
+    root = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    vars(root).update(process_group="group", sharding_strategy=strategy)
     whole = strategy is ShardingStrategy.NO_SHARD
-    assert scaler_groups(root) == {
+    assert scaler_groups(nn.Linear(1, 1), root) == {
         "process_groups": ("group",) if whole else (),
         "sharded_groups": () if whole else ("group",),
     }
-    assert scaler_groups(None) == {}
+    assert scaler_groups(nn.Linear(1, 1)) == {}
 
 
 @pytest.mark.parametrize("kind", [AmpPrecision, FabricAmpPrecision])

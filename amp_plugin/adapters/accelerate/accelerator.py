@@ -31,7 +31,6 @@ from amp_plugin.adapters.scaler import (
     StepNorms,
     Unprepared,
     endless_skips,
-    fsdp_root,
     register,
     scaler_for,
     scaler_groups,
@@ -322,7 +321,7 @@ class AmpAccelerator(HasScaler, Accelerator):
 
     def _register_optimizers(self) -> None:
         """Tell the scaler which ranks step together and the names of the parameters."""
-        groups = scaler_groups(next(filter(None, map(fsdp_root, self._models)), None))
+        groups = scaler_groups(*self._models)
         if groups:
             self._scaler.place(self.device.type, **groups)
         optimizers = [torch_optimizer(optimizer) for optimizer in self._optimizers]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin, convert_to_fp32, recursively_apply
 from torch import nn
+from torch.distributed import fsdp
 
 from amp_plugin.casting.threads import RegionState
 from amp_plugin.patches import replaced
@@ -76,20 +77,16 @@ def _without_module(forward: Callable[..., Any], _: nn.Module, *args: Any, **kwa
 
 def give_policy(plugin: FullyShardedDataParallelPlugin, plan: DtypePlan, *, fp32_outputs: bool) -> None:
     """Replace Accelerate's policy for FSDP, which reduces gradients in 16 bits; not the user's own."""
-    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy  # noqa: PLC0415
-
     dtype = plan.compute_dtype
-    if plugin.mixed_precision_policy == MixedPrecision(dtype, dtype, dtype):  # FSDP1's
+    if plugin.mixed_precision_policy == fsdp.MixedPrecision(dtype, dtype, dtype):  # FSDP1's
         plugin.mixed_precision_policy = fsdp1_policy(plan)
-    elif plugin.mixed_precision_policy == MixedPrecisionPolicy(dtype, dtype, dtype):
+    elif plugin.mixed_precision_policy == fsdp.MixedPrecisionPolicy(dtype, dtype, dtype):
         plugin.mixed_precision_policy = policy_of(plan, output_dtype=None if fp32_outputs else dtype)
 
 
 @contextmanager
 def fp32_units_apart(models: Sequence[nn.Module], plan: DtypePlan) -> Iterator[None]:
     """Let ``fully_shard``, which gathers each unit in one dtype, give modules in fp32 units of their own."""
-    from torch.distributed import fsdp  # noqa: PLC0415 -- only FSDP2 users pay for it
-
     own = fsdp.fully_shard
     in_fp32: set[nn.Module] = set()
     for model in models:

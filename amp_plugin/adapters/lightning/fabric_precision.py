@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_plugin.adapters.lightning.precision_core import PrecisionCore
-from amp_plugin.adapters.scaler import Unprepared, fsdp_root, register, scaler_groups, torch_optimizer
+from amp_plugin.adapters.scaler import Unprepared, register, scaler_groups, torch_optimizer
 from amp_plugin.casting.region import autocast
 from amp_plugin.casting.threads import autocast_module
 from amp_plugin.kernels.tracers import outside_graphs
@@ -67,7 +67,7 @@ class FabricPrecision(PrecisionCore):
         self._refuse_strategy(strategy)
         self._check_shards(module)
         reduce_in_fp32(module)
-        self._groups = self._groups or scaler_groups(fsdp_root(module))
+        self._groups = self._groups or scaler_groups(module)
         optimizers = self._scaler.optimizers
         self._start(strategy.root_device.type, self._groups)
         register(self._scaler, optimizers, list(self._weights.models))

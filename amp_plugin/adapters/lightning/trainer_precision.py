@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from amp_plugin.adapters.lightning.precision_core import PrecisionCore
@@ -30,7 +31,7 @@ from amp_plugin.adapters.lightning.user_code import (
     traceless,
     users_methods,
 )
-from amp_plugin.adapters.scaler import fsdp_root, register, scaler_groups, torch_optimizer
+from amp_plugin.adapters.scaler import register, scaler_groups, torch_optimizer
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.options import LightningOptions, lists_options
 from amp_plugin.patches import replaced
@@ -115,9 +116,9 @@ class TrainerPrecision(PrecisionCore):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[LRSchedulerConfig]
     ) -> tuple[nn.Module, list[Optimizer], list[LRSchedulerConfig]]:
         """Learn the device, register the optimizers and take charge of step-interval schedulers."""
-        root = fsdp_root(model)
-        self._start(self._root_device, scaler_groups(root))
-        self.checkpoint_key = "MixedPrecision" if root is None else "FSDPPrecision"
+        self._start(self._root_device, scaler_groups(model))
+        is_fsdp1 = isinstance(model, FullyShardedDataParallel)
+        self.checkpoint_key = "FSDPPrecision" if is_fsdp1 else "MixedPrecision"
         self._weights.add([model], optimizers)
         if self._fitting:
             self._check_shards(model)
