@@ -167,9 +167,11 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
     def __init_subclass__(cls, *, is_for_init: bool = False, **kwargs: Any) -> None:
         """Let a subclass have an ``__init__`` of its own, which calls ours as it would torch's."""
         super().__init_subclass__(**kwargs)
-        if is_for_init or not isinstance(vars(cls).get("__init__"), types.FunctionType):
+        init = cls.__init__
+        if is_for_init or init is _MadeByInit.__init__ or not isinstance(init, types.FunctionType):
             return
-        untraced(cls.__init__)  # Dynamo cannot call ours in it
+        init.__code__ = init.__code__.replace()  # its own: all functions of one decorator share theirs
+        untraced(init)  # Dynamo cannot call ours in it
         for kind in cls.__mro__:
             if autocast in kind.__bases__ and kind is not _MadeByInit:
                 kind.__bases__ = tuple(_MadeByInit if base is autocast else base for base in kind.__bases__)
