@@ -138,7 +138,8 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
 
         Dynamo knows exactly torch's class: a subclass would stop at a graph break.
         """
-        if compiler.is_dynamo_compiling() or compiler._is_compiling_flag:  # faster than is_compiling()
+        # faster than is_compiling(); a subclass's __init__ needs ours under torch.export(strict=False) too
+        if (compiler.is_dynamo_compiling() or compiler._is_compiling_flag) and cls is not _MadeByInit:
             if rules is None and not are_rules_in_force():
                 return torchs_autocast(device_type, dtype, enabled, cache_enabled)
             if rules is not None:
@@ -234,7 +235,7 @@ class _MadeByInit(autocast, is_for_init=True):
 
     @outside_graphs
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        vars(self).update(vars(autocast(*args, **kwargs)))
+        vars(self).update(vars(autocast.__new__(_MadeByInit, *args, **kwargs)))
 
 
 def _remade(cls: type[autocast], *arguments: Any, rules: OpRules | None) -> autocast:

@@ -27,7 +27,6 @@ from amp_plugin.scaling.step_log import LoggedStep, StepLog
 _MOST_LOOKS: Final = 5, 20  # at steps of one run, each as long as many steps; of the quiet ones more
 _MOST_OTHERS: Final = 20  # steps of other optimizers during a watch: its own may step no more
 
-
 Found = Callable[[Sequence[Finding], str], None]
 
 

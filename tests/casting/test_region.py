@@ -323,6 +323,14 @@ def test_compiled_code_makes_one_of_a_subclass(base):
     torch.compile(logged(mm_dtype), backend=lambda graph, _: graphs.append(graph) or graph)()
     assert len(graphs) == 1
 
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            with make("net"):
+                return x @ x
+
+    given = (torch.ones(2, 2),)
+    assert torch.export.export(Net(), given, strict=False).module()(*given).dtype is torch.bfloat16
+
 
 @pytest.mark.native
 def test_a_copy_opens_the_same_region():
