@@ -138,7 +138,8 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
 
         Dynamo knows exactly torch's class: a subclass would stop at a graph break.
         """
-        if compiler.is_dynamo_compiling() or compiler._is_compiling_flag:  # faster than is_compiling()
+        # faster than is_compiling(); a subclass's __init__ needs ours under torch.export(strict=False) too
+        if (compiler.is_dynamo_compiling() or compiler._is_compiling_flag) and cls is not _MadeByInit:
             if rules is None and not are_rules_in_force():
                 return torchs_autocast(device_type, dtype, enabled, cache_enabled)
             if rules is not None:
@@ -167,9 +168,11 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
     def __init_subclass__(cls, *, is_for_init: bool = False, **kwargs: Any) -> None:
         """Let a subclass have an ``__init__`` of its own, which calls ours as it would torch's."""
         super().__init_subclass__(**kwargs)
-        if is_for_init or not isinstance(vars(cls).get("__init__"), types.FunctionType):
+        init = cls.__init__
+        if is_for_init or init is _MadeByInit.__init__ or not isinstance(init, types.FunctionType):
             return
-        untraced(cls.__init__)  # Dynamo cannot call ours in it
+        init.__code__ = init.__code__.replace()  # its own: all functions of one decorator share theirs
+        untraced(init)  # Dynamo cannot call ours in it
         for kind in cls.__mro__:
             if autocast in kind.__bases__ and kind is not _MadeByInit:
                 kind.__bases__ = tuple(_MadeByInit if base is autocast else base for base in kind.__bases__)
@@ -232,7 +235,7 @@ class _MadeByInit(autocast, is_for_init=True):
 
     @outside_graphs
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        vars(self).update(vars(autocast(*args, **kwargs)))
+        vars(self).update(vars(autocast.__new__(_MadeByInit, *args, **kwargs)))
 
 
 def _remade(cls: type[autocast], *arguments: Any, rules: OpRules | None) -> autocast:

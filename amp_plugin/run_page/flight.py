@@ -25,7 +25,7 @@ from amp_plugin.scaling.replay import Replay, explain
 from amp_plugin.scaling.step_log import LoggedStep, StepLog
 
 _MOST_LOOKS: Final = 5, 20  # at steps of one run, each as long as many steps; of the quiet ones more
-
+_MOST_OTHERS: Final = 20  # steps of other optimizers during a watch: its own may step no more
 
 Found = Callable[[Sequence[Finding], str], None]
 
@@ -54,7 +54,7 @@ class FlightRecorder:
         self._log, self._model, self._found, self._watches = log, model, found, watches
         # A watch, the step before it, and whether it is quiet: the loss scale may have been all.
         self._watching: tuple[Diagnosis, LoggedStep, bool] | None = None
-        self._looks = [0, 0]
+        self._looks, self._others = [0, 0], 0  # others: steps of other optimizers during a watch
         self.unseen = 0  # steps without a call of the model, as if compiled whole
         self._worked = 0.0  # the loss scale of the last step that was taken
         self._patience = 1  # skips of a row until the loss scale does not explain them
@@ -129,13 +129,15 @@ class FlightRecorder:
         return findings, how if findings else f"{how} {diagnosis.report()}"
 
     def _end_watch(self, step: LoggedStep | None = None) -> None:
-        """End the watch at the next step of its optimizer, or at the end of the run."""
+        """End the watch at the next step of its optimizer, after many of others, or at the end of the run."""
         if self._watching is None:
             return
         diagnosis, after, is_quiet = self._watching
         if step and step.optimizer() is not after.optimizer() and ranks() == 1:
-            return
-        self._watching = None
+            step, self._others = None, self._others + 1
+            if self._others < _MOST_OTHERS:
+                return
+        self._watching, self._others = None, 0
         diagnosis.__exit__(None, None, None)
         findings = diagnosis.findings
         if is_quiet and not (findings and step and step.result.skipped):

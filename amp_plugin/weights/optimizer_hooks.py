@@ -132,11 +132,11 @@ class OptimizerHooks:
 
     def warn_of_halves(self, optimizer: Optimizer) -> None:
         """Say that 16 bits lose updates where there are more of such parameters than before."""
-        before = self._halves
-        self._halves = sum(param.requires_grad and is_unstored_half(param) for param in _params(optimizer))
-        if self._halves > before:
+        halves = sum(param.requires_grad and is_unstored_half(param) for param in _params(optimizer))
+        if halves > self._halves:
+            self._halves = halves  # the most so far: freezing and unfreezing in turns is told of once
             warn_user(
-                f"{type(optimizer).__name__} steps {self._halves} parameters in 16 bits: updates below 1/256 "
+                f"{type(optimizer).__name__} steps {halves} parameters in 16 bits: updates below 1/256 "
                 "of one, of float16 1/2048, are lost. Make them before the model is set up, in mixed "
                 "precision, which makes them float32; shard a model in float32, with a policy that casts it"
             )

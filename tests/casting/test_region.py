@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import pickle
 import threading
 from copy import copy, deepcopy
@@ -279,18 +280,23 @@ class TestTorchIsLeftAlone:
         assert torch.ops.amp_plugin._kept_cast_count() == 0
 
 
+def logged(function):
+    return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))  # noqa: PLW0108
+
+
 def half_region(base):
-    """As torch.cuda.amp.autocast is made: a subclass with an ``__init__`` of its own, which keeps something."""
+    """As torch.cuda.amp.autocast is made: a subclass with another ``__init__``, which keeps something."""
 
     class Switched(base):
         pass
 
-    class Half(Switched):
+    class Named:
+        @logged
         def __init__(self, name, *, enabled=True):
             super().__init__("cpu", dtype=torch.bfloat16, enabled=enabled)
             self.name = name
 
-    return Half
+    return type("Half", (Named, Switched), {})
 
 
 def mm_dtype_in(region):
@@ -304,7 +310,7 @@ def test_a_subclass_has_an_init_of_its_own(base, remade):
     make = half_region(base)
     region = remade(make("net"))
     assert (region.name, region.fast_dtype, isinstance(region, base)) == ("net", torch.bfloat16, True)
-    assert mm_dtype_in(region) is mm_dtype_in(make.__base__("cpu", torch.bfloat16)) is torch.bfloat16
+    assert mm_dtype_in(region) is mm_dtype_in(make.__mro__[2]("cpu", torch.bfloat16)) is torch.bfloat16
     assert mm_dtype_in(make("net", enabled=False)) is torch.float32
 
 
@@ -313,6 +319,17 @@ def test_a_subclass_has_an_init_of_its_own(base, remade):
 def test_compiled_code_makes_one_of_a_subclass(base):
     make = half_region(base)
     assert torch.compile(lambda: mm_dtype_in(make("net")), backend="eager")() is torch.bfloat16
+    graphs = []  # of another function under the decorator of the __init__
+    torch.compile(logged(mm_dtype), backend=lambda graph, _: graphs.append(graph) or graph)()
+    assert len(graphs) == 1
+
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            with make("net"):
+                return x @ x
+
+    given = (torch.ones(2, 2),)
+    assert torch.export.export(Net(), given, strict=False).module()(*given).dtype is torch.bfloat16
 
 
 @pytest.mark.native

@@ -181,6 +181,16 @@ def test_what_is_said_of_scales_and_of_gradients(tmp_path, options, told):
         )
 
 
+def test_a_watch_ends_though_its_optimizer_steps_no_more(tmp_path):
+    net, scaler = nn.Linear(1, 1), amp_plugin.GradScaler("cpu", init_scale=8.0)
+    first, second = (torch.optim.SGD([param], lr=0.1) for param in net.parameters())
+    with amp_plugin.report(scaler, net, tmp_path / "run.html"):
+        for optimizer, factor in [(first, 1.0), (first, math.inf)] + [(second, 1.0)] * 20:
+            scaler.scale(net(torch.ones(1)).sum() * factor).backward()
+            take(scaler, optimizer)
+        assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
 def test_everything_is_given_back(tmp_path):
     net = make_net()
     scaler = amp_plugin.GradScaler("cpu")
