@@ -1,7 +1,5 @@
 """Run `amp-plugin` in this process, and others as where the package is installed."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Markers: ``native`` needs the native core, ``gpu`` a CUDA device, ``one_graph`` 
 run apart by the Makefile.
 """
 
-from __future__ import annotations
-
 import gc
 import warnings
 from pathlib import Path

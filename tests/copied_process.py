@@ -4,8 +4,6 @@
 :class:`CopiedProcess` it forks a guard, which starts the process, tells how it ended, and kills it if nobody waits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import multiprocessing

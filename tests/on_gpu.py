@@ -13,8 +13,6 @@ Where the work tree is replaced between calls, keep the folder of results outsid
 and the promises go by is there, and nowhere else.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

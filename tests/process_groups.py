@@ -4,8 +4,6 @@ Gloo's threads need the GIL to drop what a finished work holds of Python's. Whoe
 joins them with the GIL held, and hangs (torch 2.13, ``ProcessGroupGloo::~ProcessGroupGloo``).
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

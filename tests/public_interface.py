@@ -4,8 +4,6 @@
 that users see, and belongs into the CHANGELOG.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Op rules in programs that never import amp_plugin: `amp-plugin run --rules` and AMP_PLUGIN_RULES."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command `amp-plugin`, as typed."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

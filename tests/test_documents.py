@@ -1,7 +1,5 @@
 """Every code block of the documentation runs, every link inside the repository resolves."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Importing amp_plugin costs little: no framework, no compiler, no GPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A warning shows the line of the user, not of the package."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

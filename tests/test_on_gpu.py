@@ -1,7 +1,5 @@
 """The one command for a machine with a GPU."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """The package as others get it: built, installed elsewhere, type-checked."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """`amp-plugin rules`, as typed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

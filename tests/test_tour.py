@@ -1,7 +1,5 @@
 """The notebook docs/tour.ipynb: it runs, at a small size, and was saved with what it shows."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A forked process tells how it ended, as one by ``subprocess`` does."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Torch's own test lists, also where expecttest, which they import, is not installed."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

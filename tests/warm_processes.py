@@ -5,8 +5,6 @@ other. What an import does, and what a process must find at its very start (``LD
 an interpreter, by ``subprocess``.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

@@ -1,7 +1,5 @@
 """``accelerate launch``, ``torchrun`` and ``amp-plugin run`` in a process that runs already; what they start is new."""
 
-from __future__ import annotations
-
 import multiprocessing.process
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Each test begins in a process that no adapter has changed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Options that a program does not state, from the environment and its file, in Lightning as in Accelerate."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """`amp-plugin run`: programs that are not edited, on amp_plugin while they run and on their own afterwards."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """A small report with known figures."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.harness import OURS, Comparison, Gate, measure

@@ -1,7 +1,5 @@
 """What a sample times and what it leaves out, and how peaks of memory are found."""
 
-from __future__ import annotations
-
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Each section that is measured on a GPU runs there, at sizes that only show that."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

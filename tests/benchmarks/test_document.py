@@ -1,7 +1,5 @@
 """The page is made from the figures, and its prose stays."""
 
-from __future__ import annotations
-
 import xml.etree.ElementTree as ET
 
 import pytest

@@ -1,7 +1,5 @@
 """Samples in turns, medians, ratios and gates."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

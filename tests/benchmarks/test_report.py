@@ -1,7 +1,5 @@
 """Figures as JSON, and the machine's name."""
 
-from __future__ import annotations
-
 import json
 import socket
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Every comparison runs, at sizes that only show that; what only a GPU does, as far as a CPU can."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Cells, tables and captions."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import tables

@@ -1,7 +1,5 @@
 """Each test begins and ends with torch's own kernels under ``torch.autocast``, and leaves autocast as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

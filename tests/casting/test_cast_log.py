@@ -1,7 +1,5 @@
 """log_casts: every cast, where it happens and what it moves."""
 
-from __future__ import annotations
-
 import io
 import threading
 

@@ -1,7 +1,5 @@
 """Regions inside compiled code: dtypes and bits as without compilation, graphs as of torch.autocast."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import time

@@ -1,7 +1,5 @@
 """Regions on a CUDA device: autograd's threads, graph capture."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The operators of torch's own test database beside torch.autocast: bit for bit, or by dtype on fake tensors."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

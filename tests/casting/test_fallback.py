@@ -3,8 +3,6 @@
 ``make test-fallback`` runs this folder's tests so. Here one process with AMP_PLUGIN_NATIVE=0 answers what they do not ask.
 """
 
-from __future__ import annotations
-
 import json
 
 from tests.warm_processes import run_program

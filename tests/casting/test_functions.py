@@ -1,7 +1,5 @@
 """custom_fwd and custom_bwd, beside torch's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 

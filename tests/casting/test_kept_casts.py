@@ -1,7 +1,5 @@
 """The casts of weights that a region keeps: those torch.autocast keeps, as many, and never stale."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import time

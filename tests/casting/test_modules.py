@@ -1,7 +1,5 @@
 """run_in: one dtype for an instance, a class, a function or a method, in any region."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import io

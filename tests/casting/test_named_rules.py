@@ -1,7 +1,5 @@
 """Rules of other torch releases: named policies, files that note their torch, the environment's file."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Torch made for CUDA where no driver is: once it has made fake tensors, a guard says that there is a device."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

@@ -3,8 +3,6 @@
 Among them are ops that torch's database of ops lacks, which tests/casting/test_every_op.py goes through.
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest

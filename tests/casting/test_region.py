@@ -1,7 +1,5 @@
 """Regions: torch's semantics, and what goes wrong with torch's own regions."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import pickle

@@ -1,7 +1,5 @@
 """Op rules: the tables equal torch's registrations; own rules; errors."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

@@ -1,7 +1,5 @@
 """autocast_module: threads run a module with the full autocast state."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Training under our autocast equals training under torch.amp, bit for bit."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Autocast everywhere torch runs: compile, checkpoint, functorch, export, tracing, other tensors."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 

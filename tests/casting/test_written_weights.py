@@ -1,7 +1,5 @@
 """Writes of a weight inside a region through an alias, by each kind of way: which are seen, and which not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

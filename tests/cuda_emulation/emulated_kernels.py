@@ -1,7 +1,5 @@
 """The package's CUDA kernels compiled for the CPU, from the very same sources."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

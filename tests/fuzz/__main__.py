@@ -4,8 +4,6 @@
 ``python -m tests.fuzz graphs --count 5000 --seed 0``: op graphs against torch.autocast.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import itertools

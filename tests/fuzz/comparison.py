@@ -1,7 +1,5 @@
 """Run a printed graph under amp_plugin's autocast and under torch's, and compare every bit."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable

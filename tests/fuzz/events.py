@@ -1,7 +1,5 @@
 """One run of a sequence, and what may happen in it; steps are in steps.py."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

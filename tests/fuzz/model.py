@@ -1,7 +1,5 @@
 """What the oracle knows: float64 weights and gradients, what is promised of them, and which overflows were seen."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 

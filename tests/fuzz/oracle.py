@@ -6,8 +6,6 @@ skipped. Where it promises nothing the answer is open, and what the scaler does 
 Nothing here knows a class of amp_plugin.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Plays a sequence: each event on the real scaler and on the oracle, and compares them after each."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import re

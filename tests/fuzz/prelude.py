@@ -3,8 +3,6 @@
 Every name here works on float32 and on float64 parameters alike, so that the oracle trains with the same.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

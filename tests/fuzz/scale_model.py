@@ -5,8 +5,6 @@ every state that the documentation allows; what the scaler shows rules some of t
 is left, the scaler has done something that it must not.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple

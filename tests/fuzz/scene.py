@@ -1,7 +1,5 @@
 """The real side of a sequence: GradScaler and float32 parameters, driven by printed lines of Python."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

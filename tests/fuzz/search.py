@@ -1,7 +1,5 @@
 """Look for a random case that fails, and make it small."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple

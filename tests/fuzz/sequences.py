@@ -5,8 +5,6 @@ there is, and an event without a meaning where it stands is left out by the play
 a sequence is a sequence, which is what shrinking needs.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator

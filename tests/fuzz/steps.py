@@ -1,7 +1,5 @@
 """Steps, without a closure and with one."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

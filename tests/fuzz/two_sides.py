@@ -3,8 +3,6 @@
 ``Ours`` and ``Theirs`` differ only where the documentation says that amp_plugin does.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 import torch

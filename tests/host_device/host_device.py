@@ -9,8 +9,6 @@ forbidden; a captured graph replays what its ops and launches did. Only the arit
 The shared object has to be loaded before torch is, so :func:`environment` tells what a process is to be started with.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

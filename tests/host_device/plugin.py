@@ -3,8 +3,6 @@
 Starts pytest again with the device's shared object loaded before torch.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """The device made of host memory can be late: what forgets to wait for it is seen."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Who runs the ops that tests of kernels call."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The native core as a process sees it: loaded, or why not. Small sources stand for ours."""
 
-from __future__ import annotations
-
 import errno
 import os
 import platform

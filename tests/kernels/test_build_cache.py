@@ -1,7 +1,5 @@
 """The cache folder is private, its files are whole, and what is old goes."""
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,7 +1,5 @@
 """Numbers that Python, C++ and CUDA share: each source states its own, and they agree."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every CUDA source compiles with NVRTC for every architecture we name; cubins are kept."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import re

@@ -1,7 +1,5 @@
 """On a GPU: threads, devices, sizes that only a GPU holds, Dynamo."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

@@ -1,7 +1,5 @@
 """What loading a kernel asks of the CUDA driver, with a driver that only takes notes."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

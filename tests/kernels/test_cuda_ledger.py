@@ -1,7 +1,5 @@
 """Gradients that have not moved are launched on past the dispatcher; whatever differs from their table is seen."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

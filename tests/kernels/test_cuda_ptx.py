@@ -1,7 +1,5 @@
 """What NVRTC makes of the sources: how wide memory is read, how much at once, and in which order blocks meet."""
 
-from __future__ import annotations
-
 import functools
 import re
 

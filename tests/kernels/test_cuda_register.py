@@ -1,7 +1,5 @@
 """Who serves CUDA tensors: our kernels, or plain torch with one warning."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The scaler on the CUDA kernels, beside the scaler on the CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Whole steps and stored weights on CUDA tensors: against the CPU's ops, bit for bit, and the reference."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """One launch an op whatever the number of tensors, eager and captured; tables are uploaded when a tensor moved."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import sys

@@ -4,8 +4,6 @@
 device made of host memory they run with fewer repetitions, and each finds a fault that is planted for it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

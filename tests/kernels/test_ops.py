@@ -1,7 +1,5 @@
 """The scaling ops on the CPU, in plain torch and on CUDA, on a GPU or emulated: against plain torch and float64."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

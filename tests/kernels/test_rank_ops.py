@@ -1,7 +1,5 @@
 """What ranks combine: packed by one op, read by another, on the CPU, on a GPU and in plain torch."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

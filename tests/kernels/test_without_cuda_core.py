@@ -1,7 +1,5 @@
 """A build of torch with CUDA where cuda-core is missing: everything trains on plain torch, after one warning."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

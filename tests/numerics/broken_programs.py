@@ -1,7 +1,5 @@
 """Programs that are broken, each with its true cause, its line and its cure."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

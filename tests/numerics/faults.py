@@ -1,7 +1,5 @@
 """Put one wrong number into the result of one op, below whatever watches the program."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass

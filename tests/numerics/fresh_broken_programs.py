@@ -1,7 +1,5 @@
 """Broken programs that were written without a look at how the diagnosis works, as users of PyTorch break theirs."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

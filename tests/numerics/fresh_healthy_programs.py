@@ -1,7 +1,5 @@
 """Healthy programs that were written without a look at how the diagnosis works: they look odd and are right."""
 
-from __future__ import annotations
-
 import math
 
 import torch

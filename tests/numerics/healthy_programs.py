@@ -1,7 +1,5 @@
 """Programs that look odd and are right: nothing that is not finite reaches a gradient, a loss or a weight."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """record_run and compare_runs: the first difference, and whether rounding explains it."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

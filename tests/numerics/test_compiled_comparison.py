@@ -1,7 +1,5 @@
 """`diagnose --compare eager`: compiled code against the same code run eagerly."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The cures that a finding prints: each is pasted as it is, and the overflow is gone."""
 
-from __future__ import annotations
-
 import textwrap
 
 import pytest

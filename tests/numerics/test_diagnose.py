@@ -1,7 +1,5 @@
 """diagnose: the op, the line and the advice, and what it leaves alone."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

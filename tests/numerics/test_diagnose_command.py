@@ -1,7 +1,5 @@
 """The command `amp-plugin diagnose`, as typed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command `amp-plugin diagnose` in two processes, one of which makes the nan."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

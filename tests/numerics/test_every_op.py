@@ -1,7 +1,5 @@
 """The ops of torch's own test database, each with a fault put into one element: diagnose names the op."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """diagnose on a library of programs: verdict and line, the cure pasted and run, and silence where all is well."""
 
-from __future__ import annotations
-
 import pytest
 
 from amp_plugin.casting.rules import is_older, torch_release

@@ -1,7 +1,5 @@
 """Models of transformers with padding, causal and relative masks: no false alarm, forward, backward and step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """compare_runs on a model of twelve blocks: a change of 5 % in a branch is found at any depth, rounding is not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What the regions of ``diagnose``, ``shadow_run`` and ``record_run`` have in common."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._dynamo import eval_frame

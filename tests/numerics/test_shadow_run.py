@@ -1,7 +1,5 @@
 """shadow_run: errors of each op against float64, and where it points."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The recipes in processes that run already: on their command line, and as torchrun starts them."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

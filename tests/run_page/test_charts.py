@@ -1,7 +1,5 @@
 """The charts of the page, drawn without a browser: where their lines break, and how their axes are written."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

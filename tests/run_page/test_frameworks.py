@@ -1,7 +1,5 @@
 """The page under each framework: steps, losses, and the op and line of a step that went wrong once."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from pathlib import Path

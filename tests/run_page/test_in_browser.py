@@ -1,7 +1,5 @@
 """The page in a real browser: it loads without errors and requests, its plots have their points, it can be used."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

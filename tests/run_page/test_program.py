@@ -1,7 +1,5 @@
 """`amp-plugin report`: programs that nobody edits are drawn, with a scaler of ours and without."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

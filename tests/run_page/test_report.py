@@ -1,7 +1,5 @@
 """The page of a run: what it holds, that a run with one trains as one without, and that it is always whole."""
 
-from __future__ import annotations
-
 import html
 import itertools
 import json

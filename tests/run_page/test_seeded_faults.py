@@ -1,7 +1,5 @@
 """The page of the one run in which a step went wrong names the op and the line."""
 
-from __future__ import annotations
-
 import html
 import re
 from pathlib import Path

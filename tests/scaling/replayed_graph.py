@@ -4,8 +4,6 @@ As with a real one, a replay runs no Python, writes its results into the tensors
 version counter, and what the capture allocated holds rubbish before the first replay.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -1,7 +1,5 @@
 """The device works late: the loss scale is read where it has arrived, and on the stream it was made on."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Steps, clips and scaled losses inside compiled code give what they give in eager code."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradients without a loss scale are multiplied by 1: a tensor that is made once for each device and stream."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode

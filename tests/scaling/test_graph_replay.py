@@ -3,8 +3,6 @@
 The graph is emulated on the CPU, and a real one where there is a GPU.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

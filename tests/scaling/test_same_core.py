@@ -1,7 +1,5 @@
 """All ranks compute with the same code, or say so."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """A model over two devices under one scaler: every device is unscaled, and all skip together."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

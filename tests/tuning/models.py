@@ -1,7 +1,5 @@
 """Small transformers models, made from configs: one of each kind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

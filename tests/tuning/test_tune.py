@@ -1,7 +1,5 @@
 """Rules searched by measurement: what is measured, what is chosen, what is written."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """What tuned rules are worth: six kinds of models, and trainings to their end."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """amp-plugin export: the model of a checkpoint as safetensors, exact or rounded, from whoever has saved it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
