@@ -242,7 +242,8 @@ class Unprepared(GradientOrigins):
             known = {id(param) for optimizer in scaler.optimizers for param in params_of(optimizer)}
             params = [param for model in models for param in model.parameters() if id(param) not in known]
             self.release()
-            self._looked_at, self._scaler = (len(models), len(scaler.optimizers)), weakref.ref(scaler)
+            self._looked_at = len(models), len(scaler.optimizers)
+            self._scaler = weakref.ref(scaler, lambda _: self.release())
             self.watch(params)
             if params:
                 self._step_hook.callback(register_optimizer_step_pre_hook(self).remove)

@@ -6,7 +6,6 @@ starts by ``AMP_PLUGIN_TAKEOVER``, which torch reads when they import it (the en
 
 from __future__ import annotations
 
-import atexit
 import functools
 import importlib
 import multiprocessing
@@ -124,9 +123,13 @@ class Takeover:
         self._made.clear()
 
     def _forked(self) -> None:
-        """Let a child that multiprocessing forks say what it used: it ends without exit handlers."""
+        """Let a child that multiprocessing forks say what it used itself."""
         self._blocks.clear()
         self._made.clear()
+        self.ends_with_process()
+
+    def ends_with_process(self) -> None:
+        """Exit when the process ends; children of multiprocessing run none of the handlers of atexit."""
         util.Finalize(None, self.__exit__, (None,), exitpriority=0)
 
     def _set_variables(self, undo: ExitStack) -> None:
@@ -258,11 +261,13 @@ class _Finder(MetaPathFinder):
 
 # -- processes that a program starts --------------------------------------------------------------
 
+_BOUND: Final[list[Takeover]] = []  # that of the whole process, once
+
 
 def bind_environment() -> None:
     """Take over what ``AMP_PLUGIN_TAKEOVER`` says, for the whole process; ``import torch`` calls it."""
     given = os.environ.get(VARIABLE, "")
-    if not given or is_launcher():
+    if not given or _BOUND or is_launcher():
         return
     known = (*get_args(Precision), _AS_WRITTEN)
     if given not in known:
@@ -270,6 +275,8 @@ def bind_environment() -> None:
         msg = f"{VARIABLE}={given} is unknown; {allowed}; amp-plugin run sets it, unset it"
         raise ValueError(msg)
     precision: Any = None if given == _AS_WRITTEN else given
-    takeover = Takeover(Path(sys.argv[0]).name or "this process", precision=precision)
+    name = Path(sys.argv[0]).name.removeprefix("-c")  # that of a fork server
+    takeover = Takeover(name or "this process", precision=precision)
+    _BOUND.append(takeover)  # alive when a fork server forks
     takeover.__enter__()
-    atexit.register(takeover.__exit__, None, None, None)
+    takeover.ends_with_process()

@@ -95,8 +95,8 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
     ``torch.autocast`` blocks, checkpointing and ``torch.compile`` see it; the ops in
     the region follow ``rules`` through amp_plugin's kernels. One instance may be
     nested, entered again and used by several threads. As a decorator it covers
-    functions, generators and coroutines, each step of them; TorchScript calls a
-    decorated ``forward`` in Python.
+    functions, generators and coroutines, each step of them; TorchScript calls the
+    decorated ``forward`` of the module it is given in Python, and fails on one inside.
 
     Operations of a backward pass are not autocast by a region opened outside that
     backward pass: the region may stand around a whole training loop.

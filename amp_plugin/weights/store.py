@@ -210,6 +210,9 @@ def _cast_names(module: nn.Module) -> Iterable[str]:
 def _store(model: nn.Module, name: str, patterns: tuple[str, ...], seed: int) -> None:
     """Store those of a model's parameters that are to be: weights frozen in 16 bits once they are trained."""
     require_matches([model], patterns)
+    if any(param.is_meta for param in model.parameters()):  # to_empty() would leave 16 bits, nothing kept
+        msg = f"weights={name!r} for a model on the meta device: give it memory and values first"
+        raise ValueError(msg)
     in_fp32 = {param for module in matched_modules(model, patterns).values() for param in module.parameters()}
     for module in model.modules():
         own = module._parameters
@@ -223,9 +226,6 @@ def _store(model: nn.Module, name: str, patterns: tuple[str, ...], seed: int) ->
         if is_unstored_half(param) and not param.requires_grad:
             store_once_trained_(param, name if fits else "fp32", seed=seed)
         elif fits and (param.requires_grad or stored_weight(param) is not None or stores_all(name)):
-            if param.is_meta:  # to_empty() would put a parameter in 16 bits in its place, with nothing kept
-                msg = f"weights={name!r} for a model on the meta device: give it memory and values first"
-                raise ValueError(msg)
             store_(param, name, seed=seed)
         elif stored_weight(param) is not None:
             widen_(param)

@@ -91,6 +91,7 @@ def test_a_fit_that_took_no_step_ends_with_a_warning(precision, callbacks):
     except OSError:
         with pytest.warns(UserWarning, match="no optimizer step was taken: 2 steps of SGD in a row"):
             fit(OneWeight(overflow_at=(0, 1)), plugin, steps=2, callbacks=callbacks)
+    fails.on_train_batch_end.assert_called_once()
     fit(OneWeight(overflow_at=(1, 2)), plugin, steps=3, callbacks=callbacks)
 
 
