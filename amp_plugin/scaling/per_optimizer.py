@@ -167,8 +167,7 @@ class PerOptimizerState:
             return
         # A compiled backward, a replayed graph and a loss times get_scale() bring scaled gradients unseen.
         for gradients in self.groups:
-            if gradients.counts_as_scaled(self.number, scales.updates_requested):
-                gradients.unit = scales.default
+            gradients.count_as_scaled(self.number, scales.updates_requested, scales.default)
 
     def begin_clip(self) -> None:
         """As :meth:`begin_call`; of several clips before a step, the norm before the first is kept."""

@@ -50,11 +50,7 @@ class Registry:
 
     def state(self, optimizer: Optimizer) -> PerOptimizerState:
         """Return an optimizer's state, its parameters looked at again; a new one if it was never met."""
-        state = self.find(optimizer)
-        if state is None:
-            return self.add([optimizer])[0]
-        self.refresh([state])
-        return state
+        return self.add([optimizer])[0]
 
     def add(self, optimizers: Iterable[Optimizer]) -> list[PerOptimizerState]:
         """Return the states of optimizers, new ones for those met for the first time."""

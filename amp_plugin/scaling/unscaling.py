@@ -88,15 +88,17 @@ class GradientGroup:
         """Whether a gradient is in other memory than at the last measurement."""
         return bool(self._ledger.compare(self.params, _MEASURED) == GradientLedger.NEW)
 
-    def counts_as_scaled(self, owner: int, updates: int) -> bool:
-        """Whether torch would take the gradients for scaled ones although no scaled backward was seen.
+    def count_as_scaled(self, owner: int, updates: int, unit: LossScale) -> None:
+        """Take the gradients for scaled ones where torch would, although no scaled backward was seen.
 
         After ``owner`` has stepped with them and an update, whatever is there is scaled again: a replayed
         graph, ``.data``, NumPy and collectives write without a trace. After ``unscale_`` only new ones are.
         """
         if self.unit is not None or owner in self.awaited_owners or self.updates_at_last_use == updates:
-            return False
-        return owner in self._stepped or self.is_new()
+            return
+        if owner in self._stepped or self.is_new():
+            self.unit = unit
+            self._histories = {owner: OverflowHistory() for owner in self.owners}  # of a batch that is gone
 
     def _changed_since(self, slot: int) -> bool:
         return bool(self._ledger.compare(self.params, slot) > GradientLedger.SAME)

@@ -4,6 +4,7 @@ Each scenario runs on torch's scaler too, which gets it wrong: so the scenario c
 gradient for model a is 3.
 """
 
+import math
 from functools import partial
 
 import pytest
@@ -103,6 +104,20 @@ def test_a_loss_multiplied_by_hand(weights):
         assert scaler.last_step(one.optimizer).one_pass or not native_core().loaded
         scaler.update()
     assert one.value == -12.0
+
+
+@pytest.mark.parametrize("make", [torch.amp.GradScaler, GradScaler])
+def test_an_update_ends_a_batch_that_was_unscaled_and_not_stepped_with(weights, make):
+    """An overflow in it costs the next batch nothing, though nobody sees that one's backward."""
+    one, scaler = weights(), make("cpu", init_scale=8.0)
+    one.backward(scaler, math.inf)
+    scaler.unscale_(one.optimizer)
+    scaler.update()
+    one.optimizer.zero_grad()
+    (one.loss(3.0) * scaler.get_scale()).backward()
+    scaler.step(one.optimizer)
+    scaler.update()
+    assert (one.value, scaler.get_scale()) == (-3.0, 4.0)
 
 
 def test_parameters_added_later(weights):
