@@ -173,6 +173,8 @@ class Oracle(Model):
         self.check(o, write=False)
         window.stages = window.stages | {"unscaled"}
         window.folded, window.edited = True, False
+        if window.fresh == YES and not self.present(self.members[o]):
+            window.fresh = MAYBE  # met by this call, it waits for no gradients
         for index in self.present(self.members[o]):
             gradient = self.gradients[index]
             gradient.pending, gradient.replaced = gradient.pending and None, False
