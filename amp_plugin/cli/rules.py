@@ -130,7 +130,7 @@ def tune(
     from amp_plugin.cli.doctor import default_device  # noqa: PLC0415 - loads torch
     from amp_plugin.tuning import tune, workload  # noqa: PLC0415 - loads torch
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch's profiler tells of its start and end
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler prints its start and end
     program = program_of(script, as_module=as_module, core_for="tune")
     try:
         tuning = tune.tuned(

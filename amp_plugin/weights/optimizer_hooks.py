@@ -134,7 +134,7 @@ class OptimizerHooks:
         """Say that 16 bits lose updates where there are more of such parameters than before."""
         halves = sum(param.requires_grad and is_unstored_half(param) for param in _params(optimizer))
         if halves > self._halves:
-            self._halves = halves  # the most so far: freezing and unfreezing in turns is told of once
+            self._halves = halves  # the most so far: one warning for layers that are refrozen
             warn_user(
                 f"{type(optimizer).__name__} steps {halves} parameters in 16 bits: updates below 1/256 "
                 "of one, of float16 1/2048, are lost. Make them before the model is set up, in mixed "
