@@ -16,7 +16,8 @@ from rich.table import Table
 import amp_plugin
 from amp_plugin.casting.rules import TABLES, OpRules
 from amp_plugin.cli.arguments import show
-from amp_plugin.kernels.build import cache_root, native_core
+from amp_plugin.kernels.build import native_core
+from amp_plugin.kernels.build_cache import cache_root
 from amp_plugin.kernels.cuda.register import cuda_core
 from amp_plugin.options import KNOWN_VARIABLES, PREFIX, LossScaleOptions, unknown_variables
 from amp_plugin.precision import DTYPES, cpu_capabilities, is_fast, speed_advice

@@ -6,21 +6,18 @@ What the cache promises, and why a process of its own compiles: docs/design.md, 
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import json
 import os
 import re
 import shutil
-import stat
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,68 +25,9 @@ from types import ModuleType
 from typing import Final
 
 import torch
-from filelock import FileLock
 
+from amp_plugin.kernels.build_cache import cache_root, digest, is_cached, obtain
 from amp_plugin.messages import warn_user
-
-_WAY_OUT = "set AMP_PLUGIN_CACHE_DIR to a folder of your own"
-
-
-def cache_root() -> Path:
-    """Return the private cache folder, made if need be; OSError or ValueError if it cannot be used."""
-    shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    given = os.environ.get("AMP_PLUGIN_CACHE_DIR") or f"{shared}/amp_plugin"
-    root = Path(os.path.expanduser(given))  # noqa: PTH111 - raises nothing without a home folder
-    if not root.is_absolute():
-        msg = f"the cache folder {given!r} is not an absolute path; {_WAY_OUT}"
-        raise ValueError(msg)
-    try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        msg = f"the cache folder {root} cannot be made ({error.strerror}); {_WAY_OUT}"
-        raise OSError(msg) from error
-    _require_private(root)
-    return root
-
-
-def _require_private(path: Path) -> None:
-    status, user = path.stat(), os.geteuid()
-    if status.st_uid != user:
-        msg = f"{path} in the build cache belongs to user {status.st_uid}, not to you ({user}); {_WAY_OUT}"
-        raise PermissionError(msg)
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        mode = f"{stat.S_IMODE(status.st_mode):04o}"
-        msg = f"others can write to {path} in the build cache (mode {mode}); chmod go-w it, or {_WAY_OUT}"
-        raise PermissionError(msg)
-
-
-def digest(parts: Mapping[str, str]) -> str:
-    """Return 16 hexadecimal digits that stand for ``parts``, whatever their order."""
-    return hashlib.sha256(json.dumps(dict(parts), sort_keys=True).encode()).hexdigest()[:16]
-
-
-def obtain(file: Path, make: Callable[[Path], Path], *, rebuild: bool = False) -> Path:
-    """Return a cached file, which ``make`` makes in an empty folder if it is not there, in one process."""
-    if not rebuild and _is_there(file):
-        return file  # only read: the cache may be on a read-only file system
-    with FileLock(file.with_name(file.name + ".lock"), mode=0o600):  # the system frees it if we are killed
-        if not rebuild and _is_there(file):  # another process was faster
-            return file
-        for left_over in file.parent.glob(f"{file.name}.tmp-*"):  # of builds that were killed
-            shutil.rmtree(left_over, ignore_errors=True)
-        with tempfile.TemporaryDirectory(prefix=f"{file.name}.tmp-", dir=file.parent) as folder:
-            made = make(Path(folder))
-            made.chmod(0o600)
-            made.replace(file)
-    return file
-
-
-def _is_there(file: Path) -> bool:
-    if found := file.exists():
-        _require_private(file.parent)
-        _require_private(file)
-    return found
-
 
 SOURCES = Path(__file__).parent / "csrc"
 PREBUILT = Path(__file__).parent / "prebuilt"
@@ -211,7 +149,12 @@ def build_core(*, rebuild: bool = False) -> tuple[Path, float]:
     for file in () if rebuild else (PREBUILT / core_name(width) for width in widths):
         if file.is_file():
             return file, 0.0
-    file, seconds = cache_root() / core_name(widths[0]), 0.0
+    cache = cache_root()
+    if not rebuild and not os.access(cache, os.W_OK):  # of an image that was built on another processor
+        for file in (cache / core_name(width) for width in widths):
+            if is_cached(file):
+                return file, 0.0
+    file, seconds = cache / core_name(widths[0]), 0.0
     log, asked = file.with_name(file.name + ".log"), time.time()
 
     def make(folder: Path) -> Path:

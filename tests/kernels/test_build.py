@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from amp_plugin import log_casts
-from amp_plugin.kernels import build
+from amp_plugin.kernels import build, build_cache
 from amp_plugin.kernels.build import build_core, core_name, native_core, require_native
+from amp_plugin.kernels.build_cache import obtain
 from tests.cuda_emulation.emulated_kernels import object_folder, torch_headers
 from tests.warm_processes import WarmProcess, call
 
@@ -82,9 +83,7 @@ def place(core, folder, width=None):
     """Put a copy of a core where one of ``build.SOURCES`` is looked for."""
     folder.mkdir(mode=0o700, exist_ok=True)
     file = folder / core_name(width or build.vector_widths()[0])
-    shutil.copy(core, file)
-    file.chmod(0o600)
-    return file
+    return obtain(file, lambda scratch: Path(shutil.copy(core, scratch)), rebuild=True)
 
 
 def load(folder):
@@ -102,7 +101,7 @@ def test_compiled_loaded_and_then_taken_from_the_cache(sources, cache):
     assert (second.stdout, second.stderr) == ("True False 42 \n", "")
     core, lock = sorted(cache.iterdir())
     assert (core.name, lock.name) == (core_name(build.vector_widths()[0]), f"{core.name}.lock")
-    assert core.stat().st_mode & 0o077 == 0
+    assert core.stat().st_mode & 0o022 == 0
 
 
 @needs_compiler
@@ -189,10 +188,48 @@ def test_a_whole_cache_on_a_read_only_file_system_is_used(no_compiler, cache, sm
     refuse = Mock(side_effect=OSError(errno.EROFS, "Read-only file system"))
     for owner, name in (
         *((os, "chmod"), (os, "replace"), (os, "open")),
-        *((build, "FileLock"), (build.tempfile, "TemporaryDirectory")),
+        *((build_cache, "FileLock"), (build.tempfile, "TemporaryDirectory")),
     ):
         monkeypatch.setattr(owner, name, refuse)
     assert (native_core().library, native_core().seconds) == (file, 0.0)
+
+
+@needs_compiler
+def test_a_core_that_was_cut_short_is_not_loaded(sources, cache, small_core):
+    """To read behind the end of a file that is mapped ends a process by SIGBUS."""
+    file = place(small_core, cache)
+    file.write_bytes(file.read_bytes()[:5000])
+    broken = call(load, sources, environment={"AMP_PLUGIN_NATIVE": "1", "CXX": "false"})
+    assert broken.returncode == 0
+    assert broken.stdout.startswith("False False None compiling it failed")
+    again = call(load, sources, environment={"AMP_PLUGIN_NATIVE": "1"})
+    assert again.stdout == "True True 42 \n"
+
+
+@needs_compiler
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_cache_of_root_serves_other_users(sources, cache, small_core, tmp_path):
+    place(small_core, cache)
+    for folder in (cache, *cache.parents[:-2]):
+        folder.chmod(0o755)
+    answer = call(load_as_nobody, sources)
+    assert answer.stdout == "True False 42 \n", answer.stderr
+
+
+def load_as_nobody(folder):
+    """Load the native core as another user."""
+    build.__dict__["SOURCES"] = folder
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+    load(folder)
+
+
+def test_a_cache_of_root_serves_processors_with_wider_vectors(sources, cache, monkeypatch):
+    file = place(Path(__file__), cache, "AVX2")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert build_core() == (file, 0.0)
 
 
 @needs_compiler

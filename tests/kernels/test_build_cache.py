@@ -1,11 +1,12 @@
-"""The cache folder is private, its files are whole, and what is old goes."""
+"""Only the user and root write to the cache, its files are whole, and what is old goes."""
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 
-from amp_plugin.kernels.build import cache_root, digest, obtain
+from amp_plugin.kernels.build_cache import cache_root, digest, obtain, read_cached
 from tests.warm_processes import WarmProcess
 
 
@@ -31,7 +32,7 @@ def test_where_it_is(environment, expected, tmp_path, monkeypatch):
         monkeypatch.setenv(name, value.format(tmp=tmp_path))
     root = cache_root()
     assert root == tmp_path / expected
-    assert root.stat().st_mode & 0o777 == 0o700
+    assert root.stat().st_mode & 0o777 == 0o755
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o720, 0o1777])
@@ -44,13 +45,15 @@ def test_a_folder_others_can_write_is_refused(mode):
 @pytest.mark.parametrize("linked", [False, True])
 def test_a_folder_of_someone_else_is_refused(linked, tmp_path, monkeypatch):
     root = cache_root()
-    me = os.lstat(root).st_uid
-    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    owner, me = 4711, 4712
+    monkeypatch.setattr(os, "geteuid", lambda: me)
+    status = os.stat_result([*os.stat(root)[:4], owner, *os.stat(root)[5:]])
+    monkeypatch.setattr(Path, "stat", lambda *_, **__: status)
     if linked:
         (tmp_path / "link").symlink_to(root)
         monkeypatch.setenv("AMP_PLUGIN_CACHE_DIR", str(tmp_path / "link"))
     with pytest.raises(
-        PermissionError, match=rf"user {me}, not to you \({me + 1}\); set AMP_PLUGIN_CACHE_DIR"
+        PermissionError, match=rf"user {owner}, neither to you \({me}\) nor to root; set AMP_PLUGIN_CACHE_DIR"
     ):
         cache_root()
 
@@ -82,15 +85,48 @@ def write(folder):
     return folder / "made"
 
 
-def test_it_is_made_once_and_private(tmp_path):
+def test_it_is_made_once_and_others_may_read_it(tmp_path):
     file = tmp_path / "core.so"
     assert obtain(file, write) == file
-    assert file.read_text() == "whole"
-    assert file.stat().st_mode & 0o777 == 0o600
+    assert read_cached(file) == b"whole"
+    assert file.stat().st_mode & 0o777 == 0o644
     assert obtain(file, lambda _: pytest.fail("made again")) == file
-    file.write_text("old")
-    assert obtain(file, write, rebuild=True).read_text() == "whole"
+    assert read_cached(obtain(file, lambda _: pytest.fail("made again"))) == b"whole"
+    assert read_cached(obtain(file, write, rebuild=True)) == b"whole"
     assert {path.name for path in tmp_path.iterdir()} == {"core.so", "core.so.lock"}
+
+
+DAMAGE = {
+    "cut short": lambda content: content[:3],
+    "without its last byte": lambda content: content[:-1],
+    "empty": lambda _: b"",
+    "a block of zeros": lambda content: bytes(2) + content[2:],
+    "of an older release": lambda _: b"whole",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_file_is_made_again(damage, tmp_path):
+    file = obtain(tmp_path / "core.so", write)
+    file.write_bytes(damage(file.read_bytes()))
+    assert read_cached(obtain(file, write)) == b"whole"
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    file, events = tmp_path / "core.so", []
+    monkeypatch.setattr(os, "fsync", lambda _: events.append(file.exists()))
+    obtain(file, write)
+    assert events == [False, True]  # the file, then the folder
+
+
+@pytest.mark.parametrize("there", ["damaged", "missing"])
+def test_of_a_cache_that_cannot_be_written_to_it_is_said_what_is_wrong(there, tmp_path, monkeypatch):
+    file = tmp_path / "core.so"
+    if there == "damaged":
+        file.write_text("cut")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(PermissionError, match=rf"core.so is {there} in the build cache .*amp-plugin build"):
+        obtain(file, write)
 
 
 def test_what_fails_leaves_nothing(tmp_path):
@@ -101,7 +137,7 @@ def test_what_fails_leaves_nothing(tmp_path):
     with pytest.raises(RuntimeError, match="broken"):
         obtain(tmp_path / "core.so", fail)
     assert [path.name for path in tmp_path.iterdir()] == ["core.so.lock"]
-    assert obtain(tmp_path / "core.so", write).read_text() == "whole"
+    assert read_cached(obtain(tmp_path / "core.so", write)) == b"whole"
 
 
 @pytest.mark.parametrize("writable", ["file", "folder"])
@@ -121,7 +157,7 @@ def make_slowly(root, seconds):
         time.sleep(seconds)
         return write(folder)
 
-    print(obtain(root / "core.so", make).read_text())
+    print(read_cached(obtain(root / "core.so", make)).decode())
 
 
 def test_of_several_processes_one_makes_it(tmp_path):

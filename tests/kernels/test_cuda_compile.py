@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
 
-from amp_plugin.kernels.cuda import NORMS, SOURCES, Kernel, Tuning, all_kernels
+from amp_plugin.kernels.cuda import LAYOUT, NORMS, SOURCES, Kernel, Tuning, all_kernels
 from amp_plugin.kernels.cuda import compile as cuda_compile
 from amp_plugin.kernels.cuda.compile import (
     ARCHITECTURES,
@@ -58,13 +58,31 @@ def test_a_source_asks_for_nothing_that_nvrtc_lacks(file):
     assert re.findall(r"\]\([^()]*\bauto\b[^()]*\)", text) == []
 
 
+@pytest.mark.parametrize("name", ["adam", "multiply"])
+def test_headers_in_the_working_directory_are_not_ours(name, tmp_path, monkeypatch):
+    kernel = next(kernel for kernel in all_kernels() if kernel.name == name)
+    code = compile_cubin(kernel, "sm_90")
+    for header in (*SOURCES.glob("*.cuh"), LAYOUT):
+        (tmp_path / header.name).write_text('#error "of the working directory"')
+    monkeypatch.chdir(tmp_path)
+    assert compile_cubin(kernel, "sm_90") == code
+
+
+@pytest.mark.parametrize("damage", [lambda code: code[:100], lambda code: code[:50] + bytes(len(code) - 50)])
+def test_a_damaged_cubin_is_compiled_again(cache, damage):
+    code = cached_cubin(UPDATE_SCALE, "sm_90")
+    (cubin,) = cache.glob("*.cubin")
+    cubin.write_bytes(damage(cubin.read_bytes()))
+    assert cached_cubin(UPDATE_SCALE, "sm_90") == code
+
+
 def test_a_cubin_is_compiled_once(cache, monkeypatch):
     code = cached_cubin(UPDATE_SCALE, "sm_90")
     monkeypatch.setattr(cuda_compile, "compile_cubin", lambda *_: pytest.fail("compiled again"))
     assert cached_cubin(UPDATE_SCALE, "sm_90") == code
     (cubin,) = cache.glob("*.cubin")
     assert cubin.name.startswith("update_scale-sm_90-")
-    assert (stat.S_IMODE(cache.stat().st_mode), stat.S_IMODE(cubin.stat().st_mode)) == (0o700, 0o600)
+    assert (stat.S_IMODE(cache.stat().st_mode), stat.S_IMODE(cubin.stat().st_mode)) == (0o755, 0o644)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Final
 from cuda.bindings import nvrtc  # type: ignore[import-untyped]
 from cuda.core import Program, ProgramOptions  # type: ignore[import-untyped]
 
-from amp_plugin.kernels.build import cache_root, digest, obtain
+from amp_plugin.kernels.build_cache import cache_root, digest, obtain, read_cached
 from amp_plugin.kernels.cuda import LAYOUT, SOURCES, TUNING, Kernel, Tuning, all_kernels
 
 ARCHITECTURES: Final = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -25,7 +25,8 @@ STANDARD: Final = "c++17"
 
 def compile_cubin(kernel: Kernel, architecture: str, tuning: Tuning = TUNING) -> bytes:
     """Compile a kernel with NVRTC for an architecture, ``"sm_90"``; a RuntimeError says why it cannot."""
-    source = (SOURCES / f"{kernel.name}.cu").read_text()
+    # By its full path each header is ours: NVRTC looks into the working directory first.
+    source = (SOURCES / f"{kernel.name}.cu").read_text().replace('#include "', f'#include "{SOURCES}/')
     program = None
     try:
         program = Program(source, "c++", options=options_for(kernel, architecture, tuning))
@@ -46,7 +47,6 @@ def options_for(kernel: Kernel, architecture: str, tuning: Tuning = TUNING) -> P
         std=STANDARD,
         fma=False,
         device_as_default_execution_space=True,
-        include_path=str(SOURCES),
         define_macro=[*tuning.macros(), *of_norm],
     )
 
@@ -72,9 +72,9 @@ def cached_cubin(kernel: Kernel, architecture: str, tuning: Tuning = TUNING) -> 
 
     try:
         cache = cache_root() / "cuda"
-        cache.mkdir(mode=0o700, exist_ok=True)
+        cache.mkdir(mode=0o755, exist_ok=True)
         file = cache / f"{kernel.name}-{architecture}-{digest(identity)}.cubin"
-        return obtain(file, make).read_bytes()
+        return read_cached(obtain(file, make))
     except (OSError, ValueError) as error:  # a full disk must not end a training run
         text = f"CUDA kernels are compiled for this process alone: {error}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
