@@ -1,7 +1,8 @@
-"""The build cache: a folder that only its owner writes to, and files in it that are checked before they are used.
+"""The build cache: a folder that only its owner writes to, with files that are checked before they are used.
 
-A file ends with a seal: the SHA-256 of all that is in front of it. A file that was cut short, or that lost blocks in
-a power cut, does not match its seal and is made again. Loaders of machine code ignore what follows the last section.
+A file ends with a seal: the SHA-256 of all that is in front of it. A file that was cut short, or that lost
+blocks in a power cut, does not match its seal and is made again. Loaders of machine code ignore what follows
+the last section.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def _require_trusted(path: Path) -> None:
     status, user = path.stat(), os.geteuid()
     if status.st_uid not in {user, _ROOT}:
         msg = (
-            f"{path} in the build cache belongs to user {status.st_uid}, neither to you ({user}) nor to root; "
-            f"{_WAY_OUT}"
+            f"{path} in the build cache belongs to user {status.st_uid}, neither to you ({user}) nor to "
+            f"root; {_WAY_OUT}"
         )
         raise PermissionError(msg)
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -47,7 +47,7 @@ def test_a_folder_of_someone_else_is_refused(linked, tmp_path, monkeypatch):
     root = cache_root()
     owner, me = 4711, 4712
     monkeypatch.setattr(os, "geteuid", lambda: me)
-    status = os.stat_result([*os.stat(root)[:4], owner, *os.stat(root)[5:]])
+    status = os.stat_result([*root.stat()[:4], owner, *root.stat()[5:]])
     monkeypatch.setattr(Path, "stat", lambda *_, **__: status)
     if linked:
         (tmp_path / "link").symlink_to(root)
