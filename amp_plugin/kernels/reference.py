@@ -165,7 +165,8 @@ def update_scale_(
     overflow = found_inf.reshape(scale.shape) > 0
     backoff = overflow & (hysteresis_tracker <= 1)
     steps = torch.where(overflow, 0, growth_tracker + 1)
-    grow = ~overflow & (steps >= growth_interval)
+    # torch compares int32 tensors with an interval of 2^31 or more as if it were 0 or negative.
+    grow = ~overflow & (steps >= min(growth_interval, torch.iinfo(torch.int32).max))
 
     wide = _widened(scale)  # torch multiplies in double
     lower = torch.maximum((wide * backoff_factor).float(), scale.clamp(max=min_scale))

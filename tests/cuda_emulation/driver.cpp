@@ -11,8 +11,10 @@ static thread_local uintptr_t current_context = 0;
 static const int unbuffered = std::setvbuf(stdout, nullptr, _IONBF, 0);  // in order with what Python prints
 constexpr uintptr_t kContexts = 0xC0;  // + device
 
+int cuDeviceGet(int* device, int index) { return *device = index, 0; }
 int cuDevicePrimaryCtxRetain(uintptr_t* context, int device) { return *context = kContexts + device, 0; }
 int cuCtxGetDevice(int* device) {
+  if (current_context == 0) std::printf("an error: no context is current\n");
   return *device = int(current_context - kContexts), current_context == 0 ? 201 : 0;
 }
 int cuCtxGetCurrent(uintptr_t* context) { return *context = current_context, 0; }
@@ -60,5 +62,6 @@ int cuStreamSynchronize() { return 999; }
 int cuStreamIsCapturing() { return 999; }
 int cuStreamGetCaptureInfo_v2() { return 999; }
 int cuUserObjectCreate() { return 999; }
+int cuUserObjectRelease() { return 999; }
 
 }  // extern "C"

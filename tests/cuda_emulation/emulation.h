@@ -181,6 +181,9 @@ static uint64_t* exchange(uint64_t word) {
 
 static inline void __syncthreads() { emulation::wait_for(emulation::Waits::kForBlock); }
 
+// What a warp's threads have written is seen by all of them behind it.
+static inline void __syncwarp() { emulation::exchange(0); }
+
 template <typename T>
 T __shfl_down_sync(unsigned, T value, unsigned distance) {
   uint64_t word = 0;

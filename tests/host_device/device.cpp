@@ -22,6 +22,7 @@ thread_local c10::DeviceIndex current_index = 0;
 namespace {
 
 std::atomic<int64_t> bytes_in_use{0};
+std::atomic<int64_t> unsafe_allocations{0};  // of pinned memory, which would break another thread's capture
 std::atomic<int64_t> debug_mode{0};  // of torch.cuda.set_sync_debug_mode: 1 warns, 2 is an error
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -144,7 +145,10 @@ struct Memory final : c10::DeviceAllocator {
     std::memcpy(target, source, bytes);
   }
   bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t) override { card_is_full = false; }
+  void emptyCache(c10::MempoolId_t) override {
+    TORCH_INTERNAL_ASSERT(!capturing());
+    card_is_full = false;
+  }
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
     Guard().recordDataPtrOnStream(data, stream);
   }
@@ -196,7 +200,10 @@ struct Hooks final : at::CUDAHooksInterface {
     return exchangeDevice(index);
   }
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
-  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  c10::Allocator* getPinnedMemoryAllocator() const override {
+    if (capture_mode_of_this_thread() == 0) ++unsafe_allocations;
+    return c10::GetCPUAllocator();
+  }
   void deviceSynchronize(c10::DeviceIndex) const override { Guard().synchronizeDevice(-1); }
 };
 
@@ -206,6 +213,7 @@ TORCH_LIBRARY(host_device, library) {
   library.def("set_sync_debug_mode(int mode) -> ()", [](int64_t mode) { debug_mode = mode; });
   library.def("synchronize() -> ()", [] { Guard().synchronizeDevice(-1); });
   library.def("card_is_full(bool on) -> ()", [](bool on) { card_is_full = on; });
+  library.def("unsafe_allocations() -> int", [] { return unsafe_allocations.load(); });
   library.def("memory_allocated() -> int", [] { return bytes_in_use.load(); });
   library.def(
       "copy_of(Storage storage, Device device) -> Tensor",

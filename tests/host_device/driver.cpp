@@ -25,10 +25,15 @@ struct Kernel {
   bool is_function = false;  // the CUfunction of one context, not the CUkernel of all
 };
 
+std::atomic<int64_t> user_objects{0};  // that live
+
 struct UserObject {
   void* data;
   void (*destroy)(void* data);
-  ~UserObject() { destroy(data); }
+  ~UserObject() {
+    destroy(data);
+    --user_objects;
+  }
 };
 
 // A launch keeps its arguments, as the driver does.
@@ -53,8 +58,9 @@ std::vector<std::string> launched;
 std::atomic<uint64_t> barriers{0};
 std::atomic<int64_t> driver_bytes{0};
 std::vector<std::string> calls;  // that launch, or change contexts
-enum Hold : int64_t { kNone, kNext, kHeld };
-std::atomic<int64_t> hold{kNone};
+std::atomic<int64_t> failures{0};  // calls that were an error
+std::atomic<int64_t> streams_made{0};
+thread_local int capture_mode = 0;
 
 int note(const char* call) {
   std::lock_guard lock(mutex);
@@ -62,12 +68,25 @@ int note(const char* call) {
   return 0;
 }
 
-// A launch may wait for room in the driver's queue, while other threads go on.
-void wait_while_held() {
-  int64_t next = kNext;
-  if (!hold.compare_exchange_strong(next, kHeld)) return;
-  while (hold == kHeld) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-}
+int failed(int status) { return ++failures, status; }
+
+// A call that a test lets wait while other threads go on: a launch for room in the driver's queue, or an
+// allocation for the device.
+class Hold {
+ public:
+  void next(bool on) { state_ = on ? kNext : kNone; }
+  bool holds() const { return state_ == kHeld; }
+  void wait() {
+    State next = kNext;
+    if (!state_.compare_exchange_strong(next, kHeld)) return;
+    while (state_ == kHeld) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+
+ private:
+  enum State { kNone, kNext, kHeld };
+  std::atomic<State> state_{kNone};
+};
+Hold launch, allocation;
 
 // HOST_DEVICE_FAULT plants what a test of the device is to find.
 bool planted(const char* fault) {
@@ -75,7 +94,13 @@ bool planted(const char* fault) {
   return asked != nullptr && std::strcmp(asked, fault) == 0;
 }
 thread_local uintptr_t context = 0;
-constexpr uintptr_t kContexts = 0xC0;  // + device
+constexpr uintptr_t kContexts = 0xC0;  // + index of the device
+constexpr int kDeviceNumbers = 7;  // the driver's number of a device, less its index
+
+int capture_status() {
+  if (!capturing()) return 0;
+  return planted("the capture has failed") ? 2 : 1;
+}
 
 void run(const Kernel& kernel, unsigned blocks, unsigned threads, Arguments& arguments) {
   static std::mutex one_at_a_time;  // an emulated kernel keeps its threads in globals
@@ -92,8 +117,13 @@ TORCH_LIBRARY_FRAGMENT(host_device, library) {
   library.def("launches_do_nothing(bool on) -> ()", [](bool on) { launches_do_nothing = on; });
   library.def("driver_bytes() -> int", [] { return driver_bytes.load(); });
   library.def("barriers() -> int", [] { return static_cast<int64_t>(barriers.exchange(0)); });
-  library.def("hold_next_launch(bool on) -> ()", [](bool on) { hold = on ? kNext : kNone; });
-  library.def("launch_is_held() -> bool", [] { return hold == kHeld; });
+  library.def("hold_next_launch(bool on) -> ()", [](bool on) { launch.next(on); });
+  library.def("launch_is_held() -> bool", [] { return launch.holds(); });
+  library.def("hold_next_allocation(bool on) -> ()", [](bool on) { allocation.next(on); });
+  library.def("allocation_is_held() -> bool", [] { return allocation.holds(); });
+  library.def("failures() -> int", [] { return failures.load(); });
+  library.def("streams_made() -> int", [] { return streams_made.load(); });
+  library.def("user_objects() -> int", [] { return user_objects.load(); });
   library.def("context_calls() -> str[]", [] {
     std::lock_guard lock(mutex);
     return std::exchange(calls, {});
@@ -105,19 +135,29 @@ TORCH_LIBRARY_FRAGMENT(host_device, library) {
 }
 
 }  // namespace
+
+int capture_mode_of_this_thread() { return capture_mode; }
+
 }  // namespace host_device
 
 using namespace host_device;
 
 extern "C" {
 
-int cuCtxGetDevice(int* device) { return *device = int(context - kContexts), context == 0 ? 201 : 0; }
+int cuDeviceGet(int* device, int index) {
+  return *device = index + kDeviceNumbers, index < 0 || index >= kDevices ? failed(101) : 0;
+}
+int cuCtxGetDevice(int* device) {
+  return *device = int(context - kContexts) + kDeviceNumbers, context == 0 ? failed(201) : 0;
+}
 int cuCtxGetCurrent(uintptr_t* current) { return *current = context, 0; }
 int cuCtxSetCurrent(uintptr_t current) { return context = current, note("cuCtxSetCurrent"); }
 int cuCtxPushCurrent_v2(uintptr_t) { return note("cuCtxPushCurrent"); }
 int cuCtxPopCurrent_v2(uintptr_t* popped) { return *popped = context, note("cuCtxPopCurrent"); }
 int cuDevicePrimaryCtxRetain(uintptr_t* made, int device) {
-  return *made = kContexts + device, note("cuDevicePrimaryCtxRetain");
+  const int index = device - kDeviceNumbers;
+  if (index < 0 || index >= kDevices) return failed(101);
+  return *made = kContexts + index, note("cuDevicePrimaryCtxRetain");
 }
 
 int cuLibraryLoadData(void** library, const char* code, void*, void*, unsigned, void*, void*, unsigned) {
@@ -138,7 +178,8 @@ int cuKernelGetFunction(Kernel** function, const Kernel* kernel) {
 }
 
 int cuMemAlloc_v2(uint64_t* address, size_t bytes) {
-  if (card_is_full) return 2;
+  allocation.wait();
+  if (card_is_full) return failed(2);
   driver_bytes += int64_t(bytes);
   void* memory = std::aligned_alloc(512, (bytes + 511) / 512 * 512);
   std::memset(memory, 0xAB, bytes);
@@ -147,17 +188,22 @@ int cuMemAlloc_v2(uint64_t* address, size_t bytes) {
 int cuMemcpyHtoDAsync_v2(uint64_t target, const void* source, size_t bytes, void*) {
   return std::memcpy(reinterpret_cast<void*>(target), source, bytes), 0;
 }
-int cuStreamCreate(void** stream, unsigned) { return *stream = reinterpret_cast<void*>(999), 0; }
+int cuStreamCreate(void** stream, unsigned) {
+  return ++streams_made, *stream = reinterpret_cast<void*>(999), 0;
+}
 int cuStreamSynchronize(void*) { return 0; }
-int cuStreamIsCapturing(void*, int* status) { return *status = capturing(), 0; }
+int cuStreamIsCapturing(void*, int* status) { return *status = capture_status(), 0; }
 int cuStreamGetCaptureInfo_v2(void*, int* status, uint64_t* id, void** graph, const void***, size_t*) {
-  return *status = capturing(), *id = 1, *graph = nullptr, 0;
+  return *status = capture_status(), *id = 1, *graph = nullptr, 0;
 }
-int cuThreadExchangeStreamCaptureMode(int*) { return 0; }
+int cuThreadExchangeStreamCaptureMode(int* mode) { return std::swap(*mode, capture_mode), 0; }
 int cuUserObjectCreate(void** object, void* data, void (*destroy)(void*), unsigned, unsigned) {
-  return *object = new UserObject{data, destroy}, 0;
+  if (planted("no user objects")) return failed(2);
+  return ++user_objects, *object = new UserObject{data, destroy}, 0;
 }
+int cuUserObjectRelease(void* object, unsigned) { return delete static_cast<UserObject*>(object), 0; }
 int cuGraphRetainUserObject(void*, void* object, unsigned, unsigned) {
+  if (planted("graphs take no user object")) return failed(400);
   if (planted("graphs leak")) return 0;
   if (planted("tables are given back early")) return delete static_cast<UserObject*>(object), 0;
   return keep_with_graph(std::shared_ptr<void>(static_cast<UserObject*>(object))), 0;
@@ -174,7 +220,7 @@ int cuLaunchKernel(
     std::lock_guard lock(host_device::mutex);
     launched.push_back(kernel->name);
   }
-  wait_while_held();
+  launch.wait();
   auto arguments = std::make_shared<Arguments>(kernel->sizes, given);
   auto work = [=] { run(*kernel, blocks, threads, *arguments); };
   const auto device = c10::DeviceIndex(context - kContexts);

@@ -87,6 +87,9 @@ struct Footprint {
 
 bool capturing();
 
+// What the driver allows this thread while another one captures: 0 (global) forbids to allocate.
+int capture_mode_of_this_thread();
+
 // A storage of the device that an op takes: what it holds comes back when the capture, or the op, ends.
 void found(const c10::Storage& storage);
 

@@ -34,6 +34,11 @@ def gradients(count, size=3):
     return [torch.full((size + i % 5,), 1.0, device="cuda") for i in range(count)]
 
 
+def many(count):
+    """So many gradients of one element: their table is larger than what memory is reserved for tables."""
+    return list(torch.ones(count, device="cuda").unbind())
+
+
 CALLS = {"norm_check": amp.norm_check, "unscale": amp.unscale_, "multiply": amp.multiply_}
 
 
@@ -143,7 +148,7 @@ def test_a_factor_of_one_lets_every_block_end_at_once():
 
 def test_a_table_finds_memory_where_torchs_cache_has_all_of_the_card():
     """At its worst, in the middle of a training."""
-    huge = [torch.ones(1, device="cuda") for _ in range(200_000)]  # more than what is reserved
+    huge = many(200_000)
     torch.ops.host_device.card_is_full(True)
     try:
         assert amp.norm_check(gradients(9), scalar(1.0))[1].item() == 0.0
@@ -152,17 +157,26 @@ def test_a_table_finds_memory_where_torchs_cache_has_all_of_the_card():
         torch.ops.host_device.card_is_full(False)
 
 
+def in_thread(call):
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return thread
+
+
+def wait_until(is_so):
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def test_a_table_that_another_thread_pushes_out_keeps_its_memory_until_it_is_launched():
     """On the same stream, whose memory the others' tables would be written to."""
     mine, others, inverse, norms = gradients(1, size=7), torch.ones(101, device="cuda"), scalar(1.0), []
-    thread = threading.Thread(target=lambda: norms.append(amp.norm_check(mine, inverse)[0]), daemon=True)
     torch.ops.host_device.hold_next_launch(True)
     try:
-        thread.start()
-        deadline = time.monotonic() + 60
-        while not torch.ops.host_device.launch_is_held():
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        thread = in_thread(lambda: norms.append(amp.norm_check(mine, inverse)[0]))
+        wait_until(torch.ops.host_device.launch_is_held)
         for n in range(1, 101):  # more than tables are kept
             assert amp.norm_check([others[n:]], inverse)[0].item() == pytest.approx((101 - n) ** 0.5)
     finally:
@@ -203,3 +217,108 @@ def test_no_context_is_pushed_or_retained_where_another_is_current(of_context, b
     found = ctypes.c_size_t()
     ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(found))
     assert found.value == before
+
+
+def test_the_driver_is_asked_nothing_that_is_an_error(of_context):
+    """compute-sanitizer counts each; without a context the driver cannot say which device is current."""
+    failures = torch.ops.host_device.failures()
+    grads, inverse = gradients(9), scalar(1.0)
+    for context in (0, FIRST_CONTEXT, FIRST_CONTEXT + 1):
+        of_context(context)
+        amp.norm_check(grads, inverse)
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            amp.norm_check(grads, inverse)
+    assert torch.ops.host_device.failures() == failures
+
+
+def test_a_graph_gives_its_table_back_while_another_thread_allocates():
+    """It does so on a thread of the driver, for which the allocation may be waiting."""
+    graph, grads, inverse = torch.cuda.CUDAGraph(), gradients(5), scalar(1.0)
+    with torch.cuda.graph(graph):
+        amp.norm_check(grads, inverse)
+    huge = many(200_000)
+
+    def allocate():  # a new slab, since no table of the new stream's has been given back
+        with torch.cuda.stream(torch.cuda.Stream()):
+            amp.norm_check(huge, inverse)
+
+    torch.ops.host_device.hold_next_allocation(True)
+    try:
+        allocating = in_thread(allocate)
+        wait_until(torch.ops.host_device.allocation_is_held)
+        giving_back = in_thread(graph.reset)
+        giving_back.join(10)
+        assert not giving_back.is_alive()
+    finally:
+        torch.ops.host_device.hold_next_allocation(False)
+    allocating.join()
+
+
+def test_a_full_card_is_told_of_during_a_capture_too():
+    """torch cannot empty its cache then, and says so by an internal error."""
+    huge, inverse, held = many(200_000), scalar(1.0), []
+    while True:  # until what the driver has given is used up
+        bytes_before = torch.ops.host_device.driver_bytes()
+        held.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(held[-1]):
+            amp.norm_check(huge, inverse)
+        if torch.ops.host_device.driver_bytes() > bytes_before:
+            break
+    torch.ops.host_device.card_is_full(True)
+    try:
+        with (
+            pytest.raises(RuntimeError, match="the CUDA driver gives no memory for a table of tensors"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            amp.norm_check(huge, inverse)
+    finally:
+        torch.ops.host_device.card_is_full(False)
+
+
+def test_an_upload_breaks_no_capture_of_another_thread():
+    """In torch's mode for captures, "global", allocating pinned memory in any thread does; in "relaxed" none."""
+    before = torch.ops.host_device.unsafe_allocations()
+    assert uploads_of(gradients(11)) == 1
+    assert torch.ops.host_device.unsafe_allocations() == before
+
+
+def test_threads_that_capture_share_a_stream_for_uploads():
+    grads, inverse = gradients(3), scalar(1.0)
+
+    def capture():
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            amp.norm_check(grads, inverse)
+
+    capture()
+    made = torch.ops.host_device.streams_made()
+    for _ in range(3):
+        in_thread(capture).join()
+    assert torch.ops.host_device.streams_made() == made
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [("no user objects", "ties nothing to a graph"), ("graphs take no user object", "ties nothing to a graph")],
+)
+def test_a_graph_that_takes_no_table_leaves_none_behind(monkeypatch, fault, text):
+    grads, inverse = gradients(400), scalar(1.0)
+    for _ in range(2):  # the first makes room
+        objects, memory = torch.ops.host_device.user_objects(), torch.ops.host_device.driver_bytes()
+        for _ in range(300):
+            with (
+                monkeypatch.context() as planted,
+                pytest.raises(RuntimeError, match=text),
+                torch.cuda.graph(torch.cuda.CUDAGraph()),
+            ):
+                planted.setenv("HOST_DEVICE_FAULT", fault)
+                amp.norm_check(grads, inverse)
+    assert torch.ops.host_device.user_objects() == objects
+    assert torch.ops.host_device.driver_bytes() == memory
+
+
+def test_a_capture_that_has_failed_gets_no_table(monkeypatch):
+    objects, grads, inverse = torch.ops.host_device.user_objects(), gradients(12), scalar(1.0)
+    with monkeypatch.context() as planted, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        planted.setenv("HOST_DEVICE_FAULT", "the capture has failed")
+        amp.norm_check(grads, inverse)
+        assert torch.ops.host_device.user_objects() == objects

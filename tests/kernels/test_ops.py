@@ -275,13 +275,21 @@ def test_update_scale_follows_the_rule(on, hysteresis_mode, hysteresis, floor, c
 
 @pytest.mark.parametrize(
     ("scale", "tracker", "interval", "grown"),
-    [(4.0, 25, 3, 8.0), (3e38, 0, 1, 3e38)],
-    ids=["though the interval was lowered", "but never to infinity"],
+    [(4.0, 25, 3, 8.0), (3e38, 0, 1, 3e38), (2.0**10, 2**31 - 2, 2**40, 2.0**11)],
+    ids=["though the interval was lowered", "but never to infinity", "within what an int32 counts to"],
 )
 def test_update_scale_grows(on, scale, tracker, interval, grown):
     state = [scalar(scale, on), scalar(tracker, on, torch.int32), scalar(1, on, torch.int32)]
     on.ops.update_scale_(*state, scalar(0.0, on), 2.0, 0.5, interval, 0.0, math.inf, 1, 0)
     assert [tensor.item() for tensor in state] == [torch.tensor(grown).item(), 0, 1]
+
+
+@pytest.mark.parametrize("interval", [2**31 - 1, 2**31, 2**40])
+def test_a_long_growth_interval_is_not_over_at_once(on, interval):
+    state = [scalar(4.0, on), scalar(0, on, torch.int32), scalar(1, on, torch.int32)]
+    for _ in range(2):
+        on.ops.update_scale_(*state, scalar(0.0, on), 2.0, 0.5, interval, 0.0, math.inf, 1, 0)
+    assert [tensor.item() for tensor in state] == [4.0, 2, 1]
 
 
 @pytest.mark.parametrize("norm", [0.0, 0.5, 1.0, 3.0, 1e30, math.inf, math.nan])

@@ -12,6 +12,7 @@ namespace amp_plugin::cuda {
 namespace {
 
 constexpr size_t kMostDevices = 64;
+constexpr Status kNoBinaryForGpu = 209;
 enum class Server : uint8_t { kUnknown, kKernels, kPlainTorch };
 
 std::array<std::atomic<Device*>, kMostDevices> devices{};
@@ -22,11 +23,10 @@ const c10::impl::DeviceGuardImplInterface& guard() { return *c10::impl::getDevic
 // Makes sure that a context of the device is current. One that is, such as a green context, stays.
 class OnDevice {
  public:
-  OnDevice(c10::DeviceIndex index, Handle primary) {
-    int current = -1;
-    if (driver().cuCtxGetDevice(&current) == 0 && current == index) return;
+  explicit OnDevice(const Context& primary) {
     check(driver().cuCtxGetCurrent(&before_), "the CUDA driver tells no context");
-    check(driver().cuCtxSetCurrent(primary), "the CUDA driver takes no context");
+    if (before_ == primary.handle || is_of(before_, primary.device)) return;
+    check(driver().cuCtxSetCurrent(primary.handle), "the CUDA driver takes no context");
     changed_ = true;
   }
   ~OnDevice() {
@@ -36,6 +36,12 @@ class OnDevice {
   OnDevice& operator=(const OnDevice&) = delete;
 
  private:
+  // The driver answers for a current context only; without one the question is an error.
+  static bool is_of(Handle current, int device) {
+    int found = -1;
+    return current != nullptr && driver().cuCtxGetDevice(&found) == 0 && found == device;
+  }
+
   Handle before_ = nullptr;
   bool changed_ = false;
 };
@@ -51,6 +57,10 @@ Handle loaded(const char* name, const at::Tensor& code) {
   if (status == 0) status = driver().cuLibraryGetKernel(&kernel, library, function_name.c_str());
   if (status == 0) status = driver().cuKernelGetFunction(&function, kernel);
   TORCH_CHECK(
+      status != kNoBinaryForGpu, "the CUDA driver cannot load ", name, " (", told(status),
+      "); CUDA_MODULE_LOADING=EAGER makes it load code on every GPU of the process, and these differ: unset "
+      "it");
+  TORCH_CHECK(
       status == 0, "the CUDA driver cannot load ", name, " (", told(status),
       "); update the driver to the major version of CUDA that NVRTC has, or a later one, or install "
       "cuda-bindings and NVRTC of the driver's");
@@ -58,6 +68,11 @@ Handle loaded(const char* name, const at::Tensor& code) {
 }
 
 }  // namespace
+
+Context::Context(c10::DeviceIndex index) {
+  check(driver().cuDeviceGet(&device, index), "the CUDA driver does not have the device");
+  check(driver().cuDevicePrimaryCtxRetain(&handle, device), "the CUDA driver has no context for the device");
+}
 
 Device* Device::find(c10::DeviceIndex index) {
   auto& server = servers.at(static_cast<size_t>(index));
@@ -80,9 +95,8 @@ void Device::open(c10::DeviceIndex index, uint32_t most_blocks, const std::vecto
 }
 
 Device::Device(c10::DeviceIndex index, uint32_t most_blocks, const std::vector<Code>& kernels)
-    : index_(index), most_blocks_(most_blocks), tables_({c10::kCUDA, index}, most_blocks) {
-  check(driver().cuDevicePrimaryCtxRetain(&primary_, index), "the CUDA driver has no context for the device");
-  const OnDevice current(index, primary_);
+    : index_(index), primary_(index), most_blocks_(most_blocks), tables_({c10::kCUDA, index}, most_blocks) {
+  const OnDevice current(primary_);
   const OutsideCapture outside;
   for (size_t i = 0; i < kKernels.size(); ++i) {
     const auto code = std::find_if(
@@ -102,11 +116,11 @@ Handle Device::stream() const { return guard().getStreamNativeHandle(guard().get
 bool Device::is_captured(Handle stream) {
   int status = 0;
   check(driver().cuStreamIsCapturing(stream, &status), "the CUDA driver tells nothing of the stream");
-  return status != 0;
+  return status == kCaptured;
 }
 
 SharedTable Device::table(const Rows& rows, Handle stream) {
-  const OnDevice current(index_, primary_);
+  const OnDevice current(primary_);
   return tables_.of(rows, stream, is_captured(stream));
 }
 
@@ -120,12 +134,12 @@ SharedTable Device::table(at::TensorList tensors, Handle stream) {
 
 SharedTable Device::kept_table(size_t count, const at::Tensor& first, Handle stream) {
   if (count == 0) return nullptr;
-  const OnDevice current(index_, primary_);
+  const OnDevice current(primary_);
   return is_captured(stream) ? nullptr : tables_.kept(count, first, stream);
 }
 
 void Device::launch_with(size_t kernel, uint32_t blocks, Handle stream, void** arguments) {
-  const OnDevice current(index_, primary_);
+  const OnDevice current(primary_);
   const Status status = driver().cuLaunchKernel(
       kernels_[kernel], blocks, 1, 1, kKernels[kernel].threads, 1, 1, 0, stream, arguments, nullptr);
   TORCH_CHECK(

@@ -54,6 +54,13 @@ inline constexpr std::array kKernels{
     Kernel{"unpack_measurements", 1},
 };
 
+// The primary context of a device, and the driver's number of the device, which is not torch's index.
+struct Context {
+  explicit Context(c10::DeviceIndex index);
+  Handle handle = nullptr;
+  int device = -1;
+};
+
 class Device {
  public:
   // Machine code of a kernel, uint8 on the host, and its name as in kKernels.
@@ -94,7 +101,7 @@ class Device {
   void launch_with(size_t kernel, uint32_t blocks, Handle stream, void** arguments);
 
   c10::DeviceIndex index_;
-  Handle primary_ = nullptr;
+  Context primary_;
   uint32_t most_blocks_;
   std::array<Handle, kKernels.size()> kernels_{};
   TableCache tables_;

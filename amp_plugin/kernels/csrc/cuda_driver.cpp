@@ -21,6 +21,7 @@ Driver load() {
       library != nullptr, "the CUDA driver cannot be loaded (", dlerror(), "); check it with nvidia-smi");
   Driver found;
   find(library, found.cuLaunchKernel, "cuLaunchKernel");
+  find(library, found.cuDeviceGet, "cuDeviceGet");
   find(library, found.cuCtxGetDevice, "cuCtxGetDevice");
   find(library, found.cuCtxGetCurrent, "cuCtxGetCurrent");
   find(library, found.cuCtxSetCurrent, "cuCtxSetCurrent");
@@ -36,6 +37,7 @@ Driver load() {
   find(library, found.cuStreamGetCaptureInfo, "cuStreamGetCaptureInfo_v2");
   find(library, found.cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode");
   find(library, found.cuUserObjectCreate, "cuUserObjectCreate");
+  find(library, found.cuUserObjectRelease, "cuUserObjectRelease");
   find(library, found.cuGraphRetainUserObject, "cuGraphRetainUserObject");
   find(library, found.cuGetErrorName, "cuGetErrorName");
   find(library, found.cuGetErrorString, "cuGetErrorString");

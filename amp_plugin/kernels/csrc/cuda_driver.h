@@ -9,12 +9,14 @@ namespace amp_plugin::cuda {
 
 using Status = int;
 using Address = uint64_t;  // of device memory
+constexpr int kCaptured = 1;  // of a stream that is being captured; 2: the capture has failed
 using Handle = void*;  // of a context, a stream, a graph, a library, a kernel or a function
 
 struct Driver {
   Status (*cuLaunchKernel)(
       Handle function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
       unsigned block_z, unsigned shared_bytes, Handle stream, void** parameters, void** extra);
+  Status (*cuDeviceGet)(int* device, int ordinal);
   Status (*cuCtxGetDevice)(int* device);
   Status (*cuCtxGetCurrent)(Handle* context);
   Status (*cuCtxSetCurrent)(Handle context);
@@ -33,6 +35,7 @@ struct Driver {
   Status (*cuThreadExchangeStreamCaptureMode)(int* mode);
   Status (*cuUserObjectCreate)(
       Handle* object, void* data, void (*destroy)(void* data), unsigned references, unsigned flags);
+  Status (*cuUserObjectRelease)(Handle object, unsigned references);
   Status (*cuGraphRetainUserObject)(Handle graph, Handle object, unsigned references, unsigned flags);
   Status (*cuGetErrorName)(Status status, const char** name);
   Status (*cuGetErrorString)(Status status, const char** text);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <memory>
 
 namespace amp_plugin::cuda {
 namespace {
@@ -14,6 +15,16 @@ constexpr size_t kSlab = 4 * 1024 * 1024;  // 64 tables of 1000 tensors
 constexpr Status kOutOfMemory = 2;
 constexpr unsigned kNonBlocking = 1, kNoDestructorSync = 1, kMove = 1;
 
+// Torch keeps memory that nobody uses. It cannot give it to the driver while any stream is being captured.
+bool release_cached_memory() {
+  try {
+    c10::getDeviceAllocator(c10::kCUDA)->emptyCache();
+    return true;
+  } catch (const c10::Error&) {
+    return false;
+  }
+}
+
 }  // namespace
 
 Memory::Slab Memory::slab_of(size_t bytes) {
@@ -21,32 +32,35 @@ Memory::Slab Memory::slab_of(size_t bytes) {
   const size_t size = std::max(bytes, kSlab);
   Address address = 0;
   Status status = driver().cuMemAlloc(&address, size);
-  if (status == kOutOfMemory) {  // torch keeps memory that nobody uses
-    c10::getDeviceAllocator(c10::kCUDA)->emptyCache();
-    status = driver().cuMemAlloc(&address, size);
-  }
+  if (status == kOutOfMemory && release_cached_memory()) status = driver().cuMemAlloc(&address, size);
   check(status, "the CUDA driver gives no memory for a table of tensors");
   return {address, size};
 }
 
 void Memory::reserve() {
+  const Slab made = slab_of(kSlab);
   const std::lock_guard lock(mutex_);
-  slab_ = slab_of(kSlab);
+  slab_ = made;
 }
 
 Memory::Block Memory::take(size_t bytes, Handle stream, bool of_graph) {
   const size_t size = std::bit_ceil(std::max(bytes, kSmallest));
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   auto& shelf = free_[{of_graph, stream, size}];
   if (!shelf.empty()) {
     const Address address = shelf.back();
     shelf.pop_back();
     return {address, size, stream, of_graph};
   }
-  if (slab_.left < size) slab_ = slab_of(size);
-  const Address address = slab_.next;
-  slab_ = {address + size, slab_.left - size};
-  return {address, size, stream, of_graph};
+  Slab slab = slab_;
+  if (slab.left < size) {
+    lock.unlock();
+    slab = slab_of(size);
+    lock.lock();
+  }
+  const Slab rest{slab.next + size, slab.left - size};
+  if (slab.next == slab_.next || rest.left > slab_.left) slab_ = rest;
+  return {slab.next, size, stream, of_graph};
 }
 
 void Memory::give_back(const Block& block) {
@@ -56,7 +70,9 @@ void Memory::give_back(const Block& block) {
 
 void copy_at_once(Address target, const void* source, size_t bytes) {
   const OutsideCapture outside;
-  thread_local std::map<Handle, Handle> streams;  // by context
+  static std::mutex mutex;
+  static std::map<Handle, Handle> streams;  // one for each context
+  const std::lock_guard lock(mutex);
   Handle context = nullptr;
   check(driver().cuCtxGetCurrent(&context), "the CUDA driver tells no context");
   Handle& stream = streams[context];
@@ -67,16 +83,21 @@ void copy_at_once(Address target, const void* source, size_t bytes) {
 }
 
 void when_graph_is_gone(Handle stream, void* data, void (*destroy)(void* data)) {
+  std::unique_ptr<void, void (*)(void*)> owned(data, destroy);
   int status = 0;
   uint64_t id = 0;
   Handle graph = nullptr, object = nullptr;
   check(
       driver().cuStreamGetCaptureInfo(stream, &status, &id, &graph, nullptr, nullptr),
       "the CUDA driver tells nothing of the capture");
+  TORCH_CHECK(status == kCaptured, "the capture of a CUDA graph has failed before this op was recorded");
   check(
       driver().cuUserObjectCreate(&object, data, destroy, 1, kNoDestructorSync),
       "the CUDA driver ties nothing to a graph");
-  check(driver().cuGraphRetainUserObject(graph, object, 1, kMove), "the CUDA driver ties nothing to a graph");
+  owned.release();  // the object destroys it
+  const Status tied = driver().cuGraphRetainUserObject(graph, object, 1, kMove);
+  if (tied != 0) driver().cuUserObjectRelease(object, 1);
+  check(tied, "the CUDA driver ties nothing to a graph");
 }
 
 }  // namespace amp_plugin::cuda

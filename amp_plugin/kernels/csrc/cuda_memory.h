@@ -34,7 +34,7 @@ class Memory {
   static Slab slab_of(size_t bytes);
 
   using Shelf = std::tuple<bool, Handle, size_t>;
-  std::mutex mutex_;
+  std::mutex mutex_;  // never held across a call of the driver: a callback of the driver gives memory back
   std::map<Shelf, std::vector<Address>> free_;
   Slab slab_;  // blocks are cut from it, and never joined again
 };
@@ -43,7 +43,7 @@ class Memory {
 void copy_at_once(Address target, const void* source, size_t bytes);
 
 // Calls `destroy(data)` when the graph that the stream is captured into, and all that was made of it, is
-// gone.
+// gone; or before it raises.
 void when_graph_is_gone(Handle stream, void* data, void (*destroy)(void* data));
 
 }  // namespace amp_plugin::cuda

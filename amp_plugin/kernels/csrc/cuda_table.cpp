@@ -165,6 +165,7 @@ SharedTable TableCache::moved_to_front(Entries::iterator entry) {
 
 // From pinned memory, which torch's host allocator hands out again only behind the copy.
 void TableCache::upload(const HeldTable& held) {
+  const OutsideCapture outside;  // another thread's capture breaks if pinned memory is allocated in its mode
   const auto bytes = static_cast<int64_t>(image_bytes(held.rows.size()));
   const at::AutoDispatchBelowADInplaceOrView below;
   const at::Tensor pinned =

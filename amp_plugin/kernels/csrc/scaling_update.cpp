@@ -37,7 +37,7 @@ void update_scale_(
     }
   } else {
     ++steps;
-    const bool grows = steps >= growth_interval;
+    const bool grows = steps >= std::min<int64_t>(growth_interval, std::numeric_limits<int32_t>::max());
     if (grows) {
       const auto grown = static_cast<float>(value * growth_factor);  // in double, as torch
       const auto ceiling =
