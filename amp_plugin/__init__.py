@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from amp_plugin.casting.run_in import run_in as run_in
     from amp_plugin.casting.threads import autocast_module as autocast_module
     from amp_plugin.numerics.diagnose import diagnose as diagnose
-    from amp_plugin.numerics.diagnose import diagnose_skip as diagnose_skip
     from amp_plugin.numerics.shadow import shadow_run as shadow_run
     from amp_plugin.run_page.report import report as report
     from amp_plugin.scaling.grad_scaler import GradScaler as GradScaler
@@ -54,7 +53,7 @@ _NAMES = {  # by the module they live in
     "casting.rules": ("OpRule", "OpRules"),
     "casting.run_in": ("run_in",),
     "casting.threads": ("autocast_module",),
-    "numerics.diagnose": ("diagnose", "diagnose_skip"),
+    "numerics.diagnose": ("diagnose",),
     "numerics.shadow": ("shadow_run",),
     "run_page.report": ("report",),
     "scaling.grad_scaler": ("GradScaler",),
@@ -84,7 +83,10 @@ def __getattr__(name: str) -> Any:
         return _from_adapter(name)  # not kept: which Lightning it is for may change
     if name not in _HOME:
         from amp_plugin.messages import did_you_mean  # noqa: PLC0415 - the package imports nothing
+        from amp_plugin.removed import reason  # noqa: PLC0415
 
+        if removed := reason(f"amp_plugin.{name}"):
+            raise AttributeError(removed)
         known = __dir__()
         hint = did_you_mean(name, known)
         msg = f"module 'amp_plugin' has no attribute {name!r}; it has {', '.join(known)}{hint}"

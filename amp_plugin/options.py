@@ -45,6 +45,7 @@ from amp_plugin.precision import (
     WeightsName,
     checked_word,
 )
+from amp_plugin.removed import refuse_removed
 
 if TYPE_CHECKING:
     from amp_plugin.casting.rules import OpRules
@@ -390,6 +391,7 @@ def bind(owner: str, signature: inspect.Signature, /, *args: Any, **kwargs: Any)
     allowed = [*signature.parameters][1:]
     for name in kwargs:
         if name not in allowed:
+            refuse_removed(owner, [name])
             raise TypeError(unknown_option(owner, name, allowed))
     try:
         return signature.bind(*args, **kwargs).arguments

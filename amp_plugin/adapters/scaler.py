@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from amp_plugin.scaling import penalty
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
-from amp_plugin.scaling.replay import Replay, explain
 from amp_plugin.scaling.step_log import LoggedStep, StepLog, StepResult
 
 _WRAPPERS: Final = {"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"}
@@ -146,20 +145,10 @@ class StepNorms:
         return StepNorms, ()
 
 
-def endless_skips(
-    log: StepLog, step: LoggedStep, models: Sequence[nn.Module], *, in_fp16: str, option: str
-) -> RuntimeError:
-    """Return the error that ends a run that only skips: parameters, advice, what a second run has found."""
+def endless_skips(step: LoggedStep, *, in_fp16: str, option: str) -> RuntimeError:
+    """Return the error that ends a run that only skips: parameters, advice, what finds the op."""
     bf16 = f"{in_fp16}, or " * step.result.is_scaled
-    msg = f"{step.run_of_skips()} Look for nan in the loss or the data, {bf16}raise {option}"
-
-    def diagnosed(replay: Replay) -> str:
-        from amp_plugin.numerics.diagnose import diagnose_skip  # noqa: PLC0415 -- loaded where a run has failed
-
-        return diagnose_skip(replay, model=models[0] if len(models) == 1 else None)
-
-    found = explain(log, step, diagnosed, [param for model in models for param in model.parameters()])
-    return RuntimeError(msg if found is None else f"{msg}\n\nThe last of them was run once more:\n{found}")
+    return RuntimeError(f"{step.run_of_skips()} Look for nan in the loss or the data, {bf16}raise {option}")
 
 
 class GradientOrigins:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any
 from unittest.mock import patch
@@ -30,7 +30,6 @@ from amp_plugin.numerics.places import place_in_trace
 from amp_plugin.numerics.shadow import WideRun
 from amp_plugin.numerics.values import as_json, distance, unwatched
 from amp_plugin.precision import short_name
-from amp_plugin.scaling.step_log import random_numbers_from, random_state
 
 _TIMES, _EPS = 4.0, 4.0
 _PEAK = 4.0  # the largest of many elements' differences is less steady than their norm
@@ -159,19 +158,42 @@ def _readings(inputs: Sequence[Any], results: Sequence[Any]) -> dict[Reading, Te
     return held
 
 
+_RandomState = tuple[Tensor, Sequence[Tensor]]  # of the CPU, and of each CUDA device if CUDA has been used
+
+
+def _random_state() -> _RandomState:
+    """Return the state of torch's random number generators."""
+    return torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in _cuda_devices()]
+
+
+@contextmanager
+def _random_numbers_from(state: _RandomState) -> Iterator[None]:
+    """Draw from ``state`` on while the block is open; afterwards as if the block had drawn nothing."""
+    with torch.random.fork_rng(_cuda_devices()):
+        torch.set_rng_state(state[0])
+        torch.cuda.set_rng_state_all(state[1])
+        yield
+
+
+def _cuda_devices() -> range:
+    """Return the CUDA devices, if CUDA has been used."""
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return range(torch.cuda.device_count() if used else 0)
+
+
 class _EagerRuns:
     """Eager runs of one call of a graph, on copies of its inputs."""
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self.inputs = list(map(_copied, inputs))
-        self.module, self._random_state = module, random_state()
+        self.module, self._random_state = module, _random_state()
         self.plain = self._run(Region(Tracker()))
 
     def _run(self, region: Region) -> dict[Reading, Tensor]:
         """Run the graph while a region sees its ops; nothing is held if that fails."""
         inputs = list(map(_copied, self.inputs))
         try:
-            with random_numbers_from(self._random_state), region:
+            with _random_numbers_from(self._random_state), region:
                 return _readings(inputs, self.module(*inputs))
         except Exception:  # noqa: BLE001 -- whatever the user's graph raises
             return {}

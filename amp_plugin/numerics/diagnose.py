@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -14,9 +13,6 @@ from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Region, listed
 from amp_plugin.numerics.values import unwatched
 from amp_plugin.numerics.watch import PATIENCE, Watch
-
-if TYPE_CHECKING:
-    from amp_plugin.scaling.replay import Replay
 
 
 class Diagnosis(Region):  # type: ignore[no-untyped-call]
@@ -112,48 +108,3 @@ def diagnose(model: nn.Module | None = None, *, keep_going: bool = False, strict
         'aten::log.default'
     """
     return Diagnosis(model, keep_going=keep_going, strict=strict)
-
-
-def diagnose_skip(replay: Replay, model: nn.Module | None = None) -> str:
-    """Run a skipped step once more under :func:`diagnose`, and return its report.
-
-    For ``scaler.explain_skips``; Lightning's AmpMonitor and AmpAccelerator use it by themselves.
-
-    Args:
-        replay: the step.
-        model: gives the module names; default: whatever module is called.
-
-    Returns:
-        The ops that made the first numbers which are not finite, and what to do; or that nothing was found.
-        An error of the step itself is part of the text.
-
-    Example:
-        >>> import torch
-        >>> from amp_plugin import GradScaler, diagnose_skip
-        >>> model = torch.nn.Linear(2, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> scaler = GradScaler("cpu", enabled=False)
-        >>> scaler.explain_skips(diagnose_skip, after=5)
-        >>> def forward_and_backward(batch):
-        ...     scaler.scale(model(batch).mean()).backward()
-        >>> for batch in torch.ones(3, 4, 2):
-        ...     optimizer.zero_grad()
-        ...     scaler.recorded(forward_and_backward, batch)
-        ...     value = scaler.step(optimizer)
-        ...     scaler.update()
-    """
-    diagnosis, failed = diagnosed(replay.run, model)
-    nothing = "nothing was found in that run; `amp-plugin diagnose train.py` watches the whole program\n"
-    found = ("" if diagnosis.findings else nothing) + diagnosis.report()
-    return found + (f"\n(then it raised {failed})" if failed else "")
-
-
-def diagnosed(run: Callable[[], object], model: nn.Module | None = None) -> tuple[Diagnosis, str]:
-    """Return what :func:`diagnose` finds in a call, and the error that ended it as text, else ``""``."""
-    failed = ""
-    with Diagnosis(model, keep_going=True, patience=1) as diagnosis:
-        try:
-            run()
-        except Exception as error:  # noqa: BLE001 -- whatever the user's step raises
-            failed = f"{type(error).__name__}: {error}"
-    return diagnosis, failed

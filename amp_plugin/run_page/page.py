@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,9 +10,8 @@ from typing import Any, Final
 
 import torch
 
-from amp_plugin.numerics.finding import Finding
 from amp_plugin.run_page.headroom import Headroom
-from amp_plugin.run_page.history import History, Look
+from amp_plugin.run_page.history import History
 
 _MOST_LISTED: Final = 50  # skips in the table
 _MOST_RANGES: Final = 12
@@ -56,7 +55,6 @@ def render(
     headroom: Headroom,
     dtypes: Mapping[str, torch.dtype],
     *,
-    looks: Sequence[Look],
     unseen: list[str],
     **facts: object,
 ) -> str:
@@ -65,20 +63,18 @@ def render(
     charts = curve_charts(curves, has_skips=bool(history.skips)) if history.steps else {}
     maps = map_charts(len(cells["modules"])) if cells["first"] and history.steps else {}
     skips = [
-        {"step": skip.step, "scale": skip.scale, "parameters": skip.parameters, "found": skip.found}
-        for skip in history.skips
+        {"step": skip.step, "scale": skip.scale, "parameters": skip.parameters} for skip in history.skips
     ]
     text: str = _template().render(
         **facts,
         history=history,
         headroom=headroom,
-        short=in_short(history, headroom.nearest(dtypes), looks, unseen),
+        short=in_short(history, headroom.nearest(dtypes), unseen),
         skips=skips[-_MOST_LISTED:],
         charts=charts,
         maps=maps,
         data={"curves": curves, "skips": skips, "cells": cells, "steps": history.steps},
         runtime=_runtime(),
-        looks=new_findings([look for look in looks if look.step > len(history.finding_scale)]),
     )
     return text
 
@@ -86,9 +82,7 @@ def render(
 # -- in words ------------------------------------------------------------------------------------
 
 
-def in_short(
-    history: History, nearest: list[str], looks: Sequence[Look], unseen: list[str]
-) -> dict[str, list[str]]:
+def in_short(history: History, nearest: list[str], unseen: list[str]) -> dict[str, list[str]]:
     """Return question -> answers: when did it skip, why, which layer is near overflow, what to change."""
     if not history.steps:
         return {"steps": unseen or ["no optimizer step yet"]}
@@ -101,7 +95,7 @@ def in_short(
         "loss not finite": [_ranges(history.wrong_steps)] if history.wrong_steps else [],
         "gradients": [f"all zero in each of the {taken} steps that were taken"] * history.learns_nothing,
         "nearest to overflow": nearest,
-        "change": _changes(history, looks),
+        "change": _changes(history),
         "not seen": unseen,
     }
     return {question: answer for question, answer in answers.items() if answer}
@@ -114,15 +108,13 @@ def _reasons(history: History) -> list[str]:
     finding_scale = {id(skip) for skip in history.finding_scale}
     for skip in history.skips:
         reason = f"{first.setdefault(skip.meaning, skip.parameters)}. {skip.meaning}"
-        if id(skip) in finding_scale or (not skip.findings and skip.scale is not None and skip.blames_scale):
+        if id(skip) in finding_scale or skip.blames_scale:
             reason = _TOO_HIGH
-        elif skip.findings:
-            reason = f"{skip.findings[0].headline} ({skip.found})"
         steps.setdefault(reason, []).append(skip.step)
     return [f"{_ranges(numbers)}: {reason}" for reason, numbers in steps.items()]
 
 
-def _changes(history: History, looks: Iterable[Look]) -> list[str]:
+def _changes(history: History) -> list[str]:
     finding_scale, has_scale = history.finding_scale, any(history.curves()["scale"])
     changes = []
     if finding_scale:
@@ -135,22 +127,12 @@ def _changes(history: History, looks: Iterable[Look]) -> list[str]:
             "look for what cuts the loss off from the weights, such as detach(), no_grad() or a factor of 0; "
             f"if the gradients are too small for the dtype, {lost}"
         )
-    found = [finding for look in looks if look.step > len(finding_scale) for finding in look.findings]
     others = history.skipped - len(finding_scale)
-    if found:
-        changes += dict.fromkeys(finding.advice for finding in found)
-    elif has_scale and 0 < others <= max(1, _OFTEN * history.steps) and not history.wrong_steps:
+    if has_scale and 0 < others <= max(1, _OFTEN * history.steps) and not history.wrong_steps:
         changes.append("nothing: a few skips keep the loss scale as high as the gradients allow")
     elif others or history.wrong_steps:
         changes.append("look at the modules that overflow, below; compute them in fp32 or use bf16")
     return changes[:_MOST_CHANGES] or ["nothing: no step was skipped"]
-
-
-def new_findings(looks: Sequence[Look]) -> list[tuple[Look, list[Finding]]]:
-    """Return each look with those of its findings that none before it had."""
-    first = {(f.headline, f.place): look for look in reversed(looks) for f in look.findings}
-    new = [(look, [f for f in look.findings if first[f.headline, f.place] is look]) for look in looks]
-    return [(look, findings) for look, findings in new if findings or not look.findings]
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -225,7 +207,6 @@ def _skips(alt: Any) -> Any:
         alt.Tooltip("step:Q", title="skipped step"),
         alt.Tooltip("scale:Q", title="loss scale"),
         alt.Tooltip("parameters:N", title="not finite"),
-        "found:N",
     ]
     marks = alt.Chart(alt.NamedData("skips")).encode(x="step:Q", tooltip=tips)
     rules = marks.mark_rule(color=_RED, opacity=0.25)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import pickle
 import platform
 import shlex
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from textwrap import shorten
@@ -23,24 +21,23 @@ import torch
 from filelock import FileLock, Timeout
 from torch import distributed, nn
 from torch.compiler import is_compiling
-from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import Self
 
 from amp_plugin.messages import warn_user
-from amp_plugin.numerics.finding import Finding, rank_of_process
+from amp_plugin.numerics.finding import rank_of_process
 from amp_plugin.run_page.dtypes import Survey
-from amp_plugin.run_page.flight import FlightRecorder, ranks
 from amp_plugin.run_page.headroom import BUDGET, Headroom
-from amp_plugin.run_page.history import History, Look
+from amp_plugin.run_page.history import History
 from amp_plugin.run_page.page import render, require_libraries
 from amp_plugin.scaling.grad_scaler import GradScaler
+from amp_plugin.scaling.gradients import params_of
+from amp_plugin.scaling.overflows import OverflowReport, ParameterNames
 from amp_plugin.scaling.step_log import LoggedStep, StepLog, new_logs
 
 _SECONDS: Final = 10.0  # between two writes, at least
-_pages = itertools.count()  # every rank makes its pages in the same order
 _PACKAGES: Final = ("torch", "amp_plugin", "accelerate", "lightning", "pytorch_lightning", "transformers")
 
 
@@ -57,7 +54,6 @@ class RunReport:
 
     Attributes:
         path: Where the page lies; of rank 0, which writes it.
-        looks: What was found in steps that went wrong, in order.
         history: The steps.
     """
 
@@ -68,7 +64,6 @@ class RunReport:
         path: str | Path,
         *,
         options: object = None,  # a dataclass to show; else those of the scaler or plugin
-        skips: bool = True,  # whether steps that are not finite are skipped
     ) -> None:
         require_libraries()
         self._scaler, self._log, self._model = scaler, scaler.step_log, model
@@ -76,11 +71,8 @@ class RunReport:
         self._options = options or getattr(scaler, "settings", None)
         if isinstance(scaler, GradScaler) and scaler.is_enabled():
             self._options = scaler.loss_scale.options
-        self.looks: list[Look] = []
-        self._key = f"amp_plugin/page/{next(_pages)}"
         self.history = History()
         self._survey, self._headroom = Survey(model), Headroom(model)
-        self._flight = FlightRecorder(self._log, model, self._take_findings, watches=skips)
         self._optimizers: list[Optimizer] = []
         self._open = ExitStack()
         self._writes = (rank_of_process() or 0) == 0
@@ -100,11 +92,7 @@ class RunReport:
                 stack.callback(self._try_to_write)
             self._survey.open()
             stack.callback(self._survey.close)
-            self._flight.open(stack)
-            self._log.hear_loss = self.history.hear_loss
-            stack.callback(setattr, self._log, "hear_loss", None)
-            self._log.subscribe(self._look, first=True)
-            stack.callback(self._log.unsubscribe, self._look)
+            stack.enter_context(self._log.watched(self._look, self.history.hear_loss))
             self._open = stack.pop_all()
         return self
 
@@ -120,45 +108,29 @@ class RunReport:
 
     def _look(self, step: LoggedStep) -> None:
         optimizer = step.optimizer()
-        if optimizer is None or self._log.replaying:
+        if optimizer is None:
             return
         if optimizer not in self._optimizers:
-            self._meet(optimizer)
+            self._optimizers.append(optimizer)
         self._survey.close()
-        self.history.add(step)
-        if step.result.skipped:
-            overflowed = step.result.overflow_report()
+        overflowed = self._named(step.result.overflow_report(), optimizer) if step.result.skipped else None
+        self.history.add(step, overflowed)
+        if overflowed is not None:
             self._headroom.note_overflow(self.history.steps, (*overflowed.inf, *overflowed.nan))
         elif self._headroom.is_due():
             self._headroom.read(self.history.steps, step.result)
-        self._flight.look(step, is_wrong=self.history.is_wrong)
         waited = time.perf_counter() - self._written
         if self._writes and waited > max(_SECONDS, self._cost / BUDGET):
             self._try_to_write()
 
-    def _meet(self, optimizer: Optimizer) -> None:
-        """Name the parameters of an optimizer that nobody has named."""
-        self._optimizers.append(optimizer)
-        scaler = self._log.scaler()
-        if scaler is not None and any("param_groups[" in name for name in scaler.parameter_names(optimizer)):
-            own = {id(param) for group in optimizer.param_groups for param in group["params"]}
-            names = {name: param for name, param in self._model.named_parameters() if id(param) in own}
-            scaler.register(optimizer, names=names)
-
-    def _take_findings(self, findings: Sequence[Finding], how: str) -> None:
-        self.looks.append(self.history.explain(findings, how))
-        self._written = 0.0  # worth a page
-        if not self._writes and ranks() > 1:  # where rank 0 finds them
-            store: Any = _get_default_store()
-            store.set(f"{self._key}/{distributed.get_rank()}", pickle.dumps(self.looks))
-
-    def _all_looks(self) -> list[Look]:
-        """Return what was found here, and by the other ranks by now."""
-        looks = [*self.looks]
-        for key in [f"{self._key}/{rank}" for rank in range(1, ranks())]:
-            store = _get_default_store()
-            looks += pickle.loads(store.get(key)) if store.check([key]) else []  # noqa: S301 - ours
-        return sorted(looks, key=lambda look: look.step)
+    def _named(self, report: OverflowReport, optimizer: Optimizer) -> OverflowReport:
+        """Return a report in which parameters that nobody has named have the model's names."""
+        names = {id(param): name for name, param in self._model.named_parameters()}
+        params = list(params_of(optimizer))
+        numbered = ParameterNames().of(params, optimizer)
+        known = {number: names.get(id(param), number) for number, param in zip(numbered, params, strict=True)}
+        inf, nan = (tuple(known.get(name, name) for name in given) for given in (report.inf, report.nan))
+        return replace(report, inf=inf, nan=nan, named=report.named or not {*inf, *nan} & {*numbered})
 
     def _try_to_write(self) -> None:
         """Write the page; a disk that is full ends no training."""
@@ -171,7 +143,7 @@ class RunReport:
         """Write the page as it is now; the file is replaced in one go."""
         start = time.perf_counter()
         dtypes = {name: self._survey.dtype_of(name) for name in self._headroom.modules}
-        text = render(self.history, self._headroom, dtypes, looks=self._all_looks(), **self._facts())
+        text = render(self.history, self._headroom, dtypes, **self._facts())
         unfinished = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             unfinished.write_text(text, encoding="utf-8")
@@ -188,7 +160,7 @@ class RunReport:
             "python": platform.python_version(),
             **{name: sys.modules[name].__version__ for name in _PACKAGES if name in sys.modules},
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device,
-            "ranks": ranks(),
+            "ranks": _ranks(),
             "seed": torch.initial_seed(),
             "folder": Path.cwd(),
         }
@@ -208,9 +180,6 @@ class RunReport:
     def _unseen(self) -> list[str]:
         """Return a sentence for each kind of step of which the page shows less, or nothing."""
         texts = []
-        if self._flight.unseen > 1:  # a page that a program's first call has opened did not see that one
-            seen = f"At {self._flight.unseen} of {self.history.steps} steps the model's call was not seen"
-            texts.append(f"{seen}: it ran in compiled code, or was not a call of the model given.")
         if self._log.has_captured:
             skipped = f"skipped in all, replays included: {self._log.skipped_steps()}."
             texts.append(f"Steps captured in a CUDA graph are not drawn: nobody hears of replays; {skipped}")
@@ -271,6 +240,12 @@ def _claimed(path: Path, stack: ExitStack) -> Path:
         chosen = path.with_name(f"{path.stem}-{number}{path.suffix}")
 
 
+def _ranks() -> int:
+    """Return how many processes train together."""
+    joined = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if joined else 1
+
+
 def _now() -> str:
     return datetime.now(timezone.utc).strftime("%d %B %Y, %H:%M:%S UTC")
 
@@ -299,7 +274,7 @@ def program_page(path: Path, program: str) -> Iterator[None]:
         if not made:
             opened.callback(register_optimizer_step_pre_hook(before_step).remove)
         steps: Any = SimpleNamespace(step_log=made[-1]) if made else observer
-        pages.append(RunReport(steps, module, path, skips=bool(made)))
+        pages.append(RunReport(steps, module, path))
         opened.enter_context(pages[0])
 
     try:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -19,6 +17,7 @@ from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.messages import warn_user
 from amp_plugin.options import GradScalerOptions, LossScaleOptions, lists_options, option_names, takes
+from amp_plugin.removed import removed_attribute
 from amp_plugin.scaling import closures
 from amp_plugin.scaling.clipping import NormClip, clip_norm, number
 from amp_plugin.scaling.clipping import clip_value as clip_gradient_values
@@ -27,7 +26,6 @@ from amp_plugin.scaling.overflows import checked_names
 from amp_plugin.scaling.per_optimizer import PerOptimizerState, Shared
 from amp_plugin.scaling.ranks import Groups, Ranks
 from amp_plugin.scaling.registry import Registry
-from amp_plugin.scaling.replay import Explainer, explain_once
 from amp_plugin.scaling.step_log import StepLog, StepResult, raise_for_nonfinite
 from amp_plugin.scaling.steps import Steps
 from amp_plugin.scaling.torch_names import TorchNames
@@ -74,6 +72,9 @@ class GradScaler(TorchNames):
         False
     """
 
+    if not TYPE_CHECKING:
+        __getattr__ = removed_attribute
+
     _one_pass = True  # of scalers pickled without it
     _collaborators = frozenset({"step_log", "_registry", "_units", "_steps"})
 
@@ -106,7 +107,7 @@ class GradScaler(TorchNames):
             one_pass=self._one_pass,
             checks=self._on_nonfinite != "ignore",
         )
-        self.step_log, log.scaler = log, weakref.ref(self)
+        self.step_log = log
         self._registry = Registry(shared)
         self._units = Units(self._registry, log)
         self._steps = Steps(self._registry, log)
@@ -170,52 +171,14 @@ class GradScaler(TorchNames):
     @outside_graphs
     def _scale_watched(self, outputs: T, name: str | None) -> T:
         loss_scale = self._scales.of(name)
-        again = self.step_log.replaying  # no optimizer steps with its gradients
-        if not again:
-            self._units.settle(force=True)
+        self._units.settle(force=True)
 
         def apply(tensor: Tensor) -> Tensor:
             scaled = loss_scale.multiply(tensor)
-            if not again:
-                self._units.watch(scaled, loss_scale.read())
+            self._units.watch(scaled, loss_scale.read())
             return scaled
 
         return cast("T", scale_outputs(outputs, apply))
-
-    def recorded(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run forward and backward passes so that they can be run again: see :meth:`explain_skips`.
-
-        Nothing is kept but while steps are being skipped: then the call, with its arguments, and the
-        state of torch's random number generators.
-
-        Args:
-            call: Computes the loss, and calls backward on ``scale(loss)``; takes no step.
-            *args: For ``call``.
-            **kwargs: For ``call``.
-
-        Returns:
-            What ``call`` returns.
-        """
-        again = partial(call, *args, **kwargs)
-        self.step_log.remember(again)
-        return again()
-
-    def explain_skips(self, explainer: Explainer, *, after: int = 20) -> None:
-        """Have the failing step of a run that only skips run again, once, and warn of what was found.
-
-        Args:
-            explainer: Gets the :class:`Replay` of the calls that went through :meth:`recorded`, calls its
-                ``run()``, and returns a text; ``amp_plugin.diagnose_skip`` is one.
-            after: Skipped steps in a row of one optimizer.
-
-        Raises:
-            ValueError: ``after`` is below 2.
-
-        Example:
-            >>> scaler = GradScaler("cpu")
-            >>> scaler.explain_skips(lambda replay: f"{len(replay.calls)} calls to run again", after=3)
-        """
-        explain_once(self.step_log, explainer, after, lambda: [p for s in self._registry for p in s.params])
 
     @outside_graphs
     def register(self, *optimizers: Optimizer, names: Any = None) -> None:

@@ -4,7 +4,7 @@
 
     add(step)  ->  counted on the device; queued until the host knows whether it was skipped
     read()     ->  for each step known by now, in order: skips in a row, then every subscriber
-                   (endless skips, on_nonfinite="raise", explanations, adapters)
+                   (endless skips, on_nonfinite="raise", adapters, a page)
 
 On the CPU a step is known at once. On a GPU the flag of a fused or one-pass step is on its way, and the step
 is read when a later one is added, at update(), or when a caller waits for it.
@@ -34,35 +34,6 @@ RUN = 50
 _MOST_LATE = 256  # on devices that do not say when a flag has arrived
 
 _NOTHING_TO_DO = "nothing was to be unscaled, clipped or checked"
-
-RandomState = tuple[Tensor, Sequence[Tensor]]  # of the CPU, and of each CUDA device if CUDA has been used
-
-
-def random_state() -> RandomState:
-    """Return the state of torch's random number generators."""
-    return torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in _cuda_devices()]
-
-
-@contextmanager
-def random_numbers_from(state: RandomState) -> Iterator[None]:
-    """Draw from ``state`` on while the block is open; afterwards as if the block had drawn nothing."""
-    with torch.random.fork_rng(_cuda_devices()):
-        torch.set_rng_state(state[0])
-        torch.cuda.set_rng_state_all(state[1])
-        yield
-
-
-def _cuda_devices() -> range:
-    """Return the CUDA devices, if CUDA has been used."""
-    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return range(torch.cuda.device_count() if used else 0)
-
-
-class RecordedCall(NamedTuple):
-    """A call that runs forward and backward passes, and the random state that it began with."""
-
-    call: Callable[[], Any]
-    random_state: RandomState
 
 
 class HostFlag:
@@ -240,7 +211,6 @@ class _Record:
         self.kind = type(optimizer).__name__
         self.exact = False
         self.is_warned_of = False
-        self.windows = -1  # that had begun at its last step
         self.start_over()
 
     def start_over(self) -> None:
@@ -277,25 +247,21 @@ def new_logs(follower: Callable[[StepLog], None]) -> Iterator[None]:
 
 
 class StepLog:
-    """The steps of a scaler's optimizers, taken or skipped."""
+    """The steps of a scaler's optimizers, taken or skipped.
+
+    It counts steps, keeps what the device has not told yet, and calls its subscribers.
+    """
 
     def __init__(self, skipped_before: int = 0) -> None:
         self.skipped_before = skipped_before  # what a loaded state or a copied scaler brings along
-        self.exact = False  # each step waits for the device, so that every skip is known at once
-        self.replaying = False  # a step is being run again at the moment
-        # Called with each loss that a backward pass begins from, before it is scaled.
-        self.hear_loss: Callable[[Any], None] | None = None
-        self.scaler: Callable[[], Any] = type(None)  # whose steps these are, if a GradScaler's
-        self.keeps_window = False  # calls are kept while no step is skipped, too
         self.has_steps = False
         self.has_captured = False  # a step in a CUDA graph: nobody is called at its replays
         self._records: dict[int, _Record] = {}
         self._late: deque[tuple[HostFlag, Callable[[bool], None]]] = deque()  # what the host learns later
+        self._waits = False  # after each step for the device, so that a skip is known at once
         self._subscribers: list[Subscriber] = []
-        self.calls: list[RecordedCall] = []  # of the present window, while steps are being skipped
-        self._window_is_over = True
-        self._windows = 0  # that were begun
-        self._keeps_calls = False
+        self._watchers = 0  # for whom each step is read before the next one
+        self._hearers: list[Callable[[Any], None]] = []  # of losses
         self._has_taken = False  # a step since the last run
         self._last_skip: LoggedStep | None = None  # of a run that has taken none
         for follower in _followers:
@@ -306,20 +272,18 @@ class StepLog:
         record = self._record_of(optimizer)
         found = result.found_inf
         record.count(found, skipped=result.skipped_if_known())
-        if record.windows == self._windows:
-            self.calls.clear()  # of its last step: nobody recorded the passes of this one
-        record.windows = self._windows
         self.has_steps = True
-        self._window_is_over = True
         if capturing(found.device):
             self.has_captured = True
         else:
             self._late.append((result.flag, partial(self._learn, record, result)))
         try:
-            self.read(wait=self.exact or record.exact or len(self._late) > _MOST_LATE)
+            self.read(wait=self._waits or record.exact or len(self._late) > _MOST_LATE)
         finally:
             record.is_held = record.owed > 0
             record.owed -= record.is_held
+        if self._watchers:  # after the schedulers: who watches does not change when they are held
+            self.read(wait=True)
 
     def when_known(self, flag: Tensor, then: Callable[[bool], None]) -> None:
         """Call ``then`` with a flag on the device (one element) in its turn, once the host knows it."""
@@ -327,9 +291,9 @@ class StepLog:
             self._late.append((HostFlag(flag), then))
 
     def note_loss(self, loss: Any) -> None:
-        """Hand a loss that a backward pass begins from to who listens."""
-        if self.hear_loss is not None and not self.replaying:
-            self.hear_loss(loss)
+        """Pass a loss that a backward pass begins from, before it is scaled, to those who hear losses."""
+        for hear in list(self._hearers):
+            hear(loss)
 
     def start_over(self, skipped_before: int) -> None:
         """Go on from a count: forget all steps, and what is not known yet; ``wait_for`` holds on."""
@@ -364,6 +328,22 @@ class StepLog:
         if subscriber in self._subscribers:
             self._subscribers.remove(subscriber)
 
+    @contextmanager
+    def watched(self, watcher: Subscriber, hear: Callable[[Any], None]) -> Iterator[None]:
+        """While the block is open, call ``watcher`` right after each step and ``hear`` with each loss.
+
+        The host waits for the device after each step. Schedulers sit out the same steps as without it.
+        """
+        self.subscribe(watcher, first=True)
+        self._watchers += 1
+        self._hearers.append(hear)
+        try:
+            yield
+        finally:
+            self._hearers.remove(hear)
+            self._watchers -= 1
+            self.unsubscribe(watcher)
+
     def _learn(self, record: _Record, result: StepResult, skipped: bool) -> None:
         record.in_a_row = record.in_a_row + 1 if skipped else 0
         record.owed += skipped
@@ -383,18 +363,17 @@ class StepLog:
             return 0 if record is None else record.total()
         return self.skipped_before + sum(record.total() for record in self._records.values())
 
-    def is_skipping(self) -> bool:
-        """Whether the last step read of an optimizer was skipped."""
-        return any(record.in_a_row for record in self._records.values())
-
     def holds_schedulers(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's schedulers sit out its last step: once for each skip that became known."""
         record = self._records.get(id(optimizer))
         return record is not None and record.is_held
 
-    def wait_for(self, optimizer: Optimizer) -> None:
-        """Wait for the device after each later step of this optimizer."""
-        self._record_of(optimizer).exact = True
+    def wait_for(self, optimizer: Optimizer | None = None) -> None:
+        """Wait for the device after each later step of an optimizer, or (None) of all."""
+        if optimizer is None:
+            self._waits = True
+        else:
+            self._record_of(optimizer).exact = True
 
     def _record_of(self, optimizer: Optimizer) -> _Record:
         record = self._records.get(id(optimizer))
@@ -402,17 +381,6 @@ class StepLog:
             self.skipped_before += 0 if record is None else record.total()  # of an optimizer that is gone
             record = self._records[id(optimizer)] = _Record(optimizer)
         return record
-
-    def remember(self, call: Callable[[], Any]) -> None:
-        """Remember a call that is about to run forward and backward passes, where calls are kept."""
-        if self.replaying:
-            return
-        if self._window_is_over:
-            self.calls.clear()
-            self._window_is_over, self._keeps_calls = False, self.keeps_window or self.is_skipping()
-            self._windows += 1
-        if self._keeps_calls:
-            self.calls.append(RecordedCall(call, random_state()))
 
 
 def raise_for_nonfinite(blameless_scale: float) -> Subscriber:

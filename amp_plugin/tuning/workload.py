@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,6 @@ from amp_plugin.numerics.modules import buffers_kept
 from amp_plugin.patches import replaced
 from amp_plugin.program import Program, run_program
 from amp_plugin.scaling.gradients import params_of
-from amp_plugin.scaling.replay import gradients_set_aside
 
 Gradients = Mapping[str, Tensor]  # name of a parameter -> its gradient
 OnBatch = Callable[[Gradients, float], None]  # called after each batch, with the seconds that it took
@@ -81,10 +80,23 @@ def _gradients(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextmanager
+def _gradients_set_aside(params: Iterable[Tensor]) -> Iterator[None]:
+    """Begin a block without gradients, and put those of before back."""
+    before = [(param, param.grad) for param in params]
+    for param, _ in before:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in before:
+            param.grad = grad
+
+
+@contextmanager
 def _state_kept(model: nn.Module) -> Iterator[None]:
     """Put buffers, random generators and the gradients of now back."""
     python = random.getstate()
-    with torch.random.fork_rng(), buffers_kept(model), gradients_set_aside(model.parameters()):
+    with torch.random.fork_rng(), buffers_kept(model), _gradients_set_aside(model.parameters()):
         try:
             yield
         finally:

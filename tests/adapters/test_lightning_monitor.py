@@ -202,7 +202,7 @@ class Traced(Linear):
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_run_with_a_page_logs_and_counts_what_one_without_does(by_hand, precision, tmp_path):
-    """The page runs the fourth step again; torchmetrics' modules hash by their state."""
+    """Torchmetrics' modules hash by their state."""
     runs = []
     for report in (None, tmp_path / "run.html"):
         module, monitor = Traced(by_hand), AmpMonitor(report=report)
@@ -213,19 +213,6 @@ def test_a_run_with_a_page_logs_and_counts_what_one_without_does(by_hand, precis
             (dict(trainer.callback_metrics), trainer.global_step, module.measured, module.state_dict())
         )
     torch.testing.assert_close(runs[1], runs[0], rtol=0, atol=0)
-    page = (tmp_path / "run.html").read_text()
-    assert (len(module.losses), hook.call_count) == (7, 2 * 6)
-    assert "The step was run again." in page  # and raised nothing
+    assert (len(module.losses), hook.call_count) == (6, 2 * 6)
+    assert (tmp_path / "run.html").exists()
     assert not vars(module).keys() & {"log"}
-
-
-def test_a_micro_batch_that_runs_again_has_its_share_of_the_window():
-    class Again(Callback):
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            first, module.w.grad = module.w.grad.clone(), None
-            plugin.run_again(module, batch, batch_idx)
-            assert module.w.grad == 8.0 * first == 8.0 * 3.0 / 2
-
-    plugin = AmpPrecision("fp16", init_scale=8.0)
-    options = {"callbacks": [Again()], "accumulate_grad_batches": 2, "limit_train_batches": 1}
-    fit(OneWeight(none_at=()), plugin, -1, max_epochs=1, **options)

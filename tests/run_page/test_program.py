@@ -8,20 +8,14 @@ import pytest
 
 from amp_plugin.cli import app
 from tests.run_page.test_report import data_of, text_of
-from tests.run_page.test_seeded_faults import wrong_in
 
 PLAIN = """
-import sys, torch
+import torch
 torch.manual_seed(0)
-class Root(torch.nn.Module):
-    def forward(self, x):
-        return (x - x if step == 6 and "pole" in sys.argv else x.abs() + 1).sqrt()
-net = torch.nn.Sequential(torch.nn.Linear(8, 16), Root(), torch.nn.Linear(16, 1))
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
 optimizer = torch.optim.AdamW(net.parameters())
 for step in range(10):
     batch = torch.randn(4, 8)
-    if step == 6 and "bad" in sys.argv:
-        batch[2] = float("nan")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = net(batch)
     out.float().mean().backward()
@@ -96,19 +90,6 @@ def test_a_program_without_a_scaler(tmp_path, capsys, uses_autocast):
 
 
 @pytest.mark.native
-@pytest.mark.parametrize(
-    ("fault", "named"),
-    [
-        ("bad", ("the data held nan: row 2, read by aten::addmm", "in <module>: out = net(batch)")),
-        ("pole", ("in the backward pass of aten::sqrt", 'in forward: return (x - x if step == 6 and "pole"')),
-    ],
-)
-def test_what_goes_wrong_once_in_its_model_is_named(tmp_path, fault, named):
-    text = wrong_in(run(tmp_path, PLAIN, fault))
-    assert [part for part in named if part not in text] == []
-
-
-@pytest.mark.native
 @pytest.mark.parametrize("command", [["report", "--page"], ["run", "--report"]], ids="_".join)
 def test_a_program_with_a_scaler(tmp_path, command):
     page = run(tmp_path, SCALED, command=command)
@@ -116,8 +97,6 @@ def test_a_program_with_a_scaler(tmp_path, command):
     assert data["curves"]["scale"][:5] == [2.0**16] * 5
     assert data["curves"]["loss"][0] < 0
     assert "nan in 4 gradients: 2.bias, 2.weight, 0.bias, 0.weight" in text_of(page)
-    assert "aten::log" in wrong_in(page)
-    assert "in <module>: loss = shares.log().mean()" in wrong_in(page)
 
 
 @pytest.mark.native

@@ -62,7 +62,7 @@ def train(
         for step in range(steps):
             x = torch.randn(16, 8)
             given = x, factors.get(step, factor)
-            scaler.recorded(passes, *given) if loop.get("records") else passes(*given)
+            passes(*given)
             if loop.get("accumulates"):
                 passes(x, factor)
             if clip:
@@ -105,7 +105,6 @@ def test_steps_compiled_whole_are_drawn_and_the_page_says_what_is_not(tmp_path):
     assert [norm is None for norm in curves["before"]] == [False, False, False, True, False, False]
     assert curves["after"][0] == pytest.approx(0.1, rel=1e-3)
     assert "1 of 6 steps: step 4" in text
-    assert "of 6 steps the model's call was not seen: it ran in compiled code" in text
 
 
 def test_captured_steps_are_not_drawn_and_the_page_says_so(tmp_path):
@@ -132,35 +131,20 @@ def test_the_curves_are_those_of_the_steps(tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("records", [False, True])
-def test_a_run_trains_as_without_a_page(tmp_path, precision, records):
+def test_a_run_trains_as_without_a_page(tmp_path, precision):
     bad = (3, 4, 5, 8)
-    plain, _ = train(None, bad=bad, precision=precision, records=records)
-    net, page = train(tmp_path / "run.html", bad=bad, precision=precision, records=records)
-    assert page.looks
+    plain, _ = train(None, bad=bad, precision=precision)
+    net, page = train(tmp_path / "run.html", bad=bad, precision=precision)
+    assert page.history.skipped == 4
     for name, value in plain.state_dict().items():
         assert torch.equal(value, net.state_dict()[name]), name
-
-
-@pytest.mark.parametrize(
-    ("options", "looks"),
-    [
-        ({"bad": {5: 1e4}}, []),  # a loss scale that was too high has this effect
-        ({"bad": {5: 1e4, 6: 1e4}}, [(7, "The next step was watched.", True)]),
-        ({"bad": {5: 1e4, 6: 1e4}, "accumulates": True}, [(7, "The next step was watched.", True)]),
-        ({"bad": [11]}, [(12, "No step followed that could be watched: record it", False)]),
-    ],
-)
-def test_a_gradient_beyond_fp16_is_named_when_a_second_step_is_skipped(tmp_path, options, looks):
-    _, page = train(tmp_path / "run.html", **options)
-    assert [(step, how.partition(" with")[0], bool(findings)) for step, how, findings in page.looks] == looks
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         ({"init_scale": 2.0**34, "steps": 40}, {"lower init_scale to ", "the loss scale was too high"}),
-        ({"bad": range(3)}, {"What went wrong"}),  # bad batches are no reason to lower init_scale
+        ({"bad": range(3)}, set()),  # bad batches are no reason to lower init_scale
         ({"factor": 0.0}, {"gradients all zero in each of the 3 steps", "raise init_scale"}),
         ({"factor": 0.0, "precision": "bf16"}, {"gradients all zero in each of the 3 steps"}),
         ({}, set()),
@@ -168,7 +152,7 @@ def test_a_gradient_beyond_fp16_is_named_when_a_second_step_is_skipped(tmp_path,
 )
 def test_what_is_said_of_scales_and_of_gradients(tmp_path, options, told):
     _, page = train(tmp_path / "run.html", **{"steps": 3, **options})
-    parts = {"What went wrong", "lower init_scale to ", "the loss scale was too high", "raise init_scale"}
+    parts = {"lower init_scale to ", "the loss scale was too high", "raise init_scale"}
     text = text_of(page.path)
     assert {part for part in parts | told if part in text} == told
     assert ('id="chart-norm"' in page.path.read_text()) is ("bad" not in options)
@@ -179,45 +163,16 @@ def test_what_is_said_of_scales_and_of_gradients(tmp_path, options, told):
         )
 
 
-def test_a_watch_ends_though_its_optimizer_steps_no_more(tmp_path):
-    net, scaler = nn.Linear(1, 1), amp_plugin.GradScaler("cpu", init_scale=8.0)
-    first, second = (torch.optim.SGD([param], lr=0.1) for param in net.parameters())
-    with amp_plugin.report(scaler, net, tmp_path / "run.html"):
-        for optimizer, factor in [(first, 1.0), (first, math.inf)] + [(second, 1.0)] * 20:
-            scaler.scale(net(torch.ones(1)).sum() * factor).backward()
-            take(scaler, optimizer)
-        assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
-
-
 def test_everything_is_given_back(tmp_path):
     net = make_net()
     scaler = amp_plugin.GradScaler("cpu")
+    before = str(vars(scaler.step_log))
     with amp_plugin.report(scaler, net, tmp_path / "run.html"):
-        assert scaler.step_log.exact
-    log = scaler.step_log
-    assert not any((log.exact, log.keeps_window, log.calls, log.hear_loss))
+        assert str(vars(scaler.step_log)) != before
+    assert str(vars(scaler.step_log)) == before
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
     assert {file.name for file in tmp_path.iterdir()} <= {"run.html", ".run.html.lock"}
     assert "no optimizer step yet" in text_of(tmp_path / "run.html")
-
-
-@pytest.mark.native
-@pytest.mark.filterwarnings("ignore:.*steps? of SGD in a row")
-def test_a_step_is_run_again_under_the_rules_that_it_had(tmp_path):
-    net, scaler = nn.Linear(8, 4), amp_plugin.GradScaler("cpu", init_scale=2.0**8)
-    nn.init.ones_(net.weight)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
-    default = amp_plugin.OpRules.default("cpu")
-    in_fp32 = default.with_rule("aten::linear", "fp32")
-    with amp_plugin.report(scaler, net, tmp_path / "run.html"):
-        for rules in [in_fp32] * 3 + [default] * 3:  # which overflows
-            with amp_plugin.autocast("cpu", dtype=torch.float16, rules=rules):
-                out = net(torch.full((4, 8), 6e4))
-            scaler.scale(out.float().square().mean().sqrt()).backward()
-            take(scaler, optimizer)
-    text = text_of(tmp_path / "run.html")
-    assert "in fp16 step 4. The step was run again." in text
-    assert "aten::addmm.default made inf" in text
 
 
 def test_a_skip_that_raises_is_on_the_page(tmp_path):
@@ -320,7 +275,7 @@ def test_curves_of_long_runs_keep_every_second_step_of_each_optimizer(monkeypatc
     for _ in range(6):
         for optimizer in optimizers:
             result = StepResult.unscaled(torch.tensor(1.0))
-            told.add(step_log.LoggedStep(weakref.ref(optimizer), "SGD", result, 0))
+            told.add(step_log.LoggedStep(weakref.ref(optimizer), "SGD", result, 0), None)
     curves = told.curves()
     assert (told.steps, told.per_point) == (12, 4)
     assert [*zip(curves["optimizer"], curves["step"], strict=True)] == [("0: SGD", 4), ("1: SGD", 4)]

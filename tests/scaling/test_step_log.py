@@ -48,9 +48,8 @@ def add(log, optimizer, *, skipped, delay=0, clock=(0,)):
 def held(skips, delays, *, exact=False, of_one=False):
     """Return after each step of one optimizer whether its schedulers sit it out."""
     log, clock, told, optimizer = StepLog(), [0], [], sgd()
-    log.exact = exact
-    if of_one:
-        log.wait_for(optimizer)
+    if exact or of_one:
+        log.wait_for(optimizer if of_one else None)
     for skipped, delay in zip(skips, delays, strict=True):
         add(log, optimizer, skipped=skipped, delay=delay, clock=clock)
         told.append(log.holds_schedulers(optimizer))
@@ -109,7 +108,32 @@ def test_every_subscriber_learns_of_each_step_once_and_in_order():
     assert log.unread() == 2
     log.read(wait=True)
     assert seen == {"a": [1, 2, 0, 1], "b": [1, 2, 0, 1]}
-    assert (log.skipped_steps(), log.unread(), log.is_skipping()) == (3, 0, True)
+    assert (log.skipped_steps(), log.unread()) == (3, 0)
+
+
+@settings(deadline=None)
+@given(st.lists(st.booleans(), max_size=12), st.data())
+def test_a_watcher_learns_of_each_step_at_once_and_schedulers_are_held_as_without_it(skips, data):
+    delays = data.draw(st.lists(st.integers(0, 1), min_size=len(skips), max_size=len(skips)))
+    log, clock, optimizer, told, seen = StepLog(), [0], sgd(), [], []
+    with log.watched(lambda step: seen.append(step.result.skipped), lambda _: None):
+        for number, (skipped, delay) in enumerate(zip(skips, delays, strict=True), 1):
+            add(log, optimizer, skipped=skipped, delay=delay, clock=clock)
+            assert len(seen) == number
+            told.append(log.holds_schedulers(optimizer))
+            clock[0] += 1
+    assert seen == skips
+    assert told == held(skips, delays)
+    add(log, optimizer, skipped=True, delay=9, clock=clock)
+    assert (len(seen), log.unread()) == (len(skips), 1)
+
+
+def test_losses_are_heard_while_someone_watches():
+    log, heard = StepLog(), []
+    with log.watched(lambda _: None, heard.append):
+        log.note_loss(1.0)
+    log.note_loss(2.0)
+    assert heard == [1.0]
 
 
 def test_an_optimizer_is_still_waited_for_after_a_state_was_loaded():

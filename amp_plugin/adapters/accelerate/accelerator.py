@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,7 @@ from amp_plugin.options import bind
 from amp_plugin.patches import replaced
 from amp_plugin.patterns import found_patterns, require_matches
 from amp_plugin.precision import TRAINING_DTYPES, warn_of_slow_fp16
+from amp_plugin.removed import removed_attribute
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
 from amp_plugin.scaling.step_log import LoggedStep
@@ -54,7 +55,6 @@ from amp_plugin.sharding.plan import DtypePlan
 from amp_plugin.weights.ddp import reduce_in_fp32, refuse_sharded
 from amp_plugin.weights.store import restore_weights
 
-T = TypeVar("T")
 Parameters = Optimizer | Tensor | Iterable[Tensor]
 _REDUCE_UNDER_DDP = "DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)"
 _SIGNATURE = inspect.signature(Accelerator.__init__)
@@ -96,6 +96,9 @@ class AmpAccelerator(HasScaler, Accelerator):
         >>> accelerator.optimizer_step_was_skipped
         False
     """
+
+    if not TYPE_CHECKING:
+        __getattr__ = removed_attribute
 
     native_amp: bool
     _rules_in_force = ExitStack()  # gives back the op rules that the last accelerator has set for the process
@@ -164,7 +167,8 @@ class AmpAccelerator(HasScaler, Accelerator):
         self._follow_log()
 
     def _follow_log(self) -> None:
-        self._scaler.step_log.exact = self._settings.exact_schedulers
+        if self._settings.exact_schedulers:
+            self._scaler.step_log.wait_for()
         self._scaler.step_log.subscribe(self._look)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -375,33 +379,12 @@ class AmpAccelerator(HasScaler, Accelerator):
         if self.sync_gradients:
             self._scaler.end_iteration()
 
-    def recorded(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run forward and backward passes so that they can be run again, should every step be skipped.
-
-        The error that ends such a run (``max_skips_in_a_row``) then names the op that made the first number
-        which is not finite. Nothing is kept but while steps are being skipped.
-
-        Args:
-            call: computes the loss and calls :meth:`backward`; takes no step.
-            *args: for ``call``.
-            **kwargs: for ``call``.
-
-        Returns:
-            What ``call`` returns.
-        """
-        return self._scaler.recorded(call, *args, **kwargs)
-
     def _look(self, step: LoggedStep) -> None:
         """End a run that only skips."""
         limit = self._settings.max_skips_in_a_row
         if limit and step.in_a_row == limit:
-            raise endless_skips(
-                self._scaler.step_log,
-                step,
-                [self.unwrap_model(model) for model in self._models],
-                in_fp16="use mixed_precision='bf16'",
-                option="AmpKwargs(max_skips_in_a_row=...)",
-            )
+            in_fp16, option = "use mixed_precision='bf16'", "AmpKwargs(max_skips_in_a_row=...)"
+            raise endless_skips(step, in_fp16=in_fp16, option=option)
 
     # -- gradients -------------------------------------------------------------------------------
 

@@ -134,7 +134,7 @@ def scaler_for_engine(engine: Any, settings: Settings, config: Mapping[str, Any]
         if not scales:  # which the engine calls before it clips: the norm is of unclipped gradients
             scaler.unscale_ = scaler.measure  # type: ignore[method-assign, assignment]
         engine.torch_autocast_z0_gradscaler = scaler
-        scaler.step_log.exact = True
+        scaler.step_log.wait_for()
         scaler.step_log.subscribe(_show_overflow)
     else:
         scaler = EngineScaler(engine, settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,8 +24,7 @@ class Monitor:
     the unscaled gradients before clipping; with several optimizers one each: ``grad_norm/0``,
     ``grad_norm/1``, in the order of ``configure_optimizers``. In bf16 and fp32, where nothing is scaled, they
     get ``grad_norm``, and ``skipped_steps`` from the first skip on.
-    A run that is stopped has its last step run once more, with the same batch, random numbers and weights,
-    under :func:`amp_plugin.diagnose`; the error holds its report.
+    The error that stops a run names the parameters, and the command that finds the op and its line.
     On a GPU the device is read every few steps only, so the error comes that much later.
 
     Args:
@@ -117,11 +115,6 @@ class Monitor:
         if page is not None:
             page.__exit__(type(error) if error else None, error, None)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """While steps are being skipped, or for a page, note how to run this one again."""
-        again = partial(trainer.precision_plugin.run_again, pl_module, batch, batch_idx)
-        trainer.precision_plugin.step_log.remember(again)
-
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log the newest optimizer steps; read the device every few steps."""
         norms = self._new_norms(trainer)
@@ -144,7 +137,6 @@ class Monitor:
 
     def _look(self, trainer: Any, pl_module: Any) -> None:
         """Count the skips that the host has learned of, and end a run that only skips."""
-        log = trainer.precision_plugin.step_log
         read, self._read[:] = list(self._read), []
         for step in read:
             self.skipped_steps += step.result.skipped
@@ -154,4 +146,4 @@ class Monitor:
             if step.in_a_row == self.max_skips_in_a_row:
                 in_fp16 = "compute the named modules in fp32 (fp32_modules=[...]), use AmpPrecision('bf16')"
                 option = "AmpMonitor(max_skips_in_a_row=...)"
-                raise endless_skips(log, step, [pl_module], in_fp16=in_fp16, option=option)
+                raise endless_skips(step, in_fp16=in_fp16, option=option)

@@ -218,7 +218,8 @@ class PrecisionCore(HasScaler):
         if self._rules is not None:
             set_default_rules(self._rules)
         self._scaler.place(self.device, **groups)
-        self.step_log.exact = self.settings.exact_schedulers
+        if self.settings.exact_schedulers:
+            self.step_log.wait_for()
 
     def teardown(self) -> None:
         """End the run: give float32 weights and the rules back; the loss scale stays."""

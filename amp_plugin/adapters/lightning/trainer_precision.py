@@ -11,12 +11,11 @@ all numbers are theirs. One optimizer step::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
@@ -28,13 +27,13 @@ from amp_plugin.adapters.lightning.user_code import (
     StrayGradients,
     averages_in_fp32,
     calls_closure_again,
-    traceless,
     users_methods,
 )
 from amp_plugin.adapters.scaler import register, scaler_groups, torch_optimizer
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.options import LightningOptions, lists_options
 from amp_plugin.patches import replaced
+from amp_plugin.removed import removed_attribute
 from amp_plugin.scaling.gradients import params_of
 from amp_plugin.weights.ddp import refuse_sharded, sharded_by
 
@@ -65,6 +64,9 @@ class TrainerPrecision(PrecisionCore):
         '16-mixed'
     """
 
+    if not TYPE_CHECKING:
+        __getattr__ = removed_attribute
+
     checkpoint_key: str = "MixedPrecision"
     """Where a checkpoint holds the loss scale."""
     _after_closure: Callable[[Any, Optimizer], None]
@@ -77,7 +79,6 @@ class TrainerPrecision(PrecisionCore):
         self._state: Any = None  # the Trainer's, which knows of errors
         self._load_again: Any = None  # the Trainer, if what it has loaded before set-up was rounded
         self._in_train_step = False
-        self._runs_again = False
         self._strays = StrayGradients()
         self._averages = ExitStack()
         self._manual = False
@@ -164,7 +165,7 @@ class TrainerPrecision(PrecisionCore):
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Show ``on_before_backward`` the loss, then scale it."""
         with self._outside_region():
-            loss = tensor if self._runs_again else self._plain.pre_backward(self, tensor, module)
+            loss: Tensor = self._plain.pre_backward(self, tensor, module)
             return self._scaler.scale(loss)
 
     @outside_graphs
@@ -176,18 +177,8 @@ class TrainerPrecision(PrecisionCore):
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Run ``on_after_backward`` without autocast."""
         with self._outside_region():
-            return tensor if self._runs_again else self._plain.post_backward(self, tensor, module)
-
-    def run_again(self, module: Any, batch: Any, batch_idx: int) -> None:
-        """Run the forward and backward pass of a batch, without hooks, a step or a trace in the Trainer."""
-        trainer = module.trainer
-        arguments = trainer.fit_loop.epoch_loop._build_kwargs({}, batch, batch_idx).values()
-        with traceless(module), replaced(self, "_runs_again", value=True), self.train_step_context():
-            output = trainer.strategy.training_step(*arguments)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if isinstance(loss, Tensor) and not self._manual:
-            with self._no_region():
-                torch.autograd.backward(self._scaler.scale(loss / trainer.accumulate_grad_batches))
+            loss: Tensor = self._plain.post_backward(self, tensor, module)
+            return loss
 
     # -- step ---------------------------------------------------------------------------------
 
@@ -196,8 +187,6 @@ class TrainerPrecision(PrecisionCore):
         self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run the closure, unscale, call the hooks, clip, then step or skip; return what the closure did."""
-        if self._runs_again:  # a manual training_step
-            return closure()
         closure = partial(self._closure_and_hooks, optimizer, model, closure)
         with self._outside_region():
             output = self._step(optimizer, closure, **kwargs)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from amp_plugin.adapters.scaler import GradientOrigins
 from amp_plugin.scaling.grad_scaler import GradScaler
@@ -98,29 +97,6 @@ def averages_in_fp32(callbacks: Iterable[Any], package: Any, undo: ExitStack) ->
 def _with_model_in_fp32(hook: Callable[..., Any], trainer: Any, module: nn.Module, *args: Any) -> Any:
     with in_fp32(module):
         return hook(trainer, module, *args)
-
-
-@contextmanager
-def traceless(module: Any) -> Iterator[None]:
-    """Keep a ``training_step`` that runs again from logging and counting; put back attributes and metrics."""
-    schedulers = [config.scheduler for config in module.trainer.lr_scheduler_configs]
-    optimizers, parts = module.trainer.strategy._lightning_optimizers, list(module.modules())
-    owned = [vars(owner) for owner in (*parts, *schedulers, *optimizers)] + [part._buffers for part in parts]
-    before = [(own, dict(own)) for own in owned]
-    silent = [(module, "log"), *((scheduler, "step") for scheduler in schedulers)]
-    silent += [(optimizer, f"_on_{when}_step") for optimizer in optimizers for when in ("before", "after")]
-    try:
-        for owner, name in silent:
-            vars(owner)[name] = lambda *_, **__: None
-        for metric in (part for part in parts if isinstance(part, Metric)):
-            for name, value in metric.metric_state.items():
-                vars(metric)[name] = value.clone() if isinstance(value, Tensor) else list(value)
-        yield
-    finally:
-        for own, values in before:
-            own.update(values)
-            for name in own.keys() - values.keys():
-                del own[name]
 
 
 class HeldSchedulers:
