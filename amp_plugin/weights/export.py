@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,9 @@ from amp_plugin.weights.weight import FORMATS, HALVES
 
 _ENTRY_OF_0_2: Final = "amp_plugin_weights"
 _KEYS: Final = ("state_dict", "model", "model_state_dict")  # of Lightning, and of plain loops
+_SHARD: Final = re.compile(r"(?P<model>.+)-(?P<number>\d+)-of-(?P<count>\d+)")
+_ADDED_BY_COMPILE: Final = re.compile(r"(^|\.)_orig_mod\.")
+_NAMED_AT_MOST: Final = 3  # weights in an error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,18 +45,26 @@ def export(
         read     a Lightning file, a folder of Accelerate or transformers, a file of torch.save
         widen    16 bits and what 0.2 kept of them in the optimizer's state make the float32 number
         name     drop the prefix and what torch.compile adds
-        write    floating-point tensors in the dtype; others, and float64 in fp32, as they are
+        check    all shards are there, no two weights get one name, no number becomes infinite
+    write    floating-point tensors in the dtype; others, and float64 in fp32, as they are
 
     The command ``amp-plugin export`` tells what the arguments are; a FileNotFoundError or ValueError, what is
-    wrong with the checkpoint.
+    wrong with the checkpoint. The target is written only if all is well.
     """
     from safetensors.torch import save_file  # noqa: PLC0415 - for this command only
 
     weights, optimizers = _read(source, key, trust=trust)
     named = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     restored = _restore(named, optimizers)
-    made = {name: _in_dtype(value, dtype) for name, value in _named(named, prefix).items()}
-    save_file(made, target, metadata={"format": "pt"})
+    chosen = _named(named, prefix)
+    made = {name: _in_dtype(value, dtype) for name, value in chosen.items()}
+    _require_finite(chosen, made, dtype)
+    unfinished = target.with_name(f"{target.name}.tmp")
+    try:
+        save_file(made, unfinished, metadata={"format": "pt"})
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
     return Exported(
         tensors=len(made),
         elements=sum(value.numel() for value in made.values()),
@@ -90,28 +103,73 @@ def _read_folder(folder: Path, *, trust: bool) -> tuple[Mapping[str, Any], Seque
             f"dcp_to_torch {folder} whole.pt, and export whole.pt"
         )
         raise ValueError(msg)
-    models = sorted([*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")])
-    if not models:
-        msg = f"{folder} holds no model.safetensors and no pytorch_model.bin; give the file itself"
-        raise FileNotFoundError(msg)
-    if len(models) > 1 and not all("-of-" in file.name for file in models):
-        msg = f"{folder} holds several models: export {' or '.join(map(str, models))}"
-        raise ValueError(msg)
-    weights = {name: value for file in models for name, value in _load(file, trust=trust).items()}
+    files = _files_of_one_model(folder)
+    weights: dict[str, Any] = {}
+    for file in files:
+        held = _load(file, trust=trust)
+        if twice := sorted(held.keys() & weights.keys()):
+            msg = f"{file} holds {_listed(twice)}, and so does another shard; save the checkpoint again"
+            raise ValueError(msg)
+        weights |= held
+    _require_all_of_index(folder, files, weights)
     return weights, [_load(file, trust=trust) for file in sorted(folder.glob("optimizer*.bin"))]
 
 
-def _load(file: Path, *, trust: bool) -> dict[str, Any]:
-    if file.suffix == ".safetensors":
-        from safetensors.torch import load_file  # noqa: PLC0415 - for this command only
+def _files_of_one_model(folder: Path) -> list[Path]:
+    """Return the one file of a model, or all its shards."""
+    files = sorted([*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")])
+    if not files:
+        msg = f"{folder} holds no model.safetensors and no pytorch_model.bin; give the file itself"
+        raise FileNotFoundError(msg)
+    models = {_SHARD.sub(r"\g<model> of \g<count>", file.stem) + file.suffix for file in files}
+    if len(models) > 1:
+        msg = f"{folder} holds several models: export {' or '.join(map(str, files))}"
+        raise ValueError(msg)
+    if shard := _SHARD.fullmatch(files[0].stem):
+        numbers = range(1, int(shard["count"]) + 1)
+        names = [
+            f"{shard['model']}-{number:0{len(shard['number'])}}-of-{shard['count']}{files[0].suffix}"
+            for number in numbers
+        ]
+        _require_files(folder, names)
+    return files
 
-        return load_file(file)
+
+def _require_files(folder: Path, names: Sequence[str]) -> None:
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        msg = f"{folder} lacks {_listed(missing)}, a part of the model; copy or download it again"
+        raise FileNotFoundError(msg)
+
+
+def _require_all_of_index(folder: Path, files: Sequence[Path], weights: Mapping[str, Any]) -> None:
+    """Compare the weights with the index that transformers and Accelerate write next to shards."""
+    shard = _SHARD.fullmatch(files[0].stem)
+    index = folder / f"{shard['model']}{files[0].suffix}.index.json" if shard else None
+    if index is None or not index.is_file():
+        return
+    places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    _require_files(folder, sorted({*places.values()}))
+    if missing := [name for name in places if name not in weights]:
+        msg = f"{folder} lacks the weight {_listed(missing)} that {index.name} lists; save the model again"
+        raise ValueError(msg)
+
+
+def _load(file: Path, *, trust: bool) -> dict[str, Any]:
+    from safetensors import SafetensorError  # noqa: PLC0415 - for this command only
+    from safetensors.torch import load_file  # noqa: PLC0415
+
     try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
         saved = torch.load(file, map_location="cpu", weights_only=not trust)
     except pickle.UnpicklingError as error:
         why = str(error).strip().splitlines()
         line = next((line.strip() for line in why if "GLOBAL" in line), why[0])
         msg = f"{file} holds more than tensors and plain data ({line}); if you trust its author, give --trust"
+        raise ValueError(msg) from error
+    except (EOFError, OSError, RuntimeError, SafetensorError) as error:
+        why = str(error).strip().splitlines() or ["it ends too early"]
+        msg = f"{file} cannot be read ({why[0]}); if it was cut short, copy or save it again"
         raise ValueError(msg) from error
     if not isinstance(saved, dict):
         msg = f"{file} holds a {type(saved).__name__}, not a dict; save model.state_dict() and export that"
@@ -164,7 +222,39 @@ def _named(named: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     if not chosen:
         msg = f"no weight's name begins with {prefix!r}; the names are {', '.join(list(named)[:3])}, ..."
         raise ValueError(msg)
-    return {name.removeprefix(prefix).replace("_orig_mod.", ""): named[name] for name in chosen}
+    made: dict[str, str] = {}  # name that is written -> name in the checkpoint
+    for name in chosen:
+        short = _ADDED_BY_COMPILE.sub(r"\1", name.removeprefix(prefix))
+        other = made.setdefault(short, name)
+        if other != name and not _are_equal(named[other], named[name]):
+            msg = (
+                f"{other!r} and {name!r} are both {short!r} without what torch.compile adds, and differ; "
+                "give --prefix to take one, or delete the other from the checkpoint"
+            )
+            raise ValueError(msg)
+    return {short: named[name] for short, name in made.items()}
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype is other.dtype and torch.equal(one, other)
+
+
+def _require_finite(chosen: Mapping[str, Tensor], made: Mapping[str, Tensor], dtype: str) -> None:
+    """Refuse to write an infinity for a finite number."""
+    beyond = [
+        f"{name} (up to {chosen[name].abs().max():.3g})"
+        for name, value in made.items()
+        if value.is_floating_point() and value.isinf().ne(chosen[name].isinf()).any()
+    ]
+    if beyond:
+        others = "fp32" if dtype == "bf16" else "bf16 or fp32"
+        msg = f"{_listed(beyond)} would be infinite in {dtype}; give --dtype {others}"
+        raise ValueError(msg)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED_AT_MOST
+    return ", ".join(names[:_NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")
 
 
 def _in_dtype(value: Tensor, dtype: str) -> Tensor:

@@ -112,6 +112,134 @@ def test_shards_of_one_model_are_put_together(tmp_path, target):
     assert "holds several models: export" in export(tmp_path, target)[1]
 
 
+def save_shards(folder, *, ending, write, names=("a", "b")):
+    """Write two shards of a model and their index, as transformers and Accelerate do."""
+    folder.mkdir()
+    stem, suffix = ending
+    files = [f"{stem}-0000{number}-of-00002{suffix}" for number in (1, 2)]
+    for name, file in zip(names, files, strict=True):
+        write({name: torch.ones(2)}, folder / file)
+    index = {"metadata": {}, "weight_map": dict(zip("ab", files, strict=True))}
+    (folder / f"{stem}{suffix}.index.json").write_text(json.dumps(index))
+    return [folder / file for file in files]
+
+
+SHARDS = {
+    "safetensors": {"ending": ("model", ".safetensors"), "write": save_file},
+    "torch.save": {"ending": ("pytorch_model", ".bin"), "write": torch.save},
+}
+
+
+@pytest.mark.parametrize("kind", SHARDS.values(), ids=SHARDS)
+@pytest.mark.parametrize("index", [True, False], ids=["with index", "without"])
+def test_a_model_without_one_of_its_shards_is_refused(tmp_path, target, kind, index):
+    first, second = save_shards(tmp_path / "saved", **kind)
+    assert export(first.parent, target)[0] == 0
+    target.unlink()
+    if not index:
+        next(first.parent.glob("*.index.json")).unlink()
+    for shard in (second, first):
+        shard.unlink(missing_ok=True)
+        code, text = export(first.parent, target)
+        assert code == 1
+        assert f"lacks {shard.name}" in text or "holds no model" in text
+        assert not target.exists()
+        save_shards(tmp_path / f"again {shard.stem}", **kind)
+        shard.write_bytes((tmp_path / f"again {shard.stem}" / shard.name).read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [(("a", "c"), "lacks the weight b that"), (("a", "a"), "holds a, and so does another shard")],
+    ids=["another weight", "the same weight"],
+)
+@pytest.mark.parametrize("kind", SHARDS.values(), ids=SHARDS)
+def test_shards_that_are_not_of_one_save_are_refused(tmp_path, target, kind, names, said):
+    first, _ = save_shards(tmp_path / "saved", names=names, **kind)
+    code, text = export(first.parent, target)
+    assert (code, target.exists()) == (1, False)
+    assert said in text
+
+
+def test_shards_in_both_formats_are_two_models(tmp_path, target):
+    first, _ = save_shards(tmp_path / "saved", **SHARDS["safetensors"])
+    other, _ = save_shards(tmp_path / "other", **SHARDS["torch.save"])
+    (first.parent / other.name).write_bytes(other.read_bytes())
+    assert "holds several models: export" in export(first.parent, target)[1]
+
+
+@pytest.mark.parametrize("prefix", ["", "net."])
+def test_two_weights_that_would_get_one_name_are_refused(tmp_path, target, prefix):
+    state = {f"{prefix}w": torch.ones(2), f"{prefix}_orig_mod.w": torch.zeros(2)}
+    torch.save(state, tmp_path / "a.pt")
+    code, text = export(tmp_path / "a.pt", target, "--prefix", prefix)
+    assert (code, target.exists()) == (1, False)
+    assert f"'{prefix}w' and '{prefix}_orig_mod.w' are both 'w'" in text.replace(
+        f"'{prefix}w' without", "'w' without"
+    )
+    state[f"{prefix}_orig_mod.w"] = torch.ones(2)
+    torch.save(state, tmp_path / "a.pt")
+    export_same(tmp_path / "a.pt", target, {"w": torch.ones(2)}, "--prefix", prefix)
+
+
+def test_only_a_whole_part_of_a_name_is_dropped(tmp_path, target):
+    state = {"my_orig_mod.w": torch.ones(2), "my": torch.zeros(2)}
+    torch.save(state, tmp_path / "a.pt")
+    export_same(tmp_path / "a.pt", target, state)
+
+
+LARGEST = torch.finfo(torch.float32).max
+TOO_LARGE = [
+    ("fp16", 1e6, "--dtype bf16 or fp32"),
+    ("bf16", -LARGEST, "--dtype fp32"),
+    ("fp16", -1e300, "--dtype bf16"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "value", "way_out"), TOO_LARGE)
+def test_a_number_that_would_become_infinite_is_refused(tmp_path, target, dtype, value, way_out):
+    target.write_text("of before")
+    torch.save(
+        {"net.w": torch.tensor([1.0, value], dtype=torch.float64 if abs(value) > LARGEST else None)},
+        tmp_path / "a.pt",
+    )
+    code, text = export(tmp_path / "a.pt", target, "--dtype", dtype, "--force")
+    assert code == 1
+    assert f"net.w (up to {abs(value):.3g}) would be infinite in {dtype}" in text
+    assert way_out in text
+    assert target.read_text() == "of before"
+    assert [file.name for file in tmp_path.iterdir() if "tmp" in file.name] == []
+
+
+def test_infinities_and_nan_that_are_there_are_written(tmp_path, target):
+    state = {"mask": torch.tensor([0.0, -float("inf")]), "w": torch.tensor([float("nan")])}
+    torch.save(state, tmp_path / "a.pt")
+    code, _ = export(tmp_path / "a.pt", target, "--dtype", "fp16")
+    assert code == 0
+    assert load_file(target)["mask"].tolist() == [0.0, -float("inf")]
+
+
+def save_old(state, file):
+    torch.save(state, file, _use_new_zipfile_serialization=False)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
+@pytest.mark.parametrize("trust", [[], ["--trust"]], ids=["", "trusted"])
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [("a.pt", torch.save), ("a.bin", save_old), ("a.safetensors", save_file)],
+    ids=lambda given: str(given)[:12],
+)
+def test_a_file_that_was_cut_short_is_refused(tmp_path, target, name, write, share, trust):
+    file = tmp_path / name
+    write({"w": torch.ones(100, 100)}, file)
+    file.write_bytes(file.read_bytes()[: int(file.stat().st_size * share)])
+    code, text = export(file, target, *trust)
+    assert (code, target.exists()) == (1, False)
+    assert f"{name} cannot be read (" in text
+    assert "if it was cut short, copy or save it again" in text
+
+
 def test_what_cannot_be_exported_says_what_to_do(tmp_path, target):
     several, odd, a_list = (tmp_path / name for name in ("a.pt", "b.pt", "c.pt"))
     for folder in ("empty", "dcp"):
