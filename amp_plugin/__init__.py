@@ -1,8 +1,8 @@
 """Automatic mixed precision for PyTorch, Lightning and Accelerate.
 
 The public names are loaded when first used: importing this package compiles
-nothing, imports no framework and does not touch a GPU. The names of the adapters
-need their framework; ``from amp_plugin import *`` leaves them out.
+nothing, imports no framework and does not touch a GPU. The names of an adapter
+need its framework; ``__all__`` has them where that is installed.
 
 Example:
     >>> import amp_plugin
@@ -13,6 +13,7 @@ Example:
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from amp_plugin.casting.rules import OpRules as OpRules
     from amp_plugin.casting.run_in import run_in as run_in
     from amp_plugin.casting.threads import autocast_module as autocast_module
+    from amp_plugin.messages import OptionError as OptionError
     from amp_plugin.numerics.diagnose import diagnose as diagnose
     from amp_plugin.numerics.shadow import shadow_run as shadow_run
     from amp_plugin.run_page.report import report as report
@@ -53,6 +55,7 @@ _NAMES = {  # by the module they live in
     "casting.rules": ("OpRule", "OpRules"),
     "casting.run_in": ("run_in",),
     "casting.threads": ("autocast_module",),
+    "messages": ("OptionError",),
     "numerics.diagnose": ("diagnose",),
     "numerics.shadow": ("shadow_run",),
     "run_page.report": ("report",),
@@ -72,9 +75,18 @@ _ADAPTERS = {
     "FabricAmpPrecision": "lightning",
 }
 _REQUIREMENTS = {"accelerate": "accelerate>=1.15", "lightning": "lightning>=2.6.4"}
-_PACKAGES = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning"}
+_PACKAGES_OF = {
+    "accelerate": ["accelerate"],
+    "lightning": ["lightning", "pytorch_lightning", "lightning_fabric"],
+}
 
-__all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604 - names, computed
+_INSTALLED = [
+    name
+    for name, framework in _ADAPTERS.items()
+    if any(importlib.util.find_spec(package) for package in _PACKAGES_OF[framework])
+]
+
+__all__ = ["__version__", *sorted([*_HOME, *_INSTALLED])]  # noqa: PLE0604 - names, computed
 
 
 def __getattr__(name: str) -> Any:
@@ -102,7 +114,7 @@ def _from_adapter(name: str) -> Any:
     try:
         return getattr(importlib.import_module(f"amp_plugin.adapters.{framework}"), name)
     except ModuleNotFoundError as error:
-        if error.name not in _PACKAGES:
+        if error.name not in _PACKAGES_OF[framework]:
             raise
         msg = (
             f"amp_plugin.{name} is for {framework.capitalize()}, which is not installed; "
@@ -112,4 +124,4 @@ def _from_adapter(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_ADAPTERS])
+    return sorted({*__all__, *_ADAPTERS})

@@ -1,11 +1,12 @@
-"""What every message of this package has in common: the hint behind a misspelt name, and the user's line."""
+"""What all messages have in common: hints for misspelt names, errors of options, the user's line."""
 
 from __future__ import annotations
 
 import difflib
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final, TypeVar
 
@@ -30,6 +31,57 @@ def did_you_mean(
     alias = (aliases or {}).get(str(given))
     near = [alias] if alias else difflib.get_close_matches(str(given), list(known), at_most, _LEAST_ALIKE)
     return f"{separator}did you mean {' or '.join(map(written, near))}?" if near else ""
+
+
+class OptionError(ValueError, TypeError):
+    """An option has a value that is not allowed.
+
+    It is a TypeError too, since releases before 0.4 raised TypeError for a value of another type.
+
+    Attributes:
+        option: the option's name.
+        value: what was given.
+        allowed: what is allowed, in words.
+        source: what has set the option: ``"argument"``, the name of an environment variable,
+            ``AMP_PLUGIN_CONFIG=<file>``, or the object that was given, such as ``"AmpKwargs"``.
+
+    Example:
+        >>> from amp_plugin import GradScaler, OptionError
+        >>> try:
+        ...     GradScaler("cpu", growth_factor=0.5)
+        ... except OptionError as error:
+        ...     print(error.option, error.value, error.source)
+        growth_factor 0.5 argument
+    """
+
+    def __init__(
+        self, option: str, value: object, allowed: str, text: str = "", others: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(option, value, allowed, text, others)  # pickled and copied by them
+        self.option, self.value, self.allowed = option, value, allowed
+        self.source = "argument"
+        self._text = text or f"{option}={value!r} is not allowed; give {allowed}"
+        self._others = others  # options that the value does not go with
+
+    def __str__(self) -> str:
+        return self._text
+
+    def set_by(self, sources: Mapping[str, str]) -> None:
+        """Note what has set the option, and say so in the text; ``sources`` is option -> source."""
+        named = [name for name in (self.option, *self._others) if name in sources]
+        if named and self.source == "argument":
+            self.source = sources.get(self.option, self.source)
+            self._text += f" ({'; '.join(f'{name} comes from {sources[name]}' for name in named)})"
+
+
+@contextmanager
+def naming(sources: Mapping[str, str]) -> Iterator[None]:
+    """Let an error about an option name what has set it; ``sources`` is option -> source."""
+    try:
+        yield
+    except OptionError as error:
+        error.set_by(sources)
+        raise
 
 
 OTHERS_CODE: Final = {

@@ -12,7 +12,7 @@ import inspect
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -27,14 +27,13 @@ from typing import (
     cast,
     get_args,
     get_origin,
-    get_type_hints,
 )
 
 import torch
 from torch.distributed import ProcessGroup
 from typing_extensions import Doc
 
-from amp_plugin.messages import did_you_mean
+from amp_plugin.messages import OptionError, did_you_mean
 from amp_plugin.precision import (
     NameWithWeights,
     PrecisionName,
@@ -43,7 +42,11 @@ from amp_plugin.precision import (
     StockName,
     TrainingPrecision,
     WeightsName,
+    checked_precision,
+    checked_training_precision,
     checked_word,
+    refuse_other_precision,
+    weights_meant,
 )
 from amp_plugin.removed import refuse_removed
 
@@ -56,20 +59,26 @@ HysteresisMode = Literal["apex", "megatron", "deepspeed"]
 OnNonfinite = Literal["skip", "raise", "ignore"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LossScaleOptions:
-    """The options of a loss scale; the first four can be given by position, as to torch's scaler.
+    """The options of a loss scale and of the steps that it belongs to: what every front door takes.
+
+    The first four can be given by position, as to torch's scaler.
 
     Raises:
-        TypeError: A value is of another type.
-        ValueError: A number is out of range, or a word unknown.
+        OptionError: A value is of another type, a number out of range, or a word unknown.
     """
 
-    init_scale: Annotated[float, Doc("First loss scale.")] = 2.0**16
-    growth_factor: Annotated[float, Doc("Factor of a growth, more than 1.")] = 2.0
-    backoff_factor: Annotated[float, Doc("Factor of a backoff, between 0 and 1.")] = 0.5
-    growth_interval: Annotated[int, Doc("Good optimizer steps in a row before a growth.")] = 2000
-    _: KW_ONLY
+    init_scale: Annotated[float, Doc("First loss scale.")] = field(default=2.0**16, kw_only=False)
+    growth_factor: Annotated[float, Doc("Factor of a growth, more than 1.")] = field(
+        default=2.0, kw_only=False
+    )
+    backoff_factor: Annotated[float, Doc("Factor of a backoff, between 0 and 1.")] = field(
+        default=0.5, kw_only=False
+    )
+    growth_interval: Annotated[int, Doc("Good optimizer steps in a row before a growth.")] = field(
+        default=2000, kw_only=False
+    )
     min_scale: Annotated[float | None, Doc("Floor of the scale; None only keeps it above 0.")] = None
     max_scale: Annotated[float | None, Doc("Ceiling of the scale; None means float32's largest number.")] = (
         None
@@ -89,6 +98,19 @@ class LossScaleOptions:
     dynamic: Annotated[
         bool, Doc("False keeps the scale constant; overflowing steps are skipped all the same.")
     ] = True
+    fp16_gradients: Annotated[
+        bool, Doc("True allows parameters in float16, whose gradients lose what is below 6e-8.")
+    ] = False
+    one_pass: Annotated[bool, Doc("False lets torch's own code step Adam, AdamW and SGD.")] = True
+    on_nonfinite: Annotated[
+        OnNonfinite,
+        Doc(
+            'What a step with inf or nan in a gradient does, in every precision. ``"skip"``: it changes '
+            'nothing. ``"raise"``: it also raises FloatingPointError; under a loss scale that '
+            'adapts, only once it has fallen to 1 or to ``min_scale``. ``"ignore"``: without a loss scale '
+            "nothing is checked, as in torch; with one, overflows are skipped all the same."
+        ),
+    ] = "skip"
 
     def __post_init__(self) -> None:
         for name, wanted in option_types(cast("Any", type(self))).items():
@@ -99,11 +121,15 @@ class LossScaleOptions:
         for name in ("growth_interval", "hysteresis"):
             object.__setattr__(self, name, whole(name, getattr(self, name)))
         if not self.floor <= self.init_scale <= self.ceiling:
-            msg = (
-                f"init_scale={self.init_scale} is not between min_scale={self.floor} and "
-                f"max_scale={self.ceiling}; change one of the three"
+            limits = f"between min_scale={self.floor} and max_scale={self.ceiling}"
+            msg = f"init_scale={self.init_scale} is not {limits}; change one of the three"
+            raise OptionError(
+                option="init_scale",
+                value=self.init_scale,
+                allowed=limits,
+                text=msg,
+                others=("min_scale", "max_scale"),
             )
-            raise ValueError(msg)
 
     @property
     def floor(self) -> float:
@@ -120,32 +146,13 @@ class LossScaleOptions:
         return between("max_scale", self.max_scale, 0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScalingOptions(LossScaleOptions):
-    """What GradScaler and the adapters have in common."""
-
-    fp16_gradients: Annotated[
-        bool, Doc("True allows parameters in float16, whose gradients lose what is below 6e-8.")
-    ] = False
-    one_pass: Annotated[bool, Doc("False lets torch's own code step Adam, AdamW and SGD.")] = True
-    on_nonfinite: Annotated[
-        OnNonfinite,
-        Doc(
-            'What a step with inf or nan in a gradient does, in every precision. ``"skip"``: it changes '
-            'nothing. ``"raise"``: it also raises FloatingPointError; under a loss scale that '
-            'adapts, only once it has fallen to 1 or to ``min_scale``. ``"ignore"``: without a loss scale '
-            "nothing is checked, as in torch; with one, overflows are skipped all the same."
-        ),
-    ] = "skip"
-
-
 @dataclass(frozen=True)
 class _Device:
     device: Annotated[str, Doc("Device type of the losses.")] = "cuda"
 
 
-@dataclass(frozen=True)
-class GradScalerOptions(ScalingOptions, _Device):
+@dataclass(frozen=True, kw_only=True)
+class GradScalerOptions(LossScaleOptions, _Device):
     """The arguments of GradScaler; by position in the order of torch's: device, the scale, enabled."""
 
     enabled: Annotated[
@@ -154,8 +161,7 @@ class GradScalerOptions(ScalingOptions, _Device):
             "False makes the scale None, for bfloat16 and float32: gradients are divided by nothing; "
             "``step`` skips and ``last_step`` reports as ever."
         ),
-    ] = True
-    _: KW_ONLY
+    ] = field(default=True, kw_only=False)
     losses: Annotated[
         Sequence[str],
         Doc(
@@ -174,16 +180,22 @@ class GradScalerOptions(ScalingOptions, _Device):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionOptions(ScalingOptions):
-    """What the adapters have in common."""
+class PrecisionOptions(LossScaleOptions):
+    """The options of a precision: what the front doors of frameworks have in common.
+
+    Other libraries' names of precisions become ours, and rules are read from their file or mapping.
+    """
 
     eval_precision: Annotated[
         PrecisionName | StockName | torch.dtype | None,
         Doc('Precision of models in evaluation: ``"fp16"``, ``"bf16"`` or ``"fp32"``; None: as in training.'),
     ] = None
     rules: Annotated[
-        OpRules | str | Path | None,
-        Doc("Op rules other than the default ones, or a YAML file of them, for the whole run."),
+        OpRules | Mapping[str, Any] | str | Path | None,
+        Doc(
+            "Op rules other than the default ones, for the whole run: an OpRules, the path of a YAML file, "
+            "or a mapping with the keys of that file."
+        ),
     ] = None
     fp32_modules: Annotated[
         Sequence[str],
@@ -220,6 +232,18 @@ class PrecisionOptions(ScalingOptions):
         bool, Doc("Wait for the device after each step, so that no scheduler is ever a skipped step ahead.")
     ] = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = self.fp32_modules
+        is_list = isinstance(names, Sequence) and not isinstance(names, str)
+        if not is_list or not all(isinstance(name, str) and name for name in names):
+            raise OptionError(option="fp32_modules", value=names, allowed="a list of names: ['LayerNorm']")
+        if self.eval_precision is not None:
+            known = checked_precision("eval_precision", self.eval_precision)
+            object.__setattr__(self, "eval_precision", known)
+            refuse_other_precision(self.weights, known, named="eval_precision")
+        object.__setattr__(self, "rules", _read_rules(self.rules))
+
 
 @dataclass(frozen=True)
 class _Precision:
@@ -246,6 +270,12 @@ class LightningOptions(PrecisionOptions, _Precision):
     float8_config: Annotated[
         Any, Doc('torchao\'s Float8LinearConfig, or the name of its recipe; for ``"fp8"`` only.')
     ] = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weights", weights_meant(self.precision, self.weights))
+        object.__setattr__(self, "precision", checked_training_precision(self.precision))
+        super().__post_init__()
+        refuse_other_precision(self.weights, str(self.precision))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,15 +321,13 @@ def option_names(options: type) -> tuple[str, ...]:
 @functools.cache
 def option_types(options: Any) -> dict[str, Any]:
     """Return name -> type."""
-    hints = get_type_hints(options, localns=_other_types())
-    return {name: hints[name] for name in option_names(options)}
+    return {name: hint.__origin__ for name, hint in _annotations(options).items()}
 
 
 @functools.cache
 def option_docs(options: type) -> dict[str, str]:
     """Return name -> meaning."""
-    hints = get_type_hints(options, localns=_other_types(), include_extras=True)
-    return {name: hints[name].__metadata__[0].documentation for name in option_names(options)}
+    return {name: hint.__metadata__[0].documentation for name, hint in _annotations(options).items()}
 
 
 def option_defaults(options: type) -> dict[str, Any]:
@@ -307,11 +335,28 @@ def option_defaults(options: type) -> dict[str, Any]:
     return {option.name: option.default for option in fields(options)}
 
 
-def _other_types() -> dict[str, Any]:
-    """Return the types that are imported when they are asked for."""
+@functools.cache
+def _annotations(options: type) -> dict[str, Any]:
+    """Return name -> ``Annotated[type, Doc(meaning)]``, in order."""
     from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 -- of a room above this floor
 
-    return {"OpRules": OpRules}
+    found: dict[str, Any] = {}
+    for kind in reversed(options.__mro__):
+        found |= inspect.get_annotations(kind, locals={"OpRules": OpRules}, eval_str=True)
+    return {name: found[name] for name in option_names(options)}
+
+
+def _read_rules(given: OpRules | Mapping[str, Any] | str | Path | None) -> OpRules | None:
+    from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 -- of a room above this floor
+
+    if given is None or isinstance(given, OpRules):
+        return given
+    try:
+        return OpRules.from_mapping(given) if isinstance(given, Mapping) else OpRules.from_yaml(given)
+    except (OSError, TypeError, ValueError) as error:
+        allowed = "an OpRules, the path of a YAML file of rules, or a mapping with its keys"
+        msg = f"rules={given!r}: {error}; give {allowed}"
+        raise OptionError(option="rules", value=given, allowed=allowed, text=msg) from error
 
 
 # -- environment variables -----------------------------------------------------------------------
@@ -367,6 +412,19 @@ def takes(
     return decorate
 
 
+def shows(
+    stated: Callable[P, None], signature: inspect.Signature
+) -> Callable[[Callable[..., None]], Callable[P, None]]:
+    """Give an ``__init__`` the signature that people see, and the one that type checkers see."""
+
+    def decorate(init: Callable[..., None]) -> Callable[P, None]:
+        init.__signature__ = signature  # type: ignore[attr-defined]
+        return cast("Callable[P, None]", init)
+
+    del stated
+    return decorate
+
+
 def lists_options(options: type) -> Callable[[Class], Class]:
     """List the options in the docstring of a class, in place of ``{options}``."""
 
@@ -407,32 +465,29 @@ def checked_option(name: str, value: Any, wanted: Any) -> Any:
     """Return a value, a word as we write it; raise if a switch, a number or a word is something else."""
     if get_origin(wanted) is Literal:
         return checked_word(name, value, wanted)
-    kinds, is_switch = {wanted, *get_args(wanted)}, isinstance(value, bool)
-    is_number = isinstance(value, SupportsFloat) and not is_switch
-    if wanted is bool and not is_switch:
-        allowed = "True or False"
-    elif kinds & {int, float} and not (is_number or (value is None and type(None) in kinds)):
-        allowed = f"a number{' or None' if type(None) in kinds else ''}"
-    else:
-        return value
-    msg = f"{name}={value!r} is not allowed; give {allowed}"
-    raise TypeError(msg)
+    kinds = {wanted, *get_args(wanted)}
+    if wanted is bool and not isinstance(value, bool):
+        raise OptionError(name, value, "True or False")
+    is_missing = value is None and type(None) in kinds
+    if kinds & {int, float} and not (_is_number(value) or is_missing):
+        raise OptionError(name, value, f"a number{' or None' if type(None) in kinds else ''}")
+    return value
 
 
 def between(name: str, value: Any, low: float, high: float = math.inf) -> float:
-    """Return ``value`` as a float, or raise ValueError unless it lies between two numbers."""
-    is_number = isinstance(value, SupportsFloat) and not isinstance(value, bool)
-    if not (is_number and low < float(value) < high):
+    """Return ``value`` as a float, or raise OptionError unless it lies between two numbers."""
+    if not (_is_number(value) and low < float(value) < high):
         limits = f"more than {low:g}" + (f" and less than {high:g}" if high < math.inf else "")
-        msg = f"{name}={value!r} is not allowed; give a finite number, {limits}"
-        raise ValueError(msg)
+        raise OptionError(name, value, f"a finite number, {limits}")
     return float(value)
 
 
 def whole(name: str, value: int, least: int = 1) -> int:
-    """Return ``value`` as an int, or raise ValueError if it is not a whole number of at least ``least``."""
-    is_number = isinstance(value, SupportsFloat) and not isinstance(value, bool)
-    if not (is_number and value >= least and float(value).is_integer()):
-        msg = f"{name}={value!r} is not allowed; give a whole number of at least {least}"
-        raise ValueError(msg)
+    """Return ``value`` as an int, or raise OptionError unless it is a whole number of at least ``least``."""
+    if not (_is_number(value) and value >= least and float(value).is_integer()):
+        raise OptionError(name, value, f"a whole number of at least {least}")
     return int(value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, SupportsFloat) and not isinstance(value, bool)

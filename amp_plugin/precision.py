@@ -6,7 +6,7 @@ from typing import Any, Final, Literal, cast, get_args
 
 import torch
 
-from amp_plugin.messages import did_you_mean, warn_user
+from amp_plugin.messages import OptionError, did_you_mean, warn_user
 
 PrecisionName = Literal["fp16", "bf16", "fp32"]
 TrainingPrecision = Literal["fp16", "bf16", "fp32", "fp8"]
@@ -55,14 +55,17 @@ def known_precision(given: object) -> PrecisionName | None:
 
 
 def checked_precision(
-    option: str, given: object, source: str = "", *, words: Any = DTYPES, weights_in: str = "weights={!r}"
+    option: str, given: object, *, words: Any = DTYPES, weights_in: str = "weights={!r}"
 ) -> PrecisionName:
     """Return our name of a precision, from a name of anybody's."""
     known = known_precision(given)
     if known is not None:
         return known
-    place = f"{option}={given!r}{f' from {source}' if source else ''}"
-    name, allowed = str(given).removeprefix("torch."), ", ".join(map(repr, words))
+    place, name, allowed = (
+        f"{option}={given!r}",
+        str(given).removeprefix("torch."),
+        ", ".join(map(repr, words)),
+    )
     if name in WEIGHTS_IN_16_BITS:
         mine = WEIGHTS_IN_16_BITS[name]
         msg = (
@@ -73,13 +76,13 @@ def checked_precision(
     elif name in _DOUBLE:
         msg = (
             f"{place} is not mixed precision, nothing is cast in float64; allowed are {allowed}. For "
-            "float64 leave amp_plugin out: use Lightning's own precision='64-true', or model.double()"
+            "float64 leave amp_plugin out: use your framework's own precision, or model.double()"
         )
     else:
         names = [*DTYPES, *OTHER_NAMES]
         hint = did_you_mean(name, names, written=lambda near: f"{option}={OTHER_NAMES.get(near, near)!r}")
         msg = f"{place} is unknown; allowed are {allowed}{hint}"
-    raise ValueError(msg)
+    raise OptionError(option, given, allowed, msg)
 
 
 def checked_training_precision(given: object) -> TrainingPrecision:
@@ -104,8 +107,7 @@ def checked_word(option: str, given: Any, words: Any) -> Any:
     meant = {"16-true": "fp16-true"}.get(str(given), known)
     aliases = {str(given): str(meant)} if meant in allowed else {}
     hint = did_you_mean(given, allowed, aliases=aliases, written=lambda near: f"{option}={near!r}")
-    msg = f"{option}={given!r} is not allowed; give {' or '.join(map(repr, allowed))}{hint}"
-    raise ValueError(msg)
+    raise OptionError(option, given, f"{' or '.join(map(repr, allowed))}{hint}")
 
 
 def refuse_other_precision(weights: str, precision: str, *, named: str = "precision") -> None:
@@ -118,7 +120,8 @@ def refuse_other_precision(weights: str, precision: str, *, named: str = "precis
         f"weights={weights!r} needs {named}={wanted!r}, not {precision!r}: the model computes with its "
         f"weights as they are stored. Use {named}={wanted!r}, weights='fp32'{fits}"
     )
-    raise ValueError(msg)
+    allowed = f"'fp32'{fits}, or another {named}"
+    raise OptionError(option="weights", value=weights, allowed=allowed, text=msg, others=(named,))
 
 
 def stores_all(weights: str) -> bool:

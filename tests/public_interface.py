@@ -6,6 +6,7 @@ that users see, and belongs into the CHANGELOG.
 
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def _parameters(function: Any) -> str | None:
     except (TypeError, ValueError):
         return None
     given = [p for p in parameters if p.name != "self"]
-    return ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in given)
+    shown = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in given)
+    return re.sub(r" object at 0x\w+", "", shown)
 
 
 def state_keys() -> dict[str, list[str]]:

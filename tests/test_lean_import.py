@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -54,7 +55,11 @@ def test_import_loads_nothing_heavy_and_the_command_line_no_torch(tmp_path: Path
 
 
 def test_the_public_names_load_no_framework_and_compile_nothing(tmp_path: Path) -> None:
-    found = loaded_by("from amp_plugin import *\nassert GradScaler.__doc__", tmp_path / "cache")
+    adapters = {"AmpAccelerator", "AmpKwargs", "AmpMonitor", "AmpPrecision", "FabricAmpPrecision"}
+    assert adapters < {*amp_plugin.__all__}
+    names = [name for name in amp_plugin.__all__ if name not in adapters]
+    statements = f"import amp_plugin\nassert all(hasattr(amp_plugin, name) for name in {names})"
+    found = loaded_by(statements, tmp_path / "cache")
     torch_alone = loaded_by("import torch", tmp_path / "cache")
     assert not ({*HEAVY} - {"rich"}) & ({*found["modules"]} - {*torch_alone["modules"]})
     assert not found["cuda"]
@@ -125,3 +130,18 @@ def test_without_the_core_nothing_reaches_other_code(tmp_path: Path, monkeypatch
     monkeypatch.setenv("AMP_PLUGIN_NATIVE", "0")
     assert loaded_by(USE, tmp_path / "cache")["started"] == []
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("version", ["3.10", "3.12", "3.13", "3.14"])
+def test_each_public_name_loads_in_each_python_that_has_torch(version: str, tmp_path: Path) -> None:
+    name = version.replace(".", "")
+    python = os.environ.get(f"PYTHON{name}") or shutil.which(f"python{version}")
+    if (
+        python is None
+        or subprocess.run([python, "-c", "import torch"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip(f"there is no Python {version} with torch; PYTHON{name} may name one")
+    code = "import amp_plugin; [getattr(amp_plugin, name) for name in amp_plugin.__all__]; amp_plugin.GradScaler('cpu')"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "AMP_PLUGIN_NATIVE": "0"}
+    done = subprocess.run([python, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,15 +1,27 @@
 """Each option is stated once, and whoever shows options shows all of them, with types, defaults and meanings."""
 
+import copy
 import inspect
 import math
+import pickle
 import pydoc
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
 import torch
+from accelerate import Accelerator
 
-from amp_plugin import AmpKwargs, AmpPrecision, FabricAmpPrecision, GradScaler
+from amp_plugin import (
+    AmpAccelerator,
+    AmpKwargs,
+    AmpPrecision,
+    FabricAmpPrecision,
+    GradScaler,
+    OpRules,
+    OptionError,
+)
+from amp_plugin.adapters.accelerate.settings import accelerators_arguments, resolve
 from amp_plugin.kernels.ops import HYSTERESIS_MODES
 from amp_plugin.options import (
     KNOWN_VARIABLES,
@@ -143,3 +155,81 @@ def test_whole_numbers_may_be_written_as_floats_and_others_are_refused(name):
             GradScaler("cpu", **{name: wrong})
         with pytest.raises((TypeError, ValueError), match="max_skips_in_a_row"):
             AccelerateOptions(max_skips_in_a_row=wrong)
+
+
+class TestErrors:
+    """An error about an option knows the option, its value, what is allowed, and what has set it."""
+
+    @pytest.mark.parametrize(
+        ("make", "option", "value", "allowed"),
+        [
+            (lambda: GradScaler("cpu", growth_factor=0.5), "growth_factor", 0.5, "more than 1"),
+            (lambda: GradScaler("cpu", dynamic="maybe"), "dynamic", "maybe", "True or False"),
+            (lambda: GradScaler("cpu", min_scale=8.0, max_scale=4.0), "init_scale", 65536.0, "min_scale=8.0"),
+            (lambda: AmpPrecision("fp17"), "precision", "fp17", "'fp16', 'bf16', 'fp32'"),
+            (lambda: AmpPrecision("fp16", weights="bf16"), "weights", "bf16", "'fp32'"),
+            (lambda: AmpPrecision(on_nonfinite="stop"), "on_nonfinite", "stop", "'skip' or 'raise'"),
+            (lambda: AmpPrecision(fp32_modules="head"), "fp32_modules", "head", "a list of names"),
+            (lambda: FabricAmpPrecision(rules={"rules": {}}), "rules", {"rules": {}}, "a mapping with its keys"),
+        ],
+    )  # fmt: skip
+    def test_it_carries_what_programs_ask_for(self, make, option, value, allowed):
+        with pytest.raises(OptionError) as caught:
+            make()
+        error = caught.value
+        assert (error.option, error.value, error.source) == (option, value, "argument")
+        assert allowed in error.allowed
+        assert option in str(error)
+        assert isinstance(error, ValueError)
+        for copied in (copy.copy(error), pickle.loads(pickle.dumps(error))):
+            assert (str(copied), vars(copied)) == (str(error), vars(error))
+
+    @pytest.mark.parametrize("plugin", [AmpPrecision, FabricAmpPrecision])
+    def test_its_source_is_what_has_set_the_option(self, plugin, monkeypatch, tmp_path):
+        file = tmp_path / "amp.yaml"
+        file.write_text("growth_factor: 0.5\nhysteresis_mode: sometimes\n")
+        monkeypatch.setenv("AMP_PLUGIN_CONFIG", str(file))
+        monkeypatch.setenv("AMP_PLUGIN_HYSTERESIS_MODE", "never")
+        sources = {
+            "hysteresis_mode": "AMP_PLUGIN_HYSTERESIS_MODE",
+            "growth_factor": f"AMP_PLUGIN_CONFIG={file}",
+        }
+        for option, given in (
+            ("hysteresis_mode", {"growth_factor": 2.0}),
+            ("growth_factor", {"hysteresis_mode": "apex"}),
+        ):
+            with pytest.raises(OptionError) as caught:
+                plugin("fp16", **given)
+            assert (caught.value.option, caught.value.source) == (option, sources[option])
+            assert f"({option} comes from {sources[option]})" in str(caught.value)
+
+    def test_of_two_options_that_do_not_go_together_each_source_is_told(self, monkeypatch):
+        monkeypatch.setenv("AMP_PLUGIN_MIN_SCALE", "8")
+        monkeypatch.setenv("AMP_PLUGIN_MAX_SCALE", "4")
+        text = r"\(min_scale comes from AMP_PLUGIN_MIN_SCALE; max_scale comes from AMP_PLUGIN_MAX_SCALE\)"
+        with pytest.raises(OptionError, match=text):
+            AmpPrecision("fp16")
+
+
+@pytest.mark.parametrize("make", [AmpPrecision, FabricAmpPrecision, AmpKwargs])
+def test_rules_may_be_a_mapping_as_a_config_states_them(make):
+    stated = {"device_type": "cpu", "rules": {"aten::softmax.int": "fp32"}}
+    options = make(rules=stated)
+    if isinstance(options, AmpKwargs):
+        options, *_ = resolve([options], {})
+        rules = options.rules
+    else:
+        rules = options.settings.rules
+    assert rules == OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
+    assert rules == OpRules.from_mapping(stated)
+    with pytest.raises(OptionError, match=r"rules=.*unknown key 'rule'.*; give an OpRules, the path"):
+        AmpPrecision(rules={"device_type": "cpu", "rule": {}})
+
+
+def test_an_accelerator_shows_the_arguments_of_accelerates_and_type_checkers_see_the_same():
+    own, shown = inspect.signature(Accelerator), inspect.signature(AmpAccelerator)
+    assert shown == own
+    stated = inspect.signature(accelerators_arguments).parameters
+    assert list(stated) == ["self", *own.parameters]
+    differ = {name for name in own.parameters if stated[name].default != own.parameters[name].default}
+    assert differ == {"split_batches"}  # Accelerate's default says that it was not given

@@ -1,13 +1,15 @@
 """Options as a type checker sees them; ``make lint`` fails where an error that is expected here is none."""
 
-from amp_plugin import AmpKwargs, AmpPrecision, FabricAmpPrecision, GradScaler
+from amp_plugin import AmpAccelerator, AmpKwargs, AmpPrecision, FabricAmpPrecision, GradScaler
 
 
 def right() -> None:
     """Each front door takes its options."""
     GradScaler("cpu", 8.0, min_scale=1.0)
     AmpPrecision("bf16", weights="bf16", fp32_modules=["LayerNorm"])
+    AmpPrecision(rules={"device_type": "cpu", "rules": {"aten::softmax": "fp32"}})
     AmpKwargs(fold_clip=True)
+    AmpAccelerator(mixed_precision="fp16", cpu=True, kwargs_handlers=[AmpKwargs()])
 
 
 def wrong() -> None:
@@ -15,3 +17,5 @@ def wrong() -> None:
     GradScaler(init_scal=8.0)  # type: ignore[call-arg]
     FabricAmpPrecision(init_scale="8")  # type: ignore[arg-type]
     AmpKwargs(on_nonfinite="stop")  # type: ignore[arg-type]
+    AmpAccelerator(mixed_precison="fp16")  # type: ignore[call-arg]
+    AmpAccelerator(mixed_precision="fp17")  # type: ignore[arg-type]

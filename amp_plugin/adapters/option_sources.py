@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from configparser import RawConfigParser
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final, TypeVar, get_args
 
 import yaml
 
+from amp_plugin.messages import naming, warn_user
 from amp_plugin.options import (
     CONFIG,
     PREFIX,
@@ -22,6 +22,33 @@ from amp_plugin.options import (
 )
 
 OPTIONS: Final = option_names(AccelerateOptions)
+Options = TypeVar("Options")
+
+
+def resolved(
+    kind: type[Options],
+    stated: Iterable[tuple[str, Mapping[str, Any]]],
+    environment: Mapping[str, str],
+    *,
+    door: str = "",
+) -> tuple[Options, dict[str, str]]:
+    """Return the options of a front door, checked, and option -> what has set it.
+
+    Args:
+        kind: the class of the options.
+        stated: what the program states, as layers of which the first decides: source, option -> value.
+        environment: sets what the program leaves open.
+        door: the framework, for the warning of an option that has no effect in it.
+
+    Raises:
+        OptionError: a value is not allowed; its source is named.
+    """
+    given, sources = decided([*stated, *outside_program(environment)])
+    for other in sorted(given.keys() - {*option_names(kind)}):
+        warn_user(f"{other} from {sources.pop(other)} has no effect in {door}, it is Accelerate's option")
+        del given[other]
+    with naming(sources):
+        return kind(**given), sources
 
 
 def decided(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -35,7 +62,7 @@ def decided(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[dict[str, 
 
 
 def outside_program(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
-    """Return what the environment and the file it names set, as layers: source, option -> text or value."""
+    """Return what the environment and the file it names set, as layers: source, option -> value."""
     known = {PREFIX + name.upper(): name for name in OPTIONS}
     for variable, hint in unknown_variables(environment).items():
         allowed = f"; allowed are {', '.join([*known, CONFIG])}; unset it"
@@ -43,26 +70,12 @@ def outside_program(environment: Mapping[str, str]) -> list[tuple[str, dict[str,
         raise ValueError(msg)
     present = [variable for variable in known if variable in environment]
     layers = [(variable, {known[variable]: environment[variable]}) for variable in present]
-    return [*layers, *_from_file(environment)]
+    return [(source, read_all(given)) for source, given in [*layers, *_from_file(environment)]]
 
 
 def read_all(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return options, which may be text, as their types; what does not fit is left to its check."""
     return {name: _read(name, value) for name, value in given.items()}
-
-
-@contextmanager
-def naming(sources: Mapping[str, str]) -> Iterator[None]:
-    """Let an error about options be a ValueError that names what has set them."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        words = re.findall(r"\w+", str(error))
-        named = [f"{name} comes from {source}" for name, source in sources.items() if name in words]
-        if not named:
-            raise
-        msg = f"{error} ({'; '.join(named)})"
-        raise ValueError(msg) from error
 
 
 def _from_file(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:

@@ -208,15 +208,15 @@ class Takeover:
 
 def _with_environment(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a scaler, with options of the environment where they are torch's defaults."""
-    from amp_plugin.adapters.option_sources import decided, outside_program, read_all  # noqa: PLC0415
-    from amp_plugin.options import GradScalerOptions, ScalingOptions, option_defaults, option_names  # noqa: PLC0415
+    from amp_plugin.adapters.option_sources import decided, outside_program  # noqa: PLC0415
+    from amp_plugin.options import GradScalerOptions, LossScaleOptions, option_defaults, option_names  # noqa: PLC0415
 
     defaults = option_defaults(GradScalerOptions)
     by_position = dict(zip(defaults, args, strict=False))
     stated = {name for name, value in {**by_position, **kwargs}.items() if value != defaults.get(name)}
     outside, _ = decided(outside_program(os.environ))
-    left_open = {*option_names(ScalingOptions)} - stated - by_position.keys()
-    return {**kwargs, **read_all({name: value for name, value in outside.items() if name in left_open})}
+    left_open = {*option_names(LossScaleOptions)} - stated - by_position.keys()
+    return {**kwargs, **{name: value for name, value in outside.items() if name in left_open}}
 
 
 @contextmanager

@@ -75,7 +75,10 @@ _KEYS = {"device_type": "", "rules": {}, "torch": "", "base": ""}  # with what t
 
 def read_rules_file(path: str | Path) -> dict[str, Any]:
     """Return the four keys of a rules file, without looking its ops up; a ValueError says what is wrong."""
-    data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    return _checked_keys(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
+
+
+def _checked_keys(data: Any) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         msg = f"a rules file is a mapping with the keys device_type and rules, got {data!r}"
         raise ValueError(msg)  # noqa: TRY004 - of the file, not of an argument
@@ -226,23 +229,43 @@ class OpRules:
             ValueError: a key, op, rule or argument is unknown; the text names the nearest.
         """
         try:
-            file = read_rules_file(path)
-            default = OpRules.default(file["device_type"])
-            rules = OpRules.named(file["base"], default.device_type) if file["base"] else default
-            release = ".".join(file["torch"].split(".")[:2]) or torch_release()
-            gone = [op for op in file["rules"] if release != torch_release() and not names_an_op(op)]
-            for op, entry in file["rules"].items():
-                if op not in gone:
-                    given = entry if isinstance(entry, Mapping) else {"rule": entry}
-                    rules = rules.with_rule(op, given.get("rule"), keep=given.get("keep", ()))
+            return OpRules._from_keys(read_rules_file(path), str(path))
         except (ValueError, yaml.YAMLError) as error:
             msg = f"{path}: {error}"
             raise ValueError(msg) from error
+
+    @staticmethod
+    def from_mapping(given: Mapping[str, Any]) -> OpRules:
+        """Return rules that change the default ones of a device, stated as in a YAML file.
+
+        Args:
+            given: the keys of the file that ``from_yaml`` reads.
+
+        Raises:
+            ValueError: a key, op, rule or argument is unknown; the text names the nearest.
+
+        Example:
+            >>> rules = OpRules.from_mapping({"device_type": "cpu", "rules": {"aten::mm": "fp32"}})
+            >>> rules["aten::mm"].value
+            'fp32'
+        """
+        return OpRules._from_keys(_checked_keys(given), "the mapping of rules")
+
+    @staticmethod
+    def _from_keys(file: Mapping[str, Any], source: str) -> OpRules:
+        default = OpRules.default(file["device_type"])
+        rules = OpRules.named(file["base"], default.device_type) if file["base"] else default
+        release = ".".join(file["torch"].split(".")[:2]) or torch_release()
+        gone = [op for op in file["rules"] if release != torch_release() and not names_an_op(op)]
+        for op, entry in file["rules"].items():
+            if op not in gone:
+                given = entry if isinstance(entry, Mapping) else {"rule": entry}
+                rules = rules.with_rule(op, given.get("rule"), keep=given.get("keep", ()))
         then = default if file["base"] else _listed(default.device_type, release)
         changes = [f"there is no {op}, its rule is left out" for op in gone]
         changes += _changes(release, then, default)
         if changes:
-            since = f"{path} was written for torch {release}; in torch {torch_release()} "
+            since = f"{source} was written for torch {release}; in torch {torch_release()} "
             warn_user(since + "; ".join(changes))
         return rules
 

@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, extract_model_from_parallel
 
 from amp_plugin import AmpAccelerator, AmpKwargs, OpRules
-from amp_plugin.adapters.accelerate.settings import resolve
+from amp_plugin.adapters.accelerate.settings import refuse_other_engine
 from tests.adapters.accelerate_pair import ours, prepared
 
 
@@ -179,8 +179,8 @@ def test_other_engines_are_refused(kind):
     remedy = r"use accelerate\.Accelerator, and start .* without amp-plugin run or install\(\)"
     remedy += r"; or AORecipeKwargs\(\) in kwargs_handlers: torchao's fp8$" if kind == "fp8" else "$"
     with pytest.raises(ValueError, match=rf"casts and scales losses by itself.*{remedy}"):
-        resolve([], {}).yields_to(*values, None)
-    assert not resolve([], {}).yields_to(DistributedType.NO, "fp8", "torchao's")
+        refuse_other_engine(*values, None, {})
+    assert not refuse_other_engine(DistributedType.NO, "fp8", "torchao's", {})
 
 
 def test_without_mixed_precision_another_engine_is_left_alone(monkeypatch):

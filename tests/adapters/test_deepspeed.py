@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from amp_plugin import OpRules
-from amp_plugin.adapters.accelerate import AmpKwargs
+from amp_plugin.adapters.accelerate import AmpKwargs, deepspeed
 from amp_plugin.adapters.accelerate.deepspeed import EngineScaler, translate
 from amp_plugin.adapters.accelerate.settings import resolve
+from amp_plugin.adapters.session import Session
+from amp_plugin.options import AccelerateOptions, option_names
 from tests.adapters import deepspeed_run
 from tests.warm_processes import call_on_ranks
 
@@ -20,8 +22,21 @@ ZERO = {"zero_optimization": {"stage": 2}}
 
 def translated(config, **options):
     config = json.loads(json.dumps(config))
-    translate(resolve([AmpKwargs(**options)], {}), config)
+    given, sources, _ = resolve([AmpKwargs(**options)], {})
+    translate(Session(given, "fp32", sources=sources), config)
     return config
+
+
+def test_each_option_stands_in_one_table():
+    tables = (
+        deepspeed.INSTEAD,
+        deepspeed.FP16_KEYS,
+        deepspeed.FIXED,
+        deepspeed.IN_AUTOCAST,
+        deepspeed.ELSEWHERE,
+    )
+    listed = [option for table in tables for option in table]
+    assert sorted(listed) == sorted(option_names(AccelerateOptions))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +99,7 @@ def test_clipping_in_its_unfused_optimizer_is_warned_of(clip, told, recwarn):
     seen = {"optimizer": optimizer, "global_steps": 0, "skipped_steps": 0}
     engine = SimpleNamespace(**seen, gradient_clipping=lambda: clip)
     warnings.simplefilter("always")
-    assert EngineScaler(engine, resolve([], {})).get_scale() == 256.0
+    assert EngineScaler(engine, AccelerateOptions()).get_scale() == 256.0
     assert sum("'stage' of 'zero_optimization' to 1" in str(warning.message) for warning in recwarn) == told
 
 

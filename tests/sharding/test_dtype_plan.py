@@ -9,10 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from amp_plugin import AmpKwargs, AmpPrecision, DtypePlan, FabricAmpPrecision, fully_shard, log_collectives
+from amp_plugin import AmpPrecision, DtypePlan, FabricAmpPrecision, fully_shard, log_collectives
 from amp_plugin.adapters.accelerate.forward import fp32_units_apart, give_policy
-from amp_plugin.adapters.accelerate.settings import resolve
-from amp_plugin.adapters.settings import AdapterSettings
+from amp_plugin.adapters.session import Session
+from amp_plugin.options import PrecisionOptions
 from amp_plugin.sharding.fully_shard import add_up_in_fp32, fsdp1_policy, has_dtypes_by_parameter, policy_of
 from amp_plugin.sharding.report import check_against_plan, shard_units
 from tests.process_groups import group_of_one
@@ -224,9 +224,9 @@ class TestContradictions:
 
     def test_another_precision_in_evaluation(self):
         with pytest.raises(ValueError, match="eval_precision='fp32' does not work under FSDP, which gathers"):
-            AdapterSettings(precision="bf16", eval_precision="fp32").check_sharded()
+            Session(PrecisionOptions(eval_precision="fp32"), "bf16").check_sharded()
         for in_eval, precision in ((None, "bf16"), ("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp32")):
-            AdapterSettings(precision=precision, eval_precision=in_eval).check_sharded()
+            Session(PrecisionOptions(eval_precision=in_eval), precision).check_sharded()
 
 
 class TestFirstVersion:
@@ -269,7 +269,7 @@ class TestAdapters:
         class Plugin:
             mixed_precision_policy = kind(BF16, BF16, BF16)
 
-        dtypes = resolve([], {}).in_precision("bf16").dtype_plan
+        dtypes = Session(PrecisionOptions(), "bf16").dtype_plan
         give_policy(Plugin, dtypes, fp32_outputs=True)
         given = Plugin.mixed_precision_policy
         assert (given.param_dtype, given.reduce_dtype) == (BF16, FP32)
@@ -281,13 +281,13 @@ class TestAdapters:
         class Plugin:
             mixed_precision_policy = MixedPrecisionPolicy(BF16, BF16, BF16)
 
-        dtypes = resolve([], {}).in_precision("bf16").dtype_plan
+        dtypes = Session(PrecisionOptions(), "bf16").dtype_plan
         give_policy(Plugin, dtypes, fp32_outputs=False)
         assert Plugin.mixed_precision_policy.output_dtype is BF16
 
     def test_where_nothing_is_sharded_reduce_has_no_effect_and_that_is_told(self):
         with pytest.warns(UserWarning, match="reduce='bf16' has an effect under FSDP only.*use a hook"):
-            resolve([AmpKwargs(reduce="bf16")], {}).check_shards(Net(), for_ddp="a hook")
+            Session(PrecisionOptions(reduce="bf16"), "bf16").check_shards(Net(), for_ddp="a hook")
         with pytest.warns(UserWarning, match="reduce='bf16' has an effect under FSDP only, and this model"):
             AmpPrecision("bf16", reduce="bf16")._check_shards(Net())
 

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,13 @@ from torch.optim import Optimizer
 from amp_plugin.adapters.accelerate import deepspeed
 from amp_plugin.adapters.accelerate.forward import MixedForward, fp32_units_apart, give_policy
 from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, Stepping, steps_in_backward
-from amp_plugin.adapters.accelerate.settings import refuse_misplaced, take_options
+from amp_plugin.adapters.accelerate.settings import (
+    accelerators_arguments,
+    refuse_misplaced,
+    refuse_other_engine,
+    take_options,
+)
 from amp_plugin.adapters.float8 import leave_out, refuse_device
-from amp_plugin.adapters.option_sources import naming
 from amp_plugin.adapters.scaler import (
     HasScaler,
     StepNorms,
@@ -36,17 +40,18 @@ from amp_plugin.adapters.scaler import (
     scaler_groups,
     torch_optimizer,
 )
+from amp_plugin.adapters.session import Session
 from amp_plugin.adapters.weights import ModelWeights
 from amp_plugin.casting.installed_kernels import set_default_rules
 from amp_plugin.casting.rules import TABLES, OpRules
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.casting.threads import RegionState
 from amp_plugin.kernels.tracers import outside_graphs
-from amp_plugin.messages import warn_user
-from amp_plugin.options import bind
+from amp_plugin.messages import naming, warn_user
+from amp_plugin.options import AccelerateOptions, bind, shows
 from amp_plugin.patches import replaced
 from amp_plugin.patterns import found_patterns, require_matches
-from amp_plugin.precision import TRAINING_DTYPES, warn_of_slow_fp16
+from amp_plugin.precision import TRAINING_DTYPES, refuse_other_precision, warn_of_slow_fp16
 from amp_plugin.removed import removed_attribute
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
@@ -103,11 +108,12 @@ class AmpAccelerator(HasScaler, Accelerator):
     native_amp: bool
     _rules_in_force = ExitStack()  # gives back the op rules that the last accelerator has set for the process
 
+    @shows(accelerators_arguments, _SIGNATURE)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         refuse_misplaced(type(self).__name__, kwargs)
         given = bind(type(self).__name__, _SIGNATURE, self, *args, **kwargs)
         given.pop("self")
-        self._settings = settings = take_options(given, os.environ)
+        options, sources, enabled = take_options(given, os.environ)
         self._stepping = Stepping()
         self._norms = StepNorms()
         self._unprepared = Unprepared()
@@ -115,19 +121,25 @@ class AmpAccelerator(HasScaler, Accelerator):
         self._engaged = False  # whether models compute, and optimizers step, by us and not by another engine
         self._end_page: Callable[[], object] | None = None
         super().__init__(**given)
-        is_other = settings.yields_to(self.distributed_type, self.mixed_precision, self.ao_recipe_handler)
+        precision = "fp32" if self.mixed_precision == "no" else self.mixed_precision
+        self._session = Session(options, precision, sources=sources, enabled=enabled)
+        is_other = refuse_other_engine(
+            self.distributed_type, self.mixed_precision, self.ao_recipe_handler, sources
+        )
         self._follow(None)
         if self.distributed_type == DistributedType.DEEPSPEED:
-            deepspeed.translate(settings, self.deepspeed_plugin.deepspeed_config)
+            deepspeed.translate(self._session, self.deepspeed_plugin.deepspeed_config)
         elif not is_other:
             self._engage()
-        self._weights = ModelWeights(settings.weights, settings.state, casts=self.native_amp)
+        self._weights = ModelWeights(options.weights, options.state, casts=self.native_amp)
         self.register_load_state_pre_hook(self._load_scale)
 
     def _engage(self) -> None:
         """Replace Accelerate's scaler by ours and let autocast blocks follow our rules."""
-        device, precision = self.device.type, self.mixed_precision
-        self._settings = settings = self._settings.in_precision(precision)
+        session, device, precision = self._session, self.device.type, self.mixed_precision
+        weights = session.options.weights
+        with naming(session.sources):
+            refuse_other_precision(weights, session.precision, named="mixed_precision")
         self._engaged, self.native_amp = True, precision != "no"
         self._take_scaler(self._own_scaler(precision == "fp16"), shown=precision == "fp16")
         if self.is_main_process:
@@ -135,22 +147,21 @@ class AmpAccelerator(HasScaler, Accelerator):
         if self.ao_recipe_handler is not None:
             owner = f"{type(self).__name__}(mixed_precision='fp8')"
             refuse_device(owner, device, self.ao_recipe_handler.config)
-        if settings.changes_forward:
-            self._follow(settings.rules or (OpRules.default(device) if device in TABLES else None))
+        if session.changes_forward:
+            self._follow(session.rules or (OpRules.default(device) if device in TABLES else None))
         if self.distributed_type == DistributedType.FSDP:
-            refuse_sharded(settings.weights, "FullyShardedDataParallelPlugin(mixed_precision_policy=...)")
-            with naming(settings.sources):
-                settings.check_sharded()
+            refuse_sharded(weights, "FullyShardedDataParallelPlugin(mixed_precision_policy=...)")
+            session.check_sharded()
             if self.native_amp:
-                give_policy(self.state.fsdp_plugin, self.dtype_plan, fp32_outputs=settings.fp32_outputs)
+                fp32_outputs = self._options.fp32_outputs
+                give_policy(self.state.fsdp_plugin, self.dtype_plan, fp32_outputs=fp32_outputs)
 
     def _follow(self, rules: OpRules | None) -> None:
         """Make the process follow op rules until this run ends or another begins; end an earlier run's."""
         AmpAccelerator._rules_in_force.close()
         self._own_rules = AmpAccelerator._rules_in_force = ExitStack()
         if rules is not None:
-            with naming(self._settings.sources):
-                set_default_rules(rules)
+            set_default_rules(rules)
             self._own_rules.callback(set_default_rules, None)
 
     @property
@@ -167,7 +178,7 @@ class AmpAccelerator(HasScaler, Accelerator):
         self._follow_log()
 
     def _follow_log(self) -> None:
-        if self._settings.exact_schedulers:
+        if self._options.exact_schedulers:
             self._scaler.step_log.wait_for()
         self._scaler.step_log.subscribe(self._look)
 
@@ -181,7 +192,11 @@ class AmpAccelerator(HasScaler, Accelerator):
         self._follow_log()
 
     def _own_scaler(self, enabled: bool) -> GradScaler:
-        return self._settings.new_scaler(self.device.type, enabled=enabled and self._settings.enabled)
+        return self._session.new_scaler(self.device.type, enabled=enabled)
+
+    @property
+    def _options(self) -> AccelerateOptions:
+        return cast("AccelerateOptions", self._session.options)
 
     @property
     def scaler(self) -> Any:
@@ -221,7 +236,7 @@ class AmpAccelerator(HasScaler, Accelerator):
             prepared = super().prepare(*args, **kwargs)
         if self.native_amp:
             for model in self._models[before:]:
-                self._settings.check_shards(model, for_ddp=_REDUCE_UNDER_DDP)
+                self._session.check_shards(model, for_ddp=_REDUCE_UNDER_DDP)
         self._register_optimizers()
         self._begin_page()
         return prepared
@@ -235,20 +250,20 @@ class AmpAccelerator(HasScaler, Accelerator):
         engine = getattr(getattr(self, "deepspeed_engine_wrapped", None), "engine", None)
         if engine is not None and not self._scaler.optimizers:
             config = self.deepspeed_plugin.deepspeed_config
-            self._follow(self._settings.rules)
-            scaler = deepspeed.scaler_for_engine(engine, self._settings, config)
+            self._follow(self._session.rules)
+            scaler = deepspeed.scaler_for_engine(engine, self._session, config)
             self._take_scaler(scaler, shown=scaler.is_enabled())
         return prepared
 
     def _begin_page(self) -> None:
         """Draw the run from its first prepared model to ``end_training``, or to the end of the process."""
-        if self._settings.report is None or self._end_page is not None or not self._models:
+        if self._options.report is None or self._end_page is not None or not self._models:
             return
         from amp_plugin.run_page.report import RunReport  # noqa: PLC0415 - loads the diagnosis
 
         models = [self.unwrap_model(model) for model in self._models]
         model = models[0] if len(models) == 1 else nn.ModuleList(models)
-        page = RunReport(self, model, self._settings.report, options=self._settings).__enter__()
+        page = RunReport(self, model, self._options.report, options=self._options).__enter__()
 
         def end() -> None:
             error: BaseException | None = getattr(sys, "last_value", None)
@@ -258,7 +273,7 @@ class AmpAccelerator(HasScaler, Accelerator):
 
     def _set_up(self, models: Sequence[nn.Module], *, trained: bool = True) -> None:
         """Store weights, put ``fp32_modules`` under fp32 and forwards under autocast; may be repeated."""
-        wanted = self._settings.fp32_modules
+        wanted = self._options.fp32_modules
         matched = {model: found_patterns(model, wanted) for model in models}
         self._found.update(*matched.values())
         if models:
@@ -269,25 +284,25 @@ class AmpAccelerator(HasScaler, Accelerator):
             in_fp32 = apply_fp32_modules(model, patterns)
             if in_fp32 and self.ao_recipe_handler is not None:
                 leave_out(self.ao_recipe_handler, model, in_fp32)
-            if self._settings.changes_forward and not getattr(model, "_is_accelerate_prepared", False):
+            if self._session.changes_forward and not getattr(model, "_is_accelerate_prepared", False):
                 training = self._region(self.mixed_precision)
                 MixedForward(
                     module=model,
                     training=training,
-                    evaluation=self._region(self._settings.eval_precision or self.mixed_precision),
-                    fp32_outputs=self._settings.fp32_outputs,
+                    evaluation=self._region(self._session.eval_precision),
+                    fp32_outputs=self._options.fp32_outputs,
                     inputs=training.dtype if self._weights.replace_autocast else None,
                 ).put_on()
 
     def set_up_weights(self, model: nn.Module) -> None:
         """Store a model's weights before it is prepared, for a checkpoint that is loaded before."""
         if self._engaged and not getattr(model, "_is_accelerate_prepared", False):
-            self._weights.set_up(model, found_patterns(model, self._settings.fp32_modules))
+            self._weights.set_up(model, found_patterns(model, self._options.fp32_modules))
 
     @property
     def dtype_plan(self) -> DtypePlan:
         """The dtypes of the models, for ``amp_plugin.fully_shard``."""
-        return self._settings.dtype_plan
+        return self._session.dtype_plan
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Prepare a model: its forward runs in the region and returns fp32."""
@@ -381,7 +396,7 @@ class AmpAccelerator(HasScaler, Accelerator):
 
     def _look(self, step: LoggedStep) -> None:
         """End a run that only skips."""
-        limit = self._settings.max_skips_in_a_row
+        limit = self._options.max_skips_in_a_row
         if limit and step.in_a_row == limit:
             in_fp16, option = "use mixed_precision='bf16'", "AmpKwargs(max_skips_in_a_row=...)"
             raise endless_skips(step, in_fp16=in_fp16, option=option)
@@ -419,7 +434,7 @@ class AmpAccelerator(HasScaler, Accelerator):
             so_far = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], norm_type)
             scale = scaler.loss_scale.value
             return so_far if scale is None else so_far / scale
-        fold = self._settings.fold_clip
+        fold = self._options.fold_clip
         if not is_fsdp1 and (fold or scaler.is_enabled()):
             owners = scaler.optimizers_of(params) if fold else []
             target = owners[0] if len(owners) == 1 else params

@@ -14,18 +14,19 @@ from typing import Any, Final
 import torch
 from torch.optim import Optimizer
 
-from amp_plugin.adapters.accelerate.settings import Settings
 from amp_plugin.adapters.scaler import register
+from amp_plugin.adapters.session import Session
 from amp_plugin.casting.run_in import apply_fp32_modules
-from amp_plugin.messages import warn_user
-from amp_plugin.options import LossScaleOptions, option_defaults, option_names
+from amp_plugin.messages import OptionError, warn_user
+from amp_plugin.options import LossScaleOptions, option_defaults
 from amp_plugin.patterns import found_patterns
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.overflows import OverflowReport
 from amp_plugin.scaling.step_log import LoggedStep, StepResult
 
-# Options that cannot act, and what says the same to DeepSpeed.
-_INSTEAD: Final = {
+# What becomes of each option; a test compares these five tables with the options of AmpKwargs.
+
+INSTEAD: Final = {
     "weights": "'fp16_master_weights_and_grads' of 'fp16' or 'bf16_master_weights_and_grads' of 'bf16'",
     "state": "'bf16_optimizer_states' of 'bf16'",
     "reduce": "'communication_data_type'",
@@ -34,6 +35,29 @@ _INSTEAD: Final = {
     "fp32_outputs": "'auto_cast' of 'fp16' for inputs; outputs keep their dtype",
     "fp16_gradients": "'fp16_master_weights_and_grads' of 'fp16'",
 }
+"""Options that cannot act, and what says the same to DeepSpeed."""
+FP16_KEYS: Final[dict[str, tuple[str, Callable[[Any], Any], str]]] = {
+    "init_scale": ("initial_scale_power", lambda scale: _whole(math.log2(scale)), "powers of 2"),
+    "growth_interval": ("loss_scale_window", int, ""),
+    "min_scale": ("min_loss_scale", lambda scale: _whole(scale) or None, "whole numbers from 1 on"),
+    "hysteresis": ("hysteresis", int, ""),
+    "hysteresis_mode": ("consecutive_hysteresis", {"apex": True, "deepspeed": False}.get, "apex, deepspeed"),
+}
+"""Options of the loss scale: key of the section fp16, its value (None: there is none), and what it takes."""
+FIXED: Final = {"growth_factor": 2.0, "backoff_factor": 0.5, "max_scale": None, "on_min_scale": "raise"}
+"""Options of the loss scale without a key there, and the value that they always have."""
+IN_AUTOCAST: Final = ("rules", "fp32_modules")
+"""Options that act in DeepSpeed's autocast."""
+ELSEWHERE: Final = {
+    "dynamic": "loss_scale of the section fp16, or its absence",
+    "on_nonfinite": "check_grad_overflow of the section bf16",
+    "one_pass": "our scaler, where it stands in the engine's place; nothing else reads it",
+    "exact_schedulers": "always: the engine waits for each step",
+    "max_skips_in_a_row": "our log of the engine's steps",
+    "report": "our log of the engine's steps",
+}
+"""Options that act in another way."""
+
 _SCALED_IN_ZERO: Final = (
     "DeepSpeed 0.19 clips gradients still multiplied by the loss scale under 'torch_autocast' in float16 "
     "with a ZeRO stage: set 'stage' of 'zero_optimization' to 0, or use 'fp16' or bfloat16"
@@ -42,73 +66,67 @@ _CLIPPED_IN_UNFUSED: Final = (
     "DeepSpeed 0.19 moves weights far too little where its unfused optimizer (fp16 without ZeRO) clips: set "
     "'stage' of 'zero_optimization' to 1, leave 'gradient_clipping' out, or use bfloat16"
 )
-# Option -> key of the section fp16, its value (None: there is none), and what it takes.
-_FP16_KEYS: Final[dict[str, tuple[str, Callable[[Any], Any], str]]] = {
-    "init_scale": ("initial_scale_power", lambda scale: _whole(math.log2(scale)), "powers of 2"),
-    "growth_interval": ("loss_scale_window", int, ""),
-    "min_scale": ("min_loss_scale", lambda scale: _whole(scale) or None, "whole numbers from 1 on"),
-    "hysteresis": ("hysteresis", int, ""),
-    "hysteresis_mode": ("consecutive_hysteresis", {"apex": True, "deepspeed": False}.get, "apex, deepspeed"),
-}
-_FIXED: Final = {"growth_factor": 2.0, "backoff_factor": 0.5, "max_scale": None, "on_min_scale": "raise"}
 
 
-def translate(settings: Settings, config: dict[str, Any]) -> None:
+def translate(session: Session, config: dict[str, Any]) -> None:
     """Write the options that are set into DeepSpeed's config; refuse what it cannot do, or says otherwise."""
-    defaults, autocast = option_defaults(type(settings)), _is_on(config, "torch_autocast")
-    for name in settings.sources:
-        if name in _INSTEAD and getattr(settings, name) != defaults[name]:
-            raise _refused(settings, name, f"set {_INSTEAD[name]} in its config")
-        if name in {"rules", "fp32_modules"} and not autocast:
-            raise _refused(settings, name, "it acts in autocast only: set 'enabled' of 'torch_autocast'")
+    options, autocast = session.options, _is_on(config, "torch_autocast")
+    defaults = option_defaults(type(options))
+    for name in session.sources:
+        if name in INSTEAD and getattr(options, name) != defaults[name]:
+            raise _refused(session, name, f"set {INSTEAD[name]} in its config")
+        if name in IN_AUTOCAST and not autocast:
+            raise _refused(session, name, "it acts in autocast only: set 'enabled' of 'torch_autocast'")
         if name == "on_nonfinite" and not is_ours(config):
-            _translate_checks(settings, config)
-        elif name in option_names(LossScaleOptions) and not is_ours(config):
-            _translate_scale(settings, name, config)
+            _translate_checks(session, config)
+        elif name in {*FP16_KEYS, *FIXED, "dynamic"} and not is_ours(config):
+            _translate_scale(session, name, config)
 
 
-def _translate_checks(settings: Settings, config: dict[str, Any]) -> None:
-    looks = settings.on_nonfinite != "ignore"
+def _translate_checks(session: Session, config: dict[str, Any]) -> None:
+    looks = session.options.on_nonfinite != "ignore"
     if _is_on(config, "bf16"):
-        _set(settings, config, ("bf16", "check_grad_overflow"), looks, "on_nonfinite")
+        _set(session, config, ("bf16", "check_grad_overflow"), looks, "on_nonfinite")
     elif looks != _is_on(config, "fp16") and not _is_on(config, "torch_autocast"):
         remedy = "fp16 always checks, fp32 never: see 'enabled' of 'bf16', and 'stage' of 'zero_optimization'"
-        raise _refused(settings, "on_nonfinite", remedy)
+        raise _refused(session, "on_nonfinite", remedy)
 
 
-def _translate_scale(settings: Settings, name: str, config: dict[str, Any]) -> None:
+def _translate_scale(session: Session, name: str, config: dict[str, Any]) -> None:
     """Write an option of the loss scale into the section fp16; in bf16 it has no effect."""
-    given = getattr(settings, name)
+    given = getattr(session.options, name)
     if not _is_on(config, "fp16"):
         if config.get("torch_autocast", {}).get("dtype") == "float16":
             remedy = "its loss scale has no key: set 'stage' of 'zero_optimization' to 0, or use 'fp16'"
-            raise _refused(settings, name, remedy)
-    elif name in _FP16_KEYS:
-        key, convert, wanted = _FP16_KEYS[name]
+            raise _refused(session, name, remedy)
+    elif name in FP16_KEYS:
+        key, convert, wanted = FP16_KEYS[name]
         value = convert(given)
         if value is None:
-            raise _refused(settings, name, f"{key!r} of 'fp16' takes {wanted}")
-        _set(settings, config, ("fp16", key), value, name)
+            raise _refused(session, name, f"{key!r} of 'fp16' takes {wanted}")
+        _set(session, config, ("fp16", key), value, name)
     elif name == "dynamic":
         if not given:
-            _set(settings, config, ("fp16", "loss_scale"), settings.init_scale, name)
-    elif given != _FIXED[name]:
-        raise _refused(settings, name, f"it has no key there, and is always {_FIXED[name]!r}")
+            _set(session, config, ("fp16", "loss_scale"), session.options.init_scale, name)
+    elif given != FIXED[name]:
+        raise _refused(session, name, f"it has no key there, and is always {FIXED[name]!r}")
 
 
-def _set(settings: Settings, config: dict[str, Any], path: tuple[str, str], value: Any, name: str) -> None:
+def _set(session: Session, config: dict[str, Any], path: tuple[str, str], value: Any, name: str) -> None:
     section, key = path
     known = config[section].get(key, "auto")
     if known not in {"auto", value}:
-        asked = f"{name}={getattr(settings, name)!r} (from {settings.sources[name]})"
+        given = getattr(session.options, name)
+        asked = f"{name}={given!r} (from {session.sources[name]})"
         msg = f"{asked} disagrees with DeepSpeed's {key!r}: {known!r} of {section!r}; set one of the two"
-        raise ValueError(msg)
+        raise OptionError(name, given, repr(known), msg)
     config[section][key] = value
 
 
-def _refused(settings: Settings, name: str, remedy: str) -> ValueError:
-    given = f"{name}={getattr(settings, name)!r}"
-    return ValueError(f"{given} cannot act under DeepSpeed (from {settings.sources[name]}): {remedy}")
+def _refused(session: Session, name: str, remedy: str) -> OptionError:
+    given = getattr(session.options, name)
+    text = f"{name}={given!r} cannot act under DeepSpeed (from {session.sources[name]}): {remedy}"
+    return OptionError(name, given, remedy, text)
 
 
 def _whole(number: float) -> int | None:
@@ -125,19 +143,21 @@ def is_ours(config: Mapping[str, Any]) -> bool:
     return not (stage or _is_on(config, "fp16") or _is_on(config, "bf16"))
 
 
-def scaler_for_engine(engine: Any, settings: Settings, config: Mapping[str, Any]) -> GradScaler:
+def scaler_for_engine(engine: Any, session: Session, config: Mapping[str, Any]) -> GradScaler:
     """Return a scaler that stands in an engine's place, or one that observes what the engine does."""
-    apply_fp32_modules(engine.module, found_patterns(engine.module, settings.fp32_modules))
+    apply_fp32_modules(engine.module, found_patterns(engine.module, session.options.fp32_modules))
     if is_ours(config):
-        scales = settings.enabled and engine.torch_autocast_z0_gradscaler is not None
-        scaler = settings.new_scaler(engine.device.type, enabled=scales)
-        if not scales:  # which the engine calls before it clips: the norm is of unclipped gradients
+        scales = engine.torch_autocast_z0_gradscaler is not None
+        scaler = session.new_scaler(engine.device.type, enabled=scales)
+        if (
+            not scaler.is_enabled()
+        ):  # which the engine calls before it clips: the norm is of unclipped gradients
             scaler.unscale_ = scaler.measure  # type: ignore[method-assign, assignment]
         engine.torch_autocast_z0_gradscaler = scaler
         scaler.step_log.wait_for()
         scaler.step_log.subscribe(_show_overflow)
     else:
-        scaler = EngineScaler(engine, settings)
+        scaler = EngineScaler(engine, session.options)
     register(scaler, [engine.optimizer], [engine.module])
     return scaler
 
@@ -150,9 +170,9 @@ def _show_overflow(step: LoggedStep) -> None:
 class EngineScaler(GradScaler):
     """Answers for an engine that scales and steps by itself: its loss scale, its skips, its norms."""
 
-    def __init__(self, engine: Any, settings: Settings) -> None:
-        floor = settings.min_scale
-        super().__init__("cpu", enabled=False, on_nonfinite=settings.on_nonfinite, min_scale=floor)
+    def __init__(self, engine: Any, options: LossScaleOptions) -> None:
+        floor, checks = options.min_scale, options.on_nonfinite
+        super().__init__("cpu", enabled=False, on_nonfinite=checks, min_scale=floor)
         self._engine, self._steps_seen, self._skips_seen = engine, engine.global_steps, engine.skipped_steps
         self._result: StepResult | None = None
         self._torchs: Any = getattr(engine.optimizer, "torch_autocast_gradscaler", None)

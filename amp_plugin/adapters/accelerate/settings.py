@@ -11,20 +11,19 @@ One order of precedence; the first source that names an option decides it::
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, Literal
 
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, GradScalerKwargs, KwargsHandler, PrecisionType
-from typing_extensions import Self
 
-from amp_plugin.adapters.option_sources import OPTIONS, decided, naming, outside_program, read_all
-from amp_plugin.adapters.settings import AdapterSettings
+from amp_plugin.adapters.option_sources import OPTIONS, read_all, resolved
+from amp_plugin.messages import naming
 from amp_plugin.options import AccelerateOptions, lists_options, takes
-from amp_plugin.precision import checked_precision
+from amp_plugin.precision import NameWithWeights, StockName, TrainingPrecision, checked_precision
 
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 
@@ -53,6 +52,33 @@ class AmpKwargs(KwargsHandler, SimpleNamespace):
         return f"AmpKwargs({', '.join(f'{name}={value!r}' for name, value in self.to_kwargs().items())})"
 
 
+def accelerators_arguments(
+    self: Any,
+    device_placement: bool = True,
+    split_batches: bool = False,
+    mixed_precision: TrainingPrecision | StockName | NameWithWeights | Literal["no"] | None = None,
+    gradient_accumulation_steps: int = 1,
+    cpu: bool = False,
+    dataloader_config: Any = None,
+    deepspeed_plugin: Any = None,
+    fsdp_plugin: Any = None,
+    torch_tp_plugin: Any = None,
+    megatron_lm_plugin: Any = None,
+    rng_types: list[Any] | None = None,
+    log_with: Any = None,
+    project_dir: str | os.PathLike[str] | None = None,
+    project_config: Any = None,
+    gradient_accumulation_plugin: Any = None,
+    step_scheduler_with_optimizer: bool = True,
+    kwargs_handlers: Sequence[Any] | None = None,
+    dynamo_backend: Any = None,
+    dynamo_plugin: Any = None,
+    deepspeed_plugins: Any = None,
+    parallelism_config: Any = None,
+) -> None:
+    """State Accelerator's arguments for type checkers: Accelerate has no marker ``py.typed``."""
+
+
 def refuse_misplaced(owner: str, names: Iterable[str]) -> None:
     """Raise TypeError if an option of AmpKwargs is given to the accelerator itself."""
     for option in set(names) & set(OPTIONS):
@@ -61,54 +87,45 @@ def refuse_misplaced(owner: str, names: Iterable[str]) -> None:
         raise TypeError(msg)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings(AdapterSettings, AccelerateOptions):
-    """The options in force."""
-
-    sources: Mapping[str, str]  # option -> what set it; options that nothing has set are absent
-    enabled: bool  # of GradScalerKwargs
-    named: ClassVar[str] = "mixed_precision"
-
-    def in_precision(self, mixed_precision: str) -> Self:
-        """Return the settings of an accelerator, whose weights must be stored in the dtype it computes in."""
-        with naming(self.sources):
-            return replace(self, precision="fp32" if mixed_precision == "no" else mixed_precision)
-
-    @property
-    def changes_forward(self) -> bool:
-        """Whether prepared models compute in 16 bits, in training or in ``eval()`` mode."""
-        return self.precision != "fp32" or self.eval_precision in {"fp16", "bf16"}
-
-    def yields_to(self, kind: DistributedType, precision: str, float8_recipe: Any) -> bool:
-        """Return whether another engine trains than ours or DeepSpeed; raise ValueError if we had to cast."""
-        engine = {DistributedType.MEGATRON_LM: "Megatron-LM", DistributedType.XLA: "XLA"}.get(kind)
-        if engine is None and precision == "fp8" and float8_recipe is None:
-            engine = "fp8 training by TransformerEngine or MS-AMP"
-        asked = sorted(self.sources.keys() & {"eval_precision", "weights", "state", "on_nonfinite", "report"})
-        if engine is None or (precision == "no" and not asked):
-            return engine is not None
-        left_out = f", leave out {', '.join(asked)}" * bool(asked)
-        ours = "; or AORecipeKwargs() in kwargs_handlers: torchao's fp8" * (precision == "fp8")
-        msg = (
-            f"{engine} casts and scales losses by itself, which AmpAccelerator cannot do for it: use "
-            f"accelerate.Accelerator{left_out}, and start it without amp-plugin run or install(){ours}"
-        )
-        raise ValueError(msg)
+def refuse_other_engine(
+    kind: DistributedType, precision: str, float8_recipe: Any, sources: Mapping[str, str]
+) -> bool:
+    """Return whether another engine trains than ours or DeepSpeed; raise ValueError if we had to cast."""
+    engine = {DistributedType.MEGATRON_LM: "Megatron-LM", DistributedType.XLA: "XLA"}.get(kind)
+    if engine is None and precision == "fp8" and float8_recipe is None:
+        engine = "fp8 training by TransformerEngine or MS-AMP"
+    asked = sorted(sources.keys() & {"eval_precision", "weights", "state", "on_nonfinite", "report"})
+    if engine is None or (precision == "no" and not asked):
+        return engine is not None
+    left_out = f", leave out {', '.join(asked)}" * bool(asked)
+    ours = "; or AORecipeKwargs() in kwargs_handlers: torchao's fp8" * (precision == "fp8")
+    msg = (
+        f"{engine} casts and scales losses by itself, which AmpAccelerator cannot do for it: use "
+        f"accelerate.Accelerator{left_out}, and start it without amp-plugin run or install(){ours}"
+    )
+    raise ValueError(msg)
 
 
-def resolve(handlers: Sequence[KwargsHandler], environment: Mapping[str, str]) -> Settings:
-    """Decide each option by the order of precedence above; of several AmpKwargs the first that names it."""
-    layers = [("AmpKwargs", given.to_kwargs()) for given in handlers if isinstance(given, AmpKwargs)]
+def resolve(
+    handlers: Sequence[KwargsHandler], environment: Mapping[str, str]
+) -> tuple[AccelerateOptions, dict[str, str], bool]:
+    """Decide each option by the order of precedence above; of several AmpKwargs the first that names it.
+
+    Returns the options, option -> what has set it, and whether a loss may be scaled at all.
+    """
+    layers = [
+        ("AmpKwargs", read_all(given.to_kwargs())) for given in handlers if isinstance(given, AmpKwargs)
+    ]
     scaling = [given.to_kwargs() for given in handlers if isinstance(given, GradScalerKwargs)]
     enabled = all(given.pop("enabled", True) for given in scaling)
     layers += [("GradScalerKwargs", given) for given in scaling]
-    given, sources = decided([*layers, *outside_program(environment)])
-    with naming(sources):
-        return Settings(**read_all(given), sources=sources, enabled=enabled)
+    return *resolved(AccelerateOptions, layers, environment), enabled
 
 
-def take_options(given: dict[str, Any], environment: Mapping[str, str]) -> Settings:
-    """Return the settings of an accelerator, and leave Accelerate's arguments, in its words, in ``given``."""
+def take_options(
+    given: dict[str, Any], environment: Mapping[str, str]
+) -> tuple[AccelerateOptions, dict[str, str], bool]:
+    """Return what :func:`resolve` does, and leave Accelerate's arguments, in its words, in ``given``."""
     handlers = list(given.get("kwargs_handlers") or ())
     given["kwargs_handlers"] = [other for other in handlers if not isinstance(other, AmpKwargs)]
     given["mixed_precision"] = _precision_for_accelerate(given.get("mixed_precision"), environment)
@@ -124,6 +141,6 @@ def _precision_for_accelerate(argument: Any, environment: Mapping[str, str]) -> 
     given = environment.get(PRECISION_VARIABLE, "no").lower() if from_environment else argument
     if given is None or str(given) in (words := PrecisionType.list()):
         return given  # not the argument: Accelerate takes what the environment says as it is written
-    source, weights_in = PRECISION_VARIABLE * from_environment, "AmpKwargs(weights={!r})"
-    known = checked_precision("mixed_precision", given, source, words=words, weights_in=weights_in)
+    with naming({"mixed_precision": PRECISION_VARIABLE} if from_environment else {}):
+        known = checked_precision("mixed_precision", given, words=words, weights_in="AmpKwargs(weights={!r})")
     return "no" if known == "fp32" else known

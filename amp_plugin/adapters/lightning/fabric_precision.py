@@ -81,7 +81,7 @@ class FabricPrecision(PrecisionCore):
 
     def convert_output(self, data: Any) -> Any:
         """Return fp16 and bf16 outputs as fp32, for losses outside the module; others as they are."""
-        if self.settings.training_dtype is torch.float32:
+        if self._session.training_dtype is torch.float32:
             return data
         return apply_to_collection(data, Tensor, lambda t: t.float() if t.dtype in HALVES else t)
 

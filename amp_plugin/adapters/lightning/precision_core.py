@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Final
 
@@ -14,23 +13,17 @@ from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 
 from amp_plugin.adapters.float8 import checked_config, convert_linear_layers, refuse_device
-from amp_plugin.adapters.option_sources import decided, naming, outside_program, read_all
+from amp_plugin.adapters.option_sources import resolved
 from amp_plugin.adapters.scaler import HasScaler, scaler_for, torch_optimizer
-from amp_plugin.adapters.settings import AdapterSettings
+from amp_plugin.adapters.session import Session
 from amp_plugin.adapters.weights import ModelWeights
 from amp_plugin.casting.installed_kernels import set_default_rules
 from amp_plugin.casting.region import autocast
 from amp_plugin.casting.rules import RULES_VARIABLE, OpRules
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.messages import warn_user
-from amp_plugin.options import LightningOptions, ScalingOptions, option_defaults, option_names, takes
-from amp_plugin.precision import (
-    STOCK_NAMES,
-    TRAINING_DTYPES,
-    checked_training_precision,
-    warn_of_slow_fp16,
-    weights_meant,
-)
+from amp_plugin.options import LightningOptions, LossScaleOptions, option_defaults, option_names, takes
+from amp_plugin.precision import STOCK_NAMES, TRAINING_DTYPES, warn_of_slow_fp16
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.sharding.fully_shard import fsdp1_policy
 from amp_plugin.sharding.plan import DtypePlan
@@ -44,11 +37,11 @@ def has_own_precision(strategy: object) -> bool:
     return any(kind.__name__ in _OWN_PRECISION for kind in type(strategy).__mro__)
 
 
-def _refuse_options_of_scaler(owner: str, given: Mapping[str, Any]) -> None:
-    """Raise TypeError if options are given that a scaler given with them has of its own."""
+def _checked_options(owner: str, given: Mapping[str, Any]) -> LightningOptions:
+    """Check the arguments of a plugin, ``owner``; the environment sets what they leave out."""
     defaults = option_defaults(LightningOptions)  # LightningCLI gives them too
     doubled = [
-        name for name in option_names(ScalingOptions) if given.get(name, defaults[name]) != defaults[name]
+        name for name in option_names(LossScaleOptions) if given.get(name, defaults[name]) != defaults[name]
     ]
     if doubled and given.get("scaler") is not None:
         listed = ", ".join(f"{name}={given[name]!r}" for name in doubled)
@@ -57,37 +50,10 @@ def _refuse_options_of_scaler(owner: str, given: Mapping[str, Any]) -> None:
             f"would win; give amp_plugin.GradScaler({listed}) as scaler=, or leave scaler= out"
         )
         raise TypeError(msg)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrecisionSettings(AdapterSettings, LightningOptions):
-    """The options of AmpPrecision and FabricAmpPrecision, checked, in our own names."""
-
-    @classmethod
-    def from_arguments(cls, owner: str, given: Mapping[str, Any]) -> PrecisionSettings:
-        """Check the arguments of a plugin, ``owner``; the environment sets what they leave out."""
-        _refuse_options_of_scaler(owner, given)
-        outside, sources = decided(outside_program(os.environ))
-        if sources.get("rules") == RULES_VARIABLE:
-            del outside["rules"]  # a plugin reads them where it learns its device
-        names = option_names(LightningOptions)
-        for other in sorted(outside.keys() - {*names}):
-            warn_user(f"{other} from {sources[other]} has no effect in Lightning, it is Accelerate's option")
-        with naming({name: source for name, source in sources.items() if name not in given}):
-            known = {name: value for name, value in read_all(outside).items() if name in names}
-            stated = {**option_defaults(LightningOptions), **known, **given, "scaler": None}
-            name, config = stated["precision"], stated["float8_config"]
-            stated["precision"] = precision = checked_training_precision(name)
-            stated["weights"] = weights_meant(name, stated["weights"])
-            stated["float8_config"] = (
-                checked_config(f"{owner}('fp8')", config) if precision == "fp8" else None
-            )
-            return cls(**stated)
-
-    @property
-    def scales_loss(self) -> bool:
-        """Whether training needs a loss scale: fp16 only."""
-        return self.precision == "fp16"
+    # a plugin follows the rules of AMP_PLUGIN_RULES where it learns its device
+    environment = {name: value for name, value in os.environ.items() if name != RULES_VARIABLE}
+    stated = {name: value for name, value in given.items() if name != "scaler"}
+    return resolved(LightningOptions, [("argument", stated)], environment, door="Lightning")[0]
 
 
 class PrecisionCore(HasScaler):
@@ -100,11 +66,16 @@ class PrecisionCore(HasScaler):
 
     @takes(LightningOptions, by_position=1)
     def __init__(self, **given: Any) -> None:
-        self.settings = settings = PrecisionSettings.from_arguments(type(self).__name__, given)
-        self.precision: Any = STOCK_NAMES[settings.precision]  # Lightning's own name, e.g. "16-mixed"
+        owner = type(self).__name__
+        self.settings = settings = _checked_options(owner, given)
+        self._session = session = Session(settings, str(settings.precision))
+        self._float8 = (
+            checked_config(f"{owner}('fp8')", settings.float8_config) if session.precision == "fp8" else None
+        )
+        self.precision: Any = STOCK_NAMES[session.precision]  # Lightning's own name, e.g. "16-mixed"
         self.device = ""  # until training starts
-        self._desired_input_dtype = settings.training_dtype  # read by Lightning's throughput monitor
-        self._weights = ModelWeights(settings.weights, settings.state, casts=settings.precision != "fp32")
+        self._desired_input_dtype = session.training_dtype  # read by Lightning's throughput monitor
+        self._weights = ModelWeights(settings.weights, settings.state, casts=session.precision != "fp32")
         self._begin()
         if given.get("scaler") is not None:
             self.scaler = given["scaler"]
@@ -146,7 +117,7 @@ class PrecisionCore(HasScaler):
 
     @scaler.setter
     def scaler(self, given: Any) -> None:
-        if given is not None and not self.settings.scales_loss:
+        if given is not None and not self._session.scales_loss:
             msg = (
                 f"{self!r}.scaler = ...: no loss is scaled in {self.settings.precision}; "
                 f"use {type(self).__name__}('fp16'), or leave the scaler out"
@@ -157,26 +128,26 @@ class PrecisionCore(HasScaler):
     @cached_property
     def _scaler(self) -> GradScaler:
         """The scaler that is called; made when first used, since the native core is loaded for it."""
-        return self._new_scaler(self.settings.scales_loss)
+        return self._new_scaler(self._session.scales_loss)
 
     def _new_scaler(self, enabled: bool) -> GradScaler:
-        return self.settings.new_scaler("cpu", enabled=enabled)  # until it is placed
+        return self._session.new_scaler("cpu", enabled=enabled)  # until it is placed
 
     @property
     def dtype_plan(self) -> DtypePlan:
         """The dtypes of the model, for ``amp_plugin.fully_shard`` in ``configure_model``."""
-        return self.settings.dtype_plan
+        return self._session.dtype_plan
 
     @property
     def mixed_precision_config(self) -> Any:
         """The policy that Lightning's FSDPStrategy gives FSDP, unless the user gave it one."""
-        return fsdp1_policy(self.settings.dtype_plan)
+        return fsdp1_policy(self._session.dtype_plan)
 
     def _check_shards(self, model: nn.Module) -> None:
         """Compare what shards a model with the plan, and refuse to store weights of one that is sharded."""
         refuse_sharded(self.settings.weights, sharded_by(model))
         hook = "DDPStrategy(ddp_comm_hook=bf16_compress_hook)"
-        self.settings.check_shards(model, for_ddp=hook, warn=self._warn)
+        self._session.check_shards(model, for_ddp=hook, warn=self._warn)
 
     def _warn(self, text: str) -> None:
         """Warn once for all ranks."""
@@ -209,12 +180,12 @@ class PrecisionCore(HasScaler):
                 "device= (the plugin finds the model's)"
             )
             raise ValueError(msg)
-        if self.settings.float8_config is not None:
-            refuse_device(repr(self), device_type, self.settings.float8_config)
+        if self._float8 is not None:
+            refuse_device(repr(self), device_type, self._float8)
         if self.device != device_type:
-            self.package.utilities.rank_zero_only(warn_of_slow_fp16)(self.settings.precision, device_type)
+            self.package.utilities.rank_zero_only(warn_of_slow_fp16)(self._session.precision, device_type)
         self.device = device_type
-        self._rules = self.settings.rules
+        self._rules = self._session.rules
         if self._rules is not None:
             set_default_rules(self._rules)
         self._scaler.place(self.device, **groups)
@@ -231,9 +202,9 @@ class PrecisionCore(HasScaler):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Put the modules named by ``fp32_modules`` under fp32; in fp8 convert Linear layers; in place."""
         in_fp32 = apply_fp32_modules(module, self.settings.fp32_modules)
-        if self.settings.float8_config is None:
+        if self._float8 is None:
             return module
-        return convert_linear_layers(module, self.settings.float8_config, left_out=in_fp32)
+        return convert_linear_layers(module, self._float8, left_out=in_fp32)
 
     def convert_input(self, data: Any) -> Any:
         """Return the batch as it is: autocast casts what each op needs, labels and fp64 stay.
@@ -242,7 +213,7 @@ class PrecisionCore(HasScaler):
         """
         if not self._weights.replace_autocast:
             return data
-        dtype = self.settings.training_dtype
+        dtype = self._session.training_dtype
         return apply_to_collection(data, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
     def convert_output(self, data: Any) -> Any:
@@ -269,7 +240,7 @@ class PrecisionCore(HasScaler):
                 "FabricAmpPrecision, tells it; before that use amp_plugin.autocast(device, dtype)"
             )
             raise RuntimeError(msg)
-        return self._region(self.settings.precision)
+        return self._region(self._session.precision)
 
     def _region(self, precision: str) -> torch.autocast:
         dtype = TRAINING_DTYPES[precision]
@@ -328,7 +299,7 @@ class PrecisionCore(HasScaler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of a loss scale: ours, torch's or a stock plugin's; warn if it is of no use here."""
-        scales = self.settings.scales_loss
+        scales = self._session.scales_loss
         if scales and state_dict:
             self._scaler.load_state_dict(dict(state_dict))
             self._attempted_steps = state_dict.get("optimizer_steps", 0) + self.skipped_steps

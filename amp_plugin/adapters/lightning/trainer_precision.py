@@ -149,8 +149,8 @@ class TrainerPrecision(PrecisionCore):
 
     def val_step_context(self) -> AbstractContextManager[Any]:
         """Run ``validation_step`` in the evaluation precision."""
-        in_eval = self.settings.eval_precision
-        return self.forward_context() if in_eval is None else self._region(in_eval)
+        in_eval = self._session.eval_precision
+        return self.forward_context() if in_eval == self._session.precision else self._region(in_eval)
 
     test_step_context = val_step_context
     predict_step_context = val_step_context
