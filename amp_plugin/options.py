@@ -354,7 +354,7 @@ def _read_rules(given: OpRules | Mapping[str, Any] | str | Path | None) -> OpRul
     try:
         return OpRules.from_mapping(given) if isinstance(given, Mapping) else OpRules.from_yaml(given)
     except (OSError, TypeError, ValueError) as error:
-        allowed = "an OpRules, the path of a YAML file of rules, or a mapping with its keys"
+        allowed = "an OpRules or the path of a YAML file of rules, or a mapping with its keys"
         msg = f"rules={given!r}: {error}; give {allowed}"
         raise OptionError(option="rules", value=given, allowed=allowed, text=msg) from error
 

@@ -76,7 +76,7 @@ def checked_precision(
     elif name in _DOUBLE:
         msg = (
             f"{place} is not mixed precision, nothing is cast in float64; allowed are {allowed}. For "
-            "float64 leave amp_plugin out: use your framework's own precision, or model.double()"
+            "float64 leave amp_plugin out: use the framework's own precision='64-true', or model.double()"
         )
     else:
         names = [*DTYPES, *OTHER_NAMES]

@@ -85,7 +85,7 @@ def test_clipping_as_often_as_one_likes(precision, fused):
     result, scale = plugin.last_step(optimizer), 2.0**16 if precision == "fp16" else 1.0
     assert (result.skipped, result.scale_before, result.scale_after) == (False, scale, scale)
     assert result.norm.isfinite()
-    assert _plugin_to_compute_dtype(plugin) is plugin.settings.training_dtype
+    assert _plugin_to_compute_dtype(plugin) is plugin.dtype_plan.compute_dtype
 
 
 def test_clipping_an_overflow_skips_the_step():

@@ -298,7 +298,10 @@ def test_threads_that_capture_share_a_stream_for_uploads():
 
 @pytest.mark.parametrize(
     ("fault", "text"),
-    [("no user objects", "ties nothing to a graph"), ("graphs take no user object", "ties nothing to a graph")],
+    [
+        ("no user objects", "ties nothing to a graph"),
+        ("graphs take no user object", "ties nothing to a graph"),
+    ],
 )
 def test_a_graph_that_takes_no_table_leaves_none_behind(monkeypatch, fault, text):
     grads, inverse = gradients(400), scalar(1.0)
