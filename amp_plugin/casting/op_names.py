@@ -59,8 +59,15 @@ def _name_of(op: object) -> str:
 
 
 def _is_written_form(full: str) -> bool:
-    """Whether the op is an in-place or ``out=`` form of torch's own; a custom op has no other form."""
-    return full.startswith("aten::") and bool(schema_of(full).is_mutable)
+    """Whether the op is an in-place or ``out=`` form of torch's own; a custom op has no other form.
+
+    An op that keeps statistics, such as a fake quantization, writes into arguments and is none.
+    """
+    if not (full.startswith("aten::") and schema_of(full).is_mutable):
+        return False
+    outputs = [argument for argument in schema_of(full).arguments if argument.kwarg_only]
+    is_out = any(a.alias_info is not None and a.alias_info.is_write for a in outputs)
+    return is_out or full.split(".", maxsplit=1)[0].endswith("_")
 
 
 def full_name(dispatcher_name: str) -> str:

@@ -40,6 +40,7 @@ _CALLED_AS = {
     "convolution transposed": ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
     "dot": ("matmul", "dot"),
     "linalg_vector_norm": ("norm", "linalg_vector_norm"),
+    "_sparse_addmm": ("_sparse_mm", "_sparse_addmm"),
     "mm": ("linear", "matmul", "mm"),
     "mv": ("matmul", "mv"),
 }
@@ -263,16 +264,22 @@ def callers_of(op: str, *, is_transposed: bool = False) -> tuple[str, ...]:
     return tuple(names) or tuple(filter(names_an_op, [f"{namespace}::{packet}"]))
 
 
-def cures_of(model: str, path: str, rule_names: Sequence[str], device_type: str) -> tuple[Cure, ...]:
-    """Return the ways to compute an op in fp32, of the module at ``path`` in a ``model`` of that class."""
+def cures_of(
+    model: str, path: str, rule_names: Sequence[str], device_type: str, *, rule: str = "fp32"
+) -> tuple[Cure, ...]:
+    """Return the ways to compute an op in fp32, of the module at ``path`` in a ``model`` of that class.
+
+    The op itself can have another ``rule``.
+    """
     cures = []
     if path:  # with the outermost module nothing would stay in 16 bits
         place = f"the module in fp32: after the line that makes the model; model is your {model}"
         code = f'import amp_plugin, torch\namp_plugin.run_in(torch.float32)(model.get_submodule("{path}"))'
         cures.append(Cure(place=place, code=code))
     if rule_names:
-        place = f"{' and '.join(rule_names)} in fp32, in all modules: once, right before the first step"
-        rules = "".join(f'.with_rule("{name}", "fp32")' for name in rule_names)
+        how = "in fp32" if rule == "fp32" else f"with the rule {rule}"
+        place = f"{' and '.join(rule_names)} {how}, in all modules: once, right before the first step"
+        rules = "".join(f'.with_rule("{name}", "{rule}")' for name in rule_names)
         rules = f'amp_plugin.OpRules.default("{device_type}"){rules}'
         cures.append(Cure(place=place, code=f"import amp_plugin\namp_plugin.set_default_rules({rules})"))
     return tuple(cures)

@@ -11,6 +11,7 @@ from amp_plugin.numerics.finding import Finding, NonFiniteError
 from amp_plugin.numerics.learning import Learning
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Region, listed
+from amp_plugin.numerics.refusals import Refusals
 from amp_plugin.numerics.values import unwatched
 from amp_plugin.numerics.watch import PATIENCE, Watch
 
@@ -37,8 +38,8 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         self._known: dict[tuple[object, ...], int] = {}  # what findings are about -> which one is
         tracker = Tracker(model)
         self._watch = Watch(tracker, self._found, strict=strict, patience=patience)
-        self._learning = Learning(tracker)
-        super().__init__(tracker, self._watch, self._learning)
+        self._learning, self._refusals = Learning(tracker), Refusals(tracker)
+        super().__init__(tracker, self._watch, self._learning, self._refusals)
 
     def ended(self, error: BaseException | None) -> None:
         """Look at what is left: numbers that are not finite, and without any why nothing is learnt."""
@@ -48,6 +49,11 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
                 self._watch.left_over()
             for finding in self._learning.findings() if not self.findings else ():
                 self._found(finding)
+        elif not isinstance(error, NonFiniteError):
+            self._raises = False  # the program's own error goes on
+            with unwatched():
+                for finding in self._refusals.findings(error):
+                    self._found(finding)
 
     def report(self) -> str:
         """Return all findings as text; else that there is none, and what could not be seen."""
@@ -56,7 +62,10 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         lines = ["every number that mattered was finite"]
         if unseen := self.unseen:
             lines.append(f"not looked into, or not in a wider dtype: {listed(unseen)}")
-        lines.append("compiled functions ran eagerly; `amp-plugin diagnose --compare eager` compares them")
+        if self.has_compiled:
+            lines.append(
+                "compiled functions ran eagerly; `amp-plugin diagnose --compare eager` compares them"
+            )
         return "\n".join(lines)
 
     def _found(self, finding: Finding) -> None:

@@ -13,7 +13,9 @@ from amp_plugin.numerics.places import Place
 from amp_plugin.numerics.values import Held, TensorSummary, as_json
 from amp_plugin.precision import short_name
 
-Kind = Literal["made", "weight", "input", "unwritten", "collective", "constant", "function", "learning"]
+Kind = Literal[
+    "made", "weight", "input", "unwritten", "collective", "constant", "function", "learning", "dtype"
+]
 
 _HEADLINES: dict[Kind, str] = {
     "made": "{op} made {held} {where}, in {dtype}",
@@ -24,6 +26,7 @@ _HEADLINES: dict[Kind, str] = {
     "constant": "{op} wrote {held} on purpose, and it was not masked",
     "function": "{op}, an autograd function of the program, made {held} outside of torch's ops",
     "learning": "{lesson}",
+    "dtype": "torch refused {what} of {dtypes}",
 }
 
 
@@ -59,14 +62,15 @@ class Finding:
             ``"weight"`` or ``"input"``: it was there before the op, which read it first; ``"unwritten"``:
             memory of ``torch.empty`` that nobody wrote; ``"collective"``: it came from another rank;
             ``"constant"``: the program wrote it; ``"function"``: an autograd function made it outside torch;
-            ``"learning"``: all numbers are finite, and weights do not move.
+            ``"learning"``: all numbers are finite, and weights do not move; ``"dtype"``: torch raised an
+            error for the dtypes of the op's inputs, and the op runs in others.
         cause: why. ``"range"``: too large for a 16-bit dtype; ``"size"``: for fp32 as well; ``"pole"``: a
             division by zero, or a function or derivative that is infinite there; ``"domain"``: not defined
             there; ``"mask"``: a softmax of nothing but masked positions; ``"infinity"``: arithmetic with
             infinities that are there on purpose; ``"empty"``: statistics of too few elements;
             ``"divergence"``: the weights have grown; else what brought it: ``"data"``, ``"weight"``,
             ``"unwritten"``, ``"collective"``, ``"constant"``, ``"function"``, ``"loss scale"``; or why
-            nothing is learnt: ``"lost updates"``, ``"underflow"``, ``"no step"``.
+            nothing is learnt: ``"lost updates"``, ``"underflow"``, ``"no step"``; or ``"dtype"``.
         op: full name of the op, ``"aten::exp.default"``.
         direction: ``"forward"`` (and everything else outside a backward pass) or ``"backward"``.
         forward_op: of an op in a backward pass: the op of the forward pass it belongs to; else empty.
@@ -88,7 +92,7 @@ class Finding:
         rule_names: the ops to give the rule fp32 where 16 bits are the reason, as ``OpRules.with_rule`` takes
             them.
         source: of data: the batch, its tensor and the row, as far as they are known; of a weight its path.
-        lesson: of ``"learning"``: what was measured.
+        lesson: of ``"learning"``: what was measured; of ``"dtype"``: the dtypes that were given.
         count: how often it was found, of one op and line in modules alike.
     """
 
@@ -133,6 +137,8 @@ class Finding:
             dtype=short_name(self.dtype),
             source=self.source or culprit or "(without a name)",
             lesson=self.lesson,
+            what=self.op or "a line",
+            dtypes=self.lesson or "tensors for their dtypes",
         )
 
     def rows(self) -> Iterator[tuple[str, str]]:

@@ -49,7 +49,11 @@ class Tracker:
     def current(self) -> str:
         """Return the path of the innermost module that runs in this thread; empty outside of modules."""
         modules = self._modules()
-        return self._names.get(modules[-1], type(modules[-1]).__name__) if modules else ""
+        return self.name_of(modules[-1]) if modules else ""
+
+    def name_of(self, module: nn.Module) -> str:
+        """Return the path of a module, or its class if it was never called."""
+        return self._names.get(module, type(module).__name__)
 
     def address(self, path: str) -> tuple[str, str]:
         """Return the class of a module's model, and the path that its ``get_submodule`` takes."""

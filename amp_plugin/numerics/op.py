@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -56,6 +57,11 @@ _OVERWRITING = frozenset(
      "random_", "uniform_", "zero_"}
 )  # fmt: skip
 
+# Their kernels call ops that autocast sees. A dispatch mode hides an open block from those.
+_AUTOCAST_INSIDE = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
+
+_ASKED = "_callback_from_stance"  # the function of torch's that each call of a compiled function asks
+
 # They are told to return fp32 from fp16, which no wider tensor can.
 _HALF_TO_FLOAT = frozenset({"_softmax", "_log_softmax"})
 
@@ -78,6 +84,7 @@ class OpTraits:
         # results that are room for the backward pass: only the parts that it reads are written
         self.partly_unwritten = (1,) if packet == "_ctc_loss" else ()
         self.moves = packet in _MOVING
+        self.calls_in_block = packet in _AUTOCAST_INSIDE
         self.is_pointwise = torch.Tag.pointwise in op.tags or self.base in _IN_PLACE_OF_EACH
         # it treats the elements of its lists one by one
         self.is_listwise = packet.startswith(("_foreach_", "_fused_"))
@@ -238,6 +245,19 @@ class Call:
         self.count_unmeasured()
         return None
 
+    def runs_in(self, dtype: torch.dtype) -> bool:
+        """Return whether the op runs on copies of its arguments whose floating-point tensors have a dtype."""
+
+        def change(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+
+        args, kwargs = self.changed(change, dtype)
+        try:
+            self._func(*args, **kwargs)
+        except Exception:  # noqa: BLE001 -- whatever the op raises, it does not run
+            return False
+        return True
+
     def count_unmeasured(self) -> None:
         """Count the op as one whose numbers are taken as they are, since it does not run again."""
         self._region.unseen[self.traits.name] += 1
@@ -247,7 +267,7 @@ _EVENTS = ("open", "step_begins", "step_ended", "before", "after", "failed")
 """What a region tells its observers, by the names of their methods; each has those that it needs.
 
 ``open(stack)``: place hooks that the stack removes. ``step_begins(optimizer)``, ``step_ended(optimizer)``.
-``before(call)`` an op runs, ``after(call, output)``, and ``failed(call)`` where it raised an error.
+``before(call)`` an op runs, ``after(call, output)``, and ``failed(call, error)`` where it raised one.
 """
 
 
@@ -264,16 +284,27 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for event in _EVENTS
         }
         self._open = ExitStack()
+        self.has_compiled = False  # whether a compiled function was called, which ran eagerly
+        self._block_of_kernel = ""  # the device of the block around the fused kernel that runs next
         self.sites = ForwardSites()  # where the ops of the forward passes ran
         # names of ops that did not run once more, or whose inner ops could not be watched -> how often
         self.unseen: Counter[str] = Counter()
 
     def __enter__(self) -> Self:
         """Open the region."""
+        from torch._dynamo import eval_frame  # noqa: PLC0415 - takes a second, and the stance loads it
+
         KERNELS.install()
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+            ask = getattr(eval_frame, _ASKED, None)
+            if ask is None:  # in a torch without it nobody can tell
+                self.has_compiled = True
+            else:
+                stack.enter_context(patch.object(eval_frame, _ASKED, self._notes_compiled(ask)))
             self.tell("open", stack)
+            for name in _AUTOCAST_INSIDE:
+                stack.enter_context(patch.object(torch, name, self._as_in_block(vars(torch)[name])))
             for event, register in (
                 ("step_begins", register_optimizer_step_pre_hook),
                 ("step_ended", register_optimizer_step_post_hook),
@@ -290,6 +321,29 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Close the region."""
         self._open.close()
         self.ended(error)
+
+    def _notes_compiled(self, choose: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Note the calls of compiled functions, which torch asks the stance about."""
+
+        def choose_and_note(callback: Any) -> Any:
+            self.has_compiled |= callback not in {None, False}
+            return choose(callback)
+
+        return choose_and_note
+
+    def _as_in_block(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Let a fused kernel call its ops in the block that is open around it, as without this region."""
+
+        def run_in_block(first: Tensor, *args: Any, **kwargs: Any) -> Any:
+            device = first.device.type
+            if torch.is_autocast_enabled(device):
+                self._block_of_kernel = device
+            try:
+                return run(first, *args, **kwargs)
+            finally:
+                self._block_of_kernel = ""
+
+        return run_in_block
 
     def _step(self, event: str, optimizer: Optimizer, *_: Any) -> None:
         self.tell(event, optimizer)
@@ -320,12 +374,21 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sites.record(call.traits.name, self.tracker.current())
         self.tell("before", call)
         try:
-            output = func(*args, **kwargs)
-        except Exception:  # it is raised again; what led to it is reported before
-            self.tell("failed", call)
+            device, self._block_of_kernel = self._block_of_kernel, ""
+            with _in_block(device) if device else nullcontext():
+                output = func(*args, **kwargs)
+        except Exception as error:  # it is raised again; what led to it is reported before
+            self.tell("failed", call, error)
             raise
         self.tell("after", call, output)
         return output
+
+
+def _in_block(device: str) -> AbstractContextManager[object]:
+    """Let autocast see the ops that a kernel calls, which it does not below a dispatch mode."""
+    block = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(f"Autocast{device.upper()}"))
+    excluded = torch._C._dispatch_tls_local_exclude_set() - block
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
 @cache

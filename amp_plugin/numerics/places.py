@@ -7,10 +7,12 @@ import re
 import sys
 import sysconfig
 import threading
+import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -46,15 +48,23 @@ class Place:
 
 def called_from(frame: FrameType | None = None) -> tuple[Place | None, Place | None]:
     """Return the line of a program or library that runs now, and the program's that led to a library's."""
-    inner, frame = None, frame or sys._getframe(1)
-    while frame is not None:
+    return _innermost(traceback.walk_stack(frame or sys._getframe(1)))
+
+
+def raised_from(trace: TracebackType | None) -> tuple[Place | None, Place | None]:
+    """Return the line of a program or library that raised an error, and the program's that led there."""
+    return _innermost(reversed([*traceback.walk_tb(trace)]))
+
+
+def _innermost(frames: Iterable[tuple[FrameType, int]]) -> tuple[Place | None, Place | None]:
+    inner = None
+    for frame, line in frames:
         kind = _kind(frame.f_code.co_filename)
         if kind is not _MACHINERY:
-            here = _place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+            here = _place(frame.f_code.co_filename, line, frame.f_code.co_name)
             if kind is _PROGRAM:
                 return (inner, here) if inner else (here, None)
             inner = inner or here
-        frame = frame.f_back
     return inner, None
 
 

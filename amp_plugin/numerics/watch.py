@@ -169,7 +169,7 @@ class Watch:
             if argument.name in call.traits.written or storage_address(argument.tensor) in written:
                 argument.keep(is_read=argument.name not in call.traits.overwritten)
 
-    def failed(self, call: Call) -> None:
+    def failed(self, call: Call, _: BaseException) -> None:
         """Report what was in the arguments of an op that raised an error."""
         for origin in self._read_by(call):
             self._report(origin, f"an error of {call}")

@@ -138,3 +138,11 @@ def test_siblings_are_one_finding_with_a_count(script: Path) -> None:
     answer = json.loads(amp("--json", "--keep-going", str(script)).stdout)
     (finding,) = answer["findings"]
     assert (finding["module"], finding["count"]) == ("Sequential.2", 3)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_compiled_functions_are_spoken_of_where_there_are_some(script: Path, compiles: bool) -> None:
+    script.write_text(
+        f"import torch\nf = {'torch.compile' * compiles}(torch.exp)\nf(torch.ones(2)).sum().item()"
+    )
+    assert ("compiled functions ran eagerly" in amp(str(script)).stdout) is compiles

@@ -1,0 +1,173 @@
+"""Why torch refused the dtypes that an op was given, and how the program comes to give it others.
+
+Each op that raises an error runs again on copies of its arguments: in the widest dtype among them, then in
+fp32. If it runs there, its dtypes were the reason. What came of it is reported when the program ends by that
+error, so that an error which the program catches is no finding.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
+
+from amp_plugin.numerics.advise import callers_of, cures_of
+from amp_plugin.numerics.finding import Cure, Finding
+from amp_plugin.numerics.modules import Tracker
+from amp_plugin.numerics.op import Call
+from amp_plugin.numerics.places import raised_from
+from amp_plugin.numerics.values import summarise
+from amp_plugin.precision import short_name
+
+_ADVICE: Final = {
+    "rule": "give {ops} the rule {rule} in the autocast block, or call .to(dtype) or float() on its inputs.",
+    "in place": "an op in place keeps the dtype of what it writes into: call .to(dtype) on what {op} reads, "
+    "or make the tensor that is written in that dtype.",
+    "cast": "call .to(dtype) on the inputs of {op} so that they agree, or open an autocast block around it.",
+    "function": "{op} ran in the backward pass of {function}, an autograd function of the program, where no "
+    "autocast block is open: decorate its forward with amp_plugin.custom_fwd and its backward with "
+    "amp_plugin.custom_bwd; with custom_fwd(cast_inputs=torch.float32) it computes in fp32.",
+    "line": "torch checked the dtypes in this line before it called an op: call .to(dtype) or float() on the "
+    "inputs, or run the module in fp32.",
+}
+# Texts by which torch refuses dtypes before it calls an op.
+_REFUSES: Final = re.compile(
+    r"same (data ?)?type|same dtype|[Uu]nsupported dtype|[Ll]ow precision dtypes|does not match weight dtype|"
+    r"[Tt]ype promoting not supported|expected scalar type|must be either float or double"
+)
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """An op that raised an error for its dtypes, and the finding if the program ends by it."""
+
+    error: BaseException
+    finding: Finding
+
+
+class Refusals:
+    """The observer that keeps the last op which torch refused for the dtypes of its arguments."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+        self._last: _Refused | None = None
+
+    def failed(self, call: Call, error: BaseException) -> None:
+        """Run an op that raised an error again in other dtypes, and keep what is learnt of that."""
+        if not isinstance(error, (RuntimeError, TypeError)):
+            return
+        dtypes = {given.tensor.dtype for given in call.arguments}
+        if not dtypes or any(dtype.is_complex for dtype in dtypes):
+            return
+        widest = max(dtypes, key=lambda dtype: (dtype.itemsize, torch.finfo(dtype).max))
+        candidates = {"promote": widest} if len(dtypes) > 1 else {}
+        rule = next(
+            (
+                rule
+                for rule, dtype in [*candidates.items(), ("fp32", torch.float32)]
+                if (dtypes != {dtype} or call.traits.calls_in_block) and call.runs_in(dtype)
+            ),
+            "",
+        )
+        if rule:
+            self._last = _Refused(error, self._finding(call, rule))
+
+    def _finding(self, call: Call, rule: str) -> Finding:
+        site, node = call.site, call.node
+        inputs = tuple(summarise(a.tensor, self._tracker.weight(a.tensor) or a.label) for a in call.arguments)
+        is_in_place = bool(call.traits.written)
+        case = "cast"
+        cures: tuple[Cure, ...] = ()
+        names: tuple[str, ...] = ()
+        function = node._forward_cls if isinstance(node, BackwardCFunction) else None
+        if function is not None:
+            case, cures = "function", _decorated(function)
+        elif is_in_place:
+            case = "in place"
+        elif site.in_block and not any(given.dtype is torch.float64 for given in inputs):
+            names = callers_of(call.forward_op if call.is_backward else call.traits.name)
+            case = "rule" if names else "cast"
+            address = self._tracker.address(site.module)
+            cures = cures_of(*address, names, call.arguments[0].tensor.device.type, rule=rule)
+        text = _ADVICE[case].format(
+            op=call.traits.name,
+            ops=" and ".join(names),
+            rule=rule,
+            function="" if function is None else function.__name__,
+        )
+        return Finding(
+            kind="dtype",
+            cause="dtype",
+            op=call.traits.name,
+            direction="backward" if call.is_backward else "forward",
+            forward_op=call.forward_op if call.is_backward else "",
+            module=site.module,
+            place=site.place,
+            caller=site.caller,
+            dtype=inputs[0].dtype,
+            inputs=inputs,
+            numbers=tuple(call.numbers.items()),
+            advice=text,
+            cures=cures,
+            when=self._tracker.now(),
+            device_type=call.arguments[0].tensor.device.type,
+            in_block=site.in_block,
+            rule_names=names,
+            lesson=" and ".join(dict.fromkeys(short_name(given.dtype) for given in inputs))
+            + ", whose kernel calls other ops in an autocast block" * call.traits.calls_in_block,
+        )
+
+    def findings(self, error: BaseException) -> Iterator[Finding]:
+        """Yield why an error ends the program, if it is for dtypes that torch refused."""
+        last, self._last = self._last, None
+        if last is not None and _is_same(last.error, error):
+            yield last.finding
+        elif isinstance(error, (RuntimeError, ValueError)) and _REFUSES.search(str(error)):
+            place, caller = raised_from(error.__traceback__)
+            module = self._module_of(error.__traceback__)
+            yield Finding(
+                kind="dtype",
+                cause="dtype",
+                module=module,
+                place=place,
+                caller=caller,
+                advice=_ADVICE["line"],
+                cures=cures_of(*self._tracker.address(module), (), ""),
+                when=self._tracker.now(),
+                reached=str(error).partition("\n")[0],
+            )
+
+    def _module_of(self, trace: TracebackType | None) -> str:
+        """Return the path of the innermost module that a traceback went through; empty if there is none."""
+        held = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(trace)]
+        modules = [module for module in held if isinstance(module, nn.Module)]
+        return self._tracker.name_of(modules[-1]) if modules else ""
+
+
+def _is_same(known: BaseException, error: BaseException) -> bool:
+    """Return whether an error is the known one, or was raised because of it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if cause is known or (type(cause) is type(known) and str(cause) == str(known)):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def _decorated(function: Any) -> tuple[Cure, ...]:
+    """Return lines that let an autograd function follow autocast; none if it has a ``setup_context``."""
+    name = function.__qualname__
+    if function.setup_context is not _SingleLevelFunction.setup_context or "<locals>" in name:
+        return ()
+    code = (
+        f"import amp_plugin\n{name}.forward = staticmethod(amp_plugin.custom_fwd({name}.forward))\n"
+        f"{name}.backward = staticmethod(amp_plugin.custom_bwd({name}.backward))"
+    )
+    return (Cure(place=f"after the class {name}, once", code=code),)

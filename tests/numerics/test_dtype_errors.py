@@ -1,0 +1,221 @@
+"""Errors such as "expected scalar type Half but found Float": the op, its dtypes, and lines that cure it."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import amp_plugin
+from amp_plugin.numerics.finding import Finding
+from tests.commands import diagnose as amp
+from tests.warm_processes import call
+
+
+def in_place(h):
+    y = torch.zeros(4, 4)
+    y[h > 0] = h[h > 0]
+    return y
+
+
+def batched(h):
+    return torch.baddbmm(torch.zeros(1, 4, 4), h[None], h[None])
+
+
+BODIES = {  # what torch refuses in a block of fp16 -> the op to give a rule, and the rule
+    "masked_scatter": (lambda h: torch.zeros(4, 4).masked_scatter(h > 0, h), "aten::masked_scatter", "promote"),
+    "index_add": (lambda h: torch.zeros(4, 4).index_add(0, torch.arange(4), h), "aten::index_add", "promote"),
+    "scatter": (lambda h: torch.zeros(4, 4).scatter(0, torch.zeros(4, 4).long(), h), "aten::scatter", "promote"),
+    "lerp": (lambda h: torch.lerp(h, torch.zeros(4, 4), 0.5), "aten::lerp", "promote"),
+    "det": (torch.linalg.det, "aten::linalg_det", "fp32"),
+    "slogdet": (lambda h: torch.linalg.slogdet(h)[1], "aten::linalg_slogdet", "fp32"),
+    "sparse.mm": (lambda h: torch.sparse.mm(torch.eye(4).to_sparse(), h), "aten::_sparse_mm", "promote"),
+    "masked_fill": (lambda h: h.masked_fill(h > 0, -1e9), "aten::masked_fill", "fp32"),
+}  # fmt: skip
+
+
+class Body(nn.Module):
+    def __init__(self, op) -> None:
+        super().__init__()
+        self.op = op
+
+    def forward(self, h):
+        return self.op(h)
+
+
+class Net(nn.Module):
+    def __init__(self, op) -> None:
+        super().__init__()
+        self.net, self.body = nn.Linear(4, 4), Body(op)
+
+    def forward(self, x):
+        return self.body(self.net(x)).float().sum()
+
+
+def refused(model: nn.Module, dtype: torch.dtype = torch.float16) -> Finding | None:
+    """Run a model in a block under diagnose, and return what is found if torch raises an error."""
+    diagnosis = amp_plugin.diagnose()
+    try:
+        with diagnosis, torch.autocast("cpu", dtype=dtype):
+            model(torch.randn(4, 4))
+    except (RuntimeError, ValueError):
+        (finding,) = diagnosis.findings
+        assert finding.kind == finding.cause == "dtype"
+        return finding
+    return None
+
+
+def try_cures() -> None:
+    """Paste every cure for every op, in a process that knows no other rules."""
+    for name, (op, rule_name, rule) in BODIES.items():
+        finding = refused(Net(op))
+        assert finding is not None, name
+        assert rule_name in finding.rule_names, (name, finding.rule_names)
+        assert f"the rule {rule} " in finding.advice, (name, finding.advice)
+        assert finding.module == "Net.body", name
+        assert len(finding.cures) == 2, name
+        for cure in finding.cures:
+            model = Net(op)
+            exec(cure.code, {"model": model})
+            assert refused(model) is None, f"{name}: {cure}"
+            amp_plugin.set_default_rules(None)
+        print("cured", name)
+
+
+@pytest.mark.native
+def test_each_cure_runs_as_it_is_and_cures():
+    answer = call(try_cures, frameworks=True)
+    assert answer.stdout.splitlines() == [f"cured {name}" for name in BODIES], answer.stderr
+
+
+def test_an_op_in_place_gets_a_cast_to_write(tmp_path):
+    finding = refused(Net(in_place))
+    assert (finding.op, finding.cures) == ("aten::index_put_.default", ())
+    assert "call .to(dtype) on what aten::index_put_.default reads" in finding.advice
+    assert "fp32 and fp16" in finding.headline
+
+
+def test_in_bf16_and_outside_of_a_block():
+    assert refused(Net(BODIES["index_add"][0]), torch.bfloat16).rule_names == ("aten::index_add",)
+    with pytest.raises(RuntimeError), amp_plugin.diagnose() as diagnosis:
+        nn.Linear(4, 4).half()(torch.ones(2, 4))
+    assert "open an autocast block" in diagnosis.findings[0].advice
+    assert diagnosis.findings[0].cures == ()
+
+
+def test_an_error_that_the_program_catches_is_none():
+    with amp_plugin.diagnose() as diagnosis, torch.autocast("cpu", dtype=torch.float16):
+        h = nn.Linear(4, 4)(torch.ones(4, 4))
+        try:
+            torch.linalg.det(h)
+        except RuntimeError:
+            torch.linalg.det(h.float())
+    assert diagnosis.findings == []
+
+
+def test_another_error_after_one_that_was_caught_is_none():
+    def program():
+        with contextlib.suppress(RuntimeError):
+            torch.linalg.det(torch.ones(2, 2).half())
+        torch.ones(2).view(3)
+
+    with pytest.raises(RuntimeError, match="shape"), amp_plugin.diagnose() as diagnosis:
+        program()
+    assert diagnosis.findings == []
+
+
+@pytest.mark.parametrize(
+    "op",
+    [lambda h: torch.tensordot(h, torch.ones(4, 4), 1), lambda h: functional.scaled_dot_product_attention(h[None], *2 * [torch.ones(1, 4, 4).double()])],
+    ids=["tensordot", "attention"],
+)  # fmt: skip
+def test_what_torch_refuses_before_it_calls_an_op(op):
+    model = Net(op)
+    finding = refused(model)
+    assert finding.module == "Net.body"
+    assert finding.place.file == __file__
+    assert "in this line before it called an op" in finding.advice
+    (cure,) = finding.cures
+    assert 'get_submodule("body")' in cure.code
+
+
+def test_the_module_in_fp32_cures_what_is_refused_before_an_op():
+    model = Net(lambda h: torch.tensordot(h, torch.ones(4, 4), 1))
+    finding = refused(model)
+    exec(finding.cures[0].code, {"model": model})
+    assert refused(model) is None
+
+
+class Product(torch.autograd.Function):
+    """A product that forgets custom_fwd and custom_bwd."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight.t(), x.t() @ grad
+
+
+def backward_of(function) -> list[Finding]:
+    diagnosis = amp_plugin.diagnose()
+    with contextlib.suppress(RuntimeError), diagnosis:
+        with amp_plugin.autocast("cpu", dtype=torch.float16):
+            x = nn.Linear(4, 4)(torch.ones(2, 4))
+            loss = function.apply(x, nn.Parameter(torch.ones(4, 1))).float().sum()
+        loss.backward()
+    return diagnosis.findings
+
+
+@pytest.mark.native
+def test_an_autograd_function_without_custom_fwd_is_told_of_it():
+    (finding,) = backward_of(Product)
+    assert finding.op == "aten::mm.default"
+    assert "decorate its forward with amp_plugin.custom_fwd" in finding.advice
+    (cure,) = finding.cures
+    mended = type("Product", (Product,), {})
+    exec(cure.code, {"Product": mended})
+    assert backward_of(mended) == []
+
+
+ENCODER = """\
+import torch
+layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+model = torch.nn.TransformerEncoder(layer, 1).eval()
+mask = torch.zeros(2, 5, dtype=torch.bool)
+mask[0, 3:] = True
+# CURE
+with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+    model(torch.randn(2, 5, 8), src_key_padding_mask=mask)
+"""
+
+
+@pytest.mark.native
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_fused_kernel_that_refuses_a_block_does_so_under_diagnose(tmp_path):
+    """Its inner ops are autocast: below a dispatch mode they are not, and the program would run there alone."""
+    script = tmp_path / "train.py"
+    script.write_text(ENCODER)
+    result = amp(str(script))
+    assert result.exit_code == 1
+    assert "expected scalar type Float but found BFloat16" in result.stderr
+    assert "torch refused aten::_transformer_encoder_layer_fwd.default" in result.stdout
+    for cure in result.stdout.partition("paste")[2].split("# or"):
+        code = "\n".join(
+            line.strip() for line in cure.strip().splitlines() if not line.strip().startswith("#")
+        )
+        script.write_text(ENCODER.replace("# CURE", code))
+        assert amp(str(script)).exit_code == 0, code
+        amp_plugin.set_default_rules(None)
+
+
+def test_an_op_that_keeps_statistics_takes_a_rule():
+    name = "aten::fused_moving_avg_obs_fake_quant"
+    rules = amp_plugin.OpRules.default("cpu").with_rule(name, "fp32")
+    assert rules[f"{name}.default"] == "fp32"
+    with pytest.raises(ValueError, match="in-place and out= forms are never autocast"):
+        rules.with_rule("aten::masked_scatter_", "fp32")
