@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import runpy
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from amp_plugin.casting.bound_rules import ours_by_default
 from amp_plugin.patches import replaced
@@ -46,6 +48,25 @@ def _place_of(module: str) -> str | None:
             spec = importlib.util.find_spec(f"{module}.__main__")
         return None if spec is None else spec.origin
     return None
+
+
+_PARSERS: Final = {"argparse", "getopt", "importlib", "optparse", "runpy"}
+_QUIET: Final = {"amp_plugin", "numpy", "torch", "torchvision"}  # packages that read no program's arguments
+
+
+def reads_arguments(name: str) -> bool:
+    """Return False if a file of Python cannot read its arguments: nothing in it and what it imports does."""
+    try:
+        nodes = [*ast.walk(ast.parse(Path(name).read_bytes()))]
+    except (OSError, SyntaxError, ValueError):
+        return True
+    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
+    roots = {module.partition(".")[0] for module in imported}
+    words = {getattr(node, "attr", getattr(node, "id", "")) for node in nodes}
+    words |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    silent = (sys.stdlib_module_names - _PARSERS) | _QUIET
+    return bool(words & {"argv", "orig_argv", "__import__", "exec"}) or not roots <= silent
 
 
 def run_program(

@@ -16,7 +16,7 @@ import typer
 
 import amp_plugin
 from amp_plugin.cli import numerics, rules, run
-from amp_plugin.cli.arguments import OF_SCRIPTS, AsJson, Device, fail
+from amp_plugin.cli.arguments import AsJson, Device, ScriptCommand, fail
 
 app = typer.Typer(
     name="amp-plugin",
@@ -155,10 +155,10 @@ def export(
         print(f"left out, not tensors: {', '.join(done.left_out)}")
 
 
-app.command(context_settings=OF_SCRIPTS)(run.casts)
-app.command(context_settings=OF_SCRIPTS)(run.run)
-app.command(context_settings=OF_SCRIPTS)(numerics.diagnose)
+app.command(cls=ScriptCommand)(run.casts)
+app.command(cls=ScriptCommand)(run.run)
+app.command(cls=ScriptCommand)(numerics.diagnose)
 app.command()(numerics.compare)
-app.command(context_settings=OF_SCRIPTS)(run.report)
-app.command(context_settings=OF_SCRIPTS)(rules.tune)
+app.command(cls=ScriptCommand)(run.report)
+app.command(cls=ScriptCommand)(rules.tune)
 app.add_typer(rules.commands)

@@ -5,17 +5,45 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from typing import Annotated, Final, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperCommand
 
-from amp_plugin.program import Program, program_named, run_program
+from amp_plugin.program import Program, program_named, reads_arguments, run_program
 
-OF_SCRIPTS: Final = {"allow_interspersed_args": False}
-"""Settings of commands that run a script: what follows it is its own."""
+
+class ScriptCommand(TyperCommand):
+    """A command that runs a script: what follows the script belongs to it.
+
+    A line says so if an option of the command is among that. If the script reads no arguments, the option is
+    read as if it stood in front of the script.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take the script's arguments apart from the command's."""
+        ctx.allow_interspersed_args = False
+        given, _, _ = self.make_parser(ctx).parse_args(list(args))
+        script, behind = given.get("script"), [*(given.get("arguments") or ())]
+        known = {name for param in self.params for name in param.opts if name.startswith("-")}
+        own = [word for word in _before_dashes(behind) if word.partition("=")[0] in known]
+        if script and own:
+            options, command = " ".join(own), f"amp-plugin {ctx.info_name}"
+            if given.get("as_module") or reads_arguments(script):
+                said = f"goes to {script}, which it follows; to give it to {command}, write it in front"
+            else:
+                ctx.allow_interspersed_args = ctx.ignore_unknown_options = True
+                said = f"is read by {command}, because {script} reads no arguments; write it in front"
+            print(f"{command}: {options} {said}", file=sys.stderr, flush=True)
+        return super().parse_args(ctx, args)
+
+
+def _before_dashes(words: list[str]) -> list[str]:
+    return words[: words.index("--")] if "--" in words else words
+
 
 Script = Annotated[str, typer.Argument(help="A Python file to run; with -m a module.")]
 Arguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")]

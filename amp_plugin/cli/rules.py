@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -120,27 +121,33 @@ def tune(
     device: Device = None,
     reference: Reference = "fp64",
     plot: Annotated[Path | None, typer.Option(help="Draw what was tried into this file.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Search op rules that save memory or casts, or cure an overflow, and write them to a file.
 
-    The script runs some fifty times, up to its first backward passes, in copies of this folder.
+    The script runs some fifty times, up to its first backward passes, in a copy of this folder.
     Its autocast blocks must name no rules of their own. What it prints is dropped.
     """
+    for file in filter(None, (output, plot)):
+        _require_target(file, force=force)
     from amp_plugin.cli.doctor import default_device  # noqa: PLC0415 - loads torch
     from amp_plugin.tuning import tune, workload  # noqa: PLC0415 - loads torch
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler prints its start and end
     program = program_of(script, as_module=as_module, core_for="tune")
     try:
-        tuning = tune.tuned(
-            workload.Script(program, arguments or [], batches=batches),
-            device or default_device(),
-            goal=goal,
-            budget=budget,
-            reference=reference,
-            progress=not as_json,
-        )
+        if plot is not None:
+            tune.require_plots(plot)
+        with closing(workload.Script(program, arguments or [], batches=batches)) as tuned:
+            tuning = tune.tuned(
+                tuned,
+                device or default_device(),
+                goal=goal,
+                budget=budget,
+                reference=reference,
+                progress=not as_json,
+            )
         tuning.save(output)
         if plot is not None:
             tuning.plot(plot)
@@ -152,6 +159,16 @@ def tune(
     print(tuning.headline)
     show(tuning.table())
     print(f"{output} {'changes no rule' if tuning.keeps_default else 'holds the rules'}")
+
+
+def _require_target(file: Path, *, force: bool) -> None:
+    """End before the tuning if its result could not be written."""
+    if not file.parent.is_dir():
+        fail(
+            f"there is no folder {str(file.parent)!r} for {file.name}; make it, or give another name", code=2
+        )
+    if file.exists() and not force:
+        fail(f"{str(file)!r} exists; give another name, or --force to write over it", code=2)
 
 
 _NUMBERS: Final = ("saved_bytes", "cast_bytes", "error", "mean_error", "failed")

@@ -97,6 +97,7 @@ class Tuning:
 
     def plot(self, path: str | Path) -> None:
         """Draw cost against error (for ``"accuracy"`` bytes) into a file, in the format of its ending."""
+        require_plots(path)
         from matplotlib.figure import Figure  # noqa: PLC0415 - optional
 
         figure = Figure(figsize=(9, 6))
@@ -119,6 +120,19 @@ class Tuning:
         if self.before.failed == self.batches:
             return f"tuned for {self.goal}: {rules} without which every batch overflows, whatever the bytes"
         return f"tuned for {self.goal}: {rules}, budget {self.budget:.0%}"
+
+
+def require_plots(path: str | Path) -> None:
+    """Raise ImportError without matplotlib, ValueError if it cannot draw into such a file."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase  # noqa: PLC0415 - optional
+    except ImportError as error:
+        msg = f"a plot needs matplotlib ({error}); run: pip install matplotlib"
+        raise ImportError(msg) from error
+    known = FigureCanvasBase.get_supported_filetypes()
+    if Path(path).suffix.lower().removeprefix(".") not in known:
+        msg = f"matplotlib cannot draw into {str(path)!r}; let its name end in .{', .'.join(known)}"
+        raise ValueError(msg)
 
 
 def tune(
@@ -215,7 +229,8 @@ def _aim(goal: str, budget: float, reference: str) -> Aim:
         hint = did_you_mean(goal, goals, aliases={"speed": "casts", "bytes": "memory"}, written=repr)
         msg = f"goal={goal!r} is not one of {', '.join(map(repr, goals))}{hint}"
     elif not 0 <= budget < 10:
-        msg = f"budget={budget} is not allowed; give a share of at least 0, such as 0.05 for 5 %"
+        limits = "from 0 to below 10 (1000 %)"
+        msg = f"budget={budget} ({budget:.0%}) is not allowed; give a share {limits}, such as 0.05 for 5 %"
     elif reference not in _REFERENCES:
         msg = f"reference={reference!r} is not allowed; give 'fp64' or 'fp32'"
     if msg:

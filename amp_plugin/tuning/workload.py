@@ -6,8 +6,6 @@ import contextlib
 import io
 import os
 import random
-import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,6 +35,7 @@ from amp_plugin.numerics.modules import buffers_kept
 from amp_plugin.patches import replaced
 from amp_plugin.program import Program, run_program
 from amp_plugin.scaling.gradients import params_of
+from amp_plugin.tuning.folder_copy import FolderCopy
 
 Gradients = Mapping[str, Tensor]  # name of a parameter -> its gradient
 OnBatch = Callable[[Gradients, float], None]  # called after each batch, with the seconds that it took
@@ -111,13 +110,16 @@ class Script:
     """A program whose backward passes are the batches.
 
     Each set of rules runs it from the start, with the same seeds, in a copy of the present folder, up to the
-    last batch. Optimizers step, but the weights are put back: each batch sees the same.
+    last batch: what loggers and checkpoints write leaves nothing behind. Optimizers step, but the weights are
+    put back: each batch sees the same.
     """
 
     def __init__(self, program: Program, arguments: Sequence[str], *, batches: int) -> None:
-        is_below = ".." not in program.file.parts and not program.file.is_absolute()
-        self._program = program if is_below else replace(program, file=program.file.absolute())
+        file, present = Path(os.path.normpath(program.file.absolute())), Path.cwd()
+        is_below = program.module is None and file.is_relative_to(present)
+        self._program = replace(program, file=file.relative_to(present) if is_below else file)
         self._arguments = list(arguments)
+        self._folder = FolderCopy(present)
         self._has_run = False
         self.batches, self.model = batches, None  # which module is the model is not known
 
@@ -136,7 +138,7 @@ class Script:
         torch.manual_seed(0)
         expected: tuple[type[BaseException], ...] = (Enough, Exception) if self._has_run else (Enough,)
         quiet = contextlib.redirect_stderr(io.StringIO()) if self._has_run else contextlib.nullcontext()
-        with contextlib.redirect_stdout(io.StringIO()), quiet, _copy_of_this_folder():
+        with contextlib.redirect_stdout(io.StringIO()), quiet, self._folder.entered():
             around = _batches_followed(counted)
             code, failed = run_program(self._program, self._arguments, around=around, expected=expected)
         if count < batches:
@@ -148,39 +150,13 @@ class Script:
             raise RuntimeError(msg)
         self._has_run = True
 
+    def close(self) -> None:
+        """Remove the copy of the folder."""
+        self._folder.close()
+
 
 Workload = StepFunction | Script
 """Batches that can be run as often as wanted, with the same numbers each time."""
-
-_MOST_FILES: Final = 2000  # that are mirrored
-_SMALL: Final = 1_000_000  # bytes of a file that is copied
-
-
-@contextmanager
-def _copy_of_this_folder() -> Iterator[None]:
-    """Work in a copy of the present folder, so that loggers and checkpoints leave nothing behind."""
-    present = Path.cwd()
-    with tempfile.TemporaryDirectory(prefix="amp_plugin_tune_") as folder:
-        _mirror(present, Path(folder), [_MOST_FILES])
-        os.chdir(folder)
-        try:
-            yield
-        finally:
-            os.chdir(present)
-
-
-def _mirror(source: Path, target: Path, left: list[int]) -> None:
-    """Copy small files; link large ones, and what is there when no more are left to be mirrored."""
-    for entry in source.iterdir():
-        left[0] -= 1
-        copy = target / entry.name
-        if left[0] > 0 and entry.is_dir() and not entry.is_symlink() and not entry.name.startswith("."):
-            copy.mkdir()
-            _mirror(entry, copy, left)
-        elif left[0] > 0 and entry.is_file() and entry.stat().st_size < _SMALL:
-            shutil.copy2(entry, copy)
-        else:
-            copy.symlink_to(entry)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 import warnings
 from itertools import combinations
 from pathlib import Path
@@ -327,7 +328,12 @@ class TestTune:
                 {"goal": "speed"},
                 "goal='speed' is not one of 'memory', 'casts', 'accuracy'; did you mean 'casts'?",
             ),
-            ({"budget": -1}, "budget=-1 is not allowed; give a share of at least 0"),
+            ({"budget": -1}, "budget=-1 (-100%) is not allowed; give a share from 0 to below 10 (1000 %)"),
+            (
+                {"budget": 20.0},
+                "budget=20.0 (2000%) is not allowed; give a share from 0 to below 10 (1000 %)",
+            ),
+            ({"budget": float("nan")}, "budget=nan (nan%) is not allowed; give a share from 0"),
             ({"reference": "fp16"}, "reference='fp16' is not allowed; give 'fp64' or 'fp32'"),
             ({"batches": []}, "tune(batches=[]): give at least one batch"),
         ],
@@ -405,6 +411,11 @@ class TestCommand:
                 2,
                 "'speed' is not one of 'memory', 'casts', 'accuracy'",
             ),
+            (["-o", "no/rules.yaml", "SCRIPT"], 2, "there is no folder 'no' for rules.yaml; make it"),
+            (["-o", "SCRIPT", "SCRIPT"], 2, "train.py' exists; give another name, or --force to write over"),
+            (["--plot", "SCRIPT", "SCRIPT"], 2, "train.py' exists; give another name, or --force"),
+            (["--plot", "sets.xyz", "SCRIPT"], 1, "cannot draw into 'sets.xyz'; let its name end in"),
+            (["--budget", "2000%", "SCRIPT"], 1, "budget=20.0 (2000%) is not allowed; give a share from 0"),
             (["--budget", "much", "SCRIPT"], 2, "'much' is not a share; give it as 5% or 0.05"),
             (
                 ["--device", "cpu", "SCRIPT", "0.1"],
@@ -413,9 +424,33 @@ class TestCommand:
             ),
         ],
     )
-    def test_what_is_wrong(self, tmp_path: Path, words, code, error):
+    def test_what_is_wrong(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words, code, error):
+        monkeypatch.chdir(tmp_path)
         script = tmp_path / "train.py"
         script.write_text("print('no training')")
         answer = amp("tune", *(script if word == "SCRIPT" else word for word in words))
         assert answer.exit_code == code
         assert error in answer.output
+
+    def test_without_matplotlib_it_ends_before_the_tuning(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+        Path("train.py").write_text("print('it ran')")
+        answer = amp("tune", "--plot", "sets.png", "train.py")
+        assert answer.exit_code == 1
+        assert "a plot needs matplotlib" in answer.output
+        assert "backward passes" not in answer.output
+
+    def test_a_rules_file_is_written_over_when_that_is_wanted(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.chdir(tmp_path)
+        Path("train.py").write_text(SCRIPT)
+        Path("rules.yaml").write_text("# mine")
+        options = ["--device", "cpu", "--batches", 1]
+        assert amp("tune", *options, "train.py", "0.1").exit_code == 2
+        assert Path("rules.yaml").read_text() == "# mine"
+        assert amp("tune", *options, "--force", "train.py", "0.1").exit_code == 0
+        assert OpRules.from_yaml("rules.yaml").device_type == "cpu"

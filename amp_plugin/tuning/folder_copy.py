@@ -1,0 +1,168 @@
+"""A copy of a folder for a program that runs many times: each run finds the files as they are in the folder.
+
+Files are cloned where the file system can (Btrfs, XFS), else copied; there is no link through which a program
+could write into the folder. Between two runs only what has changed in the copy is copied again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+from rich import filesize
+
+_MOST_BYTES: Final = 2_000_000_000  # that are copied; clones do not count
+_MOST_FILES: Final = 50_000
+_CLONE: Final = 0x40049409  # FICLONE of Linux on x86-64 and ARM; another system refuses it, and we copy
+
+Signature = tuple[int, int, int, int]  # of a file; changed by whoever writes to it
+
+
+@dataclass
+class _Size:
+    files: int = 0
+    copied: int = 0  # bytes
+
+
+class FolderCopy:
+    """A copy of a folder, removed when it is closed or forgotten."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.resolve()
+        self._place = tempfile.TemporaryDirectory(prefix="amp_plugin_tune_")
+        self._copy = Path(self._place.name).resolve()
+        self._kept: dict[Path, Signature | None] = {}  # file of the copy -> what it was when it was copied
+        self._size = _Size()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make the copy what the folder is, and work in it."""
+        present, shell = Path.cwd(), os.environ.get("PWD")
+        self._restore()
+        os.chdir(self._copy)
+        os.environ["PWD"] = str(self._copy)
+        try:
+            yield
+        finally:
+            os.chdir(present)
+            if shell is None:
+                del os.environ["PWD"]
+            else:
+                os.environ["PWD"] = shell
+
+    def close(self) -> None:
+        """Remove the copy."""
+        self._place.cleanup()
+
+    def _restore(self) -> None:
+        """Copy what is missing or has changed, and remove what is not of the folder."""
+        self._size = _Size()
+        wanted = {self._copy}
+        for source, target in self._entries(self._folder, self._copy, (self._folder, self._copy)):
+            wanted.add(target)
+            self._restore_entry(source, target)
+        for folder, names, files in os.walk(self._copy, topdown=False):
+            for name in (*files, *names):
+                if (place := Path(folder, name)) not in wanted:
+                    _remove(place)
+
+    def _restore_entry(self, source: Path, target: Path) -> None:
+        if source.is_symlink() and self._stays_inside(source):
+            if not target.is_symlink() or target.readlink() != source.readlink():
+                _remove(target)
+                target.symlink_to(source.readlink())
+        elif source.is_dir():
+            if target.is_symlink() or not target.is_dir():
+                _remove(target)
+                target.mkdir()
+        elif target not in self._kept or self._kept[target] != _signature(target):
+            _remove(target)
+            self._copy_file(source, target)
+            self._kept[target] = _signature(target)
+
+    def _entries(self, source: Path, target: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, Path]]:
+        """Yield each file, folder and link that is copied, with its place in the copy; folders come first."""
+        for entry in sorted(source.iterdir()):
+            self._count(entry)
+            copy = target / entry.name
+            is_link = entry.is_symlink() and self._stays_inside(entry)
+            if is_link or (entry.is_file() and os.access(entry, os.R_OK)):
+                yield entry, copy
+            elif _is_copied(entry, above):
+                yield entry, copy
+                yield from self._entries(entry, copy, (*above, entry.resolve()))
+
+    def _stays_inside(self, link: Path) -> bool:
+        """Whether a link leads, by a relative path, to a place in the folder; it serves the copy as it is."""
+        to = link.readlink()
+        return not to.is_absolute() and (link.parent.resolve() / to).resolve().is_relative_to(self._folder)
+
+    def _copy_file(self, source: Path, target: Path) -> None:
+        if not _clone(source, target):
+            size = source.stat().st_size
+            self._size.copied += size
+            if self._size.copied > _MOST_BYTES or size > shutil.disk_usage(self._copy).free:
+                self._refuse(source, f"{filesize.decimal(self._size.copied)} or more")
+            shutil.copyfile(source, target)
+        shutil.copystat(source, target)
+        target.chmod(target.stat().st_mode | 0o600)
+
+    def _count(self, entry: Path) -> None:
+        self._size.files += 1
+        if self._size.files > _MOST_FILES:
+            self._refuse(entry, f"more than {_MOST_FILES:,} files")
+
+    def _refuse(self, reached: Path, size: str) -> None:
+        msg = (
+            f"the script runs in a copy of {self._folder}, so that it writes over nothing of yours, and a "
+            f"copy would hold {size}, counted to {reached.relative_to(self._folder)}. Run tune in a folder "
+            "without large data, and give the script the full paths of what it only reads; or set TMPDIR to "
+            "a folder of the same Btrfs or XFS file system, where copies take no space"
+        )
+        raise RuntimeError(msg)
+
+
+def _is_copied(folder: Path, above: tuple[Path, ...]) -> bool:
+    """Whether a folder is copied: not a virtual environment, nor one that leads back to where we are."""
+    if not folder.is_dir() or not os.access(folder, os.R_OK | os.X_OK):
+        return False
+    place = folder.resolve()
+    is_environment = (folder / "pyvenv.cfg").is_file()
+    return not is_environment and not any(upper.is_relative_to(place) for upper in above)
+
+
+def _clone(source: Path, target: Path) -> bool:
+    """Let a file share the blocks of another until one is written to; False if the file system cannot."""
+    if fcntl is None:
+        return False
+    try:
+        with source.open("rb") as original, target.open("wb") as copy:
+            fcntl.ioctl(copy.fileno(), _CLONE, original.fileno())
+    except OSError:
+        return False
+    return True
+
+
+def _signature(file: Path) -> Signature | None:
+    if file.is_symlink() or not file.is_file():
+        return None
+    status = file.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _remove(place: Path) -> None:
+    if place.is_dir() and not place.is_symlink():
+        shutil.rmtree(place)
+    else:
+        place.unlink(missing_ok=True)
