@@ -192,8 +192,8 @@ def finding_of(
     """Describe an origin that a call made, or was the first to read from an argument."""
     op = made.op if made else call.traits.name
     forward_op = call.forward_op if call.is_backward and not made else ""
-    given = [read] if read else call.arguments
-    inputs = tuple(summarise(a.tensor, tracker.weight(a.tensor) or a.label) for a in given)
+    given = [read] if read else [a for a in call.arguments if a.name not in call.traits.overwritten]
+    inputs = tuple(replace(a.summary, name=tracker.weight(a.tensor) or a.label) for a in given)
     row = f"row {inputs[0].first[0]}" if kind == "input" and len(inputs[0].first) > 1 else ""
     return _finding(
         tracker,

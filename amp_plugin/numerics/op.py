@@ -28,7 +28,15 @@ from amp_plugin.casting.installed_kernels import KERNELS
 from amp_plugin.casting.op_names import full_name, written_arguments
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.places import ForwardSites, Site
-from amp_plugin.numerics.values import Held, is_low_precision, non_finite, real_values, unwatched
+from amp_plugin.numerics.values import (
+    Held,
+    TensorSummary,
+    is_low_precision,
+    non_finite,
+    real_values,
+    summarise,
+    unwatched,
+)
 
 # They share memory with an argument, though their schemas do not say so.
 _VIEWS = frozenset({"_reshape_alias", "_unsafe_view", "alias", "detach", "set_"})
@@ -122,13 +130,20 @@ class Argument:
         return non_finite(self.tensor)
 
     @cached_property
+    def summary(self) -> TensorSummary:
+        """The tensor in a few numbers, as the op finds it."""
+        return summarise(self.tensor)
+
+    @cached_property
     def values(self) -> Tensor | None:
         """Its real values then; None if they cannot be read, or were finite and are written since."""
         return real_values(self.tensor)
 
     def keep(self, *, is_read: bool) -> None:
         """Read it before the op writes into its memory; afterwards others can be read, too."""
-        self.held = non_finite(self.tensor) if is_read else ()
+        self.summary = summarise(self.tensor)
+        is_odd = is_read and bool(self.summary.nan or self.summary.inf)
+        self.held = non_finite(self.tensor) if is_odd else ()
         values = real_values(self.tensor) if self.held else None
         self.values = None if values is None else values.clone()
 

@@ -119,15 +119,17 @@ def summarise(tensor: Tensor, name: str = "") -> TensorSummary:
     """Read a tensor and return it in a few numbers; of a complex one, real and imaginary parts."""
     shape = () if tensor.is_nested else tuple(tensor.shape)
     values = real_values(tensor)
+    known: dict[str, Any] = {"name": name, "dtype": tensor.dtype, "shape": shape}
     if values is None or not values.numel():
-        return TensorSummary(name=name, dtype=tensor.dtype, shape=shape)
+        return TensorSummary(**known)
+    lowest, highest = torch.stack(torch.aminmax(values)).tolist()  # nan comes through
+    if math.isfinite(lowest) and math.isfinite(highest):
+        return TensorSummary(**known, lowest=lowest, highest=highest)
     finite = values.isfinite()
     lowest, highest = torch.aminmax(values[finite]) if bool(finite.any()) else (math.nan, math.nan)
     odd = (~finite).nonzero()[:1].tolist()
     return TensorSummary(
-        name=name,
-        dtype=tensor.dtype,
-        shape=shape,
+        **known,
         lowest=float(lowest),
         highest=float(highest),
         nan=int(values.isnan().sum()),

@@ -168,6 +168,15 @@ class Watch:
         for argument in call.arguments if written else ():  # addmm(c, a, b, out=c) writes what it reads
             if argument.name in call.traits.written or storage_address(argument.tensor) in written:
                 argument.keep(is_read=argument.name not in call.traits.overwritten)
+        if written and self._may_overflow_in_place(call):
+            call.kept = call.changed(lambda tensor: self._widened(tensor).clone(), torch.float64)
+
+    def _may_overflow_in_place(self, call: Call) -> bool:
+        """Return whether an op writes over what its overflow could be judged by afterwards."""
+        if call.is_backward or self._tracker.in_step or not call.is_repeatable:
+            return False
+        read = [given.tensor for given in call.arguments if given.name not in call.traits.overwritten]
+        return any(tensor.dtype is torch.float16 or self._wide.get(tensor) is not None for tensor in read)
 
     def failed(self, call: Call, _: BaseException) -> None:
         """Report what was in the arguments of an op that raised an error."""
@@ -207,8 +216,10 @@ class Watch:
         if not (followed or (is_new and not call.is_backward)):
             return
         made = [result.tensor for result in call.made(output)]
-        is_repeatable = call.is_repeatable and not call.traits.written and not call.is_backward
-        wide = call.again(call.changed(self._widened, torch.float64), made) if is_repeatable else None
+        given = call.kept
+        if call.is_repeatable and not call.traits.written and not call.is_backward:
+            given = call.changed(self._widened, torch.float64)
+        wide = None if given is None else call.again(given, made)
         for number, result in enumerate(made):
             self._wide.forget(result)
             if wide is None or not (result.is_floating_point() and self._wide.follows(result)):
