@@ -66,13 +66,16 @@ def _find_non_finite(
     code, failed = run_script(program, arguments, diagnosis, as_json=as_json, expected=NonFiniteError)
     if as_json:
         findings = [finding.to_dict() for finding in diagnosis.findings]
-        print(json.dumps({"script": program.name, "exit_code": code, "findings": findings}))
+        read = [finding.to_dict() for finding in diagnosis.read]
+        print(json.dumps({"script": program.name, "exit_code": code, "findings": findings, "read": read}))
     elif diagnosis.findings:
         for finding in diagnosis.findings:
             if finding.rank is None:
                 _print_finding(finding)
     elif not failed:
         print(diagnosis.report())
+    elif notes := diagnosis.notes():
+        print("\n".join(["before this error all numbers in training were finite", *notes]))
     elif (rank := rank_of_process()) is not None:
         print(
             f"rank {rank} found nothing before the error above; if another rank has stopped, that is why, "

@@ -22,6 +22,8 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
     Attributes:
         findings: what was found, in order; one at most unless ``keep_going``, where those of one op and line
             are one finding with a count.
+        read: numbers that are not finite and reached no loss, gradient or weight, but that Python has read (a
+            metric, NumPy), or that an op such as argmin has chosen by; those of one op and line once.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         on_finding: Callable[[Finding], None] | None = None,
     ) -> None:
         self.findings: list[Finding] = []
+        self.read: list[Finding] = []
         self._on_finding, self._raises = on_finding, not keep_going
         self._known: dict[tuple[object, ...], int] = {}  # what findings are about -> which one is
         tracker = Tracker(model)
@@ -54,12 +57,15 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
             with unwatched():
                 for finding in self._refusals.findings(error):
                     self._found(finding)
+        self.read = [*{_about(finding): finding for finding in self._watch.read_elsewhere()}.values()]
 
     def report(self) -> str:
         """Return all findings as text; else that there is none, and what could not be seen."""
         if self.findings:
             return "\n\n".join(map(str, self.findings))
         lines = ["every number that mattered was finite"]
+        if self.read:
+            lines = ["every number that reached a loss, a gradient or a weight was finite", *self.notes()]
         if unseen := self.unseen:
             lines.append(f"not looked into, or not in a wider dtype: {listed(unseen)}")
         if self.has_compiled:
@@ -68,10 +74,20 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
             )
         return "\n".join(lines)
 
+    def notes(self) -> list[str]:
+        """Return a line for each of ``read``, and how to stop there."""
+        if not self.read:
+            return []
+        lines = [f"  {found.headline}, at {found.place}: {found.reached}" for found in self.read]
+        return [
+            "others were not, and were read outside of training:",
+            *lines,
+            "`amp-plugin diagnose --strict train.py` stops at the first of them and says what to do",
+        ]
+
     def _found(self, finding: Finding) -> None:
         """Add a finding; those of one op and line are one with a count."""
-        alike = (finding.kind, finding.op, finding.forward_op, finding.place, finding.cause, finding.lesson)
-        index = self._known.setdefault(alike, len(self.findings))
+        index = self._known.setdefault(_about(finding), len(self.findings))
         if index < len(self.findings):
             first = self.findings[index]
             self.findings[index] = replace(first, count=first.count + 1)
@@ -81,6 +97,11 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
             self._on_finding(finding)
         if self._raises:
             raise NonFiniteError(finding)
+
+
+def _about(finding: Finding) -> tuple[object, ...]:
+    """Return what two findings share that are one."""
+    return finding.kind, finding.op, finding.forward_op, finding.place, finding.cause, finding.lesson
 
 
 def diagnose(model: nn.Module | None = None, *, keep_going: bool = False, strict: bool = False) -> Diagnosis:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Final, Literal, NamedTuple
 from unittest.mock import patch
 
@@ -50,6 +50,12 @@ PATIENCE: Final = 20  # backward passes in a row: from 2^16 the scale is below 1
 _ORDERS = frozenset({"ord", "p", "norm_type"})
 _SCALED = "made", "backward", torch.float16
 _TO_PYTHON = "aten::_local_scalar_dense.default"
+_READERS = ("numpy", "tolist", "__dlpack__")  # methods that read a tensor past the dispatcher
+# What they return depends on which numbers are larger, and says nothing about infinities among them.
+_SELECTING = frozenset(
+    {"argmin", "argmax", "argsort", "sort", "topk", "min", "max", "kthvalue", "median", "nanmedian", "mode",
+     "searchsorted", "bucketize", "multinomial"}
+)  # fmt: skip
 
 
 @dataclass(eq=False, slots=True)
@@ -66,6 +72,7 @@ class Origin:
     is_compared: bool = False  # an op has made integers or booleans of it
     became_nan: bool = False  # an op has made a nan of it
     in_python: bool = False  # Python has read it
+    is_selected_from: bool = False  # an op has chosen places by it, as argmin does
     source: str = ""  # of data: where it was loaded
     # origins whose numbers were in the same arithmetic; they arrive where it does
     others: dict[Origin, None] = field(default_factory=dict)
@@ -102,6 +109,18 @@ class Watch:
             (dataloader._BaseDataLoaderIter, "__next__", self._next),
         ):
             stack.enter_context(patch.object(owner, name, make(vars(owner)[name])))
+        for name in _READERS:
+            stack.enter_context(patch.object(Tensor, name, self._reader(getattr(Tensor, name))))
+
+    def _reader(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            with unwatched():
+                for origin in self._origins_of(iter([tensor])):
+                    origin.in_python = True
+            return method(tensor, *args, **kwargs)
+
+        return read
 
     def _engine(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -197,6 +216,8 @@ class Watch:
             for result in results:
                 self._origins.set(result.tensor, sent or Origin(kind, site=call.site))
             return
+        for origin in self._read_by(call) if traits.base in _SELECTING else ():
+            origin.is_selected_from = True
         are_finite = [is_finite(result.tensor) for result in results]
         self._follow_overflow(call, output, is_new=not all(are_finite))
         for result, all_finite in zip(results, are_finite, strict=True):
@@ -355,6 +376,20 @@ class Watch:
                 self._report(origin, "a number in Python (item, float, print)")
             elif held and not origin.is_absorbed and is_there:
                 self._report(origin, "still there at the end of the region")
+
+    def read_elsewhere(self) -> Iterator[Finding]:
+        """Yield what Python has read or an op has selected by, and what reached no gradient or weight.
+
+        A gradient in fp16 that overflows is left out: so the loss scale is found.
+        """
+        for origin in self._seen:
+            found = origin.finding
+            if found is None or origin.is_reported or not origin.explains or not found.held:
+                continue
+            is_scaled = (found.kind, found.direction, found.dtype) == _SCALED
+            if (origin.in_python or origin.is_selected_from) and not is_scaled:
+                how = "Python" if origin.in_python else "an op that chooses places, such as argmin"
+                yield replace(found, reached=f"{found.reached}; read by {how}".removeprefix("; "))
 
     def _weight(self, tensor: Tensor) -> str:
         """Return the path of a weight; empty if the tensor is not one."""
