@@ -128,16 +128,14 @@ def _counts(totals: CastTotals) -> tuple[str, ...]:
     return f"{totals.casts:,}", f"{totals.cached:,}", filesize.decimal(totals.bytes)
 
 
-_OUTSIDE = -1
-_TEXTS = 4  # op, device, dtype before, dtype after
-_NUMBERS = 7  # argument, elements, bytes, cached, is a weight, scope, identity
+_OUTSIDE = -1  # the scope of what no module runs
 
 
 class CastLog:
     """The casts made while the log was open; see ``log_casts``."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        require_native("log_casts")
+        self._native: Any = require_native("log_casts").region
         KERNELS.install()
         self._model = model
         self._collected: list[Cast] = []
@@ -155,10 +153,9 @@ class CastLog:
         Raises:
             RuntimeError: another log is open.
         """
-        if torch.ops.amp_plugin._log_casts(True):
+        if self._native.log_casts(True):
             msg = "log_casts: another log is open in this process; close it first"
             raise RuntimeError(msg)
-        torch.ops.amp_plugin._take_cast_log()
         if self._model is not None:
             self._name(self._model)
         self._watching.enter_context(replaced(nn.Module, "__call__", self._following(nn.Module.__call__)))
@@ -167,7 +164,7 @@ class CastLog:
 
     def __exit__(self, *exc_info: object) -> None:
         self._watching.close()
-        torch.ops.amp_plugin._log_casts(False)
+        self._native.log_casts(False)
         self._collect()
         self._is_open = False
 
@@ -185,7 +182,7 @@ class CastLog:
         with self._lock:
             if module not in self._numbers:
                 self._name(module)
-            previous = torch.ops.amp_plugin._cast_log_scope(self._numbers[module])
+            previous = self._native.set_log_scope(self._numbers[module])
             is_outermost = previous == _OUTSIDE
             leaves = tree_leaves(arguments) if is_outermost else ()
             inputs = Counter(leaf._cdata for leaf in leaves if isinstance(leaf, torch.Tensor))
@@ -197,7 +194,7 @@ class CastLog:
         try:
             yield
         finally:
-            torch.ops.amp_plugin._cast_log_scope(previous)
+            self._native.set_log_scope(previous)
             if is_outermost:
                 with self._lock:
                     self._collect()
@@ -212,30 +209,25 @@ class CastLog:
 
     def _collect(self) -> None:
         """Take what the native log holds, while the tensors it names are still alive."""
-        texts, numbers = torch.ops.amp_plugin._take_cast_log()
-        for start in range(len(texts) // _TEXTS):
-            text = texts[start * _TEXTS : (start + 1) * _TEXTS]
-            self._collected.append(self._cast(text, numbers[start * _NUMBERS : (start + 1) * _NUMBERS]))
+        self._collected.extend(map(self._cast, self._native.take_cast_log()))
 
-    def _cast(self, texts: list[str], numbers: list[int]) -> Cast:
-        op, device, before, after = texts
-        argument, elements, size, cached, is_weight, scope, identity = numbers
-        parameter = self._parameters.get(identity, "")
-        kind: Kind = "weight" if parameter or is_weight else "activation"
-        if not parameter and identity in self._inputs:
+    def _cast(self, logged: Any) -> Cast:
+        parameter = self._parameters.get(logged.tensor, "")
+        kind: Kind = "weight" if parameter or logged.is_weight else "activation"
+        if not parameter and logged.tensor in self._inputs:
             kind = "input"
         return Cast(
-            module=self._paths[scope] if scope != _OUTSIDE else "",
-            op=op,
-            argument=argument_names(op)[argument],
+            module=self._paths[logged.scope] if logged.scope != _OUTSIDE else "",
+            op=logged.op,
+            argument=argument_names(logged.op)[logged.argument],
             kind=kind,
             parameter=parameter,
-            device=device,
-            before=getattr(torch, before.lower()),
-            after=getattr(torch, after.lower()),
-            elements=elements,
-            bytes=size,
-            cached=bool(cached),
+            device=logged.device,
+            before=getattr(torch, logged.before.lower()),
+            after=getattr(torch, logged.after.lower()),
+            elements=logged.elements,
+            bytes=logged.bytes,
+            cached=logged.cached,
         )
 
     def records(self) -> list[Cast]:

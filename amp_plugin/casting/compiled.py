@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import Self
 
 from amp_plugin.casting.installed_kernels import DEFAULT, DEVICE_NUMBERS, KERNELS
-from amp_plugin.casting.rules import rules_with_content
+from amp_plugin.casting.rules import OpRules, rules_with_content
 from amp_plugin.kernels.build import require_native
 
 # Devices without tensors whose autocast dtypes are the digits of whose rules are in force (csrc/region.cpp).
@@ -53,6 +53,11 @@ has_side_effect(_USE_RULES)
 def are_rules_in_force() -> bool:
     """Return whether rules other than the default ones are in force in this thread; a constant to tracers."""
     return torch.get_autocast_dtype(_DIGITS[0]) is not _NO_DIGITS[0]
+
+
+def content_of(rules: OpRules | None) -> str:
+    """Return what rules are called in a graph; ``""`` for the default ones."""
+    return "" if rules is None else rules.content
 
 
 @contextmanager
@@ -110,11 +115,11 @@ def teach_dynamo(kind: type[torch.autocast]) -> None:
 
     def variable(builder: Any, region: Any) -> Any:
         builder.install_guards(GuardBuilder.ID_MATCH)
-        *values, content = region.traced_as()
-        if not content and not are_rules_in_force():
+        *values, rules = region.made_with()
+        if rules is None and not are_rules_in_force():
             return AutocastModeVariable(target_values=values, source=builder.source)
         made = VariableTracker.build(builder.tx, _traced)
-        arguments = [VariableTracker.build(builder.tx, value) for value in (*values, content)]
+        arguments = [VariableTracker.build(builder.tx, value) for value in (*values, content_of(rules))]
         return made.call_function(builder.tx, arguments, {})
 
     VariableBuilder._type_dispatch()[kind] = variable

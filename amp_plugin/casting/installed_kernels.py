@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch.compiler import is_compiling
+from torch.fx.node import has_side_effect
+from torch.library import Library, register_fake
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -32,8 +34,8 @@ from amp_plugin.kernels.build import NativeCore, native_core, require_native
 from amp_plugin.kernels.tracers import outside_tracers
 
 DEFAULT = 0  # the number of the default rules
-MAX_RULE_SETS = 585
 NO_RULES = -1
+MOST_KEPT = 56  # an op's later arguments are cast whatever the rules say
 
 # 0 says that a rule set does not name the op: it runs as if no autocast kernel were registered.
 RULE_CODES = {rule: number for number, rule in enumerate(OpRule, start=1)}
@@ -49,7 +51,8 @@ class AutocastKernels:
         are_native: our kernels are installed; else regions are torch's own.
         enter: the native function that opens a region, and returns whether a torch function mode is on, which
             may record it; None where they are not.
-        leave: the one that closes a region; stays for those open at ``uninstall``.
+        leave: the one that closes a region, counted from the innermost; it stays for those that are open at
+            ``uninstall``.
         checked: arguments of a region that torch found nothing wrong with -> the number of its device,
             if our kernels stand there, whether autocast is on, and the number of its default rules.
         followed: device type -> the rule set that torch's own blocks follow.
@@ -59,8 +62,9 @@ class AutocastKernels:
 
     def __init__(self) -> None:
         self.are_native = False
-        self.enter: Callable[[torch.autocast, tuple[Any, ...]], bool] | None = None
-        self.leave: Callable[[torch.autocast], bool] | None = None
+        self.enter: Callable[[tuple[Any, ...]], bool] | None = None
+        self.leave: Any = None
+        self._native: Any = None
         self.followed: dict[str, int] = defaultdict(lambda: NO_RULES)
         self.process_rules: dict[str, int] = {}
         self.asked: set[tuple[str, int]] = set()
@@ -77,12 +81,11 @@ class AutocastKernels:
         core = native_core()
         with self._lock, outside_tracers():
             if not self.are_native and core.region is not None:
-                watched = list(filter(_is_watched, torch._C._dispatch_get_all_op_names()))
+                self._native = core.region
                 for device_type in TABLES:
                     self._define(OpRules.default(device_type), DEFAULT)
-                    torch.ops.amp_plugin._watch_writes(device_type, watched)
                 core.region.never_keep(_is_managed_by_fsdp)
-                self._step_hook = register_optimizer_step_post_hook(_forgets_casts(core.region.forget_casts))
+                self._step_hook = register_optimizer_step_post_hook(_after_step)
                 self.enter, self.leave = core.region.enter, core.region.exit
                 self.are_native = True
         return core
@@ -93,7 +96,7 @@ class AutocastKernels:
             for device_type in TABLES:
                 self.follow_by_default(device_type, NO_RULES)
             self.are_native, self.enter = False, None  # regions that are open can still be closed
-            torch.ops.amp_plugin._uninstall()
+            self._native.uninstall()
             self._step_hook.remove()
             self._step_hook = None
         self._numbers.clear()
@@ -108,8 +111,9 @@ class AutocastKernels:
         with self._lock, outside_tracers():
             if rules in self._numbers:
                 return self._numbers[rules]
-            if len(self._numbers) + 1 >= MAX_RULE_SETS:
-                msg = f"a process can use {MAX_RULE_SETS - 1} rule sets besides the default ones; reuse them"
+            if len(self._numbers) + 1 >= self._native.MAX_RULE_SETS:
+                most = self._native.MAX_RULE_SETS - 1
+                msg = f"a process can use {most} rule sets besides the default ones; reuse them"
                 raise ValueError(msg)
             number = len(self._numbers) + 1
             self._define(rules, number)
@@ -126,21 +130,20 @@ class AutocastKernels:
         default = OpRules.default(rules.device_type).rules
         named = self._named[rules.device_type, number]
         named.update(rules.rules, rules.keep)
-        ops, codes, kept = sorted(named), [], []
+        ops, entries = sorted(named), []
         for op in ops:
             is_ours = op in rules.rules or op in rules.keep  # else it has no rule any more
             written = frozenset() if op in default else written_arguments(op)
             never_cast = rules.keep.get(op, frozenset()) | written if is_ours else frozenset()
-            codes.append(RULE_CODES[rules[op]] if is_ours else 0)
             places = enumerate(argument_names(op)) if never_cast else ()
-            kept.append(sum(1 << place for place, name in places if name in never_cast))
-        names = [dispatcher_name(op) for op in ops]
-        torch.ops.amp_plugin._set_rules(rules.device_type, number, names, codes, kept)
+            kept = sum(1 << place for place, name in places if name in never_cast and place < MOST_KEPT)
+            entries.append((RULE_CODES[rules[op]] if is_ours else 0) | kept << 8)
+        self._native.set_rules(rules.device_type, number, list(map(dispatcher_name, ops)), entries)
 
     def follow_by_default(self, device_type: str, number: int) -> None:
         """Make autocast blocks outside our regions follow a rule set; ``NO_RULES`` for torch's kernels."""
         if self.are_native:
-            torch.ops.amp_plugin._set_default_rules(device_type, number)
+            self._native.set_default_rules(DEVICE_NUMBERS[device_type], number)
             self.followed[device_type] = number
             self.checked.clear()  # regions made from now on ask again
 
@@ -148,26 +151,35 @@ class AutocastKernels:
         """Note that a region or block on a device has read the rules that are bound for the process."""
         self.asked.add((device_type, self.process_rules.get(device_type, NO_RULES)))
 
-    def innermost_regions(self) -> dict[str, tuple[int, bool]]:
-        """Return this thread's innermost region of each device: the number of its rules, its cache flag."""
-        if not self.are_native:
-            return {}
-        flat, devices = torch.ops.amp_plugin._innermost_regions(), {n: d for d, n in DEVICE_NUMBERS.items()}
-        return {devices[flat[i]]: (flat[i + 1], bool(flat[i + 2])) for i in range(0, len(flat), 3)}
-
 
 KERNELS = AutocastKernels()
 
 
-def _forgets_casts(forget: Callable[[], None]) -> Callable[..., None]:
-    """Return a hook after an optimizer's step, for steps that move no version counter."""
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Forget kept casts after an optimizer's step, also where it moves no version counter.
 
-    def after_step(*_: Any) -> None:
-        if not is_compiling():  # a compiled step moves the counters of what it writes
-            forget()
+    In a compiled step an op of the graph does it. Only fused steps need it there: the others move the
+    counters of what they write.
+    """
+    if not is_compiling():
+        _forget_casts()
+    elif any(group.get("fused") for group in optimizer.param_groups):
+        _FORGET_CASTS()
 
-    after_step.leaves_gradients = True  # type: ignore[attr-defined] # else no step is taken in one pass
-    return after_step
+
+def _forget_casts() -> None:
+    native: Any = native_core().region
+    native.forget_casts()
+
+
+_after_step.leaves_gradients = True  # type: ignore[attr-defined] # else no step is taken in one pass
+
+_LIBRARY: Any = Library("amp_plugin", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("forget_casts() -> ()")
+_LIBRARY.impl("forget_casts", _forget_casts, "CompositeExplicitAutograd")
+register_fake("amp_plugin::forget_casts", lambda: None, lib=_LIBRARY)
+_FORGET_CASTS = torch.ops.amp_plugin.forget_casts.default
+has_side_effect(_FORGET_CASTS)
 
 
 def _is_managed_by_fsdp(tensor: torch.Tensor) -> bool:
@@ -181,42 +193,6 @@ def _is_managed_by_fsdp(tensor: torch.Tensor) -> bool:
     seen: set[torch.nn.Module] = set()  # the root holds the others
     modules = (module for outer in sharded for _, module in outer.named_modules(memo=seen))
     return any(parameter is tensor for module in modules for parameter in module._parameters.values())
-
-
-# A functor costs an op some 0.1 us. These write activations in ordinary forward passes, and hardly a weight.
-UNWATCHED = frozenset(
-    {
-        *("relu_", "relu6_", "leaky_relu_", "rrelu_", "rrelu_with_noise_", "hardtanh_", "hardsigmoid_"),
-        *("hardswish_", "silu_", "mish_", "gelu_", "elu_", "selu_", "celu_", "threshold_", "sigmoid_"),
-        *("tanh_", "dropout_", "feature_dropout_", "alpha_dropout_", "feature_alpha_dropout_", "bernoulli_"),
-    }
-)
-
-# torch's own quick ops are made of these.
-UNWATCHED_OVERLOADS = frozenset(
-    {
-        *("exp_", "log_", "random_.from", "scatter_.value"),
-        *("abs.out", "arange.start_out", "clamp.out", "complex.out", "eye.m_out", "hardtanh.out"),
-        *("linspace.out", "logical_and.out", "logical_not.out", "logsumexp.out", "mean.out"),
-        *("sum.IntList_out", "where.self_out"),
-    }
-)
-
-
-def _is_watched(dispatcher_name: str) -> bool:
-    """Return whether it writes values of what it is given, in place or by an ``out=`` that users reach."""
-    name, _, overload = dispatcher_name.partition(".")
-    namespace, _, base = name.partition("::")
-    is_left_out = base in UNWATCHED or dispatcher_name.removeprefix("aten::") in UNWATCHED_OVERLOADS
-    if namespace != "aten" or base.endswith("_backward") or is_left_out:
-        return False
-    arguments = torch._C._get_schema(name, overload).arguments
-    written = [given for given in arguments if given.alias_info is not None and given.alias_info.is_write]
-    is_in_place = base.endswith("_") and not base.endswith("__")
-    if not written or not (is_in_place or any(given.kwarg_only for given in written)):
-        return False
-    tags = torch._C._get_operation_overload(name, overload)[2]
-    return torch.Tag.inplace_view not in tags and torch.Tag.generated not in tags
 
 
 def number_of(rules: OpRules, device_type: str) -> int:

@@ -17,9 +17,8 @@ from torch._guards import TracingContext
 from torch.amp.autocast_mode import autocast as torchs_autocast  # a program may put ours at torch.autocast
 from typing_extensions import Self
 
-from amp_plugin.casting.compiled import TracedRegion, are_rules_in_force, teach_dynamo
+from amp_plugin.casting.compiled import TracedRegion, are_rules_in_force, content_of, teach_dynamo
 from amp_plugin.casting.installed_kernels import (
-    DEFAULT,
     DEVICE_NUMBERS,
     KERNELS,
     check_rules,
@@ -36,34 +35,33 @@ if TYPE_CHECKING:
 
 new_object = object.__new__
 
-_OPEN = threading.local()
+
+class _OpenRegions(threading.local):
+    """The regions that this thread has open, innermost last, whatever they run on.
+
+    Each stands with the block of torch's own that it runs as; None if it runs on our kernels.
+    """
+
+    def __init__(self) -> None:
+        self.regions: list[tuple[autocast, Any]] = []
 
 
-def open_blocks() -> list[tuple[autocast, Any]]:
-    """Return this thread's regions of ours that are open as blocks of torch's, each with its block."""
-    blocks: list[tuple[autocast, Any]] = _OPEN.__dict__.setdefault("blocks", [])
-    return blocks
+_OPEN = _OpenRegions()
+
+
+def open_regions() -> list[autocast]:
+    """Return the regions that this thread has open, innermost last."""
+    return [region for region, _ in _OPEN.regions]
 
 
 def enter_block(region: autocast) -> None:
     """Open a region as a block of torch's own, in this thread."""
-    device, dtype, enabled, cache_enabled, content = region.traced_as()
+    device, dtype, enabled, cache_enabled, rules = region.made_with()
     block: Any = torchs_autocast(device, dtype, enabled, cache_enabled=False)
-    if content or (are_rules_in_force() and KERNELS.are_native):
-        block = TracedRegion(device, dtype, enabled, cache_enabled, content)
+    if rules is not None or (are_rules_in_force() and KERNELS.are_native):
+        block = TracedRegion(device, dtype, enabled, cache_enabled, content_of(rules))
     block.__enter__()
-    open_blocks().append((region, block))
-
-
-def exit_block(region: autocast) -> None:
-    """Close the innermost block of torch's own that `region` opened in this thread."""
-    blocks = open_blocks()
-    for index in reversed(range(len(blocks))):
-        if blocks[index][0] is region:
-            blocks.pop(index)[1].__exit__(None, None, None)
-            return
-    msg = "autocast: exit without enter; this region is not open in this thread"
-    raise RuntimeError(msg)
+    _OPEN.regions.append((region, block))
 
 
 def blocks_are_recorded() -> bool:
@@ -144,8 +142,7 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
                 return torchs_autocast(device_type, dtype, enabled, cache_enabled)
             if rules is not None:
                 check_rules(rules, device_type)
-            content = "" if rules is None else rules.content
-            return TracedRegion(device_type, dtype, enabled, cache_enabled, content)  # type: ignore[return-value]
+            return TracedRegion(device_type, dtype, enabled, cache_enabled, content_of(rules))  # type: ignore[return-value]
         checked = KERNELS.checked.get((device_type, dtype, enabled))
         if checked is None:
             checked = _check(device_type, dtype, enabled)
@@ -192,15 +189,14 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle by what the region was made with; a rule set's number is this process's."""
         attributes = dict(vars(self))
-        _, dtype, enabled, cache_enabled, number, device_type = attributes.pop("_opening")
-        remake = functools.partial(_remade, type(self), rules=KERNELS.rule_sets.get(number))
-        return remake, (device_type, dtype, enabled, cache_enabled), attributes
+        attributes.pop("_opening")
+        *arguments, rules = self.made_with()
+        return functools.partial(_remade, type(self), rules=rules), tuple(arguments), attributes
 
-    def traced_as(self) -> tuple[str, torch.dtype, bool, bool, str]:
-        """Return device, dtype, whether it is on, cache flag, and the content of its rules."""
+    def made_with(self) -> tuple[str, torch.dtype, bool, bool, OpRules | None]:
+        """Return device, dtype, whether it is on, cache flag, and rules of its own."""
         _, dtype, enabled, cache_enabled, number, device_type = self._opening
-        rules = KERNELS.rule_sets.get(number)
-        return device_type, dtype, enabled, cache_enabled, "" if rules is None else rules.content
+        return device_type, dtype, enabled, cache_enabled, KERNELS.rule_sets.get(number)
 
     def __repr__(self) -> str:
         return f"autocast({self.device!r}, dtype={self.fast_dtype}, enabled={self._enabled})"
@@ -210,16 +206,28 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         opening, enter = self._opening, KERNELS.enter
         if enter is None or opening[0] is None:
             enter_block(self)
-        elif enter(self, opening) and blocks_are_recorded():
-            autocast.__exit__(self)
-            enter_block(self)
+        else:
+            has_function_mode = enter(opening)
+            _OPEN.regions.append((self, None))
+            if has_function_mode and blocks_are_recorded():
+                autocast.__exit__(self)
+                enter_block(self)
         return self
 
     @untraced
     def __exit__(self, *exc_info: object) -> Literal[False]:
-        leave = KERNELS.leave
-        if leave is None or not leave(self):
-            exit_block(self)
+        regions = _OPEN.regions
+        place = len(regions) - 1
+        while place >= 0 and regions[place][0] is not self:
+            place -= 1
+        if place < 0:
+            msg = "autocast: exit without enter; this region is not open in this thread"
+            raise RuntimeError(msg)
+        _, block = regions.pop(place)
+        if block is not None:
+            block.__exit__(None, None, None)
+        else:
+            KERNELS.leave(sum(other is None for _, other in regions[place:]))
         return False
 
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
@@ -246,8 +254,9 @@ def _remade(cls: type[autocast], *arguments: Any, rules: OpRules | None) -> auto
 
 def _hides_flag(device_type: str) -> bool:
     """Return whether an accelerator's region keeps casts, with torch's flag off for graph captures only."""
-    regions = KERNELS.innermost_regions() or {device_type: (DEFAULT, True)}
-    device, (_, keeps_casts) = list(regions.items())[-1]
+    if not _OPEN.regions:
+        return device_type != "cpu"
+    device, _, _, keeps_casts, _ = _OPEN.regions[-1][0].made_with()
     return device != "cpu" and keeps_casts
 
 

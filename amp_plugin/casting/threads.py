@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from amp_plugin.casting.installed_kernels import DEFAULT, KERNELS
-from amp_plugin.casting.region import autocast, call_in, open_blocks
+from amp_plugin.casting.installed_kernels import KERNELS
+from amp_plugin.casting.region import autocast, call_in, open_regions
 from amp_plugin.casting.rules import TABLES, OpRules
 from amp_plugin.casting.run_in import change_class
 
@@ -45,23 +45,27 @@ def current_state() -> tuple[RegionState, ...]:
     """Return the autocast state of this thread, one entry per device where it is on or in a region."""
     if not KERNELS.are_native:
         KERNELS.install()
-    opened = KERNELS.innermost_regions()
+    opened = {region.device: region for region in open_regions()}
     on = [device for device in TABLES if torch.is_autocast_enabled(device) or device in opened]
-    return tuple(
-        RegionState(
-            device_type=device,
-            dtype=torch.get_autocast_dtype(device),
-            enabled=torch.is_autocast_enabled(device),
-            cache_enabled=opened.get(device, (DEFAULT, torch.is_autocast_cache_enabled()))[1],
-            rules=KERNELS.rule_sets.get(opened.get(device, (DEFAULT, True))[0]),
-        )
-        for device in on
+    return tuple(_state_on(device, opened.get(device)) for device in on)
+
+
+def _state_on(device_type: str, region: autocast | None) -> RegionState:
+    keeps_casts, rules = torch.is_autocast_cache_enabled(), None
+    if region is not None:
+        *_, keeps_casts, rules = region.made_with()
+    return RegionState(
+        device_type=device_type,
+        dtype=torch.get_autocast_dtype(device_type),
+        enabled=torch.is_autocast_enabled(device_type),
+        cache_enabled=keeps_casts,
+        rules=rules,
     )
 
 
 def has_region() -> bool:
     """Return whether this thread has a region of ours open."""
-    return bool(open_blocks()) or bool(KERNELS.innermost_regions())
+    return bool(open_regions())
 
 
 Module = TypeVar("Module", bound=nn.Module)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from amp_plugin import OpRules, autocast, autocast_module, log_casts, set_default_rules
 from amp_plugin.casting.cast_log import CastTotals
 from amp_plugin.casting.threads import checkpoint_contexts
+from amp_plugin.kernels.build import native_core
 
 BF16, FP32 = torch.bfloat16, torch.float32
 pytestmark = pytest.mark.native
@@ -219,7 +220,7 @@ def test_nothing_is_recorded_when_off_and_one_log_at_a_time():
         torch.ones(2, 2) @ torch.ones(2, 2)
     assert len(log) == 0
     assert repr(log) == "CastLog(0 casts, 0 cached, 0 bytes moved)"
-    assert torch.ops.amp_plugin._take_cast_log() == ([], [])
+    assert native_core().region.take_cast_log() == []
 
 
 def test_a_log_that_is_opened_again_goes_on():

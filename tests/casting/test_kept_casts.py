@@ -1,17 +1,25 @@
 """The casts of weights that a region keeps: those torch.autocast keeps, as many, and never stale."""
 
 import contextlib
+import functools
 import itertools
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import amp_plugin
-from tests.process_groups import leave
+from amp_plugin.casting.bound_rules import ours_by_default
+from amp_plugin.kernels.build import native_core
+from tests.process_groups import group_of_one, leave
 from tests.warm_processes import call_on_ranks
 
 pytestmark = pytest.mark.native
@@ -47,9 +55,9 @@ def nested(autocast, model):
                 loss_of(model, batch)
         with autocast("cpu", enabled=False):
             model(BATCHES[0])
-        assert autocast is torch.autocast or torch.ops.amp_plugin._kept_cast_count() == 4
+        assert autocast is torch.autocast or native_core().region.kept_cast_count() == 4
         loss_of(model, BATCHES[1]).backward()
-    assert torch.ops.amp_plugin._kept_cast_count() == 0
+    assert native_core().region.kept_cast_count() == 0
 
 
 def torchs_block_inside(autocast, model):
@@ -67,11 +75,34 @@ def no_grad_first(autocast, model):
         loss_of(model, BATCHES[1]).backward()
 
 
-def casts_and_gradients(program, autocast):
+def inference_inside(autocast, model):
+    with autocast("cpu", BF16):
+        with torch.inference_mode():
+            sum(loss_of(model, batch) for batch in BATCHES)
+        loss_of(model, BATCHES[0]).backward()
+
+
+def torchs_flag_inside(autocast, model):
+    """A block of torch's inside may keep casts or not, whatever the region around it does."""
+    for outer, inner in ((True, False), (False, True)):
+        with autocast("cpu", BF16, cache_enabled=outer):
+            with torch.autocast("cpu", BF16, cache_enabled=inner):
+                loss_of(model, BATCHES[0]).backward()
+                loss_of(model, BATCHES[1]).backward()
+            loss_of(model, BATCHES[0]).backward()
+
+
+def checkpointed(autocast, model):
+    with autocast("cpu", BF16):
+        loss = sum(checkpoint(loss_of, model, batch, use_reentrant=False) for batch in BATCHES)
+    loss.backward()
+
+
+def casts_and_gradients(program, autocast, around=contextlib.nullcontext):
     model = make_model()
     program(autocast, model)  # what is done once per process
     model.zero_grad()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with around(), profile(activities=[ProfilerActivity.CPU]) as profiler:
         program(autocast, model)
     counts = {row.key: row.count for row in profiler.key_averages()}
     return counts.get("aten::_to_copy", 0), [param.grad for param in model.parameters()]
@@ -83,17 +114,143 @@ PROGRAMS = [
     nested,
     torchs_block_inside,
     no_grad_first,
+    inference_inside,
+    torchs_flag_inside,
+    checkpointed,
 ]
+
+
+def same_as_torch(program, ours, around=contextlib.nullcontext, set_up=contextlib.nullcontext):
+    theirs, expected = casts_and_gradients(program, torch.autocast, around)
+    with set_up():
+        made, gradients = casts_and_gradients(program, ours, around)
+    assert made == theirs
+    for gradient, other in zip(gradients, expected, strict=True):
+        assert gradient is other is None or torch.equal(gradient, other)
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11's, once per process
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_as_many_casts_as_torch_and_the_same_gradients(program):
-    theirs, expected = casts_and_gradients(program, torch.autocast)
-    ours, gradients = casts_and_gradients(program, amp_plugin.autocast)
-    assert ours == theirs
-    for gradient, other in zip(gradients, expected, strict=True):
-        assert gradient is other is None or torch.equal(gradient, other)
+    same_as_torch(program, amp_plugin.autocast)
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_torchs_blocks_under_our_rules_keep_what_torch_keeps(program):
+    """As under ``amp-plugin run``: blocks of torch's on our kernels make torch's casts, and torch's bits."""
+    same_as_torch(program, torch.autocast, set_up=ours_by_default)
+
+
+class Quiet(TorchDispatchMode):
+    """A mode of a user's, which passes every op on."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def debug_mode():
+    return __import__("torch.utils._debug_mode", fromlist=["DebugMode"]).DebugMode()
+
+
+MODES = {
+    "FlopCounterMode": lambda: FlopCounterMode(display=False),
+    "DebugMode": debug_mode,
+    "a user's": Quiet,
+    "a device": lambda: torch.device("cpu"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("program", [one_region, nested, no_grad_first], ids=lambda program: program.__name__)
+@pytest.mark.parametrize("front", ["region", "torch's block"])
+def test_a_dispatch_mode_around_changes_no_cast(mode, program, front):
+    if front == "region":
+        same_as_torch(program, amp_plugin.autocast, MODES[mode])
+    else:
+        same_as_torch(program, torch.autocast, MODES[mode], ours_by_default)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_selective_checkpointing_recomputes_with_torchs_bits(ours):
+    """Its modes stand around forward and recomputation; a weight that is used twice shows it in its gradient."""
+
+    def gradient(autocast):
+        torch.manual_seed(0)
+        w, x = nn.Parameter(torch.randn(32, 32)), torch.randn(32, 32, requires_grad=True)
+        context = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+        with autocast("cpu", BF16):
+            loss = checkpoint(
+                lambda x: ((x @ w).tanh() @ w).float(), x, use_reentrant=False, context_fn=context
+            )
+        loss.sum().backward()
+        return w.grad
+
+    expected = gradient(torch.autocast)
+    with contextlib.nullcontext() if ours else ours_by_default():
+        assert torch.equal(gradient(amp_plugin.autocast if ours else torch.autocast), expected)
+
+
+def test_a_mode_sees_nothing_that_keeping_casts_needs():
+    """A mode that counts ops sees the ops of torch.autocast, the first time a thread keeps a cast too."""
+
+    class Counting(Quiet):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def ops(autocast):
+        weight, seen = nn.Parameter(torch.ones(2, 2)), Counting()
+        torch.clear_autocast_cache()
+        with seen, autocast("cpu", BF16):
+            weight @ weight
+        return seen.names
+
+    assert ops(amp_plugin.autocast) == ops(torch.autocast)
+
+
+def test_the_cast_of_a_dtensor_is_kept():
+    """The gradients of two uses of a sharded weight add up in torch's order and dtype."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    with group_of_one():
+        mesh = init_device_mesh("cpu", (1,))
+
+        def gradient(autocast):
+            torch.manual_seed(0)
+            weight = distribute_tensor(torch.randn(16, 16), mesh, [Shard(0)]).requires_grad_()
+            x = distribute_tensor(torch.randn(16, 16), mesh, [Replicate()])
+            with autocast("cpu", BF16):
+                out = (x @ weight).tanh() @ weight
+            out.float().square().sum().backward()
+            return weight.grad.full_tensor()
+
+        assert torch.equal(gradient(amp_plugin.autocast), gradient(torch.autocast))
+
+
+def test_a_thread_leaves_nothing_behind():
+    """DataParallel makes new threads at each forward; torch's cache, which all threads share, stays as it is."""
+    layer, x = nn.Linear(8, 8), torch.ones(1, 8)
+
+    def in_threads(count):
+        for _ in range(count):
+            thread = threading.Thread(target=lambda: amp_plugin.autocast("cpu", BF16)(layer)(x))
+            thread.start()
+            thread.join()
+
+    in_threads(200)
+    before = resident()
+    in_threads(1000)
+    assert resident() - before < 1000 * 1000, "bytes in 1000 threads"
+
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 FLAGS = list(itertools.product([True, False], [None, True, False]))
@@ -262,7 +419,7 @@ def second_forward() -> None:
         for _ in range(2):
             output = model(x)
             assert torch.equal(output, x.bfloat16() @ plain.bfloat16().t())
-            assert torch.ops.amp_plugin._kept_cast_count() == 0
+            assert native_core().region.kept_cast_count() == 0
             output.float().sum().backward()
             model.weight.to_local().detach().numpy()[:] *= (
                 2  # by a kernel that no hook of an optimizer announces

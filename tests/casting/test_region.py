@@ -12,6 +12,7 @@ import torch
 import amp_plugin
 from amp_plugin.casting.installed_kernels import KERNELS
 from amp_plugin.casting.rules import torch_release
+from amp_plugin.kernels.build import native_core
 
 
 def mm_dtype(x=None):
@@ -211,7 +212,7 @@ class TestTorchsDefects:
 class TestWeightCache:
     @staticmethod
     def casts():
-        return torch.ops.amp_plugin._kept_cast_count()
+        return native_core().region.kept_cast_count()
 
     @pytest.mark.parametrize("kind", ["frozen", "view", "non-leaf", "inference"])
     def test_what_is_never_kept(self, kind):
@@ -260,7 +261,7 @@ class TestTorchIsLeftAlone:
         for change, ours in ((KERNELS.uninstall, False), (KERNELS.install, True)):
             change()
             assert ("amp_plugin" in torch._C._dispatch_dump("aten::mm")) is ours
-            assert ("aten::mm" in torch.ops.amp_plugin._installed("cpu")) is ours
+            assert ("aten::mm" in native_core().region.installed("cpu")) is ours
             model.zero_grad()
             with torch.autocast("cpu"):
                 loss = torch.nn.functional.mse_loss(model(x), torch.zeros(4, 2))
@@ -275,7 +276,7 @@ class TestTorchIsLeftAlone:
         with torch.autocast("cpu"):
             first, second = x @ w, x @ w
         assert first.grad_fn.next_functions[1][0] is second.grad_fn.next_functions[1][0]
-        assert torch.ops.amp_plugin._kept_cast_count() == 0
+        assert native_core().region.kept_cast_count() == 0
 
 
 def logged(function):

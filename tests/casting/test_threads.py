@@ -12,6 +12,7 @@ from torch import nn
 
 from amp_plugin import OpRules, autocast, autocast_module, run_in
 from amp_plugin.casting.threads import RegionState, current_state
+from amp_plugin.kernels.build import native_core
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -81,7 +82,7 @@ def test_rules_and_the_cache_flag_go_along():
 
 @pytest.mark.native
 def test_the_cache_flag_is_followed_in_the_thread():
-    casts = torch.ops.amp_plugin._kept_cast_count
+    casts = native_core().region.kept_cast_count
     for flag, kept in ((True, 2), (False, 0)):
         with autocast("cpu", BF16, cache_enabled=flag):
             net = autocast_module(Net())

@@ -12,3 +12,4 @@
 #include "install.cpp"
 #include "region.cpp"
 #include "region_casts.cpp"
+#include "rules_in_force.cpp"

@@ -56,22 +56,12 @@ at::Tensor cast_tensor(const at::Tensor& tensor, ScalarType dtype) {
       tensor, dtype, std::nullopt, std::nullopt, std::nullopt, false, std::nullopt);
 }
 
-bool is_kept(const at::Tensor& tensor, ScalarType dtype, const Call& call) {
-  const auto* region = call.plan.region;
-  const bool is_wanted = region == nullptr ? call.plan.in_torch_cache : region->cache_enabled;
-  return is_wanted && is_weight(tensor) && dtype == at::autocast::get_autocast_dtype(call.device) &&
-      may_keep(call.device);
-}
-
-at::Tensor cast_weight(const at::Tensor& weight, ScalarType dtype, const Call& call, bool& cached) {
-  const bool is_ours = call.plan.region != nullptr;
-  if (is_ours) {
-    at::Tensor kept = find_cast(weight, dtype);
-    cached = kept.defined();
-    if (cached) return kept;
-  }
+// The cast of a weight that our innermost region keeps; `cached` says whether it was there.
+at::Tensor cast_weight(const at::Tensor& weight, ScalarType dtype, bool& cached) {
+  at::Tensor kept = find_cast(weight, dtype);
+  cached = kept.defined();
+  if (cached) return kept;
   if (is_refilled(weight)) return cast_tensor(weight, dtype);
-  if (!is_ours) return at::autocast::cached_cast(dtype, weight, call.device);
   // Built with grad even under no_grad, so that a later use in this region can differentiate it.
   const c10::AutoGradMode with_grad(true);
   at::Tensor cast = cast_tensor(weight, dtype);
@@ -80,9 +70,18 @@ at::Tensor cast_weight(const at::Tensor& weight, ScalarType dtype, const Call& c
 }
 
 at::Tensor cast_argument(const at::Tensor& tensor, ScalarType dtype, size_t index, const Call& call) {
+  at::Tensor cast;
   bool cached = false;
-  at::Tensor cast =
-      is_kept(tensor, dtype, call) ? cast_weight(tensor, dtype, call, cached) : cast_tensor(tensor, dtype);
+  if (call.plan.keeper == Keeper::kTorch) {
+    cast = at::autocast::cached_cast(dtype, tensor, call.device);
+    cached = is_logging_casts() && is_weight(tensor) && was_logged(cast);
+  } else if (
+      call.plan.keeper == Keeper::kRegion && is_weight(tensor) &&
+      dtype == at::autocast::get_autocast_dtype(call.device) && may_keep(call.device)) {
+    cast = cast_weight(tensor, dtype, cached);
+  } else {
+    cast = cast_tensor(tensor, dtype);
+  }
   if (is_logging_casts()) log_cast(call.op.operator_name(), index, tensor, dtype, cached);
   return cast;
 }

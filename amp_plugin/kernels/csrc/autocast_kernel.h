@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "region.h"
+#include "rules_in_force.h"
 
 namespace amp_plugin {
 

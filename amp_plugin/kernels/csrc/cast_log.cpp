@@ -2,14 +2,10 @@
 
 #include <c10/core/ScalarType.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <torch/library.h>
 
-#include <cstdint>
 #include <mutex>
-#include <string>
-#include <tuple>
+#include <unordered_map>
 #include <utility>
-#include <vector>
 
 namespace amp_plugin {
 
@@ -17,11 +13,12 @@ std::atomic<bool> cast_log_on{false};
 
 namespace {
 
-// Of each cast: the op, its device, dtype before, dtype after; then the numbers below.
 struct Log {
   std::mutex mutex;
-  std::vector<std::string> texts;
-  std::vector<int64_t> numbers;
+  std::vector<LoggedCast> casts;
+  // Weakly held, so that no address comes back for another cast.
+  std::unordered_map<const c10::TensorImpl*, c10::weak_intrusive_ptr<c10::TensorImpl>> handed_out;
+  size_t prune_at = 64;
 };
 
 Log& the_log() {
@@ -29,7 +26,7 @@ Log& the_log() {
   return *log;
 }
 
-thread_local int64_t scope = -1;
+thread_local int64_t log_scope = -1;
 
 // Compilers trace with fake tensors: such a cast is part of a graph, it does not happen now.
 bool is_traced() {
@@ -47,35 +44,46 @@ void log_cast(
   const auto bytes = static_cast<int64_t>(c10::elementSize(before) + c10::elementSize(to)) * elements;
   auto& log = the_log();
   const std::lock_guard lock(log.mutex);
-  log.texts.insert(
-      log.texts.end(),
-      {op.name + "." + (op.overload_name.empty() ? "default" : op.overload_name),
-       c10::DeviceTypeName(from.device().type(), /*lower_case=*/true), c10::toString(before),
-       c10::toString(to)});
-  log.numbers.insert(
-      log.numbers.end(),
-      {static_cast<int64_t>(argument), elements, cached ? 0 : bytes, cached,
-       from.is_leaf() && from.requires_grad(), scope, reinterpret_cast<int64_t>(from.unsafeGetTensorImpl())});
+  log.casts.push_back({
+      .op = op.name + "." + (op.overload_name.empty() ? "default" : op.overload_name),
+      .device = c10::DeviceTypeName(from.device().type(), /*lower_case=*/true),
+      .before = c10::toString(before),
+      .after = c10::toString(to),
+      .argument = static_cast<int64_t>(argument),
+      .elements = elements,
+      .bytes = cached ? 0 : bytes,
+      .cached = cached,
+      .is_weight = from.is_leaf() && from.requires_grad(),
+      .scope = log_scope,
+      .tensor = reinterpret_cast<uintptr_t>(from.unsafeGetTensorImpl()),
+  });
 }
 
-namespace {
-
-bool log_casts(bool on) { return cast_log_on.exchange(on); }
-
-int64_t set_scope(int64_t wanted) { return std::exchange(scope, wanted); }
-
-std::tuple<std::vector<std::string>, std::vector<int64_t>> take_log() {
+bool was_logged(const at::Tensor& cast) {
   auto& log = the_log();
   const std::lock_guard lock(log.mutex);
-  return {std::exchange(log.texts, {}), std::exchange(log.numbers, {})};
+  if (log.handed_out.size() >= log.prune_at) {
+    std::erase_if(log.handed_out, [](const auto& entry) { return entry.second.expired(); });
+    log.prune_at = std::max<size_t>(64, 2 * log.handed_out.size());
+  }
+  return !log.handed_out.try_emplace(cast.unsafeGetTensorImpl(), cast.getIntrusivePtr()).second;
 }
 
-}  // namespace
+bool log_casts(bool on) {
+  const bool was_on = cast_log_on.exchange(on);
+  auto& log = the_log();
+  const std::lock_guard lock(log.mutex);
+  if (!was_on) log.casts.clear();
+  if (was_on != on) log.handed_out.clear();
+  return was_on;
+}
 
-TORCH_LIBRARY_FRAGMENT(amp_plugin, library) {
-  library.def("_log_casts(bool on) -> bool", log_casts);
-  library.def("_cast_log_scope(int scope) -> int", set_scope);
-  library.def("_take_cast_log() -> (str[] texts, int[] numbers)", take_log);
+int64_t set_log_scope(int64_t scope) { return std::exchange(log_scope, scope); }
+
+std::vector<LoggedCast> take_cast_log() {
+  auto& log = the_log();
+  const std::lock_guard lock(log.mutex);
+  return std::exchange(log.casts, {});
 }
 
 }  // namespace amp_plugin

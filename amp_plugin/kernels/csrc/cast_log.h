@@ -5,8 +5,25 @@
 #include <ATen/core/operator_name.h>
 
 #include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
 
 namespace amp_plugin {
+
+struct LoggedCast {
+  std::string op;
+  std::string device;
+  std::string before;  // dtype
+  std::string after;
+  int64_t argument;
+  int64_t elements;
+  int64_t bytes;
+  bool cached;
+  bool is_weight;
+  int64_t scope;
+  uintptr_t tensor;  // address of the TensorImpl
+};
 
 extern std::atomic<bool> cast_log_on;
 
@@ -14,5 +31,17 @@ inline bool is_logging_casts() { return cast_log_on.load(std::memory_order_relax
 
 void log_cast(
     const c10::OperatorName& op, size_t argument, const at::Tensor& from, c10::ScalarType to, bool cached);
+
+// Whether a cast that torch's cache has handed out was handed out before while the log was open.
+bool was_logged(const at::Tensor& cast);
+
+// Turns the log on or off; returns whether it was on. One that is turned on is empty.
+bool log_casts(bool on);
+
+// Sets the number that this thread's casts are logged with; returns the one before. -1 stands for none.
+int64_t set_log_scope(int64_t scope);
+
+// Returns what was logged since the last call.
+std::vector<LoggedCast> take_cast_log();
 
 }  // namespace amp_plugin

@@ -1,4 +1,6 @@
 // Registers the autocast kernels with the dispatcher, and takes them back; registers the ops of the CPU.
+#include "install.h"
+
 #include <ATen/core/IListRef.h>
 #include <ATen/core/boxing/KernelFunction.h>
 #include <ATen/ops/cat_ops.h>
@@ -11,7 +13,6 @@
 
 #include "autocast_kernel.h"
 #include "cpu_ops.h"
-#include "region_casts.h"
 
 namespace amp_plugin {
 namespace {
@@ -21,35 +22,6 @@ using c10::DispatchKey;
 using c10::IValue;
 using c10::OperatorHandle;
 using torch::jit::Stack;
-
-// An op that may write a weight through an alias (`weight.data.clamp_()`): no version counter of the
-// weight moves, so the casts of that storage are forgotten here.
-class WatchKernel final : public c10::OperatorKernel {
- public:
-  WatchKernel(const OperatorHandle& op, DispatchKey key) : key_(key) {
-    const auto& arguments = op.schema().arguments();
-    for (size_t i = 0; i < arguments.size(); ++i) {
-      const auto* alias = arguments[i].alias_info();
-      if (alias != nullptr && alias->isWrite()) written_.push_back(arguments.size() - i);
-    }
-  }
-
-  void operator()(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-    for (const size_t from_end : written_) {
-      const IValue& written = (*stack)[stack->size() - from_end];
-      if (written.isTensor()) {
-        note_write(written.toTensor());
-      } else if (written.isTensorList()) {
-        for (const at::Tensor& tensor : written.toTensorVector()) note_write(tensor);
-      }
-    }
-    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key_), stack);
-  }
-
- private:
-  const DispatchKey key_;
-  std::vector<size_t> written_;  // arguments, counted from the end of the stack
-};
 
 // Kernels of ops on tensor lists: boxing a list copies it, which cat and stack are too quick for.
 // Op is at::_ops::cat or at::_ops::stack, List its list of tensors.
@@ -135,14 +107,6 @@ class Installation {
     register_kernel(op_name, device, kernel);
   }
 
-  void watch(DeviceType device, const std::string& op_name) {
-    const std::lock_guard lock(mutex_);
-    const auto op = find(op_name);
-    if (!op.has_value() || op->hasKernelForDispatchKey(autocast_key(device))) return;
-    const auto key = autocast_key(device);
-    add(op_name, key, c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<WatchKernel>(*op, key)));
-  }
-
   void uninstall() {
     const std::lock_guard lock(mutex_);
     handles_.clear();
@@ -190,43 +154,24 @@ class Installation {
   std::map<Where, c10::RegistrationHandleRAII> handles_;
 };
 
-DeviceType device_named(std::string_view name) { return c10::Device(std::string(name)).type(); }
+DeviceType device_named(const std::string& name) { return c10::Device(name).type(); }
+
+}  // namespace
 
 void set_rules(
-    std::string_view device, int64_t number, const std::vector<std::string>& ops, at::IntArrayRef rules,
-    at::IntArrayRef keep) {
+    const std::string& device, int number, const std::vector<std::string>& ops,
+    const std::vector<uint64_t>& entries) {
   TORCH_CHECK(
       number >= 0 && number < kMaxRuleSets, "amp_plugin: rule set number ", number, " is out of range.");
   for (size_t i = 0; i < ops.size(); ++i) {
-    const auto entry = static_cast<uint64_t>(rules[i]) | (static_cast<uint64_t>(keep[i]) << 8);
-    Installation::get().set_rule(device_named(device), static_cast<int>(number), ops[i], entry);
+    Installation::get().set_rule(device_named(device), number, ops[i], entries[i]);
   }
-}
-
-void watch_writes(std::string_view device, const std::vector<std::string>& ops) {
-  for (const auto& op : ops) Installation::get().watch(device_named(device), op);
-}
-
-void set_defaults(std::string_view device, int64_t number) {
-  set_default_rules(device_named(device), static_cast<int>(number));
 }
 
 void uninstall() { Installation::get().uninstall(); }
 
-std::vector<std::string> installed(std::string_view device) {
+std::vector<std::string> installed(const std::string& device) {
   return Installation::get().installed(device_named(device));
-}
-
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(amp_plugin, library) {
-  library.def("_set_rules(str device, int number, str[] ops, int[] rules, int[] keep) -> ()", set_rules);
-  library.def("_watch_writes(str device, str[] ops) -> ()", watch_writes);
-  library.def("_set_default_rules(str device, int number) -> ()", set_defaults);
-  library.def("_innermost_regions() -> int[]", innermost_regions);
-  library.def("_uninstall() -> ()", uninstall);
-  library.def("_installed(str device) -> str[]", installed);
-  library.def("_kept_cast_count() -> int", kept_cast_count);
 }
 
 TORCH_LIBRARY_IMPL(amp_plugin, CPU, m) {

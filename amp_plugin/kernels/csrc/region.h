@@ -1,17 +1,13 @@
 // The regions a thread has open, and what an op in them is to do.
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
 
-#include <cstdint>
-#include <vector>
+#include <cstddef>
 
 namespace amp_plugin {
 
-// Number of distinct rule sets a process may use, the default one, 0, among them.
-constexpr int kMaxRuleSets = 585;
 constexpr int kNoRules = -1;
 
 struct RegionOptions {
@@ -23,9 +19,7 @@ struct RegionOptions {
 };
 
 struct Region {
-  const void* owner;
   c10::DeviceType device;
-  int rules;
   int nesting;  // torch's autocast nesting level inside this region
   int graph_task;  // the backward pass it was opened in, -1 for none
   bool cache_enabled;
@@ -44,33 +38,29 @@ enum class Course {
   kLeaveAsIs,  // a backward pass inside a region opened outside it: cast nothing
 };
 
+// Who keeps casts of weights.
+enum class Keeper {
+  kNobody,
+  kRegion,  // the innermost region of ours (region_casts.h)
+  kTorch,  // torch's own cache: a block of torch's, which has torch's bits
+};
+
 struct Plan {
   Course course;
   int rules;
-  const Region* region;  // keeps casts of weights; null outside our own regions
-  bool in_torch_cache;  // torch keeps them, as in its own block
+  Keeper keeper;
 };
 
 // Opens a region: sets torch's autocast state and remembers the previous one.
-void enter_region(const void* owner, RegionOptions options);
+void enter_region(RegionOptions options);
 
-// Closes the innermost region opened by `owner`; false if there is none in this thread.
-bool exit_region(const void* owner);
+// Closes an open region of this thread, counted from the innermost one, 0.
+void exit_region(size_t from_innermost);
 
 // Decides for an op of `device` called now in this thread.
 Plan plan_for(c10::DeviceType device);
 
-// Says in torch's autocast state whose rules are in force on a device from now on.
-void show_rules(c10::DeviceType device, int rules);
-
 // Rules for autocast blocks outside our regions, per device; kNoRules for torch's kernels.
 void set_default_rules(c10::DeviceType device, int rules);
-
-// The innermost open region of each device in this thread: (device type, rules, cache flag) triples,
-// flattened.
-std::vector<int64_t> innermost_regions();
-
-// An op in this thread wrote to `tensor`: casts kept of that memory are stale.
-void note_write(const at::Tensor& tensor);
 
 }  // namespace amp_plugin

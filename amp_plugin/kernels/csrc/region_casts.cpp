@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <mutex>
 #include <unordered_map>
 
 #include "torch_autocast.h"
@@ -79,6 +80,15 @@ bool is_capturing(c10::DeviceType device) {
   return guard == nullptr || is_recording(*guard, device);
 }
 
+// Whether a mode of torch's own is on that makes fake tensors or records the ops.
+bool is_recorded_by_a_mode() {
+  using Modes = c10::impl::TorchDispatchModeTLS;
+  using Key = c10::impl::TorchDispatchModeKey;
+  if (!Modes::any_modes_set()) return false;
+  return Modes::get_mode(Key::FAKE).has_value() || Modes::get_mode(Key::PROXY).has_value() ||
+      Modes::get_mode(Key::FUNCTIONAL).has_value();
+}
+
 // The casts made before it was last counted up are forgotten.
 std::atomic<uint64_t> forgotten{0};
 
@@ -137,33 +147,53 @@ class KeptCast {
 // By the weight's address, which does not come back: its cast's autograd graph holds the weight.
 using CastsByWeight = std::unordered_map<const c10::TensorImpl*, c10::SmallVector<KeptCast, 1>>;
 
-// torch.clear_autocast_cache() forgets ours too. Torch shows it nowhere, but its cache lets go of what it
-// held: of a tensor that this thread has put there.
+// torch.clear_autocast_cache() forgets ours too. Torch tells nobody, but its cache lets go of the leaves
+// that it has casts of, to which it holds a weak reference. One leaf of ours is in it, for all threads.
 class TorchCacheWatch {
  public:
-  bool was_cleared() const { return held_.defined() && held_.use_count() == 1; }
+  // Never destroyed: threads may end after it.
+  static TorchCacheWatch& get() {
+    static auto* watch = new TorchCacheWatch;
+    return *watch;
+  }
 
+  bool was_cleared() const { return leaf_.weak_use_count() <= 1; }
+
+  // Has torch keep a cast of the leaf. What any thread kept before the cache was cleared is forgotten.
   void start() {
-    if (held_.defined() && !was_cleared()) return;
-    if (!leaf_.defined()) leaf_ = at::empty({1}, at::kFloat).zero_().requires_grad_();
+    const std::lock_guard lock(mutex_);
+    if (!was_cleared()) return;
+    forget_all_casts();
+    const c10::impl::ExcludeDispatchKeyGuard unseen(seen_by_others);
     const at::DisableRecordFunctionGuard no_profiler;
     const c10::AutoGradMode no_grad(false);
     const bool was_enabled = at::autocast::is_autocast_cache_enabled();
     at::autocast::set_autocast_cache_enabled(true);
-    held_ = at::autocast::cached_cast(at::autocast::get_autocast_dtype(at::kCPU), leaf_, at::kCPU);
+    at::autocast::cached_cast(at::autocast::get_autocast_dtype(at::kCPU), leaf_, at::kCPU);
     at::autocast::set_autocast_cache_enabled(was_enabled);
   }
 
  private:
-  at::Tensor leaf_;
-  at::Tensor held_;  // the cast of the leaf, which torch's cache holds too until it is cleared
-};
+  static constexpr c10::DispatchKeySet seen_by_others{
+      c10::DispatchKey::Python,
+      c10::DispatchKey::PythonTLSSnapshot,
+      c10::DispatchKey::PreDispatch,
+      c10::DispatchKey::PythonDispatcher,
+  };
 
-thread_local TorchCacheWatch torch_cache;
+  static at::Tensor made_leaf() {
+    const c10::impl::ExcludeDispatchKeyGuard unseen(seen_by_others);
+    const c10::InferenceMode no_inference(false);
+    return at::empty({1}, at::kFloat).zero_().requires_grad_();
+  }
+
+  const at::Tensor leaf_ = made_leaf();
+  std::mutex mutex_;
+};
 
 CastsByWeight& casts_of_thread() {
   thread_local CastsByWeight casts;
-  if (!casts.empty() && torch_cache.was_cleared()) casts.clear();
+  if (!casts.empty() && TorchCacheWatch::get().was_cleared()) casts.clear();
   return casts;
 }
 
@@ -192,15 +222,14 @@ bool may_keep(c10::DeviceType device) {
   return !(
       included.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
       included.has(c10::DispatchKey::Tracer) || included.has(c10::DispatchKey::Functionalize) ||
-      c10::InferenceMode::is_enabled() || c10::impl::TorchDispatchModeTLS::any_modes_set() ||
+      c10::InferenceMode::is_enabled() || is_recorded_by_a_mode() ||
       (device != c10::DeviceType::CPU && is_capturing(device)));
 }
 
 bool is_weight(const at::Tensor& tensor) {
   return tensor.scalar_type() == c10::kFloat && tensor.requires_grad() && tensor.is_leaf() &&
       !tensor.is_view() && tensor.layout() == c10::kStrided && !tensor.is_nested() && tensor.has_storage() &&
-      !tensor.is_inference() && !tensor.key_set().has(c10::DispatchKey::Python) &&
-      !at::caching::is_cached_tensor(tensor);
+      !tensor.is_inference() && !at::caching::is_cached_tensor(tensor);
 }
 
 at::Tensor find_cast(const at::Tensor& weight, c10::ScalarType dtype) {
@@ -214,7 +243,7 @@ at::Tensor find_cast(const at::Tensor& weight, c10::ScalarType dtype) {
 }
 
 void keep_cast(const at::Tensor& weight, const at::Tensor& cast) {
-  torch_cache.start();
+  if (TorchCacheWatch::get().was_cleared()) TorchCacheWatch::get().start();
   auto& entries = casts_of_thread()[weight.unsafeGetTensorImpl()];
   const auto replaced = [&](const KeptCast& kept) {
     return kept.is_of(weight, cast.scalar_type()) || !kept.is_current(weight);
@@ -223,23 +252,12 @@ void keep_cast(const at::Tensor& weight, const at::Tensor& cast) {
   entries.emplace_back(weight, cast);
 }
 
+void forget_all_casts() { forgotten.fetch_add(1, std::memory_order_acq_rel); }
+
 void clear_region_casts() {
   auto& casts = casts_of_thread();
   if (!casts.empty()) casts.clear();
 }
-
-void forget_casts_of_storage(const at::Tensor& tensor) {
-  auto& casts = casts_of_thread();
-  if (casts.empty() || !tensor.has_storage()) return;
-  const auto shares = [&](const KeptCast& kept) { return kept.shares_storage(tensor); };
-  for (auto weight = casts.begin(); weight != casts.end();) {
-    auto& entries = weight->second;
-    entries.erase(std::remove_if(entries.begin(), entries.end(), shares), entries.end());
-    weight = entries.empty() ? casts.erase(weight) : std::next(weight);
-  }
-}
-
-void forget_all_casts() { forgotten.fetch_add(1, std::memory_order_acq_rel); }
 
 int64_t kept_cast_count() {
   int64_t count = 0;

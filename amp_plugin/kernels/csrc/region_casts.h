@@ -12,8 +12,9 @@ using RefillTest = bool (*)(const at::Tensor& tensor);
 void set_refill_test(RefillTest test);
 bool is_refilled(const at::Tensor& tensor);
 
-// True if nothing that records or transforms the program is active: a cast made under jit tracing, a
-// dispatch mode (proxy, fake), functorch, stream capture or inference mode must not outlive it.
+// False while something records or transforms the program: jit tracing, a mode of torch's own that makes
+// fake tensors or records ops, functorch, stream capture, inference mode. A cast made there must not outlive
+// it.
 bool may_keep(c10::DeviceType device);
 
 // True for what torch.autocast keeps the casts of: an fp32 leaf that requires grad and is not a view.
@@ -25,9 +26,6 @@ void keep_cast(const at::Tensor& weight, const at::Tensor& cast);
 
 // Forgets this thread's casts.
 void clear_region_casts();
-
-// Forgets the casts of every weight in this thread that shares storage with `tensor`.
-void forget_casts_of_storage(const at::Tensor& tensor);
 
 // Forgets every thread's casts: weights may have changed without a version counter that shows it.
 void forget_all_casts();

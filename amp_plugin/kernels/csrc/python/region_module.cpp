@@ -1,8 +1,11 @@
 // The Python extension: the way in and out of a region, and what steps read of Python's lists.
 #include <ATen/PythonTorchFunctionTLS.h>
 
+#include "../cast_log.h"
+#include "../install.h"
 #include "../region.h"
 #include "../region_casts.h"
+#include "../rules_in_force.h"
 #include "tensors.h"
 
 namespace amp_plugin {
@@ -14,9 +17,8 @@ namespace {
 
 // `opening`: device type, dtype, enabled, cache enabled, rules, ... Returns whether a torch function mode
 // is on.
-bool enter(py::handle owner, const py::tuple& opening) {
+bool enter(const py::tuple& opening) {
   enter_region(
-      owner.ptr(),
       {.device = static_cast<c10::DeviceType>(opening[0].cast<int>()),
        .dtype = opening[1].cast<at::ScalarType>(),
        .enabled = opening[2].ptr() == Py_True,
@@ -25,8 +27,7 @@ bool enter(py::handle owner, const py::tuple& opening) {
   return at::impl::torch_function_mode_enabled();
 }
 
-// The device type and number of a rule set, for code that no region of ours is open in: compiled graphs.
-void show(int device, int rules) { show_rules(static_cast<c10::DeviceType>(device), rules); }
+c10::DeviceType device_of(int device) { return static_cast<c10::DeviceType>(device); }
 
 PyObject* refill_test = nullptr;
 
@@ -69,10 +70,31 @@ PYBIND11_MODULE(_region, module) {
   using namespace amp_plugin;
   py::register_local_exception_translator(translate);
   module.def("enter", enter);
-  module.def("exit", [](py::handle owner) { return exit_region(owner.ptr()); });
-  module.def("show_rules", show);
+  module.def("exit", exit_region);
+  module.def("show_rules", [](int device, int rules) { show_rules(device_of(device), rules); });
+  module.def("set_default_rules", [](int device, int rules) { set_default_rules(device_of(device), rules); });
+  module.def("set_rules", set_rules);
+  module.def("uninstall", uninstall);
+  module.def("installed", installed);
   module.def("forget_casts", forget_all_casts);
+  module.def("kept_cast_count", kept_cast_count);
   module.def("never_keep", never_keep);
+  module.attr("MAX_RULE_SETS") = kMaxRuleSets;
+  py::class_<LoggedCast>(module, "LoggedCast")
+      .def_readonly("op", &LoggedCast::op)
+      .def_readonly("device", &LoggedCast::device)
+      .def_readonly("before", &LoggedCast::before)
+      .def_readonly("after", &LoggedCast::after)
+      .def_readonly("argument", &LoggedCast::argument)
+      .def_readonly("elements", &LoggedCast::elements)
+      .def_readonly("bytes", &LoggedCast::bytes)
+      .def_readonly("cached", &LoggedCast::cached)
+      .def_readonly("is_weight", &LoggedCast::is_weight)
+      .def_readonly("scope", &LoggedCast::scope)
+      .def_readonly("tensor", &LoggedCast::tensor);
+  module.def("log_casts", log_casts);
+  module.def("set_log_scope", set_log_scope);
+  module.def("take_cast_log", take_cast_log);
   add_gradient_ledger(module);
   add_step_tensors(module);
 }
