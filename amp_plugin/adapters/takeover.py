@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from amp_plugin.casting.rules import OpRules
+    from amp_plugin.numerics.finding import Finding
 
 Precision = Literal["fp16", "bf16"]
 VARIABLE: Final = "AMP_PLUGIN_TAKEOVER"
@@ -68,6 +69,7 @@ class Takeover:
         import torch  # noqa: PLC0415 - takes seconds
 
         from amp_plugin.casting.installed_kernels import KERNELS  # noqa: PLC0415 - loads torch
+        from amp_plugin.numerics.scaled_clips import ScaledClips  # noqa: PLC0415
         from amp_plugin.precision import DTYPES  # noqa: PLC0415
         from amp_plugin.scaling.grad_scaler import GradScaler  # noqa: PLC0415
 
@@ -88,6 +90,7 @@ class Takeover:
                 )
             )
             undo.enter_context(when_imported(self._frameworks()))
+            undo.enter_context(ScaledClips(self._tell_of_clip))
             self._undo = undo.pop_all()
         util.register_after_fork(self, Takeover._forked)
         said = f"{_NAMES} are amp_plugin's while {self._program} runs"
@@ -192,6 +195,10 @@ class Takeover:
         undo = ExitStack()
         undo.callback(uninstall)
         return undo
+
+    def _tell_of_clip(self, finding: Finding) -> None:
+        """Name the line that clips gradients of a scaled loss, with its cure."""
+        self._say(f"{finding.headline}, at {finding.caller or finding.place}: {finding.advice}")
 
     def _note(self, made: str) -> None:
         """Note an Accelerator, Trainer or Fabric, which scales where it has to."""

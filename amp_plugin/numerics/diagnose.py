@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 
 from torch import nn
@@ -12,6 +13,7 @@ from amp_plugin.numerics.learning import Learning
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Region, listed
 from amp_plugin.numerics.refusals import Refusals
+from amp_plugin.numerics.scaled_clips import ScaledClips
 from amp_plugin.numerics.values import unwatched
 from amp_plugin.numerics.watch import PATIENCE, Watch
 
@@ -42,7 +44,11 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         tracker = Tracker(model)
         self._watch = Watch(tracker, self._found, strict=strict, patience=patience)
         self._learning, self._refusals = Learning(tracker), Refusals(tracker)
-        super().__init__(tracker, self._watch, self._learning, self._refusals)
+        super().__init__(tracker, self._watch, self._learning, self._refusals, self)
+
+    def open(self, stack: ExitStack) -> None:
+        """Watch the clips of torch's, too."""
+        stack.enter_context(ScaledClips(self._found))
 
     def ended(self, error: BaseException | None) -> None:
         """Look at what is left: numbers that are not finite, and without any why nothing is learnt."""

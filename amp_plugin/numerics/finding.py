@@ -14,7 +14,7 @@ from amp_plugin.numerics.values import Held, TensorSummary, as_json
 from amp_plugin.precision import short_name
 
 Kind = Literal[
-    "made", "weight", "input", "unwritten", "collective", "constant", "function", "learning", "dtype"
+    "made", "weight", "input", "unwritten", "collective", "constant", "function", "learning", "dtype", "clip"
 ]
 
 _HEADLINES: dict[Kind, str] = {
@@ -26,6 +26,7 @@ _HEADLINES: dict[Kind, str] = {
     "constant": "{op} wrote {held} on purpose, and it was not masked",
     "function": "{op}, an autograd function of the program, made {held} outside of torch's ops",
     "learning": "{lesson}",
+    "clip": "{op} clipped gradients that are still multiplied by the loss scale, {lesson}",
     "dtype": "torch refused {what} of {dtypes}",
 }
 
@@ -63,14 +64,16 @@ class Finding:
             memory of ``torch.empty`` that nobody wrote; ``"collective"``: it came from another rank;
             ``"constant"``: the program wrote it; ``"function"``: an autograd function made it outside torch;
             ``"learning"``: all numbers are finite, and weights do not move; ``"dtype"``: torch raised an
-            error for the dtypes of the op's inputs, and the op runs in others.
+            error for the dtypes of the op's inputs, and the op runs in others; ``"clip"``: gradients of a
+            scaled loss were clipped before they were unscaled.
         cause: why. ``"range"``: too large for a 16-bit dtype; ``"size"``: for fp32 as well; ``"pole"``: a
             division by zero, or a function or derivative that is infinite there; ``"domain"``: not defined
             there; ``"mask"``: a softmax of nothing but masked positions; ``"infinity"``: arithmetic with
             infinities that are there on purpose; ``"empty"``: statistics of too few elements;
             ``"divergence"``: the weights have grown; else what brought it: ``"data"``, ``"weight"``,
             ``"unwritten"``, ``"collective"``, ``"constant"``, ``"function"``, ``"loss scale"``; or why
-            nothing is learnt: ``"lost updates"``, ``"underflow"``, ``"no step"``; or ``"dtype"``.
+            nothing is learnt: ``"lost updates"``, ``"underflow"``, ``"no step"``; or ``"dtype"``,
+            ``"scaled clip"``.
         op: full name of the op, ``"aten::exp.default"``.
         direction: ``"forward"`` (and everything else outside a backward pass) or ``"backward"``.
         forward_op: of an op in a backward pass: the op of the forward pass it belongs to; else empty.
@@ -92,7 +95,8 @@ class Finding:
         rule_names: the ops to give the rule fp32 where 16 bits are the reason, as ``OpRules.with_rule`` takes
             them.
         source: of data: the batch, its tensor and the row, as far as they are known; of a weight its path.
-        lesson: of ``"learning"``: what was measured; of ``"dtype"``: the dtypes that were given.
+        lesson: of ``"learning"``: what was measured; of ``"dtype"``: the dtypes that were given;
+            of ``"clip"``: the loss scale and the limit.
         count: how often it was found, of one op and line in modules alike.
     """
 
@@ -143,7 +147,8 @@ class Finding:
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yield what is known, as names and texts, for people."""
-        yield "when", self.when + (f", and {self.count - 1} times more" if self.count > 1 else "")
+        if self.when:
+            yield "when", self.when + (f", and {self.count - 1} times more" if self.count > 1 else "")
         if self.module:
             yield "module", self.module
         for name, place in (("line", self.place), ("called from", self.caller)):

@@ -1,0 +1,158 @@
+"""Clips of torch's that take gradients of a scaled loss before they are unscaled: the line and the cure."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import FrameType
+from typing import Any, Final
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+from typing_extensions import Self
+
+from amp_plugin.numerics.finding import Cure, Finding
+from amp_plugin.numerics.places import called_from
+from amp_plugin.numerics.values import unwatched
+from amp_plugin.scaling.grad_scaler import GradScaler
+from amp_plugin.scaling.gradients import params_of
+
+_CLIPS: Final = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+_MOST_LOOKS: Final = 20  # at the calls of one line: each reads the loss scale
+# A limit beyond this, and beyond a hundredth of the scale, was multiplied by the scale on purpose.
+_LARGEST_LIMIT: Final = 10.0
+
+
+def carries_scale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
+    """Return whether an optimizer that a scaler steps has gradients of a scaled loss, not unscaled since."""
+    if not scaler.is_enabled() or scaler._scale is None:
+        return False
+    state = scaler._per_optimizer_states.get(id(optimizer))
+    return state is None or state["stage"] is OptState.READY
+
+
+class ScaledClips:
+    """A region that tells of each line that clips gradients of a scaled loss before they are unscaled.
+
+    An optimizer is known from the first time that a scaler steps or unscales it.
+    """
+
+    def __init__(self, found: Callable[[Finding], None]) -> None:
+        self._found = found
+        self._optimizers: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+        self._looks: dict[tuple[Any, ...], int] = {}
+        self._is_inside = False  # a clip, which may call another
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Watch the clips of torch's and the steps of scalers."""
+        with ExitStack() as stack:
+            for kind in (torch.amp.GradScaler, GradScaler):
+                for name in ("step", "unscale_"):
+                    stack.enter_context(patch.object(kind, name, self._noted(vars(kind)[name])))
+            for name in _CLIPS:
+                watched = self._watched(name, getattr(torch.nn.utils, name))
+                for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
+                    if hasattr(owner, name):
+                        stack.enter_context(patch.object(owner, name, watched))
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Give torch its functions back."""
+        self._open.close()
+
+    def _noted(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of a scaler that notes which optimizer it was called with."""
+
+        @functools.wraps(method)
+        def call(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(optimizer, Optimizer) and not torch.compiler.is_compiling():
+                self._optimizers.setdefault(scaler, weakref.WeakSet()).add(optimizer)
+            return method(scaler, optimizer, *args, **kwargs)
+
+        return call
+
+    def _watched(self, name: str, clip: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a clip of torch's that is looked at before it runs."""
+        signature = inspect.signature(clip)
+
+        @functools.wraps(clip)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if self._is_inside or torch.compiler.is_compiling():
+                return clip(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
+            params, limit, *_ = bound.arguments.values()
+            if not isinstance(params, Tensor):
+                params = bound.arguments["parameters"] = list(params)  # it may be a generator
+            self._is_inside = True
+            try:
+                self._look(name, [params] if isinstance(params, Tensor) else params, limit)
+                return clip(*bound.args, **bound.kwargs)
+            finally:
+                self._is_inside = False
+
+        return watched
+
+    def _look(self, name: str, params: list[Tensor], limit: Any) -> None:
+        ids = {*map(id, params)}
+        for scaler, optimizers in list(self._optimizers.items()):
+            for optimizer in list(optimizers):
+                if not ids.isdisjoint(map(id, params_of(optimizer))) and carries_scale(scaler, optimizer):
+                    self._tell(name, scaler, optimizer, limit)
+                    return
+
+    def _tell(self, name: str, scaler: Any, optimizer: Any, limit: Any) -> None:
+        place, caller = called_from()
+        looks = self._looks[place, caller] = self._looks.get((place, caller), 0) + 1
+        if looks > _MOST_LOOKS:
+            return
+        with unwatched():
+            scale, largest = float(scaler.get_scale()), float(limit)
+        is_on_purpose = largest > _LARGEST_LIMIT and 100 * largest >= scale
+        if scale == 1 or is_on_purpose:
+            return
+        self._looks[place, caller] = _MOST_LOOKS
+        self._found(_finding(name, scaler, optimizer, (scale, largest)))
+
+
+def _finding(name: str, scaler: Any, optimizer: Any, numbers: tuple[float, float]) -> Finding:
+    place, caller = called_from()
+    scale, limit = numbers
+    names = _names_of((scaler, optimizer), sys._getframe(1))
+    own = "clip_grad_value_" if name == "clip_grad_value_" else "clip_grad_norm_"
+    shown = names or ["scaler", "optimizer"]
+    cures: tuple[Cure, ...] = ()
+    if names:
+        where = "on the line before the clip"
+        cures = (Cure(place=where, code=f"{names[0]}.unscale_({names[1]})"),)
+    return Finding(
+        kind="clip",
+        cause="scaled clip",
+        op=f"torch.nn.utils.{name}",
+        place=place,
+        caller=caller,
+        advice=f"call {shown[0]}.unscale_({shown[1]}) before it, or {shown[0]}.{own}({shown[1]}, ...) of "
+        "amp_plugin.GradScaler in its place; under Lightning, Fabric and Accelerate their own clip.",
+        cures=cures,
+        lesson=f"{scale:g}, to {limit:g}: that is {limit / scale:.2g} of the true ones",
+    )
+
+
+def _names_of(wanted: Sequence[object], frame: FrameType | None) -> list[str]:
+    """Return the names of objects in the innermost frame of the program that has them all; else none."""
+    while frame is not None:
+        if not str(frame.f_globals.get("__name__")).startswith(("amp_plugin.", "torch.")):
+            known = {**frame.f_globals, **frame.f_locals}
+            found = [[name for name, held in known.items() if held is value] for value in wanted]
+            if all(found):
+                return [names[-1] for names in found]
+        frame = frame.f_back
+    return []
