@@ -68,7 +68,8 @@ class OptionError(ValueError, TypeError):
 
     def set_by(self, sources: Mapping[str, str]) -> None:
         """Note what has set the option, and say so in the text; ``sources`` is option -> source."""
-        named = [name for name in (self.option, *self._others) if name in sources]
+        options = (self.option, *self._others)
+        named = [name for name in options if sources.get(name, self.source) != "argument"]
         if named and self.source == "argument":
             self.source = sources.get(self.option, self.source)
             self._text += f" ({'; '.join(f'{name} comes from {sources[name]}' for name in named)})"
