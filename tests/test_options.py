@@ -222,7 +222,9 @@ def test_rules_may_be_a_mapping_as_a_config_states_them(make):
         rules = options.settings.rules
     assert rules == OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
     assert rules == OpRules.from_mapping(stated)
-    with pytest.raises(OptionError, match=r"rules=.*unknown key 'rule'.*; give an OpRules or the path .* keys$"):
+    with pytest.raises(
+        OptionError, match=r"rules=.*unknown key 'rule'.*; give an OpRules or the path .* keys$"
+    ):
         AmpPrecision(rules={"device_type": "cpu", "rule": {}})
 
 

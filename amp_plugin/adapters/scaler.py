@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -15,65 +14,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from amp_plugin.scaling import penalty
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
-from amp_plugin.scaling.step_log import LoggedStep, StepLog, StepResult
+from amp_plugin.scaling.step_log import StepResult
 
 _WRAPPERS: Final = {"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"}
-
-
-class HasScaler:
-    """What plugins and accelerators answer by their scaler; mixed into them."""
-
-    if TYPE_CHECKING:
-
-        @property
-        def _scaler(self) -> GradScaler: ...
-
-    @property
-    def step_log(self) -> StepLog:
-        """The log of the scaler's steps."""
-        return self._scaler.step_log
-
-    def last_step(self, optimizer: Optimizer) -> StepResult:
-        """Return what became of an optimizer's last step: skipped, norm, scale, which parameters overflowed.
-
-        Without a loss scale both scales are 1. ``norm`` is of unscaled gradients, before clipping: None
-        without any, and with ``on_nonfinite="ignore"`` unless AmpMonitor or a clip has measured it.
-
-        Args:
-            optimizer: the framework's or torch's.
-
-        Raises:
-            RuntimeError: the optimizer has not stepped yet; or another engine steps (DeepSpeed, ...).
-        """
-        return self._scaler.last_step(torch_optimizer(optimizer))
-
-    def result_of(self, optimizer: Optimizer) -> StepResult | None:
-        """As :meth:`last_step`, but None if the optimizer has not stepped yet."""
-        return self._scaler.result_of(torch_optimizer(optimizer))
-
-    def grad(
-        self, outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], **options: Any
-    ) -> tuple[Tensor | None, ...]:
-        """Return unscaled gradients, as ``torch.autograd.grad``: :func:`amp_plugin.scaling.grad`."""
-        return penalty.grad(outputs, inputs, scaler=self._scaler, **options)
-
-    def gradient_penalty(
-        self, outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], **options: Any
-    ) -> Tensor:
-        """Return a penalty to add to the loss; see :func:`amp_plugin.scaling.gradient_penalty`.
-
-        Args:
-            outputs: what to differentiate, e.g. a critic's scores.
-            inputs: with respect to what.
-            **options: ``kind="l2"`` or ``"wgan-gp"``, ``target``.
-
-        Returns:
-            float32, 0-dim, unscaled: ``loss + 10 * penalty`` is what goes backward.
-        """
-        return penalty.gradient_penalty(outputs, inputs, scaler=self._scaler, **options)
 
 
 def torch_optimizer(optimizer: Any) -> Optimizer:
@@ -81,27 +26,6 @@ def torch_optimizer(optimizer: Any) -> Optimizer:
     while any(kind.__name__ in _WRAPPERS for kind in type(optimizer).__mro__):
         optimizer = optimizer.optimizer
     return optimizer  # type: ignore[no-any-return]
-
-
-def scaler_for(given: Any, name: str, make: Callable[[bool], GradScaler]) -> Any:
-    """Return the scaler that an adapter calls once it was given another, as the attribute ``name``."""
-    if given is None:
-        return make(False)
-    if isinstance(given, torch.amp.GradScaler) and type(given).__module__.startswith("torch."):
-        scaler = make(given.is_enabled())
-        if given.is_enabled():
-            scaler.load_state_dict(given.state_dict())
-        return scaler
-    methods = [name for name, _ in inspect.getmembers(GradScaler, callable) if not name.startswith("_")]
-    missing = [name for name in methods if not callable(getattr(given, name, None))]
-    if missing:
-        msg = (
-            f"{name} = {given!r}: this object cannot stand in for an amp_plugin.GradScaler, it has no "
-            f"{', '.join(missing[:3])}...; give an amp_plugin.GradScaler, an object that has all of its "
-            "methods, a torch.amp.GradScaler (ours takes its options and state), or None to scale no loss"
-        )
-        raise TypeError(msg)
-    return given
 
 
 def register(scaler: GradScaler, optimizers: Iterable[Optimizer], models: Sequence[nn.Module]) -> None:
@@ -143,12 +67,6 @@ class StepNorms:
     def __reduce__(self) -> tuple[type[StepNorms], tuple[()]]:
         """Copy and pickle without the results: they hold on to their optimizers."""
         return StepNorms, ()
-
-
-def endless_skips(step: LoggedStep, *, in_fp16: str, option: str) -> RuntimeError:
-    """Return the error that ends a run that only skips: parameters, advice, what finds the op."""
-    bf16 = f"{in_fp16}, or " * step.result.is_scaled
-    return RuntimeError(f"{step.run_of_skips()} Look for nan in the loss or the data, {bf16}raise {option}")
 
 
 class GradientOrigins:

@@ -1,47 +1,123 @@
-"""Session: one run in one precision, the same for every front door."""
+"""Session: one run in one precision, the same for every front door.
+
+A front door translates the calls of its framework into calls of its session, and nothing else::
+
+    Session(options, words=...)        what the user has asked for, and how the user spells it
+    set_up_weights(model)              before the model is wrapped or moved
+    begin(device, groups)              once the device is known: op rules, the scaler's place, warnings
+    add(models, optimizers)            the names of parameters, the dtypes of optimizers
+    region(), backward(), step()       one optimizer step
+    end()                              weights, op rules and the page are given back
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final, cast
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, Final, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
 
-from amp_plugin.casting.rules import OpRules
-from amp_plugin.messages import OptionError, warn_user
+from amp_plugin.adapters.scaler import Unprepared, register, torch_optimizer
+from amp_plugin.casting.installed_kernels import set_default_rules
+from amp_plugin.casting.region import autocast
+from amp_plugin.casting.rules import TABLES, OpRules
+from amp_plugin.messages import OptionError, naming, warn_user
 from amp_plugin.options import LossScaleOptions, PrecisionOptions, option_names
-from amp_plugin.precision import TRAINING_DTYPES, PrecisionName
+from amp_plugin.precision import (
+    TRAINING_DTYPES,
+    PrecisionName,
+    refuse_other_precision,
+    stores_all,
+    warn_of_slow_fp16,
+)
+from amp_plugin.scaling import penalty
 from amp_plugin.scaling.grad_scaler import GradScaler
+from amp_plugin.scaling.step_log import LoggedStep, StepLog, StepResult
+from amp_plugin.scaling.words import Words
 from amp_plugin.sharding.fully_shard import add_up_in_fp32
 from amp_plugin.sharding.plan import DtypePlan
 from amp_plugin.sharding.report import check_against_plan
+from amp_plugin.weights.ddp import reduce_in_fp32, sharded_by
+from amp_plugin.weights.optimizer_hooks import add_optimizer
+from amp_plugin.weights.store import convert_to_fp32, is_stored, restore_weights, store_weights
+from amp_plugin.weights.weight import HALVES
 
-_NOTHING: Final[Mapping[str, str]] = {}
+_NOTHING: Final[Mapping[str, Any]] = {}
 
 
 class Session:
     """One run in one precision, which a front door holds.
 
+    A copy or pickle keeps the options, the scaler and the counts. Models, op rules in force and the page
+    belong to the run of the original.
+
     Args:
         options: the options of the front door, checked.
-        precision: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp8"``.
+        precision: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp8"``. ``"fp32"`` where another engine computes.
+        words: how the user of the front door spells its calls.
         sources: option -> what has set it; an option that nothing has set is absent.
         enabled: False scales no loss, in fp16 too.
+        max_skips: skipped steps in a row of one optimizer that end the run; 0: none do.
+
+    Attributes:
+        options: as given.
+        precision: as given.
+        words: as given.
+        sources: as given.
+        device: the type of the device; empty until the run begins.
+        models: the models whose weights were set up, in order.
+        unprepared: refuses scaled gradients to optimizers that the session does not know.
+        measures_norms: whether gradients that no clip measures are measured.
+        attempted_steps: optimizer steps so far, skipped ones counted.
+        is_aside: whether steps are left to the optimizers.
     """
+
+    _in_force: ClassVar[ExitStack] = ExitStack()  # gives the op rules of the run that began last back
 
     def __init__(
         self,
         options: PrecisionOptions,
-        precision: str,
+        precision: str = "fp32",
         *,
+        words: Words,
         sources: Mapping[str, str] = _NOTHING,
         enabled: bool = True,
+        max_skips: int = 0,
     ) -> None:
-        self.options = options
-        self.precision = precision
-        self.sources = sources
-        self.enabled = enabled
+        self.options, self.precision, self.words, self.sources = options, precision, words, sources
+        self.device = ""
+        self.models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+        self.unprepared = Unprepared()
+        self.measures_norms = False
+        self.attempted_steps = 0
+        self.is_aside = False
+        self._stepped: set[int] = set()  # the optimizers that have stepped in this iteration
+        self._enabled, self._max_skips = enabled, max_skips
+        self._scaler: Any = None
+        self._meets_fp32 = False  # whether activations may meet float32 where all weights are stored
+        self._rules_in_force = ExitStack()
+        self._end_page: Callable[[BaseException | None], object] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this run."""
+        own = {**vars(self), "_rules_in_force": ExitStack(), "_end_page": None, "_stepped": set()}
+        del own["models"]
+        return own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Look at the steps of the copied scaler, whose log is empty."""
+        self.__dict__.update(state)
+        self.models = weakref.WeakKeyDictionary()
+        if self._scaler is not None:
+            self._follow_log()
 
     # -- what follows from the options -----------------------------------------------------------
 
@@ -80,10 +156,125 @@ class Session:
             weights=self.options.weights,
         )
 
-    def new_scaler(self, device: str, *, enabled: bool) -> GradScaler:
-        """Return a scaler with these options; a disabled one scales nothing, and still logs steps."""
-        options = {name: getattr(self.options, name) for name in option_names(LossScaleOptions)}
-        return GradScaler(device, enabled=enabled and self.enabled, **options)
+    def compute_in(self, precision: str, *, named: str) -> None:
+        """Learn the precision, where the framework decides it after the options.
+
+        Args:
+            precision: as for the constructor.
+            named: the framework's word for it.
+
+        Raises:
+            OptionError: weights are to be stored in another dtype than the one that models compute in.
+        """
+        with naming(self.sources):
+            refuse_other_precision(self.options.weights, precision, named=named)
+        self.precision = precision
+
+    # -- beginning and end -----------------------------------------------------------------------
+
+    def begin(
+        self,
+        device: str,
+        groups: Mapping[str, Any] = _NOTHING,
+        *,
+        follows_default: bool = False,
+        is_first_rank: bool = True,
+    ) -> None:
+        """Begin a run on a device: its op rules hold in the process, and end those of an earlier run.
+
+        Args:
+            device: its type.
+            groups: the ranks that step together, as ``scaler_groups`` finds them.
+            follows_default: whether ``torch.autocast`` blocks follow our kernels where no rules were given.
+            is_first_rank: whether this process warns.
+        """
+        if self.device != device and is_first_rank:
+            warn_of_slow_fp16(self.precision, device)
+        self.device = device
+        default = OpRules.default(device) if follows_default and device in TABLES else None
+        self.follow(self.rules or default)
+        self.place(groups)
+
+    def place(self, groups: Mapping[str, Any]) -> None:
+        """Tell the scaler its device, and which ranks step together."""
+        self.scaler.place(self.device, **groups)
+        if self.options.exact_schedulers:
+            self.scaler.step_log.wait_for()
+
+    def follow(self, rules: OpRules | None) -> None:
+        """Make the process follow op rules until this run ends or another begins; end an earlier run's."""
+        Session._in_force.close()
+        self._rules_in_force = Session._in_force = ExitStack()
+        if rules is not None:
+            set_default_rules(rules)
+            self._rules_in_force.callback(set_default_rules, None)
+
+    def end(self, *, warn: Callable[[str], object] | None, error: BaseException | None = None) -> None:
+        """End the run: weights become float32, and op rules those before it; the scale and counts stay.
+
+        Args:
+            warn: is called if all of the run's steps were skipped; None: nobody is told.
+            error: what has ended the run.
+        """
+        self.end_page(error)
+        self.unprepared.release()
+        if self._scaler is not None:
+            self._scaler.step_log.end_run(warn)
+        while self.models:
+            restore_weights(self.models.popitem()[0])
+        self._rules_in_force.close()
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    @property
+    def are_all_stored(self) -> bool:
+        """Whether all weights are stored in 16 bits, and activations are in 16 bits too."""
+        return stores_all(self.options.weights)
+
+    @property
+    def replaces_autocast(self) -> bool:
+        """Whether models compute in 16 bits without autocast: all that they hold is in 16 bits."""
+        return self.are_all_stored and not self._meets_fp32
+
+    def set_up_weights(self, model: nn.Module, fp32_modules: Sequence[str] = ()) -> bool:
+        """Store a model's weights as asked, before it is wrapped or moved; again once they are given back.
+
+        Returns whether weights in 16 bits became exact ones: a checkpoint loaded before was rounded.
+        """
+        weights = self.options.weights
+        stores = weights != "fp32"
+        if model in self.models and (not stores or is_stored(model)):
+            return False
+        self.models[model] = None
+        came_narrow = not is_stored(model) and any(
+            param.requires_grad and param.dtype in HALVES for param in model.parameters()
+        )
+        if stores:
+            store_weights(model, weights=weights, fp32_modules=fp32_modules)
+            self._meets_fp32 |= bool(fp32_modules) or any(map(_has_fp32_buffers, model.modules()))
+        elif self.precision != "fp32" and sharded_by(model) is None:  # else none become float32 unasked
+            if line := convert_to_fp32(model):
+                warn_user(line)
+        else:
+            return False
+        return came_narrow
+
+    def add(
+        self, models: Iterable[nn.Module], optimizers: Sequence[Optimizer], named: Sequence[nn.Module] = ()
+    ) -> None:
+        """Make optimizers known: how they keep state, and the names of their parameters; may be repeated.
+
+        Args:
+            models: their gradients are reduced in float32, if DistributedDataParallel reduces them.
+            optimizers: the framework's or torch's.
+            named: the models whose names the parameters have.
+        """
+        for model in models:
+            reduce_in_fp32(model)
+        own = [torch_optimizer(optimizer) for optimizer in optimizers]
+        for optimizer in own:
+            add_optimizer(optimizer, self.options.state)
+        register(self.scaler, own, named)
 
     # -- models that are sharded -----------------------------------------------------------------
 
@@ -95,11 +286,10 @@ class Session:
                 f"eval_precision={in_eval!r} does not work under FSDP, which gathers weights in "
                 f"{precision!r} in evaluation too; leave eval_precision out"
             )
-            error = OptionError("eval_precision", in_eval, repr(precision), msg)
-            error.set_by(self.sources)
-            raise error
+            with naming(self.sources):
+                raise OptionError(option="eval_precision", value=in_eval, allowed=repr(precision), text=msg)
 
-    def check_shards(self, model: nn.Module, *, for_ddp: str, warn: Callable[[str], Any] = warn_user) -> None:
+    def check_shards(self, model: nn.Module, *, warn: Callable[[str], Any] = warn_user) -> None:
         """Compare what shards a model with the plan; warn of ``reduce`` where nothing does."""
         reduce = self.options.reduce
         if check_against_plan(model, self.dtype_plan):
@@ -108,5 +298,260 @@ class Session:
         elif reduce != "fp32":
             warn(
                 f"reduce={reduce!r} has an effect under FSDP only, and this model is not sharded: its "
-                f"gradients are reduced in the dtype of the weights; for DDP use {for_ddp}"
+                f"gradients are reduced in the dtype of the weights; for DDP use {self.words.reduce}"
             )
+
+    # -- the scaler ------------------------------------------------------------------------------
+
+    @property
+    def scaler(self) -> GradScaler:
+        """The scaler that is called; a disabled one where nothing is scaled, so that steps are counted there.
+
+        It is made when it is first used, since the native core is loaded for it.
+        """
+        if self._scaler is None:
+            self._scaler = self.new_scaler(enabled=self.scales_loss)
+            self._follow_log()
+        return cast("GradScaler", self._scaler)
+
+    def new_scaler(self, *, enabled: bool, device: str = "") -> GradScaler:
+        """Return a scaler with these options; a disabled one scales nothing, and still logs steps."""
+        options = {name: getattr(self.options, name) for name in option_names(LossScaleOptions)}
+        return GradScaler(device or self.device or "cpu", enabled=enabled and self._enabled, **options)
+
+    def replace_scaler(self, given: Any, name: str) -> None:
+        """Call another scaler, which a user has given as the attribute ``name``.
+
+        Args:
+            given: a ``torch.amp.GradScaler`` gives a scaler of ours its options and state; None scales no
+                loss; an object that has our scaler's methods is called as it is.
+            name: the attribute, for the error.
+
+        Raises:
+            TypeError: it is something else.
+        """
+        if given is None:
+            given = self.new_scaler(enabled=False)
+        elif isinstance(given, torch.amp.GradScaler) and type(given).__module__.startswith("torch."):
+            theirs, given = given, self.new_scaler(enabled=given.is_enabled())
+            if given.is_enabled():
+                given.load_state_dict(theirs.state_dict())
+        else:
+            _refuse_stranger(given, name)
+        self.take_scaler(given)
+
+    def take_scaler(self, scaler: Any) -> None:
+        """Call another scaler, and look at its steps."""
+        if self._scaler is not None:
+            self._scaler.step_log.unsubscribe(self._look)
+        self._scaler = scaler
+        self._follow_log()
+
+    def _follow_log(self) -> None:
+        log: StepLog = self._scaler.step_log
+        if self.options.exact_schedulers:
+            log.wait_for()
+        if self._max_skips:
+            log.subscribe(self._look)
+
+    def _look(self, step: LoggedStep) -> None:
+        """End a run that only skips."""
+        if step.in_a_row == self._max_skips:
+            raise endless_skips(step, self.words)
+
+    # -- one step --------------------------------------------------------------------------------
+
+    def region(self, precision: str | None = None, *, cache_enabled: bool | None = None) -> torch.autocast:
+        """Return a new autocast region, of the training precision by default.
+
+        Where all weights are stored in 16 bits, models need none.
+        """
+        dtype = TRAINING_DTYPES[precision or self.precision]
+        if dtype is torch.float32 or self.replaces_autocast:
+            return self.no_region()
+        return autocast(self.device, dtype=dtype, cache_enabled=cache_enabled, rules=self.rules)
+
+    def no_region(self) -> torch.autocast:
+        """Return a block without autocast."""
+        return autocast(self.device, enabled=False)
+
+    def watching(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
+        """Learn which gradients a backward pass brings to parameters that no known optimizer steps."""
+        return self.unprepared.watching(list(models), self.scaler)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Unscale and step, or skip; then let the loss scale change. Returns what the step returns."""
+        if self.is_aside:
+            return optimizer.step(*args, **kwargs)
+        output = self.scaler.step(optimizer, *args, **kwargs)
+        self.scaler.update()
+        self.count_step()
+        if id(optimizer) in self._stepped:
+            self._stepped.clear()
+        self._stepped.add(id(optimizer))
+        return output
+
+    def was_skipped(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer's step was skipped in this iteration, which ends where one steps again."""
+        return id(optimizer) in self._stepped and self.scaler.step_log.holds_schedulers(optimizer)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave steps inside the block to the optimizers.
+
+        A framework that saves or loads may make an optimizer's state by a step with zero gradients.
+        """
+        before, self.is_aside = self.is_aside, True
+        try:
+            yield
+        finally:
+            self.is_aside = before
+
+    def count_step(self) -> None:
+        """Count a step that the front door has taken itself."""
+        self.attempted_steps += 1
+
+    def measure_norms(self, *, wanted: bool) -> None:
+        """Measure gradients that no clip measures too, or no longer."""
+        self.measures_norms = wanted
+
+    # -- what a framework shows or saves ---------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the loss scale, torch's keys among it; empty where nothing is scaled."""
+        if not self.scaler.is_enabled():
+            return {}
+        taken = self.attempted_steps - self.scaler.skipped_steps()
+        return {**self.scaler.state_dict(), "optimizer_steps": taken}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> str:
+        """Load the state of a loss scale: ours, torch's or a stock plugin's.
+
+        Returns what to warn of: the state is of no use in this precision; empty if it is.
+        """
+        if self.scales_loss and state:
+            self.scaler.load_state_dict(dict(state))
+            self.attempted_steps = state.get("optimizer_steps", 0) + self.scaler.skipped_steps()
+            return ""
+        if not self.scales_loss and not state:
+            return ""
+        kept = (
+            f"the scale stays at {self.scaler.get_scale():g}" if self.scales_loss else "its scale is ignored"
+        )
+        return f"the checkpoint was written in another precision; {kept}"
+
+    def begin_page(self, door: Any, models: Sequence[nn.Module], path: str | Path) -> Path:
+        """Draw the run until :meth:`end_page` or the end of the process; return where the page lies."""
+        from amp_plugin.run_page.report import RunReport  # noqa: PLC0415 - loads the diagnosis
+
+        model = models[0] if len(models) == 1 else nn.ModuleList(models)
+        page = RunReport(door, model, path, options=self.options).__enter__()
+
+        def end(error: BaseException | None) -> None:
+            page.__exit__(None if error is None else type(error), error, None)
+
+        at_exit = weakref.finalize(self, lambda: end(getattr(sys, "last_value", None)))
+
+        def end_now(error: BaseException | None) -> None:
+            if at_exit.detach() is not None:
+                end(error)
+
+        self._end_page = end_now
+        return page.path
+
+    @property
+    def has_page(self) -> bool:
+        """Whether the run is drawn."""
+        return self._end_page is not None
+
+    def end_page(self, error: BaseException | None = None) -> None:
+        """End the page, if there is one."""
+        end, self._end_page = self._end_page, None
+        if end is not None:
+            end(error)
+
+
+class FrontDoor:
+    """What every front door answers by its session; mixed into plugins and accelerators."""
+
+    _session: Session
+
+    @property
+    def _scaler(self) -> GradScaler:
+        """The scaler that is called; a disabled one where nothing is scaled."""
+        return self._session.scaler
+
+    @property
+    def dtype_plan(self) -> DtypePlan:
+        """The dtypes of the model, for ``amp_plugin.fully_shard``."""
+        return self._session.dtype_plan
+
+    @property
+    def step_log(self) -> StepLog:
+        """The log of the scaler's steps."""
+        return self._scaler.step_log
+
+    def last_step(self, optimizer: Optimizer) -> StepResult:
+        """Return what became of an optimizer's last step: skipped, norm, scale, which parameters overflowed.
+
+        Without a loss scale both scales are 1. ``norm`` is of unscaled gradients, before clipping: None
+        without any, and with ``on_nonfinite="ignore"`` unless AmpMonitor or a clip has measured it.
+
+        Args:
+            optimizer: the framework's or torch's.
+
+        Raises:
+            RuntimeError: the optimizer has not stepped yet; or another engine steps (DeepSpeed, ...).
+        """
+        return self._scaler.last_step(torch_optimizer(optimizer))
+
+    def result_of(self, optimizer: Optimizer) -> StepResult | None:
+        """As :meth:`last_step`, but None if the optimizer has not stepped yet."""
+        return self._scaler.result_of(torch_optimizer(optimizer))
+
+    def grad(
+        self, outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], **options: Any
+    ) -> tuple[Tensor | None, ...]:
+        """Return unscaled gradients, as ``torch.autograd.grad``: :func:`amp_plugin.scaling.grad`."""
+        return penalty.grad(outputs, inputs, scaler=self._scaler, **options)
+
+    def gradient_penalty(
+        self, outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], **options: Any
+    ) -> Tensor:
+        """Return a penalty to add to the loss; see :func:`amp_plugin.scaling.gradient_penalty`.
+
+        Args:
+            outputs: what to differentiate, e.g. a critic's scores.
+            inputs: with respect to what.
+            **options: ``kind="l2"`` or ``"wgan-gp"``, ``target``.
+
+        Returns:
+            float32, 0-dim, unscaled: ``loss + 10 * penalty`` is what goes backward.
+        """
+        return penalty.gradient_penalty(outputs, inputs, scaler=self._scaler, **options)
+
+
+def endless_skips(step: LoggedStep, words: Words) -> RuntimeError:
+    """Return the error that ends a run that only skips: parameters, advice, what finds the op."""
+    bf16 = f"{words.bf16}, or " * step.result.is_scaled
+    return RuntimeError(
+        f"{step.run_of_skips()} Look for nan in the loss or the data, {bf16}raise {words.endless}"
+    )
+
+
+def _refuse_stranger(given: Any, name: str) -> None:
+    methods = [name for name, _ in inspect.getmembers(GradScaler, callable) if not name.startswith("_")]
+    missing = [name for name in methods if not callable(getattr(given, name, None))]
+    if missing:
+        msg = (
+            f"{name} = {given!r}: this object cannot stand in for an amp_plugin.GradScaler, it has no "
+            f"{', '.join(missing[:3])}...; give an amp_plugin.GradScaler, an object that has all of its "
+            "methods, a torch.amp.GradScaler (ours takes its options and state), or None to scale no loss"
+        )
+        raise TypeError(msg)
+
+
+def _has_fp32_buffers(module: nn.Module) -> bool:
+    """Whether activations may meet float32 buffers in a module; the statistics of norms do no harm."""
+    dtypes = {buffer.dtype for buffer in module.buffers(recurse=False)}
+    return torch.float32 in dtypes and not isinstance(module, _NormBase)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,7 +20,7 @@ from torch.optim import Optimizer
 
 from amp_plugin.adapters.accelerate import deepspeed
 from amp_plugin.adapters.accelerate.forward import MixedForward, fp32_units_apart, give_policy
-from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, Stepping, steps_in_backward
+from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, steps_in_backward
 from amp_plugin.adapters.accelerate.settings import (
     accelerators_arguments,
     refuse_misplaced,
@@ -30,42 +28,37 @@ from amp_plugin.adapters.accelerate.settings import (
     take_options,
 )
 from amp_plugin.adapters.float8 import leave_out, refuse_device
-from amp_plugin.adapters.scaler import (
-    HasScaler,
-    StepNorms,
-    Unprepared,
-    endless_skips,
-    register,
-    scaler_for,
-    scaler_groups,
-    torch_optimizer,
-)
-from amp_plugin.adapters.session import Session
-from amp_plugin.adapters.weights import ModelWeights
-from amp_plugin.casting.installed_kernels import set_default_rules
-from amp_plugin.casting.rules import TABLES, OpRules
+from amp_plugin.adapters.scaler import StepNorms, scaler_groups, torch_optimizer
+from amp_plugin.adapters.session import FrontDoor, Session
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.casting.threads import RegionState
 from amp_plugin.kernels.tracers import outside_graphs
-from amp_plugin.messages import naming, warn_user
+from amp_plugin.messages import warn_user
 from amp_plugin.options import AccelerateOptions, bind, shows
 from amp_plugin.patches import replaced
 from amp_plugin.patterns import found_patterns, require_matches
-from amp_plugin.precision import TRAINING_DTYPES, refuse_other_precision, warn_of_slow_fp16
+from amp_plugin.precision import TRAINING_DTYPES
 from amp_plugin.removed import removed_attribute
-from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
-from amp_plugin.scaling.step_log import LoggedStep
-from amp_plugin.sharding.plan import DtypePlan
+from amp_plugin.scaling.words import Words
 from amp_plugin.weights.ddp import reduce_in_fp32, refuse_sharded
 from amp_plugin.weights.store import restore_weights
 
 Parameters = Optimizer | Tensor | Iterable[Tensor]
-_REDUCE_UNDER_DDP = "DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)"
+WORDS = Words(
+    backward="accelerator.backward(loss)",
+    unscale="accelerator.unscale_gradients(optimizer)",
+    clip="accelerator.clip_grad_norm_(parameters, max_norm)",
+    step="optimizer.step()",
+    prepare="accelerator.prepare(optimizer)",
+    bf16="use mixed_precision='bf16'",
+    endless="AmpKwargs(max_skips_in_a_row=...)",
+    reduce="DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)",
+)
 _SIGNATURE = inspect.signature(Accelerator.__init__)
 
 
-class AmpAccelerator(HasScaler, Accelerator):
+class AmpAccelerator(FrontDoor, Accelerator):
     """A drop-in for ``accelerate.Accelerator``: change the import, nothing else.
 
     ``mixed_precision="fp16"`` is float16 with a loss scale on every device, the CPU included; names such
@@ -106,7 +99,6 @@ class AmpAccelerator(HasScaler, Accelerator):
         __getattr__ = removed_attribute
 
     native_amp: bool
-    _rules_in_force = ExitStack()  # gives back the op rules that the last accelerator has set for the process
 
     @shows(accelerators_arguments, _SIGNATURE)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -114,85 +106,45 @@ class AmpAccelerator(HasScaler, Accelerator):
         given = bind(type(self).__name__, _SIGNATURE, self, *args, **kwargs)
         given.pop("self")
         options, sources, enabled = take_options(given, os.environ)
-        self._stepping = Stepping()
+        self._session = Session(
+            options, words=WORDS, sources=sources, enabled=enabled, max_skips=options.max_skips_in_a_row
+        )
+        self._shown: Any = None  # the public attribute scaler
         self._norms = StepNorms()
-        self._unprepared = Unprepared()
         self._found: set[str] = set()  # fp32_modules that a model has had; each must be in one
         self._engaged = False  # whether models compute, and optimizers step, by us and not by another engine
-        self._end_page: Callable[[], object] | None = None
         super().__init__(**given)
-        precision = "fp32" if self.mixed_precision == "no" else self.mixed_precision
-        self._session = Session(options, precision, sources=sources, enabled=enabled)
         is_other = refuse_other_engine(
             self.distributed_type, self.mixed_precision, self.ao_recipe_handler, sources
         )
-        self._follow(None)
         if self.distributed_type == DistributedType.DEEPSPEED:
             deepspeed.translate(self._session, self.deepspeed_plugin.deepspeed_config)
         elif not is_other:
             self._engage()
-        self._weights = ModelWeights(options.weights, options.state, casts=self.native_amp)
         self.register_load_state_pre_hook(self._load_scale)
 
     def _engage(self) -> None:
         """Replace Accelerate's scaler by ours and let autocast blocks follow our rules."""
         session, device, precision = self._session, self.device.type, self.mixed_precision
-        weights = session.options.weights
-        with naming(session.sources):
-            refuse_other_precision(weights, session.precision, named="mixed_precision")
+        session.compute_in("fp32" if precision == "no" else precision, named="mixed_precision")
         self._engaged, self.native_amp = True, precision != "no"
-        self._take_scaler(self._own_scaler(precision == "fp16"), shown=precision == "fp16")
-        if self.is_main_process:
-            warn_of_slow_fp16(precision, device)
         if self.ao_recipe_handler is not None:
             owner = f"{type(self).__name__}(mixed_precision='fp8')"
             refuse_device(owner, device, self.ao_recipe_handler.config)
-        if session.changes_forward:
-            self._follow(session.rules or (OpRules.default(device) if device in TABLES else None))
+        session.begin(device, follows_default=session.changes_forward, is_first_rank=self.is_main_process)
+        self._show(session.scaler if precision == "fp16" else None)
         if self.distributed_type == DistributedType.FSDP:
+            weights, outputs = session.options.weights, self._options.fp32_outputs
             refuse_sharded(weights, "FullyShardedDataParallelPlugin(mixed_precision_policy=...)")
             session.check_sharded()
             if self.native_amp:
-                fp32_outputs = self._options.fp32_outputs
-                give_policy(self.state.fsdp_plugin, self.dtype_plan, fp32_outputs=fp32_outputs)
+                give_policy(self.state.fsdp_plugin, self.dtype_plan, fp32_outputs=outputs)
 
-    def _follow(self, rules: OpRules | None) -> None:
-        """Make the process follow op rules until this run ends or another begins; end an earlier run's."""
-        AmpAccelerator._rules_in_force.close()
-        self._own_rules = AmpAccelerator._rules_in_force = ExitStack()
-        if rules is not None:
-            set_default_rules(rules)
-            self._own_rules.callback(set_default_rules, None)
-
-    @property
-    def _scaler(self) -> GradScaler:
-        """The scaler that is called; a disabled one where nothing is scaled."""
-        return self._stepping.scaler
-
-    def _take_scaler(self, scaler: Any, *, shown: bool) -> None:
-        """Step by a scaler, show it where it scales, and look at its steps."""
-        self._scaler.step_log.unsubscribe(self._look)
-        self._stepping.scaler, self._stepping.shown = scaler, scaler if shown else None
+    def _show(self, scaler: Any) -> None:
+        """Show a scaler as the public attribute, and to prepared optimizers; None where nothing is scaled."""
+        self._shown = scaler
         for optimizer in self._optimizers:
-            optimizer.scaler = self.scaler
-        self._follow_log()
-
-    def _follow_log(self) -> None:
-        if self._options.exact_schedulers:
-            self._scaler.step_log.wait_for()
-        self._scaler.step_log.subscribe(self._look)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copy without the page and the rules in force, which belong to this run."""
-        return {**vars(self), "_end_page": None, "_own_rules": ExitStack()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Look at the steps of the copied scaler, whose log is empty."""
-        self.__dict__.update(state)
-        self._follow_log()
-
-    def _own_scaler(self, enabled: bool) -> GradScaler:
-        return self._session.new_scaler(self.device.type, enabled=enabled)
+            optimizer.scaler = scaler
 
     @property
     def _options(self) -> AccelerateOptions:
@@ -208,15 +160,15 @@ class AmpAccelerator(HasScaler, Accelerator):
         Raises:
             TypeError: what replaces it is something else.
         """
-        return self._stepping.shown
+        return self._shown
 
     @scaler.setter
     def scaler(self, given: Any) -> None:
         if not self._engaged:
-            self._stepping.shown = given
+            self._shown = given
             return
-        scaler = scaler_for(given, f"{type(self).__name__}.scaler", self._own_scaler)
-        self._take_scaler(scaler, shown=given is not None)
+        self._session.replace_scaler(given, f"{type(self).__name__}.scaler")
+        self._show(None if given is None else self._scaler)
         self._register_optimizers()
 
     @property
@@ -236,7 +188,7 @@ class AmpAccelerator(HasScaler, Accelerator):
             prepared = super().prepare(*args, **kwargs)
         if self.native_amp:
             for model in self._models[before:]:
-                self._session.check_shards(model, for_ddp=_REDUCE_UNDER_DDP)
+                self._session.check_shards(model)
         self._register_optimizers()
         self._begin_page()
         return prepared
@@ -250,26 +202,17 @@ class AmpAccelerator(HasScaler, Accelerator):
         engine = getattr(getattr(self, "deepspeed_engine_wrapped", None), "engine", None)
         if engine is not None and not self._scaler.optimizers:
             config = self.deepspeed_plugin.deepspeed_config
-            self._follow(self._session.rules)
+            self._session.follow(self._session.rules)
             scaler = deepspeed.scaler_for_engine(engine, self._session, config)
-            self._take_scaler(scaler, shown=scaler.is_enabled())
+            self._session.take_scaler(scaler)
+            self._show(scaler if scaler.is_enabled() else None)
         return prepared
 
     def _begin_page(self) -> None:
         """Draw the run from its first prepared model to ``end_training``, or to the end of the process."""
-        if self._options.report is None or self._end_page is not None or not self._models:
-            return
-        from amp_plugin.run_page.report import RunReport  # noqa: PLC0415 - loads the diagnosis
-
-        models = [self.unwrap_model(model) for model in self._models]
-        model = models[0] if len(models) == 1 else nn.ModuleList(models)
-        page = RunReport(self, model, self._options.report, options=self._options).__enter__()
-
-        def end() -> None:
-            error: BaseException | None = getattr(sys, "last_value", None)
-            page.__exit__(None if error is None else type(error), error, None)
-
-        self._end_page = weakref.finalize(self, end)
+        path = self._options.report
+        if path is not None and self._models and not self._session.has_page:
+            self._session.begin_page(self, [self.unwrap_model(model) for model in self._models], path)
 
     def _set_up(self, models: Sequence[nn.Module], *, trained: bool = True) -> None:
         """Store weights, put ``fp32_modules`` under fp32 and forwards under autocast; may be repeated."""
@@ -280,7 +223,7 @@ class AmpAccelerator(HasScaler, Accelerator):
             require_matches(models, [name for name in wanted if name not in self._found])
         for model, patterns in matched.items():
             if trained:
-                self._weights.set_up(model, patterns)
+                self._session.set_up_weights(model, patterns)
             in_fp32 = apply_fp32_modules(model, patterns)
             if in_fp32 and self.ao_recipe_handler is not None:
                 leave_out(self.ao_recipe_handler, model, in_fp32)
@@ -291,18 +234,13 @@ class AmpAccelerator(HasScaler, Accelerator):
                     training=training,
                     evaluation=self._region(self._session.eval_precision),
                     fp32_outputs=self._options.fp32_outputs,
-                    inputs=training.dtype if self._weights.replace_autocast else None,
+                    inputs=training.dtype if self._session.replaces_autocast else None,
                 ).put_on()
 
     def set_up_weights(self, model: nn.Module) -> None:
         """Store a model's weights before it is prepared, for a checkpoint that is loaded before."""
         if self._engaged and not getattr(model, "_is_accelerate_prepared", False):
-            self._weights.set_up(model, found_patterns(model, self._options.fp32_modules))
-
-    @property
-    def dtype_plan(self) -> DtypePlan:
-        """The dtypes of the models, for ``amp_plugin.fully_shard``."""
-        return self._session.dtype_plan
+            self._session.set_up_weights(model, found_patterns(model, self._options.fp32_modules))
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Prepare a model: its forward runs in the region and returns fp32."""
@@ -319,7 +257,7 @@ class AmpAccelerator(HasScaler, Accelerator):
         """Return in which region models compute in a precision of Accelerate's or ours, or a block does."""
         handler = of_block or self.autocast_handler or AutocastKwargs()
         mixed = precision in {"fp16", "bf16", "fp8"}
-        runs = of_block is not None or (mixed and not self._weights.replace_autocast)
+        runs = of_block is not None or (mixed and not self._session.replaces_autocast)
         return RegionState(
             device_type=self.device.type,
             dtype=TRAINING_DTYPES[precision] if mixed else torch.bfloat16,
@@ -332,20 +270,18 @@ class AmpAccelerator(HasScaler, Accelerator):
         prepared = super().prepare_optimizer(optimizer, *args, **kwargs)
         if not self._engaged or isinstance(prepared, AmpOptimizer) or steps_in_backward(prepared.optimizer):
             return prepared
-        prepared.__class__, prepared.stepping = AmpOptimizer, self._stepping
+        prepared.__class__, prepared.session = AmpOptimizer, self._session
         if not self.is_fsdp2:  # its parameters are yet to be replaced there
-            self._scaler.register(prepared.optimizer)
-            self._weights.add(self._models, [prepared.optimizer])
+            self._session.add(self._models, [prepared.optimizer])
         return prepared
 
     def _register_optimizers(self) -> None:
         """Tell the scaler which ranks step together and the names of the parameters."""
         groups = scaler_groups(*self._models)
         if groups:
-            self._scaler.place(self.device.type, **groups)
-        optimizers = [torch_optimizer(optimizer) for optimizer in self._optimizers]
-        register(self._scaler, optimizers, [self.unwrap_model(model) for model in self._models])
-        self._weights.add(self._models, optimizers)
+            self._session.place(groups)
+        named = [self.unwrap_model(model) for model in self._models]
+        self._session.add(self._models, self._optimizers, named)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -381,7 +317,7 @@ class AmpAccelerator(HasScaler, Accelerator):
 
     @outside_graphs
     def _watched_backward(self, loss: Tensor, **kwargs: Any) -> None:
-        with self._unprepared.watching(self._models if self._engaged else [], self._scaler):
+        with self._session.watching(self._models if self._engaged else []):
             super().backward(loss, **kwargs)
         if isinstance(self._scaler, deepspeed.EngineScaler):
             self._scaler.observe()
@@ -393,13 +329,6 @@ class AmpAccelerator(HasScaler, Accelerator):
             yield
         if self.sync_gradients:
             self._scaler.end_iteration()
-
-    def _look(self, step: LoggedStep) -> None:
-        """End a run that only skips."""
-        limit = self._options.max_skips_in_a_row
-        if limit and step.in_a_row == limit:
-            in_fp16, option = "use mixed_precision='bf16'", "AmpKwargs(max_skips_in_a_row=...)"
-            raise endless_skips(step, in_fp16=in_fp16, option=option)
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -492,13 +421,13 @@ class AmpAccelerator(HasScaler, Accelerator):
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Save as Accelerator does; no optimizer is stepped for it through the scaler."""
-        with replaced(self._stepping, "is_plain", True):
+        with self._session.aside():
             return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Load as Accelerator does; a checkpoint without a loss scale warns and keeps the present one."""
         # load_accelerator_state: "if scaler is not None:" it reads scaler.pt, whether there is one or not
-        with replaced(self._stepping, "is_plain", True), replaced(self._stepping, "shown", None):
+        with self._session.aside(), replaced(self, "_shown", None):
             super().load_state(*args, **kwargs)
 
     def _load_scale(self, _: list[Any], folder: str) -> None:
@@ -528,13 +457,7 @@ class AmpAccelerator(HasScaler, Accelerator):
             # process that ends before them aborts.
             time.sleep(0.1)
         super().end_training()
-        if self._end_page is not None:
-            self._end_page()
-            self._end_page = None
-        self._unprepared.release()
-        self._scaler.step_log.end_run(self.on_main_process(warn_user))
-        self._weights.restore()
-        self._own_rules.close()
+        self._session.end(warn=self.on_main_process(warn_user))
 
 
 def _parameters_of(given: Parameters) -> list[Tensor]:

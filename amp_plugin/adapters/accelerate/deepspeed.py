@@ -148,7 +148,7 @@ def scaler_for_engine(engine: Any, session: Session, config: Mapping[str, Any]) 
     apply_fp32_modules(engine.module, found_patterns(engine.module, session.options.fp32_modules))
     if is_ours(config):
         scales = engine.torch_autocast_z0_gradscaler is not None
-        scaler = session.new_scaler(engine.device.type, enabled=scales)
+        scaler = session.new_scaler(enabled=scales, device=engine.device.type)
         if (
             not scaler.is_enabled()
         ):  # which the engine calls before it clips: the norm is of unclipped gradients

@@ -8,20 +8,8 @@ from typing import Any
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 
+from amp_plugin.adapters.session import Session
 from amp_plugin.kernels.tracers import outside_graphs
-from amp_plugin.scaling.grad_scaler import GradScaler
-
-
-class Stepping:
-    """How the optimizers of one accelerator step."""
-
-    def __init__(self) -> None:
-        self.scaler = GradScaler("cpu", enabled=False)  # steps them; disabled where nothing is scaled
-        self.shown: Any = None  # the public attribute scaler; None unless fp16
-        self.stepped: set[int] = set()  # in this iteration, which ends where one steps again
-        # While checkpoints are saved and loaded they step without the scaler: FSDP makes an optimizer's
-        # state by a step with zero gradients then (huggingface/accelerate#4289).
-        self.is_plain = False
 
 
 class AmpOptimizer(AcceleratedOptimizer):
@@ -30,7 +18,7 @@ class AmpOptimizer(AcceleratedOptimizer):
     ``step`` does nothing within an accumulation window; at its end it unscales, and steps or skips.
     """
 
-    stepping: Stepping
+    session: Session
 
     @outside_graphs
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -43,17 +31,12 @@ class AmpOptimizer(AcceleratedOptimizer):
         Returns:
             What the optimizer's ``step`` returns; None within a window or if the step was skipped.
         """
-        stepping, arguments = self.stepping, [] if closure is None else [closure]
-        if stepping.is_plain:
-            return self.optimizer.step(*arguments)
-        if not self.gradient_state.sync_gradients:
+        arguments = [] if closure is None else [closure]
+        if not (self.gradient_state.sync_gradients or self.session.is_aside):
             return None
-        value = stepping.scaler.step(self.optimizer, *arguments)
-        stepping.scaler.update()
-        self._is_overflow = False
-        if id(self) in stepping.stepped:
-            stepping.stepped.clear()
-        stepping.stepped.add(id(self))
+        value = self.session.step(self.optimizer, *arguments)
+        if not self.session.is_aside:
+            self._is_overflow = False
         return value
 
     @property
@@ -63,14 +46,12 @@ class AmpOptimizer(AcceleratedOptimizer):
         Of a fused optimizer on a GPU the host learns it one step later, unless ``exact_schedulers``. As in
         Accelerate, code that steps elsewhere sets ``_is_overflow`` to say that its step was skipped.
         """
-        stepped = id(self) in self.stepping.stepped
-        held = stepped and self.stepping.scaler.step_log.holds_schedulers(self.optimizer)
-        return held or bool(self._is_overflow)
+        return self.session.was_skipped(self.optimizer) or bool(self._is_overflow)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start with no steps taken, the optimizer known to the scaler."""
         self.__dict__.update(state)
-        self.stepping.scaler.register(self.optimizer)
+        self.session.scaler.register(self.optimizer)
 
 
 def steps_in_backward(optimizer: Optimizer) -> bool:

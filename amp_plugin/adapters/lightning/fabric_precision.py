@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_plugin.adapters.lightning.precision_core import PrecisionCore
-from amp_plugin.adapters.scaler import Unprepared, register, scaler_groups, torch_optimizer
+from amp_plugin.adapters.scaler import scaler_groups, torch_optimizer
 from amp_plugin.casting.region import autocast
 from amp_plugin.casting.threads import autocast_module
 from amp_plugin.kernels.tracers import outside_graphs
-from amp_plugin.options import LightningOptions, lists_options
+from amp_plugin.options import LightningOptions, lists_options, takes
 from amp_plugin.patches import replaced
 from amp_plugin.scaling.penalty import surround_backward
-from amp_plugin.weights.ddp import reduce_in_fp32
+from amp_plugin.scaling.words import Words
 from amp_plugin.weights.weight import HALVES
 
 
@@ -50,32 +50,40 @@ class FabricPrecision(PrecisionCore):
         torch.float32
     """
 
-    def _begin(self) -> None:
-        super()._begin()
+    words = Words(
+        backward="fabric.backward(loss)",
+        unscale="plugin.unscale_gradients(optimizer)",
+        clip="fabric.clip_gradients(module, optimizer, max_norm=...)",
+        step="optimizer.step()",
+        prepare="fabric.setup_optimizers(optimizer)",
+        bf16="use FabricAmpPrecision('bf16')",
+        reduce="DDPStrategy(ddp_comm_hook=bf16_compress_hook)",
+    )
+
+    @takes(LightningOptions, by_position=1)
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
         self._groups: dict[str, Any] = {}
-        self._unprepared = Unprepared()
 
     # -- set-up -------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Put ``fp32_modules`` under fp32; let DataParallel's threads run replicas in our region."""
-        self._weights.set_up(module, self.settings.fp32_modules)
+        self._session.set_up_weights(module, self.settings.fp32_modules)
         return autocast_module(super().convert_module(module))
 
     def note_wrapped(self, module: Any, strategy: Any) -> None:
         """Learn how and where a module that was set up runs, and refuse what this plugin cannot do there."""
         self._refuse_strategy(strategy)
         self._check_shards(module)
-        reduce_in_fp32(module)
         self._groups = self._groups or scaler_groups(module)
         optimizers = self._scaler.optimizers
         self._start(strategy.root_device.type, self._groups)
-        register(self._scaler, optimizers, list(self._weights.models))
+        self._session.add([module], optimizers, list(self._session.models))
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Make an optimizer known, so that its gradients follow the scale before its first step too."""
-        self._weights.add([], [optimizer])
-        register(self._scaler, [optimizer], list(self._weights.models))
+        self._session.add([], [optimizer], list(self._session.models))
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -93,17 +101,13 @@ class FabricPrecision(PrecisionCore):
         device = self.device or tensor.device.type
         with autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             loss = self._scaler.scale(tensor)
-            models = [*self._weights.models] if self._scaler.is_enabled() else []
-            with self._unprepared.watching(models, self._scaler):
+            with self._session.watching(self._session.models if self._scaler.is_enabled() else []):
                 self.package.plugins.Precision.backward(self, loss, model, *args, **kwargs)
 
     @outside_graphs
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Unscale and step, or skip; closures too."""
-        output = self._scaler.step(torch_optimizer(optimizer), **kwargs)
-        self._scaler.update()
-        self._attempted_steps += 1
-        return output
+        return self._session.step(torch_optimizer(optimizer), **kwargs)
 
     @outside_graphs
     def unscale_gradients(self, optimizer: Optimizer) -> None:

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
-from amp_plugin.adapters.scaler import StepNorms, endless_skips
+from amp_plugin.adapters.scaler import StepNorms
+from amp_plugin.adapters.session import endless_skips
 from amp_plugin.options import whole
 from amp_plugin.weights.store import WeightBytes, weight_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from amp_plugin.run_page.report import RunReport
     from amp_plugin.scaling.step_log import LoggedStep
 
 
@@ -62,7 +62,6 @@ class Monitor:
         self.max_skips_in_a_row = whole("max_skips_in_a_row", max_skips_in_a_row)
         self.every_n_steps = None if every_n_steps is None else whole("every_n_steps", every_n_steps)
         self.report = report
-        self._page: RunReport | None = None
         self._read: list[LoggedStep] = []
         self._norms = StepNorms()
 
@@ -75,20 +74,21 @@ class Monitor:
                 "add plugins=[AmpPrecision(...)] or remove AmpMonitor"
             )
             raise TypeError(msg)
-        plugin.measures_norms = True
+        plugin.measure_norms()
         plugin.step_log.subscribe(self._read.append)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop watching."""
-        self._end_page(None)
         plugin = trainer.precision_plugin
         if isinstance(plugin, TrainerPrecision):
-            plugin.measures_norms = False
+            plugin.measure_norms(wanted=False)
+            plugin.end_page()
             plugin.step_log.unsubscribe(self._read.append)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Stop watching: after an exception the Trainer does not call ``teardown``."""
-        self._end_page(exception)
+        if isinstance(trainer.precision_plugin, TrainerPrecision):
+            trainer.precision_plugin.end_page(exception)
         self.teardown(trainer, pl_module, "")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -98,22 +98,14 @@ class Monitor:
         self._new_norms(trainer)
         self.weight_bytes = None
         if self.report is not None:
-            from amp_plugin.run_page.report import RunReport  # noqa: PLC0415 - loads the diagnosis
-
-            plugin = trainer.precision_plugin
-            self._page = RunReport(plugin, pl_module, self.report).__enter__()
-            self.package.utilities.rank_zero_info(f"the run is drawn in {self._page.path}")
+            path = trainer.precision_plugin.begin_page(pl_module, self.report)
+            self.package.utilities.rank_zero_info(f"the run is drawn in {path}")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Read what the last optimizer steps have left."""
         trainer.precision_plugin.step_log.read(wait=True)
         self._look(trainer, pl_module)
-        self._end_page(None)
-
-    def _end_page(self, error: BaseException | None) -> None:
-        page, self._page = self._page, None
-        if page is not None:
-            page.__exit__(type(error) if error else None, error, None)
+        trainer.precision_plugin.end_page()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log the newest optimizer steps; read the device every few steps."""
@@ -144,6 +136,4 @@ class Monitor:
                 self.weight_bytes = weight_bytes(pl_module, *trainer.strategy.optimizers)
                 self.package.utilities.rank_zero_info(f"training holds {self.weight_bytes}")
             if step.in_a_row == self.max_skips_in_a_row:
-                in_fp16 = "compute the named modules in fp32 (fp32_modules=[...]), use AmpPrecision('bf16')"
-                option = "AmpMonitor(max_skips_in_a_row=...)"
-                raise endless_skips(step, in_fp16=in_fp16, option=option)
+                raise endless_skips(step, trainer.precision_plugin.words)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
 from typing import Any, ClassVar, Final
 
 import torch
@@ -14,19 +13,15 @@ from torch import Tensor, nn
 
 from amp_plugin.adapters.float8 import checked_config, convert_linear_layers, refuse_device
 from amp_plugin.adapters.option_sources import resolved
-from amp_plugin.adapters.scaler import HasScaler, scaler_for, torch_optimizer
-from amp_plugin.adapters.session import Session
-from amp_plugin.adapters.weights import ModelWeights
-from amp_plugin.casting.installed_kernels import set_default_rules
-from amp_plugin.casting.region import autocast
-from amp_plugin.casting.rules import RULES_VARIABLE, OpRules
+from amp_plugin.adapters.scaler import torch_optimizer
+from amp_plugin.adapters.session import FrontDoor, Session
+from amp_plugin.casting.rules import RULES_VARIABLE
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.messages import warn_user
 from amp_plugin.options import LightningOptions, LossScaleOptions, option_defaults, option_names, takes
-from amp_plugin.precision import STOCK_NAMES, TRAINING_DTYPES, warn_of_slow_fp16
-from amp_plugin.scaling.grad_scaler import GradScaler
+from amp_plugin.precision import STOCK_NAMES
+from amp_plugin.scaling.words import Words
 from amp_plugin.sharding.fully_shard import fsdp1_policy
-from amp_plugin.sharding.plan import DtypePlan
 from amp_plugin.weights.ddp import refuse_sharded, sharded_by
 
 _OWN_PRECISION: Final = {"DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy", "XLAFSDPStrategy"}
@@ -56,7 +51,7 @@ def _checked_options(owner: str, given: Mapping[str, Any]) -> LightningOptions:
     return resolved(LightningOptions, [("argument", stated)], environment, door="Lightning")[0]
 
 
-class PrecisionCore(HasScaler):
+class PrecisionCore(FrontDoor):
     """State and services that do not depend on the framework."""
 
     package: ClassVar[Any]
@@ -64,27 +59,22 @@ class PrecisionCore(HasScaler):
     shares_casts: ClassVar[bool] = True
     """Whether all uses of a weight in a region share one cast; their gradients then add up in 16 bits."""
 
+    words: ClassVar[Words]
+    """How the user of this front door spells its calls."""
+
     @takes(LightningOptions, by_position=1)
     def __init__(self, **given: Any) -> None:
         owner = type(self).__name__
         self.settings = settings = _checked_options(owner, given)
-        self._session = session = Session(settings, str(settings.precision))
+        self._session = session = Session(settings, str(settings.precision), words=self.words)
         self._float8 = (
             checked_config(f"{owner}('fp8')", settings.float8_config) if session.precision == "fp8" else None
         )
         self.precision: Any = STOCK_NAMES[session.precision]  # Lightning's own name, e.g. "16-mixed"
         self.device = ""  # until training starts
         self._desired_input_dtype = session.training_dtype  # read by Lightning's throughput monitor
-        self._weights = ModelWeights(settings.weights, settings.state, casts=session.precision != "fp32")
-        self._begin()
         if given.get("scaler") is not None:
             self.scaler = given["scaler"]
-
-    def _begin(self) -> None:
-        """Set what a plugin begins with: an ``__init__`` of a subclass would hide the options."""
-        self.measures_norms = False  # of gradients that no clip measures; AmpMonitor asks for it
-        self._rules: OpRules | None = None
-        self._attempted_steps = 0
 
     def __repr__(self) -> str:
         """Show the precision, and how weights are stored if in 16 bits."""
@@ -123,20 +113,7 @@ class PrecisionCore(HasScaler):
                 f"use {type(self).__name__}('fp16'), or leave the scaler out"
             )
             raise TypeError(msg)
-        self._scaler = scaler_for(given, f"{type(self).__name__}.scaler", self._new_scaler)
-
-    @cached_property
-    def _scaler(self) -> GradScaler:
-        """The scaler that is called; made when first used, since the native core is loaded for it."""
-        return self._new_scaler(self._session.scales_loss)
-
-    def _new_scaler(self, enabled: bool) -> GradScaler:
-        return self._session.new_scaler("cpu", enabled=enabled)  # until it is placed
-
-    @property
-    def dtype_plan(self) -> DtypePlan:
-        """The dtypes of the model, for ``amp_plugin.fully_shard`` in ``configure_model``."""
-        return self._session.dtype_plan
+        self._session.replace_scaler(given, f"{type(self).__name__}.scaler")
 
     @property
     def mixed_precision_config(self) -> Any:
@@ -146,8 +123,7 @@ class PrecisionCore(HasScaler):
     def _check_shards(self, model: nn.Module) -> None:
         """Compare what shards a model with the plan, and refuse to store weights of one that is sharded."""
         refuse_sharded(self.settings.weights, sharded_by(model))
-        hook = "DDPStrategy(ddp_comm_hook=bf16_compress_hook)"
-        self._session.check_shards(model, for_ddp=hook, warn=self._warn)
+        self._session.check_shards(model, warn=self._warn)
 
     def _warn(self, text: str) -> None:
         """Warn once for all ranks."""
@@ -182,22 +158,13 @@ class PrecisionCore(HasScaler):
             raise ValueError(msg)
         if self._float8 is not None:
             refuse_device(repr(self), device_type, self._float8)
-        if self.device != device_type:
-            self.package.utilities.rank_zero_only(warn_of_slow_fp16)(self._session.precision, device_type)
         self.device = device_type
-        self._rules = self._session.rules
-        if self._rules is not None:
-            set_default_rules(self._rules)
-        self._scaler.place(self.device, **groups)
-        if self.settings.exact_schedulers:
-            self.step_log.wait_for()
+        is_first_rank = self.package.utilities.rank_zero_only.rank == 0
+        self._session.begin(device_type, groups, is_first_rank=is_first_rank)
 
     def teardown(self) -> None:
         """End the run: give float32 weights and the rules back; the loss scale stays."""
-        self._weights.restore()
-        if self._rules is not None:
-            set_default_rules(None)
-            self._rules = None
+        self._session.end(warn=None)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Put the modules named by ``fp32_modules`` under fp32; in fp8 convert Linear layers; in place."""
@@ -211,7 +178,7 @@ class PrecisionCore(HasScaler):
 
         Where all weights are stored in 16 bits, floating-point tensors become such, as in Lightning.
         """
-        if not self._weights.replace_autocast:
+        if not self._session.replaces_autocast:
             return data
         dtype = self._session.training_dtype
         return apply_to_collection(data, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
@@ -240,16 +207,7 @@ class PrecisionCore(HasScaler):
                 "FabricAmpPrecision, tells it; before that use amp_plugin.autocast(device, dtype)"
             )
             raise RuntimeError(msg)
-        return self._region(self._session.precision)
-
-    def _region(self, precision: str) -> torch.autocast:
-        dtype = TRAINING_DTYPES[precision]
-        if dtype is torch.float32 or self._weights.replace_autocast:
-            return self._no_region()
-        return autocast(self.device, dtype=dtype, cache_enabled=self.shares_casts, rules=self._rules)
-
-    def _no_region(self) -> torch.autocast:
-        return autocast(self.device, enabled=False)
+        return self._session.region(cache_enabled=self.shares_casts)
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -287,22 +245,15 @@ class PrecisionCore(HasScaler):
 
         Goes on counting in a resumed fp16 run; without a loss scale nothing is saved.
         """
-        return self._attempted_steps - self.skipped_steps
+        return self._session.attempted_steps - self.skipped_steps
 
     # -- checkpoints --------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss scale, torch's keys among it; empty where nothing is scaled."""
-        if not self._scaler.is_enabled():
-            return {}
-        return {**self._scaler.state_dict(), "optimizer_steps": self.optimizer_steps}
+        return self._session.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of a loss scale: ours, torch's or a stock plugin's; warn if it is of no use here."""
-        scales = self._session.scales_loss
-        if scales and state_dict:
-            self._scaler.load_state_dict(dict(state_dict))
-            self._attempted_steps = state_dict.get("optimizer_steps", 0) + self.skipped_steps
-        elif scales or state_dict:
-            kept = f"the scale stays at {self._scaler.get_scale():g}" if scales else "its scale is ignored"
-            self._warn(f"{self!r}: the checkpoint was written in another precision; {kept}")
+        if told := self._session.load_state_dict(state_dict):
+            self._warn(f"{self!r}: {told}")

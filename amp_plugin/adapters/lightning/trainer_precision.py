@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
@@ -24,17 +26,18 @@ from amp_plugin.adapters.lightning.precision_core import PrecisionCore
 from amp_plugin.adapters.lightning.user_code import (
     NOT_AFTER_CLIPPING,
     HeldSchedulers,
-    StrayGradients,
     averages_in_fp32,
     calls_closure_again,
+    refuse_strays,
     users_methods,
 )
-from amp_plugin.adapters.scaler import register, scaler_groups, torch_optimizer
+from amp_plugin.adapters.scaler import GradientOrigins, scaler_groups, torch_optimizer
 from amp_plugin.kernels.tracers import outside_graphs
-from amp_plugin.options import LightningOptions, lists_options
+from amp_plugin.options import LightningOptions, lists_options, takes
 from amp_plugin.patches import replaced
 from amp_plugin.removed import removed_attribute
 from amp_plugin.scaling.gradients import params_of
+from amp_plugin.scaling.words import Words
 from amp_plugin.weights.ddp import refuse_sharded, sharded_by
 
 if TYPE_CHECKING:
@@ -72,14 +75,25 @@ class TrainerPrecision(PrecisionCore):
     _after_closure: Callable[[Any, Optimizer], None]
     shares_casts = False  # a whole training_step is one region, and the stock plugin shares none either
 
-    def _begin(self) -> None:
-        super()._begin()
+    words = Words(
+        backward="self.manual_backward(loss)",
+        unscale="trainer.precision_plugin.scaler.unscale_(optimizer)",
+        clip="self.clip_gradients(optimizer, gradient_clip_val=...)",
+        step="optimizer.step()",
+        prepare="configure_optimizers()",
+        bf16="compute the named modules in fp32 (fp32_modules=[...]), use AmpPrecision('bf16')",
+        endless="AmpMonitor(max_skips_in_a_row=...)",
+        reduce="DDPStrategy(ddp_comm_hook=bf16_compress_hook)",
+    )
+
+    @takes(LightningOptions, by_position=1)
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
         self._schedulers = HeldSchedulers()
         self._fitting = True
         self._state: Any = None  # the Trainer's, which knows of errors
         self._load_again: Any = None  # the Trainer, if what it has loaded before set-up was rounded
-        self._in_train_step = False
-        self._strays = StrayGradients()
+        self._strays = GradientOrigins()
         self._averages = ExitStack()
         self._manual = False
         self._users_methods: frozenset[str] = frozenset()
@@ -101,11 +115,11 @@ class TrainerPrecision(PrecisionCore):
         self._refuse_strategy(trainer.strategy)
         self._root_device = trainer.strategy.root_device.type
         self._manual = not module.automatic_optimization
-        if self._fitting or self._weights.are_all_stored:
+        if self._fitting or self._session.are_all_stored:
             is_sharded = hasattr(trainer.strategy, "mixed_precision_config")  # later, by FSDP
             setting = "the strategy's mixed_precision" if is_sharded else sharded_by(module)
             refuse_sharded(self.settings.weights, setting)
-            was_rounded = self._weights.set_up(module, self.settings.fp32_modules)
+            was_rounded = self._session.set_up_weights(module, self.settings.fp32_modules)
             self._load_again = trainer if was_rounded else None
         if self._fitting:
             averages_in_fp32(trainer.callbacks, self.package, self._averages)
@@ -120,10 +134,9 @@ class TrainerPrecision(PrecisionCore):
         self._start(self._root_device, scaler_groups(model))
         is_fsdp1 = isinstance(model, FullyShardedDataParallel)
         self.checkpoint_key = "FSDPPrecision" if is_fsdp1 else "MixedPrecision"
-        self._weights.add([model], optimizers)
         if self._fitting:
             self._check_shards(model)
-        register(self._scaler, optimizers, [model])
+        self._session.add([model], optimizers, [model])
         self._schedulers.take(lr_schedulers, self.step_log)
         if self._scaler.is_enabled() and self._manual:
             self._strays.watch(param for optimizer in optimizers for param in params_of(optimizer))
@@ -132,32 +145,48 @@ class TrainerPrecision(PrecisionCore):
     def teardown(self) -> None:
         """End the run; warn if all of its steps were skipped."""
         has_failed = self._state is not None and self._state.status == "interrupted"
-        self.step_log.end_run(None if has_failed else self._warn)
         self._strays.unwatch()
         self._averages.close()
         self._schedulers.take([], self.step_log)
-        super().teardown()
+        self._session.end(warn=None if has_failed else self._warn)
+
+    def measure_norms(self, *, wanted: bool = True) -> None:
+        """Measure gradients that no clip measures too, for ``last_step``; AmpMonitor asks for it."""
+        self._session.measure_norms(wanted=wanted)
+
+    def begin_page(self, module: nn.Module, path: str | Path) -> Path:
+        """Draw the run into a page, for AmpMonitor; return where it lies."""
+        return self._session.begin_page(self, [module], path)
+
+    def end_page(self, error: BaseException | None = None) -> None:
+        """End the page, if there is one."""
+        self._session.end_page(error)
 
     # -- the autocast region ------------------------------------------------------------------
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
         """Run ``training_step``; in manual optimization its end is the end of the iteration."""
-        with replaced(self, "_in_train_step", value=True), self.forward_context():
+        with self.forward_context():
             yield
         self._scaler.end_iteration()
 
     def val_step_context(self) -> AbstractContextManager[Any]:
         """Run ``validation_step`` in the evaluation precision."""
         in_eval = self._session.eval_precision
-        return self.forward_context() if in_eval == self._session.precision else self._region(in_eval)
+        if in_eval == self._session.precision:
+            return self.forward_context()
+        return self._session.region(in_eval, cache_enabled=self.shares_casts)
 
     test_step_context = val_step_context
     predict_step_context = val_step_context
 
     def _outside_region(self) -> AbstractContextManager[Any]:
         """Leave the region of a manual ``training_step`` for backward, hooks and the step."""
-        return self._no_region() if self._in_train_step else nullcontext()
+        return self._session.no_region() if self._is_in_region() else nullcontext()
+
+    def _is_in_region(self) -> bool:
+        return bool(self.device) and torch.is_autocast_enabled(self.device)
 
     # -- backward -----------------------------------------------------------------------------
 
@@ -187,10 +216,12 @@ class TrainerPrecision(PrecisionCore):
         self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run the closure, unscale, call the hooks, clip, then step or skip; return what the closure did."""
+        if self._is_in_region():  # of a manual training_step, which the step leaves
+            closure = self._in_region(closure)
         closure = partial(self._closure_and_hooks, optimizer, model, closure)
         with self._outside_region():
             output = self._step(optimizer, closure, **kwargs)
-            self._attempted_steps += 1  # not if the closure has raised
+            self._session.count_step()  # not if the closure has raised
             self._schedulers.after_step(optimizer, self.step_log)
             return output
 
@@ -213,17 +244,23 @@ class TrainerPrecision(PrecisionCore):
         scaler.update()
         return output
 
+    def _in_region(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            with self.forward_context():
+                return closure()
+
+        return call
+
     def _closure_and_hooks(self, optimizer: Optimizer, model: Any, closure: Callable[[], Any]) -> Any:
         """Run forward and backward, then let hooks and clipping see unscaled gradients."""
-        with self.forward_context() if self._in_train_step else nullcontext():  # which the step has left
-            result = closure()
+        result = closure()
         scaler, trainer, is_seen = self._scaler, model.trainer, bool(self._users_methods)
         if scaler.is_enabled():
             if self._manual:
-                self._strays.refuse(optimizer, scaler)
+                refuse_strays(self._strays, optimizer, scaler)
             if is_seen and scaler.has_scaled:
                 scaler.ensure_unscaled(optimizer)
-        elif self.measures_norms:
+        elif self._session.measures_norms:
             by_value = trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value"
             if is_seen or by_value or self.settings.on_nonfinite == "ignore":
                 scaler.measure(optimizer)  # before they are clipped

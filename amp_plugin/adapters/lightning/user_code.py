@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_plugin.adapters.scaler import GradientOrigins
-from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
 from amp_plugin.scaling.step_log import StepLog
 from amp_plugin.weights.store import convert_to_fp32, in_fp32
@@ -39,25 +38,25 @@ def users_methods(module: Any, plugin: object, is_overridden: Callable[[str, Any
     return frozenset(of_module | callbacks | of_class | vars(plugin).keys() & _OF_PLUGINS)
 
 
-class StrayGradients(GradientOrigins):
-    """Refuses gradients of a manual ``training_step`` that ``self.manual_backward()`` has not made."""
+def refuse_strays(origins: GradientOrigins, optimizer: Optimizer, scaler: Any) -> None:
+    """Raise RuntimeError if gradients of an optimizer are not from ``self.manual_backward()``.
 
-    def refuse(self, optimizer: Optimizer, scaler: GradScaler) -> None:
-        """Raise RuntimeError if an optimizer is to step with gradients of a loss that was not scaled."""
-        never_scaled = not scaler.has_scaled
+    The loss of those gradients was not scaled.
+    """
+    never_scaled = not scaler.has_scaled
 
-        def is_stray(param: Tensor) -> bool:
-            return self.is_from_outside(param) or (never_scaled and param.grad is not None)
+    def is_stray(param: Tensor) -> bool:
+        return origins.is_from_outside(param) or (never_scaled and param.grad is not None)
 
-        strays = [place for place, param in enumerate(params_of(optimizer)) if is_stray(param)]
-        if strays:
-            named = ", ".join(scaler.parameter_names(optimizer)[place] for place in strays[:3])
-            msg = (
-                f"{type(optimizer).__name__}.step(): {len(strays)} parameters ({named}) have "
-                "gradients that self.manual_backward() did not make: their loss was not scaled and fp16 lost "
-                "small ones; write self.manual_backward(loss) instead of loss.backward()"
-            )
-            raise RuntimeError(msg)
+    strays = [place for place, param in enumerate(params_of(optimizer)) if is_stray(param)]
+    if strays:
+        named = ", ".join(scaler.parameter_names(optimizer)[place] for place in strays[:3])
+        msg = (
+            f"{type(optimizer).__name__}.step(): {len(strays)} parameters ({named}) have "
+            "gradients that self.manual_backward() did not make: their loss was not scaled and fp16 lost "
+            "small ones; write self.manual_backward(loss) instead of loss.backward()"
+        )
+        raise RuntimeError(msg)
 
 
 @cache
