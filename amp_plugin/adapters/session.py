@@ -41,7 +41,7 @@ from amp_plugin.precision import (
 from amp_plugin.scaling import penalty
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.step_log import LoggedStep, StepLog, StepResult
-from amp_plugin.scaling.words import Words
+from amp_plugin.scaling.words import PLAIN, Words
 from amp_plugin.sharding.fully_shard import add_up_in_fp32
 from amp_plugin.sharding.plan import DtypePlan
 from amp_plugin.sharding.report import check_against_plan
@@ -87,7 +87,7 @@ class Session:
         options: PrecisionOptions,
         precision: str = "fp32",
         *,
-        words: Words,
+        words: Words = PLAIN,
         sources: Mapping[str, str] = _NOTHING,
         enabled: bool = True,
         max_skips: int = 0,

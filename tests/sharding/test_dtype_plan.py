@@ -13,6 +13,7 @@ from amp_plugin import AmpPrecision, DtypePlan, FabricAmpPrecision, fully_shard,
 from amp_plugin.adapters.accelerate.forward import fp32_units_apart, give_policy
 from amp_plugin.adapters.session import Session
 from amp_plugin.options import PrecisionOptions
+from amp_plugin.scaling.words import Words
 from amp_plugin.sharding.fully_shard import add_up_in_fp32, fsdp1_policy, has_dtypes_by_parameter, policy_of
 from amp_plugin.sharding.report import check_against_plan, shard_units
 from tests.process_groups import group_of_one
@@ -287,7 +288,7 @@ class TestAdapters:
 
     def test_where_nothing_is_sharded_reduce_has_no_effect_and_that_is_told(self):
         with pytest.warns(UserWarning, match="reduce='bf16' has an effect under FSDP only.*use a hook"):
-            Session(PrecisionOptions(reduce="bf16"), "bf16").check_shards(Net(), for_ddp="a hook")
+            Session(PrecisionOptions(reduce="bf16"), "bf16", words=Words(reduce="a hook")).check_shards(Net())
         with pytest.warns(UserWarning, match="reduce='bf16' has an effect under FSDP only, and this model"):
             AmpPrecision("bf16", reduce="bf16")._check_shards(Net())
 

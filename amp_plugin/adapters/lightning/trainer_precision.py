@@ -150,6 +150,11 @@ class TrainerPrecision(PrecisionCore):
         self._schedulers.take([], self.step_log)
         self._session.end(warn=None if has_failed else self._warn)
 
+    @property
+    def measures_norms(self) -> bool:
+        """Whether gradients that no clip measures are measured."""
+        return self._session.measures_norms
+
     def measure_norms(self, *, wanted: bool = True) -> None:
         """Measure gradients that no clip measures too, for ``last_step``; AmpMonitor asks for it."""
         self._session.measure_norms(wanted=wanted)
