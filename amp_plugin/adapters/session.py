@@ -472,19 +472,23 @@ class Session:
 
 
 class FrontDoor:
-    """What every front door answers by its session; mixed into plugins and accelerators."""
+    """What every front door answers by its session; mixed into plugins and accelerators.
 
-    _session: Session
+    Attributes:
+        session: the run, for what belongs to the front door: optimizers, callbacks.
+    """
+
+    session: Session
 
     @property
     def _scaler(self) -> GradScaler:
         """The scaler that is called; a disabled one where nothing is scaled."""
-        return self._session.scaler
+        return self.session.scaler
 
     @property
     def dtype_plan(self) -> DtypePlan:
         """The dtypes of the model, for ``amp_plugin.fully_shard``."""
-        return self._session.dtype_plan
+        return self.session.dtype_plan
 
     @property
     def step_log(self) -> StepLog:

@@ -106,7 +106,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
         given = bind(type(self).__name__, _SIGNATURE, self, *args, **kwargs)
         given.pop("self")
         options, sources, enabled = take_options(given, os.environ)
-        self._session = Session(
+        self.session = Session(
             options, words=WORDS, sources=sources, enabled=enabled, max_skips=options.max_skips_in_a_row
         )
         self._shown: Any = None  # the public attribute scaler
@@ -118,14 +118,14 @@ class AmpAccelerator(FrontDoor, Accelerator):
             self.distributed_type, self.mixed_precision, self.ao_recipe_handler, sources
         )
         if self.distributed_type == DistributedType.DEEPSPEED:
-            deepspeed.translate(self._session, self.deepspeed_plugin.deepspeed_config)
+            deepspeed.translate(self.session, self.deepspeed_plugin.deepspeed_config)
         elif not is_other:
             self._engage()
         self.register_load_state_pre_hook(self._load_scale)
 
     def _engage(self) -> None:
         """Replace Accelerate's scaler by ours and let autocast blocks follow our rules."""
-        session, device, precision = self._session, self.device.type, self.mixed_precision
+        session, device, precision = self.session, self.device.type, self.mixed_precision
         session.compute_in("fp32" if precision == "no" else precision, named="mixed_precision")
         self._engaged, self.native_amp = True, precision != "no"
         if self.ao_recipe_handler is not None:
@@ -148,7 +148,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
 
     @property
     def _options(self) -> AccelerateOptions:
-        return cast("AccelerateOptions", self._session.options)
+        return cast("AccelerateOptions", self.session.options)
 
     @property
     def scaler(self) -> Any:
@@ -167,7 +167,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
         if not self._engaged:
             self._shown = given
             return
-        self._session.replace_scaler(given, f"{type(self).__name__}.scaler")
+        self.session.replace_scaler(given, f"{type(self).__name__}.scaler")
         self._show(None if given is None else self._scaler)
         self._register_optimizers()
 
@@ -188,7 +188,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
             prepared = super().prepare(*args, **kwargs)
         if self.native_amp:
             for model in self._models[before:]:
-                self._session.check_shards(model)
+                self.session.check_shards(model)
         self._register_optimizers()
         self._begin_page()
         return prepared
@@ -202,17 +202,17 @@ class AmpAccelerator(FrontDoor, Accelerator):
         engine = getattr(getattr(self, "deepspeed_engine_wrapped", None), "engine", None)
         if engine is not None and not self._scaler.optimizers:
             config = self.deepspeed_plugin.deepspeed_config
-            self._session.follow(self._session.rules)
-            scaler = deepspeed.scaler_for_engine(engine, self._session, config)
-            self._session.take_scaler(scaler)
+            self.session.follow(self.session.rules)
+            scaler = deepspeed.scaler_for_engine(engine, self.session, config)
+            self.session.take_scaler(scaler)
             self._show(scaler if scaler.is_enabled() else None)
         return prepared
 
     def _begin_page(self) -> None:
         """Draw the run from its first prepared model to ``end_training``, or to the end of the process."""
         path = self._options.report
-        if path is not None and self._models and not self._session.has_page:
-            self._session.begin_page(self, [self.unwrap_model(model) for model in self._models], path)
+        if path is not None and self._models and not self.session.has_page:
+            self.session.begin_page(self, [self.unwrap_model(model) for model in self._models], path)
 
     def _set_up(self, models: Sequence[nn.Module], *, trained: bool = True) -> None:
         """Store weights, put ``fp32_modules`` under fp32 and forwards under autocast; may be repeated."""
@@ -223,24 +223,24 @@ class AmpAccelerator(FrontDoor, Accelerator):
             require_matches(models, [name for name in wanted if name not in self._found])
         for model, patterns in matched.items():
             if trained:
-                self._session.set_up_weights(model, patterns)
+                self.session.set_up_weights(model, patterns)
             in_fp32 = apply_fp32_modules(model, patterns)
             if in_fp32 and self.ao_recipe_handler is not None:
                 leave_out(self.ao_recipe_handler, model, in_fp32)
-            if self._session.changes_forward and not getattr(model, "_is_accelerate_prepared", False):
+            if self.session.changes_forward and not getattr(model, "_is_accelerate_prepared", False):
                 training = self._region(self.mixed_precision)
                 MixedForward(
                     module=model,
                     training=training,
-                    evaluation=self._region(self._session.eval_precision),
+                    evaluation=self._region(self.session.eval_precision),
                     fp32_outputs=self._options.fp32_outputs,
-                    inputs=training.dtype if self._session.replaces_autocast else None,
+                    inputs=training.dtype if self.session.replaces_autocast else None,
                 ).put_on()
 
     def set_up_weights(self, model: nn.Module) -> None:
         """Store a model's weights before it is prepared, for a checkpoint that is loaded before."""
         if self._engaged and not getattr(model, "_is_accelerate_prepared", False):
-            self._session.set_up_weights(model, found_patterns(model, self._options.fp32_modules))
+            self.session.set_up_weights(model, found_patterns(model, self._options.fp32_modules))
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Prepare a model: its forward runs in the region and returns fp32."""
@@ -257,7 +257,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
         """Return in which region models compute in a precision of Accelerate's or ours, or a block does."""
         handler = of_block or self.autocast_handler or AutocastKwargs()
         mixed = precision in {"fp16", "bf16", "fp8"}
-        runs = of_block is not None or (mixed and not self._session.replaces_autocast)
+        runs = of_block is not None or (mixed and not self.session.replaces_autocast)
         return RegionState(
             device_type=self.device.type,
             dtype=TRAINING_DTYPES[precision] if mixed else torch.bfloat16,
@@ -270,18 +270,18 @@ class AmpAccelerator(FrontDoor, Accelerator):
         prepared = super().prepare_optimizer(optimizer, *args, **kwargs)
         if not self._engaged or isinstance(prepared, AmpOptimizer) or steps_in_backward(prepared.optimizer):
             return prepared
-        prepared.__class__, prepared.session = AmpOptimizer, self._session
+        prepared.__class__, prepared.session = AmpOptimizer, self.session
         if not self.is_fsdp2:  # its parameters are yet to be replaced there
-            self._session.add(self._models, [prepared.optimizer])
+            self.session.add(self._models, [prepared.optimizer])
         return prepared
 
     def _register_optimizers(self) -> None:
         """Tell the scaler which ranks step together and the names of the parameters."""
         groups = scaler_groups(*self._models)
         if groups:
-            self._session.place(groups)
+            self.session.place(groups)
         named = [self.unwrap_model(model) for model in self._models]
-        self._session.add(self._models, self._optimizers, named)
+        self.session.add(self._models, self._optimizers, named)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -317,7 +317,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
 
     @outside_graphs
     def _watched_backward(self, loss: Tensor, **kwargs: Any) -> None:
-        with self._session.watching(self._models if self._engaged else []):
+        with self.session.watching(self._models if self._engaged else []):
             super().backward(loss, **kwargs)
         if isinstance(self._scaler, deepspeed.EngineScaler):
             self._scaler.observe()
@@ -421,13 +421,13 @@ class AmpAccelerator(FrontDoor, Accelerator):
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Save as Accelerator does; no optimizer is stepped for it through the scaler."""
-        with self._session.aside():
+        with self.session.aside():
             return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Load as Accelerator does; a checkpoint without a loss scale warns and keeps the present one."""
         # load_accelerator_state: "if scaler is not None:" it reads scaler.pt, whether there is one or not
-        with self._session.aside(), replaced(self, "_shown", None):
+        with self.session.aside(), replaced(self, "_shown", None):
             super().load_state(*args, **kwargs)
 
     def _load_scale(self, _: list[Any], folder: str) -> None:
@@ -457,7 +457,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
             # process that ends before them aborts.
             time.sleep(0.1)
         super().end_training()
-        self._session.end(warn=self.on_main_process(warn_user))
+        self.session.end(warn=self.on_main_process(warn_user))
 
 
 def _parameters_of(given: Parameters) -> list[Tensor]:

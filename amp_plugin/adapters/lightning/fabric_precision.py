@@ -69,7 +69,7 @@ class FabricPrecision(PrecisionCore):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Put ``fp32_modules`` under fp32; let DataParallel's threads run replicas in our region."""
-        self._session.set_up_weights(module, self.settings.fp32_modules)
+        self.session.set_up_weights(module, self.settings.fp32_modules)
         return autocast_module(super().convert_module(module))
 
     def note_wrapped(self, module: Any, strategy: Any) -> None:
@@ -79,17 +79,17 @@ class FabricPrecision(PrecisionCore):
         self._groups = self._groups or scaler_groups(module)
         optimizers = self._scaler.optimizers
         self._start(strategy.root_device.type, self._groups)
-        self._session.add([module], optimizers, list(self._session.models))
+        self.session.add([module], optimizers, list(self.session.models))
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Make an optimizer known, so that its gradients follow the scale before its first step too."""
-        self._session.add([], [optimizer], list(self._session.models))
+        self.session.add([], [optimizer], list(self.session.models))
 
     # -- forward ------------------------------------------------------------------------------
 
     def convert_output(self, data: Any) -> Any:
         """Return fp16 and bf16 outputs as fp32, for losses outside the module; others as they are."""
-        if self._session.training_dtype is torch.float32:
+        if self.session.training_dtype is torch.float32:
             return data
         return apply_to_collection(data, Tensor, lambda t: t.float() if t.dtype in HALVES else t)
 
@@ -101,13 +101,13 @@ class FabricPrecision(PrecisionCore):
         device = self.device or tensor.device.type
         with autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             loss = self._scaler.scale(tensor)
-            with self._session.watching(self._session.models if self._scaler.is_enabled() else []):
+            with self.session.watching(self.session.models if self._scaler.is_enabled() else []):
                 self.package.plugins.Precision.backward(self, loss, model, *args, **kwargs)
 
     @outside_graphs
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Unscale and step, or skip; closures too."""
-        return self._session.step(torch_optimizer(optimizer), **kwargs)
+        return self.session.step(torch_optimizer(optimizer), **kwargs)
 
     @outside_graphs
     def unscale_gradients(self, optimizer: Optimizer) -> None:

@@ -74,21 +74,21 @@ class Monitor:
                 "add plugins=[AmpPrecision(...)] or remove AmpMonitor"
             )
             raise TypeError(msg)
-        plugin.measure_norms()
+        plugin.session.measure_norms(wanted=True)
         plugin.step_log.subscribe(self._read.append)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop watching."""
         plugin = trainer.precision_plugin
         if isinstance(plugin, TrainerPrecision):
-            plugin.measure_norms(wanted=False)
-            plugin.end_page()
+            plugin.session.measure_norms(wanted=False)
+            plugin.session.end_page()
             plugin.step_log.unsubscribe(self._read.append)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Stop watching: after an exception the Trainer does not call ``teardown``."""
         if isinstance(trainer.precision_plugin, TrainerPrecision):
-            trainer.precision_plugin.end_page(exception)
+            trainer.precision_plugin.session.end_page(exception)
         self.teardown(trainer, pl_module, "")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -98,14 +98,15 @@ class Monitor:
         self._new_norms(trainer)
         self.weight_bytes = None
         if self.report is not None:
-            path = trainer.precision_plugin.begin_page(pl_module, self.report)
+            plugin = trainer.precision_plugin
+            path = plugin.session.begin_page(plugin, [pl_module], self.report)
             self.package.utilities.rank_zero_info(f"the run is drawn in {path}")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Read what the last optimizer steps have left."""
         trainer.precision_plugin.step_log.read(wait=True)
         self._look(trainer, pl_module)
-        trainer.precision_plugin.end_page()
+        trainer.precision_plugin.session.end_page()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log the newest optimizer steps; read the device every few steps."""

@@ -66,7 +66,7 @@ class PrecisionCore(FrontDoor):
     def __init__(self, **given: Any) -> None:
         owner = type(self).__name__
         self.settings = settings = _checked_options(owner, given)
-        self._session = session = Session(settings, str(settings.precision), words=self.words)
+        self.session = session = Session(settings, str(settings.precision), words=self.words)
         self._float8 = (
             checked_config(f"{owner}('fp8')", settings.float8_config) if session.precision == "fp8" else None
         )
@@ -107,23 +107,23 @@ class PrecisionCore(FrontDoor):
 
     @scaler.setter
     def scaler(self, given: Any) -> None:
-        if given is not None and not self._session.scales_loss:
+        if given is not None and not self.session.scales_loss:
             msg = (
                 f"{self!r}.scaler = ...: no loss is scaled in {self.settings.precision}; "
                 f"use {type(self).__name__}('fp16'), or leave the scaler out"
             )
             raise TypeError(msg)
-        self._session.replace_scaler(given, f"{type(self).__name__}.scaler")
+        self.session.replace_scaler(given, f"{type(self).__name__}.scaler")
 
     @property
     def mixed_precision_config(self) -> Any:
         """The policy that Lightning's FSDPStrategy gives FSDP, unless the user gave it one."""
-        return fsdp1_policy(self._session.dtype_plan)
+        return fsdp1_policy(self.session.dtype_plan)
 
     def _check_shards(self, model: nn.Module) -> None:
         """Compare what shards a model with the plan, and refuse to store weights of one that is sharded."""
         refuse_sharded(self.settings.weights, sharded_by(model))
-        self._session.check_shards(model, warn=self._warn)
+        self.session.check_shards(model, warn=self._warn)
 
     def _warn(self, text: str) -> None:
         """Warn once for all ranks."""
@@ -160,11 +160,11 @@ class PrecisionCore(FrontDoor):
             refuse_device(repr(self), device_type, self._float8)
         self.device = device_type
         is_first_rank = self.package.utilities.rank_zero_only.rank == 0
-        self._session.begin(device_type, groups, is_first_rank=is_first_rank)
+        self.session.begin(device_type, groups, is_first_rank=is_first_rank)
 
     def teardown(self) -> None:
         """End the run: give float32 weights and the rules back; the loss scale stays."""
-        self._session.end(warn=None)
+        self.session.end(warn=None)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Put the modules named by ``fp32_modules`` under fp32; in fp8 convert Linear layers; in place."""
@@ -178,9 +178,9 @@ class PrecisionCore(FrontDoor):
 
         Where all weights are stored in 16 bits, floating-point tensors become such, as in Lightning.
         """
-        if not self._session.replaces_autocast:
+        if not self.session.replaces_autocast:
             return data
-        dtype = self._session.training_dtype
+        dtype = self.session.training_dtype
         return apply_to_collection(data, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
     def convert_output(self, data: Any) -> Any:
@@ -207,7 +207,7 @@ class PrecisionCore(FrontDoor):
                 "FabricAmpPrecision, tells it; before that use amp_plugin.autocast(device, dtype)"
             )
             raise RuntimeError(msg)
-        return self._session.region(cache_enabled=self.shares_casts)
+        return self.session.region(cache_enabled=self.shares_casts)
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -245,15 +245,15 @@ class PrecisionCore(FrontDoor):
 
         Goes on counting in a resumed fp16 run; without a loss scale nothing is saved.
         """
-        return self._session.attempted_steps - self.skipped_steps
+        return self.session.attempted_steps - self.skipped_steps
 
     # -- checkpoints --------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss scale, torch's keys among it; empty where nothing is scaled."""
-        return self._session.state_dict()
+        return self.session.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of a loss scale: ours, torch's or a stock plugin's; warn if it is of no use here."""
-        if told := self._session.load_state_dict(state_dict):
+        if told := self.session.load_state_dict(state_dict):
             self._warn(f"{self!r}: {told}")

@@ -115,11 +115,11 @@ class TrainerPrecision(PrecisionCore):
         self._refuse_strategy(trainer.strategy)
         self._root_device = trainer.strategy.root_device.type
         self._manual = not module.automatic_optimization
-        if self._fitting or self._session.are_all_stored:
+        if self._fitting or self.session.are_all_stored:
             is_sharded = hasattr(trainer.strategy, "mixed_precision_config")  # later, by FSDP
             setting = "the strategy's mixed_precision" if is_sharded else sharded_by(module)
             refuse_sharded(self.settings.weights, setting)
-            was_rounded = self._session.set_up_weights(module, self.settings.fp32_modules)
+            was_rounded = self.session.set_up_weights(module, self.settings.fp32_modules)
             self._load_again = trainer if was_rounded else None
         if self._fitting:
             averages_in_fp32(trainer.callbacks, self.package, self._averages)
@@ -136,7 +136,7 @@ class TrainerPrecision(PrecisionCore):
         self.checkpoint_key = "FSDPPrecision" if is_fsdp1 else "MixedPrecision"
         if self._fitting:
             self._check_shards(model)
-        self._session.add([model], optimizers, [model])
+        self.session.add([model], optimizers, [model])
         self._schedulers.take(lr_schedulers, self.step_log)
         if self._scaler.is_enabled() and self._manual:
             self._strays.watch(param for optimizer in optimizers for param in params_of(optimizer))
@@ -148,24 +148,12 @@ class TrainerPrecision(PrecisionCore):
         self._strays.unwatch()
         self._averages.close()
         self._schedulers.take([], self.step_log)
-        self._session.end(warn=None if has_failed else self._warn)
+        self.session.end(warn=None if has_failed else self._warn)
 
     @property
     def measures_norms(self) -> bool:
         """Whether gradients that no clip measures are measured."""
-        return self._session.measures_norms
-
-    def measure_norms(self, *, wanted: bool = True) -> None:
-        """Measure gradients that no clip measures too, for ``last_step``; AmpMonitor asks for it."""
-        self._session.measure_norms(wanted=wanted)
-
-    def begin_page(self, module: nn.Module, path: str | Path) -> Path:
-        """Draw the run into a page, for AmpMonitor; return where it lies."""
-        return self._session.begin_page(self, [module], path)
-
-    def end_page(self, error: BaseException | None = None) -> None:
-        """End the page, if there is one."""
-        self._session.end_page(error)
+        return self.session.measures_norms
 
     # -- the autocast region ------------------------------------------------------------------
 
@@ -178,17 +166,17 @@ class TrainerPrecision(PrecisionCore):
 
     def val_step_context(self) -> AbstractContextManager[Any]:
         """Run ``validation_step`` in the evaluation precision."""
-        in_eval = self._session.eval_precision
-        if in_eval == self._session.precision:
+        in_eval = self.session.eval_precision
+        if in_eval == self.session.precision:
             return self.forward_context()
-        return self._session.region(in_eval, cache_enabled=self.shares_casts)
+        return self.session.region(in_eval, cache_enabled=self.shares_casts)
 
     test_step_context = val_step_context
     predict_step_context = val_step_context
 
     def _outside_region(self) -> AbstractContextManager[Any]:
         """Leave the region of a manual ``training_step`` for backward, hooks and the step."""
-        return self._session.no_region() if self._is_in_region() else nullcontext()
+        return self.session.no_region() if self._is_in_region() else nullcontext()
 
     def _is_in_region(self) -> bool:
         return bool(self.device) and torch.is_autocast_enabled(self.device)
@@ -226,7 +214,7 @@ class TrainerPrecision(PrecisionCore):
         closure = partial(self._closure_and_hooks, optimizer, model, closure)
         with self._outside_region():
             output = self._step(optimizer, closure, **kwargs)
-            self._session.count_step()  # not if the closure has raised
+            self.session.count_step()  # not if the closure has raised
             self._schedulers.after_step(optimizer, self.step_log)
             return output
 
@@ -265,7 +253,7 @@ class TrainerPrecision(PrecisionCore):
                 refuse_strays(self._strays, optimizer, scaler)
             if is_seen and scaler.has_scaled:
                 scaler.ensure_unscaled(optimizer)
-        elif self._session.measures_norms:
+        elif self.session.measures_norms:
             by_value = trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value"
             if is_seen or by_value or self.settings.on_nonfinite == "ignore":
                 scaler.measure(optimizer)  # before they are clipped
