@@ -86,7 +86,10 @@ def _dtype_left_open(dtype: torch.dtype) -> Iterator[None]:
 
     tag = "amp_plugin autocast "
     with ExitStack() as undo:
-        for kind in (torch.cuda.amp.autocast, torch.cpu.amp.autocast_mode.autocast):  # which have defaults
+        for kind in (
+            torch.cuda.amp.autocast,  # amp: ignore[AMP013]
+            torch.cpu.amp.autocast_mode.autocast,  # amp: ignore[AMP013]
+        ):  # which have defaults
             for function in {inspect.unwrap(kind.__init__), inspect.unwrap(kind.__new__)}:
                 if dtype_names := getattr(function, "__defaults__", None):
                     chosen = tuple(dtype if isinstance(d, torch.dtype) else d for d in dtype_names)

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import typer
 
 import amp_plugin
-from amp_plugin.cli import numerics, rules, run
+from amp_plugin.cli import check, numerics, rules, run
 from amp_plugin.cli.arguments import AsJson, Device, ScriptCommand, fail
 
 app = typer.Typer(
@@ -155,6 +155,7 @@ def export(
         print(f"left out, not tensors: {', '.join(done.left_out)}")
 
 
+app.command()(check.check)
 app.command(cls=ScriptCommand)(run.casts)
 app.command(cls=ScriptCommand)(run.run)
 app.command(cls=ScriptCommand)(numerics.diagnose)

@@ -1,0 +1,1 @@
+"""Reads Python source for mistakes with mixed precision, without running it."""

@@ -1,0 +1,242 @@
+"""Checks files: each rule on each module, without what comments, settings and a baseline silence."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, Final
+
+from amp_plugin.check import name_rules, region_rules, scaler_rules
+from amp_plugin.check.module import Edit, Hit, Module
+from amp_plugin.check.settings import Settings
+from amp_plugin.check.sources import Source
+from amp_plugin.mistakes import MISTAKES, Mistake
+
+_RULES: Final[dict[str, Callable[[Module], Iterator[Hit]]]] = {
+    "AMP001": scaler_rules.clip_before_unscale,
+    "AMP002": scaler_rules.step_past_scaler,
+    "AMP003": scaler_rules.framework_bypassed,
+    "AMP004": scaler_rules.no_update,
+    "AMP005": scaler_rules.update_between_steps,
+    "AMP006": scaler_rules.update_in_accumulation,
+    "AMP007": scaler_rules.unscale_twice,
+    "AMP008": region_rules.backward_in_autocast,
+    "AMP009": region_rules.bce_in_autocast,
+    "AMP010": region_rules.half_weights_trained,
+    "AMP011": region_rules.fp16_without_scaler,
+    "AMP012": region_rules.scaler_with_bf16,
+    "AMP013": name_rules.deprecated_names,
+    "AMP014": region_rules.constant_out_of_range,
+    "AMP015": name_rules.scaler_not_saved,
+    "AMP016": scaler_rules.scheduler_on_skip,
+    "AMP017": region_rules.autocast_over_threads,
+    "AMP018": region_rules.function_without_custom_fwd,
+    "AMP019": region_rules.cuda_scaler_on_cpu,
+}
+_WORDS: Final = (
+    "amp",
+    "autocast",
+    "GradScaler",
+    "scaler",
+    "accelerat",
+    "fabric",
+    "Fabric",
+    "half(",
+    "bfloat16",
+    "float16",
+)
+_SKIPPED_FOLDERS: Final = {"node_modules", "site-packages", "venv", "__pycache__", "build", "dist"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A mistake in a file.
+
+    Attributes:
+        path: of the file.
+        code: of the rule.
+        line, column, end_line, end_column: of the place, from 1; of a notebook in its cell.
+        cell: the number of a notebook's code cell, from 1; 0 if the file is no notebook.
+        detail: what is special here; empty if the rule's text says all.
+        source_line: the first line of the place, without blanks around it.
+        edits: that mend it.
+    """
+
+    path: Path
+    code: str
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+    cell: int
+    detail: str
+    source_line: str
+    edits: tuple[Edit, ...] = ()
+
+    @property
+    def mistake(self) -> Mistake:
+        """The texts of the rule."""
+        return MISTAKES[self.code]
+
+    @property
+    def text(self) -> str:
+        """What is wrong, and what to do."""
+        return f"{self.detail or self.mistake.what}; {self.mistake.instead}"
+
+    @property
+    def known_by(self) -> tuple[str, str, str]:
+        """What stays when other lines are added: path, rule and the text of the line."""
+        return self.path.as_posix(), self.code, self.source_line
+
+
+@dataclass(eq=False)
+class Report:
+    """What a check found.
+
+    Attributes:
+        found: the mistakes, by path and line.
+        faults: files that cannot be parsed, with the reason.
+        files: how many files were checked.
+        fixed: how many mistakes were mended in the files.
+        diffs: what a fix would change.
+    """
+
+    found: list[Found] = field(default_factory=list)
+    faults: dict[Path, str] = field(default_factory=dict)
+    files: int = 0
+    fixed: int = 0
+    diffs: list[str] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """2 if a file could not be parsed, 1 if something was found, else 0."""
+        return 2 if self.faults else 1 if self.found else 0
+
+
+def check(paths: Sequence[Path], settings: Settings, *, fix: bool = False, diff: bool = False) -> Report:
+    """Check files and the Python files and notebooks in folders.
+
+    Args:
+        paths: files and folders.
+        settings: which rules, and what to leave out.
+        fix: mend in the files what can be mended.
+        diff: tell what a fix would change, and change nothing.
+    """
+    report = Report()
+    baseline = (
+        Counter(read_baseline(settings.baseline)) if settings.baseline else Counter[tuple[str, str, str]]()
+    )
+    for path in _files(paths, settings.exclude):
+        report.files += 1
+        try:
+            source = Source.read(path)
+            found = _without_known(check_source(source, settings), baseline)
+            edits = [edit for one in found for edit in one.edits]
+            if edits and diff:
+                report.diffs.append(source.diff(source.edited(edits)))
+            elif edits and fix:
+                source.write(source.edited(edits))
+                report.fixed += sum(bool(one.edits) for one in found)
+                found = [one for one in found if not one.edits]
+            report.found.extend(found)
+        except (OSError, SyntaxError, ValueError, RecursionError) as error:
+            report.faults[path] = f"{type(error).__name__}: {error}"
+    return report
+
+
+def check_source(source: Source, settings: Settings) -> list[Found]:
+    """Return the mistakes in one source, by line."""
+    module = Module.read(source.text) if any(word in source.text for word in _WORDS) else None
+    if module is None:
+        compile(source.text, str(source.path), "exec", flags=ast.PyCF_ONLY_AST, dont_inherit=True)
+        return []
+    ignored = source.ignored()
+    found: dict[tuple[int, int, int, str], Found] = {}
+    for code, rule in _RULES.items():
+        if not settings.wants(code):
+            continue
+        for hit in rule(module):
+            if not _is_ignored(hit, ignored):
+                one = _found(source, hit)
+                found[one.cell, one.line, one.column, one.code] = one
+    return [one for _, one in sorted(found.items())]
+
+
+def _is_ignored(hit: Hit, ignored: dict[int, set[str]]) -> bool:
+    lines = (0, *range(getattr(hit.node, "lineno", 0), (getattr(hit.node, "end_lineno", 0) or 0) + 1))
+    return any({"", hit.code} & ignored.get(line, set()) for line in lines)
+
+
+def _found(source: Source, hit: Hit) -> Found:
+    node: Any = hit.node
+    cell, line = source.place(node.lineno)
+    return Found(
+        path=source.path,
+        code=hit.code,
+        line=line,
+        column=node.col_offset + 1,
+        end_line=line + node.end_lineno - node.lineno,
+        end_column=node.end_col_offset + 1,
+        cell=cell,
+        detail=hit.detail,
+        source_line=source.lines[node.lineno - 1].strip(),
+        edits=hit.edits,
+    )
+
+
+def _files(paths: Sequence[Path], exclude: Sequence[str]) -> Iterator[Path]:
+    """Yield the files, each once; hidden folders and those of installed packages are passed over."""
+    seen: dict[Path, None] = {}
+    for path in paths:
+        if path.is_dir():
+            inside = (file for pattern in ("*.py", "*.ipynb") for file in path.rglob(pattern))
+            seen.update(dict.fromkeys(sorted(f for f in inside if not _is_skipped(f.relative_to(path)))))
+        else:
+            seen[path] = None
+    for path in seen:
+        name = path.as_posix().removeprefix("./")
+        if not any(
+            fnmatch(name, pattern) or fnmatch(name, f"{pattern.rstrip('/')}/*") for pattern in exclude
+        ):
+            yield path
+
+
+def _is_skipped(path: Path) -> bool:
+    return any(part in _SKIPPED_FOLDERS or part.startswith(".") for part in path.parts[:-1])
+
+
+def _without_known(found: Iterable[Found], baseline: Counter[tuple[str, str, str]]) -> list[Found]:
+    """Leave out what a baseline holds, each entry once."""
+    new = []
+    for one in found:
+        if baseline[one.known_by] > 0:
+            baseline[one.known_by] -= 1
+        else:
+            new.append(one)
+    return new
+
+
+def read_baseline(file: Path) -> list[tuple[str, str, str]]:
+    """Return what a baseline holds.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not a baseline.
+    """
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8"))["findings"]
+        return [(row["path"], row["code"], row["line"]) for row in rows]
+    except (ValueError, KeyError, TypeError) as error:
+        msg = f"{file} is not a baseline; write one with: amp-plugin check --write-baseline {file} PATH"
+        raise ValueError(msg) from error
+
+
+def write_baseline(file: Path, found: Iterable[Found]) -> None:
+    """Write what was found to a file, so that later checks report only what is new."""
+    rows = [dict(zip(("path", "code", "line"), one.known_by, strict=True)) for one in found]
+    file.write_text(json.dumps({"findings": rows}, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,361 @@
+"""What each function of a module does with losses, gradients and scalers, in the order of the source.
+
+A function becomes a list of events. Each knows the conditions, loops and autocast regions around it. Two
+events belong together if the conditions of one are among those of the other.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
+
+from amp_plugin.check.names import ROLES, Key, Names, Scope, is_off
+
+Kind = Literal[
+    "scaled backward",
+    "framework backward",
+    "backward",
+    "unscale",
+    "scaler clip",
+    "clip",
+    "scaler step",
+    "optimizer step",
+    "update",
+    "scheduler step",
+    "unknown",
+    "call",
+]
+
+_SCALER_METHODS: Final[dict[str, Kind]] = {
+    "clip_and_step": "scaler clip",
+    "clip_grad_norm_": "scaler clip",
+    "clip_grad_value_": "scaler clip",
+    "ensure_unscaled": "unscale",
+    "step": "scaler step",
+    "unscale_": "unscale",
+    "update": "update",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """An autocast region as far as the source tells.
+
+    Attributes:
+        device: "cuda", "cpu" and so on; empty if unknown.
+        dtype: "float16", "bfloat16"; empty if unknown.
+        is_on: False if the source says ``enabled=False``.
+        is_sure: whether a region is opened on every path.
+    """
+
+    device: str = ""
+    dtype: str = ""
+    is_on: bool = True
+    is_sure: bool = True
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where a statement stands in its function."""
+
+    conditions: tuple[tuple[str, bool], ...] = ()
+    loops: tuple[ast.AST, ...] = ()
+    regions: tuple[Region, ...] = ()
+
+    @property
+    def region(self) -> Region | None:
+        """The innermost region, or None if there is none or if it is off."""
+        return self.regions[-1] if self.regions and self.regions[-1].is_on else None
+
+    def within(self, test: ast.expr, *, holds: bool) -> Context:
+        """Return the context of a branch."""
+        return replace(self, conditions=(*self.conditions, *_facts(test, holds=holds)))
+
+    def excludes(self, other: Context) -> bool:
+        """Return whether both cannot be reached in one pass."""
+        return any((text, not holds) in other.conditions for text, holds in self.conditions)
+
+    def goes_with(self, other: Context) -> bool:
+        """Return whether one of the two is reached whenever the other is."""
+        mine, its = {*self.conditions}, {*other.conditions}
+        return not self.excludes(other) and (mine <= its or its <= mine)
+
+
+@dataclass(frozen=True, eq=False)
+class Event:
+    """A call that matters.
+
+    Attributes:
+        kind: what it does.
+        call: the call.
+        context: where it stands.
+        scope: of its function.
+        who: the scaler, accelerator or scheduler; of a step past a scaler the optimizer.
+        optimizer: the optimizer that is given to a scaler.
+        touches: variables that an unknown call is given.
+    """
+
+    kind: Kind
+    call: ast.Call
+    context: Context
+    scope: Scope
+    who: Key | None = None
+    optimizer: Key | None = None
+    touches: frozenset[Key] = frozenset()
+
+
+@dataclass(eq=False)
+class Flow:
+    """The events of one function, or of the statements of a module outside of functions.
+
+    Attributes:
+        scope: of the function.
+        events: its calls, in order.
+        divisions: its divisions, each with the place where it stands.
+    """
+
+    scope: Scope
+    events: list[Event] = field(default_factory=list)
+    divisions: list[tuple[ast.BinOp, Context]] = field(default_factory=list)
+
+    def of(self, *kinds: Kind) -> list[Event]:
+        """Return the events of some kinds."""
+        return [event for event in self.events if event.kind in kinds]
+
+    def between(self, first: Event, last: Event) -> list[Event]:
+        """Return the events between two."""
+        return self.events[self.events.index(first) + 1 : self.events.index(last)]
+
+
+def _facts(test: ast.expr, *, holds: bool) -> Iterator[tuple[str, bool]]:
+    """Yield what is known in a branch, so that ``x is not None`` and ``x`` are one fact."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _facts(test.operand, holds=not holds)
+    elif isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) is holds:
+        for part in test.values:
+            yield from _facts(part, holds=holds)
+    elif (
+        isinstance(test, ast.Compare)
+        and len(test.ops) == 1
+        and _is_constant(test.comparators[0], None, True, False)
+    ):
+        value = test.comparators[0]
+        same = isinstance(test.ops[0], (ast.Is, ast.Eq))
+        if not same and not isinstance(test.ops[0], (ast.IsNot, ast.NotEq)):
+            yield ast.unparse(test), holds
+            return
+        means = isinstance(value, ast.Constant) and bool(value.value)
+        yield from _facts(test.left, holds=holds if same is means else not holds)
+    else:
+        yield ast.unparse(test), holds
+
+
+def _is_constant(node: ast.expr, *values: object) -> bool:
+    return isinstance(node, ast.Constant) and any(node.value is value for value in values)
+
+
+def _ends(body: Sequence[ast.stmt]) -> bool:
+    """Return whether what follows a block is never reached from it."""
+    return bool(body) and isinstance(body[-1], (ast.Return, ast.Continue, ast.Break, ast.Raise))
+
+
+class _Walker:
+    """Makes the flows of a module."""
+
+    def __init__(self, names: Names) -> None:
+        self.names = names
+        self.flows: list[Flow] = []
+        self._scaled: dict[Key, Key] = {}  # a variable that holds a scaled loss -> the scaler
+
+    def function(self, node: ast.AST, body: Sequence[ast.stmt]) -> None:
+        """Walk a function, and those within."""
+        outside = getattr(self, "_flow", None)
+        scope = self.names.scopes[node]
+        self._flow = Flow(scope)
+        self.flows.append(self._flow)
+        regions = [self.region(d, scope) for d in getattr(node, "decorator_list", ())]
+        self.body(body, Context(regions=tuple(filter(None, regions))))
+        if outside is not None:
+            self._flow = outside
+
+    def body(self, statements: Sequence[ast.stmt], context: Context) -> None:
+        for statement in statements:
+            self.statement(statement, context)
+            if isinstance(statement, ast.If):
+                if _ends(statement.body):
+                    context = context.within(statement.test, holds=False)
+                elif _ends(statement.orelse):
+                    context = context.within(statement.test, holds=True)
+
+    def statement(self, node: ast.stmt, context: Context) -> None:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                self.function(node, node.body)
+            case ast.ClassDef():
+                self.body(node.body, Context())
+            case ast.If():
+                self.expression(node.test, context)
+                self.body(node.body, context.within(node.test, holds=True))
+                self.body(node.orelse, context.within(node.test, holds=False))
+            case ast.For() | ast.AsyncFor() | ast.While():
+                self.expression(node.test if isinstance(node, ast.While) else node.iter, context)
+                self.body(node.body, replace(context, loops=(*context.loops, node)))
+                self.body(node.orelse, context)
+            case ast.With() | ast.AsyncWith():
+                for item in node.items:
+                    self.expression(item.context_expr, context)
+                    if region := self.region(item.context_expr, self._flow.scope):
+                        context = replace(context, regions=(*context.regions, region))
+                self.body(node.body, context)
+            case ast.Try() | ast.Match():
+                self.alternatives(node, context)
+            case _:
+                self.remember(node)
+                for child in ast.iter_child_nodes(node):
+                    self.expression(child, context)
+
+    def alternatives(self, node: ast.Try | ast.Match, context: Context) -> None:
+        """Walk the blocks of a try or match, of which at most one of a kind is reached."""
+        if isinstance(node, ast.Try):
+            self.body(node.body, context)
+            blocks = [handler.body for handler in node.handlers]
+            after = [*node.orelse, *node.finalbody]
+        else:
+            self.expression(node.subject, context)
+            blocks, after = [case.body for case in node.cases], []
+        for number, block in enumerate(blocks):
+            name = f"block {number} of line {node.lineno}"
+            others = [
+                (f"block {other} of line {node.lineno}", False)
+                for other in range(len(blocks))
+                if other != number
+            ]
+            self.body(block, replace(context, conditions=(*context.conditions, (name, True), *others)))
+        self.body(after, context)
+
+    def remember(self, node: ast.stmt) -> None:
+        """Remember which variable holds a scaled loss."""
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+            return
+        scope = self._flow.scope
+        key = self.names.key(node.targets[0], scope)
+        if key is None:
+            return
+        self._scaled.pop(key, None)
+        if scaler := self.scaler_of(node.value, scope):
+            self._scaled[key] = scaler
+
+    def scaler_of(self, loss: ast.AST, scope: Scope) -> Key | None:
+        """Return the scaler that a loss was multiplied by."""
+        if isinstance(loss, ast.Call) and isinstance(loss.func, ast.Attribute) and loss.func.attr == "scale":
+            if "scaler" in self.names.roles(loss.func.value, scope):
+                return self.names.key(loss.func.value, scope)
+            return None
+        key = self.names.key(loss, scope)
+        return self._scaled.get(key) if key else None
+
+    def expression(self, node: ast.AST, context: Context) -> None:
+        """Walk an expression in the order in which it is computed."""
+        if isinstance(node, ast.Lambda):
+            return
+        if isinstance(node, ast.IfExp):
+            self.expression(node.test, context)
+            self.expression(node.body, context.within(node.test, holds=True))
+            self.expression(node.orelse, context.within(node.test, holds=False))
+            return
+        for child in ast.iter_child_nodes(node):
+            self.expression(child, context)
+        if isinstance(node, ast.Call):
+            self._flow.events.append(self.event(node, context))
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            self._flow.divisions.append((node, context))
+
+    def region(self, node: ast.AST, scope: Scope) -> Region | None:
+        """Return the region that a context manager or decorator opens, or None if it opens none."""
+        values = [
+            (value, where) for value, where in self.names.values(node, scope) if isinstance(value, ast.Call)
+        ]
+        found = [region for value, where in values if (region := self.region_made(value, where)) is not None]
+        if not found:
+            return None
+        return replace(found[0], is_sure=len(values) == 1) if len(set(found)) == 1 else Region(is_sure=False)
+
+    def region_made(self, value: ast.AST, scope: Scope) -> Region | None:
+        """Return the region that an expression makes by itself, or None if it makes none."""
+        if not isinstance(value, ast.Call):
+            return None
+        function = value.func
+        framework = (
+            function.value if isinstance(function, ast.Attribute) and function.attr == "autocast" else None
+        )
+        if framework is not None and {"accelerator", "fabric"} & self.names.roles(framework, scope):
+            return Region()
+        return region_of(self.names, value, scope)
+
+    def event(self, call: ast.Call, context: Context) -> Event:
+        """Return what a call does."""
+        scope, function = self._flow.scope, call.func
+        known = Event("call", call, context, scope)
+        if isinstance(function, ast.Attribute):
+            receiver, roles = function.value, self.names.roles(function.value, scope)
+            who = self.names.key(receiver, scope)
+            first = self.names.key(call.args[0], scope) if call.args else None
+            if kind := self.kind(function.attr, call, receiver, roles):
+                scaler = self.scaler_of(receiver, scope) if kind == "scaled backward" else who
+                return replace(known, kind=kind, who=scaler, optimizer=first)
+        if ROLES.get(self.names.dotted(call.func)) == "clip":
+            return replace(known, kind="clip")
+        given = (
+            self.names.key(value, scope) for value in (*call.args, *(word.value for word in call.keywords))
+        )
+        touches = frozenset(key for key in given if key is not None)
+        return replace(known, kind="unknown" if touches else "call", touches=touches)
+
+    def kind(self, method: str, call: ast.Call, receiver: ast.AST, roles: set[str]) -> Kind | None:
+        """Return what a method does, by its name and what it belongs to."""
+        if method in {"backward", "manual_backward"}:
+            if self.scaler_of(receiver, self._flow.scope):
+                return "scaled backward"
+            if method == "manual_backward" or {"accelerator", "fabric"} & roles:
+                return "framework backward"
+            return None if call.args else "backward"
+        if method == "step" and not ("scaler" in roles and call.args):
+            for role, beginning in (("scheduler", "sched"), ("optimizer", "opt")):
+                if role in roles or (not roles and _named(receiver, beginning)):
+                    return "scheduler step" if role == "scheduler" else "optimizer step"
+            return None
+        return _SCALER_METHODS.get(method) if "scaler" in roles else None
+
+
+def _named(node: ast.AST, beginning: str) -> bool:
+    """Return whether a variable's own name begins so, as ``self.optimizer`` does with opt."""
+    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return name.lower().lstrip("_").startswith(beginning) or f"_{beginning}" in name.lower()
+
+
+def region_of(names: Names, call: ast.Call, scope: Scope) -> Region | None:
+    """Return the region that a call makes, or None if it makes none."""
+    dotted = names.dotted(call.func)
+    if ROLES.get(dotted) != "autocast":
+        return None
+    words = {word.arg: word.value for word in call.keywords}
+    if dotted.startswith(("torch.cuda.", "torch.cpu.")):
+        device: object = dotted.split(".")[1]
+        given = words.get("dtype") or (call.args[1] if len(call.args) > 1 else None)
+    else:
+        device = names.constant(words.get("device_type") or (call.args[0] if call.args else None), scope)
+        given = words.get("dtype") or (call.args[1] if len(call.args) > 1 else None)
+    device = device.partition(":")[0] if isinstance(device, str) else ""
+    default = {"cuda": "float16", "cpu": "bfloat16"}.get(device, "")
+    dtype = names.constant(given, scope) if given is not None else f"torch.{default}"
+    dtype = str(dtype).replace("torch.half", "torch.float16").removeprefix("torch.")
+    return Region(device, dtype if dtype in {"float16", "bfloat16", "float32"} else "", not is_off(call))
+
+
+def flows_of(tree: ast.Module, names: Names) -> list[Flow]:
+    """Return the flows of a module, that of its own statements first."""
+    walker = _Walker(names)
+    walker.function(tree, tree.body)
+    return walker.flows

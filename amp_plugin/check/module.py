@@ -1,0 +1,98 @@
+"""One module, read: its tree, its names, and what its functions do."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from amp_plugin.check.flow import Context, Event, Flow, Region, flows_of
+from amp_plugin.check.names import FunctionNode, Names, Scope, called, names_of
+
+
+class Edit(NamedTuple):
+    """Text to put in the place of a part of one line; the part may be empty."""
+
+    line: int  # from 1
+    start: int  # in bytes of UTF-8, as the columns of ast
+    end: int
+    text: str
+
+
+class Hit(NamedTuple):
+    """A mistake at a place."""
+
+    code: str
+    node: ast.AST
+    detail: str = ""  # what is special here; empty if the rule's text says all
+    edits: tuple[Edit, ...] = ()  # that mend it
+
+
+@dataclass(frozen=True, eq=False)
+class Module:
+    """A parsed module."""
+
+    tree: ast.Module
+    text: str
+    names: Names
+    flows: list[Flow]
+
+    @classmethod
+    def read(cls, text: str) -> Module:
+        """Parse a module; a fault of its syntax is a SyntaxError."""
+        tree = ast.parse(text)
+        names = names_of(tree)
+        return cls(tree, text, names, flows_of(tree, names))
+
+    def events(self) -> Iterator[Event]:
+        """Yield all events."""
+        for flow in self.flows:
+            yield from flow.events
+
+    @cached_property
+    def regions(self) -> list[Region]:
+        """All regions that are opened and not switched off."""
+        found = {region: None for event in self.events() for region in event.context.regions if region.is_on}
+        return list(found)
+
+    @cached_property
+    def covered(self) -> dict[FunctionNode, Region]:
+        """The functions of this module that are called in a region, with that region."""
+        found: dict[FunctionNode, Region] = {}
+        pending = [(event.call, event.scope, event.context.region) for event in self.events()]
+        calls: dict[FunctionNode, list[Event]] = {}
+        for flow in self.flows:
+            if isinstance(flow.scope.node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                calls[flow.scope.node] = flow.events
+        while pending:
+            call, scope, region = pending.pop()
+            function = called(self.names, call, scope) if region is not None else None
+            if function is None or region is None or function in found:
+                continue
+            found[function] = region
+            inner = (e for e in calls.get(function, ()) if not e.context.regions)
+            pending.extend((event.call, event.scope, region) for event in inner)
+        return found
+
+    def region_around(self, context: Context, scope: Scope) -> Region | None:
+        """Return the region around a place, in its function or around its function's call."""
+        node = scope.node
+        if context.regions or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return context.region
+        return self.covered.get(node)
+
+    @cached_property
+    def identifiers(self) -> str:
+        """All names that the module uses, without its comments and texts."""
+        found: set[str] = set()
+        for node in ast.walk(self.tree):
+            for name in ("id", "attr", "arg", "name", "module"):
+                if isinstance(value := getattr(node, name, None), str):
+                    found.add(value)
+        return " ".join(sorted(found))
+
+    def roles(self, node: ast.AST, scope: Scope) -> set[str]:
+        """Return the roles that an expression may have."""
+        return self.names.roles(node, scope)

@@ -1,0 +1,169 @@
+"""The rules about names: those that torch deprecated, and what a checkpoint holds."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import Final
+
+from amp_plugin.check.module import Edit, Hit, Module
+
+_OLD: Final = re.compile(r"torch\.(cuda|cpu)\.amp(\.grad_scaler|\.autocast_mode)?$")
+_MOVED: Final = {"autocast", "GradScaler", "custom_fwd", "custom_bwd"}
+_ALTERNATIVES: Final = re.compile(r"version|hasattr|torch_|available", re.IGNORECASE)
+
+
+def deprecated_names(module: Module) -> Iterator[Hit]:
+    """AMP013: names of torch.cuda.amp and torch.cpu.amp, with the edits that move them to torch.amp."""
+    parents = {child: node for node in ast.walk(module.tree) for child in ast.iter_child_nodes(node)}
+    lines = module.text.split("\n")
+    imported: set[str] = set()
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.ImportFrom) or node.level or _is_alternative(node, parents):
+            continue
+        names = [alias.name for alias in node.names]
+        if match := _OLD.match(node.module or ""):
+            imported |= {alias.asname or alias.name for alias in node.names}
+            uses = {alias.asname or alias.name: alias.name for alias in node.names}
+            yield Hit("AMP013", node, "", _moved(module, node, uses, match[1], parents, lines))
+        elif node.module in {"torch.cuda", "torch.cpu"} and "amp" in names:
+            local = next(alias.asname or "amp" for alias in node.names if alias.name == "amp")
+            imported.add(local)
+            device = str(node.module).partition(".")[2]
+            edits = _moved(module, node, {local: ""}, device, parents, lines) if len(names) == 1 else ()
+            yield Hit("AMP013", node, "", edits)
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and not isinstance(parents.get(node), ast.Attribute):
+            yield from _attribute(module, node, imported, parents, lines)
+
+
+def _attribute(
+    module: Module, node: ast.Attribute, imported: set[str], parents: dict[ast.AST, ast.AST], lines: list[str]
+) -> Iterator[Hit]:
+    """Find a use by the full name, as ``torch.cuda.amp.autocast()``."""
+    inner = node.value
+    root: ast.AST = node
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    match = _OLD.match(module.names.dotted(inner))
+    if not match or (isinstance(root, ast.Name) and root.id in imported) or _is_alternative(node, parents):
+        return
+    is_plain = ast.unparse(inner).startswith("torch.") and inner.lineno == inner.end_lineno
+    edits = _edits_of_use(node, node.attr, match[1], parents, lines) if is_plain else None
+    if edits is None or node.attr not in _MOVED or inner.end_col_offset is None:
+        yield Hit("AMP013", node)
+        return
+    renamed = Edit(inner.lineno, inner.col_offset, inner.end_col_offset, "torch.amp")
+    yield Hit("AMP013", node, "", (renamed, *edits))
+
+
+def _is_alternative(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Return whether a name is one of two, chosen by what this torch has."""
+    while node in parents:
+        node = parents[node]
+        if isinstance(node, ast.Try) and any(
+            h.type is None
+            or re.search(r"ImportError|AttributeError|ModuleNotFound|Exception", ast.unparse(h.type))
+            for h in node.handlers
+        ):
+            return True
+        if isinstance(node, (ast.If, ast.IfExp)) and _ALTERNATIVES.search(ast.unparse(node.test)):
+            return True
+    return False
+
+
+def _moved(
+    module: Module,
+    node: ast.ImportFrom,
+    uses: dict[str, str],
+    device: str,
+    parents: dict[ast.AST, ast.AST],
+    lines: list[str],
+) -> tuple[Edit, ...]:
+    """Return the edits of an import and of all uses of its names; none if one of them cannot be edited.
+
+    Args:
+        module: the module.
+        node: the import.
+        uses: local names, with the names of torch; an empty one if it is the module ``amp``.
+        device: "cuda" or "cpu".
+        parents: of all nodes.
+        lines: of the source.
+    """
+    line = lines[node.lineno - 1].encode()
+    start = line.find(str(node.module).encode(), node.col_offset)
+    if start < 0 or not {name for name in uses.values() if name} <= _MOVED or node.names[0].name == "*":
+        return ()
+    new = "torch" if "" in uses.values() else "torch.amp"
+    edits = [Edit(node.lineno, start, start + len(str(node.module)), new)]
+    for name in ast.walk(module.tree):
+        if not isinstance(name, ast.Name) or name.id not in uses:
+            continue
+        use: ast.AST = name
+        torchs = uses[name.id]
+        if not torchs:
+            use = parents[name]
+            torchs = use.attr if isinstance(use, ast.Attribute) else ""
+        more = _edits_of_use(use, torchs, device, parents, lines)
+        if more is None or torchs not in _MOVED:
+            return ()
+        edits.extend(more)
+    return tuple(edits)
+
+
+def _edits_of_use(
+    node: ast.AST, name: str, device: str, parents: dict[ast.AST, ast.AST], lines: list[str]
+) -> list[Edit] | None:
+    """Return the edits that give a use its device; None if that cannot be done."""
+    parent = parents.get(node)
+    end_line, end = getattr(node, "end_lineno", 0), getattr(node, "end_col_offset", 0)
+    word = f'device_type="{device}"' if name.startswith("custom_") else f'"{device}"'
+    if isinstance(parent, ast.Call) and parent.func is node:
+        return _edits_of_call(parent, name, word, lines)
+    if isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)) and node in parent.decorator_list:
+        return [Edit(end_line, end, end, f"({word})")] if name.startswith("custom_") else None
+    return [] if name == "GradScaler" and not isinstance(parent, ast.keyword) else None
+
+
+def _edits_of_call(call: ast.Call, name: str, word: str, lines: list[str]) -> list[Edit] | None:
+    if any(isinstance(a, ast.Starred) for a in call.args) or (call.args and name.startswith("custom_")):
+        return None
+    line, column = call.func.end_lineno or 0, call.func.end_col_offset or 0
+    rest = lines[line - 1].encode()[column:]
+    if not rest.startswith(b"("):
+        return None
+    has_more = bool(call.args or call.keywords)
+    separator = "" if not has_more else "," if rest[1:].strip() == b"" else ", "
+    edits = [Edit(line, column + 1, column + 1, word + separator)]
+    if name == "autocast":
+        for position, argument in zip(("enabled", "dtype", "cache_enabled"), call.args, strict=False):
+            edits.append(Edit(argument.lineno, argument.col_offset, argument.col_offset, f"{position}="))
+    return edits
+
+
+def scaler_not_saved(module: Module) -> Iterator[Hit]:
+    """AMP015: a checkpoint with the optimizer's state, in a module that makes a scaler and never saves it."""
+    makes = any("scaler" in module.names.made_by(event.call) for event in module.events())
+    states = [
+        (event, event.call.func.value)
+        for event in module.events()
+        if isinstance(event.call.func, ast.Attribute) and event.call.func.attr == "state_dict"
+    ]
+    if not makes or any("scaler" in module.roles(owner, event.scope) for event, owner in states):
+        return
+    if re.search(r"scaler\w*(\[[^]]*\])?\.state_dict|amp\.state_dict", module.text):
+        return
+    for event in module.events():
+        if module.names.dotted(event.call.func) != "torch.save" or not event.call.args:
+            continue
+        for value, scope in module.names.values(event.call.args[0], event.scope):
+            saved = [part for part in ast.walk(value) if isinstance(part, ast.Call)]
+            owners = [
+                c.func.value
+                for c in saved
+                if isinstance(c.func, ast.Attribute) and c.func.attr == "state_dict"
+            ]
+            if any("optimizer" in module.roles(owner, scope) for owner in owners):
+                yield Hit("AMP015", event.call)
+                break

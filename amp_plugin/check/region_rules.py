@@ -1,0 +1,256 @@
+"""The rules about what runs inside an autocast region, and in which dtype."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from amp_plugin.check.flow import Event
+from amp_plugin.check.module import Hit, Module
+from amp_plugin.check.names import FunctionNode
+
+_OTHER_SCALERS = re.compile(r"scaler|apex|deepspeed|accelerat|fabric|loss_scale|lightning", re.IGNORECASE)
+_OTHER_MASTERS = re.compile(r"apex|deepspeed|master|FP16_Optimizer|store_weights|float32_copy", re.IGNORECASE)
+_LARGEST, _SMALLEST = 65504.0, 2.0**-25  # float16 rounds what is smaller to 0
+_PRODUCTS = {"matmul", "bmm", "mm", "linear", "conv1d", "conv2d", "conv3d", "einsum", "baddbmm", "addmm"}
+_KEEP_DTYPE = {
+    "transpose",
+    "view",
+    "reshape",
+    "permute",
+    "contiguous",
+    "masked_fill",
+    "unsqueeze",
+    "squeeze",
+    "clone",
+}
+_THREADS = {"threading.Thread", "concurrent.futures.ThreadPoolExecutor", "multiprocessing.pool.ThreadPool"}
+
+
+def backward_in_autocast(module: Module) -> Iterator[Hit]:
+    """AMP008: a backward pass in a region."""
+    for event in module.events():
+        is_backward = event.kind in {"scaled backward", "backward", "framework backward"}
+        region = event.context.region
+        if is_backward and region is not None and region.is_sure:
+            yield Hit("AMP008", event.call)
+
+
+def bce_in_autocast(module: Module) -> Iterator[Hit]:
+    """AMP009: binary_cross_entropy in a region that is not on the CPU, which allows it."""
+    for event in module.events():
+        region = module.region_around(event.context, event.scope)
+        if region is None or region.device == "cpu" or not region.is_sure:
+            continue
+        is_function = module.names.dotted(event.call.func) == "torch.nn.functional.binary_cross_entropy"
+        if is_function or module.roles(event.call.func, event.scope) == {"bce"}:
+            yield Hit("AMP009", event.call)
+
+
+def half_weights_trained(module: Module) -> Iterator[Hit]:
+    """AMP010: a model that is converted to 16 bits, and then given to an optimizer."""
+    if _OTHER_MASTERS.search(module.identifiers):
+        return
+    for flow in module.flows:
+        converted: dict[object, Event] = {}
+        for event in flow.events:
+            function = event.call.func
+            if isinstance(function, ast.Attribute) and _to_16_bits(module, event):
+                key = module.names.key(function.value, event.scope)
+                if key is not None:
+                    converted[key] = event
+            if "optimizer" not in module.names.made_by(event.call):
+                continue
+            for trained in _parameters_of(event.call):
+                key = module.names.key(trained, event.scope)
+                before = converted.get(key)
+                if before is not None and before.context.goes_with(event.context):
+                    yield Hit("AMP010", before.call)
+
+
+def _to_16_bits(module: Module, event: Event) -> bool:
+    function = event.call.func
+    method = function.attr if isinstance(function, ast.Attribute) else ""
+    if method in {"half", "bfloat16"} and not event.call.args:
+        return True
+    given = [*event.call.args, *(word.value for word in event.call.keywords if word.arg == "dtype")]
+    dtypes = {"torch.float16", "torch.half", "torch.bfloat16"}
+    return method == "to" and any(module.names.dotted(value) in dtypes for value in given)
+
+
+def _parameters_of(call: ast.Call) -> Iterator[ast.AST]:
+    """Yield the models whose parameters a call is given."""
+    for value in call.args[:1] or [word.value for word in call.keywords if word.arg == "params"]:
+        function = value.func if isinstance(value, ast.Call) else None
+        if isinstance(function, ast.Attribute) and function.attr == "parameters":
+            yield function.value
+
+
+def fp16_without_scaler(module: Module) -> Iterator[Hit]:
+    """AMP011: a float16 region, a plain backward and a step, in a module without any scaler."""
+    if _OTHER_SCALERS.search(module.identifiers) or "set_autocast" in module.identifiers:
+        return
+    for flow in module.flows:
+        for backward in flow.of("backward"):
+            earlier = flow.events[: flow.events.index(backward)]
+            later = flow.events[flow.events.index(backward) :]
+            regions = [e.context.region for e in earlier if e.context.region is not None]
+            stepped = any(e.kind == "optimizer step" for e in later)
+            if regions and stepped and regions[-1].dtype == "float16" and regions[-1].device != "cpu":
+                yield Hit("AMP011", backward.call)
+
+
+def scaler_with_bf16(module: Module) -> Iterator[Hit]:
+    """AMP012: a scaler that is on, in a module whose regions are all bfloat16 and that uses both together."""
+    if not all(region.dtype == "bfloat16" and region.is_sure for region in module.regions):
+        return
+    scaled = {
+        event.who
+        for flow in module.flows
+        if any(e.context.region for e in flow.events)
+        for event in flow.of("scaled backward")
+    }
+    for key in scaled:
+        made = module.names.bound.get(key, []) if key else []
+        for value, _ in made if len(made) == 1 else ():
+            if not isinstance(value, ast.Call) or "scaler" not in module.names.made_by(value):
+                continue
+            if not any(word.arg in {"enabled", None} for word in value.keywords):
+                yield Hit("AMP012", value)
+
+
+def cuda_scaler_on_cpu(module: Module) -> Iterator[Hit]:
+    """AMP019: a scaler for CUDA, and regions that are all on the CPU."""
+    if not module.regions or any(region.device != "cpu" for region in module.regions):
+        return
+    for event in module.events():
+        if "scaler" not in module.names.made_by(event.call):
+            continue
+        words = {word.arg: word.value for word in event.call.keywords}
+        given = words.get("device") or (event.call.args[0] if event.call.args else None)
+        is_cuda = ".cuda." in module.names.dotted(event.call.func)
+        if is_cuda or (
+            None not in words and (given is None or module.names.constant(given, event.scope) == "cuda")
+        ):
+            yield Hit("AMP019", event.call)
+
+
+def autocast_over_threads(module: Module) -> Iterator[Hit]:
+    """AMP017: threads that start in a region, and DataParallel in a bfloat16 region."""
+    for event in module.events():
+        region = event.context.region
+        if region is None:
+            continue
+        function = event.call.func
+        if isinstance(function, ast.Attribute) and function.attr in {"start", "submit", "map"}:
+            made = (value for value, _ in module.names.values(function.value, event.scope))
+            if any(
+                isinstance(call, ast.Call) and module.names.dotted(call.func) in _THREADS for call in made
+            ):
+                yield Hit("AMP017", event.call)
+        elif region.dtype == "bfloat16" and "data parallel" in module.roles(function, event.scope):
+            detail = "the threads of DataParallel compute in float16 in a bfloat16 region"
+            yield Hit("AMP017", event.call, detail)
+
+
+def function_without_custom_fwd(module: Module) -> Iterator[Hit]:
+    """AMP018: an autograd function with a matrix product, applied in a region, without custom_fwd."""
+    reported: set[str] = set()
+    for event in module.events():
+        function = event.call.func
+        if not (isinstance(function, ast.Attribute) and function.attr == "apply"):
+            continue
+        name = function.value.id if isinstance(function.value, ast.Name) else ""
+        kind = module.names.classes.get(name)
+        bases = {module.names.dotted(base) for base in kind.bases} if kind else set()
+        if not bases & {"torch.autograd.Function", "torch.autograd.function.Function"} or name in reported:
+            continue
+        methods = [module.names.functions.get(f"{name}.{m}") for m in ("forward", "backward")]
+        is_decorated = any("custom_" in ast.unparse(d) for m in methods if m for d in m.decorator_list)
+        region = module.region_around(event.context, event.scope)
+        if region is not None and not is_decorated and any(_has_product(m) for m in methods if m):
+            reported.add(name)
+            yield Hit("AMP018", event.call)
+
+
+def _has_product(function: FunctionNode) -> bool:
+    return any(_is_product(node) for node in ast.walk(function))
+
+
+def _is_product(node: ast.AST) -> bool:
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, ast.MatMult)
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _PRODUCTS
+
+
+def constant_out_of_range(module: Module) -> Iterator[Hit]:
+    """AMP014: a fill value or an eps that the float16 result of a matrix product cannot take."""
+    for flow in module.flows:
+        places = [(event.call, event.context) for event in flow.events] + flow.divisions
+        covered = []
+        for node, context in places:
+            region = module.region_around(context, flow.scope)
+            if region is not None and region.dtype == "float16":
+                covered.append(node)
+        narrow = _narrow_names(flow.scope.node) if covered else set()
+        for node in covered:
+            for value, tensor in _fill_values(node):
+                if _LARGEST < abs(value) < float("inf") and _is_narrow(tensor, narrow):
+                    yield Hit("AMP014", node, f"float16 cannot hold {value:g}")
+            for value, tensor in _divisors(node):
+                if 0 < value < _SMALLEST and _is_narrow(tensor, narrow):
+                    yield Hit("AMP014", node, f"{value:g} is 0 in float16")
+
+
+def _fill_values(node: ast.AST) -> Iterator[tuple[float, ast.AST]]:
+    """Yield the value that a masked fill writes, and the tensor."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and len(node.args) == 2:
+        value = _number(node.args[1]) if node.func.attr in {"masked_fill", "masked_fill_"} else None
+        if value is not None:
+            yield value, node.func.value
+
+
+def _divisors(node: ast.AST) -> Iterator[tuple[float, ast.AST]]:
+    """Yield eps and tensor of a sum by which is divided, or whose root or logarithm is taken."""
+    inner: ast.AST | None = None
+    if isinstance(node, ast.BinOp):
+        inner = node.right
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+        inner = node.args[0] if node.func.attr in {"log", "sqrt", "rsqrt"} else None
+    if isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Add):
+        for eps, tensor in ((inner.left, inner.right), (inner.right, inner.left)):
+            value = _number(eps)
+            if value is not None:
+                yield value, tensor
+
+
+def _narrow_names(function: ast.AST) -> set[str]:
+    """Return the variables of a function that hold a matrix product, or what keeps its dtype."""
+    narrow: set[str] = set()
+    for node in ast.walk(function):
+        targets = node.targets if isinstance(node, ast.Assign) and _is_narrow(node.value, narrow) else []
+        narrow.update(target.id for target in targets if isinstance(target, ast.Name))
+    return narrow
+
+
+def _is_narrow(node: ast.AST, narrow: set[str]) -> bool:
+    if _is_product(node):
+        return True
+    if isinstance(node, ast.Name):
+        return node.id in narrow
+    if isinstance(node, ast.BinOp):
+        sides = [side for side in (node.left, node.right) if not isinstance(side, ast.Constant)]
+        return bool(sides) and _is_narrow(sides[0], narrow)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr in _KEEP_DTYPE and _is_narrow(node.func.value, narrow)
+    return False
+
+
+def _number(node: ast.AST) -> float | None:
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = _number(node.operand)
+        return None if value is None else -value
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+        return float(node.value)
+    return None

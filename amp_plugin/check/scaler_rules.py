@@ -1,0 +1,256 @@
+"""The rules about the order of backward, unscale, clip, step and update."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from amp_plugin.check.flow import Event, Flow
+from amp_plugin.check.module import Hit, Module
+
+_ACCUMULATION = re.compile(r"%|accum|micro", re.IGNORECASE)
+
+
+def clip_before_unscale(module: Module) -> Iterator[Hit]:
+    """AMP001: torch's clip between a scaled backward and its step, with no unscaling between."""
+    for flow in module.flows:
+        for clip in flow.of("clip"):
+            scaled = _last_before(flow, clip, "scaled backward", "backward", "framework backward")
+            if scaled is None or scaled.kind != "scaled backward" or _is_interrupted(flow, scaled, clip):
+                continue
+            later = flow.events[flow.events.index(clip) :]
+            steps = (event for event in later if event.kind == "scaler step" and event.who == scaled.who)
+            if any(step.context.goes_with(clip.context) for step in steps):
+                yield Hit("AMP001", clip.call)
+        if not flow.of("scaled backward", "unscale", "scaler clip", "backward", "framework backward"):
+            yield from _clip_in_a_step(module, flow)
+
+
+def _clip_in_a_step(module: Module, flow: Flow) -> Iterator[Hit]:
+    """Find a clip before a step in a function of its own, in a module that never unscales."""
+    if any(event.kind in {"unscale", "scaler clip"} for event in module.events()):
+        return
+    scaled = {event.who for event in module.events() if event.kind == "scaled backward"}
+    for clip in flow.of("clip"):
+        for step in flow.of("scaler step"):
+            is_next = flow.events.index(clip) < flow.events.index(step) and clip.context.goes_with(
+                step.context
+            )
+            if is_next and step.who in scaled and not _is_interrupted(flow, clip, step):
+                yield Hit("AMP001", clip.call)
+                break
+
+
+def step_past_scaler(module: Module) -> Iterator[Hit]:
+    """AMP002: ``optimizer.step()`` after a scaled backward, or after the scaler's own step."""
+    for flow in module.flows:
+        for step in flow.of("optimizer step"):
+            scaled = _last_before(flow, step, "scaled backward", "backward", "framework backward")
+            if scaled is None or scaled.kind != "scaled backward" or _is_interrupted(flow, scaled, step):
+                continue
+            others = (e for e in flow.of("scaler step") if e.who == scaled.who)
+            if not any(other.context.excludes(step.context) for other in others):
+                yield Hit("AMP002", step.call)
+
+
+def no_update(module: Module) -> Iterator[Hit]:
+    """AMP004: a scaler that this module makes and steps, and that nothing here can update."""
+    if "get_scale" in module.identifiers:
+        return
+    events = list(module.events())
+    updated = {event.who for event in events if event.kind == "update"}
+    touched = {key for event in events for key in event.touches}
+    reported: set[object] = set()
+    for event in events:
+        is_known = event.who is None or event.who in reported | updated | touched
+        if (
+            event.kind == "scaler step"
+            and event.context.loops
+            and not is_known
+            and _is_made_here(module, event)
+        ):
+            reported.add(event.who)
+            yield Hit("AMP004", event.call)
+
+
+def _is_made_here(module: Module, event: Event) -> bool:
+    """Return whether the scaler of an event is made in this module, in no class that others may extend."""
+    if event.who is None or event.who not in module.names.bound:
+        return False
+    owner = event.scope.owner()
+    bases = owner.node.bases if owner and isinstance(owner.node, ast.ClassDef) else []
+    return all(isinstance(base, ast.Name) and base.id == "object" for base in bases)
+
+
+def update_between_steps(module: Module) -> Iterator[Hit]:
+    """AMP005: an update, then a step or unscaling of gradients that were scaled before it.
+
+    The scaler of this package remembers the scale of each gradient, so there it is right.
+    """
+    if "amp_plugin.GradScaler" in module.names.imports.values():
+        return
+    for flow in module.flows:
+        for update in flow.of("update"):
+            rest = flow.events[flow.events.index(update) + 1 :]
+            for event in rest:
+                if not _same_scaler(event, update):
+                    continue
+                if event.kind in {"scaler step", "unscale"} and _same_pass(event, update):
+                    before = flow.events[: flow.events.index(update)]
+                    if _steps_an_earlier_loss(before, event, update):
+                        yield Hit("AMP005", update.call)
+                    break
+                if event.kind in {"scaled backward", "update", "unknown"}:
+                    break
+
+
+def _steps_an_earlier_loss(before: list[Event], step: Event, update: Event) -> bool:
+    """Return whether an optimizer steps after the update and did not before, and the loss is older."""
+    scaled = [e for e in before if e.kind == "scaled backward" and e.who == step.who and _same_pass(e, step)]
+    stepped = [e for e in before if e.kind == "scaler step" and e.who == step.who and _same_pass(e, update)]
+    since = before[before.index(scaled[-1]) :] if scaled else []
+    return (
+        bool(stepped)
+        and any(e in since for e in stepped)
+        and all(e.optimizer != step.optimizer for e in stepped)
+    )
+
+
+def update_in_accumulation(module: Module) -> Iterator[Hit]:
+    """AMP006: a step for each window and an update for each micro-batch, or the reverse."""
+    for flow in module.flows:
+        for step in flow.of("scaler step"):
+            for update in flow.of("update"):
+                if update.who != step.who or update.context.loops != step.context.loops:
+                    continue
+                if _is_rarer(step, update):
+                    yield Hit(
+                        "AMP006", update.call, "update() runs after each micro-batch, step() once a window"
+                    )
+                elif _is_rarer(update, step):
+                    yield Hit(
+                        "AMP006", step.call, "step() runs after each micro-batch, update() once a window"
+                    )
+
+
+def _is_rarer(event: Event, other: Event) -> bool:
+    """Return whether an event waits for the end of a window that the other does not wait for."""
+    mine, its = {*event.context.conditions}, {*other.context.conditions}
+    return its < mine and any("%" in text and holds for text, holds in mine - its)
+
+
+def unscale_twice(module: Module) -> Iterator[Hit]:
+    """AMP007: unscaling again before an update, or for each micro-batch of a window."""
+    for flow in module.flows:
+        unscales = flow.of("unscale")
+        for event in unscales:
+            if isinstance(event.call.func, ast.Attribute) and event.call.func.attr != "unscale_":
+                continue
+            earlier = [e for e in flow.events[: flow.events.index(event)] if _same_optimizer(e, event)]
+            steps = [e for e in flow.of("scaler step") if _same_optimizer(e, event)]
+            if earlier and _same_pass(earlier[-1], event) and not _renewed(flow, earlier[-1], event):
+                yield Hit("AMP007", event.call)
+            elif any(s.context.loops == event.context.loops and _is_rarer(s, event) for s in steps):
+                yield Hit(
+                    "AMP007", event.call, "unscale_() runs after each micro-batch, step() once a window"
+                )
+
+
+def _renewed(flow: Flow, first: Event, last: Event) -> bool:
+    return any(e.kind in {"update", "unknown"} and _same_scaler(e, last) for e in flow.between(first, last))
+
+
+def scheduler_on_skip(module: Module) -> Iterator[Hit]:
+    """AMP016: a scheduler that steps with the scaler, whatever became of the step."""
+    if (
+        "get_scale" in module.identifiers
+        or "last_step" in module.identifiers
+        or "skipped" in module.identifiers
+    ):
+        return
+    for flow in module.flows:
+        for event in flow.of("scheduler step"):
+            steps = [e for e in flow.of("scaler step") if e.context.loops == event.context.loops]
+            last = next((e for e in steps if e.context.conditions == event.context.conditions), None)
+            if (
+                last is not None
+                and event.context.loops
+                and flow.events.index(last) < flow.events.index(event)
+            ):
+                yield Hit("AMP016", event.call)
+
+
+def framework_bypassed(module: Module) -> Iterator[Hit]:
+    """AMP003: torch's own calls where Accelerate or Fabric has the scaler."""
+    for flow in module.flows:
+        backwards = flow.of("framework backward")
+        for clip in flow.of("clip"):
+            before = _last_before(flow, clip, "scaled backward", "backward", "framework backward")
+            if before is None or before.kind != "framework backward":
+                continue
+            framework, precision = _framework(module, before)
+            if framework and precision not in {"bf16", "no", "bf16-mixed", "bf16-true", "32-true", "32"}:
+                better = {"accelerator": "clip_grad_norm_", "fabric": "clip_gradients"}[framework]
+                text = f"{before.who.text if before.who else framework}.{better}"
+                yield Hit("AMP003", clip.call, f"clips scaled gradients in fp16; call {text}()")
+        for event in flow.of("backward"):
+            name = _prepared(module, flow)
+            if name and not backwards:
+                yield Hit("AMP003", event.call, f"the loss is not scaled; call {name}.backward(loss)")
+
+
+def _framework(module: Module, event: Event) -> tuple[str, object]:
+    """Return which framework an event belongs to, and its precision if the source tells."""
+    function = event.call.func
+    if not isinstance(function, ast.Attribute):
+        return "", None
+    for name, option in (("accelerator", "mixed_precision"), ("fabric", "precision")):
+        if name in module.roles(function.value, event.scope):
+            for value, scope in module.names.values(function.value, event.scope):
+                if isinstance(value, ast.Call) and name in module.roles(value, scope):
+                    words = {word.arg: word.value for word in value.keywords}
+                    return name, module.names.constant(words.get(option), scope)
+            return name, None
+    return "", None
+
+
+def _prepared(module: Module, flow: Flow) -> str:
+    """Return the accelerator or fabric that prepares something in this very function, if one does."""
+    for event in flow.events:
+        function = event.call.func
+        if not isinstance(function, ast.Attribute) or function.attr not in {"prepare", "setup"}:
+            continue
+        if event.call.args and {"accelerator", "fabric"} & module.roles(function.value, event.scope):
+            return ast.unparse(function.value)
+    return ""
+
+
+def _last_before(flow: Flow, event: Event, *kinds: str) -> Event | None:
+    """Return the last event of some kinds before another that is reached with it; in its loop at first."""
+    earlier = flow.events[: flow.events.index(event)]
+    found = [e for e in earlier if e.kind in kinds and not e.context.excludes(event.context)]
+    return found[-1] if found and found[-1].context.goes_with(event.context) else None
+
+
+def _is_interrupted(flow: Flow, first: Event, last: Event) -> bool:
+    """Return whether something between two events unscales, or may do so."""
+    between = [e for e in flow.between(first, last) if not e.context.excludes(last.context)]
+    keys = {key for key in (first.who, first.optimizer, last.who, last.optimizer) if key is not None}
+    return any(
+        e.kind in {"unscale", "scaler clip"} or (e.kind == "unknown" and e.touches & keys) for e in between
+    )
+
+
+def _same_scaler(event: Event, other: Event) -> bool:
+    return event.who == other.who or (event.kind == "unknown" and other.who in event.touches)
+
+
+def _same_optimizer(event: Event, other: Event) -> bool:
+    is_step = event.kind in {"unscale", "scaler step"}
+    return is_step and (event.who, event.optimizer) == (other.who, other.optimizer)
+
+
+def _same_pass(event: Event, other: Event) -> bool:
+    """Return whether two events are reached in one pass of one loop."""
+    return event.context.loops == other.context.loops and event.context.goes_with(other.context)

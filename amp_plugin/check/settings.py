@@ -1,0 +1,98 @@
+"""Settings of the check: what pyproject.toml and the command line say."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from amp_plugin.messages import did_you_mean
+from amp_plugin.mistakes import MISTAKES
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_KEYS = ("select", "ignore", "exclude", "baseline")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What to check.
+
+    Attributes:
+        select: codes of the rules to check; empty for all. A beginning of codes selects several.
+        ignore: codes to leave out.
+        exclude: patterns of paths to leave out, as ``tests/*``.
+        baseline: a file of findings that are known; None if there is none.
+    """
+
+    select: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    baseline: Path | None = None
+
+    def __post_init__(self) -> None:
+        for option in ("select", "ignore"):
+            for code in getattr(self, option):
+                if not any(known.startswith(code) for known in MISTAKES) or not code:
+                    hint = did_you_mean(code, MISTAKES)
+                    msg = f"{option}: {code!r} is not a rule{hint}; the rules are AMP001 to {max(MISTAKES)}"
+                    raise ValueError(msg)
+
+    def wants(self, code: str) -> bool:
+        """Return whether findings of a rule are reported."""
+        return code.startswith(self.select or ("",)) and not (self.ignore and code.startswith(self.ignore))
+
+    @classmethod
+    def of_project(
+        cls, folder: Path, *, select: Sequence[str], ignore: Sequence[str], baseline: Path | None
+    ) -> Settings:
+        """Return the settings of the nearest pyproject.toml, with those of the command line in front.
+
+        Raises:
+            ValueError: a setting is not known, has a wrong type, or the file is not TOML.
+        """
+        file = next(
+            (f for f in (p / "pyproject.toml" for p in (folder, *folder.parents)) if f.is_file()), None
+        )
+        table = _table(file) if file is not None else {}
+        known = table.get("baseline")
+        return cls(
+            select=tuple(select) or tuple(table.get("select", ())),
+            ignore=(*ignore, *table.get("ignore", ())),
+            exclude=tuple(table.get("exclude", ())),
+            baseline=baseline or (file.parent / known if file is not None and known else None),
+        )
+
+
+def _table(file: Path) -> dict[str, Any]:
+    """Return the table [tool.amp-plugin.check] of a pyproject.toml, checked."""
+    try:
+        table = (
+            tomllib.loads(file.read_text(encoding="utf-8"))
+            .get("tool", {})
+            .get("amp-plugin", {})
+            .get("check", {})
+        )
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        msg = f"{file}: {error}"
+        raise ValueError(msg) from error
+    for key, value in table.items():
+        if key not in _KEYS:
+            hint = did_you_mean(key, _KEYS)
+            msg = f"{file}: [tool.amp-plugin.check] has no {key!r}{hint}; it has {', '.join(_KEYS)}"
+            raise ValueError(msg)
+        is_right = isinstance(value, str) if key == "baseline" else _is_texts(value)
+        if not is_right:
+            wanted = "a path" if key == "baseline" else "a list of texts"
+            msg = f"{file}: [tool.amp-plugin.check] {key} = {value!r} is not allowed; give {wanted}"
+            raise ValueError(msg)
+    return dict(table)
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(part, str) for part in value)

@@ -1,0 +1,60 @@
+"""The command `amp-plugin check`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+import amp_plugin
+from amp_plugin.cli.arguments import fail
+
+
+def check(
+    paths: Annotated[list[Path], typer.Argument(exists=True, help="Python files, notebooks and folders.")],
+    fix: Annotated[bool, typer.Option("--fix", help="Rewrite deprecated names in the files.")] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="Show what --fix would change.")] = False,
+    output: Annotated[
+        Literal["text", "github", "sarif"], typer.Option("--format", help="How to print what was found.")
+    ] = "text",
+    select: Annotated[str, typer.Option(help="Rules to check: AMP001,AMP002.")] = "",
+    ignore: Annotated[str, typer.Option(help="Rules to leave out.")] = "",
+    baseline: Annotated[
+        Path | None, typer.Option(exists=True, help="Report only what this file does not hold.")
+    ] = None,
+    write_baseline: Annotated[
+        Path | None, typer.Option(help="Write what is found to this file, and report nothing.")
+    ] = None,
+) -> None:
+    """Find mistakes with mixed precision in source; exit code 1 if there are some, 2 if a file has faults.
+
+    The files are read and not run, and torch is not imported. Settings are read from the table
+    [tool.amp-plugin.check] of pyproject.toml. A comment `# amp: ignore[AMP001]` silences a line.
+    """
+    from amp_plugin.check import checker, formats  # noqa: PLC0415 - only this command needs it
+    from amp_plugin.check.settings import Settings  # noqa: PLC0415
+
+    if fix and diff:
+        fail("--diff changes nothing and --fix does; give one of them", code=2)
+    try:
+        settings = Settings.of_project(
+            Path.cwd(), select=_codes(select), ignore=_codes(ignore), baseline=baseline
+        )
+        report = checker.check(paths, settings, fix=fix, diff=diff)
+    except (OSError, ValueError) as error:
+        fail(str(error), code=2)
+    if write_baseline is not None:
+        checker.write_baseline(write_baseline, report.found)
+        report.found.clear()
+    if output == "sarif":
+        print(formats.as_sarif(report, amp_plugin.__version__))
+    elif output == "github":
+        print(formats.as_github(report))
+    else:
+        print("\n".join([*report.diffs, formats.as_text(report)]))
+    raise typer.Exit(report.exit_code)
+
+
+def _codes(given: str) -> list[str]:
+    return [code.strip().upper() for code in given.split(",") if code.strip()]
