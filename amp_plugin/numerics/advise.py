@@ -16,7 +16,8 @@ from amp_plugin.numerics.finding import Cure, Finding, Kind
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Argument, Call
 from amp_plugin.numerics.places import Site
-from amp_plugin.numerics.values import Held, TensorSummary, non_finite, summarise
+from amp_plugin.numerics.values import Held, TensorSummary, is_low_precision, non_finite, summarise
+from amp_plugin.precision import short_name
 
 _GROWN = 8.0  # weights so many times as large as when they were first seen have diverged
 
@@ -30,6 +31,12 @@ _ROOTS = frozenset({"linalg_vector_norm", "norm", "pow", "rsqrt", "sqrt", "cdist
 _BOUNDED = frozenset({"acos", "asin", "atanh", "acosh", "erfinv"})
 _POLES = frozenset({"digamma", "lgamma", "polygamma", "mvlgamma", "special_zeta", "tan"})
 _AVERAGES = frozenset({"std", "var", "std_mean", "var_mean", "nll_loss_forward", "nll_loss2d_forward"})
+# Results of these come so near to 1 that 16 bits round them to it. For those of _AT_ONE the range ends there.
+_SATURATING = frozenset(
+    {"sigmoid", "tanh", "_softmax", "erf", "clamp", "clamp_max", "clamp_min", "cos", "exp"}
+)
+_AT_ONE = frozenset({"log1p", "logit", *_BOUNDED})
+_FROM_ONE = frozenset({"rsub", "sub"})
 SOFTMAXES = frozenset({"_softmax", "_log_softmax", "_safe_softmax"})
 
 # What runs -> the ops by which a program may have called it. Autocast looks at the outermost one.
@@ -74,6 +81,9 @@ _ADVICE = {
     "inside: rsqrt(x + eps)), or mask it before the division.",
     "pole": "{c.base} of 0, or at an end of its range, is infinite: clamp its input, add an eps, or use "
     "log_softmax or logsumexp.",
+    "digits": "in {c.dtype} numbers between {c.below_one:.6g} and 1 are 1, whatever clamp or eps says: its "
+    "digits are too few, its range does not matter. Compute in fp32 from {c.rounded_by} on: give it the rule "
+    "fp32, call float() before it, or use logsigmoid, log_softmax or a loss with logits.",
     "domain, length": "an input is shorter than its target: leave it out, or pass zero_infinity=True.",
     "domain": "{c.base} is not defined for these inputs: clamp them into its range and away from its ends; a "
     "small negative number is a 0 that was rounded.",
@@ -97,6 +107,7 @@ def _rows(c: _Case) -> Iterator[tuple[object, str]]:
     yield c.in_optimizer and not nan, "divergence"
     yield nan and (base in _AVERAGES or any(0 in given.shape for given in c.finding.inputs)), "empty"
     if c.is_at_pole:
+        yield c.rounded_by, "digits"
         yield forward in _ROOTS, "pole, root"
         yield forward not in {"", base}, "pole, derivative"
         yield base in _DIVISIONS, "pole, division"
@@ -120,6 +131,19 @@ class _Case:
     base: str  # the op's plain name, "exp"
     growth: float  # by which factor the weights that grew most have grown
     in_optimizer: bool  # a step of an optimizer of torch's made it
+    rounded_by: str = (
+        ""  # the op from which on numbers near 1 were computed in 16 bits, if that is the reason
+    )
+
+    @property
+    def dtype(self) -> str:
+        """The short name of the dtype of the inputs."""
+        return short_name(self.finding.inputs[0].dtype)
+
+    @property
+    def below_one(self) -> float:
+        """The number from which on 16 bits round to 1."""
+        return 1 - torch.finfo(self.finding.inputs[0].dtype).eps / 4
 
     @property
     def is_narrow(self) -> bool:
@@ -208,7 +232,32 @@ def finding_of(
         numbers=tuple(call.numbers.items()),
         rule_names=callers_of(forward_op or op, is_transposed=call.named.get("transposed") is True),
         source=", ".join(filter(None, (source, row))),
+        rounded_by=_rounded_by(call) if kind == "made" else None,
     )
+
+
+def _rounded_by(call: Call) -> Site | None:
+    """Return the op from which on numbers near 1 were in 16 bits, before one asked how near they are.
+
+    That is the first op after the last product, on the way to an op that is infinite there.
+    """
+    if not call.arguments or not is_low_precision(call.arguments[-1].tensor.dtype):
+        return None
+    sites = []
+    for site in call.sites_before():
+        base = _plain(site.op)
+        if base in _PRODUCTS or base == "_to_copy":
+            break
+        sites.append((base, site))
+    bases = {base for base, _ in sites}
+    asks = _plain(call.forward_op) if call.is_backward else call.traits.base
+    is_near_one = asks in _AT_ONE or bases & _FROM_ONE
+    return sites[-1][1] if is_near_one and bases & _SATURATING else None
+
+
+def _plain(op: str) -> str:
+    """Return an op's name alone: ``clamp`` of ``aten::clamp_.default``."""
+    return op.partition("::")[2].split(".")[0].removesuffix("_")
 
 
 def finding_of_function(
@@ -216,11 +265,13 @@ def finding_of_function(
 ) -> Finding:
     """Describe what a user's autograd function made outside of torch's ops."""
     inputs = tuple(summarise(tensor, f"input {number}") for number, tensor in enumerate(given))
-    known = {"kind": "function", "held": non_finite(output), "op": site.op, "inputs": inputs}
+    known: dict[str, Any] = {"kind": "function", "held": non_finite(output), "op": site.op, "inputs": inputs}
     return _finding(tracker, site, output, site.op, forward_op=forward_op, **known)
 
 
-def _finding(tracker: Tracker, site: Site, result: Tensor, base: str, **known: Any) -> Finding:
+def _finding(
+    tracker: Tracker, site: Site, result: Tensor, base: str, *, rounded_by: Site | None = None, **known: Any
+) -> Finding:
     """Return a finding of a result at a site: its cause, what to do, and lines to paste that cure it."""
     found = Finding(
         module=site.module,
@@ -234,9 +285,13 @@ def _finding(tracker: Tracker, site: Site, result: Tensor, base: str, **known: A
         when=tracker.now(),
         **known,
     )
-    address = tracker.address(found.module)
+    if rounded_by is not None:
+        found = replace(found, rule_names=callers_of(rounded_by.op))
+    is_inside = rounded_by is None or rounded_by.module.startswith(found.module)
+    address = tracker.address(found.module if is_inside else "")
     cures = cures_of(*address, found.rule_names, found.device_type) if found.in_block else ()
-    case = _Case(replace(found, cures=cures), base, tracker.growth(), tracker.in_step)
+    first = "" if rounded_by is None else f"aten::{_plain(rounded_by.op)}"
+    case = _Case(replace(found, cures=cures), base, tracker.growth(), tracker.in_step, first)
     key: str = "data" if found.kind == "input" else found.kind
     if found.kind == "made":
         key = next(key for holds, key in _rows(case) if holds)
@@ -244,8 +299,8 @@ def _finding(tracker: Tracker, site: Site, result: Tensor, base: str, **known: A
         if has_diverged and not key.startswith(("mask", "empty", "pole")):
             key = "divergence"
     cause = key.partition(",")[0]
-    advice = _ADVICE[key].format(c=case) + (_SMALL if cause == "pole" else "")
-    return replace(found, cause=cause, advice=advice, cures=cures if cause == "range" else ())
+    advice = _ADVICE[key].format(c=case) + (_SMALL if cause == "pole" and case.is_narrow else "")
+    return replace(found, cause=cause, advice=advice, cures=cures if cause in {"range", "digits"} else ())
 
 
 def callers_of(op: str, *, is_transposed: bool = False) -> tuple[str, ...]:

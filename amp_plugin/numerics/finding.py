@@ -67,8 +67,9 @@ class Finding:
             error for the dtypes of the op's inputs, and the op runs in others; ``"clip"``: gradients of a
             scaled loss were clipped before they were unscaled.
         cause: why. ``"range"``: too large for a 16-bit dtype; ``"size"``: for fp32 as well; ``"pole"``: a
-            division by zero, or a function or derivative that is infinite there; ``"domain"``: not defined
-            there; ``"mask"``: a softmax of nothing but masked positions; ``"infinity"``: arithmetic with
+            division by zero, or a function or derivative that is infinite there; ``"digits"``: 16 bits
+            rounded a number near 1 to 1; ``"domain"``: not defined there;
+            ``"mask"``: a softmax of nothing but masked positions; ``"infinity"``: arithmetic with
             infinities that are there on purpose; ``"empty"``: statistics of too few elements;
             ``"divergence"``: the weights have grown; else what brought it: ``"data"``, ``"weight"``,
             ``"unwritten"``, ``"collective"``, ``"constant"``, ``"function"``, ``"loss scale"``; or why

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -211,6 +211,18 @@ class Call:
     def forward_op(self) -> str:
         """The forward op's name; of a function of the user's, that of its node."""
         return str(self.node.name()) if self.forward_site is None else self.forward_site.op
+
+    def sites_before(self) -> Iterator[Site]:
+        """Yield where the ops ran that made the last input, of the forward op if this is a backward one.
+
+        From its own back, along each op's first input, as far as autograd knows them.
+        """
+        node: Any = None if self.is_backward else self.arguments[-1].tensor.grad_fn
+        if self.is_backward and self.node.next_functions:
+            node = self.node.next_functions[0][0]
+        while node is not None and (site := self._region.sites.of(node)) is not None:
+            yield site
+            node = node.next_functions[0][0] if node.next_functions else None
 
     def __str__(self) -> str:
         return f"{self.traits.name} at {self.site.place}" if self.site.place else self.traits.name

@@ -358,3 +358,48 @@ def a_model_under_data_parallel_wrappers(fix):
     model = nn.DataParallel(nn.Sequential(nn.Linear(4, 4), Probabilities()))
     torch.nn.init.constant_(model.module[0].weight, -1.0)
     train(model, torch.ones(2, 4), loss=lambda y: -y.mean())
+
+
+BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
+
+
+def near_one(loss_of, fix, block):
+    """Train a layer on a loss of probabilities that are near 1."""
+    net, x = nn.Linear(8, 4), 8 * torch.randn(64, 8)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    fix(net)
+    train_in(block, lambda: loss_of(net(x)).float().mean(), optimizer, steps=2)
+
+
+@broken("digits", op="log1p", cure="paste")
+def a_clamp_below_1_rounds_to_1_in_bf16(fix):
+    def loss(h):
+        return 1 - torch.log1p(-h.sigmoid().clamp(max=1.0 - 1e-6)).sum(-1).exp()  # <-
+
+    near_one(loss, fix, BF16)
+
+
+@broken("digits", op="log", cure="paste")
+def a_focal_loss_with_an_eps_that_bf16_has_not(fix):
+    def loss(h):
+        p = h.sigmoid().clamp(1e-4, 1 - 1e-4)
+        return -(1 - p).log() * p**2  # <-
+
+    near_one(loss, fix, BF16)
+
+
+@broken("digits", op="atanh", cure="paste")
+def the_inverse_of_a_squashed_action_in_fp16(fix):
+    def loss(h):
+        return torch.atanh(h.tanh().clamp(-1 + 1e-5, 1 - 1e-5)).square()  # <-
+
+    near_one(loss, fix, FP16)
+
+
+@broken("digits", op="div", cure="paste")
+def the_odds_of_a_probability_in_bf16(fix):
+    def loss(h):
+        p = torch.clamp(h.sigmoid(), max=1 - 1e-5)
+        return (p / (1 - p)).log1p()  # <-
+
+    near_one(loss, fix, BF16)
