@@ -258,8 +258,8 @@ class _Precision:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LightningOptions(PrecisionOptions, _Precision):
-    """The arguments of AmpPrecision and FabricAmpPrecision."""
+class PluginOptions(PrecisionOptions, _Precision):
+    """The arguments of a plugin, which the program gives its precision: AmpPrecision, FabricAmpPrecision."""
 
     device: Annotated[
         str | None, Doc("Device type, an error where training runs on another; None: the one it runs on.")

@@ -28,8 +28,8 @@ from amp_plugin.options import (
     AccelerateOptions,
     GradScalerOptions,
     HysteresisMode,
-    LightningOptions,
     LossScaleOptions,
+    PluginOptions,
     option_defaults,
     option_docs,
     option_names,
@@ -39,8 +39,8 @@ from docs.api_tables import OPTIONS, with_options
 
 CLASSES = {
     GradScaler: GradScalerOptions,
-    AmpPrecision: LightningOptions,
-    FabricAmpPrecision: LightningOptions,
+    AmpPrecision: PluginOptions,
+    FabricAmpPrecision: PluginOptions,
 }
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -84,7 +84,7 @@ def test_help_says_what_each_option_means(kind, options):
 def test_every_adapter_has_the_loss_scales_options_with_its_defaults():
     assert set(get_args(HysteresisMode)) == set(HYSTERESIS_MODES)
     stated = option_defaults(LossScaleOptions)
-    for options in (GradScalerOptions, LightningOptions, AccelerateOptions):
+    for options in (GradScalerOptions, PluginOptions, AccelerateOptions):
         assert stated.items() <= option_defaults(options).items()
     assert (
         AmpPrecision().scaler.loss_scale.options == GradScaler("cpu").loss_scale.options == LossScaleOptions()
@@ -131,7 +131,7 @@ def test_jsonargparse_shows_and_parses_each_option():
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(AmpPrecision, "plugin", skip={"scaler"})
     text = " ".join(parser.format_help().split())
-    for name, meaning in option_docs(LightningOptions).items():
+    for name, meaning in option_docs(PluginOptions).items():
         if name != "scaler":
             assert f"--plugin.{name} " in text
             assert meaning.split(";")[0][:60] in text

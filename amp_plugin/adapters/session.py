@@ -25,12 +25,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
+from amp_plugin.adapters.float8 import checked_config, convert_linear_layers, refuse_device
 from amp_plugin.adapters.scaler import Unprepared, register, torch_optimizer
 from amp_plugin.casting.installed_kernels import set_default_rules
 from amp_plugin.casting.region import autocast
 from amp_plugin.casting.rules import TABLES, OpRules
+from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.messages import OptionError, naming, warn_user
-from amp_plugin.options import LossScaleOptions, PrecisionOptions, option_names
+from amp_plugin.options import LossScaleOptions, PluginOptions, PrecisionOptions, option_names
 from amp_plugin.precision import (
     TRAINING_DTYPES,
     PrecisionName,
@@ -66,6 +68,7 @@ class Session:
         sources: option -> what has set it; an option that nothing has set is absent.
         enabled: False scales no loss, in fp16 too.
         max_skips: skipped steps in a row of one optimizer that end the run; 0: none do.
+        door: the front door's class, for errors.
 
     Attributes:
         options: as given.
@@ -91,6 +94,7 @@ class Session:
         sources: Mapping[str, str] = _NOTHING,
         enabled: bool = True,
         max_skips: int = 0,
+        door: str = "Session",
     ) -> None:
         self.options, self.precision, self.words, self.sources = options, precision, words, sources
         self.device = ""
@@ -100,7 +104,10 @@ class Session:
         self.attempted_steps = 0
         self.is_aside = False
         self._stepped: set[int] = set()  # the optimizers that have stepped in this iteration
-        self._enabled, self._max_skips = enabled, max_skips
+        self._enabled, self._max_skips, self._door = enabled, max_skips, door
+        self._float8: Any = None
+        if precision == "fp8" and isinstance(options, PluginOptions):
+            self._float8 = checked_config(f"{door}('fp8')", options.float8_config)
         self._scaler: Any = None
         self._meets_fp32 = False  # whether activations may meet float32 where all weights are stored
         self._rules_in_force = ExitStack()
@@ -188,6 +195,12 @@ class Session:
             follows_default: whether ``torch.autocast`` blocks follow our kernels where no rules were given.
             is_first_rank: whether this process warns.
         """
+        asked = self.options.device if isinstance(self.options, PluginOptions) else None
+        if asked not in {None, device}:
+            msg = f"device={asked!r} was given, but the model runs on {device!r}; delete device="
+            raise OptionError(option="device", value=asked, allowed=repr(device), text=msg)
+        if self._float8 is not None:
+            refuse_device(f"{self._door}('fp8')", device, self._float8)
         if self.device != device and is_first_rank:
             warn_of_slow_fp16(self.precision, device)
         self.device = device
@@ -258,6 +271,13 @@ class Session:
         else:
             return False
         return came_narrow
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Put the modules named by ``fp32_modules`` under fp32; in fp8 convert Linear layers; in place."""
+        in_fp32 = apply_fp32_modules(model, self.options.fp32_modules)
+        if self._float8 is None:
+            return model
+        return convert_linear_layers(model, self._float8, left_out=in_fp32)
 
     def add(
         self, models: Iterable[nn.Module], optimizers: Sequence[Optimizer], named: Sequence[nn.Module] = ()
@@ -414,6 +434,19 @@ class Session:
     def measure_norms(self, *, wanted: bool) -> None:
         """Measure gradients that no clip measures too, or no longer."""
         self.measures_norms = wanted
+
+    def step_scheduler(self, scheduler: Any, *args: Any) -> bool:
+        """Step a scheduler, unless its optimizer's step was skipped; return whether it was stepped.
+
+        Raises:
+            RuntimeError: its optimizer has not stepped yet.
+        """
+        optimizer = torch_optimizer(scheduler.optimizer)
+        self.scaler.last_step(optimizer)  # raises if there is none
+        if self.scaler.step_log.holds_schedulers(optimizer):
+            return False
+        scheduler.step(*args)
+        return True
 
     # -- what a framework shows or saves ---------------------------------------------------------
 

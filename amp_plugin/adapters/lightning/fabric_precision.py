@@ -21,14 +21,14 @@ from amp_plugin.adapters.scaler import scaler_groups, torch_optimizer
 from amp_plugin.casting.region import autocast
 from amp_plugin.casting.threads import autocast_module
 from amp_plugin.kernels.tracers import outside_graphs
-from amp_plugin.options import LightningOptions, lists_options, takes
+from amp_plugin.options import PluginOptions, lists_options, takes
 from amp_plugin.patches import replaced
 from amp_plugin.scaling.penalty import surround_backward
 from amp_plugin.scaling.words import Words
 from amp_plugin.weights.weight import HALVES
 
 
-@lists_options(LightningOptions)
+@lists_options(PluginOptions)
 class FabricPrecision(PrecisionCore):
     """Mixed precision for ``lightning.fabric.Fabric(plugins=[...])``, under any of its strategies.
 
@@ -60,7 +60,7 @@ class FabricPrecision(PrecisionCore):
         reduce="DDPStrategy(ddp_comm_hook=bf16_compress_hook)",
     )
 
-    @takes(LightningOptions, by_position=1)
+    @takes(PluginOptions, by_position=1)
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self._groups: dict[str, Any] = {}

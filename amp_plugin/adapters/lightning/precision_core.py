@@ -11,14 +11,11 @@ import torch
 from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 
-from amp_plugin.adapters.float8 import checked_config, convert_linear_layers, refuse_device
 from amp_plugin.adapters.option_sources import resolved
-from amp_plugin.adapters.scaler import torch_optimizer
 from amp_plugin.adapters.session import FrontDoor, Session
 from amp_plugin.casting.rules import RULES_VARIABLE
-from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.messages import warn_user
-from amp_plugin.options import LightningOptions, LossScaleOptions, option_defaults, option_names, takes
+from amp_plugin.options import LossScaleOptions, PluginOptions, option_defaults, option_names, takes
 from amp_plugin.precision import STOCK_NAMES
 from amp_plugin.scaling.words import Words
 from amp_plugin.sharding.fully_shard import fsdp1_policy
@@ -32,9 +29,9 @@ def has_own_precision(strategy: object) -> bool:
     return any(kind.__name__ in _OWN_PRECISION for kind in type(strategy).__mro__)
 
 
-def _checked_options(owner: str, given: Mapping[str, Any]) -> LightningOptions:
+def _checked_options(owner: str, given: Mapping[str, Any]) -> PluginOptions:
     """Check the arguments of a plugin, ``owner``; the environment sets what they leave out."""
-    defaults = option_defaults(LightningOptions)  # LightningCLI gives them too
+    defaults = option_defaults(PluginOptions)  # LightningCLI gives them too
     doubled = [
         name for name in option_names(LossScaleOptions) if given.get(name, defaults[name]) != defaults[name]
     ]
@@ -48,7 +45,7 @@ def _checked_options(owner: str, given: Mapping[str, Any]) -> LightningOptions:
     # a plugin follows the rules of AMP_PLUGIN_RULES where it learns its device
     environment = {name: value for name, value in os.environ.items() if name != RULES_VARIABLE}
     stated = {name: value for name, value in given.items() if name != "scaler"}
-    return resolved(LightningOptions, [("argument", stated)], environment, door="Lightning")[0]
+    return resolved(PluginOptions, [("argument", stated)], environment, door="Lightning")[0]
 
 
 class PrecisionCore(FrontDoor):
@@ -62,14 +59,12 @@ class PrecisionCore(FrontDoor):
     words: ClassVar[Words]
     """How the user of this front door spells its calls."""
 
-    @takes(LightningOptions, by_position=1)
+    @takes(PluginOptions, by_position=1)
     def __init__(self, **given: Any) -> None:
         owner = type(self).__name__
         self.settings = settings = _checked_options(owner, given)
-        self.session = session = Session(settings, str(settings.precision), words=self.words)
-        self._float8 = (
-            checked_config(f"{owner}('fp8')", settings.float8_config) if session.precision == "fp8" else None
-        )
+        precision, words = str(settings.precision), self.words
+        self.session = session = Session(settings, precision, words=words, door=owner)
         self.precision: Any = STOCK_NAMES[session.precision]  # Lightning's own name, e.g. "16-mixed"
         self.device = ""  # until training starts
         self._desired_input_dtype = session.training_dtype  # read by Lightning's throughput monitor
@@ -150,17 +145,9 @@ class PrecisionCore(FrontDoor):
 
     def _start(self, device_type: str, groups: Mapping[str, Any]) -> None:
         """Make what depends on the device and on FSDP's groups, once they are known."""
-        if self.settings.device not in {None, device_type}:
-            msg = (
-                f"device={self.settings.device!r} was given, but the model runs on {device_type!r}; delete "
-                "device= (the plugin finds the model's)"
-            )
-            raise ValueError(msg)
-        if self._float8 is not None:
-            refuse_device(repr(self), device_type, self._float8)
-        self.device = device_type
         is_first_rank = self.package.utilities.rank_zero_only.rank == 0
         self.session.begin(device_type, groups, is_first_rank=is_first_rank)
+        self.device = device_type
 
     def teardown(self) -> None:
         """End the run: give float32 weights and the rules back; the loss scale stays."""
@@ -168,10 +155,7 @@ class PrecisionCore(FrontDoor):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Put the modules named by ``fp32_modules`` under fp32; in fp8 convert Linear layers; in place."""
-        in_fp32 = apply_fp32_modules(module, self.settings.fp32_modules)
-        if self._float8 is None:
-            return module
-        return convert_linear_layers(module, self._float8, left_out=in_fp32)
+        return self.session.convert(module)
 
     def convert_input(self, data: Any) -> Any:
         """Return the batch as it is: autocast casts what each op needs, labels and fp64 stay.
@@ -228,11 +212,7 @@ class PrecisionCore(FrontDoor):
         Raises:
             RuntimeError: its optimizer has not stepped yet.
         """
-        self.last_step(scheduler.optimizer)  # raises if there is none
-        if self.step_log.holds_schedulers(torch_optimizer(scheduler.optimizer)):
-            return False
-        scheduler.step(*args)
-        return True
+        return self.session.step_scheduler(scheduler, *args)
 
     @property
     def skipped_steps(self) -> int:

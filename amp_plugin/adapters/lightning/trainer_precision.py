@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +32,7 @@ from amp_plugin.adapters.lightning.user_code import (
 )
 from amp_plugin.adapters.scaler import GradientOrigins, scaler_groups, torch_optimizer
 from amp_plugin.kernels.tracers import outside_graphs
-from amp_plugin.options import LightningOptions, lists_options, takes
+from amp_plugin.options import PluginOptions, lists_options, takes
 from amp_plugin.patches import replaced
 from amp_plugin.removed import removed_attribute
 from amp_plugin.scaling.gradients import params_of
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 STOCK_KEYS = ("MixedPrecision", "FSDPPrecision", "native_amp_scaling_state")
 
 
-@lists_options(LightningOptions)
+@lists_options(PluginOptions)
 class TrainerPrecision(PrecisionCore):
     """Mixed precision for ``lightning.pytorch.Trainer(plugins=[...])``, under any of its strategies.
 
@@ -86,7 +85,7 @@ class TrainerPrecision(PrecisionCore):
         reduce="DDPStrategy(ddp_comm_hook=bf16_compress_hook)",
     )
 
-    @takes(LightningOptions, by_position=1)
+    @takes(PluginOptions, by_position=1)
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self._schedulers = HeldSchedulers()
