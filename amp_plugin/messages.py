@@ -86,7 +86,15 @@ def naming(sources: Mapping[str, str]) -> Iterator[None]:
 
 
 OTHERS_CODE: Final = {
-    *("accelerate", "contextlib", "functools", "lightning", "lightning_fabric", "lightning_utilities"),
+    *(
+        "accelerate",
+        "contextlib",
+        "functools",
+        "ignite",
+        "lightning",
+        "lightning_fabric",
+        "lightning_utilities",
+    ),
     *("pytorch_lightning", "torch", "transformers", __name__.partition(".")[0]),
 }
 """Packages whose lines say nothing to a user: this one, and those that call it."""

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import amp_plugin
+from amp_plugin.adapters.ignite import IgniteOptions
 from amp_plugin.options import AccelerateOptions, PluginOptions, option_defaults, option_docs
 
-OPTIONS = {"accelerate.md": AccelerateOptions, "lightning.md": PluginOptions}
+OPTIONS = {"accelerate.md": AccelerateOptions, "ignite.md": IgniteOptions, "lightning.md": PluginOptions}
 PAGE = Path(__file__).parent / "api.md"
 _SECTION = re.compile(r"^(## .+)\n\n(?:\|.*\n)*\n*", re.MULTILINE)
 _ENTRY = re.compile(r"^<!-- ::: ([\w.]+) -->$", re.MULTILINE)

@@ -67,7 +67,6 @@ class Session:
         words: how the user of the front door spells its calls.
         sources: option -> what has set it; an option that nothing has set is absent.
         enabled: False scales no loss, in fp16 too.
-        max_skips: skipped steps in a row of one optimizer that end the run; 0: none do.
         door: the front door's class, for errors.
 
     Attributes:
@@ -93,7 +92,6 @@ class Session:
         words: Words = PLAIN,
         sources: Mapping[str, str] = _NOTHING,
         enabled: bool = True,
-        max_skips: int = 0,
         door: str = "Session",
     ) -> None:
         self.options, self.precision, self.words, self.sources = options, precision, words, sources
@@ -104,7 +102,7 @@ class Session:
         self.attempted_steps = 0
         self.is_aside = False
         self._stepped: set[int] = set()  # the optimizers that have stepped in this iteration
-        self._enabled, self._max_skips, self._door = enabled, max_skips, door
+        self._enabled, self._door = enabled, door
         self._float8: Any = None
         if precision == "fp8" and isinstance(options, PluginOptions):
             self._float8 = checked_config(f"{door}('fp8')", options.float8_config)
@@ -374,6 +372,11 @@ class Session:
         if self._max_skips:
             log.subscribe(self._look)
 
+    @property
+    def _max_skips(self) -> int:
+        """Skipped steps in a row that end the run; 0: none do, or the door has no such option."""
+        return getattr(self.options, "max_skips_in_a_row", 0)
+
     def _look(self, step: LoggedStep) -> None:
         """End a run that only skips."""
         if step.in_a_row == self._max_skips:
@@ -508,9 +511,11 @@ class FrontDoor:
     """What every front door answers by its session; mixed into plugins and accelerators.
 
     Attributes:
+        words: how the user of this front door spells its calls.
         session: the run, for what belongs to the front door: optimizers, callbacks.
     """
 
+    words: ClassVar[Words]
     session: Session
 
     @property

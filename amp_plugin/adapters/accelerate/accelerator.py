@@ -45,16 +45,6 @@ from amp_plugin.weights.ddp import reduce_in_fp32, refuse_sharded
 from amp_plugin.weights.store import restore_weights
 
 Parameters = Optimizer | Tensor | Iterable[Tensor]
-WORDS = Words(
-    backward="accelerator.backward(loss)",
-    unscale="accelerator.unscale_gradients(optimizer)",
-    clip="accelerator.clip_grad_norm_(parameters, max_norm)",
-    step="optimizer.step()",
-    prepare="accelerator.prepare(optimizer)",
-    bf16="use mixed_precision='bf16'",
-    endless="AmpKwargs(max_skips_in_a_row=...)",
-    reduce="DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)",
-)
 _SIGNATURE = inspect.signature(Accelerator.__init__)
 
 
@@ -98,6 +88,17 @@ class AmpAccelerator(FrontDoor, Accelerator):
     if not TYPE_CHECKING:
         __getattr__ = removed_attribute
 
+    words = Words(
+        backward="accelerator.backward(loss)",
+        unscale="accelerator.unscale_gradients(optimizer)",
+        clip="accelerator.clip_grad_norm_(parameters, max_norm)",
+        step="optimizer.step()",
+        prepare="accelerator.prepare(optimizer)",
+        bf16="use mixed_precision='bf16'",
+        endless="AmpKwargs(max_skips_in_a_row=...)",
+        reduce="DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)",
+    )
+
     native_amp: bool
 
     @shows(accelerators_arguments, _SIGNATURE)
@@ -106,9 +107,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
         given = bind(type(self).__name__, _SIGNATURE, self, *args, **kwargs)
         given.pop("self")
         options, sources, enabled = take_options(given, os.environ)
-        self.session = Session(
-            options, words=WORDS, sources=sources, enabled=enabled, max_skips=options.max_skips_in_a_row
-        )
+        self.session = Session(options, words=self.words, sources=sources, enabled=enabled)
         self._shown: Any = None  # the public attribute scaler
         self._norms = StepNorms()
         self._found: set[str] = set()  # fp32_modules that a model has had; each must be in one

@@ -17,7 +17,6 @@ from amp_plugin.casting.rules import RULES_VARIABLE
 from amp_plugin.messages import warn_user
 from amp_plugin.options import LossScaleOptions, PluginOptions, option_defaults, option_names, takes
 from amp_plugin.precision import STOCK_NAMES
-from amp_plugin.scaling.words import Words
 from amp_plugin.sharding.fully_shard import fsdp1_policy
 from amp_plugin.weights.ddp import refuse_sharded, sharded_by
 
@@ -55,9 +54,6 @@ class PrecisionCore(FrontDoor):
     """The framework: the module ``lightning.pytorch``, ``lightning.fabric``, or their like."""
     shares_casts: ClassVar[bool] = True
     """Whether all uses of a weight in a region share one cast; their gradients then add up in 16 bits."""
-
-    words: ClassVar[Words]
-    """How the user of this front door spells its calls."""
 
     @takes(PluginOptions, by_position=1)
     def __init__(self, **given: Any) -> None:

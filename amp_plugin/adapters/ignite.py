@@ -1,0 +1,248 @@
+"""IgnitePrecision: mixed precision for the engines of pytorch-ignite.
+
+ignite's own mixed precision is an update function with a GradScaler in it. This one adds clipping, skipped
+steps that schedulers sit out, weights in 16 bits, op rules, a checkpoint of the loss scale, and metrics for
+its loggers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import ignite.distributed as idist
+from ignite.engine import Engine, Events
+from ignite.utils import apply_to_tensor, convert_tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import Doc
+
+from amp_plugin.adapters.option_sources import resolved
+from amp_plugin.adapters.scaler import scaler_groups
+from amp_plugin.adapters.session import FrontDoor, Session
+from amp_plugin.messages import warn_user
+from amp_plugin.options import PluginOptions, between, lists_options, takes, whole
+from amp_plugin.scaling.step_log import LoggedStep
+from amp_plugin.scaling.words import Words
+from amp_plugin.weights.ddp import refuse_sharded, sharded_by
+from amp_plugin.weights.weight import HALVES
+
+
+@dataclass(frozen=True, kw_only=True)
+class IgniteOptions(PluginOptions):
+    """The arguments of IgnitePrecision."""
+
+    max_norm: Annotated[float | None, Doc("Largest total norm of the gradients; None clips none.")] = None
+    gradient_accumulation_steps: Annotated[int, Doc("Micro-batches of one optimizer step.")] = 1
+    max_skips_in_a_row: Annotated[int, Doc("Skipped steps in a row that end the run; 0: none do.")] = 50
+    report: Annotated[
+        str | Path | None,
+        Doc("A page of the run, rewritten while it goes on: ``amp_plugin.report``. It waits for each step."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole("gradient_accumulation_steps", self.gradient_accumulation_steps)
+        whole("max_skips_in_a_row", self.max_skips_in_a_row, least=0)
+        if self.max_norm is not None:
+            between("max_norm", self.max_norm, 0)
+
+
+@lists_options(IgniteOptions)
+class IgnitePrecision(FrontDoor):
+    """Mixed precision for trainers and evaluators of pytorch-ignite.
+
+    After each optimizer step ``engine.state.metrics`` gets ``loss_scale``, ``skipped_steps`` and
+    ``grad_norm``, for any logger or progress bar. In a ``Checkpoint`` the object itself keeps the loss scale:
+    ``{"model": model, "optimizer": optimizer, "trainer": trainer, "amp": amp}``. If the engine raises, call
+    :meth:`end`.
+
+    Args:
+        {options}
+
+    Raises:
+        OptionError: an argument is not one of the allowed values.
+
+    Example:
+        >>> import torch
+        >>> amp = IgnitePrecision("fp16", max_norm=1.0)
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = amp.create_supervised_trainer(model, optimizer, torch.nn.functional.mse_loss)
+        >>> _ = trainer.run([(torch.ones(2, 4), torch.ones(2, 1))], max_epochs=3)
+        >>> amp.last_step(optimizer).skipped, trainer.state.metrics["skipped_steps"]
+        (False, 0)
+    """
+
+    words = Words(
+        backward="amp.backward(loss)",
+        unscale="amp.scaler.unscale_(optimizer)",
+        clip="IgnitePrecision(max_norm=...)",
+        step="amp.step(optimizer)",
+        prepare="amp.attach(engine, model, optimizer)",
+        bf16="use IgnitePrecision('bf16')",
+        endless="IgnitePrecision(max_skips_in_a_row=...)",
+        reduce="model.register_comm_hook(None, bf16_compress_hook)",
+    )
+
+    @takes(IgniteOptions, by_position=1)
+    def __init__(self, **given: Any) -> None:
+        self.options, sources = resolved(IgniteOptions, [("argument", given)], os.environ, door="ignite")
+        self.skipped_steps = 0
+        self.session = Session(
+            self.options,
+            str(self.options.precision),
+            words=self.words,
+            sources=sources,
+            door=type(self).__name__,
+        )
+        if self.options.scaler is not None:
+            self.session.replace_scaler(self.options.scaler, "IgnitePrecision(scaler=...)")
+
+    @property
+    def scaler(self) -> Any:
+        """The ``amp_plugin.GradScaler``; None unless fp16."""
+        return self._scaler if self._scaler.is_enabled() else None
+
+    # -- engines ---------------------------------------------------------------------------------
+
+    def create_supervised_trainer(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_fn: Callable[[Any, Any], Tensor],
+        device: Any = None,
+        *,
+        prepare_batch: Callable[..., tuple[Any, Any]] | None = None,
+        output_transform: Callable[[Any, Any, Any, Tensor], Any] = lambda *parts: parts[-1].item(),
+    ) -> Engine:
+        """Return a trainer, as ``ignite.engine.create_supervised_trainer`` does.
+
+        Args:
+            model: what to train; it is not moved.
+            optimizer: steps its parameters.
+            loss_fn: is given the model's output and the targets, under autocast.
+            device: where batches are moved to.
+            prepare_batch: returns inputs and targets of a batch, as in ignite.
+            output_transform: makes the engine's output of inputs, targets, the model's output and the loss.
+        """
+        prepare, every = prepare_batch or _prepare_batch, self.options.gradient_accumulation_steps
+
+        def update(engine: Engine, batch: Any) -> Any:
+            iteration = engine.state.iteration
+            if (iteration - 1) % every == 0:
+                optimizer.zero_grad()
+            model.train()
+            x, y = prepare(batch, device=device, non_blocking=False)
+            with self.session.region():
+                y_pred = self.model_fn(model, x)
+                loss = loss_fn(y_pred, y)
+            self.backward(loss / every)
+            if iteration % every == 0:
+                self.step(optimizer)
+            return output_transform(x, y, y_pred, loss)
+
+        trainer = Engine(update)
+        self.attach(trainer, model, optimizer)
+        return trainer
+
+    def attach(self, engine: Engine, model: nn.Module, optimizer: Optimizer) -> None:
+        """Begin and end the run with an engine, whose update calls :meth:`backward` and :meth:`step`."""
+        engine.add_event_handler(Events.STARTED, self._on_started, model, optimizer)
+        engine.add_event_handler(Events.ITERATION_COMPLETED, self._on_iteration, optimizer)
+        for event in (Events.COMPLETED, Events.TERMINATE):
+            engine.add_event_handler(event, self.end)
+
+    def _on_started(self, engine: Engine, model: nn.Module, optimizer: Optimizer) -> None:
+        session, options = self.session, self.options
+        refuse_sharded(options.weights, sharded_by(model))
+        session.set_up_weights(model, options.fp32_modules)
+        session.begin(_device(model), scaler_groups(model), is_first_rank=idist.get_rank() == 0)
+        session.convert(model)
+        session.check_shards(model)
+        session.add([model], [optimizer], [model])
+        self.skipped_steps = self._scaler.skipped_steps()
+        self.step_log.subscribe(self._count)
+        if options.report is not None:
+            session.begin_page(self, [model], options.report)
+
+    def _count(self, step: LoggedStep) -> None:
+        self.skipped_steps += step.result.skipped
+
+    def _on_iteration(self, engine: Engine, optimizer: Optimizer) -> None:
+        """Show what became of the newest step: numbers that the host knows, and tensors of the device."""
+        result, scale = self.result_of(optimizer), self._scaler.loss_scale.value
+        if result is not None:
+            shown = {
+                "loss_scale": None if scale is None else scale.clone(),
+                "grad_norm": result.norm,
+                "skipped_steps": self.skipped_steps,
+            }
+            engine.state.metrics |= {name: value for name, value in shown.items() if value is not None}
+
+    def end(self, *_: Any) -> None:
+        """End the run: weights become float32, and op rules those before it; the loss scale stays."""
+        self.session.end(warn=warn_user)
+        self.step_log.unsubscribe(self._count)
+
+    # -- one step --------------------------------------------------------------------------------
+
+    def model_fn(self, model: nn.Module, x: Any) -> Any:
+        """Run a model in the precision of its mode; in ``eval()`` mode its outputs come back as float32.
+
+        An evaluator takes it: ``ignite.engine.create_supervised_evaluator(model, model_fn=amp.model_fn)``.
+        """
+        session = self.session
+        if session.replaces_autocast and model in session.models:
+            dtype = session.training_dtype
+            x = apply_to_tensor(x, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+        if model.training:
+            return model(x)
+        if not session.device:
+            session.begin(_device(model))
+        with session.region(session.eval_precision):
+            output = model(x)
+        return apply_to_tensor(output, lambda tensor: tensor.float() if tensor.dtype in HALVES else tensor)
+
+    def region(self) -> AbstractContextManager[Any]:
+        """Return the autocast region of training, for an update function of your own."""
+        return self.session.region()
+
+    def backward(self, loss: Tensor) -> None:
+        """Scale a loss and run backward."""
+        with self.session.watching(self.session.models):
+            self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def step(self, optimizer: Optimizer) -> Any:
+        """Unscale, clip to ``max_norm``, and step or skip."""
+        if self.options.max_norm is not None:
+            self._scaler.clip_grad_norm_(optimizer, self.options.max_norm)
+        return self.session.step(optimizer)
+
+    def step_scheduler(self, scheduler: Any, *args: Any) -> bool:
+        """Step a scheduler, unless its optimizer's step was skipped; return whether it was stepped."""
+        return self.session.step_scheduler(scheduler, *args)
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the loss scale, torch's keys among it; empty where nothing is scaled."""
+        return self.session.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of a loss scale, ours or torch's; warn if it is of no use here."""
+        if told := self.session.load_state_dict(state_dict):
+            warn_user(f"IgnitePrecision: {told}")
+
+
+def _device(model: nn.Module) -> str:
+    return next(model.parameters()).device.type
+
+
+def _prepare_batch(batch: Any, *, device: Any, non_blocking: bool) -> tuple[Any, Any]:
+    x, y = batch
+    return convert_tensor(x, device, non_blocking), convert_tensor(y, device, non_blocking)

@@ -1,0 +1,62 @@
+"""Do errors name calls that the program at hand can make: the door's own, and no framework's below the doors?"""
+
+import ast
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import amp_plugin
+from amp_plugin import AmpAccelerator, AmpPrecision, FabricAmpPrecision
+from amp_plugin.adapters.ignite import IgnitePrecision
+from amp_plugin.adapters.session import FrontDoor
+from amp_plugin.scaling.words import PLAIN
+
+DOORS = [AmpAccelerator, AmpPrecision, FabricAmpPrecision, IgnitePrecision]
+ROOMS = ("casting", "kernels", "numerics", "run_page", "scaling", "sharding", "tuning", "weights")
+FRAMEWORK = re.compile(
+    r"\b(lightning|fabric|trainer|accelerat(e|or)|ignite|\w*Amp(Accelerator|Kwargs|Precision|Monitor))\b",
+    re.IGNORECASE,
+)
+MODULES = {"accelerate", "lightning"}  # names of packages that are looked for among those that are loaded
+
+
+def test_each_front_door_is_looked_at():
+    def leaves(kind):
+        return {leaf for sub in kind.__subclasses__() for leaf in leaves(sub)} or {kind}
+
+    here = {kind for kind in leaves(FrontDoor) if ".for_pytorch_lightning" not in kind.__module__}
+    assert {kind for kind in here if kind.__module__.startswith("amp_plugin.")} == {*DOORS}
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
+def test_a_front_door_has_words_of_its_own(door):
+    left_out = {"endless"} if door is FabricAmpPrecision else set()  # nothing ends a run of Fabric
+    shared = {"reduce"} if door is IgnitePrecision else set()  # ignite wraps models as a plain loop does
+    same = {
+        word.name for word in fields(PLAIN) if getattr(door.words, word.name) == getattr(PLAIN, word.name)
+    }
+    assert same == left_out | shared
+
+
+def texts(file):
+    """The strings of a file without docstrings, with their lines."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in bare:
+            yield node.lineno, node.value
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_text_below_the_front_doors_names_no_framework(room):
+    files = sorted((Path(amp_plugin.__file__).parent / room).rglob("*.py"))
+    assert files
+    named = [
+        f"{file.name}:{line}: {text}"
+        for file in files
+        for line, text in texts(file)
+        if FRAMEWORK.search(text) and text not in MODULES
+    ]
+    assert not named
