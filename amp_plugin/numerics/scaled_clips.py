@@ -140,7 +140,7 @@ def _finding(name: str, scaler: Any, optimizer: Any, numbers: tuple[float, float
         place=place,
         caller=caller,
         advice=f"call {shown[0]}.unscale_({shown[1]}) before it, or {shown[0]}.{own}({shown[1]}, ...) of "
-        "amp_plugin.GradScaler in its place; under Lightning, Fabric and Accelerate their own clip.",
+        "amp_plugin.GradScaler in its place; in a framework, the framework's own clip.",
         cures=cures,
         lesson=f"{scale:g}, to {limit:g}: that is {limit / scale:.2g} of the true ones",
     )

@@ -238,7 +238,9 @@ def test_the_examples_of_the_page_are_wrong_and_right(code):
     page = (ROOT / "docs/check.md").read_text()
     section = page.partition(f"### {code} ")[2].partition("\n##")[0]
     wrong, right = re.findall(r"^```py\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
-    scaler = "" if code in {"AMP011", "AMP012", "AMP019"} else "scaler = torch.amp.GradScaler('cuda', enabled=on)"
+    scaler = (
+        "" if code in {"AMP011", "AMP012", "AMP019"} else "scaler = torch.amp.GradScaler('cuda', enabled=on)"
+    )
     prelude = PRELUDE.format(scaler=scaler)
     if code in {"AMP011", "AMP012", "AMP019"}:
         prelude = re.sub(r"with torch.autocast.*\n.*\n|.*ccelerat.*\n", "", prelude)
