@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 from lightning import fabric, pytorch
 from lightning.fabric.plugins import FSDPPrecision as FabricFSDPPrecision
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
@@ -16,17 +14,17 @@ from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
 
 class AmpPrecision(TrainerPrecision, MixedPrecision, FSDPPrecision):  # type: ignore[misc]
     __doc__ = TrainerPrecision.__doc__
-    package: ClassVar[Any] = pytorch
+    package = pytorch
 
 
 class FabricAmpPrecision(FabricPrecision, FabricMixedPrecision, FabricFSDPPrecision):
     __doc__ = FabricPrecision.__doc__
-    package: ClassVar[Any] = fabric
+    package = fabric
 
 
 class AmpMonitor(Monitor, pytorch.Callback):
     __doc__ = Monitor.__doc__
-    package: ClassVar[Any] = pytorch
+    package = pytorch
 
 
 join_fabric(FabricAmpPrecision)

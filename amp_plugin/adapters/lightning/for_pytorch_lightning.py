@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import lightning_fabric as fabric
 import pytorch_lightning as pytorch
 from lightning_fabric.plugins import FSDPPrecision as FabricFSDPPrecision
@@ -17,17 +15,17 @@ from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
 
 class AmpPrecision(TrainerPrecision, MixedPrecision, FSDPPrecision):  # type: ignore[misc]
     __doc__ = (TrainerPrecision.__doc__ or "").replace("lightning.pytorch", "pytorch_lightning")
-    package: ClassVar[Any] = pytorch
+    package = pytorch
 
 
 class FabricAmpPrecision(FabricPrecision, FabricMixedPrecision, FabricFSDPPrecision):
     __doc__ = (FabricPrecision.__doc__ or "").replace("lightning.fabric", "lightning_fabric")
-    package: ClassVar[Any] = fabric
+    package = fabric
 
 
 class AmpMonitor(Monitor, pytorch.Callback):
     __doc__ = Monitor.__doc__
-    package: ClassVar[Any] = pytorch
+    package = pytorch
 
 
 join_fabric(FabricAmpPrecision)

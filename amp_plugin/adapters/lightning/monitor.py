@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
 from amp_plugin.adapters.scaler import StepNorms
@@ -44,7 +44,7 @@ class Monitor:
         10
     """
 
-    package: ClassVar[Any]
+    package: Any
     """The framework: the module ``lightning.pytorch`` or ``pytorch_lightning``."""
 
     skipped_steps: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
 from lightning_utilities import apply_to_collection
@@ -50,9 +50,9 @@ def _checked_options(owner: str, given: Mapping[str, Any]) -> PluginOptions:
 class PrecisionCore(FrontDoor):
     """State and services that do not depend on the framework."""
 
-    package: ClassVar[Any]
+    package: Any
     """The framework: the module ``lightning.pytorch``, ``lightning.fabric``, or their like."""
-    shares_casts: ClassVar[bool] = True
+    shares_casts = True
     """Whether all uses of a weight in a region share one cast; their gradients then add up in 16 bits."""
 
     @takes(PluginOptions, by_position=1)
