@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from amp_plugin.weights.store import restore_weights as restore_weights
     from amp_plugin.weights.store import store_weights as store_weights
 
-__version__ = "0.3.0"
+__version__ = "0.4.0.dev0"  # a release drops ".dev0"; the commit after it has the next one
 
 _NAMES = {  # by the module they live in
     "casting.cast_log": ("log_casts",),

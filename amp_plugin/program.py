@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib.util
-import runpy
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader
+from io import open_code
 from pathlib import Path
-from typing import Final
+from types import CodeType, ModuleType
+from typing import Final, cast
 
-from amp_plugin.casting.bound_rules import ours_by_default
 from amp_plugin.patches import replaced
 
 
@@ -76,19 +79,17 @@ def run_program(
     *,
     expected: type[BaseException] | tuple[type[BaseException], ...] = (),
 ) -> tuple[int, bool]:
-    """Run a file or a module as the main program, under our rules; print its error as Python prints it.
+    """Run a file or a module as the main program; print its error as Python prints it.
+
+    Its ``__main__``, ``sys.argv`` and ``sys.path`` stay: its threads and what it has registered with atexit
+    run after its last line. See :func:`main_restored`.
 
     Returns its exit code, and whether it ended in an error.
     """
-    code, failed, argv, path = 0, False, sys.argv, list(sys.path)
-    folder = program.file.resolve().parent if program.module is None else Path.cwd()
-    sys.argv, sys.path[:0] = [str(program.file), *arguments], [str(folder)]
+    code, failed = 0, False
     try:
-        with ours_by_default(), around:
-            if program.module is None:
-                runpy.run_path(str(program.file.absolute()), run_name="__main__")
-            else:
-                runpy.run_module(program.module, run_name="__main__", alter_sys=True)
+        with around:
+            _run_main(program, arguments)
     except SystemExit as stop:
         code = int(stop.code is not None)
         if isinstance(stop.code, int):
@@ -99,9 +100,67 @@ def run_program(
         code, failed = 130 if isinstance(error, KeyboardInterrupt) else 1, True
         if not isinstance(error, expected):
             _print_error(error, program.file.absolute())
-    finally:
-        sys.argv, sys.path[:] = argv, path
     return code, failed
+
+
+@contextmanager
+def main_restored() -> Iterator[None]:
+    """Put ``__main__``, ``sys.argv`` and ``sys.path`` back at the end of the block."""
+    main, argv, path = sys.modules["__main__"], sys.argv, list(sys.path)
+    try:
+        yield
+    finally:
+        sys.modules["__main__"], sys.argv, sys.path[:] = main, argv, path
+
+
+def _run_main(program: Program, arguments: Sequence[str]) -> None:
+    """Do what ``python FILE`` or ``python -m MODULE`` does."""
+    if program.module is None:
+        _enter_path(str(program.file.resolve().parent))
+        file = str(program.file.absolute())
+        code, spec, package = _code_of(file), None, None
+    else:
+        _enter_path(str(Path.cwd()))
+        spec, code = _module_code(program.module)
+        file, package = str(spec.origin), spec.parent
+    main = ModuleType("__main__")
+    loader = SourceFileLoader("__main__", file) if spec is None else spec.loader
+    vars(main).update(
+        __file__=file, __spec__=spec, __package__=package, __loader__=loader, __builtins__=builtins
+    )
+    sys.modules["__main__"] = main
+    sys.argv = [program.name if spec is None else file, *arguments]
+    exec(code, vars(main))  # noqa: S102 - the program that was asked for
+
+
+def _enter_path(folder: str) -> None:
+    """Put a folder in front of ``sys.path``, in place of the one that Python put there for this command."""
+    ours = {"", str(Path.cwd()), str(Path(sys.argv[0] or ".").resolve().parent)}
+    is_ours = bool(sys.path) and sys.path[0] in ours and not getattr(sys.flags, "safe_path", False)
+    sys.path[: int(is_ours)] = [folder]
+
+
+def _code_of(file: str) -> CodeType:
+    """Return the code of a file: Python's text, a compiled file, or an archive that holds a ``__main__``."""
+    if zipfile.is_zipfile(file):
+        sys.path[:1] = [file]
+        return _module_code("__main__")[1]
+    if file.endswith(".pyc"):
+        return cast("CodeType", SourcelessFileLoader("__main__", file).get_code("__main__"))
+    with open_code(file) as source:
+        return compile(source.read(), file, "exec", dont_inherit=True)
+
+
+def _module_code(name: str) -> tuple[ModuleSpec, CodeType]:
+    """Return what ``python -m`` would run."""
+    spec = PathFinder.find_spec(name) if name == "__main__" else importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        return _module_code(f"{name}.__main__")
+    code = getattr(spec and spec.loader, "get_code", lambda _: None)(name)
+    if spec is None or code is None:
+        msg = f"no module {name!r} can be run here"
+        raise ImportError(msg)
+    return spec, code
 
 
 def _print_error(error: BaseException, script: Path) -> None:

@@ -2,20 +2,34 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import tomllib
 from typer.testing import CliRunner
 
 from amp_plugin.cli import app
+from amp_plugin.program import main_restored
+from tests.adapters.commands import run_unedited
 
 ROOT = Path(__file__).parents[1]
 
 
 def amp(*words: object, columns: int = 300) -> Any:
-    """Return the result of a command line, its output without colours and as wide as wanted."""
+    """Return the result of a command line, its output without colours and as wide as wanted.
+
+    ``run`` and ``report`` take the process for themselves, so they get one of their own.
+    """
     environment = {"COLUMNS": str(columns), "TERM": "dumb", "NO_COLOR": "1"}
-    return CliRunner().invoke(app, [*map(str, words)], env=environment)
+    command, *others = map(str, words)
+    if command in {"run", "report"}:
+        done = run_unedited(
+            *others, command=command, environment=environment, folder=Path.cwd(), frameworks=True
+        )
+        outcome = {"exit_code": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
+        return SimpleNamespace(**outcome, output=done.stdout + done.stderr)
+    with main_restored():
+        return CliRunner().invoke(app, [command, *others], env=environment)
 
 
 def diagnose(*words: object) -> Any:

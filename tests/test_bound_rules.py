@@ -31,18 +31,11 @@ def files(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_program_is_cured_without_being_touched_and_names_are_given_back(files: Path) -> None:
-    import torch
-
-    before = torch.autocast.__enter__
+def test_a_program_is_cured_without_being_touched(files: Path) -> None:
     result = amp("run", "--rules", str(files / "rules.yaml"), str(files / "train.py"), "--lr", "3")
     assert result.exit_code == 0, result.output
     assert "finite ['--lr', '3']" in result.stdout
     assert f"torch.autocast on cpu follows {files / 'rules.yaml'}" in result.stderr
-    assert torch.autocast.__enter__ is before
-    x = torch.full((2, 2), 300.0)
-    with torch.autocast("cpu", dtype=torch.float16):
-        assert (x @ x).isinf().all()
 
 
 def test_rules_that_nothing_reads_are_told_and_what_holds_none_is_refused(files: Path) -> None:
@@ -52,8 +45,9 @@ def test_rules_that_nothing_reads_are_told_and_what_holds_none_is_refused(files:
     assert quiet.exit_code == 0
     assert "no autocast block on cpu was opened, so nothing has read the rules of" in quiet.stderr
     (files / "rules.yaml").write_text("device_type: cuda\nrules: {aten::mm: fp32}\n")
-    with pytest.warns(UserWarning, match=r"rules.yaml: the rules are for cuda; autocast on cpu follows"):
-        assert amp(*words, str(files / "train.py")).exit_code == 0
+    other = amp(*words, str(files / "train.py"))
+    assert other.exit_code == 0
+    assert "rules.yaml: the rules are for cuda; autocast on cpu follows" in other.stderr
     (files / "rules.yaml").write_text("rules: {aten::mumul: fp32}\n")
     assert amp(*words, str(files / "train.py")).exit_code == 2
 

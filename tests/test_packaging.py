@@ -64,9 +64,11 @@ def test_the_wheel_holds_what_runs_and_nothing_else(built: tuple[Path, Path]) ->
         for path in (ROOT / "amp_plugin").rglob("*")
         if path.suffix in {".py", ".pyi", ".yaml", ".cpp", ".h", ".cu", ".cuh", ".typed", ".jinja"}
     }
+    assert "amp_plugin_autoload.py" in names
     assert {name for name in names if name.startswith("amp_plugin/")} == in_tree | {"amp_plugin/py.typed"}
     assert {name.partition("/")[0] for name in names} == {
         "amp_plugin",
+        "amp_plugin_autoload.py",
         f"amp_plugin-{amp_plugin.__version__}.dist-info",
     }
     assert any(name.endswith("licenses/LICENSE") for name in names)
@@ -169,8 +171,16 @@ def test_make_refuses_a_python_that_is_too_old(tmp_path: Path) -> None:
     assert not (tmp_path / ".venv").exists()
 
 
-def test_the_version_heads_the_changelog() -> None:
+def test_between_releases_the_version_is_a_development_version() -> None:
+    """Else two different packages would go by one version, and pip would take the newer for the older."""
     changelog = (ROOT / "CHANGELOG.md").read_text()
-    released = re.findall(r"^## \[(.+?)\]", changelog, re.MULTILINE)
-    assert released[0] == "Unreleased"
-    assert len(released) == 1 or released[1] == amp_plugin.__version__
+    released = re.findall(r"^## \[(.+?)\](?:.*)\n+(.*)", changelog, re.MULTILINE)
+    (unreleased, first_line), (newest, _), *_ = released
+    assert unreleased == "Unreleased"
+    version, _, development = amp_plugin.__version__.partition(".dev")
+    numbers = [[*map(int, name.split("."))] for name in (newest, version)]
+    if first_line.startswith("## "):  # nothing has changed since the release
+        assert amp_plugin.__version__ == newest
+    else:
+        assert development.isdigit()
+        assert numbers[1] > numbers[0]

@@ -1,7 +1,8 @@
 """A program that is not edited, on amp_plugin: torch.amp's names, Accelerate and Lightning while it runs.
 
-``amp-plugin run`` opens a :class:`Takeover` around the program. It tells the processes that the program
-starts by ``AMP_PLUGIN_TAKEOVER``, which torch reads when they import it (the entry point ``torch.backends``).
+``amp-plugin run`` begins a :class:`Takeover`, which waits until the program imports torch and ends with the
+process: threads and handlers of ``atexit`` run after the program's last line. It tells the processes that the
+program starts by ``AMP_PLUGIN_TAKEOVER``, which is read when they import torch (``amp_plugin_autoload``).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib
 import multiprocessing
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -18,13 +20,16 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from multiprocessing import util
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
+from amp_plugin.casting import bound_rules
 from amp_plugin.casting.bound_rules import bound_autocast, is_launcher, ours_by_default
-from amp_plugin.patches import replaced, standing_in
+from amp_plugin.messages import OptionError
+from amp_plugin.patches import replaced
 
 if TYPE_CHECKING:
+    import torch
     from typing_extensions import Self
 
     from amp_plugin.casting.rules import OpRules
@@ -43,8 +48,9 @@ _NAMES: Final = (
 class Takeover:
     """Let a program compute by amp_plugin while the region is open, and say what it used.
 
-    Blocks of ``torch.autocast`` follow our kernels, and ``rules`` on their device. Scalers, Accelerators,
-    Trainers and Fabrics become ours when they are made, in ``precision`` where the program chooses none.
+    Blocks of ``torch.autocast`` follow our kernels, and the rules of a file on their device. Scalers,
+    Accelerators, Trainers and Fabrics become ours when they are made, in ``precision`` where the program
+    chooses none. ``page`` is a file that the run is drawn into.
     """
 
     def __init__(
@@ -52,70 +58,117 @@ class Takeover:
         program: str,
         *,
         precision: Precision | None = None,
-        rules: OpRules | None = None,
-        rules_name: str = "",
+        rules: Path | None = None,
+        page: Path | None = None,
     ) -> None:
         self._program, self._precision = program, precision
-        self._rules, self._rules_name = rules, rules_name
+        self._rules_file, self._page = rules, page
         ranks, local = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_RANK", "0")
         self._rank = f" [rank {os.environ.get('RANK', local)} of {ranks}]" if ranks != "1" else ""
         self._made: dict[str, None] = {}  # what the program made of ours, in order
         self._uses_ours = False  # a scaler of ours was made, by whatever name
         self._scales = False  # a scaler that is enabled was made, or a framework that sees to it
-        self._undo = ExitStack()
+        self._uses_framework = False
+        self._blocks: Counter[tuple[str, torch.dtype]] = Counter()
+        self._asked = 0  # device types on which regions of ours were opened before
+        self._failed = False
+        self._begun, self._undo = ExitStack(), ExitStack()
+
+    def begin(self) -> None:
+        """Take over as soon as torch is imported, until the process ends."""
+        _BOUND.append(self)
+        self._set_variables(self._begun)
+        util.register_after_fork(self, Takeover._forked)
+        self._end_with_process()
+        self._begun.enter_context(when_imported({"torch": lambda _: self}))
+
+    def program_failed(self) -> None:
+        """Note that the program ended in an error, which says more than what it used."""
+        self._failed = True
+
+    def _end_with_process(self) -> None:
+        """End last of all; children of multiprocessing run none of the handlers of atexit."""
+        self.end = util.Finalize(None, self._ended, exitpriority=0)
+
+    def _ended(self) -> None:
+        error = RuntimeError(f"{self._program} failed") if self._failed else None
+        self._begun.__exit__(type(error) if error else None, error, None)
+        if "torch" not in sys.modules:  # it was never entered
+            self._say_what_was_used()
 
     def __enter__(self) -> Self:
         """Take the names over, and say so."""
-        import torch  # noqa: PLC0415 - takes seconds
-
-        from amp_plugin.casting.installed_kernels import KERNELS  # noqa: PLC0415 - loads torch
+        from amp_plugin.adapters.taken_scalers import scalers_taken  # noqa: PLC0415 - loads torch
+        from amp_plugin.casting.installed_kernels import KERNELS  # noqa: PLC0415
         from amp_plugin.numerics.scaled_clips import ScaledClips  # noqa: PLC0415
         from amp_plugin.precision import DTYPES  # noqa: PLC0415
         from amp_plugin.scaling.grad_scaler import GradScaler  # noqa: PLC0415
 
+        rules = self._rules()
         self._asked = len(KERNELS.asked)
         with ExitStack() as undo:
             self._set_variables(undo)
+            if self._page is not None:
+                from amp_plugin.run_page.report import program_page  # noqa: PLC0415 - loads torch
+
+                undo.enter_context(program_page(self._page, self._program))
             undo.enter_context(ours_by_default())
             dtype = None if self._precision is None else DTYPES[self._precision]
-            self._blocks = undo.enter_context(bound_autocast(self._rules, self._rules_name, dtype=dtype))
-            undo.enter_context(self._scaling_noted(GradScaler))
-            undo.enter_context(
-                standing_in(
-                    GradScaler,
-                    torch.amp.GradScaler,
-                    may_take=self._may_take,
-                    arguments=_with_environment,
-                    made=lambda scaler: self._made.setdefault(type(scaler).__name__),
-                )
+            name = str(self._rules_file or "")
+            self._blocks = undo.enter_context(
+                bound_autocast(rules, name, dtype=dtype, on_first=self._opened_first)
             )
+            undo.enter_context(self._scaling_noted(GradScaler))
+            undo.enter_context(scalers_taken(self._may_take, _with_environment, self._note_scaler))
             undo.enter_context(when_imported(self._frameworks()))
             undo.enter_context(ScaledClips(self._tell_of_clip))
             self._undo = undo.pop_all()
-        util.register_after_fork(self, Takeover._forked)
         said = f"{_NAMES} are amp_plugin's while {self._program} runs"
         if self._precision is not None:
             said += f", in {self._precision} where it chooses no precision"
-        if self._rules is not None:
-            said += f"; torch.autocast on {self._rules.device_type} follows {self._rules_name}"
+        if rules is not None:
+            said += f"; torch.autocast on {rules.device_type} follows {self._rules_file}"
         self._say(said)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Give all back, and say what the program used."""
-        from amp_plugin.casting.installed_kernels import KERNELS  # noqa: PLC0415 - loads torch
-        from amp_plugin.precision import short_name  # noqa: PLC0415
+        self._undo.__exit__(kind, error, trace)
+        self._failed = self._failed or not (kind is None or issubclass(kind, SystemExit))
+        self._say_what_was_used()
 
-        self._undo.close()
-        dtypes = sorted({short_name(dtype) for _, dtype in self._blocks})
+    def _rules(self) -> OpRules | None:
+        """Return the rules of the file; if they cannot be used, say why and end the process."""
+        if self._rules_file is None:
+            return None
+        from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
+        from amp_plugin.kernels.build import require_native  # noqa: PLC0415 - loads torch
+
+        try:
+            rules = OpRules.from_yaml(self._rules_file)
+            require_native("amp-plugin run --rules")
+        except (OSError, RuntimeError, ValueError) as error:
+            self._failed = True
+            self._say(f"error: {error}")
+            raise SystemExit(1 if isinstance(error, RuntimeError) else 2) from error
+        return rules
+
+    def _say_what_was_used(self) -> None:
+        dtypes = self._dtypes_of_blocks()
         used = [*(f"torch.autocast in {dtype}" for dtype in dtypes), *self._made]
         if used:
             self._say(f"{self._program} used {', '.join(used)}", in_children=True)
-        elif kind is None or issubclass(kind, SystemExit):
+        elif not self._failed:
             does = "used none of these; a plain loop needs torch.autocast(device), enabled, around its model"
-            if self._uses_ours or len(KERNELS.asked) > self._asked:
+            if self._uses_ours or self._opened_regions_of_ours():
                 does = "uses amp_plugin itself, which needs no `amp-plugin run`"
             self._say(f"nothing was taken over in this process: {self._program} {does}")
+        if used and not dtypes and self._precision is not None and not self._uses_framework:
+            no_block = f"{self._program} opened no block of torch.autocast, or none that is enabled"
+            nothing = f"nothing was computed in {self._precision}"
+            self._say(f"--precision {self._precision} set nothing: {no_block}; {nothing}", in_children=True)
         if "fp16" in dtypes and not self._scales:
             self._say(
                 "float16 ran without a torch.amp.GradScaler: if this was training, small gradients are lost; "
@@ -125,21 +178,36 @@ class Takeover:
         self._blocks.clear()
         self._made.clear()
 
+    def _dtypes_of_blocks(self) -> list[str]:
+        if not self._blocks:
+            return []
+        from amp_plugin.precision import short_name  # noqa: PLC0415 - loads torch
+
+        return sorted({short_name(dtype) for _, dtype in self._blocks})
+
+    def _opened_regions_of_ours(self) -> bool:
+        kernels = sys.modules.get("amp_plugin.casting.installed_kernels")
+        return kernels is not None and len(kernels.KERNELS.asked) > self._asked
+
+    def _opened_first(self, device_type: str, dtype: torch.dtype) -> None:
+        """Say at the first block on a device whether its dtype is slow there."""
+        from amp_plugin.precision import short_name, speed_advice  # noqa: PLC0415 - loads torch
+
+        name = short_name(dtype)
+        if name == "fp16" and (advice := speed_advice(name, device_type)):
+            self._say(f"{advice}; convolutions may take up to 100 times as long")
+
     def _forked(self) -> None:
         """Let a child that multiprocessing forks say what it used itself."""
         self._blocks.clear()
         self._made.clear()
-        self.ends_with_process()
-
-    def ends_with_process(self) -> None:
-        """Exit when the process ends; children of multiprocessing run none of the handlers of atexit."""
-        util.Finalize(None, self.__exit__, (None,), exitpriority=0)
+        self._end_with_process()
 
     def _set_variables(self, undo: ExitStack) -> None:
         """Set the variables of the program and of the processes that it starts."""
         given: dict[str, str] = {VARIABLE: self._precision or _AS_WRITTEN}
-        if self._rules_name:
-            given["AMP_PLUGIN_RULES"] = os.path.abspath(self._rules_name)  # noqa: PTH100 - links are the user's
+        if self._rules_file is not None:
+            given["AMP_PLUGIN_RULES"] = str(self._rules_file.absolute())
         if self._precision is not None and os.environ.get(_ACCELERATE, "no").lower() == "no":
             given[_ACCELERATE] = self._precision
         undo.callback(
@@ -202,7 +270,10 @@ class Takeover:
 
     def _note(self, made: str) -> None:
         """Note an Accelerator, Trainer or Fabric, which scales where it has to."""
-        self._made[made], self._scales = None, True
+        self._made[made], self._scales, self._uses_framework = None, True, True
+
+    def _note_scaler(self, scaler: Any) -> None:
+        self._made[type(scaler).__name__ + ("" if scaler.is_enabled() else " (disabled)")] = None
 
     def _say(self, text: str, *, in_children: bool = False) -> None:
         """Print a line; children of multiprocessing, a loader's workers for instance, say what they used."""
@@ -268,22 +339,31 @@ class _Finder(MetaPathFinder):
 
 # -- processes that a program starts --------------------------------------------------------------
 
-_BOUND: Final[list[Takeover]] = []  # that of the whole process, once
+_BOUND: Final[list[Takeover]] = []  # that of the whole process
+
+
+def end_runs() -> None:
+    """End what :meth:`Takeover.begin` has begun now, and not with the process."""
+    while _BOUND:
+        _BOUND.pop().end()
 
 
 def bind_environment() -> None:
-    """Take over what ``AMP_PLUGIN_TAKEOVER`` says, for the whole process; ``import torch`` calls it."""
-    given = os.environ.get(VARIABLE, "")
-    if not given or _BOUND or is_launcher():
+    """Do for the whole process what the environment says; ``import torch`` calls it.
+
+    ``AMP_PLUGIN_RULES`` names op rules, and ``AMP_PLUGIN_TAKEOVER`` is what ``amp-plugin run`` has told the
+    processes that its program starts. An OptionError says which of them is wrong.
+    """
+    if _BOUND or is_launcher():
+        return
+    bound_rules.bind_environment()
+    given: Any = os.environ.get(VARIABLE, "")
+    if not given:
         return
     known = (*get_args(Precision), _AS_WRITTEN)
     if given not in known:
         allowed = f"allowed are {', '.join(known)}"
-        msg = f"{VARIABLE}={given} is unknown; {allowed}; amp-plugin run sets it, unset it"
-        raise ValueError(msg)
-    precision: Any = None if given == _AS_WRITTEN else given
+        text = f"{VARIABLE}={given} is unknown; {allowed}; amp-plugin run sets it, unset it"
+        raise OptionError(VARIABLE, given, allowed, text)
     name = Path(sys.argv[0]).name.removeprefix("-c")  # that of a fork server
-    takeover = Takeover(name or "this process", precision=precision)
-    _BOUND.append(takeover)  # alive when a fork server forks
-    takeover.__enter__()
-    takeover.ends_with_process()
+    Takeover(name or "this process", precision=None if given == _AS_WRITTEN else given).begin()

@@ -1,7 +1,7 @@
 """What torch's autocast blocks do in a program that does not know this package: their rules and their dtype.
 
 ``amp-plugin run`` binds them for the length of a run. ``AMP_PLUGIN_RULES`` binds rules in every process that
-imports torch: torch loads this module by its entry point ``torch.backends``.
+imports torch (``amp_plugin_autoload``).
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import multiprocessing
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from amp_plugin.messages import OptionError
 from amp_plugin.patches import replaced
 
 if TYPE_CHECKING:
@@ -32,11 +34,16 @@ _LAUNCHERS = {
 
 @contextmanager
 def bound_autocast(
-    rules: OpRules | None = None, name: str = "", *, dtype: torch.dtype | None = None
+    rules: OpRules | None = None,
+    name: str = "",
+    *,
+    dtype: torch.dtype | None = None,
+    on_first: Callable[[str, torch.dtype], object] | None = None,
 ) -> Iterator[Counter[tuple[str, torch.dtype]]]:
     """Let ``torch.autocast`` follow rules, and a dtype where it names none; yield the number of its blocks.
 
-    They are counted, but for those that are off, by device and dtype. ``name`` is that of the rules' file; a
+    They are counted, but for those that are off, by device and dtype; ``on_first`` is called at the first of
+    each kind. ``name`` is that of the rules' file; a
     warning at the end, in the main process, says if neither a block nor a region of ours has read it.
     """
     import torch  # noqa: PLC0415 - this module is loaded while torch is
@@ -49,6 +56,8 @@ def bound_autocast(
 
     def enter(block: Any) -> Any:
         if block._enabled:
+            if on_first is not None and (block.device, block.fast_dtype) not in blocks:
+                on_first(block.device, block.fast_dtype)
             blocks[block.device, block.fast_dtype] += 1
             KERNELS.note_asked(block.device)
             if rules is not None and rules.device_type != block.device:
@@ -117,20 +126,21 @@ def ours_by_default() -> AbstractContextManager[None]:
     return process_follows(*defaults, *filter(None, [environment_rules()]))
 
 
+@cache
 def bind_environment() -> None:
-    """Bind the rules that ``AMP_PLUGIN_RULES`` names, for the whole process; ``import torch`` calls it.
-
-    Raises:
-        ValueError: there is no such file, or it holds no rules.
-    """
-    if not os.environ.get("AMP_PLUGIN_RULES") or is_launcher():
+    """Bind the rules that ``AMP_PLUGIN_RULES`` names for the whole process; an OptionError if it has none."""
+    variable = "AMP_PLUGIN_RULES"
+    given = os.environ.get(variable, "")
+    if not given or is_launcher():
         return
     from amp_plugin.casting.rules import environment_rules  # noqa: PLC0415 - most processes stop above
 
+    try:
+        rules = environment_rules()
+    except (OSError, ValueError) as error:
+        raise OptionError(variable, given, "the path of a rules file", str(error)) from error
     bound = ExitStack()
-    bound.enter_context(
-        bound_autocast(environment_rules(), f"AMP_PLUGIN_RULES={os.environ['AMP_PLUGIN_RULES']}")
-    )
+    bound.enter_context(bound_autocast(rules, f"{variable}={given}"))
     atexit.register(bound.close)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NoReturn
 
 import typer
@@ -13,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperCommand
 
+from amp_plugin.casting.bound_rules import ours_by_default
 from amp_plugin.program import Program, program_named, reads_arguments, run_program
 
 
@@ -89,9 +91,18 @@ def run_script(
     as_json: bool,
     expected: type[BaseException] | tuple[()] = (),
 ) -> tuple[int, bool]:
-    """Run a program; what it prints goes to standard error where standard output is one JSON object."""
+    """Run a program, by default under our rules.
+
+    What it prints goes to standard error where standard output is one JSON object.
+    """
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        return run_program(program, arguments or [], around, expected=expected)
+        return run_program(program, arguments or [], _under_our_rules(around), expected=expected)
+
+
+@contextlib.contextmanager
+def _under_our_rules(around: contextlib.AbstractContextManager[object]) -> Iterator[None]:
+    with ours_by_default(), around:
+        yield
 
 
 def fail(message: str, *, code: int) -> NoReturn:

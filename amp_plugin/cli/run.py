@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -13,6 +12,8 @@ from typing import Annotated, Final, Literal
 import typer
 
 from amp_plugin.cli.arguments import Arguments, AsJson, AsModule, Script, fail, program_of, run_script, show
+from amp_plugin.program import run_program
+from amp_plugin.run_page.libraries import require_libraries
 
 Rules = Annotated[
     Path | None,
@@ -41,30 +42,22 @@ def run(
     """Run a program that is not to be edited on amp_plugin; the exit code is the program's.
 
     torch.autocast, torch.amp.GradScaler, Accelerate's Accelerator and Lightning's Trainer and Fabric are
-    amp_plugin's while it runs, in the processes that it starts too. The program need not import amp_plugin.
-    When it ends, all of it is given back. With several processes: torchrun -m amp_plugin run train.py
+    amp_plugin's until the process ends, in the processes that it starts too. The program need not import
+    amp_plugin. With several processes: torchrun -m amp_plugin run train.py
     """
-    from amp_plugin.adapters.takeover import Takeover  # noqa: PLC0415 - loads torch
-    from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
-    from amp_plugin.run_page.page import require_libraries  # noqa: PLC0415 - loads torch
-    from amp_plugin.run_page.report import program_page  # noqa: PLC0415 - loads torch
+    from amp_plugin.adapters.takeover import Takeover  # noqa: PLC0415 - for this command only
 
-    program = program_of(script, as_module=as_module, core_for="" if rules is None else "run --rules")
-    try:
-        if page is not None:
+    program = program_of(script, as_module=as_module)
+    if page is not None:
+        try:
             require_libraries()
-        takeover = Takeover(
-            Path(program.name).name,
-            precision=precision,
-            rules=None if rules is None else OpRules.from_yaml(rules),
-            rules_name="" if rules is None else str(rules),
-        )
-    except ImportError as error:
-        fail(str(error), code=1)
-    except (OSError, ValueError) as error:
-        fail(str(error), code=2)
-    around = takeover if page is None else _both(program_page(page, program.name), takeover)
-    code, _ = run_script(program, arguments, around, as_json=False)
+        except ImportError as error:
+            fail(str(error), code=1)
+    takeover = Takeover(Path(program.name).name, precision=precision, rules=rules, page=page)
+    takeover.begin()
+    code, failed = run_program(program, arguments or [], nullcontext())
+    if failed:
+        takeover.program_failed()
     raise typer.Exit(code)
 
 
@@ -82,12 +75,6 @@ def report(
     skipped step. The script need not import amp_plugin: it runs on it, as under `amp-plugin run`.
     """
     run(script, arguments, precision, rules, page, as_module)
-
-
-@contextmanager
-def _both(outer: AbstractContextManager[object], inner: AbstractContextManager[object]) -> Iterator[None]:
-    with outer, inner:
-        yield
 
 
 _FIELDS: Final = {  # of a row in JSON

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,15 +17,6 @@ _MOST_RANGES: Final = 12
 _MOST_CHANGES: Final = 3
 _TOO_HIGH: Final = "the loss scale was too high for the gradients and was lowered, which is how it is found"
 _OFTEN: Final = 0.05  # share of skipped steps that is worth a change
-
-
-def require_libraries() -> None:
-    """Raise if the packages that draw the page are missing."""
-    for package in ("altair", "jinja2", "vl_convert"):
-        if find_spec(package) is None:
-            packages = "altair jinja2 vl-convert-python"
-            msg = f"a report needs {package}, which is not installed; run: pip install {packages}"
-            raise ImportError(msg)
 
 
 @cache

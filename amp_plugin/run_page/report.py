@@ -31,7 +31,8 @@ from amp_plugin.numerics.finding import rank_of_process
 from amp_plugin.run_page.dtypes import Survey
 from amp_plugin.run_page.headroom import BUDGET, Headroom
 from amp_plugin.run_page.history import History
-from amp_plugin.run_page.page import render, require_libraries
+from amp_plugin.run_page.libraries import require_libraries
+from amp_plugin.run_page.page import render
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
 from amp_plugin.scaling.overflows import OverflowReport, ParameterNames

@@ -28,12 +28,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from amp_plugin.casting.bound_rules import ours_by_default
 from amp_plugin.casting.installed_kernels import rules_on_trial
 from amp_plugin.casting.op_names import overloads_of, schema_of, written_arguments
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.numerics.modules import buffers_kept
 from amp_plugin.patches import replaced
-from amp_plugin.program import Program, run_program
+from amp_plugin.program import Program, main_restored, run_program
 from amp_plugin.scaling.gradients import params_of
 from amp_plugin.tuning.folder_copy import FolderCopy
 
@@ -138,7 +139,13 @@ class Script:
         torch.manual_seed(0)
         expected: tuple[type[BaseException], ...] = (Enough, Exception) if self._has_run else (Enough,)
         quiet = contextlib.redirect_stderr(io.StringIO()) if self._has_run else contextlib.nullcontext()
-        with contextlib.redirect_stdout(io.StringIO()), quiet, self._folder.entered():
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            quiet,
+            self._folder.entered(),
+            main_restored(),
+            ours_by_default(),
+        ):
             around = _batches_followed(counted)
             code, failed = run_program(self._program, self._arguments, around=around, expected=expected)
         if count < batches:

@@ -24,10 +24,14 @@ def torchrun(*words: str, environment: Mapping[str, str], folder: Path) -> Compl
 
 
 def run_unedited(
-    *words: str, environment: Mapping[str, str], folder: Path, frameworks: bool = False
+    *words: str,
+    environment: Mapping[str, str],
+    folder: Path,
+    frameworks: bool = False,
+    command: str = "run",
 ) -> CompletedProcess[str]:
-    """Do what ``amp-plugin run WORDS`` does."""
-    return call(_run, words, environment=environment, folder=folder, frameworks=frameworks)
+    """Do what ``amp-plugin run WORDS`` does, or ``amp-plugin report WORDS``."""
+    return call(_run, [command, *words], environment=environment, folder=folder, frameworks=frameworks)
 
 
 def _launch(words: list[str]) -> None:
@@ -43,5 +47,5 @@ def _run(words: Sequence[str]) -> None:
     multiprocessing.process._parent_process = None  # of a worker of a loader nothing is said
     multiprocessing.process.current_process()._config["daemon"] = False  # it may start others
     sys.path.insert(0, "")
-    sys.argv = ["amp-plugin", "run", *words]
+    sys.argv = ["amp-plugin", *words]
     app()

@@ -10,14 +10,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from amp_plugin import GradScaler, autocast
-from amp_plugin.adapters.takeover import Takeover, bind_environment, when_imported
-from amp_plugin.cli import app
+from amp_plugin.adapters.takeover import Takeover, bind_environment, end_runs, when_imported
 from tests.adapters.accelerate_pair import reset
 from tests.adapters.commands import run_unedited, torchrun
-from tests.commands import with_entry_points
+from tests.commands import amp, with_entry_points
 from tests.warm_processes import call_on_ranks
 
 LOOP = """\
@@ -80,7 +78,7 @@ def run(tmp_path, monkeypatch):
     def run_text(text: str, *words: str, arguments: tuple[str, ...] = ()):
         program = tmp_path / "train.py"
         program.write_text(text)
-        result = CliRunner().invoke(app, ["run", *words, str(program), *arguments])
+        result = amp("run", *words, program, *arguments)
         said = [line for line in result.stderr.splitlines() if line.startswith("amp-plugin run")]
         return result, said
 
@@ -154,10 +152,14 @@ class TestTorchAmp:
     @pytest.mark.parametrize(
         ("end", "code"), [("raise KeyError('gone')", 1), ("import sys; sys.exit(7)", 7), ("pass", 0)]
     )
-    def test_everything_is_given_back(self, run, end, code):
+    def test_the_exit_code_is_the_programs(self, run, end, code):
+        assert run(f"import torch\ntorch.amp.GradScaler('cpu')\n{end}")[0].exit_code == code
+
+    def test_everything_is_given_back_at_the_end(self):
         before = names()
-        result, _ = run(f"import torch\ntorch.amp.GradScaler('cpu')\n{end}", "--precision", "bf16")
-        assert result.exit_code == code
+        Takeover("a test", precision="bf16").begin()
+        assert type(torch.amp.GradScaler("cpu")) is GradScaler
+        end_runs()
         assert names() == before
         assert type(torch.amp.GradScaler("cpu")) is torch.amp.GradScaler
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from amp_plugin.adapters.takeover import end_runs
 from amp_plugin.cli import app
+from amp_plugin.program import main_restored
 from tests.run_page.test_report import data_of, text_of
 
 PLAIN = """
@@ -65,10 +67,13 @@ def run(
     script = folder / "train.py"
     script.write_text(source)
     words = ["amp-plugin", *command, str(folder / "run.html"), str(script), *words]
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, main_restored():
         patch.setattr(sys, "argv", words)
-        with pytest.raises(SystemExit) as ended:
-            app()
+        try:
+            with pytest.raises(SystemExit) as ended:
+                app()
+        finally:
+            end_runs()
     assert ended.value.code == code
     return folder / "run.html"
 

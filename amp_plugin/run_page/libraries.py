@@ -1,0 +1,12 @@
+"""The packages that draw the page; whether they are there is known without torch."""
+
+from importlib.util import find_spec
+
+
+def require_libraries() -> None:
+    """Raise if the packages that draw the page are missing."""
+    for package in ("altair", "jinja2", "vl_convert"):
+        if find_spec(package) is None:
+            packages = "altair jinja2 vl-convert-python"
+            msg = f"a report needs {package}, which is not installed; run: pip install {packages}"
+            raise ImportError(msg)
