@@ -148,15 +148,17 @@ def step_calls(grads: list[Tensor]) -> Calls:
     adam = {"lr": 1e-9, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "maximize": False}
     sgd = {"lr": 1e-9, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
     sgd["maximize"] = False
-    states = [params, grads, first, second, []]
+    moments, of_adam = [*first, *second], [*list(adam.values())[:5], True, False]
     return {
-        "adam_": (
-            lambda: OP.adam_(*states, steps, [], decoupled_weight_decay=True, **adam, **late),
-            lambda: torch._fused_adamw_(*states, steps, amsgrad=False, **adam, **late),
+        "AdamW": (
+            lambda: OP.step_(params, grads, moments, steps, [], "adam", of_adam, **late),
+            lambda: torch._fused_adamw_(
+                params, grads, first, second, [], steps, amsgrad=False, **adam, **late
+            ),
             8,
         ),
-        "sgd_": (
-            lambda: OP.sgd_(params, grads, first, [], first_step=False, **sgd, **late),
+        "SGD": (
+            lambda: OP.step_(params, grads, first, [], [], "sgd_momentum", [*sgd.values()], **late),
             lambda: torch._fused_sgd_(params, grads, first, is_first_step=False, **sgd, **late),
             6,
         ),

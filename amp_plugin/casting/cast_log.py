@@ -135,7 +135,7 @@ class CastLog:
     """The casts made while the log was open; see ``log_casts``."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self._native: Any = require_native("log_casts").region
+        self._native: Any = require_native("log_casts").extension
         KERNELS.install()
         self._model = model
         self._collected: list[Cast] = []

@@ -34,7 +34,7 @@ def _use_rules(device_type: str, content: str) -> None:
     if torch.get_autocast_dtype(_GATE) is not _OPEN or device_type not in DEVICE_NUMBERS:
         return
     with _disable_current_modes():
-        region: Any = require_native("a rule set other than the default one").region
+        region: Any = require_native("a rule set other than the default one").extension
         KERNELS.install()
         if content:
             number = KERNELS.assigned_number(rules_with_content(content))

@@ -80,13 +80,13 @@ class AutocastKernels:
         """Install every device's default rules once per process, if the native core is loaded; return it."""
         core = native_core()
         with self._lock, outside_tracers():
-            if not self.are_native and core.region is not None:
-                self._native = core.region
+            if not self.are_native and core.extension is not None:
+                self._native = core.extension
                 for device_type in TABLES:
                     self._define(OpRules.default(device_type), DEFAULT)
-                core.region.never_keep(_is_managed_by_fsdp)
+                core.extension.never_keep(_is_managed_by_fsdp)
                 self._step_hook = register_optimizer_step_post_hook(_after_step)
-                self.enter, self.leave = core.region.enter, core.region.exit
+                self.enter, self.leave = core.extension.enter, core.extension.exit
                 self.are_native = True
         return core
 
@@ -168,7 +168,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _forget_casts() -> None:
-    native: Any = native_core().region
+    native: Any = native_core().extension
     native.forget_casts()
 
 

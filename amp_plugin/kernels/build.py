@@ -47,19 +47,19 @@ class NativeCore:
     Attributes:
         reason: Why it is absent, in one sentence; empty if it is loaded.
         library: The file it was loaded from; None if it is absent.
-        region: The Python extension; None if it is absent.
+        extension: Its classes and functions, by pybind11; None if it is absent.
         seconds: Time spent compiling; 0.0 if it was there.
     """
 
     reason: str = ""
     library: Path | None = None
-    region: ModuleType | None = None
+    extension: ModuleType | None = None
     seconds: float = 0.0
 
     @property
     def loaded(self) -> bool:
         """Whether its ops and functors are registered."""
-        return self.region is not None
+        return self.extension is not None
 
 
 _core: NativeCore | None = None
@@ -126,7 +126,7 @@ def _load() -> NativeCore:
     except (OSError, RuntimeError, ValueError, ImportError) as error:
         return NativeCore(reason=str(error))
     sys.modules[name] = module
-    return NativeCore(library=file, region=module, seconds=seconds)
+    return NativeCore(library=file, extension=module, seconds=seconds)
 
 
 def _forget_lock() -> None:

@@ -55,17 +55,10 @@ SCHEMAS: Final = {
         "int hysteresis, int hysteresis_mode) -> ()"
     ),
     "clip_factor": "(Tensor norm, float max_norm, Tensor? scale=None, Tensor? found_inf=None) -> Tensor",
-    "adam_": (
-        "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
-        "Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] steps, Tensor(g!)[] remainders, *, "
-        "float lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled_weight_decay, "
-        "bool maximize, Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
-    ),
-    "sgd_": (
-        "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] momentum_buffers, "
-        "Tensor(d!)[] remainders, *, float lr, float momentum, float dampening, float weight_decay, "
-        "bool nesterov, bool maximize, bool first_step, "
-        "Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
+    "step_": (
+        "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] states, Tensor(d!)[] counters, "
+        "Tensor(e!)[] remainders, str rule, float[] numbers, *, "
+        "Tensor? lr=None, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
     ),
     "pack_weights_": "(Tensor[] masters, Tensor(a!)[] high, Tensor(b!)[] low) -> ()",
     "unpack_weights_": "(Tensor[] high, Tensor[] low, Tensor(a!)[] masters) -> ()",

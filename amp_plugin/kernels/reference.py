@@ -13,21 +13,16 @@ norms where p is -inf.
 
 **Weights.** A float32 master is kept as a pair of 16 + 16 bits: docs/design.md, "The pair".
 
-**Steps.** ``adam_`` and ``sgd_`` take lists with an entry per parameter of one group: ``params`` in float32,
-or in bfloat16 with ``remainders``, the low halves of their pairs; ``grads`` in float32, bfloat16 or float16;
-states in float32 or bfloat16 of the parameter's shape, or in 8-bit codes (see :mod:`.state_codes`); ``steps``
-in float32 or float64, one element each. ``lr_tensor`` (one element) takes the place of ``lr``.
-
-``grad_scale`` (one element) is what gradients are divided by: a loss scale, clipping. They are left divided,
-each rounded once to its dtype, without ``maximize`` and weight decay; the step takes quotients in float32.
-Without it, or where it is 1, gradients are not written and their versions do not move, except that a GPU's
-host cannot know of the 1. Where ``found_inf`` (one element) is above 0 nothing else is written, not counters.
+**Steps.** :func:`step_` takes a step of any optimizer that has an entry in :data:`RULES`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -313,110 +308,150 @@ def round_weights_(masters: Sequence[Tensor], out: Sequence[Tensor], seed: int, 
         rounded.copy_(halves.to(torch.int16).view(torch.bfloat16).view(master.shape))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What one step of an optimizer does to a parameter.
+
+    Attributes:
+        numbers: Names of the numbers that the rule is given, in order. ``lr`` is the first.
+        states: What each of its states holds, in order: ``"signed"``, ``"square"``, ``"second square"`` or
+            ``"weight"``. Squares are not negative; in fewer bits they are rounded at random. Weights are
+            always float32.
+        apply: Takes a parameter, its gradient, its states and its counters after this step, all wide, and the
+            numbers by name. Returns the new parameter and the new states.
+        counters: How many counters each parameter has. The first counts its steps.
+        count: Changes the second counter: takes it, the first one after this step, and the numbers.
+    """
+
+    numbers: tuple[str, ...]
+    states: tuple[str, ...] = ()
+    apply: Callable[..., tuple[Tensor, ...]]
+    counters: int = 0
+    count: Callable[..., Tensor] | None = None
+
+
+def _decayed(param: Tensor, grad: Tensor, n: SimpleNamespace) -> Tensor:
+    weight_decay: float = n.weight_decay
+    return (-grad if n.maximize else grad) + weight_decay * param
+
+
+def _adam(
+    param: Tensor, grad: Tensor, states: list[Tensor], counters: list[Tensor], n: SimpleNamespace
+) -> tuple[Tensor, ...]:
+    """Adam (Kingma and Ba, 2015), and AdamW if weight decay is decoupled (Loshchilov and Hutter, 2019)::
+
+    grad += weight_decay * param             or, decoupled: param *= 1 - lr * weight_decay
+    exp_avg += (1 - beta1) * (grad - exp_avg)
+    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad^2
+    root = sqrt(exp_avg_sq)                  amsgrad: of the largest exp_avg_sq so far
+    param -= lr / (1 - beta1^step) * exp_avg / (root / sqrt(1 - beta2^step) + eps)
+    """  # noqa: D415 - the formula belongs to the sentence
+    exp_avg, exp_avg_sq, *largest = states
+    (step,) = counters
+    if n.decoupled:
+        grad, param = -grad if n.maximize else grad, param * (1 - n.lr * n.weight_decay)
+    else:
+        grad = _decayed(param, grad, n)
+    exp_avg = exp_avg + (1 - n.beta1) * (grad - exp_avg)
+    exp_avg_sq = n.beta2 * exp_avg_sq + (1 - n.beta2) * grad * grad
+    largest = [torch.maximum(square, exp_avg_sq) for square in largest]
+    root = (largest or [exp_avg_sq])[0].sqrt()
+    denominator = root / (1 - n.beta2**step).sqrt() + n.eps
+    param = param - n.lr / (1 - n.beta1**step) * exp_avg / denominator
+    return param, exp_avg, exp_avg_sq, *largest
+
+
+def _sgd(
+    param: Tensor, grad: Tensor, states: list[Tensor], _: list[Tensor], n: SimpleNamespace
+) -> tuple[Tensor, ...]:
+    """SGD, with momentum if there is a buffer::
+
+    grad += weight_decay * param
+    buffer = momentum * buffer + (1 - dampening) * grad
+    param -= lr * (grad + momentum * buffer if nesterov else buffer)
+    """  # noqa: D415 - the formula belongs to the sentence
+    grad = direction = _decayed(param, grad, n)
+    states = [n.momentum * buffer + (1 - n.dampening) * grad for buffer in states]
+    for buffer in states:
+        direction = grad + n.momentum * buffer if n.nesterov else buffer
+    return param - n.lr * direction, *states
+
+
+_ADAM: Final = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled", "maximize")
+_SGD: Final = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+_MOMENTS: Final = ("signed", "square")
+
+RULES: Final = {
+    "adam": Rule(numbers=_ADAM, states=_MOMENTS, apply=_adam, counters=1),
+    "adam_amsgrad": Rule(numbers=_ADAM, states=(*_MOMENTS, "second square"), apply=_adam, counters=1),
+    "sgd": Rule(numbers=_SGD, apply=_sgd),
+    "sgd_momentum": Rule(numbers=_SGD, states=("signed",), apply=_sgd),
+}
+"""The rules that :func:`step_` takes; ``csrc/rules`` has the same for C++ and CUDA."""
+
+_DRAWS: Final = {"square": 1, "second square": 2}  # which draws round a state
+
+
 @torch.no_grad()
-def adam_(
+def step_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    max_exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
+    states: Sequence[Tensor],
+    counters: Sequence[Tensor],
     remainders: Sequence[Tensor],
+    rule: str,
+    numbers: Sequence[float],
     *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled_weight_decay: bool,
-    maximize: bool,
-    lr_tensor: Tensor | None = None,
+    lr: Tensor | None = None,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Take a step of :class:`torch.optim.Adam` or, with decoupled weight decay, AdamW.
+    """Divide gradients, and take a step of an optimizer unless ``found_inf`` is above 0.
 
-    ``exp_avgs``, ``exp_avg_sqs``, ``max_exp_avg_sqs`` (empty without amsgrad) and ``steps`` are written. The
-    moments of a parameter are float32 or bfloat16 of its shape, or the codes of :mod:`state_codes`. As torch
-    writes it (Kingma and Ba, 2015; Loshchilov and Hutter, 2019)::
-
-        grad = +-grad / grad_scale
-        grad += weight_decay * param             or, decoupled: param *= 1 - lr * weight_decay
-        exp_avg += (1 - beta1) * (grad - exp_avg)
-        exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad^2
-        root = sqrt(exp_avg_sq)                  amsgrad: of the largest exp_avg_sq so far
-        param -= lr / (1 - beta1^step) * exp_avg / (root / sqrt(1 - beta2^step) + eps)
+    Args:
+        params: float32, or bfloat16 with ``remainders``. They are written.
+        grads: float32, bfloat16 or float16, one for each parameter. They are left divided by ``grad_scale``,
+            each rounded once to its dtype, without the sign of ``maximize`` and without weight decay. The
+            step takes the quotients in float32. Without ``grad_scale``, or if it is 1, gradients are not
+            written and their versions do not change. (On a GPU the host cannot see that it is 1, so they
+            change there.)
+        states: All first states of the rule, then all second ones, and so on: float32 or bfloat16 of the
+            parameter's shape, or 8-bit codes (see :mod:`.state_codes`). They are written.
+        counters: All first counters, one element each, float32 or float64; then all second ones, float32.
+            They are written.
+        remainders: The low halves of the parameters' pairs, int16, or none. They are written.
+        rule: A key of :data:`RULES`.
+        numbers: The numbers of the rule, in its order.
+        lr: A learning rate of one element on the device, in place of the first number.
+        grad_scale: What gradients are divided by, one element: a loss scale, clipping.
+        found_inf: One element. If it is above 0, gradients are divided, and nothing else is written.
     """
+    entry, count = RULES[rule], len(params)
+    named = SimpleNamespace(**dict(zip(entry.numbers, numbers, strict=True)))
+    if lr is not None:
+        named.lr = _widened(lr).reshape(())
     taken = True if found_inf is None else found_inf.reshape(()) <= 0
-    rate = lr if lr_tensor is None else _widened(lr_tensor).reshape(())
-    pairs = _unscaled(params, grads, remainders, grad_scale, maximize=maximize)
-    for i, (param, unscaled) in enumerate(pairs):
-        step = _widened(steps[i]) + 1
-        grad = unscaled if decoupled_weight_decay else unscaled + weight_decay * param
-        kept = param * (1 - rate * weight_decay) if decoupled_weight_decay else param
-        before = _read_state(exp_avgs[i], param, 0)
-        first = before + (1 - beta1) * (grad - before)
-        second = beta2 * _read_state(exp_avg_sqs[i], param, 1) + (1 - beta2) * grad * grad
-        largest = second
-        if max_exp_avg_sqs:
-            largest = torch.maximum(_read_state(max_exp_avg_sqs[i], param, 2), second)
-            _write_state(max_exp_avg_sqs[i], largest, param, taken, 2, step)
-        denominator = largest.sqrt() / (1 - beta2**step).sqrt() + eps
-        stepped = kept - rate / (1 - beta1**step) * first / denominator
-        _write_state(exp_avgs[i], first, param, taken, 0, step)
-        _write_state(exp_avg_sqs[i], second, param, taken, 1, step)
-        _write_if(steps[i], step, taken)
+    for i, (whole, grad) in enumerate(_unscaled(params, grads, remainders, grad_scale)):
+        counts = [_widened(counters[k * count + i]) for k in range(entry.counters)]
+        if counts:
+            counts[0] = counts[0] + 1
+        if entry.count is not None:
+            counts[1] = entry.count(counts[1], counts[0], named)
+        stored = [states[k * count + i] for k in range(len(entry.states))]
+        values = [
+            _read_state(state, params[i], kind) for state, kind in zip(stored, entry.states, strict=True)
+        ]
+        stepped, *values = entry.apply(whole, grad, values, counts, named)
+        step = counts[0] if counts else 0.0
+        for state, value, kind in zip(stored, values, entry.states, strict=True):
+            _write_state(state, value, params[i], taken, kind, step)
+        for k, value in enumerate(counts):
+            _write_if(counters[k * count + i], value, taken)
         _write_param(params[i], remainders[i] if remainders else None, stepped, taken)
 
 
-@torch.no_grad()
-def sgd_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momentum_buffers: Sequence[Tensor],
-    remainders: Sequence[Tensor],
-    *,
-    lr: float,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    maximize: bool,
-    first_step: bool,
-    lr_tensor: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
-    """Take a step of :class:`torch.optim.SGD`.
-
-    ``momentum_buffers``, empty where ``momentum`` is 0, are written; they hold nothing yet at ``first_step``.
-    As torch writes it::
-
-        grad = +-grad / grad_scale + weight_decay * param
-        buffer = momentum * buffer + (1 - dampening) * grad          (grad at the first step)
-        param -= lr * (grad + momentum * buffer if nesterov else buffer)
-    """
-    taken = True if found_inf is None else found_inf.reshape(()) <= 0
-    rate = lr if lr_tensor is None else _widened(lr_tensor).reshape(())
-    pairs = _unscaled(params, grads, remainders, grad_scale, maximize=maximize)
-    for i, (param, unscaled) in enumerate(pairs):
-        grad = direction = unscaled + weight_decay * param
-        if momentum:
-            buffer = momentum_buffers[i]
-            before = _read_state(buffer, param, 0)
-            moved = grad if first_step else momentum * before + (1 - dampening) * grad
-            _write_state(buffer, moved, param, taken, 0, 0)
-            direction = grad + momentum * moved if nesterov else moved
-        _write_param(params[i], remainders[i] if remainders else None, param - rate * direction, taken)
-
-
 def _unscaled(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    remainders: Sequence[Tensor],
-    grad_scale: Tensor | None,
-    *,
-    maximize: bool,
+    params: Sequence[Tensor], grads: Sequence[Tensor], remainders: Sequence[Tensor], grad_scale: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Divide the gradients; yield each parameter and what its step takes, wide."""
     divides = grad_scale is not None and not (grad_scale.is_cpu and grad_scale.float().item() == 1)
@@ -429,32 +464,32 @@ def _unscaled(
         if grad_scale is not None and divides:
             unscaled = unscaled / _widened(grad_scale).reshape(())
             grad.copy_(unscaled)
-        yield _widened(whole), -unscaled if maximize else unscaled
+        yield _widened(whole), unscaled
 
 
 def _write_if(tensor: Tensor, value: Tensor, taken: Tensor | bool) -> None:
     tensor.copy_(torch.where(torch.as_tensor(taken, device=tensor.device), value.to(tensor.dtype), tensor))
 
 
-def _read_state(state: Tensor, param: Tensor, number: int) -> Tensor:
-    """Return the first (0) or a second moment (1, 2), wide, however it is stored."""
+def _read_state(state: Tensor, param: Tensor, kind: str) -> Tensor:
+    """Return a state, wide, however it is stored."""
     if state.dtype is not torch.uint8:
         return _widened(state)
     value = torch.empty_like(param, dtype=torch.float32)
-    in_memory_order(value).copy_(decode(state, param.numel(), signed=number == 0))
+    in_memory_order(value).copy_(decode(state, param.numel(), signed=kind == "signed"))
     return _widened(value)
 
 
 def _write_state(
-    state: Tensor, value: Tensor, param: Tensor, taken: Tensor | bool, number: int, step: Tensor | float
+    state: Tensor, value: Tensor, param: Tensor, taken: Tensor | bool, kind: str, step: Tensor | float
 ) -> None:
     """Write what `_read_state` reads."""
     if state.dtype is torch.float32:
         return _write_if(state, value, taken)
     flat = in_memory_order(torch.empty_like(param, dtype=torch.float32).copy_(value))
-    drawn = draws(flat.numel(), step, number, flat.device) if number else None
+    drawn = draws(flat.numel(), step, _DRAWS[kind], flat.device) if kind in _DRAWS else None
     if state.dtype is torch.uint8:
-        return _write_if(state, encode(flat, signed=number == 0, drawn=drawn), taken)
+        return _write_if(state, encode(flat, signed=kind == "signed", drawn=drawn), taken)
     rounded = torch.empty_like(param, dtype=torch.bfloat16)
     in_memory_order(rounded).copy_(to_bf16(flat, drawn))
     return _write_if(state, rounded, taken)

@@ -200,7 +200,7 @@ def _change(grad: Tensor | None, mark: _Mark) -> int:
 
 def make_ledger() -> Any:
     """Return a native ledger if the Python extension is loaded, else the Python one."""
-    extension = native_core().region
+    extension = native_core().extension
     return GradientLedger() if extension is None else extension.GradientLedger()
 
 

@@ -1,4 +1,4 @@
-"""A whole step of Adam, AdamW or SGD as one op, in place of ``optimizer.step``.
+"""A whole step of an optimizer as one op, in place of ``optimizer.step``.
 
 The op reads gradients once: it divides them by what they are still multiplied by, clips, writes them,
 steps and stores; after an overflow it writes gradients only. Groups, state, counters, flags and hooks stay
@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from amp_plugin.kernels.build import native_core
@@ -23,13 +23,13 @@ from amp_plugin.weights.compressed_state import CompressedState, asked_for
 from amp_plugin.weights.weight import remainder_of, stored_params
 
 _Group = dict[str, Any]
-_Part = tuple[Callable[..., None], tuple[Any, ...], Tensor | None]  # an op, its options, lr on a GPU
+_Part = tuple[Callable[..., None], list[float], Tensor | None]  # the op, its rule's numbers, lr on a GPU
 
 
 def why_not(optimizer: Optimizer) -> str:
     """Return what keeps every step of an optimizer from being taken in one pass; empty if nothing does."""
-    if type(optimizer) not in _RULES:
-        return f"it is {type(optimizer).__name__}, not exactly Adam, AdamW or SGD of torch.optim"
+    if _class_of(optimizer) not in RULES:
+        return f"there is no rule for the class {_class_of(optimizer)}"
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     missing = unavailable(next((param.device.type for param in params), "cpu"))
     if missing:
@@ -46,7 +46,7 @@ def why_not(optimizer: Optimizer) -> str:
 
 def unavailable(device_type: str) -> str:
     """Return why no step is taken in one pass on a type of device; empty if the ops run there."""
-    if native_core().region is None:
+    if not native_core().loaded:
         return f"the native core is not loaded: {native_core().reason}"
     if device_type == "cuda":
         core = cuda_core()
@@ -56,18 +56,20 @@ def unavailable(device_type: str) -> str:
 
 def collect(optimizer: Optimizer) -> OnePassStep | str:
     """Return all that a step needs, or why it cannot be taken in one pass now."""
-    rule = _RULES[type(optimizer)]
+    row = RULES[_class_of(optimizer)]
     if sum(len(group["params"]) for group in optimizer.param_groups) > len(optimizer.state):
-        _begin(optimizer, rule)
+        _begin(optimizer, row)
     parts: list[_Part] = []
     for group in optimizer.param_groups:
+        rule, states = row.rule(group)
+        numbers = [_number(group, option) for option in row.numbers]
         try:
             for params, remainders in _by_storage(group["params"]):
-                tensors = native_core().region.StepTensors(  # type: ignore[union-attr]
-                    params, remainders, optimizer.state, rule.states(group), rule.counts
+                tensors = native_core().extension.StepTensors(  # type: ignore[union-attr]
+                    rule, len(numbers), params, remainders, optimizer.state, states, row.counters
                 )
                 if len(tensors) > 0:
-                    parts.append((getattr(tensors, rule.op), rule.options(group), _lr_on_device(group)))
+                    parts.append((tensors.step_, numbers, _lr_on_device(group)))
         except ValueError as error:
             return str(error)
     return OnePassStep(optimizer, parts) if parts else "it has no gradients"
@@ -84,8 +86,8 @@ class OnePassStep:
         """Divide the gradients and step, unless ``found_inf`` is 1; then run the optimizer's hooks."""
         optimizer = self._optimizer
         with torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
-            for call, options, lr in self._parts:
-                call(*options, lr, divisor, found_inf)
+            for call, numbers, lr in self._parts:
+                call(numbers, lr, divisor, found_inf)
             if skipped:
                 return
             optimizer._opt_called = True  # type: ignore[attr-defined] # read by learning rate schedulers
@@ -94,29 +96,56 @@ class OnePassStep:
                 hook(optimizer, (optimizer,), {})
 
 
-class _Rule(NamedTuple):
-    """What an op needs of a group: the op's name, its states, whether steps are counted, its options."""
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """How the parameter groups of a class become calls of ``step_``.
 
-    op: str
-    always: tuple[str, ...]  # names of its states
-    with_option: tuple[str, str]  # an option, and the state that it asks for
-    counts: bool
-    options: Callable[[_Group], tuple[Any, ...]]
+    Attributes:
+        rule: Takes a group. Returns the name of its rule, a key of ``kernels.reference.RULES``, and the names
+            that the states of the rule have in the optimizer's state.
+        numbers: The group options that are the numbers of the rule, in its order; ``"betas.0"`` for an item.
+        counters: The names of the rule's counters in the optimizer's state.
+    """
 
-    def states(self, group: _Group) -> tuple[str, ...]:
-        """Return the names of the group's states."""
-        option, state = self.with_option
-        return (*self.always, state) if group[option] else self.always
-
-
-def _adam_options(group: _Group) -> tuple[Any, ...]:
-    numbers = (_lr_on_host(group), *group["betas"], group["eps"], group["weight_decay"])
-    return (*map(float, numbers), group["decoupled_weight_decay"], group["maximize"])
+    rule: Callable[[_Group], tuple[str, tuple[str, ...]]]
+    numbers: tuple[str, ...]
+    counters: tuple[str, ...] = ()
 
 
-def _sgd_options(group: _Group) -> tuple[Any, ...]:
-    numbers = (_lr_on_host(group), group["momentum"], group["dampening"], group["weight_decay"])
-    return (*map(float, numbers), group["nesterov"], group["maximize"])
+_COUNTS: Final = ("step",)
+_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+
+
+def _adam(group: _Group) -> tuple[str, tuple[str, ...]]:
+    return ("adam_amsgrad", (*_MOMENTS, "max_exp_avg_sq")) if group["amsgrad"] else ("adam", _MOMENTS)
+
+
+def _sgd(group: _Group) -> tuple[str, tuple[str, ...]]:
+    return ("sgd_momentum", ("momentum_buffer",)) if group["momentum"] else ("sgd", ())
+
+
+_ADAM: Final = ("lr", "betas.0", "betas.1", "eps", "weight_decay", "decoupled_weight_decay", "maximize")
+_SGD: Final = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+
+RULES: Final = {
+    "torch.optim.adam.Adam": _Row(rule=_adam, numbers=_ADAM, counters=_COUNTS),
+    "torch.optim.adamw.AdamW": _Row(rule=_adam, numbers=_ADAM, counters=_COUNTS),
+    "torch.optim.sgd.SGD": _Row(rule=_sgd, numbers=_SGD),
+}
+"""The classes whose step is taken in one pass, by module and name."""
+OPTIMIZERS: Final = tuple(name.rpartition(".")[2] for name in RULES)
+"""The names of these classes alone."""
+
+
+def _class_of(optimizer: Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _number(group: _Group, option: str) -> float:
+    """Return a number of a group; 0 for a learning rate on a GPU, which the op reads there."""
+    name, _, item = option.partition(".")
+    value = group[name][int(item)] if item else group[name]
+    return 0.0 if _is_on_device(value) else float(value or 0.0)
 
 
 def _is_on_device(number: Any) -> bool:
@@ -129,18 +158,7 @@ def _lr_on_device(group: _Group) -> Tensor | None:
     return lr if _is_on_device(lr) else None
 
 
-def _lr_on_host(group: _Group) -> Any:
-    return group["lr"] if _lr_on_device(group) is None else 0.0
-
-
-_ADAM = _Rule("adam_", ("exp_avg", "exp_avg_sq"), ("amsgrad", "max_exp_avg_sq"), True, _adam_options)
-_SGD = _Rule("sgd_", (), ("momentum", "momentum_buffer"), False, _sgd_options)
-_RULES = {Adam: _ADAM, AdamW: _ADAM, SGD: _SGD}
-OPTIMIZERS = tuple(kind.__name__ for kind in _RULES)
-"""Names of the optimizers of ``torch.optim`` that there is an op for."""
-
-
-def _begin(optimizer: Optimizer, rule: _Rule) -> None:
+def _begin(optimizer: Optimizer, row: _Row) -> None:
     """Make the states that are to be compressed: zeros, as torch's own first step would, in float32."""
     for group in optimizer.param_groups:
         if group.get("dampening"):  # not for the first gradient, which torch takes whole
@@ -151,11 +169,10 @@ def _begin(optimizer: Optimizer, rule: _Rule) -> None:
             if form is None or param.grad is None or param in optimizer.state or not counts_here:
                 continue
             zeros = torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
-            made = {name: CompressedState.of(zeros, form, name) for name in rule.states(group)}
-            if rule.counts:
-                optimizer.state[param] = {"step": torch.zeros((), device=param.device), **made}
-            elif made:
-                optimizer.state[param] = made
+            counts = {name: torch.zeros((), device=param.device) for name in row.counters}
+            made = {name: CompressedState.of(zeros, form, name) for name in row.rule(group)[1]}
+            if counts or made:
+                optimizer.state[param] = {**counts, **made}
 
 
 def _by_storage(params: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:

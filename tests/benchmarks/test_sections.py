@@ -157,8 +157,8 @@ def test_bandwidth_counts_what_each_op_reads_and_writes(monkeypatch):
     monkeypatch.setattr(cuda, "bandwidth", lambda sample, moved: lambda: moved)
     numel = 3 * 4 + 5 + 1
     for comparison in cuda.Bandwidth().comparisons(TINY):
-        times = {"norm_check": 1, "adam_": 8, "sgd_": 6}.get(comparison.name, 2)
-        of_torch = [times * 4 * numel] if comparison.name in {"adam_", "sgd_"} else []
+        times = {"norm_check": 1, "AdamW": 8, "SGD": 6}.get(comparison.name, 2)
+        of_torch = [times * 4 * numel] if comparison.name in {"AdamW", "SGD"} else []
         moved = [sample() for sample in comparison.samples.values()]
         assert moved == [times * 4 * numel, 2 * 4 * numel, *of_torch]
     monkeypatch.undo()

@@ -220,7 +220,7 @@ def test_nothing_is_recorded_when_off_and_one_log_at_a_time():
         torch.ones(2, 2) @ torch.ones(2, 2)
     assert len(log) == 0
     assert repr(log) == "CastLog(0 casts, 0 cached, 0 bytes moved)"
-    assert native_core().region.take_cast_log() == []
+    assert native_core().extension.take_cast_log() == []
 
 
 def test_a_log_that_is_opened_again_goes_on():

@@ -48,7 +48,7 @@ def test_graphed_callables_equal_eager():
                 for p, q in zip(graphed.parameters(), eager.parameters(), strict=True):
                     p.mul_(1.5)
                     q.mul_(1.5)
-    assert native_core().region.kept_cast_count() == 0
+    assert native_core().extension.kept_cast_count() == 0
 
 
 def test_a_capture_uses_no_cast_that_was_kept_before():
@@ -57,7 +57,7 @@ def test_a_capture_uses_no_cast_that_was_kept_before():
     with amp_plugin.autocast("cuda", dtype=torch.bfloat16), torch.no_grad(), torch.cuda.stream(stream):
         stream.wait_stream(torch.cuda.default_stream())
         model(x)
-        assert native_core().region.kept_cast_count()
+        assert native_core().extension.kept_cast_count()
         with torch.cuda.graph(graph, stream=stream):
             output = model(x)
         for param in model.parameters():

@@ -55,9 +55,9 @@ def nested(autocast, model):
                 loss_of(model, batch)
         with autocast("cpu", enabled=False):
             model(BATCHES[0])
-        assert autocast is torch.autocast or native_core().region.kept_cast_count() == 4
+        assert autocast is torch.autocast or native_core().extension.kept_cast_count() == 4
         loss_of(model, BATCHES[1]).backward()
-    assert native_core().region.kept_cast_count() == 0
+    assert native_core().extension.kept_cast_count() == 0
 
 
 def torchs_block_inside(autocast, model):
@@ -419,7 +419,7 @@ def second_forward() -> None:
         for _ in range(2):
             output = model(x)
             assert torch.equal(output, x.bfloat16() @ plain.bfloat16().t())
-            assert native_core().region.kept_cast_count() == 0
+            assert native_core().extension.kept_cast_count() == 0
             output.float().sum().backward()
             model.weight.to_local().detach().numpy()[:] *= (
                 2  # by a kernel that no hook of an optimizer announces

@@ -212,7 +212,7 @@ class TestTorchsDefects:
 class TestWeightCache:
     @staticmethod
     def casts():
-        return native_core().region.kept_cast_count()
+        return native_core().extension.kept_cast_count()
 
     @pytest.mark.parametrize("kind", ["frozen", "view", "non-leaf", "inference"])
     def test_what_is_never_kept(self, kind):
@@ -261,7 +261,7 @@ class TestTorchIsLeftAlone:
         for change, ours in ((KERNELS.uninstall, False), (KERNELS.install, True)):
             change()
             assert ("amp_plugin" in torch._C._dispatch_dump("aten::mm")) is ours
-            assert ("aten::mm" in native_core().region.installed("cpu")) is ours
+            assert ("aten::mm" in native_core().extension.installed("cpu")) is ours
             model.zero_grad()
             with torch.autocast("cpu"):
                 loss = torch.nn.functional.mse_loss(model(x), torch.zeros(4, 2))
@@ -276,7 +276,7 @@ class TestTorchIsLeftAlone:
         with torch.autocast("cpu"):
             first, second = x @ w, x @ w
         assert first.grad_fn.next_functions[1][0] is second.grad_fn.next_functions[1][0]
-        assert native_core().region.kept_cast_count() == 0
+        assert native_core().extension.kept_cast_count() == 0
 
 
 def logged(function):

@@ -82,7 +82,7 @@ def test_rules_and_the_cache_flag_go_along():
 
 @pytest.mark.native
 def test_the_cache_flag_is_followed_in_the_thread():
-    casts = native_core().region.kept_cast_count
+    casts = native_core().extension.kept_cast_count
     for flag, kept in ((True, 2), (False, 0)):
         with autocast("cpu", BF16, cache_enabled=flag):
             net = autocast_module(Net())

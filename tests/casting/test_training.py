@@ -154,4 +154,4 @@ class TestWholeLoop:
                 model(x).float().sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                assert native_core().region.kept_cast_count() <= 2
+                assert native_core().extension.kept_cast_count() <= 2

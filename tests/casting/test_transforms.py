@@ -254,7 +254,7 @@ class TestFunctionModes:
         ):
             for _ in range(2):
                 assert model(X).softmax(-1).dtype is torch.float32
-            assert native_core().region.kept_cast_count() == 4  # weights and biases of two Linears
+            assert native_core().extension.kept_cast_count() == 4  # weights and biases of two Linears
 
     def test_own_rules_are_followed_where_blocks_are_recorded(self):
         from torch.fx.experimental.proxy_tensor import make_fx

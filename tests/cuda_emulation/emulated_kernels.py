@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from amp_plugin.kernels.cuda import LAYOUT, SOURCES, TUNING, Kernel, Tuning
+from amp_plugin.kernels.cuda import LAYOUT, RULES, SOURCES, TUNING, Kernel, Tuning
 
 HERE = Path(__file__).parent
 FLAGS = [
@@ -53,11 +53,17 @@ def torch_libraries(*names: str) -> list[str]:
 def build(kernel: Kernel, folder: Path, sources: Path = SOURCES, tuning: Tuning = TUNING) -> Path:
     """Compile a kernel for the CPU; an object of the same sources is used again, wherever they are."""
     command = [compiler(), *FLAGS, f"-DKERNEL={kernel.name}", f'-DKERNEL_FILE="{kernel.name}.cu"']
-    command += [f"-DNORM={kernel.norm}", *(f"-D{name}={value}" for name, value in tuning.macros())]
-    inputs = [*sorted(sources.glob("*.cu*")), LAYOUT, *sorted(HERE.glob("*.h")), *sorted(HERE.glob("*.cpp"))]
+    command += [f"-D{name}={value}" for name, value in (*kernel.macros(), *tuning.macros())]
+    inputs = [
+        *sorted(sources.glob("*.cu*")),
+        LAYOUT,
+        *sorted(RULES.glob("*.h")),
+        *sorted(HERE.glob("*.h")),
+        *sorted(HERE.glob("*.cpp")),
+    ]
     identity = hashlib.sha256(b"".join([repr(command).encode(), *(path.read_bytes() for path in inputs)]))
     command += [f"-I{sources}", f"-I{HERE}", str(HERE / "emulate.cpp")]
-    target = folder / f"{kernel.name}-{kernel.norm}-{identity.hexdigest()[:16]}.so"
+    target = folder / f"{kernel.title.replace(' ', '-')}-{identity.hexdigest()[:16]}.so"
     with FileLock(f"{target}.lock"):
         if not target.exists():
             with tempfile.TemporaryDirectory(dir=folder) as scratch:

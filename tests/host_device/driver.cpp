@@ -165,7 +165,7 @@ int cuLibraryLoadData(void** library, const char* code, void*, void*, unsigned, 
   return *library == nullptr ? 200 : 0;
 }
 int cuLibraryGetKernel(Kernel** kernel, void* library, const char* name) {
-  if (planted("adam is missing") && std::strcmp(name, "adam") == 0) return 500;
+  if (planted("step is missing") && std::strcmp(name, "step") == 0) return 500;
   auto sizes = reinterpret_cast<const size_t* (*)()>(dlsym(library, "parameter_sizes"));
   *kernel = new Kernel{
       name, reinterpret_cast<decltype(Kernel::run)>(dlsym(library, "emulate")), sizes(),

@@ -90,7 +90,7 @@ def load(folder):
     """Load the native core made of ``folder`` and print the result."""
     build.SOURCES = folder
     core = native_core()
-    print(core.loaded, core.seconds > 0, core.region and core.region.answer(), core.reason)
+    print(core.loaded, core.seconds > 0, core.extension and core.extension.answer(), core.reason)
 
 
 @needs_compiler
@@ -109,7 +109,7 @@ def test_threads_share_one_core(sources, capfd):
     with ThreadPoolExecutor(8) as pool:
         cores = list(pool.map(lambda _: native_core(), range(8)))
     assert len({id(core) for core in cores}) == 1
-    assert cores[0].region.answer() == 42
+    assert cores[0].extension.answer() == 42
     assert capfd.readouterr().err.count("compiling the native core") == 1
 
 
@@ -122,7 +122,7 @@ def test_no_compiler_warns_once_and_falls_back(no_compiler, cache, capfd):
         log_casts()
     assert [warning.filename for warning in caught] == [__file__]  # the user's line
     core = native_core()  # a second warning would be an error
-    assert (core.loaded, core.region, core.library) == (False, None, None)
+    assert (core.loaded, core.extension, core.library) == (False, None, None)
     assert capfd.readouterr().err == ""
 
 
@@ -325,7 +325,7 @@ def test_the_core_of_a_wheel_needs_no_compiler_and_no_cache(no_compiler, cache, 
     cache.rmdir()
     file = place(small_core, build.PREBUILT)
     assert (native_core().library, native_core().seconds) == (file, 0.0)
-    assert native_core().region is not None
+    assert native_core().extension is not None
     assert not cache.exists()
 
 

@@ -40,7 +40,7 @@ def cache(tmp_path, monkeypatch):
         *itertools.product(OF_EACH_SOURCE, ARCHITECTURES),
         *((kernel, "sm_90") for kernel in all_kernels() if kernel not in OF_EACH_SOURCE),
     ],
-    ids=lambda given: given if isinstance(given, str) else f"{given.name} {given.norm}",
+    ids=lambda given: given if isinstance(given, str) else given.title,
 )
 def test_every_source_compiles_for_every_architecture(kernel, architecture):
     code = cached_cubin(kernel, architecture)

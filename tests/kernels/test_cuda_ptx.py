@@ -18,8 +18,9 @@ STORE = "st.global.wb.v4.u32"
 
 @functools.cache
 def ptx_of(name: str, tuning: Tuning = TUNING) -> str:
-    kernel = Kernel(name=name, norm="Squares")
-    return ptx((SOURCES / f"{name}.cu").read_text(), kernel, tuning)
+    file, _, rule = name.partition(" ")
+    kernel = Kernel(name=file, rule=rule) if rule else Kernel(name=file, norm="Squares")
+    return ptx((SOURCES / f"{file}.cu").read_text(), kernel, tuning)
 
 
 def ptx(source: str, kernel: Kernel, tuning: Tuning = TUNING) -> str:
@@ -60,7 +61,7 @@ def test_a_thread_has_its_loads_on_their_way_before_it_uses_one(name, in_flight)
     assert ".minnctapersm 2" in ptx_of(name, Tuning(blocks=2, in_flight=in_flight))
 
 
-@pytest.mark.parametrize("name", ["norm_check", "unscale", "multiply", "adam"])
+@pytest.mark.parametrize("name", ["norm_check", "unscale", "multiply", "step adam"])
 def test_the_last_block_sees_what_the_others_wrote(name):
     """A block's writes, a barrier, the count, a barrier, the reads; the count releases and acquires, alone."""
     marks = re.findall(r"(?m)^\s*(?:@%?\w+ )?(bar|barrier|membar|fence|atom)\.([\w.:]*)", ptx_of(name))
@@ -81,11 +82,13 @@ def test_the_last_block_waits_once_for_what_the_others_left(name):
 def test_one_thread_works_out_what_adam_multiplies_by():
     """Two powers, a root and divisions in float64: on most GPUs a thousand threads would take 50 us for them."""
     (guarded,) = [
-        part for part in re.split(r"\bbar(?:rier)?\.(?:cta\.)?sync", ptx_of("adam")) if "sqrt.rn.f64" in part
+        part
+        for part in re.split(r"\bbar(?:rier)?\.(?:cta\.)?sync", ptx_of("step adam"))
+        if "sqrt.rn.f64" in part
     ]
     first_branch = re.search(r"@(%p\d+) bra", guarded)[1]
-    (tested,) = re.findall(rf"setp\.\w+\.\w+ \s*{first_branch}, (%r\d+), 0;", ptx_of("adam"))
-    assert re.search(rf"mov\.u32 \s*{tested}, %tid\.x;", ptx_of("adam"))
+    (tested,) = re.findall(rf"setp\.\w+\.\w+ \s*{first_branch}, (%r\d+), 0;", ptx_of("step adam"))
+    assert re.search(rf"mov\.u32 \s*{tested}, %tid\.x;", ptx_of("step adam"))
 
 
 def test_a_product_is_rounded_before_it_is_added_to():
@@ -96,5 +99,5 @@ def test_a_product_is_rounded_before_it_is_added_to():
 
 def test_a_number_that_divides_all_elements_is_not_divided_by_one_by_one():
     """What is left of divisions: by the root of a second moment, at most once for each root."""
-    assert "div.rn.f32" not in ptx_of("sgd")
-    assert 0 < ptx_of("adam").count("div.rn.f32") <= ptx_of("adam").count("sqrt.rn.f32")
+    assert "div.rn.f32" not in ptx_of("step sgd_momentum")
+    assert 0 < ptx_of("step adam").count("div.rn.f32") <= ptx_of("step adam").count("sqrt.rn.f32")

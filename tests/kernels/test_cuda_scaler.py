@@ -20,12 +20,12 @@ def fused_adamw(params):
 
 
 KERNELS = {
-    (sgd, None): {"norm_check", "sgd"},
+    (sgd, None): {"norm_check", "step"},
     (sgd, "in place"): {"unscale", "clip_factor", "multiply", "norm_check"},
     # The first step is torch's own; where it skips, multiply divides the gradients in its place.
-    (fused_adamw, None): {"norm_check", "adam", "multiply"},
+    (fused_adamw, None): {"norm_check", "step", "multiply"},
     (fused_adamw, "in place"): {"unscale", "clip_factor", "multiply", "norm_check"},
-    (fused_adamw, "folded"): {"norm_check", "clip_factor", "adam", "multiply"},
+    (fused_adamw, "folded"): {"norm_check", "clip_factor", "step", "multiply"},
 }
 
 
@@ -93,7 +93,7 @@ def test_a_folded_clip_is_two_launches_after_an_update_too(captured, trusted):
     if captured:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             iteration()
-    before = seen.names[: seen.names.index("adam_")]
+    before = seen.names[: seen.names.index("step_")]
     before = [name for name in before if hasattr(torch.ops.aten, name) or hasattr(torch.ops.amp_plugin, name)]
     if not trusted:
         before = [name for name in before if name in {"norm_check", "clip_factor", "reciprocal"}]

@@ -9,6 +9,7 @@ import torch
 from amp_plugin.kernels import ops, reference  # noqa: F401 - defines torch.ops.amp_plugin
 from amp_plugin.kernels.state_codes import encode
 from tests.host_device import host_device
+from tests.kernels.steps_of_torch import adam_, sgd_
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +32,6 @@ SGD = {
     "weight_decay": 0.05,
     "nesterov": False,
     "maximize": False,
-    "first_step": False,
 }
 STORED = ("fp32", "bf16 pair")
 OPTIONS_OF_ADAM = {
@@ -43,7 +43,6 @@ OPTIONS_OF_SGD = [
     {},
     {"momentum": 0.0, "dampening": 0.0},
     {"nesterov": True, "dampening": 0.0, "maximize": True},
-    {"first_step": True},
 ]
 
 
@@ -111,8 +110,8 @@ def test_adam_is_the_cpus_bit_for_bit(device, how, grad, aligned):
     ours = moved(host, device, aligned=aligned)
     options = ADAM | OPTIONS_OF_ADAM[grad]
     late = {"grad_scale": torch.tensor(3.7), "lr_tensor": torch.tensor(0.03, dtype=torch.float64)}
-    OP.adam_(*host, **late, **options)
-    OP.adam_(*ours, **{name: value.to(device) for name, value in late.items()}, **options)
+    adam_(OP, *host, **late, **options)
+    adam_(OP, *ours, **{name: value.to(device) for name, value in late.items()}, **options)
     assert_alike(ours, host)
 
 
@@ -136,8 +135,8 @@ def test_steps_of_compressed_states_are_the_cpus_bit_for_bit(device, form, how, 
         ours[1][-2].view(torch.int32)[0] = 0x7FFFFFFF  # a GPU's nan
     for skipped in (0.0, 0.0, 1.0):
         late = {"grad_scale": torch.tensor(3.7), "found_inf": torch.tensor(skipped)}
-        OP.adam_(*host, **late, **ADAM)
-        OP.adam_(*ours, **{name: value.to(device) for name, value in late.items()}, **ADAM)
+        adam_(OP, *host, **late, **ADAM)
+        adam_(OP, *ours, **{name: value.to(device) for name, value in late.items()}, **ADAM)
     params, remainders = stored(values(0, SIZES), how)
     grads, momenta = values(1, SIZES), values(2, SIZES)
     for part in (grads, momenta):
@@ -146,7 +145,7 @@ def test_steps_of_compressed_states_are_the_cpus_bit_for_bit(device, form, how, 
     by_sgd = [params, grads, *compressed([momenta], form), remainders]
     ours_by_sgd = moved(by_sgd, device)
     for lists in (by_sgd, ours_by_sgd):
-        OP.sgd_(*lists, **SGD)
+        sgd_(OP, *lists, **SGD)
     if host_device.LOADED:
         assert_same_bits([*ours, *ours_by_sgd], [*host, *by_sgd])
 
@@ -161,7 +160,7 @@ def test_adam_stays_close_to_torchs_fused_kernel(device, amsgrad, decoupled):
     late = {"grad_scale": torch.tensor(3.0, device=device), "found_inf": torch.tensor(0.0, device=device)}
     of_torch = torch._fused_adamw_ if decoupled else torch._fused_adam_
     for _ in range(5):
-        OP.adam_(*ours, **late, **options)
+        adam_(OP, *ours, **late, **options)
         torch._foreach_add_(theirs[5], 1)
         plain = {name: value for name, value in options.items() if name != "decoupled_weight_decay"}
         of_torch(*theirs[:6], amsgrad=amsgrad, **late, **plain)
@@ -182,8 +181,8 @@ def test_sgd_is_the_cpus_bit_for_bit(device, how, options, aligned):
     buffers = values(2, SIZES) if options["momentum"] else []
     host = [params, values(1, SIZES), buffers, remainders]
     ours = moved(host, device, aligned=aligned)
-    OP.sgd_(*host, grad_scale=torch.tensor(0.3), **options)
-    OP.sgd_(*ours, grad_scale=torch.tensor(0.3, device=device), **options)
+    sgd_(OP, *host, grad_scale=torch.tensor(0.3), **options)
+    sgd_(OP, *ours, grad_scale=torch.tensor(0.3, device=device), **options)
     assert_alike(ours, host)
 
 
@@ -191,26 +190,26 @@ def test_many_tensors_in_one_launch(device):
     sizes = [7] * 1000
     host = adam_tensors(sizes=sizes)
     ours = moved(host, device)
-    OP.adam_(*copied(ours), **ADAM)  # loads the kernel
+    adam_(OP, *copied(ours), **ADAM)  # loads the kernel
     if host_device.LOADED:
         torch.ops.host_device.launched()  # and forgets them
-    OP.adam_(*host, **ADAM)
-    OP.adam_(*ours, **ADAM)
+    adam_(OP, *host, **ADAM)
+    adam_(OP, *ours, **ADAM)
     if host_device.LOADED:
-        assert [name.split()[0] for name in torch.ops.host_device.launched()] == ["adam"]
+        assert torch.ops.host_device.launched() == ["step"]
     assert_alike(ours, host)
 
 
 def test_a_counter_of_the_host_is_refused(device):
     params, grads, first, second, _, steps, _ = moved(adam_tensors(sizes=(5,)), device)
     with pytest.raises(
-        ValueError, match="a step counter is .* on cpu; it must be one float32 or float64 on cuda:0"
+        ValueError, match="a counter is .* on cpu; it must be one float32 or float64 on cuda:0"
     ):
-        OP.adam_(params, grads, first, second, [], [step.cpu() for step in steps], [], **ADAM)
+        adam_(OP, params, grads, first, second, [], [step.cpu() for step in steps], [], **ADAM)
     with pytest.raises(ValueError, match="grad 0 is of shape .* on cpu; it must be a dense tensor on cuda:0"):
-        OP.sgd_(params, [grads[0].cpu()], first, [], **SGD)
+        sgd_(OP, params, [grads[0].cpu()], first, [], **SGD)
     with pytest.raises(ValueError, match="found_inf: got a tensor of 2 elements, Float, on cuda:0; give one"):
-        OP.sgd_(params, grads, first, [], found_inf=torch.zeros(2, device=device), **SGD)
+        sgd_(OP, params, grads, first, [], found_inf=torch.zeros(2, device=device), **SGD)
 
 
 @pytest.mark.parametrize("aligned", [True, False])
@@ -235,12 +234,12 @@ def test_a_captured_step_counts_at_each_replay(device):
     params, grads, first, second, _, steps, _ = moved(adam_tensors(sizes=(50, 3)), device)
     twin = copied([params, grads, first, second, [], steps, []])
     graph, scale = torch.cuda.CUDAGraph(), torch.tensor(2.0, device=device)
-    OP.adam_(*copied(twin), grad_scale=scale, **ADAM)  # loads the kernel
+    adam_(OP, *copied(twin), grad_scale=scale, **ADAM)  # loads the kernel
     with torch.cuda.graph(graph):
-        OP.adam_(params, grads, first, second, [], steps, [], grad_scale=scale, **ADAM)
+        adam_(OP, params, grads, first, second, [], steps, [], grad_scale=scale, **ADAM)
     for _ in range(3):
         graph.replay()
-        OP.adam_(*twin, grad_scale=scale, **ADAM)
+        adam_(OP, *twin, grad_scale=scale, **ADAM)
     torch.cuda.synchronize()
     assert_same_bits([params, first, second, steps], [twin[0], twin[2], twin[3], twin[5]])
     assert [step.item() for step in steps] == [7.0, 8.0]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import benchmarks.cuda
 from amp_plugin.kernels import ops  # noqa: F401 -- defines them
-from amp_plugin.kernels.cuda import LAYOUT, SOURCES
+from amp_plugin.kernels.cuda import LAYOUT, RULES, SOURCES
 from amp_plugin.kernels.cuda.register import cuda_core
 from benchmarks.setting import Setting
 from tests.host_device import host_device
@@ -299,7 +299,7 @@ def swept() -> None:
 FLAG = ("norm_check", "measure.cuh", "&table.marks[tensor], found", "&table.marks[tensor / 2], found")
 PIECES = ("norm_check", "measure.cuh", "norm.join(mine.total, found.total)", "found.total")
 DIVIDED = "grad.lane[i] = divisor.divide(grad.lane[i])"
-QUOTIENT = ("adam", "step_rows.cuh", DIVIDED, "grad.lane[i] *= divisor.inverse")
+QUOTIENT = ("step", "step_rows.cuh", DIVIDED, "grad.lane[i] *= divisor.inverse")
 
 
 def with_fault(folder, kernel, file, right, wrong):
@@ -308,6 +308,7 @@ def with_fault(folder, kernel, file, right, wrong):
     shutil.copytree(SOURCES, copy)
     (copy.parent / "csrc").mkdir()
     shutil.copy2(LAYOUT, copy.parent / "csrc")
+    shutil.copytree(RULES, copy.parent / "csrc" / "rules")
     text = (copy / file).read_text()
     assert text.count(right) == 1
     (copy / file).write_text(text.replace(right, wrong))
@@ -321,7 +322,7 @@ def with_fault(folder, kernel, file, right, wrong):
         ("ops", FLAG, "flags [0, 0, 2, 0, 0, 0, 0, 0] for [0, 0, 0, 0, 0, 2, 0, 0]"),
         ("graphs", "tables are given back early", "a graph dropped in flight has the norm"),
         pytest.param("ops", QUOTIENT, "gradients are not those of torch's fused kernel", marks=whole_run),
-        pytest.param("ops", "adam is missing", "the CUDA driver cannot load adam", marks=whole_run),
+        pytest.param("ops", "step is missing", "the CUDA driver cannot load step adam", marks=whole_run),
         pytest.param("streams", FLAG, "a nan in tensor 1: flags [2, 0, 0, 0, 0]", marks=whole_run),
         pytest.param("addresses", PIECES, "AssertionError: step ", marks=whole_run),
         pytest.param("graphs", "graphs leak", "400 recaptures have taken", marks=whole_run),

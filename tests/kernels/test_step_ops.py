@@ -1,4 +1,4 @@
-"""adam_ and sgd_ against torch's fused kernels, bit by bit, and against float64."""
+"""Steps of Adam and SGD against torch's fused kernels, bit by bit, and against float64."""
 
 import itertools
 import math
@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from tests.kernels.steps_of_torch import adam_, sgd_
 from tests.kernels.test_weight_ops import pair_of
 
 OP = torch.ops.amp_plugin
@@ -84,7 +85,7 @@ def test_adam_has_the_bits_of_torchs_fused_kernel(amsgrad, decoupled, weight_dec
         options["grad_scale"] = None if scale is None else torch.tensor(scale)
         theirs, ours = given.tensors(), given.tensors()
         torch_adam(theirs, decoupled_weight_decay=decoupled, **options)
-        OP.adam_(*ours, [], decoupled_weight_decay=decoupled, **options)
+        adam_(OP, *ours, [], decoupled_weight_decay=decoupled, **options)
         for name, right, got in zip(NAMES, theirs, ours, strict=False):
             assert same_bits(right, got), name
         assert all(map(torch.equal, theirs[1], ours[1])), "gradients are left divided"
@@ -92,13 +93,12 @@ def test_adam_has_the_bits_of_torchs_fused_kernel(amsgrad, decoupled, weight_dec
 
 
 def torch_sgd(tensors, **options):
-    torch._fused_sgd_(*tensors, is_first_step=options.pop("first_step"), **options)
+    torch._fused_sgd_(*tensors, is_first_step=False, **options)
 
 
 @pytest.mark.native
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("first_step", [False, True])
-def test_sgd_has_the_bits_of_torchs_fused_kernel(momentum, first_step):
+def test_sgd_has_the_bits_of_torchs_fused_kernel(momentum):
     shapes = [(size,) for size in SIZES]
     choices = {
         "dampening": [0.0, 0.3],
@@ -109,11 +109,11 @@ def test_sgd_has_the_bits_of_torchs_fused_kernel(momentum, first_step):
     for scale, *chosen in itertools.product([None, 2.0**16, 3.7e4], *choices.values()):
         grads, buffers = some(shapes, 1, scale or 1.0), some(shapes, 2) if momentum else []
         options = dict(zip(choices, chosen, strict=True))
-        options |= {"lr": 1e-3, "momentum": momentum, "first_step": first_step}
+        options |= {"lr": 1e-3, "momentum": momentum}
         options["grad_scale"] = None if scale is None else torch.tensor(scale)
         theirs, ours = (copies(some(shapes, 0), grads, buffers) for _ in range(2))
         torch_sgd(theirs, **options)
-        OP.sgd_(*ours, [], **options)
+        sgd_(OP, *ours, [], **options)
         assert same_bits(theirs[0], ours[0])
         assert all(map(torch.equal, theirs[1], ours[1])), "gradients are left divided"
         terms = [[abs(g) / (scale or 1.0) + 0.5 for g in grads], buffers]
@@ -133,7 +133,7 @@ def errors(got, right):
 def test_adam_is_right_by_float64(kernel, grad_dtype, amsgrad):
     given = Adam([(1000,), (33, 5)], amsgrad=amsgrad, grad_dtype=grad_dtype, scale=128.0)
     got = given.tensors()
-    kernel.adam_(*got, [], decoupled_weight_decay=True, grad_scale=torch.tensor(100.0), **ADAM)
+    adam_(kernel, *got, [], decoupled_weight_decay=True, grad_scale=torch.tensor(100.0), **ADAM)
     right = [[t.double() for t in tensors] for tensors in given.tensors()]
     optimizer = torch.optim.AdamW(right[0], lr=1e-3, weight_decay=0.1, amsgrad=amsgrad)
     for i, param in enumerate(right[0]):
@@ -154,7 +154,7 @@ def test_sgd_is_right_by_float64(kernel, grad_dtype, nesterov):
     grads = [g.to(grad_dtype) for g in grads]
     got = copies(params, grads, buffers)
     options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": nesterov}
-    kernel.sgd_(*got, [], dampening=0.0, maximize=False, first_step=False, **options)
+    sgd_(kernel, *got, [], dampening=0.0, maximize=False, **options)
     right = [param.double() for param in params]
     optimizer = torch.optim.SGD(right, **options)
     for param, grad, buffer in zip(right, grads, buffers, strict=True):
@@ -172,14 +172,14 @@ def test_an_overflow_only_divides_gradients(on, scale, found):
         late["grad_scale"] = torch.tensor(scale, device=on.device)
     given = Adam([(5000,), (3,)], amsgrad=True)
     got = given.tensors(on.device)
-    on.ops.adam_(*got, [], decoupled_weight_decay=False, **late, **ADAM)
+    adam_(on.ops, *got, [], decoupled_weight_decay=False, **late, **ADAM)
     given.grads = [grad / (scale or 1.0) for grad in given.grads]
     assert all_equal(got, given.tensors())
     if on.name == "op":  # a GPU's host does not know
         assert not any(tensor._version for tensor in itertools.chain(got[0], *got[2:]))
     params, grads, buffers = (some([(40,)], seed) for seed in range(3))
     got = copies(params, grads, buffers, device=on.device)
-    on.ops.sgd_(*got, [], **late, **{**SGD, "weight_decay": 0.1})
+    sgd_(on.ops, *got, [], **late, **{**SGD, "weight_decay": 0.1})
     assert all_equal(got, [params, [grad / (scale or 1.0) for grad in grads], buffers])
 
 
@@ -193,7 +193,7 @@ def test_a_nan_is_the_largest_in_amsgrad(on, place):
         if place != "second moment":
             given.largest[0][at] = math.nan
     got = given.tensors(on.device)
-    on.ops.adam_(*got, [], decoupled_weight_decay=True, **ADAM)
+    adam_(on.ops, *got, [], decoupled_weight_decay=True, **ADAM)
     wrong = [3, 2 * VECTOR + 4]
     assert got[4][0].isnan().nonzero().flatten().tolist() == wrong
     assert got[0][0].isnan().nonzero().flatten().tolist() == wrong
@@ -221,7 +221,7 @@ def test_gradients_are_left_divided(on, grad_dtype, layout, found, paired):
     late = {"grad_scale": torch.tensor(3.7), "found_inf": torch.tensor(found)}
     late = {name: number.to(on.device) for name, number in late.items()}
     right, version = (grad.cpu().float() / 3.7).to(grad_dtype), grad._version
-    on.ops.sgd_([high if paired else param], [grad], [], [low] if paired else [], **options, **late)
+    sgd_(on.ops, [high if paired else param], [grad], [], [low] if paired else [], **options, **late)
     assert torch.equal(bits(grad.cpu().float()), bits(right.float()))
     assert grad._version > version
 
@@ -232,7 +232,7 @@ def test_a_scale_of_one_does_not_write_gradients(kernel, number):
     got, read_only = Adam([(70,)]).tensors(), torch.randn(70)
     got[1] = [read_only]
     before = read_only.clone()
-    kernel.adam_(*got, [], decoupled_weight_decay=True, **late, **ADAM)
+    adam_(kernel, *got, [], decoupled_weight_decay=True, **late, **ADAM)
     assert torch.equal(read_only, before)
     assert read_only._version == 0
 
@@ -242,8 +242,8 @@ def test_the_step_takes_what_16_bit_gradients_are_before_they_are_rounded():
     grad = torch.randn(1000).to(torch.bfloat16)
     wide, narrow = (torch.zeros(1000) for _ in range(2))
     late = {"grad_scale": torch.tensor(3.7)}
-    OP.sgd_([wide], [grad.float()], [], [], **{**SGD, "momentum": 0.0}, **late)
-    OP.sgd_([narrow], [grad], [], [], **{**SGD, "momentum": 0.0}, **late)
+    sgd_(OP, [wide], [grad.float()], [], [], **{**SGD, "momentum": 0.0}, **late)
+    sgd_(OP, [narrow], [grad], [], [], **{**SGD, "momentum": 0.0}, **late)
     assert torch.equal(wide, narrow)
 
 
@@ -265,8 +265,8 @@ def test_a_pair_is_stepped_as_the_float32_it_is(grad_dtype):
     for high, low in parts:
         low[high == 0] = -1  # counts for nothing
     paired[0], remainders = [high.clone() for high, _ in parts], [low.clone() for _, low in parts]
-    OP.adam_(*whole, [], decoupled_weight_decay=True, **ADAM)
-    OP.adam_(*paired, remainders, decoupled_weight_decay=True, **ADAM)
+    adam_(OP, *whole, [], decoupled_weight_decay=True, **ADAM)
+    adam_(OP, *paired, remainders, decoupled_weight_decay=True, **ADAM)
     together = [joined(h, low) for h, low in zip(paired[0], remainders, strict=True)]
     assert all(torch.equal(bits(one), bits(other)) for one, other in zip(together, whole[0], strict=True))
     assert all(map(torch.equal, itertools.chain(*paired[2:]), itertools.chain(*whole[2:])))
@@ -282,7 +282,7 @@ def test_any_memory_order(on):
         for i, change in order.items():
             tensors[i] = [change(tensor) for tensor in tensors[i]]
         late = {"grad_scale": torch.tensor(3.0, device=on.device)}
-        on.ops.adam_(*tensors, [], decoupled_weight_decay=True, **late, **ADAM)
+        adam_(on.ops, *tensors, [], decoupled_weight_decay=True, **late, **ADAM)
         return [tensor.contiguous() for tensor in itertools.chain(*tensors)]
 
     def gappy(tensor):
@@ -302,7 +302,7 @@ def test_threads_do_not_change_a_bit(numbers_of_threads):
     given = Adam([(3 * TASK + 5,), (7,), (TASK,)], amsgrad=True)
     results = [given.tensors() for _ in range(3)]
     for tensors, _ in zip(results, numbers_of_threads, strict=True):
-        OP.adam_(*tensors, [], decoupled_weight_decay=True, grad_scale=torch.tensor(3.0), **ADAM)
+        adam_(OP, *tensors, [], decoupled_weight_decay=True, grad_scale=torch.tensor(3.0), **ADAM)
     assert all(all_equal(results[0], other) for other in results[1:])
 
 
@@ -320,7 +320,9 @@ def test_versions_are_counted_of_what_is_written(on):
         (scaled | found, [0, 1, 0, 0, 0]),
     ):
         before = [tensors[0]._version for tensors in everything]
-        on.ops.adam_(params, grads, first, second, [], steps, [], decoupled_weight_decay=True, **late, **ADAM)
+        adam_(
+            on.ops, params, grads, first, second, [], steps, [], decoupled_weight_decay=True, **late, **ADAM
+        )
         counted = [tensors[0]._version - old for tensors, old in zip(everything, before, strict=True)]
         is_known = on.name == "op" or not late.keys() & found.keys()  # a GPU's host does not know of a skip
         assert counted == (written if is_known else [1] * 5)
@@ -330,10 +332,10 @@ def test_numbers_as_tensors(on):
     given = Adam([(50,)])
     as_number, as_tensor = given.tensors(on.device), given.tensors(on.device)
     as_tensor[5] = [torch.tensor([4.0], dtype=torch.float64, device=on.device)]
-    on.ops.adam_(*as_number, [], decoupled_weight_decay=True, **ADAM)
+    adam_(on.ops, *as_number, [], decoupled_weight_decay=True, **ADAM)
     late = {"lr_tensor": torch.tensor(1e-3, dtype=torch.float64), "grad_scale": torch.ones(1)}
     late = {name: number.to(on.device) for name, number in late.items()}
-    on.ops.adam_(*as_tensor, [], decoupled_weight_decay=True, **{**ADAM, "lr": 7.0}, **late)
+    adam_(on.ops, *as_tensor, [], decoupled_weight_decay=True, **{**ADAM, "lr": 7.0}, **late)
     assert torch.equal(as_number[0][0], as_tensor[0][0])
     assert as_tensor[5][0].item() == 5.0
 
@@ -355,16 +357,16 @@ def test_special_gradients_step_as_in_torch(scale):
     given.exp_avg[0][: len(SPECIAL)] = 0
     late = {"grad_scale": torch.tensor(scale)}
     for call, of_torch, options in (
-        (OP.adam_, torch_adam, {**ADAM, "decoupled_weight_decay": True, "beta1": 0.9}),
-        (OP.adam_, torch_adam, {**ADAM, "decoupled_weight_decay": False, "beta1": 0.3}),
-        (OP.sgd_, torch_sgd, {**SGD, "first_step": True, "weight_decay": 0.0}),
-        (OP.sgd_, torch_sgd, {**SGD, "first_step": False, "nesterov": True}),
+        (adam_, torch_adam, {**ADAM, "decoupled_weight_decay": True, "beta1": 0.9}),
+        (adam_, torch_adam, {**ADAM, "decoupled_weight_decay": False, "beta1": 0.3}),
+        (sgd_, torch_sgd, {**SGD, "weight_decay": 0.0}),
+        (sgd_, torch_sgd, {**SGD, "nesterov": True}),
     ):
         theirs, ours = given.tensors(), given.tensors()
-        if call is OP.sgd_:
+        if call is sgd_:
             theirs, ours = theirs[:3], ours[:3]
         of_torch(theirs, **options, **late)
-        call(*ours, [], **options, **late)
+        call(OP, *ours, [], **options, **late)
         for right, got in zip(theirs, ours, strict=True):
             assert all(torch.equal(bits(r), bits(g)) for r, g in zip(right, got, strict=True)), options
 
@@ -376,7 +378,6 @@ SGD = {
     "weight_decay": 0.0,
     "nesterov": False,
     "maximize": False,
-    "first_step": False,
 }
 
 
@@ -384,41 +385,58 @@ SGD = {
 @pytest.mark.parametrize(
     ("params", "grads", "buffers", "remainders", "error", "text"),
     [
-        ([1], [], [1], [], ValueError, "sgd_: 1 params and 0 grads; give one for each parameter."),
-        ([1], [1], [1, 1], [], ValueError, "1 params and 2 tensors of a state; give one for each parameter, or none"),
-        ([1], [2], [1], [], ValueError, r"grad 0 is of shape \[2\], layout Strided on cpu; it must be a dense"),
-        ([1], [1], [], [], ValueError, "momentum 0.9 with 0 momentum_buffers for 1 params; give one for each"),
+        ([1], [], [1], [], ValueError, "sgd_momentum: 1 params and 0 grads; give 1 for each parameter."),
+        ([1], [1], [1, 1], [], ValueError, "1 params and 2 states; give 1 for each parameter"),
+        (
+            [1],
+            [2],
+            [1],
+            [],
+            ValueError,
+            r"grad 0 is of shape \[2\], layout Strided on cpu; it must be a dense",
+        ),
+        ([1], [1], [], [], ValueError, "sgd_momentum: 1 params and 0 states; give 1 for each"),
         ([1.0], [1], [1], [], TypeError, "param 0 is of dtype Double; allowed here: Float"),
         ([1], [1], [1], [1], TypeError, "param 0 is of dtype Float; allowed here: BFloat16"),
     ],
-)  # fmt: skip
+)
 def test_errors_say_what_is_wrong(params, grads, buffers, remainders, error, text):
     def made(sizes):
         dtypes = [torch.float64 if isinstance(size, float) else torch.float32 for size in sizes]
         return [torch.ones(int(size), dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
 
     with pytest.raises(error, match=text):
-        OP.sgd_(made(params), made(grads), made(buffers), made(remainders), **SGD)
+        sgd_(OP, made(params), made(grads), made(buffers), made(remainders), **SGD)
 
 
 @pytest.mark.native
-def test_errors_of_adam_say_what_is_wrong():
+def test_errors_of_rules_say_what_is_wrong():
     params, grads, first, second, _, steps = Adam([(5,)]).tensors()
-    with pytest.raises(ValueError, match="1 params, 1 exp_avgs, 0 exp_avg_sqs and 1 steps; give one"):
-        OP.adam_(params, grads, first, [], [], steps, [], decoupled_weight_decay=True, **ADAM)
-    with pytest.raises(ValueError, match="a step counter is of dtype Long and shape .* must be one float32"):
-        OP.adam_(params, grads, first, second, [], [torch.tensor(1)], [], decoupled_weight_decay=True, **ADAM)
+    with pytest.raises(ValueError, match="adam: 1 params and 1 states; give 2 for each parameter"):
+        adam_(OP, params, grads, first, [], [], steps, [], decoupled_weight_decay=True, **ADAM)
+    with pytest.raises(ValueError, match="a counter is of dtype Long and shape .* must be one float32"):
+        adam_(
+            OP, params, grads, first, second, [], [torch.tensor(1)], [], decoupled_weight_decay=True, **ADAM
+        )
+    with pytest.raises(TypeError, match="the states of param 0 are of dtypes Float and BFloat16; all of"):
+        adam_(
+            OP, params, grads, first, [second[0].bfloat16()], [], steps, [],
+            decoupled_weight_decay=True, **ADAM,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="there is no rule adamw; give one of adam, adam_amsgrad, sgd,"):
+        OP.step_(params, grads, [*first, *second], steps, [], "adamw", [0.1])
+    with pytest.raises(ValueError, match="1 numbers for the rule sgd; give 6, in the order of"):
+        OP.step_(params, grads, [], [], [], "sgd", [0.1])
 
 
 def test_opcheck():
-    tensors = Adam([(5,), (3, 2)], amsgrad=True).tensors()
+    params, grads, first, second, largest, steps = Adam([(5,), (3, 2)], amsgrad=True).tensors()
     late = {"grad_scale": torch.tensor(2.0), "found_inf": torch.tensor(0.0)}
-    torch.library.opcheck(OP.adam_.default, (*tensors, []), {**ADAM, "decoupled_weight_decay": True, **late})
-    params, grads, buffers = (some([(5,), (3, 2)], seed) for seed in range(3))
-    torch.library.opcheck(OP.sgd_.default, (params, grads, buffers, []), {**SGD, **late})
+    lists = (params, grads, [*first, *second, *largest], steps, [])
+    torch.library.opcheck(OP.step_.default, (*lists, "adam_amsgrad", [0.1, 0.9, 0.99, 1e-8, 0, 0, 0]), late)
 
 
 def test_no_parameters_at_all():
     """No tensor tells the device then, and torch's own ops are asked."""
-    assert OP.adam_(*([] for _ in range(7)), decoupled_weight_decay=True, **ADAM) is None
-    assert OP.sgd_(*([] for _ in range(4)), **SGD) is None
+    assert adam_(OP, *([] for _ in range(7)), decoupled_weight_decay=True, **ADAM) is None
+    assert sgd_(OP, *([] for _ in range(4)), **SGD) is None

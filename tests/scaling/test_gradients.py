@@ -15,7 +15,7 @@ from amp_plugin.scaling.gradients import GradientLedger, batch_gradients, make_l
 def ledger_of(request):
     if request.param == "python":
         return GradientLedger
-    if native_core().region is None:
+    if native_core().extension is None:
         pytest.skip(native_core().reason)
     return make_ledger
 
@@ -179,7 +179,7 @@ def test_other_dtypes_and_a_subclass_of_tensor(kind):
 @pytest.mark.parametrize("position", [0, 15, 16, 40])
 def test_a_list_that_holds_no_tensor_is_refused(given, position):
     """The native ledger follows pointers, and what is no tensor has none."""
-    if native_core().region is None:
+    if native_core().extension is None:
         pytest.skip(native_core().reason)
     params, ledger = some_params(41), make_ledger()
     params[position] = given

@@ -15,6 +15,7 @@ from amp_plugin import GradScaler, restore_weights, store_weights
 from amp_plugin.kernels.state_codes import BLOCK, BLOCK_BYTES, decode, draws, encode, encode_exactly, to_bf16
 from amp_plugin.weights.compressed_state import CompressedState, fp32_state_dict
 from amp_plugin.weights.store import weight_bytes
+from tests.kernels.steps_of_torch import sgd_
 from tests.weights.twins import assert_same
 
 BOTH_WAYS = pytest.mark.parametrize("weights", ["fp32", "bf16"])
@@ -99,14 +100,14 @@ def test_a_first_moment_that_overflows_leaves_the_others_of_its_block_finite_and
     grad = torch.randn(BLOCK)
     grad[:2] = torch.tensor([3e38, -3e38])
     codes, param = encode(grad, signed=True), torch.zeros(BLOCK)
-    options = {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "first_step": False}
-    torch.ops.amp_plugin.sgd_([param], [grad], [codes], [], **options, nesterov=False, maximize=False)
+    options = {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0}
+    sgd_(torch.ops.amp_plugin, [param], [grad], [codes], [], **options, nesterov=False, maximize=False)
     infinite = torch.tensor([math.inf, -math.inf])
     assert torch.equal(param[:2], -infinite)
     assert torch.equal(codes, encode(torch.cat([infinite, grad[2:]]), signed=True))
     torch.testing.assert_close(decode(codes, 3, signed=True), torch.tensor([2.0**127, -(2.0**127), 0.0]))
     grad[BLOCK // 2] = math.nan
-    torch.ops.amp_plugin.sgd_([param], [grad], [codes], [], **options, nesterov=False, maximize=False)
+    sgd_(torch.ops.amp_plugin, [param], [grad], [codes], [], **options, nesterov=False, maximize=False)
     assert decode(codes, BLOCK, signed=True).isnan().all()
     assert to_bf16(torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32), torch.tensor(1)).isnan()
 

@@ -29,16 +29,10 @@ void pack_measurements_(
     at::IntArrayRef replicas, double p);
 std::tuple<at::Tensor, at::Tensor> unpack_measurements(at::TensorList packed, double p);
 
-void adam_(
-    at::TensorList params, at::TensorList grads, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
-    at::TensorList max_exp_avg_sqs, at::TensorList steps, at::TensorList remainders, double lr, double beta1,
-    double beta2, double eps, double weight_decay, bool decoupled_weight_decay, bool maximize,
-    const OptionalTensor& lr_tensor, const OptionalTensor& grad_scale, const OptionalTensor& found_inf);
-void sgd_(
-    at::TensorList params, at::TensorList grads, at::TensorList momentum_buffers, at::TensorList remainders,
-    double lr, double momentum, double dampening, double weight_decay, bool nesterov, bool maximize,
-    bool first_step, const OptionalTensor& lr_tensor, const OptionalTensor& grad_scale,
-    const OptionalTensor& found_inf);
+void step_(
+    at::TensorList params, at::TensorList grads, at::TensorList states, at::TensorList counters,
+    at::TensorList remainders, c10::string_view rule, at::ArrayRef<double> numbers, const OptionalTensor& lr,
+    const OptionalTensor& grad_scale, const OptionalTensor& found_inf);
 
 void pack_weights_(at::TensorList masters, at::TensorList high, at::TensorList low);
 void unpack_weights_(at::TensorList high, at::TensorList low, at::TensorList masters);

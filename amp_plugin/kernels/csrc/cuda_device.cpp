@@ -48,9 +48,8 @@ class OnDevice {
 
 // A kernel without a context of its own. Asking for its function loads it now; CUDA's lazy loading would do
 // so in the first launch.
-Handle loaded(const char* name, const at::Tensor& code) {
-  const std::string_view whole(name);
-  const std::string function_name(whole.substr(0, whole.find(' ')));
+Handle loaded(const std::string& name, const at::Tensor& code) {
+  const std::string function_name = name.substr(0, name.find(' '));
   Handle library = nullptr, kernel = nullptr, function = nullptr;
   Status status =
       driver().cuLibraryLoadData(&library, code.const_data_ptr(), nullptr, nullptr, 0, nullptr, nullptr, 0);
@@ -68,6 +67,29 @@ Handle loaded(const char* name, const at::Tensor& code) {
 }
 
 }  // namespace
+
+const std::vector<Kernel>& kernels() {
+  static const std::vector<Kernel> all = [] {
+    std::vector<Kernel> made{
+        {"norm_check Squares", kThreads},
+        {"norm_check Maximum", kThreads},
+        {"norm_check Power", kThreads},
+        {"unscale Squares", kThreads},
+        {"unscale Maximum", kThreads},
+        {"unscale Power", kThreads},
+        {"multiply", kThreads},
+        {"update_scale", 1},
+        {"clip_factor", 1},
+        {"pack_weights", kThreads},
+        {"unpack_weights", kThreads},
+        {"pack_measurements", 1},
+        {"unpack_measurements", 1},
+    };
+    for (const StepRule& rule : step_rules()) made.push_back({"step " + std::string(rule.name), kThreads});
+    return made;
+  }();
+  return all;
+}
 
 Context::Context(c10::DeviceIndex index) {
   check(driver().cuDeviceGet(&device, index), "the CUDA driver does not have the device");
@@ -98,11 +120,11 @@ Device::Device(c10::DeviceIndex index, uint32_t most_blocks, const std::vector<C
     : index_(index), primary_(index), most_blocks_(most_blocks), tables_({c10::kCUDA, index}, most_blocks) {
   const OnDevice current(primary_);
   const OutsideCapture outside;
-  for (size_t i = 0; i < kKernels.size(); ++i) {
+  for (const Kernel& kernel : cuda::kernels()) {
     const auto code = std::find_if(
-        kernels.begin(), kernels.end(), [&](const Code& given) { return given.name == kKernels[i].name; });
-    TORCH_CHECK(code != kernels.end(), "there is no machine code for the CUDA kernel ", kKernels[i].name);
-    kernels_[i] = loaded(kKernels[i].name, code->bytes);
+        kernels.begin(), kernels.end(), [&](const Code& given) { return given.name == kernel.name; });
+    TORCH_CHECK(code != kernels.end(), "there is no machine code for the CUDA kernel ", kernel.name);
+    kernels_.push_back(loaded(kernel.name, code->bytes));
   }
   tables_.reserve();
 }
@@ -140,11 +162,12 @@ SharedTable Device::kept_table(size_t count, const at::Tensor& first, Handle str
 
 void Device::launch_with(size_t kernel, uint32_t blocks, Handle stream, void** arguments) {
   const OnDevice current(primary_);
+  const Kernel& launched = kernels()[kernel];
   const Status status = driver().cuLaunchKernel(
-      kernels_[kernel], blocks, 1, 1, kKernels[kernel].threads, 1, 1, 0, stream, arguments, nullptr);
+      kernels_[kernel], blocks, 1, 1, launched.threads, 1, 1, 0, stream, arguments, nullptr);
   TORCH_CHECK(
-      status == 0, "the CUDA driver refused ", kKernels[kernel].name, " (", blocks, " blocks) on ", device(),
-      ": ", told(status));
+      status == 0, "the CUDA driver refused ", launched.name, " (", blocks, " blocks) on ", device(), ": ",
+      told(status));
 }
 
 namespace {
@@ -158,7 +181,7 @@ void open_by_name(
 
 std::vector<std::string> all_kernels() {
   std::vector<std::string> names;
-  for (const Kernel& kernel : kKernels) names.emplace_back(kernel.name);
+  for (const Kernel& kernel : kernels()) names.push_back(kernel.name);
   return names;
 }
 

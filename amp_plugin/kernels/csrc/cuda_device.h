@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
-#include <array>
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,47 +11,38 @@
 
 #include "cuda_layout.h"
 #include "cuda_table.h"
+#include "step_rules.h"
 
 namespace amp_plugin::cuda {
 
-// The function `name` in cuda/<name>.cu.
+// The function in cuda/<file>.cu that a name begins with; behind a space, the norm or the rule that the file
+// is compiled for.
 struct Kernel {
-  const char* name;  // with its norm, if it is compiled once for each
+  std::string name;
   uint32_t threads;  // of a block
 };
 
-// In the order of kKernels; the first two stand for one kernel for each norm.
+// In the order of kernels(); the first two stand for one kernel for each norm, the last for one for each
+// rule.
 enum KernelNumber : size_t {
   kNormCheck = 0,
   kUnscale = 3,
   kMultiply = 6,
   kUpdateScale,
   kClipFactor,
-  kAdam,
-  kSgd,
   kPackWeights,
   kUnpackWeights,
   kPackMeasurements,
   kUnpackMeasurements,
+  kStep,
 };
 
-inline constexpr std::array kKernels{
-    Kernel{"norm_check Squares", kThreads},
-    Kernel{"norm_check Maximum", kThreads},
-    Kernel{"norm_check Power", kThreads},
-    Kernel{"unscale Squares", kThreads},
-    Kernel{"unscale Maximum", kThreads},
-    Kernel{"unscale Power", kThreads},
-    Kernel{"multiply", kThreads},
-    Kernel{"update_scale", 1},
-    Kernel{"clip_factor", 1},
-    Kernel{"adam", kThreads},
-    Kernel{"sgd", kThreads},
-    Kernel{"pack_weights", kThreads},
-    Kernel{"unpack_weights", kThreads},
-    Kernel{"pack_measurements", 1},
-    Kernel{"unpack_measurements", 1},
-};
+const std::vector<Kernel>& kernels();
+
+// The kernel of a rule, one of step_rules().
+inline size_t step_kernel(const StepRule& rule) {
+  return kStep + static_cast<size_t>(&rule - step_rules().data());
+}
 
 // The primary context of a device, and the driver's number of the device, which is not torch's index.
 struct Context {
@@ -63,7 +53,7 @@ struct Context {
 
 class Device {
  public:
-  // Machine code of a kernel, uint8 on the host, and its name as in kKernels.
+  // Machine code of a kernel, uint8 on the host, and its name as in kernels().
   struct Code {
     std::string name;
     at::Tensor bytes;
@@ -103,7 +93,7 @@ class Device {
   c10::DeviceIndex index_;
   Context primary_;
   uint32_t most_blocks_;
-  std::array<Handle, kKernels.size()> kernels_{};
+  std::vector<Handle> kernels_;  // as kernels()
   TableCache tables_;
 };
 

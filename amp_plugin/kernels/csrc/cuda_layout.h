@@ -62,14 +62,11 @@ struct Results {
   u8* flags;  // one for each tensor
 };
 
-struct AdamOptions {
-  double lr, beta1, beta2, eps, weight_decay;
-  u32 decoupled, maximize, amsgrad, unused;
-};
+constexpr u32 kMostStates = 3, kMostCounters = 2;  // of a parameter
+constexpr u32 kMostNumbers = 12;  // of a rule
 
-struct SgdOptions {
-  double lr, momentum, dampening, weight_decay;
-  u32 nesterov, maximize, first_step, unused;
+struct StepNumbers {
+  double value[kMostNumbers];
 };
 
 // 32 random bits of a number; after Wellons, "Hash Function Prospector", 2018.

@@ -3,6 +3,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "cuda_device.h"
@@ -16,11 +17,6 @@ namespace {
 using Number = std::optional<at::Tensor>;
 using List = at::TensorList;
 
-bool is_number(const at::Tensor& tensor, c10::Device device) {
-  const bool is_real = tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kDouble;
-  return tensor.device() == device && tensor.numel() == 1 && is_real;
-}
-
 uint64_t address_of(const void* pointer) { return reinterpret_cast<uint64_t>(pointer); }
 
 uint32_t add_granules(uint64_t& granules, uint64_t numel) {
@@ -30,12 +26,11 @@ uint32_t add_granules(uint64_t& granules, uint64_t numel) {
   return first;
 }
 
-static_assert(kCodeBlock == amp_plugin::kCodeBlock && kCodeBlockBytes == amp_plugin::kCodeBlockBytes);
 static_assert(
     kStateBFloat16 == static_cast<int>(State::bfloat16) && kStateCodes == static_cast<int>(State::codes));
 
-// As cuda/step_rows.cuh reads them; `steps` is empty where steps are not counted.
-Rows table_rows(const StepRows& parameters, List steps) {
+// As cuda/step_rows.cuh reads them.
+Rows table_rows(const StepRows& parameters, const StepTensors& tensors, const StepRule& rule) {
   const size_t count = parameters.rows().size();
   Rows result;
   result.rows.resize(4 * count);
@@ -50,91 +45,45 @@ Rows table_rows(const StepRows& parameters, List steps) {
     first.first_granule = add_granules(granules, first.numel);
     first.dtype = code_of(parameter.grad_type);
     first.out_dtype = parameter.weight == Weight::fp32 ? kFloat32 : kBFloat16;
-    Row& second = result.rows[count + i];
+    Row &second = result.rows[count + i], &third = result.rows[2 * count + i];
+    Row& fourth = result.rows[3 * count + i];
     second.address = address_of(parameter.remainder);
-    if (!steps.empty()) {
-      second.out_address = address_of(steps[i].mutable_data_ptr());
-      second.dtype = code_of(steps[i].scalar_type());
+    if (rule.counters > 0) {
+      second.out_address = address_of(tensors.counter(0, i).mutable_data_ptr());
+      second.dtype = code_of(tensors.counter(0, i).scalar_type());
     }
-    result.rows[2 * count + i].dtype = static_cast<uint8_t>(parameter.state);
-    result.rows[2 * count + i].address = address_of(parameter.states[0]);
-    result.rows[2 * count + i].out_address = address_of(parameter.states[1]);
-    result.rows[3 * count + i].address = address_of(parameter.states[2]);
+    third.address = address_of(parameter.states[0]);
+    third.out_address = address_of(parameter.states[1]);
+    fourth.address = address_of(parameter.states[2]);
+    if (rule.counters > 1) fourth.out_address = address_of(tensors.counter(1, i).mutable_data_ptr());
+    third.dtype = static_cast<uint8_t>(parameter.format);
   }
   result.granules = static_cast<uint32_t>(granules);
   return result;
 }
 
-void require_counters(List steps, size_t count, c10::Device device) {
-  TORCH_CHECK_VALUE(
-      steps.size() == count, "adam_: ", count, " params and ", steps.size(),
-      " steps; give one for each parameter.");
-  for (const at::Tensor& step : steps) {
-    TORCH_CHECK_VALUE(
-        is_number(step, device), "adam_: a step counter is of dtype ", step.scalar_type(), " and shape ",
-        step.sizes(), " on ", step.device(), "; it must be one float32 or float64 on ", device,
-        ", as fused=True and capturable=True make it.");
-  }
-}
-
 Device* device_of(List params) { return params.empty() ? nullptr : Device::find(params[0].device().index()); }
 
-void adam_(
-    List params, List grads, List exp_avgs, List exp_avg_sqs, List max_exp_avg_sqs, List steps,
-    List remainders, double lr, double beta1, double beta2, double eps, double weight_decay,
-    bool decoupled_weight_decay, bool maximize, const Number& lr_tensor, const Number& grad_scale,
-    const Number& found_inf) {
+void step_(
+    List params, List grads, List states, List counters, List remainders, c10::string_view name,
+    at::ArrayRef<double> numbers, const Number& lr, const Number& grad_scale, const Number& found_inf) {
   Device* device = device_of(params);
   if (device == nullptr) {
-    return call_op<adam_>(
-        "amp_plugin::_plain_adam_", params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, remainders,
-        lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, maximize, lr_tensor, grad_scale,
-        found_inf);
+    return call_op<step_>(
+        "amp_plugin::_plain_step_", params, grads, states, counters, remainders, name, numbers, lr,
+        grad_scale, found_inf);
   }
   const at::AutoDispatchBelowADInplaceOrView below;
-  const StepTensors tensors{params, grads, remainders, {exp_avgs, exp_avg_sqs, max_exp_avg_sqs}};
-  const StepRows rows(tensors, "adam_", grad_scale.has_value(), device->device());
-  TORCH_CHECK_VALUE(
-      exp_avgs.size() == params.size() && exp_avg_sqs.size() == params.size(), "adam_: ", params.size(),
-      " params, ", exp_avgs.size(), " exp_avgs and ", exp_avg_sqs.size(),
-      " exp_avg_sqs; give one for each parameter.");
-  require_counters(steps, params.size(), device->device());
-  const AdamOptions options{
-      lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, maximize, !max_exp_avg_sqs.empty(), 0};
+  const StepRule& rule = step_rule(name, numbers.size());
+  const StepTensors tensors{params, grads, states, counters, remainders};
+  const StepRows rows(tensors, rule, grad_scale.has_value(), device->device());
+  StepNumbers given{};
+  std::copy(numbers.begin(), numbers.end(), given.value);
   const Handle stream = device->stream();
-  const SharedTable table = device->table(table_rows(rows, steps), stream);
+  const SharedTable table = device->table(table_rows(rows, tensors, rule), stream);
   device->launch(
-      kAdam, device->blocks(table->table), stream, table->table, options,
-      optional_scalar(lr_tensor, "lr_tensor", device->device()),
-      optional_scalar(grad_scale, "grad_scale", device->device()),
-      optional_scalar(found_inf, "found_inf", device->device()));
-  rows.finish();
-  increment_versions(steps);
-}
-
-void sgd_(
-    List params, List grads, List momentum_buffers, List remainders, double lr, double momentum,
-    double dampening, double weight_decay, bool nesterov, bool maximize, bool first_step,
-    const Number& lr_tensor, const Number& grad_scale, const Number& found_inf) {
-  Device* device = device_of(params);
-  if (device == nullptr) {
-    return call_op<sgd_>(
-        "amp_plugin::_plain_sgd_", params, grads, momentum_buffers, remainders, lr, momentum, dampening,
-        weight_decay, nesterov, maximize, first_step, lr_tensor, grad_scale, found_inf);
-  }
-  const at::AutoDispatchBelowADInplaceOrView below;
-  const StepTensors tensors{params, grads, remainders, {momentum_buffers}};
-  const StepRows rows(tensors, "sgd_", grad_scale.has_value(), device->device());
-  TORCH_CHECK_VALUE(
-      momentum == 0 || momentum_buffers.size() == params.size(), "sgd_: momentum ", momentum, " with ",
-      momentum_buffers.size(), " momentum_buffers for ", params.size(),
-      " params; give one for each parameter.");
-  const SgdOptions options{lr, momentum, dampening, weight_decay, nesterov, maximize, first_step, 0};
-  const Handle stream = device->stream();
-  const SharedTable table = device->table(table_rows(rows, {}), stream);
-  device->launch(
-      kSgd, device->blocks(table->table), stream, table->table, options,
-      optional_scalar(lr_tensor, "lr_tensor", device->device()),
+      step_kernel(rule), device->blocks(table->table), stream, table->table, given,
+      optional_scalar(lr, "lr", device->device()),
       optional_scalar(grad_scale, "grad_scale", device->device()),
       optional_scalar(found_inf, "found_inf", device->device()));
   rows.finish();
@@ -200,8 +149,7 @@ void unpack_weights_(List high, List low, List masters) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(amp_plugin, CUDA, m) {
-  m.impl("adam_", adam_);
-  m.impl("sgd_", sgd_);
+  m.impl("step_", step_);
   m.impl("pack_weights_", pack_weights_);
   m.impl("unpack_weights_", unpack_weights_);
 }

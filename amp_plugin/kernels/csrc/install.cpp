@@ -182,8 +182,7 @@ TORCH_LIBRARY_IMPL(amp_plugin, CPU, m) {
   m.impl("update_scale_", update_scale_);
   m.impl("pack_measurements_", pack_measurements_);
   m.impl("unpack_measurements", unpack_measurements);
-  m.impl("adam_", adam_);
-  m.impl("sgd_", sgd_);
+  m.impl("step_", step_);
   m.impl("pack_weights_", pack_weights_);
   m.impl("unpack_weights_", unpack_weights_);
   m.impl("round_weights_", round_weights_);

@@ -7,7 +7,6 @@
 #include <initializer_list>
 #include <optional>
 
-#include "step_run.h"
 #include "tensor_memory.h"
 
 namespace amp_plugin {
@@ -18,24 +17,28 @@ constexpr int64_t kStepTask = 65536;
 
 }  // namespace
 
-StepRows::StepRows(const StepTensors& tensors, const char* op, bool writes_gradients, c10::Device device)
-    : tensors_(tensors), op_(op), writes_gradients_(writes_gradients), device_(device) {
-  const size_t count = tensors.params.size();
-  const auto check_count = [&](at::TensorList list, const char* name, bool may_be_empty) {
-    TORCH_CHECK_VALUE(
-        list.size() == count || (may_be_empty && list.empty()), op, ": ", count, " params and ", list.size(),
-        " ", name, "; give one for each parameter", may_be_empty ? ", or none at all." : ".");
-  };
-  check_count(tensors.grads, "grads", false);
-  check_count(tensors.remainders, "remainders", true);
-  for (const at::TensorList& states : tensors.states) {
-    check_count(states, "tensors of a state", true);
-  }
-  rows_.reserve(count);
-  for (size_t i = 0; i < count; ++i) {
+StepRows::StepRows(
+    const StepTensors& tensors, const StepRule& rule, bool writes_gradients, c10::Device device)
+    : tensors_(tensors), rule_(rule), writes_gradients_(writes_gradients), device_(device) {
+  check_counts();
+  rows_.reserve(tensors.params.size());
+  for (size_t i = 0; i < tensors.params.size(); ++i) {
     check(i);
     rows_.push_back(row_of(i));
   }
+}
+
+void StepRows::check_counts() const {
+  const size_t count = tensors_.params.size();
+  const auto check_count = [&](at::TensorList list, size_t of_each, const char* name) {
+    TORCH_CHECK_VALUE(
+        list.size() == of_each * count, rule_.name, ": ", count, " params and ", list.size(), " ", name,
+        "; give ", of_each, " for each parameter.");
+  };
+  check_count(tensors_.grads, 1, "grads");
+  check_count(tensors_.states, rule_.states.size(), "states");
+  check_count(tensors_.counters, rule_.counters, "counters");
+  if (!tensors_.remainders.empty()) check_count(tensors_.remainders, 1, "remainders");
 }
 
 void StepRows::check(size_t i) const {
@@ -44,15 +47,15 @@ void StepRows::check(size_t i) const {
   const auto fits = [&](const at::Tensor& tensor, const char* name,
                         std::initializer_list<at::ScalarType> types) {
     TORCH_CHECK_VALUE(
-        tensor.device() == device_ && tensor.layout() == at::kStrided && tensor.sizes() == param.sizes(), op_,
-        ": ", name, " ", i, " is of shape ", tensor.sizes(), ", layout ", tensor.layout(), " on ",
+        tensor.device() == device_ && tensor.layout() == at::kStrided && tensor.sizes() == param.sizes(),
+        rule_.name, ": ", name, " ", i, " is of shape ", tensor.sizes(), ", layout ", tensor.layout(), " on ",
         tensor.device(), "; it must be a dense tensor on ", device_, " of its parameter's shape ",
         param.sizes(), ".");
     for (const at::ScalarType type : types) {
       if (tensor.scalar_type() == type) return;
     }
     TORCH_CHECK_TYPE(
-        false, op_, ": ", name, " ", i, " is of dtype ", tensor.scalar_type(),
+        false, rule_.name, ": ", name, " ", i, " is of dtype ", tensor.scalar_type(),
         "; allowed here: ", c10::Join(", ", types), ".");
   };
   if (pair) {
@@ -62,41 +65,58 @@ void StepRows::check(size_t i) const {
     fits(param, "param", {at::kFloat});
   }
   fits(tensors_.grads[i], "grad", {at::kFloat, at::kBFloat16, at::kHalf});
-  if (state_of(i) == State::codes) return check_codes(i);
-  for (const at::TensorList& states : tensors_.states) {
-    if (!states.empty()) fits(states[i], "state", {at::kFloat, at::kBFloat16});
+  const State format = format_of(i);
+  for (size_t k = 0; k < rule_.states.size(); ++k) {
+    if (rule_.states[k] == rules::kWeight) {
+      fits(tensors_.state(k, i), "weight", {at::kFloat});
+    } else if (format == State::codes) {
+      check_codes(i, k);
+    } else {
+      fits(tensors_.state(k, i), "state", {at::kFloat, at::kBFloat16});
+    }
   }
+  for (size_t k = 0; k < rule_.counters; ++k) check_counter(i, k);
 }
 
 // Codes follow each other as the parameter's elements do in memory.
-void StepRows::check_codes(size_t i) const {
+void StepRows::check_codes(size_t i, size_t k) const {
   const at::Tensor& param = tensors_.params[i];
   const bool ordered = param.is_non_overlapping_and_dense() &&
       (tensors_.remainders.empty() || same_memory_order(param, tensors_.remainders[i]));
   TORCH_CHECK_VALUE(
-      ordered, op_, ": param ", i, " of shape ", param.sizes(), " and strides ", param.strides(),
+      ordered, rule_.name, ": param ", i, " of shape ", param.sizes(), " and strides ", param.strides(),
       " has states in 8-bit codes; it must be dense, and its remainder laid out as it is.");
   const int64_t bytes = state_bytes(State::codes, param.numel());
-  for (const at::TensorList& states : tensors_.states) {
-    if (states.empty()) continue;
-    TORCH_CHECK_VALUE(
-        states[i].device() == device_ && states[i].scalar_type() == at::kByte && states[i].is_contiguous() &&
-            states[i].numel() == bytes && reinterpret_cast<uintptr_t>(states[i].const_data_ptr()) % 4 == 0,
-        op_, ": state ", i, " is of dtype ", states[i].scalar_type(), " and shape ", states[i].sizes(),
-        " on ", states[i].device(), "; with others in codes it must be ", bytes, " contiguous bytes on ",
-        device_, ", at a multiple of 4.");
-  }
+  const at::Tensor& state = tensors_.state(k, i);
+  TORCH_CHECK_VALUE(
+      state.device() == device_ && state.scalar_type() == at::kByte && state.is_contiguous() &&
+          state.numel() == bytes && reinterpret_cast<uintptr_t>(state.const_data_ptr()) % 4 == 0,
+      rule_.name, ": state ", i, " is of dtype ", state.scalar_type(), " and shape ", state.sizes(), " on ",
+      state.device(), "; with others in codes it must be ", bytes, " contiguous bytes on ", device_,
+      ", at a multiple of 4.");
 }
 
-// That of the first; the others are of the same dtype.
-State StepRows::state_of(size_t i) const {
+// The first one counts steps; a second one is multiplied in float32.
+void StepRows::check_counter(size_t i, size_t k) const {
+  const at::Tensor& counter = tensors_.counter(k, i);
+  const at::ScalarType type = counter.scalar_type();
+  TORCH_CHECK_VALUE(
+      counter.device() == device_ && counter.numel() == 1 &&
+          (type == at::kFloat || (k == 0 && type == at::kDouble)),
+      rule_.name, ": a counter is of dtype ", type, " and shape ", counter.sizes(), " on ", counter.device(),
+      "; it must be one float32 ", k == 0 ? "or float64 on " : "on ", device_,
+      device_.is_cpu() ? "." : ", as fused=True and capturable=True make it.");
+}
+
+// The format of the states of a parameter, but for weights, which are float32.
+State StepRows::format_of(size_t i) const {
   std::optional<at::ScalarType> first;
-  for (const at::TensorList& states : tensors_.states) {
-    if (states.empty()) continue;
-    const at::ScalarType type = states[i].scalar_type();
+  for (size_t k = 0; k < rule_.states.size(); ++k) {
+    if (rule_.states[k] == rules::kWeight) continue;
+    const at::ScalarType type = tensors_.state(k, i).scalar_type();
     TORCH_CHECK_TYPE(
-        type == first.value_or(type), op_, ": the states of param ", i, " are of dtypes ", *first, " and ",
-        type, "; all of a parameter must be of one.");
+        type == first.value_or(type), rule_.name, ": the states of param ", i, " are of dtypes ", *first,
+        " and ", type, "; all of a parameter must be of one.");
     first = type;
   }
   if (first == at::kByte) return State::codes;
@@ -127,25 +147,24 @@ const at::Tensor& StepRows::flat(const at::Tensor& tensor, bool as_it_is) {
 Row StepRows::row_of(size_t i) {
   const at::Tensor& param = tensors_.params[i];
   const at::Tensor* remainder = tensors_.remainders.empty() ? nullptr : &tensors_.remainders[i];
-  const Weight weight = remainder == nullptr ? Weight::fp32 : Weight::bfloat16_pair;
-  const at::Tensor grad = readable_grad(i, weight);
-  const State state = state_of(i);
+  Row row{};
+  row.numel = param.numel();
+  row.weight = remainder == nullptr ? Weight::fp32 : Weight::bfloat16_pair;
+  row.format = format_of(i);
+  const at::Tensor grad = readable_grad(i, row.weight);
+  row.grad_type = grad.scalar_type();
   bool as_it_is =
       param.is_non_overlapping_and_dense() && (remainder == nullptr || same_memory_order(param, *remainder));
-  for (const at::TensorList& states : tensors_.states) {
-    as_it_is = as_it_is && (states.empty() || state == State::codes || same_memory_order(param, states[i]));
+  for (size_t k = 0; k < rule_.states.size(); ++k) {
+    row.are_weights[k] = rule_.states[k] == rules::kWeight;
+    as_it_is =
+        as_it_is && (row.format_of(k) == State::codes || same_memory_order(param, tensors_.state(k, i)));
   }
-  Row row{};
-  row.state = state;
-  row.numel = param.numel();
-  row.grad_type = grad.scalar_type();
-  row.weight = weight;
   row.param = flat(param, as_it_is).mutable_data_ptr();
   row.remainder = remainder == nullptr ? nullptr : flat(*remainder, as_it_is).mutable_data_ptr();
   row.grad = grad_memory(tensors_.grads[i], as_it_is ? ordered_as(grad, param) : grad.contiguous());
-  for (size_t k = 0; k < kMostStates; ++k) {
-    if (!tensors_.states[k].empty()) row.states[k] = flat(tensors_.states[k][i], as_it_is).mutable_data_ptr();
-  }
+  for (size_t k = 0; k < rule_.states.size(); ++k)
+    row.states[k] = flat(tensors_.state(k, i), as_it_is).mutable_data_ptr();
   return row;
 }
 
@@ -157,11 +176,9 @@ void StepRows::finish_gradients() const {
 void StepRows::finish() const {
   finish_gradients();
   for (const auto& [tensor, copy] : written_copies_) tensor.copy_(copy);
-  increment_versions(tensors_.params);
-  increment_versions(tensors_.remainders);
-  for (const at::TensorList& states : tensors_.states) {
-    increment_versions(states);
-  }
+  for (const at::TensorList& written :
+       {tensors_.params, tensors_.remainders, tensors_.states, tensors_.counters})
+    increment_versions(written);
 }
 
 LastBlock::LastBlock(const Row& row, int64_t begin, int64_t count) : block_(row) {
@@ -172,9 +189,9 @@ LastBlock::LastBlock(const Row& row, int64_t begin, int64_t count) : block_(row)
   block_.param = hold(1, row.param, begin * param, count * param);
   block_.remainder = hold(2, row.remainder, begin * half, count * half);
   block_.offset = row.offset + begin;
-  for (size_t i = 0; i < kMostStates; ++i) {
-    block_.states[i] =
-        hold(3 + i, row.states[i], state_bytes(row.state, begin), state_bytes(row.state, count));
+  for (size_t k = 0; k < kMostStates; ++k) {
+    const State format = row.format_of(k);
+    block_.states[k] = hold(3 + k, row.states[k], state_bytes(format, begin), state_bytes(format, count));
   }
 }
 
@@ -186,12 +203,10 @@ void* LastBlock::hold(size_t part, void* data, int64_t begin, int64_t bytes) {
   return memory_[part];
 }
 
-void LastBlock::write_back(size_t part) const {
-  if (parts_[part].bytes > 0) std::memcpy(parts_[part].outside, memory_[part], parts_[part].bytes);
-}
-
-void LastBlock::write_rest_back() const {
-  for (size_t part = 1; part < kParts; ++part) write_back(part);
+void LastBlock::write_back(Written written) const {
+  for (size_t part = written.gradient ? 0 : 1; part < (written.rest ? kParts : 1); ++part) {
+    if (parts_[part].bytes > 0) std::memcpy(parts_[part].outside, memory_[part], parts_[part].bytes);
+  }
 }
 
 void for_each_range(const std::vector<Row>& rows, RunRange run) {
@@ -223,37 +238,6 @@ void for_each_range(const std::vector<Row>& rows, RunRange run) {
   at::parallel_for(0, static_cast<int64_t>(first.size()) - 1, 1, [&](int64_t begin, int64_t end) {
     for (size_t i = first[begin]; i < first[end]; ++i) run(ranges[i].row, ranges[i].begin, ranges[i].end);
   });
-}
-
-namespace {
-
-template <typename Grad>
-void divide_range(const Row row, int64_t begin, int64_t end, const Divisor divisor) {
-  for (int64_t at = begin; at < end; at += Block::kSize) {
-    auto* grads = static_cast<Grad*>(row.grad) + at;
-    Block grad = load_block(grads);
-    divide_block(grads, divisor, grad);
-  }
-}
-
-void divide_elements(const Row& row, int64_t begin, int64_t end, const Divisor& divisor) {
-  const auto divide = row.grad_type == at::kFloat ? divide_range<float> : divide_range<at::BFloat16>;
-  const int64_t whole = begin + (end - begin) / Block::kSize * Block::kSize;
-  divide(row, begin, whole, divisor);
-  if (whole == end) return;
-  LastBlock last(row, whole, end - whole);
-  divide(last.row(), 0, Block::kSize, divisor);
-  last.write_gradient_back();
-}
-
-}  // namespace
-
-void divide_gradients(const StepRows& rows, const Divisor& divisor) {
-  if (divisor.is_one()) return;
-  for_each_range(rows.rows(), [&](size_t row, int64_t begin, int64_t end) {
-    divide_elements(rows.rows()[row], begin, end, divisor);
-  });
-  rows.finish_gradients();
 }
 
 }  // namespace amp_plugin

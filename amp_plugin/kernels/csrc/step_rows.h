@@ -10,16 +10,24 @@
 #include <utility>
 #include <vector>
 
+#include "cuda_layout.h"
+#include "step_rules.h"
+
 namespace amp_plugin {
 
-constexpr size_t kMostStates = 3;
+using cuda::kMostStates;
 
-// As the ops take them: lists with an entry for each parameter, or empty.
+// As the op takes them: lists with an entry for each parameter. All first states come first, then all second
+// ones; counters likewise. Remainders may be empty.
 struct StepTensors {
   at::TensorList params;
   at::TensorList grads;
+  at::TensorList states;
+  at::TensorList counters;
   at::TensorList remainders;
-  std::array<at::TensorList, kMostStates> states;
+
+  const at::Tensor& state(size_t k, size_t i) const { return states[k * params.size() + i]; }
+  const at::Tensor& counter(size_t k, size_t i) const { return counters[k * params.size() + i]; }
 };
 
 // What holds a parameter: a float32, or a bfloat16 with its remainder.
@@ -31,13 +39,13 @@ constexpr bool has_loop(at::ScalarType grad, Weight weight) {
   return grad == at::kFloat || (grad == at::kBFloat16 && weight == Weight::bfloat16_pair);
 }
 
-// How a parameter's states are stored; see step_states.h.
+// How a state is stored; see step_states.h.
 enum class State : uint8_t { fp32, bfloat16, codes };
 
-constexpr int64_t kCodeBlock = 128;  // elements with a unit of their own
-constexpr int64_t kCodeBlockBytes = kCodeBlock + static_cast<int64_t>(sizeof(float));
+constexpr int64_t kCodeBlock = cuda::kCodeBlock;
+constexpr int64_t kCodeBlockBytes = cuda::kCodeBlockBytes;
 
-// Bytes of the states of so many elements from the first of a block on; codes are of whole blocks.
+// Bytes of a state of so many elements from the first of a block on; codes are of whole blocks.
 constexpr int64_t state_bytes(State state, int64_t count) {
   if (state == State::codes) return (count + kCodeBlock - 1) / kCodeBlock * kCodeBlockBytes;
   return count * (state == State::bfloat16 ? 2 : 4);
@@ -52,11 +60,14 @@ struct Row {
   int64_t offset;  // of its first element in the parameter
   at::ScalarType grad_type;
   Weight weight;
-  State state;
+  State format;  // of the states that are no weights
+  std::array<bool, kMostStates> are_weights;  // which are float32
+
+  State format_of(size_t k) const { return are_weights[k] ? State::fp32 : format; }
 };
 
-// The elements behind the last whole block of a parameter, as a block of their own: the loops over elements,
-// of which there is one for each rule and dtypes, then need no second form for them.
+// The elements behind the last whole block of a parameter, as a block of their own: the loops over elements
+// then need no second form for them.
 class LastBlock {
  public:
   static constexpr size_t kMostElements = kCodeBlock;
@@ -68,9 +79,13 @@ class LastBlock {
 
   const Row& row() const { return block_; }
 
-  // What a step changes, to where it came from; gradients are apart.
-  void write_gradient_back() const { write_back(0); }
-  void write_rest_back() const;
+  struct Written {
+    bool gradient;
+    bool rest;
+  };
+
+  // To where it came from.
+  void write_back(Written written) const;
 
  private:
   struct Part {
@@ -81,7 +96,6 @@ class LastBlock {
 
   // Its part of memory with so many bytes of `data`; null where there are none.
   void* hold(size_t part, void* data, int64_t begin, int64_t bytes);
-  void write_back(size_t part) const;
 
   alignas(64) std::byte memory_[kParts][kMostElements * sizeof(float)] = {};
   Part parts_[kParts] = {};
@@ -95,8 +109,8 @@ void for_each_range(const std::vector<Row>& rows, RunRange run);
 // Rows of tensors that are checked. Where memory orders differ, a row is worked on in copies.
 class StepRows {
  public:
-  // `op` is named in errors; all tensors are to be on `device`. Gradients may be written only if so said.
-  StepRows(const StepTensors& tensors, const char* op, bool writes_gradients, c10::Device device = c10::kCPU);
+  // All tensors are to be on `device`. Gradients may be written only if so said.
+  StepRows(const StepTensors& tensors, const StepRule& rule, bool writes_gradients, c10::Device device);
 
   const std::vector<Row>& rows() const { return rows_; }
 
@@ -109,15 +123,17 @@ class StepRows {
   using Copies = std::vector<std::pair<at::Tensor, at::Tensor>>;
 
   Row row_of(size_t i);
+  void check_counts() const;
   void check(size_t i) const;
-  void check_codes(size_t i) const;
-  State state_of(size_t i) const;
+  void check_codes(size_t i, size_t k) const;
+  void check_counter(size_t i, size_t k) const;
+  State format_of(size_t i) const;
   at::Tensor readable_grad(size_t i, Weight weight) const;
   void* grad_memory(const at::Tensor& grad, const at::Tensor& readable);
   const at::Tensor& flat(const at::Tensor& tensor, bool as_it_is);
 
   const StepTensors& tensors_;
-  const char* op_;
+  const StepRule& rule_;
   bool writes_gradients_;
   c10::Device device_;
   std::vector<Row> rows_;

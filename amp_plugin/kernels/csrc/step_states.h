@@ -1,10 +1,10 @@
 // An optimizer's states as blocks of float32 lanes, whatever they are stored as; docs/design.md says why so.
 //
-//   float32    as they are
-//   bfloat16   the first state rounded to nearest, second moments up or down at random
+//   float32    as they are; weights among them always
+//   bfloat16   kSigned rounded to nearest, squares up or down at random
 //   codes      blocks of kCodeBlock bytes and a float32, the block's unit:
-//              first state       code * |code| * unit, code of -127..127, rounded to nearest
-//              second moments    (code * unit)^2, code of 0..255, rounded up or down at random; 0 only of 0
+//              kSigned   code * |code| * unit, code of -127..127, rounded to nearest
+//              squares   (code * unit)^2, code of 0..255, rounded up or down at random; 0 only of 0
 //
 // A second moment moves by 1/1000 of itself, less than half of what 8 bits tell apart: rounded to nearest it
 // would stand still. What is drawn for an element follows from its place and the number of the step.
@@ -27,13 +27,6 @@ using Bytes = uint8_t [[gnu::vector_size(sizeof(Floats))]];
 [[gnu::always_inline]] inline Numbers truncated(const Floats& floats) {
   using Vector = float [[gnu::vector_size(sizeof(Floats))]];
   return __builtin_convertvector(reinterpret_cast<Vector>(bits_of(floats)), Numbers);
-}
-
-// The larger of numbers without a sign: their bits are ordered as they are, and a NaN is the largest.
-[[gnu::always_inline]] inline Floats larger(const Floats& first, const Floats& second) {
-  const Words bits = bits_of(first), others = bits_of(second);
-  const Words larger = bits > others ? bits : others;
-  return Floats::loadu(&larger);
 }
 
 template <typename Byte>
@@ -91,7 +84,7 @@ template <typename Byte>
   std::memcpy(data, &bytes, sizeof(bytes));
 }
 
-using cuda::Draws, cuda::seed_of;
+using cuda::Draws;
 
 // The high bytes of draws, in units: of a block from its `first` on.
 template <typename T>
@@ -101,17 +94,19 @@ constexpr auto spread(T unit) {
   return draws;
 }
 
-// The states of a row. A unit of kUnit elements begins at `at`; then each of its blocks, at a `place` in it,
-// is loaded and stored; then it ends. flush() comes behind the last unit.
-template <size_t kStates>
+// The states of a row; `List` is the rule's StateList. A unit of kUnit elements begins at `at`; then each of
+// its blocks, at a `place` in it, is loaded and stored; then it ends. flush() comes behind the last unit.
+template <typename List>
 class Fp32States {
  public:
   static constexpr int64_t kUnit = Block::kSize;
 
   [[gnu::always_inline]] Fp32States(const Row& row, uint32_t) : row_(row) {}
   [[gnu::always_inline]] void begin(int64_t at) { at_ = at; }
-  [[gnu::always_inline]] Block load(size_t i, int64_t) const { return load_block(data(i)); }
-  [[gnu::always_inline]] void store(size_t i, int64_t, const Block& block) { store_block(data(i), block); }
+  [[gnu::always_inline]] Block load(size_t i, int64_t place) const { return load_block(data(i) + place); }
+  [[gnu::always_inline]] void store(size_t i, int64_t place, const Block& block) const {
+    store_block(data(i) + place, block);
+  }
   [[gnu::always_inline]] void end() const {}
   [[gnu::always_inline]] void flush() const {}
 
@@ -122,19 +117,29 @@ class Fp32States {
   int64_t at_ = 0;
 };
 
-template <size_t kStates>
+template <typename List>
 class Bf16States {
+  static constexpr size_t kStates = List::kCount;
+
  public:
   static constexpr int64_t kUnit = kCodeBlock;
 
-  [[gnu::always_inline]] Bf16States(const Row& row, uint32_t seed) : row_(row), seed_(seed) {}
+  [[gnu::always_inline]] Bf16States(const Row& row, uint32_t seed) : row_(row), seed_(seed), whole_(row, 0) {}
   [[gnu::always_inline]] void begin(int64_t at) {
     at_ = at;
-    for (size_t i = 1; i < kStates; ++i) draws_[i] = Draws((row_.offset + at) / kCodeBlock, seed_, i);
+    whole_.begin(at);
+    for (size_t i = 0; i < kStates; ++i) {
+      if (rules::is_square(List::kind(i)))
+        draws_[i] = Draws((row_.offset + at) / kCodeBlock, seed_, List::kind(i));
+    }
   }
-  [[gnu::always_inline]] Block load(size_t i, int64_t place) const { return load_block(data(i) + place); }
+  [[gnu::always_inline]] Block load(size_t i, int64_t place) const {
+    if (List::kind(i) == rules::kWeight) return whole_.load(i, place);
+    return load_block(data(i) + place);
+  }
   [[gnu::always_inline]] void store(size_t i, int64_t place, const Block& block) {
-    if (i == 0) return store_block(data(i) + place, block);
+    if (List::kind(i) == rules::kWeight) return whole_.store(i, place, block);
+    if (List::kind(i) == rules::kSigned) return store_block(data(i) + place, block);
     const Halves halves({drawn(i, block.low, place), drawn(i, block.high, place + Block::kHalf)});
     std::memcpy(data(i) + place, &halves.high, sizeof(halves.high));
   }
@@ -155,26 +160,31 @@ class Bf16States {
   const Row& row_;
   int64_t at_ = 0;
   uint32_t seed_;
+  Fp32States<List> whole_;
   Draws draws_[kStates] = {};
 };
 
 // A unit is encoded when the next one has been computed: else the processor would wait for its largest
 // element (a fifth of a step).
-template <size_t kStates>
+template <typename List>
 class CodedStates {
+  static constexpr size_t kStates = List::kCount;
+
  public:
   static constexpr int64_t kUnit = kCodeBlock;
 
-  [[gnu::always_inline]] CodedStates(const Row& row, uint32_t seed) : row_(row), seed_(seed) {
+  [[gnu::always_inline]] CodedStates(const Row& row, uint32_t seed) : row_(row), seed_(seed), whole_(row, 0) {
     for (size_t i = 0; i < kStates; ++i) codes_[i] = nothing_;
   }
 
   [[gnu::always_inline]] void begin(int64_t at) {
+    whole_.begin(at);
     std::swap(kept_, last_kept_);
     for (size_t i = 0; i < kStates; ++i) {
+      if (is_weight(i)) continue;
       last_[i] = codes_[i];
       last_draws_[i] = draws_[i];
-      draws_[i] = Draws((row_.offset + at) / kCodeBlock, seed_, i);
+      draws_[i] = Draws((row_.offset + at) / kCodeBlock, seed_, List::kind(i));
       codes_[i] = static_cast<uint8_t*>(row_.states[i]) + at / kCodeBlock * kCodeBlockBytes;
       float unit;
       std::memcpy(&unit, codes_[i] + kCodeBlock, sizeof(float));
@@ -186,10 +196,12 @@ class CodedStates {
   }
 
   [[gnu::always_inline]] Block load(size_t i, int64_t place) const {
+    if (is_weight(i)) return whole_.load(i, place);
     return {decoded(i, place), decoded(i, place + Block::kHalf)};
   }
 
   [[gnu::always_inline]] void store(size_t i, int64_t place, const Block& block) {
+    if (is_weight(i)) return whole_.store(i, place, block);
     keep(i, place, block.low);
     keep(i, place + Block::kHalf, block.high);
   }
@@ -197,13 +209,14 @@ class CodedStates {
   [[gnu::always_inline]] void end() {
     encode(last_kept_);
     for (size_t i = 0; i < kStates; ++i) {
+      if (is_weight(i)) continue;
       float most = largest(largest_[i]);
-      const float limit = i == 0 ? kMostSigned : kMostRoot;
+      const float limit = is_signed(i) ? kMostSigned : kMostRoot;
       if (__builtin_expect(most > limit, false)) {
         most = limit;
         for (float& number : (*kept_)[i]) number = std::clamp(number, -limit, limit);
       }
-      const float unit = most * (i == 0 ? kSignedUnit : kUnsignedUnit);
+      const float unit = most * (is_signed(i) ? kSignedUnit : kUnsignedUnit);
       inverses_[i] = Floats(unit > kLeastUnit ? 1 / unit : 0);
       std::memcpy(codes_[i] + kCodeBlock, &unit, sizeof(float));
     }
@@ -226,8 +239,11 @@ class CodedStates {
   // Of a first moment, and of a second one's root: an infinite unit times 0 would be nan.
   static constexpr float kMostSigned = 0x1p127F, kMostRoot = 0x1p63F;
 
+  static constexpr bool is_signed(size_t i) { return List::kind(i) == rules::kSigned; }
+  static constexpr bool is_weight(size_t i) { return List::kind(i) == rules::kWeight; }
+
   [[gnu::always_inline]] Floats decoded(size_t i, int64_t place) const {
-    if (i == 0) {
+    if (is_signed(i)) {
       const Floats code = load_bytes(reinterpret_cast<const int8_t*>(codes_[i]) + place);
       return code * code.abs() * units_[i];
     }
@@ -238,8 +254,8 @@ class CodedStates {
   // Until the unit's largest is known: the first state, or the root of a second moment.
   [[gnu::always_inline]] void keep(size_t i, int64_t place, const Floats& value) {
     const Floats root = value.sqrt().abs();  // of a NaN without its sign
-    (i == 0 ? value : root).store(&(*kept_)[i][place]);
-    largest_[i] = larger(i == 0 ? value.abs() : root, largest_[i]);
+    (is_signed(i) ? value : root).store(&(*kept_)[i][place]);
+    largest_[i] = larger(is_signed(i) ? value.abs() : root, largest_[i]);
   }
 
   [[gnu::always_inline]] static float largest(const Floats& lanes) {
@@ -249,18 +265,20 @@ class CodedStates {
   // What was kept of the unit before.
   [[gnu::always_inline]] void encode(const Kept* kept) {
     for (size_t i = 0; i < kStates; ++i) {
+      if (is_weight(i)) continue;
       for (int64_t place = 0; place < kCodeBlock; place += sizeof(Bytes)) {
         Floats values[4];
         for (int k = 0; k < 4; ++k) values[k] = Floats::loadu(&(*kept)[i][place + k * Block::kHalf]);
-        store_bytes(i == 0 ? signed_codes(values) : square_codes(i, place, values), last_[i] + place);
+        store_bytes(
+            is_signed(i) ? signed_codes(i, values) : square_codes(i, place, values), last_[i] + place);
       }
     }
   }
 
-  [[gnu::always_inline]] Bytes signed_codes(const Floats (&values)[4]) const {
+  [[gnu::always_inline]] Bytes signed_codes(size_t i, const Floats (&values)[4]) const {
     Numbers codes[4];
     for (int k = 0; k < 4; ++k) {
-      const Floats root = (values[k].abs() * inverses_[0]).sqrt() + Floats(0.5F);
+      const Floats root = (values[k].abs() * inverses_[i]).sqrt() + Floats(0.5F);
       codes[k] = truncated(root ^ (values[k] & Floats(-0.0F)));
     }
     return packed<int8_t>(codes);
@@ -283,6 +301,7 @@ class CodedStates {
 
   const Row& row_;
   uint32_t seed_;
+  Fp32States<List> whole_;
   Draws draws_[kStates] = {}, last_draws_[kStates];
   uint8_t *codes_[kStates], *last_[kStates];
   Floats units_[kStates], inverses_[kStates], largest_[kStates];

@@ -1,20 +1,15 @@
 // Parameters and gradients as blocks of float32 lanes, whatever they are stored as.
 #pragma once
 
-#include <ATen/cpu/vec/functional.h>
-#include <ATen/cpu/vec/vec.h>
-
-#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
 
 #include "cuda_layout.h"
+#include "step_arithmetic.h"
 #include "step_rows.h"
 
 namespace amp_plugin {
-
-using Floats = at::vec::Vectorized<float>;
 
 // Two vectors of float32: as many elements as one vector of a 16-bit type holds.
 struct Block {
@@ -54,56 +49,6 @@ template <typename T>
   }
 }
 
-// Division by a number that is the same for all: as quick as multiplications, and rounded as a division
-// (Markstein, 1990), but for results below float32's normal range.
-class Divisor {
- public:
-  explicit Divisor(double divisor) : divisor_(static_cast<float>(divisor)), inverse_(1 / divisor_) {}
-
-  bool is_one() const { return divisor_ == 1; }
-
-  [[gnu::always_inline]] Floats divide(Floats x) const {
-    const Floats quotient = x * Floats(inverse_);
-    const Floats rest = at::vec::fmadd(quotient, Floats(-divisor_), x);
-    const Floats corrected = at::vec::fmadd(rest, Floats(inverse_), quotient);
-    // Without a rest the quotient is exact, down to the sign of a zero; of an infinity there is none.
-#if defined(CPU_CAPABILITY_AVX512)
-    constexpr int kZeroInfinityOrNan = 0x9F;
-    return _mm512_mask_mov_ps(corrected, _mm512_fpclass_ps_mask(rest, kZeroInfinityOrNan), quotient);
-#else
-    const Floats zero_or_nan = rest - rest;
-    return Floats::blendv(quotient, corrected, (zero_or_nan == Floats(0)) & (rest != Floats(0)));
-#endif
-  }
-
- private:
-  float divisor_;
-  float inverse_;
-};
-
-// A choice between two numbers that is the same for all, made of both. With branches the loop's instructions
-// follow each other in pieces that the compiler does not order: a step of a pair then takes 1.4 of this.
-class Choice {
- public:
-  explicit Choice(bool first) : mask_(first ? ~Mask{0} : Mask{0}) {}
-
-  [[gnu::always_inline]] Floats of(const Floats& first, const Floats& second) const {
-#if defined(CPU_CAPABILITY_AVX512)
-    return _mm512_mask_blend_ps(mask_, second, first);
-#else
-    return Floats::blendv(second, first, Floats(std::bit_cast<float>(mask_)));
-#endif
-  }
-
- private:
-#if defined(CPU_CAPABILITY_AVX512)
-  using Mask = __mmask16;
-#else
-  using Mask = uint32_t;
-#endif
-  Mask mask_;
-};
-
 // A float32 parameter.
 struct Fp32Weight {
   [[gnu::always_inline]] static Block load(const Row& row, int64_t at) {
@@ -114,15 +59,8 @@ struct Fp32Weight {
   }
 };
 
-// As many elements as Floats holds, as bits; and as many as a Block holds, as 16 bits.
-using Words = uint32_t [[gnu::vector_size(sizeof(Floats))]];
+// As many elements as a Block holds, as 16 bits.
 using Shorts = uint16_t [[gnu::vector_size(sizeof(Floats))]];
-
-[[gnu::always_inline]] inline Words bits_of(const Floats& floats) {
-  Words words;
-  floats.store(&words);
-  return words;
-}
 
 #if defined(CPU_CAPABILITY_AVX2)
 // Of four parts the middle ones change places, as around instructions that work on halves of a vector.

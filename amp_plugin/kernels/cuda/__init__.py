@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,16 +10,33 @@ from typing import Final
 
 SOURCES: Final = Path(__file__).parent
 LAYOUT: Final = SOURCES.parent / "csrc" / "cuda_layout.h"  # what C++ and kernels share
+RULES: Final = SOURCES.parent / "csrc" / "rules"  # what a step of each optimizer does to an element, likewise
 NORMS: Final = ("Squares", "Maximum", "Power")  # the structs of norms.cuh, in the order of cuda_device.h
 _OF_EACH_NORM: Final = ("norm_check", "unscale")
 
 
+def rule_names() -> list[str]:
+    """Return the names of the rules that ``step_`` takes, in the order of ``rules/all.h``."""
+    return re.findall(r"RULE\((\w+), [^)]+\)", (RULES / "all.h").read_text().split("#define")[1])
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """A kernel: the function ``name`` in ``name.cu``."""
+    """A kernel: the function ``name`` in ``name.cu``, compiled for one norm, one rule or neither."""
 
     name: str
     norm: str = ""  # one of NORMS if the file is compiled once for each norm
+    rule: str = ""  # one of rule_names() if the file is compiled once for each rule
+
+    @property
+    def title(self) -> str:
+        """Its name as C++ has it, in ``cuda_device.cpp``."""
+        return f"{self.name} {self.norm or self.rule}".strip()
+
+    def macros(self) -> tuple[tuple[str, str], ...]:
+        """Return what its file takes from the compiler's command line."""
+        chosen = (("NORM", self.norm), ("RULE", self.rule))
+        return tuple((macro, value) for macro, value in chosen if value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,5 +57,14 @@ TUNING = Tuning()  # of all devices; a measurement of others sets it before the 
 def all_kernels() -> Iterator[Kernel]:
     """Yield every kernel of the package, in every form."""
     for file in sorted(SOURCES.glob("*.cu")):
-        for norm in NORMS if file.stem in _OF_EACH_NORM else ("",):
-            yield Kernel(name=file.stem, norm=norm)
+        if file.stem in _OF_EACH_NORM:
+            yield from (Kernel(name=file.stem, norm=norm) for norm in NORMS)
+        elif file.stem == "step":
+            yield from (Kernel(name=file.stem, rule=rule) for rule in rule_names())
+        else:
+            yield Kernel(name=file.stem)
+
+
+def shared_sources() -> list[Path]:
+    """Return all files that kernels are compiled from."""
+    return sorted([*SOURCES.glob("*.cu"), *SOURCES.glob("*.cuh"), LAYOUT, *RULES.glob("*.h")])

@@ -15,7 +15,7 @@ from cuda.bindings import nvrtc  # type: ignore[import-untyped]
 from cuda.core import Program, ProgramOptions  # type: ignore[import-untyped]
 
 from amp_plugin.kernels.build_cache import cache_root, digest, obtain, read_cached
-from amp_plugin.kernels.cuda import LAYOUT, SOURCES, TUNING, Kernel, Tuning, all_kernels
+from amp_plugin.kernels.cuda import SOURCES, TUNING, Kernel, Tuning, all_kernels, shared_sources
 
 ARCHITECTURES: Final = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 """What is tested; any other architecture that NVRTC knows, from sm_75 on, compiles as well."""
@@ -40,14 +40,13 @@ def compile_cubin(kernel: Kernel, architecture: str, tuning: Tuning = TUNING) ->
 
 def options_for(kernel: Kernel, architecture: str, tuning: Tuning = TUNING) -> ProgramOptions:
     """Return what NVRTC is told: only where the source says fma are a product and a sum rounded once."""
-    of_norm = (("NORM", kernel.norm),) if kernel.norm else ()
     return ProgramOptions(
         name=f"{kernel.name}.cu",
         arch=architecture,
         std=STANDARD,
         fma=False,
         device_as_default_execution_space=True,
-        define_macro=[*tuning.macros(), *of_norm],
+        define_macro=[*tuning.macros(), *kernel.macros()],
     )
 
 
@@ -57,8 +56,7 @@ def cached_cubin(kernel: Kernel, architecture: str, tuning: Tuning = TUNING) -> 
     If the cache cannot be used, a RuntimeWarning says so and the kernel is compiled for this process alone.
     """
     identity = {
-        "norm": kernel.norm,
-        "macros": repr(tuning.macros()),
+        "macros": repr((*tuning.macros(), *kernel.macros())),
         "standard": f"{STANDARD} fmad=false default-device",
         "sources": _sources(),
         "nvrtc": nvrtc_version(),
@@ -123,8 +121,7 @@ def build_ahead(architectures: Iterable[str] = ARCHITECTURES) -> int:
 
 @functools.cache
 def _sources() -> str:
-    files = sorted([*SOURCES.glob("*.cu"), *SOURCES.glob("*.cuh"), LAYOUT])
-    return digest({file.name: file.read_text() for file in files})
+    return digest({file.name: file.read_text() for file in shared_sources()})
 
 
 @functools.cache

@@ -90,7 +90,7 @@ def _load_all(index: int) -> CudaCore:
         raise RuntimeError(msg)
     architecture = nvrtc.architecture_for(*capability)
     cubins = nvrtc.all_cubins(architecture, cuda.TUNING)
-    names = [f"{kernel.name} {kernel.norm}".strip() for kernel in cubins]
+    names = [kernel.title for kernel in cubins]
     code = [torch.frombuffer(bytearray(cubin), dtype=torch.uint8) for cubin in cubins.values()]
     blocks = properties.multi_processor_count * cuda.TUNING.blocks
     try:

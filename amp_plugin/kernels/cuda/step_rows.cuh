@@ -3,55 +3,77 @@
 // A parameter has four rows, `table.count` apart:
 //
 //   address, out_address     gradient, parameter     dtype, out_dtype: theirs; a bfloat16 has a remainder
-//   address, out_address     remainder, step counter                      dtype: the counter's
+//   address, out_address     remainder, first counter                     dtype: the counter's
 //   address, out_address     first state, second state                   dtype: a StateType
-//   address                  third state
+//   address, out_address     third state, second counter, a float32
 //
 // All tensors of a parameter are dense and ordered alike in memory. Gradients are divided in the pass that
 // reads them.
 #pragma once
 
+#include "../csrc/rules/states.h"
+#include "arithmetic.cuh"
 #include "tensor_table.cuh"
 
 namespace amp_plugin::cuda {
 
-constexpr u32 kMostStates = 3;
+// Those of a parameter before a step.
+struct Counters {
+  double value[kMostCounters] = {};
+
+  __device__ bool operator==(const Counters& other) const {
+    return value[0] == other.value[0] && value[1] == other.value[1];
+  }
+};
 
 struct Parameter {
-  u64 grad, param, remainder, step;
+  u64 grad, param, remainder, counter[kMostCounters];
   u64 states[kMostStates];
   u64 numel;
-  u8 grad_type, step_type, state_type;
+  u8 grad_type, counter_type, state_type;
   bool is_pair;  // a bfloat16 and its remainder
 
   __device__ Parameter(const Table& table, u32 tensor) {
     const Row &first = table.rows[tensor], &second = table.rows[table.count + tensor];
     const Row &third = table.rows[2 * table.count + tensor], &fourth = table.rows[3 * table.count + tensor];
     grad = first.address, param = first.out_address;
-    remainder = second.address, step = second.out_address;
+    remainder = second.address, counter[0] = second.out_address, counter[1] = fourth.out_address;
     states[0] = third.address, states[1] = third.out_address, states[2] = fourth.address;
     numel = first.numel;
-    grad_type = first.dtype, step_type = second.dtype, state_type = third.dtype;
+    grad_type = first.dtype, counter_type = second.dtype, state_type = third.dtype;
     is_pair = first.out_dtype == kBFloat16;
   }
 
-  __device__ double steps() const {
-    return read(DeviceScalar{reinterpret_cast<const void*>(step), is_double(), 0});
+  template <u32 kCount>
+  __device__ Counters counters() const {
+    Counters counters;
+    for (u32 k = 0; k < kCount; ++k)
+      counters.value[k] = read(DeviceScalar{reinterpret_cast<const void*>(counter[k]), is_double(k), 0});
+    return counters;
   }
-  __device__ void count_step() const {
-    if (is_double()) {
-      *reinterpret_cast<double*>(step) += 1;
-    } else {
-      *reinterpret_cast<float*>(step) += 1;
+  template <u32 kCount>
+  __device__ void write(const Counters& counters) const {
+    for (u32 k = 0; k < kCount; ++k) {
+      if (is_double(k)) {
+        *reinterpret_cast<double*>(counter[k]) = counters.value[k];
+      } else {
+        *reinterpret_cast<float*>(counter[k]) = float(counters.value[k]);
+      }
     }
   }
-  __device__ bool is_double() const { return step_type == kFloat64; }
+  __device__ bool is_double(u32 k) const { return k == 0 && counter_type == kFloat64; }
 
   // Whether groups of `count` elements from `at` on are aligned in every tensor.
+  template <typename States>
   __device__ bool is_aligned(u64 at, u32 count) const {
-    const u64 all_states = states[0] | states[1] | states[2];
-    const u64 wide = (is_pair ? 0 : param) | (state_type == kStateFloat32 ? all_states : 0);
-    const u64 halves = (is_pair ? param | remainder : 0) | (state_type == kStateBFloat16 ? all_states : 0);
+    u64 wide = is_pair ? 0 : param, halves = is_pair ? param | remainder : 0;
+    for (u32 k = 0; k < States::kCount; ++k) {
+      if (States::kind(k) == rules::kWeight || state_type == kStateFloat32) {
+        wide |= states[k];
+      } else if (state_type == kStateBFloat16) {
+        halves |= states[k];
+      }
+    }
     return wide % (4 * count) == 0 && halves % (2 * count) == 0 && is_grad_aligned(at, count);
   }
   __device__ bool is_grad_aligned(u64 at, u32 count) const {
@@ -82,14 +104,68 @@ __device__ inline void store_lanes(u64 address, u64 at, const Lanes<kCount>& lan
   store_packet(reinterpret_cast<Packet<T, kCount>*>(address + at * sizeof(T)), packet);
 }
 
+// Neighbours as they lie in memory, of 16 or of 32 bits. What a step reads is first loaded so, all of it, and
+// then widened: a conversion between two loads would wait for the one before the other is on its way.
+template <int kCount>
+struct Raw {
+  u32 word[kCount];
+
+  __device__ u16 half(int i) const { return u16(word[i / 2] >> (16 * (i % 2))); }
+};
+
+template <typename T>
+struct Bits {
+  T bits;
+};
+
+template <int kCount>
+__device__ inline Raw<kCount> load_raw(u64 address, u64 at, bool is_wide) {
+  Raw<kCount> raw{};
+  if (is_wide) {
+    const auto packet = load_packet(reinterpret_cast<const Packet<Bits<u32>, kCount>*>(address + 4 * at));
+    memcpy(&raw, &packet, sizeof(packet));
+  } else {
+    const auto packet = load_packet(reinterpret_cast<const Packet<Bits<u16>, kCount>*>(address + 2 * at));
+    memcpy(&raw, &packet, sizeof(packet));
+  }
+  return raw;
+}
+
+template <int kCount>
+__device__ inline Lanes<kCount> widen_float32(const Raw<kCount>& raw) {
+  Lanes<kCount> lanes;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) lanes.lane[i] = __uint_as_float(raw.word[i]);
+  return lanes;
+}
+
+template <int kCount>
+__device__ inline Lanes<kCount> widen_bfloat16(const Raw<kCount>& raw) {
+  Lanes<kCount> lanes;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) lanes.lane[i] = __uint_as_float(u32(raw.half(i)) << 16);
+  return lanes;
+}
+
 // The same branch for all threads of a block.
 template <int kCount>
+__device__ inline Raw<kCount> load_raw_grad(const Parameter& parameter, u64 at) {
+  return load_raw<kCount>(parameter.grad, at, parameter.grad_type == kFloat32);
+}
+
+template <int kCount>
+__device__ inline Lanes<kCount> widen_grad(const Parameter& parameter, const Raw<kCount>& raw) {
+  if (parameter.grad_type == kFloat32) return widen_float32(raw);
+  if (parameter.grad_type == kBFloat16) return widen_bfloat16(raw);
+  Lanes<kCount> lanes;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) lanes.lane[i] = half_to_float(raw.half(i));
+  return lanes;
+}
+
+template <int kCount>
 __device__ inline Lanes<kCount> load_grad(const Parameter& parameter, u64 at) {
-  switch (parameter.grad_type) {
-    case kFloat16: return load_lanes<Float16, kCount>(parameter.grad, at);
-    case kBFloat16: return load_lanes<BFloat16, kCount>(parameter.grad, at);
-    default: return load_lanes<Float32, kCount>(parameter.grad, at);
-  }
+  return widen_grad(parameter, load_raw_grad<kCount>(parameter, at));
 }
 
 template <int kCount>
@@ -107,13 +183,10 @@ struct Bits16 {
 };
 
 template <int kCount>
-__device__ inline Lanes<kCount> load_pair(u64 high, u64 low, u64 at) {
-  const auto highs = load_packet(reinterpret_cast<const Packet<Bits16, kCount>*>(high + 2 * at));
-  const auto lows = load_packet(reinterpret_cast<const Packet<Bits16, kCount>*>(low + 2 * at));
+__device__ inline Lanes<kCount> join_pair(const Raw<kCount>& high, const Raw<kCount>& low) {
   Lanes<kCount> lanes;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i)
-    lanes.lane[i] = __uint_as_float(unpack_weight(highs.element[i].bits, lows.element[i].bits));
+  for (int i = 0; i < kCount; ++i) lanes.lane[i] = __uint_as_float(unpack_weight(high.half(i), low.half(i)));
   return lanes;
 }
 
@@ -131,9 +204,26 @@ __device__ inline void store_pair(u64 high, u64 low, u64 at, const Lanes<kCount>
 }
 
 template <int kCount>
+struct RawParam {
+  Raw<kCount> whole, low;
+};
+
+template <int kCount>
+__device__ inline RawParam<kCount> load_raw_param(const Parameter& parameter, u64 at) {
+  RawParam<kCount> raw{load_raw<kCount>(parameter.param, at, !parameter.is_pair), {}};
+  if (parameter.is_pair) raw.low = load_raw<kCount>(parameter.remainder, at, false);
+  return raw;
+}
+
+template <int kCount>
+__device__ inline Lanes<kCount> widen_param(const Parameter& parameter, const RawParam<kCount>& raw) {
+  if (parameter.is_pair) return join_pair(raw.whole, raw.low);
+  return widen_float32(raw.whole);
+}
+
+template <int kCount>
 __device__ inline Lanes<kCount> load_param(const Parameter& parameter, u64 at) {
-  if (parameter.is_pair) return load_pair<kCount>(parameter.param, parameter.remainder, at);
-  return load_lanes<Float32, kCount>(parameter.param, at);
+  return widen_param(parameter, load_raw_param<kCount>(parameter, at));
 }
 
 template <int kCount>
@@ -141,22 +231,6 @@ __device__ inline void store_param(const Parameter& parameter, u64 at, const Lan
   if (parameter.is_pair) return store_pair<kCount>(parameter.param, parameter.remainder, at, lanes);
   store_lanes<Float32, kCount>(parameter.param, at, lanes);
 }
-
-// Division by a number that is the same for all: as in csrc/step_weights.h, to the bit.
-struct Divisor {
-  float divisor, inverse;
-
-  Divisor() = default;
-  __device__ explicit Divisor(float divisor) : divisor(divisor), inverse(1 / divisor) {}
-  __device__ bool is_one() const { return divisor == 1; }
-
-  __device__ float divide(float x) const {
-    const float quotient = x * inverse;
-    const float rest = fmaf(quotient, -divisor, x);
-    const float corrected = fmaf(rest, inverse, quotient);
-    return rest - rest == 0 && rest != 0 ? corrected : quotient;
-  }
-};
 
 // Divide a gradient's elements, and write them; by exactly 1, which nobody can see, nothing is written.
 template <int kCount>
@@ -171,25 +245,34 @@ __device__ inline void divide_grad(
 // States as they are, and in bfloat16; csrc/step_states.h says how they are rounded.
 struct Float32States {
   template <int kCount>
-  __device__ static Lanes<kCount> load(u64 address, u64 at) {
-    return load_lanes<Float32, kCount>(address, at);
+  __device__ static Raw<kCount> load(u64 address, u64 at) {
+    return load_raw<kCount>(address, at, true);
   }
   template <int kCount>
-  __device__ static void store(u64 address, u64 at, const Lanes<kCount>& lanes, u32, u32) {
+  __device__ static Lanes<kCount> widen(const Raw<kCount>& raw) {
+    return widen_float32(raw);
+  }
+  template <int kCount>
+  __device__ static void store(u64 address, u64 at, const Lanes<kCount>& lanes, rules::StateKind, u32) {
     store_lanes<Float32, kCount>(address, at, lanes);
   }
 };
 
 struct BFloat16States {
   template <int kCount>
-  __device__ static Lanes<kCount> load(u64 address, u64 at) {
-    return load_lanes<BFloat16, kCount>(address, at);
+  __device__ static Raw<kCount> load(u64 address, u64 at) {
+    return load_raw<kCount>(address, at, false);
   }
   template <int kCount>
-  __device__ static void store(u64 address, u64 at, const Lanes<kCount>& lanes, u32 state, u32 seed) {
-    if (state == 0) return store_lanes<BFloat16, kCount>(address, at, lanes);
+  __device__ static Lanes<kCount> widen(const Raw<kCount>& raw) {
+    return widen_bfloat16(raw);
+  }
+  template <int kCount>
+  __device__ static void store(
+      u64 address, u64 at, const Lanes<kCount>& lanes, rules::StateKind kind, u32 seed) {
+    if (kind == rules::kSigned) return store_lanes<BFloat16, kCount>(address, at, lanes);
     Packet<Bits16, kCount> packet;
-    const Draws draws(u32(at / kCodeBlock), seed, state);
+    const Draws draws(u32(at / kCodeBlock), seed, kind);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const u32 drawn = draws.high(u32(at % kCodeBlock) + i) << 8 | draws.low;
@@ -200,34 +283,51 @@ struct BFloat16States {
   }
 };
 
-// Apply `rule(param, grad, states)` to an element of a group.
-template <u32 kStates, int kCount, typename Rule>
+// Apply a rule to an element of a group.
+template <typename Rule, int kCount>
 __device__ inline void step_lane(
     Lanes<kCount>& param, const Lanes<kCount>& grad, Lanes<kCount>* states, int i, const Rule& rule) {
-  float values[kStates + 1];
+  float values[Rule::States::kCount + 1];
 #pragma unroll
-  for (u32 k = 0; k < kStates; ++k) values[k] = states[k].lane[i];
+  for (u32 k = 0; k < Rule::States::kCount; ++k) values[k] = states[k].lane[i];
   param.lane[i] = rule(param.lane[i], grad.lane[i], values);
 #pragma unroll
-  for (u32 k = 0; k < kStates; ++k) states[k].lane[i] = values[k];
+  for (u32 k = 0; k < Rule::States::kCount; ++k) states[k].lane[i] = values[k];
 }
 
-// Apply it to groups of kCount elements of [begin, end), with divided gradients.
-template <int kCount, typename States, u32 kStates, typename Rule>
+// Apply it to groups of kCount elements of [begin, end), with divided gradients. All loads come before the
+// first use of one.
+template <int kCount, typename Format, typename Rule>
 __device__ void step_range(
     const Parameter& parameter, u64 begin, u64 end, const Divisor& divisor, const Rule& rule, u32 seed) {
+  constexpr u32 kStates = Rule::States::kCount;
   for (u64 at = begin + u64(threadIdx.x) * kCount; at + kCount <= end; at += u64(kThreads) * kCount) {
-    Lanes<kCount> grad = load_grad<kCount>(parameter, at);
-    Lanes<kCount> param = load_param<kCount>(parameter, at);
-    Lanes<kCount> states[kStates + 1];
-#pragma unroll
-    for (u32 k = 0; k < kStates; ++k) states[k] = States::template load<kCount>(parameter.states[k], at);
-    divide_grad<kCount>(parameter, at, divisor, grad);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) step_lane<kStates>(param, grad, states, i, rule);
+    const Raw<kCount> raw_grad = load_raw_grad<kCount>(parameter, at);
+    const RawParam<kCount> raw_param = load_raw_param<kCount>(parameter, at);
+    Raw<kCount> raw_states[kStates + 1];
 #pragma unroll
     for (u32 k = 0; k < kStates; ++k)
-      States::template store<kCount>(parameter.states[k], at, states[k], k, seed);
+      raw_states[k] = Rule::States::kind(k) == rules::kWeight
+          ? Float32States::load<kCount>(parameter.states[k], at)
+          : Format::template load<kCount>(parameter.states[k], at);
+    Lanes<kCount> grad = widen_grad(parameter, raw_grad), param = widen_param(parameter, raw_param);
+    Lanes<kCount> states[kStates + 1];
+#pragma unroll
+    for (u32 k = 0; k < kStates; ++k)
+      states[k] = Rule::States::kind(k) == rules::kWeight ? Float32States::widen<kCount>(raw_states[k])
+                                                          : Format::template widen<kCount>(raw_states[k]);
+    divide_grad<kCount>(parameter, at, divisor, grad);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) step_lane(param, grad, states, i, rule);
+#pragma unroll
+    for (u32 k = 0; k < kStates; ++k) {
+      const rules::StateKind kind = Rule::States::kind(k);
+      if (kind == rules::kWeight) {
+        Float32States::store<kCount>(parameter.states[k], at, states[k], kind, seed);
+      } else {
+        Format::template store<kCount>(parameter.states[k], at, states[k], kind, seed);
+      }
+    }
     store_param<kCount>(parameter, at, param);
   }
 }
@@ -250,51 +350,65 @@ struct ElementRange {
   }
 };
 
-// The codes of kGroup neighbours of one state, of which a warp has a block: csrc/step_states.h, to the bit.
+// kGroup neighbours of one state of a parameter whose states are in codes. A warp has a block of them:
+// csrc/step_states.h, to the bit. Weights among the states are float32, and moved as parameters are.
 struct CodedLanes {
-  u64 block, codes;  // addresses
-  u32 state;
+  u64 address, block, codes;
+  rules::StateKind kind;
   float unit;
+  Packet<u8, kGroup> packet;
+  Raw<kGroup> raw;  // of a weight
 
   CodedLanes() = default;
-  __device__ CodedLanes(u64 address, u64 at, u32 state) : state(state) {
+  __device__ CodedLanes(u64 address, u64 at, rules::StateKind kind, bool whole)
+      : address(address), kind(kind) {
+    if (kind == rules::kWeight) {
+      if (whole) raw = load_raw<kGroup>(address, at, true);
+      return;
+    }
     block = address + at / kCodeBlock * kCodeBlockBytes;
     codes = block + at % kCodeBlock;
     unit = load_packet(reinterpret_cast<const Packet<Float32, 1>*>(block + kCodeBlock)).element[0].value;
+    packet = load_packet(reinterpret_cast<const Packet<u8, kGroup>*>(codes));
   }
 
-  __device__ Lanes<kGroup> load() const {
-    const auto packet = load_packet(reinterpret_cast<const Packet<u8, kGroup>*>(codes));
+  __device__ Lanes<kGroup> decoded() const {
+    if (kind == rules::kWeight) return Float32States::widen<kGroup>(raw);
     Lanes<kGroup> lanes;
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
-      const float code = state == 0 ? float((signed char)packet.element[i]) : float(packet.element[i]);
+      const float code = is_signed() ? float((signed char)packet.element[i]) : float(packet.element[i]);
       const float root = code * unit;
-      lanes.lane[i] = state == 0 ? code * fabsf(code) * unit : root * root;
+      lanes.lane[i] = is_signed() ? code * fabsf(code) * unit : root * root;
     }
     return lanes;
   }
 
   // All lanes of a warp call it.
-  __device__ void store(Lanes<kGroup> lanes, u64 at, u32 seed) const {
+  __device__ void store(Lanes<kGroup> lanes, u64 at, u32 seed, bool whole) const {
+    if (kind == rules::kWeight) {
+      if (whole) store_lanes<Float32, kGroup>(address, at, lanes);
+      return;
+    }
     float largest = 0;
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
-      if (state != 0) lanes.lane[i] = at_most(sqrtf(lanes.lane[i]), kMostRoot);
+      if (!is_signed()) lanes.lane[i] = at_most(sqrtf(lanes.lane[i]), kMostRoot);
       largest = join_max(largest, fabsf(lanes.lane[i]));
     }
     for (u32 distance = 16; distance > 0; distance /= 2)
       largest = join_max(largest, __shfl_xor_sync(kFullWarp, largest, distance));
     largest = at_most(largest, kMostSigned);
-    const float now = largest * (state == 0 ? float(1.0 / (127 * 127)) : float(1.0 / 255));
+    const float now = largest * (is_signed() ? float(1.0 / (127 * 127)) : float(1.0 / 255));
     const float inverse = now > kLeastUnit ? 1 / now : 0;
-    Packet<u8, kGroup> packet;
-    const Draws draws(u32(at / kCodeBlock), seed, state);
+    Packet<u8, kGroup> out;
+    const Draws draws(u32(at / kCodeBlock), seed, kind);
 #pragma unroll
     for (int i = 0; i < kGroup; ++i)
-      packet.element[i] = state == 0 ? signed_code(lanes.lane[i], inverse)
-                                     : square_code(lanes.lane[i], inverse, draws, u32(at % kCodeBlock) + i);
-    store_packet(reinterpret_cast<Packet<u8, kGroup>*>(codes), packet);
+      out.element[i] = is_signed() ? signed_code(lanes.lane[i], inverse)
+                                   : square_code(lanes.lane[i], inverse, draws, u32(at % kCodeBlock) + i);
+    store_packet(reinterpret_cast<Packet<u8, kGroup>*>(codes), out);
+    __syncwarp();  // all have read the unit
     if (at % kCodeBlock == 0)
       store_packet(reinterpret_cast<Packet<Float32, 1>*>(block + kCodeBlock), Packet<Float32, 1>{{{now}}});
   }
@@ -302,6 +416,7 @@ struct CodedLanes {
  private:
   static constexpr float kLeastUnit = 0x1p-120f, kMostSigned = 0x1p127f, kMostRoot = 0x1p63f;
 
+  __device__ bool is_signed() const { return kind == rules::kSigned; }
   __device__ static float at_most(float value, float most) { return value > most ? most : value; }  // or NaN
   __device__ static u8 signed_code(float value, float inverse) {
     const float root = at_most(sqrtf(fabsf(value) * inverse) + 0.5f, 127.0f);
@@ -314,70 +429,92 @@ struct CodedLanes {
   }
 };
 
+// Step one element of a group that is not aligned or not whole.
+template <typename Rule>
+__device__ inline void step_alone(
+    const Parameter& parameter, u64 at, int i, const Divisor& divisor, Lanes<kGroup>* states,
+    const Rule& rule) {
+  constexpr u32 kStates = Rule::States::kCount;
+  const auto is_weight = [](u32 k) { return Rule::States::kind(k) == rules::kWeight; };
+  Lanes<1> grad = load_grad<1>(parameter, at + i), param = load_param<1>(parameter, at + i);
+  divide_grad<1>(parameter, at + i, divisor, grad);
+  Lanes<1> values[kStates + 1];
+#pragma unroll
+  for (u32 k = 0; k < kStates; ++k)
+    values[k] =
+        is_weight(k) ? load_lanes<Float32, 1>(parameter.states[k], at + i) : Lanes<1>{{states[k].lane[i]}};
+  step_lane(param, grad, values, 0, rule);
+#pragma unroll
+  for (u32 k = 0; k < kStates; ++k) {
+    states[k].lane[i] = values[k].lane[0];
+    if (is_weight(k)) store_lanes<Float32, 1>(parameter.states[k], at + i, values[k]);
+  }
+  store_param<1>(parameter, at + i, param);
+}
+
 // As step_range, of states in codes: a warp takes a block of them, a lane kGroup neighbours.
-template <u32 kStates, typename Rule>
+template <typename Rule>
 __device__ void step_codes(
     const Parameter& parameter, const ElementRange& range, bool aligned, const Divisor& divisor,
     const Rule& rule, u32 seed) {
-  constexpr u32 kWarp = 32;
+  constexpr u32 kStates = Rule::States::kCount, kWarp = 32;
   static_assert(kCodeBlock == kWarp * kGroup && kGranuleElements % kCodeBlock == 0);
   const u64 first = range.begin + u64(threadIdx.x / kWarp) * kCodeBlock;
   for (u64 block = first; block < range.end; block += kThreads / kWarp * kCodeBlock) {
     const u64 at = block + threadIdx.x % kWarp * kGroup;
-    const bool whole = aligned && at + kGroup <= range.end;
-    Lanes<kGroup> grad{}, param{}, states[kStates + 1];
+    const bool whole = aligned && block + kCodeBlock <= range.end;  // the same for a warp
+    Lanes<kGroup> states[kStates + 1];
     CodedLanes coded[kStates + 1];
 #pragma unroll
-    for (u32 k = 0; k < kStates; ++k) {
-      coded[k] = CodedLanes(parameter.states[k], at, k);
-      states[k] = coded[k].load();
-    }
+    for (u32 k = 0; k < kStates; ++k)
+      coded[k] = CodedLanes(parameter.states[k], at, Rule::States::kind(k), whole);
     if (whole) {
-      grad = load_grad<kGroup>(parameter, at);
-      param = load_param<kGroup>(parameter, at);
+      const Raw<kGroup> raw_grad = load_raw_grad<kGroup>(parameter, at);
+      const RawParam<kGroup> raw_param = load_raw_param<kGroup>(parameter, at);
+      Lanes<kGroup> grad = widen_grad(parameter, raw_grad), param = widen_param(parameter, raw_param);
+#pragma unroll
+      for (u32 k = 0; k < kStates; ++k) states[k] = coded[k].decoded();
       divide_grad<kGroup>(parameter, at, divisor, grad);
-    }
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      if (at + i >= range.end) continue;  // what is kept there is 0, and stays
-      if (!whole) {
-        Lanes<1> one = load_grad<1>(parameter, at + i);
-        divide_grad<1>(parameter, at + i, divisor, one);
-        grad.lane[i] = one.lane[0];
-        param.lane[i] = load_param<1>(parameter, at + i).lane[0];
+      for (int i = 0; i < kGroup; ++i) step_lane(param, grad, states, i, rule);
+      store_param<kGroup>(parameter, at, param);
+    } else {
+#pragma unroll
+      for (u32 k = 0; k < kStates; ++k) states[k] = coded[k].decoded();
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        if (at + i >= range.end) continue;  // what is kept there is 0, and stays
+        step_alone(parameter, at, i, divisor, states, rule);
       }
-      step_lane<kStates>(param, grad, states, i, rule);
-      if (!whole) store_param<1>(parameter, at + i, Lanes<1>{{param.lane[i]}});
     }
-    if (whole) store_param<kGroup>(parameter, at, param);
 #pragma unroll
-    for (u32 k = 0; k < kStates; ++k) coded[k].store(states[k], at, seed);
+    for (u32 k = 0; k < kStates; ++k) coded[k].store(states[k], at, seed, whole);
   }
 }
 
-template <typename States, u32 kStates, typename Rule>
+template <typename Format, typename Rule>
 __device__ void step_groups(
     const Parameter& parameter, const ElementRange& range, const Divisor& divisor, const Rule& rule,
     u32 seed) {
-  step_range<kGroup, States, kStates>(parameter, range.begin, range.groups_end, divisor, rule, seed);
-  step_range<1, States, kStates>(parameter, range.groups_end, range.end, divisor, rule, seed);
+  step_range<kGroup, Format>(parameter, range.begin, range.groups_end, divisor, rule, seed);
+  step_range<1, Format>(parameter, range.groups_end, range.end, divisor, rule, seed);
 }
 
 // The same for a run of granules of kGranuleElements; `seed`: of what is rounded at random.
-template <u32 kStates, typename Rule>
+template <typename Rule>
 __device__ void step_piece(
     const Parameter& parameter, u32 begin_granule, u32 end_granule, const Divisor& divisor, const Rule& rule,
     u32 seed) {
   ElementRange range(parameter.numel, begin_granule, end_granule);
-  const bool aligned = parameter.is_aligned(range.begin, kGroup);
+  const bool aligned = parameter.is_aligned<typename Rule::States>(range.begin, kGroup);
   range.only_if(aligned);
-  if constexpr (kStates > 0) {  // the same branch for all threads of a block
+  if constexpr (Rule::States::kCount > 0) {  // the same branch for all threads of a block
     if (parameter.state_type == kStateCodes)
-      return step_codes<kStates>(parameter, range, aligned, divisor, rule, seed);
+      return step_codes(parameter, range, aligned, divisor, rule, seed);
     if (parameter.state_type == kStateBFloat16)
-      return step_groups<BFloat16States, kStates>(parameter, range, divisor, rule, seed);
+      return step_groups<BFloat16States>(parameter, range, divisor, rule, seed);
   }
-  step_groups<Float32States, kStates>(parameter, range, divisor, rule, seed);
+  step_groups<Float32States>(parameter, range, divisor, rule, seed);
 }
 
 template <int kCount>

@@ -9,7 +9,8 @@ using namespace amp_plugin::cuda;
 struct UnpackWeights {
   template <int kCount>
   __device__ void operator()(u64 master, u64 high, u64 low, u64 at, Group<kCount>) const {
-    store_lanes<Float32, kCount>(master, at, load_pair<kCount>(high, low, at));
+    const auto highs = load_raw<kCount>(high, at, false), lows = load_raw<kCount>(low, at, false);
+    store_lanes<Float32, kCount>(master, at, join_pair(highs, lows));
   }
 };
 

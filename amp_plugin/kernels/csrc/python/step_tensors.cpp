@@ -12,7 +12,9 @@
 #include <vector>
 
 #include "../cpu_ops.h"
+#include "../cuda_layout.h"
 #include "../op_calls.h"
+#include "../step_rules.h"
 #include "../tensor_memory.h"
 #include "tensors.h"
 
@@ -21,8 +23,6 @@ namespace {
 
 using Column = std::vector<at::Tensor>;
 using Number = std::optional<at::Tensor>;
-
-constexpr size_t kMostStates = 3;
 
 // Why the tensors of a group are not for our ops; told to users after "parameter N: ".
 struct Obstacle {
@@ -81,12 +81,12 @@ const at::Tensor& kept_by(const at::Tensor& state, const at::Tensor& param) {
 
 class StepTensors {
  public:
-  // `states` are names of tensors like the parameter in its entry of `state`; `counted` adds "step". `rests`
-  // is empty, or holds what is kept beside each parameter in 16 bits: its low half (int16) or its master.
+  // `states` and `counters` are names in a parameter's entry of `state`, as many as the rule has. `rests` is
+  // empty, or holds what is kept beside each parameter in 16 bits: its low half (int16) or its master.
   StepTensors(
-      const py::list& all, const py::list& all_rests, const py::dict& state, const py::tuple& states,
-      bool counted) {
-    const py::str step("step");
+      const std::string& rule, size_t numbers, const py::list& all, const py::list& all_rests,
+      const py::dict& state, const py::tuple& states, const py::tuple& counters)
+      : rule_(step_rule(rule, numbers)) {
     std::unordered_set<const void*> seen;
     python::Tensors params(all), rests(all_rests);
     if (rests.size() != 0 && rests.size() != params.size())
@@ -100,39 +100,31 @@ class StepTensors {
       try {
         if (!seen.insert(param.unsafeGetTensorImpl()).second) throw Obstacle{"is there twice"};
         add(param, grad, rests.size() == 0 ? nullptr : &rests[i]);
-        if (states.empty() && !counted) continue;
+        if (states.empty() && counters.empty()) continue;
         PyObject* entry = entry_of(state, params.object(i));
         if (entry == nullptr || !PyDict_Check(entry))
           throw Obstacle{"has no state yet, which torch's own step makes"};
         add_states(param, entry, states);
-        if (counted) add_counter(param, tensor_in(entry, step));
+        for (size_t k = 0; k < counters.size(); ++k)
+          add_counter(param, tensor_in(entry, PyTuple_GET_ITEM(counters.ptr(), k)), k);
       } catch (const Obstacle& obstacle) {
         throw py::value_error("parameter " + std::to_string(i) + " " + obstacle.text);
       }
     }
+    join(states_);
+    join(counters_);
   }
 
   size_t size() const { return params_.size(); }
 
-  void adam_(
-      double lr, double beta1, double beta2, double eps, double weight_decay, bool decoupled, bool maximize,
-      const Number& lr_tensor, const Number& grad_scale, const Number& found_inf) const {
+  void step_(
+      const std::vector<double>& numbers, const Number& lr, const Number& grad_scale,
+      const Number& found_inf) const {
     const py::gil_scoped_release others_may_run;
     const at::AutoDispatchBelowAutograd below;
-    call_op<amp_plugin::adam_>(
-        "amp_plugin::adam_", params_, grads_, states_[0], states_[1], states_[2], steps_, remainders_, lr,
-        beta1, beta2, eps, weight_decay, decoupled, maximize, lr_tensor, grad_scale, found_inf);
-    round_masters();
-  }
-
-  void sgd_(
-      double lr, double momentum, double dampening, double weight_decay, bool nesterov, bool maximize,
-      const Number& lr_tensor, const Number& grad_scale, const Number& found_inf) const {
-    const py::gil_scoped_release others_may_run;
-    const at::AutoDispatchBelowAutograd below;
-    call_op<amp_plugin::sgd_>(
-        "amp_plugin::sgd_", params_, grads_, states_[0], remainders_, lr, momentum, dampening, weight_decay,
-        nesterov, maximize, false, lr_tensor, grad_scale, found_inf);
+    call_op<amp_plugin::step_>(
+        "amp_plugin::step_", params_, grads_, states_[0], counters_[0], remainders_, rule_.name, numbers, lr,
+        grad_scale, found_inf);
     round_masters();
   }
 
@@ -165,44 +157,59 @@ class StepTensors {
     if (!rounded_.empty()) at::_foreach_copy_(rounded_, params_);
   }
 
+  // The format of a parameter's states is that of the first; weights among them are float32.
   void add_states(const at::Tensor& param, PyObject* entry, const py::tuple& names) {
-    for (size_t i = 0; i < names.size(); ++i) {
-      const at::Tensor& tensor = kept_by(tensor_in(entry, PyTuple_GET_ITEM(names.ptr(), i)), param);
+    std::optional<at::ScalarType> format;
+    for (size_t k = 0; k < names.size(); ++k) {
+      const at::Tensor& tensor = kept_by(tensor_in(entry, PyTuple_GET_ITEM(names.ptr(), k)), param);
       const at::ScalarType type = tensor.scalar_type();
-      const bool is_fit =
-          type == at::kByte || ((type == at::kFloat || type == at::kBFloat16) && fits(tensor, param));
-      refuse_if(!is_fit, "has a state that ", tensor);
-      if (i > 0 && states_[0].back().scalar_type() != type) throw Obstacle{"has states in several formats"};
-      states_.at(i).push_back(tensor);
+      const bool is_whole = type == at::kFloat && fits(tensor, param);
+      const bool is_weight = rule_.states.at(k) == rules::kWeight;
+      const bool is_short = type == at::kByte || (type == at::kBFloat16 && fits(tensor, param));
+      refuse_if(!is_whole && (is_weight || !is_short), "has a state that ", tensor);
+      if (!is_weight && type != format.value_or(type)) throw Obstacle{"has states in several formats"};
+      if (!is_weight) format = type;
+      states_[k].push_back(tensor);
     }
   }
 
   // On a GPU that of fused=True and capturable=True: any other is counted by the host, which does not know of
   // skipped steps.
-  void add_counter(const at::Tensor& param, const at::Tensor& step) {
-    const bool allowed = step.scalar_type() == at::kFloat || step.scalar_type() == at::kDouble;
+  void add_counter(const at::Tensor& param, const at::Tensor& counter, size_t k) {
+    const at::ScalarType type = counter.scalar_type();
+    const bool allowed = type == at::kFloat || (k == 0 && type == at::kDouble);
     refuse_if(
-        !allowed || step.numel() != 1 || !is_plain(step) || step.device() != param.device(),
-        "has a step counter that ", step);
-    steps_.push_back(step);
+        !allowed || counter.numel() != 1 || !is_plain(counter) || counter.device() != param.device(),
+        "has a step counter that ", counter);
+    counters_[k].push_back(counter);
   }
 
+  // The first column then holds all of the first, then all of the second, and so on, as the op takes them.
+  template <size_t count>
+  static void join(std::array<Column, count>& columns) {
+    for (size_t k = 1; k < count; ++k)
+      columns[0].insert(columns[0].end(), columns[k].begin(), columns[k].end());
+  }
+
+  const StepRule& rule_;
   Column params_;
   Column grads_;
-  Column steps_;
   Column remainders_;
   Column rounded_;  // what the model computes with where params_ are its masters
-  std::array<Column, kMostStates> states_;
+  std::array<Column, cuda::kMostStates> states_;
+  std::array<Column, cuda::kMostCounters> counters_;
 };
 
 }  // namespace
 
 void add_step_tensors(py::module_& module) {
   py::class_<StepTensors>(module, "StepTensors")
-      .def(py::init<const py::list&, const py::list&, const py::dict&, const py::tuple&, bool>())
+      .def(
+          py::init<
+              const std::string&, size_t, const py::list&, const py::list&, const py::dict&, const py::tuple&,
+              const py::tuple&>())
       .def("__len__", &StepTensors::size)
-      .def("adam_", &StepTensors::adam_)
-      .def("sgd_", &StepTensors::sgd_);
+      .def("step_", &StepTensors::step_);
 }
 
 }  // namespace amp_plugin

@@ -1,0 +1,73 @@
+// Adam (Kingma and Ba, 2015), and AdamW if weight decay is decoupled (Loshchilov and Hutter, 2019).
+// Operations follow each other as in torch's fused kernel on the CPU.
+#pragma once
+
+#include "rule.h"
+
+namespace amp_plugin::rules {
+
+template <bool amsgrad>
+struct Adam;
+
+template <>
+struct Adam<false> {
+  enum Numbers { kLr, kBeta1, kBeta2, kEps, kWeightDecay, kDecoupled, kMaximize, kNumbers };
+  using States = StateList<kSigned, kSquare>;  // exp_avg, exp_avg_sq
+  static constexpr unsigned kCounters = 1;
+
+  Adam() = default;
+  Adam(const double* numbers, const double* counters)
+      : gradient(numbers[kMaximize] != 0, numbers[kWeightDecay], numbers[kDecoupled] == 0),
+        shrinks(numbers[kWeightDecay] != 0 && numbers[kDecoupled] != 0),
+        kept(static_cast<float>(1 - numbers[kLr] * numbers[kWeightDecay])),
+        first(1 - numbers[kBeta1]),
+        beta2(static_cast<float>(numbers[kBeta2])),
+        square(static_cast<float>(1 - numbers[kBeta2])),
+        eps(static_cast<float>(numbers[kEps])),
+        step_size(static_cast<float>(-numbers[kLr] / (1 - pow(numbers[kBeta1], counters[0])))),
+        correction(static_cast<float>(sqrt(1 - pow(numbers[kBeta2], counters[0])))) {}
+
+  template <typename Real>
+  Real operator()(Real param, Real grad, Real* states) const {
+    move(param, grad, states);
+    return stepped(param, states[0], states[1]);
+  }
+
+ protected:
+  // The moments, and the parameter that is decayed.
+  template <typename Real>
+  void move(Real& param, Real grad, Real* states) const {
+    grad = gradient.of(param, grad);
+    param = shrinks.of(param * Real(kept), param);
+    states[0] = first.of(states[0], grad);
+    states[1] = multiply_add(Real(square) * grad, grad, states[1] * Real(beta2));
+  }
+
+  template <typename Real>
+  Real stepped(const Real& param, const Real& exp_avg, const Real& square) const {
+    return param + Real(step_size) * exp_avg / (correction.divide(root(square)) + Real(eps));
+  }
+
+ private:
+  Gradient gradient;
+  Choice shrinks;
+  float kept;
+  Lerp first;
+  float beta2, square, eps, step_size;
+  Divisor correction;
+};
+
+template <>
+struct Adam<true> : Adam<false> {
+  using States = StateList<kSigned, kSquare, kSecondSquare>;  // and max_exp_avg_sq
+  using Adam<false>::Adam;
+
+  template <typename Real>
+  Real operator()(Real param, Real grad, Real* states) const {
+    move(param, grad, states);
+    states[2] = larger(magnitude(states[2]), magnitude(states[1]));
+    return stepped(param, states[0], states[2]);
+  }
+};
+
+}  // namespace amp_plugin::rules

@@ -1,0 +1,56 @@
+// SGD, with momentum or without. Operations follow each other as in torch's fused kernel on the CPU.
+#pragma once
+
+#include "rule.h"
+
+namespace amp_plugin::rules {
+
+template <bool has_momentum>
+struct Sgd;
+
+template <>
+struct Sgd<false> {
+  enum Numbers { kLr, kMomentum, kDampening, kWeightDecay, kNesterov, kMaximize, kNumbers };
+  using States = StateList<>;
+  static constexpr unsigned kCounters = 0;
+
+  Sgd() = default;
+  Sgd(const double* numbers, const double*)
+      : gradient(numbers[kMaximize] != 0, numbers[kWeightDecay]),
+        step_size(static_cast<float>(-numbers[kLr])) {}
+
+  template <typename Real>
+  Real operator()(Real param, Real grad, Real*) const {
+    return multiply_add(gradient.of(param, grad), Real(step_size), param);
+  }
+
+ protected:
+  Gradient gradient;
+  float step_size;
+};
+
+template <>
+struct Sgd<true> : Sgd<false> {
+  using States = StateList<kSigned>;  // momentum_buffer
+
+  Sgd() = default;
+  Sgd(const double* numbers, const double* counters)
+      : Sgd<false>(numbers, counters),
+        momentum(static_cast<float>(numbers[kMomentum])),
+        damped(static_cast<float>(1 - numbers[kDampening])),
+        nesterov(numbers[kNesterov] != 0) {}
+
+  template <typename Real>
+  Real operator()(Real param, Real grad, Real* states) const {
+    grad = gradient.of(param, grad);
+    states[0] = multiply_add(Real(damped), grad, states[0] * Real(momentum));
+    grad = nesterov.of(multiply_add(states[0], Real(momentum), grad), states[0]);
+    return multiply_add(grad, Real(step_size), param);
+  }
+
+ private:
+  float momentum, damped;
+  Choice nesterov;
+};
+
+}  // namespace amp_plugin::rules

@@ -1,0 +1,91 @@
+// What rules compute with on the CPU: vectors of float32.
+#pragma once
+
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+
+namespace amp_plugin {
+
+using Floats = at::vec::Vectorized<float>;
+
+// As many elements as Floats holds, as bits.
+using Words = uint32_t [[gnu::vector_size(sizeof(Floats))]];
+
+[[gnu::always_inline]] inline Words bits_of(const Floats& floats) {
+  Words words;
+  floats.store(&words);
+  return words;
+}
+
+// a * b + c, rounded once.
+[[gnu::always_inline]] inline Floats multiply_add(const Floats& a, const Floats& b, const Floats& c) {
+  return at::vec::fmadd(a, b, c);
+}
+
+[[gnu::always_inline]] inline Floats root(const Floats& x) { return x.sqrt(); }
+[[gnu::always_inline]] inline Floats magnitude(const Floats& x) { return x.abs(); }
+
+// The larger of numbers without a sign: their bits are ordered as they are, and a NaN is the largest.
+[[gnu::always_inline]] inline Floats larger(const Floats& first, const Floats& second) {
+  const Words bits = bits_of(first), others = bits_of(second);
+  const Words larger = bits > others ? bits : others;
+  return Floats::loadu(&larger);
+}
+
+// Division by a number that is the same for all: as quick as multiplications, and rounded as a division
+// (Markstein, 1990), but for results below float32's normal range.
+class Divisor {
+ public:
+  Divisor() = default;
+  explicit Divisor(double divisor) : divisor_(static_cast<float>(divisor)), inverse_(1 / divisor_) {}
+
+  bool is_one() const { return divisor_ == 1; }
+
+  [[gnu::always_inline]] Floats divide(Floats x) const {
+    const Floats quotient = x * Floats(inverse_);
+    const Floats rest = at::vec::fmadd(quotient, Floats(-divisor_), x);
+    const Floats corrected = at::vec::fmadd(rest, Floats(inverse_), quotient);
+    // Without a rest the quotient is exact, down to the sign of a zero; of an infinity there is none.
+#if defined(CPU_CAPABILITY_AVX512)
+    constexpr int kZeroInfinityOrNan = 0x9F;
+    return _mm512_mask_mov_ps(corrected, _mm512_fpclass_ps_mask(rest, kZeroInfinityOrNan), quotient);
+#else
+    const Floats zero_or_nan = rest - rest;
+    return Floats::blendv(quotient, corrected, (zero_or_nan == Floats(0)) & (rest != Floats(0)));
+#endif
+  }
+
+ private:
+  float divisor_;
+  float inverse_;
+};
+
+// A choice between two numbers that is the same for all, made of both. With branches the loop's instructions
+// follow each other in pieces that the compiler does not order: a step of a pair then takes 1.4 of this.
+class Choice {
+ public:
+  Choice() = default;
+  explicit Choice(bool first) : mask_(first ? ~Mask{0} : Mask{0}) {}
+
+  [[gnu::always_inline]] Floats of(const Floats& first, const Floats& second) const {
+#if defined(CPU_CAPABILITY_AVX512)
+    return _mm512_mask_blend_ps(mask_, second, first);
+#else
+    return Floats::blendv(second, first, Floats(std::bit_cast<float>(mask_)));
+#endif
+  }
+
+ private:
+#if defined(CPU_CAPABILITY_AVX512)
+  using Mask = __mmask16;
+#else
+  using Mask = uint32_t;
+#endif
+  Mask mask_;
+};
+
+}  // namespace amp_plugin

@@ -1,0 +1,40 @@
+// What rules compute with on a GPU: one float32. To the bit as csrc/step_arithmetic.h, which has vectors.
+#pragma once
+
+#include "elements.cuh"
+
+namespace amp_plugin {
+
+// a * b + c, rounded once.
+__device__ inline float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+__device__ inline float root(float x) { return sqrtf(x); }
+__device__ inline float magnitude(float x) { return fabsf(x); }
+// Of numbers without a sign; a NaN is the largest.
+__device__ inline float larger(float first, float second) { return cuda::join_max(first, second); }
+
+// Division by a number that is the same for all.
+struct Divisor {
+  float divisor, inverse;
+
+  Divisor() = default;
+  __device__ explicit Divisor(float divisor) : divisor(divisor), inverse(1 / divisor) {}
+  __device__ bool is_one() const { return divisor == 1; }
+
+  __device__ float divide(float x) const {
+    const float quotient = x * inverse;
+    const float rest = fmaf(quotient, -divisor, x);
+    const float corrected = fmaf(rest, inverse, quotient);
+    return rest - rest == 0 && rest != 0 ? corrected : quotient;
+  }
+};
+
+// A choice between two numbers that is the same for all: the same branch for all threads.
+struct Choice {
+  bool is_first;
+
+  Choice() = default;
+  __device__ explicit Choice(bool first) : is_first(first) {}
+  __device__ float of(float first, float second) const { return is_first ? first : second; }
+};
+
+}  // namespace amp_plugin

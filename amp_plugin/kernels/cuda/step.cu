@@ -1,0 +1,66 @@
+// step: a whole step of an optimizer over all parameters of a table, by the rule that it is compiled for:
+// -DRULE=adam, a name of csrc/rules/all.h.
+//
+// Where found_inf is above 0 it only divides gradients by grad_scale. The last block counts the steps, when
+// all have read them. Bytes for B of float32 gradients: B read for the gradient, the parameter and each
+// state, and as much written, B less if grad_scale is 1.
+#include "step_rows.cuh"
+// A second block: rules need the arithmetic.
+#include "../csrc/rules/all.h"
+
+using namespace amp_plugin;
+using namespace amp_plugin::cuda;
+
+namespace amp_plugin::rules::named {
+#define AMP_PLUGIN_NAMED(name, ...) using name = __VA_ARGS__;
+AMP_PLUGIN_RULES(AMP_PLUGIN_NAMED)
+}  // namespace amp_plugin::rules::named
+
+using Rule = rules::named::RULE;
+
+// The numbers of the launch, with a learning rate that lies on the device in the place of the first.
+struct GivenNumbers {
+  double value[kMostNumbers];
+
+  __device__ GivenNumbers(const StepNumbers& numbers, const DeviceScalar& lr) {
+    for (u32 i = 0; i < Rule::kNumbers; ++i) value[i] = numbers.value[i];
+    value[Rule::kLr] = read_or(lr, value[Rule::kLr]);
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    step(Table table, StepNumbers numbers, DeviceScalar lr, DeviceScalar grad_scale, DeviceScalar found_inf) {
+  const Divisor divisor(float(read_or(grad_scale, 1)));
+  if (read_or(found_inf, 0) > 0) return divide_all(table, divisor);
+  __shared__ Rule rule;
+  __shared__ u32 seed;
+  Counters known;
+  bool is_known = false;
+  for_each_piece(table, [&](const Row&, u32 tensor, u32 begin, u32 end) {
+    const Parameter parameter(table, tensor);
+    const Counters counters = parameter.counters<Rule::kCounters>();
+    if (!is_known || !(counters == known)) {  // parameters mostly have taken as many steps
+      __syncthreads();  // all are done with the rule before
+      if (threadIdx.x == 0) {  // one thread works it out: powers in float64, which few units compute
+        const GivenNumbers given(numbers, lr);
+        Counters counted = counters;
+        rules::count_step<Rule>(given.value, counted.value);
+        rule = Rule(given.value, counted.value);
+        seed = Rule::kCounters > 0 ? seed_of(counted.value[0]) : 0;
+      }
+      __syncthreads();
+      known = counters, is_known = true;
+    }
+    step_piece(parameter, begin, end, divisor, rule, seed);
+  });
+  if constexpr (Rule::kCounters > 0) {
+    if (!comes_last(table.ticket)) return;
+    const GivenNumbers given(numbers, lr);
+    for (u32 tensor = threadIdx.x; tensor < table.count; tensor += kThreads) {
+      const Parameter parameter(table, tensor);
+      Counters counters = parameter.counters<Rule::kCounters>();
+      rules::count_step<Rule>(given.value, counters.value);
+      parameter.write<Rule::kCounters>(counters);
+    }
+  }
+}
