@@ -32,6 +32,7 @@ from amp_plugin.casting.region import autocast
 from amp_plugin.casting.rules import TABLES, OpRules
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.messages import OptionError, naming, warn_user
+from amp_plugin.numerics.growth import WeightGrowth
 from amp_plugin.options import LossScaleOptions, PluginOptions, PrecisionOptions, option_names
 from amp_plugin.precision import (
     TRAINING_DTYPES,
@@ -102,6 +103,7 @@ class Session:
         self.attempted_steps = 0
         self.is_aside = False
         self._stepped: set[int] = set()  # the optimizers that have stepped in this iteration
+        self._growth = WeightGrowth()  # of the weights, where endless skips end the run
         self._enabled, self._door = enabled, door
         self._float8: Any = None
         if precision == "fp8" and isinstance(options, PluginOptions):
@@ -289,6 +291,8 @@ class Session:
         """
         for model in models:
             reduce_in_fp32(model)
+        if self._max_skips:
+            self._growth.add(named)
         own = [torch_optimizer(optimizer) for optimizer in optimizers]
         for optimizer in own:
             add_optimizer(optimizer, self.options.state)
@@ -380,7 +384,7 @@ class Session:
     def _look(self, step: LoggedStep) -> None:
         """End a run that only skips."""
         if step.in_a_row == self._max_skips:
-            raise endless_skips(step, self.words)
+            raise endless_skips(step, self.words, self._growth)
 
     # -- one step --------------------------------------------------------------------------------
 
@@ -573,8 +577,13 @@ class FrontDoor:
         return penalty.gradient_penalty(outputs, inputs, scaler=self._scaler, **options)
 
 
-def endless_skips(step: LoggedStep, words: Words) -> RuntimeError:
-    """Return the error that ends a run that only skips: parameters, advice, what finds the op."""
+def endless_skips(step: LoggedStep, words: Words, growth: WeightGrowth) -> RuntimeError:
+    """Return the error that ends a run that only skips: parameters, advice, what finds the op.
+
+    If the weights have grown, the learning rate is the cure, and a wider dtype would only delay the end.
+    """
+    if advice := growth.advice():
+        return RuntimeError(f"{step.run_of_skips()} {advice}")
     bf16 = f"{words.bf16}, or " * step.result.is_scaled
     return RuntimeError(
         f"{step.run_of_skips()} Look for nan in the loss or the data, {bf16}raise {words.endless}"

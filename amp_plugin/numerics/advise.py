@@ -13,13 +13,12 @@ from torch import Tensor
 
 from amp_plugin.casting.op_names import names_an_op
 from amp_plugin.numerics.finding import Cure, Finding, Kind
+from amp_plugin.numerics.growth import DIVERGES, GROWN, grown
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Argument, Call
 from amp_plugin.numerics.places import Site
 from amp_plugin.numerics.values import Held, TensorSummary, is_low_precision, non_finite, summarise
 from amp_plugin.precision import short_name
-
-_GROWN = 8.0  # weights so many times as large as when they were first seen have diverged
 
 _PRODUCTS = frozenset(
     {"addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "convolution", "dot", "linear", "matmul",
@@ -72,7 +71,7 @@ _ADVICE = {
     "masked_fill or where after {c.base}, so that the gradient is masked too.",
     "empty": "{c.base} of too few elements is 0 / 0: check the length first (an empty selection, targets "
     "that are all ignored), or pass correction=0.",
-    "divergence": "{c.growing}the training diverges. Lower the learning rate, warm it up, or clip gradients.",
+    "divergence": f"{{c.growing}}{DIVERGES}",
     "pole, root": "a root is 0 there, and its derivative infinite: put the eps inside, sqrt(x + eps), or "
     "rsqrt(x + eps) to divide by it. where() afterwards hides the value but not the gradient.",
     "pole, derivative": "the derivative of {c.forward} is not finite there: move the input away (clamp, eps; "
@@ -177,8 +176,7 @@ class _Case:
 
     @property
     def growing(self) -> str:
-        times = f"weights are {self.growth:.3g} times as large as at the start: "
-        return times if self.growth >= _GROWN else ""
+        return grown(self.growth)
 
     @property
     def overflow(self) -> str:
@@ -295,7 +293,7 @@ def _finding(
     key: str = "data" if found.kind == "input" else found.kind
     if found.kind == "made":
         key = next(key for holds, key in _rows(case) if holds)
-        has_diverged = case.growth >= _GROWN and tracker.steps > 0
+        has_diverged = case.growth >= GROWN and tracker.steps > 0
         if has_diverged and not key.startswith(("mask", "empty", "pole")):
             key = "divergence"
     cause = key.partition(",")[0]

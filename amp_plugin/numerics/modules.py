@@ -7,13 +7,14 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 
+from amp_plugin.numerics.growth import growth_of, is_measurable
 from amp_plugin.numerics.values import Storages, norm
 
 # Modules around a model that are made after it.
@@ -90,7 +91,7 @@ class Tracker:
             if not self.weight(tensor):
                 path = f"{prefix}.{name}".strip(".")
                 self._weights.set(tensor, (weakref.ref(tensor), path))
-                if _is_measurable(tensor):
+                if is_measurable(tensor):
                     self._norms.setdefault(path, norm(tensor))
 
     def weight(self, tensor: Tensor) -> str:
@@ -103,10 +104,8 @@ class Tracker:
         most = 1.0
         for reference, name in self._weights.alive() if self.steps else ():
             tensor, begun = reference(), self._norms.get(name, math.nan)
-            if _is_measurable(tensor) and not math.isnan(begun):
-                # one that began near 0 counts from the size that weights of as many elements begin with
-                factor = norm(tensor) / max(begun, 0.1 * math.sqrt(tensor.numel()))
-                most = math.inf if math.isnan(factor) else max(most, factor)
+            if is_measurable(tensor) and not math.isnan(begun):
+                most = max(most, growth_of(tensor, begun))
         return most
 
     def in_backward(self, task: int) -> None:
@@ -135,12 +134,6 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     while type(module).__name__ in _WRAPPERS:
         module = getattr(module, "_orig_mod" if hasattr(module, "_orig_mod") else "module")
     return module
-
-
-def _is_measurable(tensor: Tensor | None) -> TypeGuard[Tensor]:
-    if tensor is None or type(tensor) is not nn.Parameter:
-        return False
-    return tensor.is_floating_point() and not tensor.is_meta and tensor.numel() > 0
 
 
 @contextmanager

@@ -49,6 +49,8 @@ class History:
 
     def __init__(self) -> None:
         self.steps = self.skipped = self._zero_steps = 0  # of all optimizers
+        self.is_wrong = False  # whether the last step was skipped, or its loss or gradients were not finite
+        self.growth = 1.0  # by which factor weights had grown when that was last so
         self.wrong_steps: list[int] = []  # whose loss was not finite, or the gradients though it was taken
         self.skips: list[Skip] = []  # the first ones
         self.per_point = 1  # of so many steps of an optimizer one is a point of the curves
@@ -74,8 +76,9 @@ class History:
         before = None if result.norm is None else float(result.norm)
         told = (loss, None if result.skipped else before)
         self._zero_steps += before == 0.0 and not result.skipped
-        is_wrong = not all(value is None or math.isfinite(value) for value in told)
-        self.wrong_steps += [number] if is_wrong else []
+        is_odd = not all(value is None or math.isfinite(value) for value in told)
+        self.wrong_steps += [number] if is_odd else []
+        self.is_wrong = is_odd or result.skipped
         self.steps += 1
         if number % self.per_point == 0:
             after = result.clipped_norm
@@ -100,6 +103,12 @@ class History:
         if self.skipped == self.steps:
             return []
         return [skip for skip in self.skips if skip.in_a_row == skip.step and skip.scale is not None]
+
+    @property
+    def loss_growth(self) -> float:
+        """How many times its first value the largest finite loss was in the steps before the last skip."""
+        losses = [abs(point.loss) for point in self._points if point.loss is not None]
+        return max(losses) / losses[0] if losses and losses[0] > 0 else 1.0
 
     @property
     def learns_nothing(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from amp_plugin.numerics.growth import DIVERGES, grown
 from amp_plugin.run_page.headroom import Headroom
 from amp_plugin.run_page.history import History
 
@@ -16,6 +17,7 @@ _MOST_LISTED: Final = 50  # skips in the table
 _MOST_RANGES: Final = 12
 _MOST_CHANGES: Final = 3
 _TOO_HIGH: Final = "the loss scale was too high for the gradients and was lowered, which is how it is found"
+_LOSS_GROWN: Final = 100.0  # times as large as at first: the training diverges
 _OFTEN: Final = 0.05  # share of skipped steps that is worth a change
 
 
@@ -118,6 +120,10 @@ def _changes(history: History) -> list[str]:
             f"if the gradients are too small for the dtype, {lost}"
         )
     others = history.skipped - len(finding_scale)
+    if growth := grown(history.growth):  # a wider dtype would only delay the end
+        return [f"{growth}{DIVERGES}"]
+    if (times := history.loss_growth) >= _LOSS_GROWN and others + len(history.wrong_steps):
+        return [f"the loss had grown to {times:.3g} times its first value: {DIVERGES}"]
     if has_scale and 0 < others <= max(1, _OFTEN * history.steps) and not history.wrong_steps:
         changes.append("nothing: a few skips keep the loss scale as high as the gradients allow")
     elif others or history.wrong_steps:

@@ -28,6 +28,7 @@ from typing_extensions import Self
 
 from amp_plugin.messages import warn_user
 from amp_plugin.numerics.finding import rank_of_process
+from amp_plugin.numerics.growth import WeightGrowth
 from amp_plugin.run_page.dtypes import Survey
 from amp_plugin.run_page.headroom import BUDGET, Headroom
 from amp_plugin.run_page.history import History
@@ -39,6 +40,7 @@ from amp_plugin.scaling.overflows import OverflowReport, ParameterNames
 from amp_plugin.scaling.step_log import LoggedStep, StepLog, new_logs
 
 _SECONDS: Final = 10.0  # between two writes, at least
+_MOST_GROWTHS: Final = 20  # looks at the size of all weights, at steps that went wrong
 _PACKAGES: Final = ("torch", "amp_plugin", "accelerate", "lightning", "pytorch_lightning", "transformers")
 
 
@@ -74,6 +76,7 @@ class RunReport:
             self._options = scaler.loss_scale.options
         self.history = History()
         self._survey, self._headroom = Survey(model), Headroom(model)
+        self._growth, self._growth_looks = WeightGrowth(), 0
         self._optimizers: list[Optimizer] = []
         self._open = ExitStack()
         self._writes = (rank_of_process() or 0) == 0
@@ -91,6 +94,7 @@ class RunReport:
                 self.path = _claimed(self.path, stack)
                 self.write()
                 stack.callback(self._try_to_write)
+            self._growth.add([self._model])
             self._survey.open()
             stack.callback(self._survey.close)
             stack.enter_context(self._log.watched(self._look, self.history.hear_loss))
@@ -116,6 +120,9 @@ class RunReport:
         self._survey.close()
         overflowed = self._named(step.result.overflow_report(), optimizer) if step.result.skipped else None
         self.history.add(step, overflowed)
+        if self.history.is_wrong and self._growth_looks < _MOST_GROWTHS:
+            self._growth_looks += 1
+            self.history.growth = self._growth.factor()
         if overflowed is not None:
             self._headroom.note_overflow(self.history.steps, (*overflowed.inf, *overflowed.nan))
         elif self._headroom.is_due():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
 from amp_plugin.adapters.scaler import StepNorms
 from amp_plugin.adapters.session import endless_skips
+from amp_plugin.numerics.growth import WeightGrowth
 from amp_plugin.options import whole
 from amp_plugin.weights.store import WeightBytes, weight_bytes
 
@@ -63,7 +64,7 @@ class Monitor:
         self.every_n_steps = None if every_n_steps is None else whole("every_n_steps", every_n_steps)
         self.report = report
         self._read: list[LoggedStep] = []
-        self._norms = StepNorms()
+        self._norms, self._growth = StepNorms(), WeightGrowth()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Ask the Trainer's AmpPrecision to report each optimizer step."""
@@ -97,6 +98,7 @@ class Monitor:
         self._read.clear()
         self._new_norms(trainer)
         self.weight_bytes = None
+        self._growth.add([pl_module])
         if self.report is not None:
             plugin = trainer.precision_plugin
             path = plugin.session.begin_page(plugin, [pl_module], self.report)
@@ -137,4 +139,4 @@ class Monitor:
                 self.weight_bytes = weight_bytes(pl_module, *trainer.strategy.optimizers)
                 self.package.utilities.rank_zero_info(f"training holds {self.weight_bytes}")
             if step.in_a_row == self.max_skips_in_a_row:
-                raise endless_skips(step, trainer.precision_plugin.words)
+                raise endless_skips(step, trainer.precision_plugin.words, self._growth)
