@@ -103,7 +103,10 @@ def __getattr__(name: str) -> Any:
         hint = did_you_mean(name, known)
         msg = f"module 'amp_plugin' has no attribute {name!r}; it has {', '.join(known)}{hint}"
         raise AttributeError(msg)
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    from amp_plugin.patches import random_numbers_kept  # noqa: PLC0415
+
+    with random_numbers_kept():
+        value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 

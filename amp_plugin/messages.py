@@ -6,7 +6,7 @@ import difflib
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Final, TypeVar
 
@@ -120,3 +120,14 @@ def warned_at_user(make: Callable[..., Made], *args: Any) -> Made:
 
 def _is_others(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).partition(".")[0] in OTHERS_CODE
+
+
+@contextmanager
+def only_warning(what: str, end: Callable[[], object]) -> Iterator[None]:
+    """Let what only looks at a run end, with one warning, where it fails; the run goes on."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever it is, the run is not at fault
+        with suppress(Exception):
+            end()
+        warn_user(f"{what} has ended: {type(error).__name__}: {error}; training goes on")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +20,19 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Put Python's and NumPy's random states back: libraries draw numbers when they are imported."""
+    python, numpy = random.getstate(), getattr(sys.modules.get("numpy"), "random", None)
+    numpys = None if numpy is None else numpy.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.set_state(numpys)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from tempfile import TemporaryDirectory
@@ -9,6 +10,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from amp_plugin import GradScaler, diagnose, report, shadow_run
+from amp_plugin.numerics.first_module import ModuleWatch
 from benchmarks.autocast import our_region
 from benchmarks.clocks import Call
 from benchmarks.forward_backward import window
@@ -18,6 +20,7 @@ from benchmarks.setting import Section, Setting
 
 WITHOUT = "no region"
 NOT_DRAWN = "no page"
+HOOKED = "hooks on modules"
 
 
 class Diagnosis(Section):
@@ -88,19 +91,22 @@ def drawn(setting: Setting, name: str, make: Callable[[Setting], GPT], folder: s
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
         (batch,) = model.batches(1, setting.device)
 
-        def step() -> None:
+        def step(factor: float = 1.0) -> None:
             with our_region(setting.device):
                 loss = model(batch)
-            scaler.scale(loss).backward()
+            scaler.scale(loss if factor == 1.0 else loss * factor).backward()
             scaler.clip_grad_norm_(optimizer, 1.0, fold=True)
             scaler.step(optimizer)
             optimizer.zero_grad()
 
         return step
 
-    plain, model = make(setting), make(setting)
-    scaler = GradScaler(setting.device, enabled=False)
-    with report(scaler, model, f"{folder}/run.html"):
+    plain, model, hooked = (make(setting) for _ in range(3))
+    scaler, hooked_scaler = (GradScaler(setting.device, enabled=False) for _ in range(2))
+    watch = ModuleWatch(hooked_scaler.step_log, [hooked], after_each=10**9, in_all=10**9)
+    with report(scaler, model, f"{folder}/run.html"), watch:
+        hooked_step = step_of(hooked, hooked_scaler)
+        hooked_step(math.nan)  # from the first skip on there are hooks
         drawn_step = step_of(model, scaler)
         for _ in range(setting.sized(20, 1)):
             drawn_step()  # the first is surveyed, and the first read is not within the budget
@@ -110,6 +116,7 @@ def drawn(setting: Setting, name: str, make: Callable[[Setting], GPT], folder: s
             table="A training step of a run that is drawn",
             samples={
                 OURS: setting.host_clock(drawn_step, repeat=repeat),
+                HOOKED: setting.host_clock(hooked_step, repeat=repeat),
                 NOT_DRAWN: setting.host_clock(
                     step_of(plain, GradScaler(setting.device, enabled=False)), repeat=repeat
                 ),

@@ -168,7 +168,7 @@ class IgnitePrecision(FrontDoor):
         self.skipped_steps = self._scaler.skipped_steps()
         self.step_log.subscribe(self._count)
         if options.report is not None:
-            session.begin_page(self, [model], options.report)
+            session.watch([model], options.report)
 
     def _count(self, step: LoggedStep) -> None:
         self.skipped_steps += step.result.skipped

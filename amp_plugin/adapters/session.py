@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Final, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,10 @@ from amp_plugin.casting.installed_kernels import set_default_rules
 from amp_plugin.casting.region import autocast
 from amp_plugin.casting.rules import TABLES, OpRules
 from amp_plugin.casting.run_in import apply_fp32_modules
-from amp_plugin.messages import OptionError, naming, warn_user
+from amp_plugin.messages import OptionError, naming, only_warning, warn_user
 from amp_plugin.numerics.growth import WeightGrowth
 from amp_plugin.options import LossScaleOptions, PluginOptions, PrecisionOptions, option_names
+from amp_plugin.patches import random_numbers_kept
 from amp_plugin.precision import (
     TRAINING_DTYPES,
     PrecisionName,
@@ -52,6 +53,10 @@ from amp_plugin.weights.ddp import reduce_in_fp32, sharded_by
 from amp_plugin.weights.optimizer_hooks import add_optimizer
 from amp_plugin.weights.store import convert_to_fp32, is_stored, restore_weights, store_weights
 from amp_plugin.weights.weight import HALVES
+
+if TYPE_CHECKING:
+    from amp_plugin.numerics.first_module import ModuleWatch
+    from amp_plugin.run_page.report import RunReport
 
 _NOTHING: Final[Mapping[str, Any]] = {}
 
@@ -111,11 +116,13 @@ class Session:
         self._scaler: Any = None
         self._meets_fp32 = False  # whether activations may meet float32 where all weights are stored
         self._rules_in_force = ExitStack()
-        self._end_page: Callable[[BaseException | None], object] | None = None
+        self._watch: RunReport | ModuleWatch | None = None
+        self._ends_watch: Any = None  # at the end of the process
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this run."""
-        own = {**vars(self), "_rules_in_force": ExitStack(), "_end_page": None, "_stepped": set()}
+        own = {**vars(self), "_rules_in_force": ExitStack(), "_stepped": set()}
+        own |= {"_watch": None, "_ends_watch": None}
         del own["models"]
         return own
 
@@ -229,7 +236,7 @@ class Session:
             warn: is called if all of the run's steps were skipped; None: nobody is told.
             error: what has ended the run.
         """
-        self.end_page(error)
+        self.end_watch(error)
         self.unprepared.release()
         if self._scaler is not None:
             self._scaler.step_log.end_run(warn)
@@ -480,35 +487,52 @@ class Session:
         )
         return f"the checkpoint was written in another precision; {kept}"
 
-    def begin_page(self, door: Any, models: Sequence[nn.Module], path: str | Path) -> Path:
-        """Draw the run until :meth:`end_page` or the end of the process; return where the page lies."""
-        from amp_plugin.run_page.report import RunReport  # noqa: PLC0415 - loads the diagnosis
+    def watch(self, models: Sequence[nn.Module], path: str | Path | None) -> Path | None:
+        """Name the module at which a step goes wrong, and draw the run on a page if ``path`` says where.
 
-        model = models[0] if len(models) == 1 else nn.ModuleList(models)
-        page = RunReport(door, model, path, options=self.options).__enter__()
+        It ends with :meth:`end_watch`, or with the process. Called again, it follows these models. What
+        fails is one warning.
 
-        def end(error: BaseException | None) -> None:
-            page.__exit__(None if error is None else type(error), error, None)
+        Returns:
+            Where the page lies; None if there is none.
 
-        at_exit = weakref.finalize(self, lambda: end(getattr(sys, "last_value", None)))
+        Raises:
+            ImportError: The packages of the extra ``report`` are missing.
+        """
+        if self._watch is None:
+            self._watch = _opened_watch(self.scaler, models, path, self.options)
+            self._ends_watch = weakref.finalize(self, _end_watch, self._watch)
+        else:
+            self._watch.follow(models)
+        return self._watch.path
 
-        def end_now(error: BaseException | None) -> None:
-            if at_exit.detach() is not None:
-                end(error)
+    def end_watch(self, error: BaseException | None = None) -> None:
+        """End the watch, if there is one."""
+        watch, self._watch = self._watch, None
+        if watch is not None and self._ends_watch.detach() is not None:
+            _end_watch(watch, error)
 
-        self._end_page = end_now
-        return page.path
 
-    @property
-    def has_page(self) -> bool:
-        """Whether the run is drawn."""
-        return self._end_page is not None
+def _opened_watch(
+    scaler: Any, models: Sequence[nn.Module], path: str | Path | None, options: object
+) -> RunReport | ModuleWatch:
+    """Return a page, or where none is wanted or none can be opened a watch of modules."""
+    from amp_plugin.numerics.first_module import ModuleWatch  # noqa: PLC0415 - only where somebody watches
 
-    def end_page(self, error: BaseException | None = None) -> None:
-        """End the page, if there is one."""
-        end, self._end_page = self._end_page, None
-        if end is not None:
-            end(error)
+    if path is not None:
+        with random_numbers_kept():
+            from amp_plugin.run_page.libraries import require_libraries  # noqa: PLC0415
+            from amp_plugin.run_page.report import RunReport  # noqa: PLC0415
+
+            require_libraries()
+            with only_warning(f"the report {path}", lambda: None):
+                return RunReport(scaler, models, path, options=options).__enter__()
+    return ModuleWatch(scaler.step_log, models).__enter__()
+
+
+def _end_watch(watch: RunReport | ModuleWatch, error: BaseException | None = None) -> None:
+    error = error or getattr(sys, "last_value", None)
+    watch.__exit__(None if error is None else type(error), error, None)
 
 
 class FrontDoor:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from amp_plugin.casting.threads import RegionState, current_state
+from amp_plugin.numerics.module_hooks import ModuleHooks, prefixes
 from amp_plugin.patterns import clean_name
 from amp_plugin.precision import short_name
-from amp_plugin.sharding.report import ModuleDtypes, module_calls
 from amp_plugin.weights.compressed_state import bytes_of, local_of
 
 Branch = dict[str, Any]
@@ -21,12 +22,11 @@ Branch = dict[str, Any]
 
 
 class Survey:
-    """Follow a model's first training step, and say what its modules compute in."""
+    """Follow models' first training step, and say what their modules compute in."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._open = ExitStack()
-        self._rows: list[ModuleDtypes] = []
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._models = models
+        self._hooks = ModuleHooks(models, self._note)
         self._states: tuple[RegionState, ...] = ()
         self._computes: dict[str, torch.dtype] = {}
         self._gradients: dict[Tensor, tuple[torch.dtype, int]] = {}
@@ -34,41 +34,38 @@ class Survey:
 
     def open(self) -> None:
         """Follow the modules from now on."""
-        for module in self._model.modules():
-            if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None):
-                return
-        self._rows = self._open.enter_context(module_calls(self._model))
-        for module in self._model.modules():
-            self._open.callback(module.register_forward_pre_hook(self._look_at_region).remove)
+        self._hooks.open()
 
-    def _look_at_region(self, *_: object) -> None:
+    def _note(self, name: str, module: nn.Module, given: object, made: object) -> None:
         self._states = self._states or current_state()
+        floats = [
+            leaf.dtype for leaf in tree_leaves(made) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        ]
+        self._computes.update({name: floats[0]} if floats else {})
 
     def close(self) -> None:
         """Stop following; once."""
         if self._is_over:
             return
         self._is_over = True
-        self._open.close()
-        for param in self._model.parameters():
-            if param.grad is not None:
-                self._gradients[param] = param.grad.dtype, bytes_of(param.grad)
-        for row in self._rows:
-            floats = [dtype for dtype in row.outputs or () if dtype.is_floating_point]
-            self._computes.update({clean_name(row.module): floats[0]} if floats else {})
+        self._hooks.close()
+        for _, model in prefixes(self._models):
+            for param in model.parameters():
+                if param.grad is not None:
+                    self._gradients[param] = param.grad.dtype, bytes_of(param.grad)
 
     def dtype_of(self, module: str) -> torch.dtype:
         """Return what a module's gradients are made in: its results' dtype, or its region's."""
         lowest = next((state.dtype for state in self._states if state.enabled), torch.float32)
         return self._computes.get(module, lowest)
 
-    def tree(self, optimizers: Iterable[Optimizer]) -> Branch:
-        """Return the model's modules, with what the optimizers hold for them now."""
+    def trees(self, optimizers: Iterable[Optimizer]) -> list[Branch]:
+        """Return the models' modules, with what the optimizers hold for them now."""
         state = {param: entry for optimizer in optimizers for param, entry in optimizer.state.items()}
-        return self._branch("", self._model, state)
+        return [self._branch(prefix.rstrip("."), model, state) for prefix, model in prefixes(self._models)]
 
     def _branch(self, path: str, module: nn.Module, state: dict[Tensor, dict[str, object]]) -> Branch:
-        params = list(module.parameters(recurse=False))
+        params = [param for param in module.parameters(recurse=False) if not is_lazy(param)]
         grads = [self._gradients[param] for param in params if param in self._gradients]
         entries = [entry for param in params for entry in state.get(param, {}).values()]
         kept = [tensor for tensor in entries if isinstance(tensor, Tensor)]

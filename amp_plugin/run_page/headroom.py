@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from amp_plugin.numerics.module_hooks import prefixes
 from amp_plugin.patterns import clean_name
 from amp_plugin.precision import short_name
 from amp_plugin.scaling.gradients import local_gradient
@@ -25,16 +26,22 @@ BUDGET: Final = 0.0025
 _MOST_ELEMENTS = 4096  # per parameter
 _MOST_COLUMNS = 360  # of the map
 _MOST_ROWS = 250
-_FAR = 16  # bits left in a dtype with the range of fp32: not worth a sentence
+
+
+def named_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Return the parameters of models with their names, of several ``Critic[1].layer.weight``."""
+    for prefix, model in prefixes(models):
+        for name, param in model.named_parameters():
+            yield prefix + name, param
 
 
 class Headroom:
-    """What was read of a model's gradients."""
+    """What was read of models' gradients."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, models: Sequence[nn.Module]) -> None:
         rows: dict[str, int] = {}
         self._row_of = {
-            param: rows.setdefault(_owner(name), len(rows)) for name, param in model.named_parameters()
+            param: rows.setdefault(_owner(name), len(rows)) for name, param in named_parameters(models)
         }
         self.modules = list(rows)
         self.first: list[int] = []  # of the steps of a column
@@ -99,8 +106,6 @@ class Headroom:
         if not bits.isfinite().any():
             return []
         row, column = divmod(int(bits.argmin()), len(self.first))
-        if bits[row, column] > _FAR and torch.finfo(dtypes[self.modules[row]]).max > 1e38:
-            return []  # nothing comes near the end of the range of fp32
         name, at = self.modules[row], f"at step {self.first[column]} its largest gradient"
         doubled = f"could double {bits[row, column]:.1f} times in {short_name(dtypes[name])}"
         return [f"{name or '(model)'}: {at} {doubled}"]

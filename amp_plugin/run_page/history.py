@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor
 
 from amp_plugin.run_page.headroom import shown
-from amp_plugin.scaling.overflows import OverflowReport
+from amp_plugin.scaling.overflows import FirstModules, OverflowReport
 from amp_plugin.scaling.step_log import LoggedStep
 
 _MOST_STEPS: Final = 10_000  # points of a curve; beyond, every second one goes
@@ -37,11 +37,17 @@ class Skip:
     in_a_row: int  # this one included
     parameters: str  # whose gradients were not finite, in one line
     meaning: str
+    loss: float | None
+    modules: FirstModules | None  # None if they were not watched yet
 
     @property
     def blames_scale(self) -> bool:
-        """Whether a lower loss scale would do: infinities alone, where a loss scale was too high."""
-        return self.scale is not None and "nan" not in self.parameters
+        """Whether a lower loss scale would do: only gradients were not finite, as far as anybody saw."""
+        if self.scale is None or (self.loss is not None and not math.isfinite(self.loss)):
+            return False
+        if self.modules is None or not self.modules.numbers:
+            return self.loss is not None or "nan" not in self.parameters
+        return not self.modules.forward
 
 
 class History:
@@ -94,6 +100,8 @@ class History:
                 in_a_row=step.in_a_row,
                 parameters=overflowed.summary(),
                 meaning=overflowed.meaning(),
+                loss=loss,
+                modules=overflowed.modules,
             )
             self.skips += [skip] if len(self.skips) < _MOST_SKIPS else []
 
@@ -102,7 +110,13 @@ class History:
         """The skips that a run begins with, while its loss scale comes down; none if no step was taken."""
         if self.skipped == self.steps:
             return []
-        return [skip for skip in self.skips if skip.in_a_row == skip.step and skip.scale is not None]
+        skips = [skip for skip in self.skips if skip.in_a_row == skip.step]
+        return skips if all(skip.blames_scale for skip in skips) else []
+
+    @property
+    def is_at_fault(self) -> bool:
+        """Whether something went wrong that no lower loss scale mends."""
+        return bool(self.wrong_steps) or not all(skip.blames_scale for skip in self.skips)
 
     @property
     def loss_growth(self) -> float:

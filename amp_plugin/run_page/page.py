@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -49,20 +48,27 @@ def render(
     dtypes: Mapping[str, torch.dtype],
     *,
     unseen: list[str],
+    diagnose: str,
     **facts: object,
 ) -> str:
     """Return the page; ``facts`` are shown as they are given."""
     cells, curves = headroom.cells(dtypes), history.curves()
     charts = curve_charts(curves, has_skips=bool(history.skips)) if history.steps else {}
-    maps = map_charts(cells["modules"]) if cells["first"] and history.steps else {}
+    maps = map_charts(len(cells["modules"])) if cells["first"] and history.steps else {}
     skips = [
-        {"step": skip.step, "scale": skip.scale, "parameters": skip.parameters} for skip in history.skips
+        {
+            "step": skip.step,
+            "scale": skip.scale,
+            "parameters": skip.parameters,
+            "modules": str(skip.modules or ""),
+        }
+        for skip in history.skips
     ]
     text: str = _template().render(
         **facts,
         history=history,
         headroom=headroom,
-        short=in_short(history, headroom.nearest(dtypes), unseen),
+        short=in_short(history, headroom.nearest(dtypes), unseen, diagnose),
         skips=skips[-_MOST_LISTED:],
         charts=charts,
         maps=maps,
@@ -75,7 +81,7 @@ def render(
 # -- in words ------------------------------------------------------------------------------------
 
 
-def in_short(history: History, nearest: list[str], unseen: list[str]) -> dict[str, list[str]]:
+def in_short(history: History, nearest: list[str], unseen: list[str], diagnose: str) -> dict[str, list[str]]:
     """Return question -> answers: when did it skip, why, which layer is near overflow, what to change."""
     if not history.steps:
         return {"steps": unseen or ["no optimizer step yet"]}
@@ -89,6 +95,7 @@ def in_short(history: History, nearest: list[str], unseen: list[str]) -> dict[st
         "gradients": [f"all zero in each of the {taken} steps that were taken"] * history.learns_nothing,
         "nearest to overflow": nearest,
         "change": _changes(history),
+        "op and line": [f"{diagnose} (a run of its own)"] * history.is_at_fault,
         "not seen": unseen,
     }
     return {question: answer for question, answer in answers.items() if answer}
@@ -98,9 +105,11 @@ def _reasons(history: History) -> list[str]:
     """Return why steps were skipped, once for those with one reason, with their numbers."""
     steps: dict[str, list[int]] = {}
     first: dict[str, str] = {}  # meaning -> the parameters of the first skip with it
+    modules = {skip.meaning: str(skip.modules) for skip in reversed(history.skips) if skip.modules}
     finding_scale = {id(skip) for skip in history.finding_scale}
     for skip in history.skips:
-        reason = f"{first.setdefault(skip.meaning, skip.parameters)}. {skip.meaning}"
+        seen = modules.get(skip.meaning, "")
+        reason = f"{first.setdefault(skip.meaning, skip.parameters)}. {skip.meaning} {seen}".strip()
         if id(skip) in finding_scale or skip.blames_scale:
             reason = _TOO_HIGH
         steps.setdefault(reason, []).append(skip.step)
@@ -147,13 +156,6 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 _RED, _ORANGE, _YELLOW, _GREEN, _BLUE = "#d1242f", "#e16f24", "#d4a72c", "#57ab5a", "#2f81f7"
 _HEIGHT: Final = 190
-_POWER_OF_TWO: Final = (  # the label of a loss scale
-    "datum.value >= 1 && datum.value < 1000 || abs(log(datum.value) / LN2 - round(log(datum.value) / LN2)) "
-    "> 1e-6 ? format(datum.value, '~g') : '2^' + format(log(datum.value) / LN2, '.0f')"
-)
-# A point between two that are not finite, which a line does not show.
-_ALONE: Final = "isValid(datum.value) && !isValid(datum.previous) && !isValid(datum.next)"
-_LABEL: Final = 27  # characters of a module's name next to the map, more if two would read alike
 _ROW, _MAP_HEIGHT = 18, 620
 
 
@@ -184,35 +186,25 @@ def _steps(alt: Any, column: str) -> Any:
 def _line(alt: Any, columns: list[str], base: int | None, *, several: bool) -> Any:
     scale = alt.Scale(zero=False) if base is None else alt.Scale(type="log", base=base)
     axis = alt.Axis(format=".3~g" if base == 10 else "~g", tickCount=5)
-    if base == 2:
-        axis = alt.Axis(tickCount=5, labelExpr=_POWER_OF_TWO)
     found = alt.Chart(alt.NamedData("curves")).transform_fold(columns, as_=["kind", "value"])
     if base:  # a logarithm cannot show 0
         found = found.transform_calculate(value="datum.value > 0 ? datum.value : null")
     legend = alt.Legend(title=None, orient="top", symbolOpacity=1, offset=4) if len(columns) > 1 else None
     colours = alt.Scale(range=[_YELLOW, _BLUE][-len(columns) :])
-    marks = found.mark_line(
+    encoded = found.mark_line(
         strokeWidth=1.6,
+        strokeCap="round",  # a step between two that are not finite is a dot
         invalid="break-paths-show-domains",
         point={"size": 45, "opacity": 0.01},
         clip=True,
         interpolate="step-after" if base == 2 else "linear",
+    ).encode(
+        x=_steps(alt, "step"),
+        y=alt.Y("value:Q", title=None, scale=scale, axis=axis),
+        color=alt.Color("kind:N", sort=columns, scale=colours, legend=legend),
+        tooltip=["step:Q", *(f"{name}:Q" for name in columns), *["optimizer:N"][:several]],
     )
-    by_step = {"sort": [alt.SortField("step")], "groupby": ["kind", "optimizer"]}
-    around = found.transform_window(previous="lag(value)", next="lead(value)", **by_step)
-    alone = around.transform_filter(_ALONE).mark_point(filled=True, size=22, opacity=1, clip=True)
-    encoded = [
-        mark.encode(
-            x=_steps(alt, "step"),
-            y=alt.Y("value:Q", title=None, scale=scale, axis=axis),
-            color=alt.Color("kind:N", sort=columns, scale=colours, legend=legend),
-            tooltip=["step:Q", *(f"{name}:Q" for name in columns), *["optimizer:N"][:several]],
-        )
-        for mark in (marks, alone)
-    ]
-    if several:
-        encoded[0] = encoded[0].encode(detail="optimizer:N", strokeDash="optimizer:N")
-    return alt.layer(*encoded)
+    return encoded.encode(detail="optimizer:N", strokeDash="optimizer:N") if several else encoded
 
 
 def _skips(alt: Any) -> Any:
@@ -244,28 +236,10 @@ _MAPS: Final = {  # figure -> legend, description, domain and colours
 }
 
 
-def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Return name -> name cut in the middle, as short as it is while no two read alike; long ones alone."""
-    for width in range(_LABEL, max(map(len, names), default=0)):
-        for head in range(width // 3, width - 5):
-            cut = {
-                name: f"{name[:head]}…{name[len(name) - (width - head - 1) :]}"
-                for name in names
-                if len(name) > width
-            }
-            if len({cut.get(name, name) for name in names}) == len({*names}):
-                return cut
-    return {}
-
-
-def map_charts(modules: Sequence[str]) -> dict[str, dict[str, Any]]:
+def map_charts(rows: int) -> dict[str, dict[str, Any]]:
     """Return id -> map of modules x steps: bits of headroom, and the share of zeros."""
     import altair as alt  # noqa: PLC0415 - of the extra
 
-    rows, shorter = len(modules), short_names(modules)
-    widest = max((len(shorter.get(name, name)) for name in modules), default=0)
-    label = f"{json.dumps(shorter)}[datum.label] || datum.label"
-    names = alt.Axis(labelLimit=max(170, 7 * widest), labelOverlap=True, labelExpr=label)
     tips = ["module:N", "first:Q", "last:Q", alt.Tooltip("bits:Q", title="bits left"), "zeros:Q"]
     charts = {}
     for name, (legend, description, domain, colours) in _MAPS.items():
@@ -275,7 +249,7 @@ def map_charts(modules: Sequence[str]) -> dict[str, dict[str, Any]]:
         encoded = cells.encode(
             x=_steps(alt, "from"),
             x2="to:Q",
-            y=alt.Y("module:N", sort=None, title=None, axis=names),
+            y=alt.Y("module:N", sort=None, title=None, axis=alt.Axis(labelLimit=170, labelOverlap=True)),
             color=alt.Color(f"{name}:Q", title=legend, scale=scale),
             tooltip=tips,
         )

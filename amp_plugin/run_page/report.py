@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, is_dataclass, replace
 from datetime import datetime, timezone
@@ -26,12 +26,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import Self
 
-from amp_plugin.messages import warn_user
+from amp_plugin.kernels.tracers import untraced
+from amp_plugin.messages import only_warning
 from amp_plugin.numerics.finding import rank_of_process
+from amp_plugin.numerics.first_module import ModuleWatch
 from amp_plugin.numerics.growth import WeightGrowth
-from amp_plugin.numerics.op import is_watched
+from amp_plugin.patches import random_numbers_kept
 from amp_plugin.run_page.dtypes import Survey
-from amp_plugin.run_page.headroom import BUDGET, Headroom
+from amp_plugin.run_page.headroom import BUDGET, Headroom, named_parameters
 from amp_plugin.run_page.history import History
 from amp_plugin.run_page.libraries import require_libraries
 from amp_plugin.run_page.page import render
@@ -56,6 +58,8 @@ class HasStepLog(Protocol):
 class RunReport:
     """A page that follows a run while the block is open; see ``report``.
 
+    It only reads: what fails in it is one warning, and ends the page and not the run.
+
     Attributes:
         path: Where the page lies; of rank 0, which writes it.
         history: The steps.
@@ -64,25 +68,29 @@ class RunReport:
     def __init__(
         self,
         scaler: HasStepLog,
-        model: nn.Module,
+        models: nn.Module | Sequence[nn.Module],
         path: str | Path,
         *,
         options: object = None,  # a dataclass to show; else those of the scaler or plugin
     ) -> None:
         require_libraries()
-        self._scaler, self._log, self._model = scaler, scaler.step_log, model
+        self._log = scaler.step_log
         self.path = Path(path)
-        self._options = options or getattr(scaler, "settings", None)
-        if isinstance(scaler, GradScaler) and scaler.is_enabled():
-            self._options = scaler.loss_scale.options
+        own = scaler.loss_scale.options if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
+        self._options = options or own or getattr(getattr(scaler, "session", None), "options", None)
         self.history = History()
-        self._survey, self._headroom = Survey(model), Headroom(model)
         self._growth, self._growth_looks = WeightGrowth(), 0
         self._optimizers: list[Optimizer] = []
         self._open = ExitStack()
         self._writes = (rank_of_process() or 0) == 0
         self._written = self._cost = 0.0
         self._began, self._state = _now(), "running"
+        self._take(models)
+
+    def _take(self, models: nn.Module | Sequence[nn.Module]) -> None:
+        self._models = [models] if isinstance(models, nn.Module) else list(models)
+        self._survey, self._headroom = Survey(self._models), Headroom(self._models)
+        self._modules = ModuleWatch(self._log, self._models)
 
     def __enter__(self) -> Self:
         """Start to follow the run, and write a first page.
@@ -90,15 +98,17 @@ class RunReport:
         Raises:
             OSError: The page cannot be written there.
         """
-        with ExitStack() as stack:
+        with random_numbers_kept(), ExitStack() as stack:
             if self._writes:
                 self.path = _claimed(self.path, stack)
-                self.write()
+                with only_warning(self._name, lambda: None):
+                    self.write()
                 stack.callback(self._try_to_write)
-            self._growth.add([self._model])
+            stack.enter_context(self._log.watched(self._look, self._hear))
+            stack.callback(self._unfollow)
+            self._growth.add(self._models)
             self._survey.open()
-            stack.callback(self._survey.close)
-            stack.enter_context(self._log.watched(self._look, self.history.hear_loss))
+            self._modules.open()
             self._open = stack.pop_all()
         return self
 
@@ -106,17 +116,51 @@ class RunReport:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Stop, and write the last page; it says what ended the run."""
-        with self._open:
+        with random_numbers_kept(), self._open:
             if error is None:
                 self._log.read(wait=True)
             first_line = shorten(str(error).partition("\n")[0], 200, placeholder=" ...")
             self._state = "finished" if error is None else f"ended by {type(error).__name__}: {first_line}"
+        self._optimizers.clear()
+        self._take([])  # nothing of the run is kept
+
+    def follow(self, models: Sequence[nn.Module]) -> None:
+        """Follow these models from now on."""
+        with only_warning(self._name, self._give_up):
+            if models != self._models:
+                self._unfollow()
+                self._take(models)
+                self._growth.add(self._models)
+                self._survey.open()
+                self._modules.open()
+
+    def _unfollow(self) -> None:
+        self._survey.close()
+        self._modules.close()
+
+    @property
+    def _name(self) -> str:
+        return f"the report {self.path}"
+
+    def _give_up(self) -> None:
+        """Follow the run no more."""
+        self._writes = False
+        self._open.close()
+
+    @untraced
+    def _hear(self, loss: object) -> None:
+        with only_warning(self._name, self._give_up):
+            self.history.hear_loss(loss)
 
     def _look(self, step: LoggedStep) -> None:
+        with only_warning(self._name, self._give_up):
+            self._take_step(step)
+
+    def _take_step(self, step: LoggedStep) -> None:
         optimizer = step.optimizer()
         if optimizer is None:
             return
-        if optimizer not in self._optimizers:
+        if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
         self._survey.close()
         overflowed = self._named(step.result.overflow_report(), optimizer) if step.result.skipped else None
@@ -130,11 +174,12 @@ class RunReport:
             self._headroom.read(self.history.steps, step.result)
         waited = time.perf_counter() - self._written
         if self._writes and waited > max(_SECONDS, self._cost / BUDGET):
-            self._try_to_write()
+            with random_numbers_kept():
+                self._try_to_write()
 
     def _named(self, report: OverflowReport, optimizer: Optimizer) -> OverflowReport:
         """Return a report in which parameters that nobody has named have the model's names."""
-        names = {id(param): name for name, param in self._model.named_parameters()}
+        names = {id(param): name for name, param in named_parameters(self._models)}
         params = list(params_of(optimizer))
         numbered = ParameterNames().of(params, optimizer)
         known = {number: names.get(id(param), number) for number, param in zip(numbered, params, strict=True)}
@@ -142,11 +187,10 @@ class RunReport:
         return replace(report, inf=inf, nan=nan, named=report.named or not {*inf, *nan} & {*numbered})
 
     def _try_to_write(self) -> None:
-        """Write the page; a disk that is full ends no training."""
-        try:
-            self.write()
-        except OSError as error:
-            warn_user(f"the report {self.path} could not be written: {error}; training goes on")
+        """Write the page if it can be written, such as on a disk that is not full."""
+        if self._writes:
+            with only_warning(self._name, self._give_up):
+                self.write()
 
     def write(self) -> None:
         """Write the page as it is now; the file is replaced in one go."""
@@ -155,16 +199,19 @@ class RunReport:
         text = render(self.history, self._headroom, dtypes, **self._facts())
         unfinished = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
-            unfinished.write_text(text, encoding="utf-8")
+            unfinished.write_text(
+                text, encoding="utf-8", errors="backslashreplace"
+            )  # names of files may be bytes
             unfinished.replace(self.path)
         finally:
-            unfinished.unlink(missing_ok=True)
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
         self._written = time.perf_counter()
         self._cost = self._written - start
 
     def _facts(self) -> dict[str, Any]:
         options = fields(self._options) if is_dataclass(self._options) else ()
-        device = next((param.device for param in self._model.parameters()), torch.device("cpu"))
+        device = next((param.device for _, param in named_parameters(self._models)), torch.device("cpu"))
         surroundings: dict[str, object] = {
             "python": platform.python_version(),
             **{name: sys.modules[name].__version__ for name in _PACKAGES if name in sys.modules},
@@ -179,7 +226,8 @@ class RunReport:
             "state": self._state,
             "began": self._began,
             "written": _now(),
-            "tree": self._survey.tree(self._optimizers),
+            "trees": self._survey.trees(self._optimizers),
+            "diagnose": _diagnose(),
             "unseen": self._unseen(),
             "surroundings": surroundings,
             "options": {option.name: getattr(self._options, option.name) for option in options},
@@ -199,9 +247,8 @@ def report(scaler: HasStepLog, model: nn.Module, path: str | Path = "run.html") 
     """Write what precision does to a run into one HTML page, rewritten while the block is open.
 
     The page shows loss scale, skipped steps, norms and loss; how near each module's gradients come to the
-    ends of their dtype; the dtypes of the model; and what was wrong with a skipped step: the last window's
-    batches are kept, so a skipped step is run again under :func:`diagnose` at once. It opens from disk
-    without a network.
+    ends of their dtype; the dtypes of the model; and from the second skip on the module at which a step went
+    wrong. `amp-plugin diagnose` finds the op and its line. The page opens from disk without a network.
 
     The host waits for the device after each step. Gradients are read in at most 0.25 % of the time. The
     weights are those of a run without a page.
@@ -239,8 +286,6 @@ def report(scaler: HasStepLog, model: nn.Module, path: str | Path = "run.html") 
 
 def _claimed(path: Path, stack: ExitStack) -> Path:
     """Return the path, or the next one that no other run writes, locked until the stack ends."""
-    if is_watched():  # a run under diagnose is another one than that of the page
-        path = path.with_name(f"{path.stem}-diagnose{path.suffix}")
     path.parent.mkdir(parents=True, exist_ok=True)
     number, chosen = 1, path
     while True:
@@ -249,6 +294,12 @@ def _claimed(path: Path, stack: ExitStack) -> Path:
             return chosen
         number += 1
         chosen = path.with_name(f"{path.stem}-{number}{path.suffix}")
+
+
+def _diagnose() -> str:
+    """Return the command that finds op and line of what went wrong in this program."""
+    program = sys.argv if sys.argv[0].endswith(".py") else ["train.py"]
+    return shlex.join(["amp-plugin", "diagnose", *program])
 
 
 def _ranks() -> int:

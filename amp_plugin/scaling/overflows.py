@@ -16,6 +16,37 @@ from amp_plugin.scaling.gradients import Measurement
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FirstModules:
+    """At which modules the first numbers of a step that are not finite were seen.
+
+    Attributes:
+        forward: A sentence on the first input or output; empty if all that were seen were finite.
+        backward: A sentence on the first gradient of an output, likewise.
+        unseen: Modules that were not looked into, with the reason.
+        numbers: How many inputs, outputs and gradients were looked at.
+    """
+
+    forward: str = ""
+    backward: str = ""
+    unseen: tuple[str, ...] = ()
+    numbers: int = 0
+
+    def __str__(self) -> str:
+        """Return it in sentences, in one line."""
+        if self.forward:
+            text = f"In the forward pass {self.forward}."
+        elif self.backward:
+            text = f"In the forward pass modules' numbers were finite. In the backward pass {self.backward}."
+        elif self.numbers:
+            text = "What went into and out of modules was finite: look at what is computed outside of them."
+        else:
+            text = (
+                "No call of a module was seen: they ran in compiled code, or in a model that is not watched."
+            )
+        return text + (f" Not looked into: {', '.join(self.unseen)}." if self.unseen else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OverflowReport:
     """Which parameters had gradients that are not finite.
 
@@ -29,6 +60,7 @@ class OverflowReport:
         checked: How many gradients were looked at.
         named: Whether the parameters have names, not only numbers.
         scaled: Whether a loss scale above 1 may have caused it.
+        modules: Where the modules' numbers were not finite first; None if nobody watched.
     """
 
     inf: tuple[str, ...] = ()
@@ -38,14 +70,15 @@ class OverflowReport:
     checked: int = field(default=0, compare=False)
     named: bool = field(default=True, compare=False)
     scaled: bool = field(default=False, compare=False)
+    modules: FirstModules | None = field(default=None, compare=False)
 
     def __bool__(self) -> bool:
         """Whether anything overflowed."""
         return bool(self.inf or self.nan or self.elsewhere or self.unattributed)
 
     def __str__(self) -> str:
-        """Return the summary and, in a line of its own, what it means."""
-        return f"{self.summary()}\n{self.meaning()}".strip()
+        """Return the summary and, in lines of their own, what it means and where it began."""
+        return "\n".join(filter(None, (self.summary(), self.meaning(), str(self.modules or ""))))
 
     def summary(self) -> str:
         """Return one line, naming the first few parameters, those nearest the loss first."""

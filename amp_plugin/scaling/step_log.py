@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from amp_plugin.messages import warn_user
 from amp_plugin.scaling.loss_scale import capturing
-from amp_plugin.scaling.overflows import OverflowReport
+from amp_plugin.scaling.overflows import FirstModules, OverflowReport
 
 RUN = 50
 """Skipped steps in a row that are worth a warning."""
@@ -110,6 +110,7 @@ class StepResult:
         self._scale_before = scale_before
         self._scale_after = scale_after  # filled by the update that follows
         self._report = report
+        self._modules: FirstModules | None = None  # if hooks on modules were on
         self.flag = HostFlag(found_inf, known)
 
     @classmethod
@@ -158,13 +159,22 @@ class StepResult:
         """As ``norm``, of the gradients that the step used: after clipping, whoever has clipped."""
         return self.norm if self.clipped_later is None else self.clipped_later()
 
+    def add_modules(self, modules: FirstModules) -> None:
+        """Take what hooks on modules have seen of the step."""
+        self._modules = modules
+
     def overflow_report(self) -> OverflowReport:
-        """Return the names of the parameters whose gradients were not finite, and what that means."""
-        report = self._report()
+        """Return the names of the parameters whose gradients were not finite, and what that means.
+
+        If a page or AmpMonitor watches, and an earlier step was skipped, it also names the module at which
+        the step went wrong.
+        """
+        report, modules = self._report(), self._modules
         if report:
-            return replace(report, scaled=self.scale_before > 1.0)
+            scaled = self.scale_before > 1.0 and not (modules and modules.forward)
+            return replace(report, scaled=scaled, modules=modules)
         if self.skipped:
-            return OverflowReport(elsewhere=True)
+            return OverflowReport(elsewhere=True, modules=modules)
         not_finite = self.norm is not None and not bool(torch.isfinite(self.norm))
         return OverflowReport(unattributed=True) if not_finite else report
 
@@ -193,14 +203,19 @@ class LoggedStep(NamedTuple):
         if result.is_scaled:
             further = "" if report.scaled else ": lowering it further will not help"
             why = f"and the loss scale is {result.scale_after:g}{further}"
+        where = f"{report.modules} " if report.modules else ""
         steps = f"{self.in_a_row} step{'s' * (self.in_a_row > 1)} of {self.kind}"
         return (
             f"{steps} in a row were skipped ({report.summary()}), {why}. {report.meaning()} "
-            "Run `amp-plugin diagnose train.py`: it names the op and its line."
+            f"{where}Run `amp-plugin diagnose train.py`: it names the op and its line."
         )
 
 
 Subscriber = Callable[[LoggedStep], None]
+
+
+def _ignore(_: object) -> None:
+    """Take no notice."""
 
 
 class _Record:
@@ -329,7 +344,7 @@ class StepLog:
             self._subscribers.remove(subscriber)
 
     @contextmanager
-    def watched(self, watcher: Subscriber, hear: Callable[[Any], None]) -> Iterator[None]:
+    def watched(self, watcher: Subscriber = _ignore, hear: Callable[[Any], None] = _ignore) -> Iterator[None]:
         """While the block is open, call ``watcher`` right after each step and ``hear`` with each loss.
 
         The host waits for the device after each step. Schedulers sit out the same steps as without it.
@@ -394,8 +409,8 @@ def raise_for_nonfinite(blameless_scale: float) -> Subscriber:
         scaled = "" if result.scale_before == 1.0 else f" at a loss scale of {result.scale_before:g}"
         msg = (
             f"{step.kind}: gradients are not finite{scaled} ({report.summary()}); the step was not taken, "
-            f"the weights are those of before. {report.meaning()} on_nonfinite='skip' goes on without such "
-            "steps."
+            f"the weights are those of before. {report.meaning()} {report.modules or ''} "
+            "on_nonfinite='skip' goes on without such steps."
         )
         raise FloatingPointError(msg)
 

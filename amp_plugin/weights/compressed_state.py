@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from typing_extensions import Self
 
@@ -151,7 +152,22 @@ def local_of(tensor: Tensor) -> Tensor:
 def bytes_of(values: Any) -> int:
     """Return what this rank holds of all tensors in lists and dicts."""
     parts = [local_of(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-    return sum(getattr(part, "kept", part).nbytes for part in parts)
+    return sum(map(_bytes_of, (getattr(part, "kept", part) for part in parts)))
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor; of a sparse one those of its values and indices, of a lazy one none."""
+    if tensor.layout is torch.strided:
+        return 0 if is_lazy(tensor) else tensor.nbytes
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    in_rows = tensor.layout in {torch.sparse_csr, torch.sparse_bsr}
+    places = (
+        (tensor.crow_indices(), tensor.col_indices())
+        if in_rows
+        else (tensor.ccol_indices(), tensor.row_indices())
+    )
+    return tensor.values().nbytes + sum(place.nbytes for place in places)
 
 
 def _with_local(value: Any, local: Tensor) -> Tensor:

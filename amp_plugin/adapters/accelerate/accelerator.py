@@ -189,7 +189,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
             for model in self._models[before:]:
                 self.session.check_shards(model)
         self._register_optimizers()
-        self._begin_page()
+        self._follow_on_page()
         return prepared
 
     def _prepare_engine(self, *args: Any, **kwargs: Any) -> Any:
@@ -207,11 +207,11 @@ class AmpAccelerator(FrontDoor, Accelerator):
             self._show(scaler if scaler.is_enabled() else None)
         return prepared
 
-    def _begin_page(self) -> None:
+    def _follow_on_page(self) -> None:
         """Draw the run from its first prepared model to ``end_training``, or to the end of the process."""
         path = self._options.report
-        if path is not None and self._models and not self.session.has_page:
-            self.session.begin_page(self, [self.unwrap_model(model) for model in self._models], path)
+        if path is not None and self._models:
+            self.session.watch([self.unwrap_model(model) for model in self._models], path)
 
     def _set_up(self, models: Sequence[nn.Module], *, trained: bool = True) -> None:
         """Store weights, put ``fp32_modules`` under fp32 and forwards under autocast; may be repeated."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
 from amp_plugin.adapters.scaler import StepNorms
 from amp_plugin.adapters.session import endless_skips
+from amp_plugin.messages import only_warning
 from amp_plugin.numerics.growth import WeightGrowth
 from amp_plugin.options import whole
 from amp_plugin.weights.store import WeightBytes, weight_bytes
@@ -65,6 +67,7 @@ class Monitor:
         self.report = report
         self._read: list[LoggedStep] = []
         self._norms, self._growth = StepNorms(), WeightGrowth()
+        self._has_failed = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Ask the Trainer's AmpPrecision to report each optimizer step."""
@@ -83,13 +86,13 @@ class Monitor:
         plugin = trainer.precision_plugin
         if isinstance(plugin, TrainerPrecision):
             plugin.session.measure_norms(wanted=False)
-            plugin.session.end_page()
+            plugin.session.end_watch()
             plugin.step_log.unsubscribe(self._read.append)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Stop watching: after an exception the Trainer does not call ``teardown``."""
         if isinstance(trainer.precision_plugin, TrainerPrecision):
-            trainer.precision_plugin.session.end_page(exception)
+            trainer.precision_plugin.session.end_watch(exception)
         self.teardown(trainer, pl_module, "")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -98,34 +101,46 @@ class Monitor:
         self._read.clear()
         self._new_norms(trainer)
         self.weight_bytes = None
-        self._growth.add([pl_module])
-        if self.report is not None:
-            plugin = trainer.precision_plugin
-            path = plugin.session.begin_page(plugin, [pl_module], self.report)
+        self._has_failed = False
+        with only_warning("AmpMonitor", self._fail):
+            self._growth.add([pl_module])
+        path = trainer.precision_plugin.session.watch([pl_module], self.report)
+        if path is not None:
             self.package.utilities.rank_zero_info(f"the run is drawn in {path}")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Read what the last optimizer steps have left."""
         trainer.precision_plugin.step_log.read(wait=True)
         self._look(trainer, pl_module)
-        trainer.precision_plugin.session.end_page()
+        trainer.precision_plugin.session.end_watch()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log the newest optimizer steps; read the device every few steps."""
+        log = trainer.precision_plugin.step_log
         norms = self._new_norms(trainer)
         if norms is None:
             return
-        plugin = trainer.precision_plugin
-        if plugin.step_log.unread() >= (self.every_n_steps or trainer.log_every_n_steps):
-            plugin.step_log.read(wait=True)
+        if log.unread() >= (self.every_n_steps or trainer.log_every_n_steps):
+            log.read(wait=True)
         self._look(trainer, pl_module)
+        if not self._has_failed:
+            with only_warning("AmpMonitor", self._fail):
+                self._show(trainer, pl_module, norms)
+
+    def _show(self, trainer: Any, pl_module: Any, norms: dict[str, Tensor]) -> None:
+        # A training_step(dataloader_iter) must name a batch size. Each of these is the number of one step.
+        log = partial(pl_module.log, prog_bar=True, batch_size=1)
         for name, norm in norms.items():
-            pl_module.log(name, norm, prog_bar=True)
-        scale = plugin.current_scale()  # a result's scale_after waits for the device
+            log(name, norm)
+        scale = trainer.precision_plugin.current_scale()  # a result's scale_after waits for the device
         if scale is not None:
-            pl_module.log("loss_scale", scale.clone(), prog_bar=True)
+            log("loss_scale", scale.clone())
         if scale is not None or self.skipped_steps:
-            pl_module.log("skipped_steps", float(self.skipped_steps), prog_bar=True)
+            log("skipped_steps", float(self.skipped_steps))
+
+    def _fail(self) -> None:
+        """Log nothing any more; a run that only skips is still ended."""
+        self._has_failed = True
 
     def _new_norms(self, trainer: Any) -> dict[str, Tensor] | None:
         return self._norms.among(map(trainer.precision_plugin.result_of, trainer.optimizers))
@@ -135,8 +150,9 @@ class Monitor:
         read, self._read[:] = list(self._read), []
         for step in read:
             self.skipped_steps += step.result.skipped
-            if not step.result.skipped and self.weight_bytes is None:  # a skipped step makes no state
-                self.weight_bytes = weight_bytes(pl_module, *trainer.strategy.optimizers)
-                self.package.utilities.rank_zero_info(f"training holds {self.weight_bytes}")
+            if not step.result.skipped and self.weight_bytes is None and not self._has_failed:
+                with only_warning("AmpMonitor", self._fail):  # a skipped step makes no state
+                    self.weight_bytes = weight_bytes(pl_module, *trainer.strategy.optimizers)
+                    self.package.utilities.rank_zero_info(f"training holds {self.weight_bytes}")
             if step.in_a_row == self.max_skips_in_a_row:
                 raise endless_skips(step, trainer.precision_plugin.words, self._growth)

@@ -1,0 +1,143 @@
+"""Hooks that look at each call of a model's modules, and that nothing else notices.
+
+They are no part of compiled code: they are off while torch.compile traces, so no graph is guarded by them.
+A model that is copied or pickled meanwhile leaves them behind.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+
+from amp_plugin.kernels.tracers import untraced
+from amp_plugin.patches import replaced
+from amp_plugin.patterns import clean_name
+
+OnCall = Callable[[str, nn.Module, Any, Any], None]
+"""Gets a module's name, the module, what went into a call (args and kwargs), and what came out."""
+
+_COMPILED: Final = "compiled"
+_SCRIPTED: Final = "scripted"
+
+
+def prefixes(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Return each model with what stands before its names: nothing, or with several ``Critic[1].``."""
+    for place, model in enumerate(models):
+        yield (f"{type(model).__name__}[{place}]." if len(models) > 1 else ""), model
+
+
+def _nothing(*_: object) -> None:
+    """Stand in a copied model for a hook that stayed behind."""
+
+
+class _Hook:
+    """A forward hook that hands a call on."""
+
+    def __init__(self, name: str, on_call: OnCall) -> None:
+        self._name, self._on_call = name, on_call
+
+    @untraced
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not is_compiling():
+            self._on_call(self._name, module, (args, kwargs), output)
+
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as something of Python's that takes a hook's arguments and does nothing."""
+        return getattr, (nullcontext(), "__exit__")
+
+
+class ModuleHooks:
+    """Look at the calls of models' modules, between ``open`` and ``close``.
+
+    Attributes:
+        unseen: Modules whose inside is not looked at, with the reason: compiled, or scripted.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], on_call: OnCall) -> None:
+        self._models, self._on_call = models, on_call
+        self.unseen: list[str] = []
+        self._placed, self._open = ExitStack(), ExitStack()
+
+    def open(self) -> None:
+        """Place the hooks."""
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled yet
+            from torch._dynamo.callback import callback_handler  # noqa: PLC0415 - slow to load
+
+            starts, ends = callback_handler.start_callbacks, callback_handler.end_callbacks
+            for callbacks, callback in ((starts, self._take_off), (ends, self._place)):
+                callbacks.append(callback)
+                self._open.callback(_discard, callbacks, callback)
+        self._place()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._open.close()
+        self._take_off()
+
+    @untraced
+    def _take_off(self, *_: object) -> None:
+        self._placed.close()
+
+    @untraced
+    def _place(self, *_: object) -> None:
+        self._take_off()
+        self.unseen = []
+        known: set[int] = set()  # a module may stand in several places
+        for prefix, model in prefixes(self._models):
+            for name, module in self._visible(prefix.rstrip("."), model):
+                if id(module) in known:
+                    continue
+                known.add(id(module))
+                hook = _Hook(name, self._on_call)
+                if _compiled_call(module) is None:
+                    handle = module.register_forward_hook(hook, with_kwargs=True)
+                    self._placed.callback(handle.remove)
+                else:  # by module.compile(): its own hooks would be in the graph
+                    seen = _then(_compiled_call(module), module, hook)
+                    self._placed.enter_context(replaced(module, "_compiled_call_impl", seen))
+
+    def _visible(self, name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """Return the modules that are called in Python, with their names: of compiled ones the outermost."""
+        if isinstance(module, torch.jit.ScriptModule):
+            self.unseen.append(f"{_shown(name)} ({_SCRIPTED})")
+            return
+        yield clean_name(name), module
+        if _compiled_call(module) is not None or type(module).__name__ == "OptimizedModule":
+            self.unseen.append(f"{_shown(name)} ({_COMPILED})")
+            return
+        for inner, child in module.named_children():
+            yield from self._visible(f"{name}.{inner}".lstrip("."), child)
+
+
+def _compiled_call(module: nn.Module) -> Any:
+    """Return what ``module.compile()`` has put in place of a module's call, or None."""
+    return getattr(module, "_compiled_call_impl", None)
+
+
+def _shown(name: str) -> str:
+    return clean_name(name) or "(model)"
+
+
+def _then(call: Callable[..., Any], module: nn.Module, hook: _Hook) -> Callable[..., Any]:
+    """Return a call of a module that also calls a hook."""
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        output = call(*args, **kwargs)
+        hook(module, args, kwargs, output)
+        return output
+
+    return seen
+
+
+def _discard(callbacks: list[Any], callback: Any) -> None:
+    with suppress(ValueError):
+        callbacks.remove(callback)
