@@ -18,6 +18,7 @@ from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
 from amp_plugin.scaling.step_log import StepResult
 
+_ANOMALY: Final = "returned nan values in its"  # of torch's error
 _WRAPPERS: Final = {"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"}
 
 
@@ -47,6 +48,26 @@ def scaler_groups(*models: nn.Module) -> dict[str, Any]:
         return {}
     group, whole = (root.process_group,), root.sharding_strategy.name == "NO_SHARD"
     return {"process_groups": group if whole else (), "sharded_groups": () if whole else group}
+
+
+@contextmanager
+def anomalies_explained(scaler: Any) -> Iterator[None]:
+    """Say of an error of torch's anomaly detection that the loss scale may be all there is to it.
+
+    A dynamic loss scale is found by gradients that overflow. Anomaly detection takes the first of them for a
+    fault of the program, and ends a run that is sound.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not (torch.is_anomaly_enabled() and _ANOMALY in str(error) and scaler.is_enabled()):
+            raise
+        msg = (
+            f"{error} The loss scale is {scaler.get_scale():g}, and that may be the only reason: the scale is "
+            "found by gradients that overflow, which are skipped. Run without anomaly detection; "
+            "`amp-plugin diagnose train.py` finds a nan that has another reason. Or lower init_scale."
+        )
+        raise RuntimeError(msg) from error
 
 
 class StepNorms:

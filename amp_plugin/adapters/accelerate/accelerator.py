@@ -28,7 +28,7 @@ from amp_plugin.adapters.accelerate.settings import (
     take_options,
 )
 from amp_plugin.adapters.float8 import leave_out, refuse_device
-from amp_plugin.adapters.scaler import StepNorms, scaler_groups, torch_optimizer
+from amp_plugin.adapters.scaler import StepNorms, anomalies_explained, scaler_groups, torch_optimizer
 from amp_plugin.adapters.session import FrontDoor, Session
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.casting.threads import RegionState
@@ -316,7 +316,8 @@ class AmpAccelerator(FrontDoor, Accelerator):
 
     @outside_graphs
     def _watched_backward(self, loss: Tensor, **kwargs: Any) -> None:
-        with self.session.watching(self._models if self._engaged else []):
+        models = self._models if self._engaged else []
+        with self.session.watching(models), anomalies_explained(self._scaler):
             super().backward(loss, **kwargs)
         if isinstance(self._scaler, deepspeed.EngineScaler):
             self._scaler.observe()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_plugin.adapters.lightning.precision_core import PrecisionCore
-from amp_plugin.adapters.scaler import scaler_groups, torch_optimizer
+from amp_plugin.adapters.scaler import anomalies_explained, scaler_groups, torch_optimizer
 from amp_plugin.casting.region import autocast
 from amp_plugin.casting.threads import autocast_module
 from amp_plugin.kernels.tracers import outside_graphs
@@ -101,7 +101,8 @@ class FabricPrecision(PrecisionCore):
         device = self.device or tensor.device.type
         with autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             loss = self._scaler.scale(tensor)
-            with self.session.watching(self.session.models if self._scaler.is_enabled() else []):
+            models = self.session.models if self._scaler.is_enabled() else []
+            with self.session.watching(models), anomalies_explained(self._scaler):
                 self.package.plugins.Precision.backward(self, loss, model, *args, **kwargs)
 
     @outside_graphs

@@ -30,7 +30,12 @@ from amp_plugin.adapters.lightning.user_code import (
     refuse_strays,
     users_methods,
 )
-from amp_plugin.adapters.scaler import GradientOrigins, scaler_groups, torch_optimizer
+from amp_plugin.adapters.scaler import (
+    GradientOrigins,
+    anomalies_explained,
+    scaler_groups,
+    torch_optimizer,
+)
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.options import PluginOptions, lists_options, takes
 from amp_plugin.patches import replaced
@@ -192,7 +197,7 @@ class TrainerPrecision(PrecisionCore):
     @outside_graphs
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Run backward without autocast."""
-        with self._outside_region(), self._strays.inside():
+        with self._outside_region(), self._strays.inside(), anomalies_explained(self._scaler):
             self._plain.backward(self, tensor, model, *args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
