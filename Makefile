@@ -1,4 +1,5 @@
-# make demo    train the digits classifier in fp16, draw its curves and the page of the run
+# make demo    train the digits classifier in a precision this machine is fast in, draw its curves and the page of the
+#              run; PRECISION=fp16 takes another precision
 # make test    lint, types and the tests, on the native core and on the fallback, 6 minutes on two cores, 8 the first time
 # make test-whole   what is marked whole_run: every recipe to its end in three precisions, tests over all cases where
 #              make test takes a sample; not part of make test
@@ -44,7 +45,7 @@ ON_HOST_DEVICE := -p tests.host_device.plugin --ignore-glob "tests/kernels/test_
 .DELETE_ON_ERROR:
 
 demo: $(READY)
-	$(BIN)/python recipes/train_digits.py
+	$(BIN)/python -m recipes.demo $(addprefix precision=,$(PRECISION))
 
 # The tests on the native core take JOBS processes; what waits in them leaves time for the rest, one after another
 # and each in one process, since each has to import the frameworks. Its output comes when all of it has ended.
@@ -131,6 +132,6 @@ $(READY): pyproject.toml constraints.txt | asked-python
 		PYTHONPATH=build/virtualenv $(PYTHON) -m virtualenv -q .venv; }
 	@rm -f .venv/.ready-*
 	@echo "installing torch $(TORCH) and the pinned tools into .venv (a few minutes the first time)"
-	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -qq --disable-pip-version-check \
+	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --disable-pip-version-check \
 		"torch==$(firstword $(TORCH))" --editable ".[dev]"
 	@touch $@

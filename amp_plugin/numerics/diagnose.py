@@ -41,7 +41,7 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         self.read: list[Finding] = []
         self._on_finding, self._raises = on_finding, not keep_going
         self._known: dict[tuple[object, ...], int] = {}  # what findings are about -> which one is
-        tracker = Tracker(model)
+        self._tracker = tracker = Tracker(model)
         self._watch = Watch(tracker, self._found, strict=strict, patience=patience)
         self._learning, self._refusals = Learning(tracker), Refusals(tracker)
         super().__init__(tracker, self._watch, self._learning, self._refusals, self)
@@ -53,6 +53,7 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
     def ended(self, error: BaseException | None) -> None:
         """Look at what is left: numbers that are not finite, and without any why nothing is learnt."""
         if error is None or isinstance(error, SystemExit):
+            self._tracker.ends()
             self._raises = self._raises and error is None
             with unwatched():
                 self._watch.left_over()

@@ -32,6 +32,8 @@ class Tracker:
         self.forward_passes = self.backward_passes = 0  # how many have begun
         self.steps = 0  # how many optimizers have finished
         self.in_step = False  # whether an optimizer's step runs
+        self._passes_at_step = 0  # backward passes that had begun when the last step ended
+        self._is_over = False
         self.sources: Storages[str] = Storages()  # where tensors were loaded
         self._model = None if model is None else _unwrapped(model)
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -118,7 +120,14 @@ class Tracker:
         """Return how far the program is since the region began; a step that a scaler skips is none."""
         passes = {"forward pass": self.forward_passes, "backward pass": self.backward_passes}
         begun = [f"{name} {number}" for name, number in passes.items() if number]
-        return ", ".join([*begun, f"optimizer step {self.steps + 1}"])
+        is_between = not self.in_step and self.backward_passes == self._passes_at_step
+        is_after = self.steps > 0 and is_between and (self._is_over or not torch.is_grad_enabled())
+        step = f"after optimizer step {self.steps}" if is_after else f"optimizer step {self.steps + 1}"
+        return ", ".join([*begun, step])
+
+    def ends(self) -> None:
+        """Note that nothing of a further step comes."""
+        self._is_over = True
 
     def step_begins(self, _: Optimizer) -> None:
         """Take note of an optimizer that is about to step."""
@@ -128,6 +137,7 @@ class Tracker:
         """Count a step."""
         self.in_step = False
         self.steps += 1
+        self._passes_at_step = self.backward_passes
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import Self
 
@@ -409,6 +409,11 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise
         self.tell("after", call, output)
         return output
+
+
+def is_watched() -> bool:
+    """Return whether a region of this package watches the ops of this thread."""
+    return any(isinstance(mode, Region) for mode in _get_current_dispatch_mode_stack())
 
 
 def _in_block(device: str) -> AbstractContextManager[object]:

@@ -26,6 +26,7 @@ BUDGET: Final = 0.0025
 _MOST_ELEMENTS = 4096  # per parameter
 _MOST_COLUMNS = 360  # of the map
 _MOST_ROWS = 250
+_FAR = 16  # bits left in a dtype with the range of fp32: not worth a sentence
 
 
 def named_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -106,6 +107,8 @@ class Headroom:
         if not bits.isfinite().any():
             return []
         row, column = divmod(int(bits.argmin()), len(self.first))
+        if bits[row, column] > _FAR and torch.finfo(dtypes[self.modules[row]]).max > 1e38:
+            return []  # nothing comes near the end of the range of fp32
         name, at = self.modules[row], f"at step {self.first[column]} its largest gradient"
         doubled = f"could double {bits[row, column]:.1f} times in {short_name(dtypes[name])}"
         return [f"{name or '(model)'}: {at} {doubled}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -54,7 +55,7 @@ def render(
     """Return the page; ``facts`` are shown as they are given."""
     cells, curves = headroom.cells(dtypes), history.curves()
     charts = curve_charts(curves, has_skips=bool(history.skips)) if history.steps else {}
-    maps = map_charts(len(cells["modules"])) if cells["first"] and history.steps else {}
+    maps = map_charts(cells["modules"]) if cells["first"] and history.steps else {}
     skips = [
         {
             "step": skip.step,
@@ -156,6 +157,13 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 _RED, _ORANGE, _YELLOW, _GREEN, _BLUE = "#d1242f", "#e16f24", "#d4a72c", "#57ab5a", "#2f81f7"
 _HEIGHT: Final = 190
+_POWER_OF_TWO: Final = (  # the label of a loss scale
+    "datum.value >= 1 && datum.value < 1000 || abs(log(datum.value) / LN2 - round(log(datum.value) / LN2)) "
+    "> 1e-6 ? format(datum.value, '~g') : '2^' + format(log(datum.value) / LN2, '.0f')"
+)
+# A point between two that are not finite, which a line does not show.
+_ALONE: Final = "isValid(datum.value) && !isValid(datum.previous) && !isValid(datum.next)"
+_LABEL: Final = 27  # characters of a module's name next to the map, more if two would read alike
 _ROW, _MAP_HEIGHT = 18, 620
 
 
@@ -186,25 +194,35 @@ def _steps(alt: Any, column: str) -> Any:
 def _line(alt: Any, columns: list[str], base: int | None, *, several: bool) -> Any:
     scale = alt.Scale(zero=False) if base is None else alt.Scale(type="log", base=base)
     axis = alt.Axis(format=".3~g" if base == 10 else "~g", tickCount=5)
+    if base == 2:
+        axis = alt.Axis(tickCount=5, labelExpr=_POWER_OF_TWO)
     found = alt.Chart(alt.NamedData("curves")).transform_fold(columns, as_=["kind", "value"])
     if base:  # a logarithm cannot show 0
         found = found.transform_calculate(value="datum.value > 0 ? datum.value : null")
     legend = alt.Legend(title=None, orient="top", symbolOpacity=1, offset=4) if len(columns) > 1 else None
     colours = alt.Scale(range=[_YELLOW, _BLUE][-len(columns) :])
-    encoded = found.mark_line(
+    marks = found.mark_line(
         strokeWidth=1.6,
-        strokeCap="round",  # a step between two that are not finite is a dot
         invalid="break-paths-show-domains",
         point={"size": 45, "opacity": 0.01},
         clip=True,
         interpolate="step-after" if base == 2 else "linear",
-    ).encode(
-        x=_steps(alt, "step"),
-        y=alt.Y("value:Q", title=None, scale=scale, axis=axis),
-        color=alt.Color("kind:N", sort=columns, scale=colours, legend=legend),
-        tooltip=["step:Q", *(f"{name}:Q" for name in columns), *["optimizer:N"][:several]],
     )
-    return encoded.encode(detail="optimizer:N", strokeDash="optimizer:N") if several else encoded
+    by_step = {"sort": [alt.SortField("step")], "groupby": ["kind", "optimizer"]}
+    around = found.transform_window(previous="lag(value)", next="lead(value)", **by_step)
+    alone = around.transform_filter(_ALONE).mark_point(filled=True, size=22, opacity=1, clip=True)
+    encoded = [
+        mark.encode(
+            x=_steps(alt, "step"),
+            y=alt.Y("value:Q", title=None, scale=scale, axis=axis),
+            color=alt.Color("kind:N", sort=columns, scale=colours, legend=legend),
+            tooltip=["step:Q", *(f"{name}:Q" for name in columns), *["optimizer:N"][:several]],
+        )
+        for mark in (marks, alone)
+    ]
+    if several:
+        encoded[0] = encoded[0].encode(detail="optimizer:N", strokeDash="optimizer:N")
+    return alt.layer(*encoded)
 
 
 def _skips(alt: Any) -> Any:
@@ -236,10 +254,28 @@ _MAPS: Final = {  # figure -> legend, description, domain and colours
 }
 
 
-def map_charts(rows: int) -> dict[str, dict[str, Any]]:
+def short_names(names: Sequence[str]) -> dict[str, str]:
+    """Return name -> name cut in the middle, as short as it is while no two read alike; long ones alone."""
+    for width in range(_LABEL, max(map(len, names), default=0)):
+        for head in range(width // 3, width - 5):
+            cut = {
+                name: f"{name[:head]}…{name[len(name) - (width - head - 1) :]}"
+                for name in names
+                if len(name) > width
+            }
+            if len({cut.get(name, name) for name in names}) == len({*names}):
+                return cut
+    return {}
+
+
+def map_charts(modules: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return id -> map of modules x steps: bits of headroom, and the share of zeros."""
     import altair as alt  # noqa: PLC0415 - of the extra
 
+    rows, shorter = len(modules), short_names(modules)
+    widest = max((len(shorter.get(name, name)) for name in modules), default=0)
+    label = f"{json.dumps(shorter)}[datum.label] || datum.label"
+    names = alt.Axis(labelLimit=max(170, 7 * widest), labelOverlap=True, labelExpr=label)
     tips = ["module:N", "first:Q", "last:Q", alt.Tooltip("bits:Q", title="bits left"), "zeros:Q"]
     charts = {}
     for name, (legend, description, domain, colours) in _MAPS.items():
@@ -249,7 +285,7 @@ def map_charts(rows: int) -> dict[str, dict[str, Any]]:
         encoded = cells.encode(
             x=_steps(alt, "from"),
             x2="to:Q",
-            y=alt.Y("module:N", sort=None, title=None, axis=alt.Axis(labelLimit=170, labelOverlap=True)),
+            y=alt.Y("module:N", sort=None, title=None, axis=names),
             color=alt.Color(f"{name}:Q", title=legend, scale=scale),
             tooltip=tips,
         )

@@ -31,6 +31,7 @@ from amp_plugin.messages import only_warning
 from amp_plugin.numerics.finding import rank_of_process
 from amp_plugin.numerics.first_module import ModuleWatch
 from amp_plugin.numerics.growth import WeightGrowth
+from amp_plugin.numerics.op import is_watched
 from amp_plugin.patches import random_numbers_kept
 from amp_plugin.run_page.dtypes import Survey
 from amp_plugin.run_page.headroom import BUDGET, Headroom, named_parameters
@@ -286,6 +287,8 @@ def report(scaler: HasStepLog, model: nn.Module, path: str | Path = "run.html") 
 
 def _claimed(path: Path, stack: ExitStack) -> Path:
     """Return the path, or the next one that no other run writes, locked until the stack ends."""
+    if is_watched():  # a run under diagnose is another one than that of the page
+        path = path.with_name(f"{path.stem}-diagnose{path.suffix}")
     path.parent.mkdir(parents=True, exist_ok=True)
     number, chosen = 1, path
     while True:

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_plugin import GradScaler, autocast, diagnose
 from amp_plugin.numerics.finding import NonFiniteError
-from amp_plugin.numerics.op import Argument, Call, traits_of
+from amp_plugin.numerics.modules import Tracker
+from amp_plugin.numerics.op import Argument, Call, Region, traits_of
 from amp_plugin.numerics.watch import judge
 
 HERE = Path(__file__).name
@@ -271,6 +272,30 @@ def test_the_moment_is_told_in_passes_and_steps():
     forward, backward = diagnosis.findings
     assert "\n  when    forward pass 6, backward pass 5, optimizer step 2\n" in str(forward)
     assert backward.when == "forward pass 7, backward pass 8, optimizer step 3"
+
+
+def test_what_comes_after_the_last_step_belongs_to_no_further_one():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracker = Tracker(model)
+    with Region(tracker):
+        for step in range(1, 4):
+            loss = model(torch.ones(1, 2)).sum()
+            assert tracker.now().endswith(f", optimizer step {step}")
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                assert tracker.now().endswith(f", after optimizer step {step}")
+
+
+def test_what_is_found_at_the_end_belongs_to_no_further_step():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight, nn.Parameter(torch.ones(2))], lr=0.0)
+    with diagnose(keep_going=True) as diagnosis:
+        for _ in range(3):
+            weight.sum().backward()
+            optimizer.step()
+    assert {finding.when for finding in diagnosis.findings} <= {"backward pass 3, after optimizer step 3"}
 
 
 def test_a_pass_that_a_checkpoint_runs_again_is_not_counted_twice():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from recipes import demo
 from recipes.config import ConfigError, load_config
 from recipes.digits import digits_loaders
 from recipes.settings import LossScaleConfig, Precision
@@ -153,3 +154,19 @@ def test_the_program_runs_without_a_warning(tmp_path):
     assert not unexpected  # but that of an older processor
     for name in ("script", "module"):
         assert (tmp_path / f"{name}_fp16/training.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("cuda", "bf16", "precision"),
+    [(True, False, "fp16"), (False, True, "bf16"), (False, False, "fp32"), (False, None, "fp32")],
+)
+def test_the_demo_trains_in_what_is_fast(cuda, bf16, precision, monkeypatch, capsys):
+    """In fp16 it took 80 s on two cores: torch's fp16 convolutions are slow on any CPU."""
+    given = []
+    monkeypatch.setattr(demo.torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(demo, "is_fast", lambda *_: bf16)
+    monkeypatch.setattr(demo.train_digits, "main", lambda: given.extend(sys.argv))
+    monkeypatch.setattr(sys, "argv", ["demo", "epochs=1"])
+    demo.main()
+    assert given == ["demo", f"precision={precision}", "epochs=1"]
+    assert f"training in {precision}" in capsys.readouterr().out

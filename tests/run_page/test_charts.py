@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from amp_plugin.run_page.page import curve_charts
+from amp_plugin.run_page.page import curve_charts, map_charts, short_names
 
 vl_convert = pytest.importorskip("vl_convert")
 pytest.importorskip("altair")
@@ -26,10 +26,12 @@ def drawn(name):
 @pytest.mark.parametrize(("name", "lines"), [("loss", 1), ("norm", 2)])
 def test_lines_break_at_steps_that_are_not_finite(name, lines):
     svg = drawn(name)
-    paths = re.findall(r'"line mark" d="([^"]*)"[^>]*stroke-linecap="round"', svg)
+    paths = re.findall(r'"line mark" d="([^"]*)"', svg)
     assert [path.count("M") for path in paths] == [3] * lines  # 1 and 2, 4 alone, 6 to 8
     assert [path.count("L") for path in paths] == [3] * lines
-    assert svg.count('aria-roledescription="point"') == 6 * lines
+    points = re.findall(r'aria-roledescription="point"[^>]*opacity="([\d.]+)"', svg)
+    assert points.count("1") == lines  # 4, which no line shows
+    assert points.count("0.01") == 6 * lines
 
 
 @pytest.mark.parametrize("name", ["scale", "norm", "loss"])
@@ -38,4 +40,41 @@ def test_axes_have_plain_numbers(name):
         text.replace("\u2212", "-") for text in re.findall(r"<text[^>]*>([^<]*\d[^<]*)</text>", drawn(name))
     ]
     assert len(numbers) > 6
-    assert all(re.fullmatch(r"-?[\d.]+", number) for number in numbers), numbers
+    assert all(re.fullmatch(r"-?[\d.]+|2\^-?\d+", number) for number in numbers), numbers
+
+
+def test_a_loss_scale_has_powers_of_two_on_its_axis():
+    rows = [{"step": i, "scale": 2.0 ** (4 - 4 * i), "optimizer": "0: SGD"} for i in range(8)]
+    columns = {name: [row[name] for row in rows] for name in rows[0]} | {"before": [None], "loss": [None]}
+    chart = curve_charts(columns, has_skips=False)["scale"]
+    svg = vl_convert.vegalite_to_svg({**chart, "width": 400, "datasets": {"curves": rows}})
+    assert re.search(r">2\^[-\u2212]20<", svg)
+    assert "e-" not in "".join(re.findall(r"<text[^>]*>([^<]*)</text>", svg))
+
+
+LAYERS = [
+    f"encoder.layers.{number}.attention.self.{name}" for number in range(12) for name in ("query", "key")
+]
+
+
+@pytest.mark.parametrize("names", [LAYERS, ["short", "x" * 60, "x" * 59 + "y"], ["one"], []])
+def test_names_are_cut_in_the_middle_and_no_two_read_alike(names):
+    cut = short_names(names)
+    shown = [cut.get(name, name) for name in names]
+    assert len({*shown}) == len(names)
+    for name, text in cut.items():
+        head, _, tail = text.partition("…")
+        assert len(text) < len(name)
+        assert name.startswith(head)
+        assert name.endswith(tail)
+    if names == LAYERS:
+        assert max(map(len, shown)) <= 32
+
+
+def test_the_map_shows_the_short_names():
+    spec = map_charts(LAYERS)["bits"]
+    cells = [{"module": name, "from": 0.5, "to": 1.5, "bits": 3.0, "zeros": 1.0} for name in LAYERS]
+    svg = vl_convert.vegalite_to_svg({**spec, "width": 300, "datasets": {"cells": cells}})
+    shown = re.findall(r">(enc[^<]*…[^<]*)<", svg)
+    assert {*shown} <= {*short_names(LAYERS).values()}
+    assert len(shown) > 5

@@ -324,3 +324,22 @@ def test_the_last_page_is_whole_and_two_runs_into_one_folder_do_not_mix(tmp_path
     assert "Sequential" not in text_of(path)
     with amp_plugin.report(amp_plugin.GradScaler("cpu"), make_net(), path) as page:
         assert page.path == path  # what was killed holds no name
+
+
+def test_a_page_under_diagnose_leaves_that_of_the_run_alone(tmp_path):
+    """Its steps are those of another run: it would say that nothing was skipped."""
+    model, scaler = torch.nn.Linear(2, 1), amp_plugin.GradScaler("cpu")
+    with amp_plugin.report(scaler, model, tmp_path / "run.html") as page:
+        assert page.path == tmp_path / "run.html"
+    with amp_plugin.diagnose(), amp_plugin.report(scaler, model, tmp_path / "run.html") as page:
+        assert page.path == tmp_path / "run-diagnose.html"
+    assert {file.name for file in tmp_path.glob("*.html")} == {"run.html", "run-diagnose.html"}
+
+
+@pytest.mark.parametrize(("dtype", "largest", "said"), [
+    (torch.bfloat16, 1.0, False), (torch.bfloat16, 1e35, True), (torch.float16, 1.0, True), (torch.float32, 1.0, False),
+])  # fmt: skip
+def test_headroom_is_spoken_of_where_an_overflow_may_be_near(dtype, largest, said):
+    headroom = Headroom(torch.nn.Linear(2, 1))
+    headroom._add(1, torch.tensor([largest]), torch.zeros(1))
+    assert bool(headroom.nearest({"": dtype})) is said
