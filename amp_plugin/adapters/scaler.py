@@ -63,7 +63,7 @@ def anomalies_explained(scaler: Any) -> Iterator[None]:
         if not (torch.is_anomaly_enabled() and _ANOMALY in str(error) and scaler.is_enabled()):
             raise
         msg = (
-            f"{error} The loss scale is {scaler.get_scale():g}, and that may be the only reason: the scale is "
+            f"{error} The loss scale is {scaler.get_scale():g}, and it may be the only reason: the scale is "
             "found by gradients that overflow, which are skipped. Run without anomaly detection; "
             "`amp-plugin diagnose train.py` finds a nan that has another reason. Or lower init_scale."
         )

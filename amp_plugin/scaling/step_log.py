@@ -194,6 +194,15 @@ class LoggedStep(NamedTuple):
     kind: str  # the optimizer's type, for texts
     result: StepResult
     in_a_row: int  # skipped steps of the optimizer, one after the other, this one included
+    number: int = 0  # of the steps that the host knows of this optimizer, from 1 on
+
+    def first_skip(self) -> str:
+        """Return that a step was skipped in a run without a loss scale, where none is to be expected."""
+        return (
+            f"step {self.number} of {self.kind} was skipped, and nothing is scaled: "
+            f"{self.result.overflow_report().summary()}. Run `amp-plugin diagnose train.py`: it names the op "
+            "and its line. Later skips are counted without a warning"
+        )
 
     def run_of_skips(self) -> str:
         """Return how many steps were skipped in a row, by which gradients, and what that means."""
@@ -232,6 +241,7 @@ class _Record:
         """Forget all steps."""
         self.skipped: Tensor | None = None  # float32, 0-dim, on the device
         self.in_a_row = 0
+        self.steps = 0  # that the host knows of
         self.owed = 0  # skips that have not held the schedulers back yet
         self.is_held = False
 
@@ -278,6 +288,7 @@ class StepLog:
         self._watchers = 0  # for whom each step is read before the next one
         self._hearers: list[Callable[[Any], None]] = []  # of losses
         self._has_taken = False  # a step since the last run
+        self._has_warned = False  # of a skip without a loss scale
         self._last_skip: LoggedStep | None = None  # of a run that has taken none
         for follower in _followers:
             follower(self)
@@ -361,10 +372,14 @@ class StepLog:
 
     def _learn(self, record: _Record, result: StepResult, skipped: bool) -> None:
         record.in_a_row = record.in_a_row + 1 if skipped else 0
+        record.steps += 1
         record.owed += skipped
-        step = LoggedStep(record.optimizer, record.kind, result, record.in_a_row)
+        step = LoggedStep(record.optimizer, record.kind, result, record.in_a_row, record.steps)
         self._has_taken |= not skipped
         self._last_skip = None if self._has_taken else step
+        if skipped and not result.is_scaled and not self._has_warned:
+            self._has_warned = True
+            warn_user(step.first_skip())
         if step.in_a_row == RUN and not record.is_warned_of:
             record.is_warned_of = True
             warn_user(step.run_of_skips())

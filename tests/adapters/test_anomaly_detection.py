@@ -65,7 +65,7 @@ def run(train, precision):
 def test_the_error_names_the_loss_scale_and_diagnose(train):
     with pytest.raises(RuntimeError, match="returned nan values") as raised:
         run(train, "fp16")
-    assert "The loss scale is 65536, and that may be the only reason" in str(raised.value)
+    assert "The loss scale is 65536, and it may be the only reason" in str(raised.value)
     assert "`amp-plugin diagnose train.py`" in str(raised.value)
 
 
