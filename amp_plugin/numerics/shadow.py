@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.table import Table
 from torch import Tensor, nn
 
+from amp_plugin.numerics.advise import cures_of
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Call, Region, listed
 from amp_plugin.numerics.values import ShadowValues, as_json, distance, is_low_precision, unwatched
 from amp_plugin.precision import short_name
 
 Key = tuple[str, str, str]  # module, op, direction
+
+_JUMP_TO, _JUMP_BY = 0.05, 10.0  # an arriving error that stands out, and by which factor over those before
 
 
 @dataclass(kw_only=True, slots=True)
@@ -76,6 +79,22 @@ class Errors:
             "underflow": f"{self.underflowed / self.elements:.1%}",
             "headroom": f"{self.headroom:.1f} bits",
         }
+
+
+class Jump(NamedTuple):
+    """An op by which much more error arrives than before it."""
+
+    module: str
+    op: str
+    before: float  # the largest arriving error of the ops before
+    after: float
+
+    def __str__(self) -> str:
+        where = f" in {self.module}" if self.module else ""
+        return (
+            f"the arriving error jumps from {self.before:.1e} to {self.after:.1e} at {self.op}{where}: "
+            "its inputs need more digits than they have; compute them in fp32"
+        )
 
 
 def _mean_relative_error(values: Tensor, exact: Tensor) -> float:
@@ -150,6 +169,22 @@ class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
         """Return the errors of each (module, op, direction), the largest own error first."""
         return dict(sorted(self._errors.items(), key=lambda row: (-row[1].own, -row[1].arriving)))
 
+    def jump(self) -> Jump | None:
+        """Return the op of the forward pass by which the arriving error grows most; None if none stands out.
+
+        Ops are taken in the order in which they first ran, each against the largest error before it.
+        """
+        before, found = 0.0, None
+        for (module, op, direction), errors in self._errors.items():
+            if direction == "backward":
+                continue
+            stands_out = before and errors.arriving > max(_JUMP_TO, _JUMP_BY * before)
+            if stands_out and (found is None or errors.arriving / before > found.after / found.before):
+                found = Jump(module, op, before, errors.arriving)
+            if math.isfinite(errors.arriving):
+                before = max(before, errors.arriving)
+        return found
+
     def without_rounding(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what a tensor of the program would hold without rounding: a copy in the wide dtype.
 
@@ -182,7 +217,10 @@ class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
             notes = ["no op returned a 16-bit result: was the code in an autocast block?"]
         if self.not_compared():
             notes.append(f"passed on as exact, not measured: {listed(self.not_compared())}")
-        table.caption = "; ".join(notes) or None
+        if jump := self.jump():
+            notes.append(str(jump))
+            notes += [f"paste: {cure}" for cure in cures_of(*self.tracker.address(jump.module), (), "")]
+        table.caption = "\n".join(notes) or None
         return table
 
     def to_dict(self) -> dict[str, Any]:
