@@ -89,7 +89,9 @@ def _parameters_of(call: ast.Call) -> Iterator[ast.AST]:
 
 def fp16_without_scaler(module: Module) -> Iterator[Hit]:
     """AMP011: a float16 region, a plain backward and a step, in a module without any scaler."""
-    if _OTHER_SCALERS.search(module.identifiers) or "set_autocast" in module.identifiers:
+    unused = _scalers_never_used(module)
+    others = " ".join(name for name in module.identifiers.split() if name not in unused)
+    if _OTHER_SCALERS.search(others) or "set_autocast" in others:
         return
     for flow in module.flows:
         for backward in flow.of("backward"):
@@ -99,6 +101,26 @@ def fp16_without_scaler(module: Module) -> Iterator[Hit]:
             stepped = any(e.kind == "optimizer step" for e in later)
             if regions and stepped and regions[-1].dtype == "float16" and regions[-1].device != "cpu":
                 yield Hit("AMP011", backward.call)
+
+
+def _scalers_never_used(module: Module) -> set[str]:
+    """Return GradScaler and the variables that hold one and are read nowhere; empty if one is read."""
+    made = {
+        key
+        for key, values in module.names.bound.items()
+        if any(isinstance(value, ast.Call) and "scaler" in module.names.made_by(value) for value, _ in values)
+    }
+    read = {
+        node.id
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
+    names = {key.text for key in made}
+    return (
+        set()
+        if names & read or any("." in name for name in names)
+        else {"GradScaler", "torch.cuda.amp", *names}
+    )
 
 
 def scaler_with_bf16(module: Module) -> Iterator[Hit]:

@@ -171,13 +171,13 @@ def scheduler_on_skip(module: Module) -> Iterator[Hit]:
         return
     for flow in module.flows:
         for event in flow.of("scheduler step"):
-            steps = [e for e in flow.of("scaler step") if e.context.loops == event.context.loops]
-            last = next((e for e in steps if e.context.conditions == event.context.conditions), None)
-            if (
-                last is not None
-                and event.context.loops
-                and flow.events.index(last) < flow.events.index(event)
-            ):
+            before = flow.events[: flow.events.index(event)]
+            if any(
+                step.kind == "scaler step"
+                and step.context.loops == event.context.loops
+                and {*event.context.conditions} <= {*step.context.conditions}
+                for step in before
+            ) and (event.context.loops or flow.of("scaled backward")):
                 yield Hit("AMP016", event.call)
 
 
