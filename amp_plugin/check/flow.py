@@ -95,6 +95,7 @@ class Event:
         who: the scaler, accelerator or scheduler; of a step past a scaler the optimizer.
         optimizer: the optimizer that is given to a scaler.
         touches: variables that an unknown call is given.
+        position: its place among the events of its function.
     """
 
     kind: Kind
@@ -104,6 +105,7 @@ class Event:
     who: Key | None = None
     optimizer: Key | None = None
     touches: frozenset[Key] = frozenset()
+    position: int = 0
 
 
 @dataclass(eq=False)
@@ -126,7 +128,7 @@ class Flow:
 
     def between(self, first: Event, last: Event) -> list[Event]:
         """Return the events between two."""
-        return self.events[self.events.index(first) + 1 : self.events.index(last)]
+        return self.events[first.position + 1 : last.position]
 
 
 def _facts(test: ast.expr, *, holds: bool) -> Iterator[tuple[str, bool]]:
@@ -297,7 +299,7 @@ class _Walker:
     def event(self, call: ast.Call, context: Context) -> Event:
         """Return what a call does."""
         scope, function = self._flow.scope, call.func
-        known = Event("call", call, context, scope)
+        known = Event("call", call, context, scope, position=len(self._flow.events))
         if isinstance(function, ast.Attribute):
             receiver, roles = function.value, self.names.roles(function.value, scope)
             who = self.names.key(receiver, scope)

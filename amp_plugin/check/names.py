@@ -58,6 +58,8 @@ _PASSED_THROUGH: Final = {
     "bfloat16",
 }
 
+_DEPTH, _MOST = 4, 200  # variables that are followed one after the other, and in all
+
 
 class Key(NamedTuple):
     """A variable: the function or class that owns it, and how it is written there."""
@@ -125,21 +127,25 @@ class Names:
             return None
         return Key(scope.of(root.id), ast.unparse(node))
 
-    def values(self, node: ast.AST, scope: Scope, depth: int = 4) -> Iterator[tuple[ast.AST, Scope]]:
+    def values(self, node: ast.AST, scope: Scope) -> Iterator[tuple[ast.AST, Scope]]:
         """Yield what an expression may stand for, through variables, choices and methods that return self."""
-        branches: list[ast.expr] = []
-        if isinstance(node, ast.IfExp):
-            branches = [node.body, node.orelse]
-        elif isinstance(node, ast.BoolOp):
-            branches = node.values
-        for branch in branches:
-            yield from self.values(branch, scope, depth)
-        if branches:
-            return
-        yield node, scope
-        if depth > 0:
-            for value, where in self._sources(node, scope):
-                yield from self.values(value, where, depth - 1)
+        pending, seen = [(node, scope, 0)], {node}
+        while pending:
+            node, scope, depth = pending.pop()
+            branches: list[ast.expr] = []
+            if isinstance(node, ast.IfExp):
+                branches = [node.body, node.orelse]
+            elif isinstance(node, ast.BoolOp):
+                branches = node.values
+            else:
+                yield node, scope
+            found = [(branch, scope) for branch in branches] or (
+                self._sources(node, scope) if depth < _DEPTH else ()
+            )
+            for value, where in found:
+                if value not in seen and len(seen) < _MOST:
+                    seen.add(value)
+                    pending.append((value, where, depth + (not branches)))
 
     def _sources(self, node: ast.AST, scope: Scope) -> Iterator[tuple[ast.AST, Scope]]:
         """Yield the expressions whose value this one may have."""

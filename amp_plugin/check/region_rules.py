@@ -95,8 +95,8 @@ def fp16_without_scaler(module: Module) -> Iterator[Hit]:
         return
     for flow in module.flows:
         for backward in flow.of("backward"):
-            earlier = flow.events[: flow.events.index(backward)]
-            later = flow.events[flow.events.index(backward) :]
+            earlier = flow.events[: backward.position]
+            later = flow.events[backward.position :]
             regions = [e.context.region for e in earlier if e.context.region is not None]
             stepped = any(e.kind == "optimizer step" for e in later)
             if regions and stepped and regions[-1].dtype == "float16" and regions[-1].device != "cpu":

@@ -19,7 +19,7 @@ def clip_before_unscale(module: Module) -> Iterator[Hit]:
             scaled = _last_before(flow, clip, "scaled backward", "backward", "framework backward")
             if scaled is None or scaled.kind != "scaled backward" or _is_interrupted(flow, scaled, clip):
                 continue
-            later = flow.events[flow.events.index(clip) :]
+            later = flow.events[clip.position :]
             steps = (event for event in later if event.kind == "scaler step" and event.who == scaled.who)
             if any(step.context.goes_with(clip.context) for step in steps):
                 yield Hit("AMP001", clip.call)
@@ -34,9 +34,7 @@ def _clip_in_a_step(module: Module, flow: Flow) -> Iterator[Hit]:
     scaled = {event.who for event in module.events() if event.kind == "scaled backward"}
     for clip in flow.of("clip"):
         for step in flow.of("scaler step"):
-            is_next = flow.events.index(clip) < flow.events.index(step) and clip.context.goes_with(
-                step.context
-            )
+            is_next = clip.position < step.position and clip.context.goes_with(step.context)
             if is_next and step.who in scaled and not _is_interrupted(flow, clip, step):
                 yield Hit("AMP001", clip.call)
                 break
@@ -92,12 +90,12 @@ def update_between_steps(module: Module) -> Iterator[Hit]:
         return
     for flow in module.flows:
         for update in flow.of("update"):
-            rest = flow.events[flow.events.index(update) + 1 :]
+            rest = flow.events[update.position + 1 :]
             for event in rest:
                 if not _same_scaler(event, update):
                     continue
                 if event.kind in {"scaler step", "unscale"} and _same_pass(event, update):
-                    before = flow.events[: flow.events.index(update)]
+                    before = flow.events[: update.position]
                     if _steps_an_earlier_loss(before, event, update):
                         yield Hit("AMP005", update.call)
                     break
@@ -147,7 +145,7 @@ def unscale_twice(module: Module) -> Iterator[Hit]:
         for event in unscales:
             if isinstance(event.call.func, ast.Attribute) and event.call.func.attr != "unscale_":
                 continue
-            earlier = [e for e in flow.events[: flow.events.index(event)] if _same_optimizer(e, event)]
+            earlier = [e for e in flow.events[: event.position] if _same_optimizer(e, event)]
             steps = [e for e in flow.of("scaler step") if _same_optimizer(e, event)]
             if earlier and _same_pass(earlier[-1], event) and not _renewed(flow, earlier[-1], event):
                 yield Hit("AMP007", event.call)
@@ -171,7 +169,7 @@ def scheduler_on_skip(module: Module) -> Iterator[Hit]:
         return
     for flow in module.flows:
         for event in flow.of("scheduler step"):
-            before = flow.events[: flow.events.index(event)]
+            before = flow.events[: event.position]
             if any(
                 step.kind == "scaler step"
                 and step.context.loops == event.context.loops
@@ -228,7 +226,7 @@ def _prepared(module: Module, flow: Flow) -> str:
 
 def _last_before(flow: Flow, event: Event, *kinds: str) -> Event | None:
     """Return the last event of some kinds before another that is reached with it; in its loop at first."""
-    earlier = flow.events[: flow.events.index(event)]
+    earlier = flow.events[: event.position]
     found = [e for e in earlier if e.kind in kinds and not e.context.excludes(event.context)]
     return found[-1] if found and found[-1].context.goes_with(event.context) else None
 

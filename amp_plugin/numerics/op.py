@@ -74,6 +74,11 @@ _ASKED = "_callback_from_stance"  # the function of torch's that each call of a 
 _HALF_TO_FLOAT = frozenset({"_softmax", "_log_softmax"})
 
 
+# They read a workspace that their forward laid out for its own dtype. With wider weights they would write
+# beyond its end.
+_READ_A_WORKSPACE = frozenset({"_cudnn_rnn_backward", "miopen_rnn_backward", "mkldnn_rnn_layer_backward"})
+
+
 class OpTraits:
     """What is known of an op before it runs, from its schema, its tags and a few lists of names."""
 
@@ -100,7 +105,8 @@ class OpTraits:
         self.is_collective = op.namespace in {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
         is_random = torch.Tag.nondeterministic_seeded in op.tags
         # whether it makes the same of the same arguments
-        self.is_repeatable = not (is_random or self.is_collective or self.is_unwritten)
+        reads_workspace = packet in _READ_A_WORKSPACE
+        self.is_repeatable = not (is_random or self.is_collective or self.is_unwritten or reads_workspace)
 
 
 traits_of = cache(OpTraits)

@@ -1,0 +1,266 @@
+"""Assertions about numerics, whose tolerances are measured in the run itself.
+
+for each op, in the program's dtypes and once more without rounding:
+    rounding of the op = its own error, at most half an eps of its dtype
+    explained of its result = sqrt(rounding^2 + largest explained of its inputs^2)
+    of the derivative at a kink, as of relu: also the elements whose input is on the other side of the kink,
+        at most the share of inputs that rounding brings there: 3 * explained
+a loss or the gradients of a step may be apart from those without rounding by 3 * explained
+a step may lose as much of its update when it writes the weights
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_plugin.numerics.compare import RunRecorder, compare_runs
+from amp_plugin.numerics.finding import laid_out
+from amp_plugin.numerics.op import Call
+from amp_plugin.numerics.shadow import WideRun
+from amp_plugin.numerics.values import Storages, distance, is_low_precision, unwatched
+
+_GROWTH: Final = 3.0  # by which a well-conditioned program may enlarge rounding, as in compare
+_KINKS: Final = frozenset(  # derivatives that jump, and choices
+    {"threshold_backward", "hardtanh_backward", "leaky_relu_backward", "sgn", "sign", "where", "masked_fill",
+     "max_pool2d_with_indices_backward", "adaptive_max_pool2d_backward", "value_selecting_reduction_backward"}
+)  # fmt: skip
+_REFERENCES: Final = {"fp32": torch.float32, "fp64": torch.float64}
+_PRECISIONS: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Apart:
+    """Something that is further from the run without rounding than rounding explains."""
+
+    what: str
+    apart: float
+    allowed: float
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.apart:.2g} apart, relative; rounding explains {self.allowed:.2g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Origin:
+    """The op at which most was lost that rounding does not explain."""
+
+    excess: float  # how many times what is allowed
+    op: str
+    module: str
+    line: str
+    apart: float
+    allowed: float
+
+    def __str__(self) -> str:
+        rows = [("module", self.module or "no module"), ("line", self.line or "unknown")]
+        rows.append(("difference", f"{self.apart:.2g}, relative; rounding explains {self.allowed:.2g}"))
+        return laid_out(f"first in {self.op}", rows)
+
+
+def _turned(result: Tensor, exact: Tensor) -> float:
+    """Return the share of a result, by its square, in elements that are on the other side of a kink."""
+    size = float(exact.double().square().sum())
+    difference = result.double() - exact.double()
+    other_side = difference.abs() > 0.5 * exact.double().abs()
+    return float(difference[other_side].square().sum()) / size if size else 0.0
+
+
+class _Trained(WideRun):  # type: ignore[no-untyped-call]
+    """A run next to one that rounds nothing, which measures how far apart rounding may bring them."""
+
+    def __init__(self, reference: torch.dtype) -> None:
+        super().__init__(None, reference)
+        self._explained: Storages[float] = Storages()
+        self._before: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.largest = torch.finfo(torch.float32).eps  # explained of any gradient so far
+        self.apart: list[_Apart] = []
+        self.origin: _Origin | None = None
+
+    def take(self, call: Call, result: Tensor, exact: Tensor | None) -> None:
+        """Pass on what rounding explains, and remember the first op after which more is there."""
+        if not result.is_floating_point():
+            return
+        own = distance(result, exact) if exact is not None else 0.0
+        rounding = min(own, torch.finfo(result.dtype).eps / 2)
+        inputs = max((self._explained.get(a.tensor) or 0.0 for a in call.given), default=0.0)
+        turned = (
+            min(_turned(result, self.shadows.of(result)), _GROWTH * inputs)
+            if call.traits.base in _KINKS
+            else 0.0
+        )
+        explained = math.hypot(rounding, inputs, math.sqrt(min(turned, _GROWTH * inputs)))
+        self._explained.set(result, explained)
+        if self.origin is not None or self.tracker.in_step:
+            return
+        apart = distance(result, self.shadows.of(result))
+        if apart > self._allowed(explained) and result.numel() > 1:
+            site = call.site
+            self.origin = _Origin(
+                excess=apart / self._allowed(explained),
+                op=call.traits.name,
+                module=site.module,
+                line=str(site.place or ""),
+                apart=apart,
+                allowed=self._allowed(explained),
+            )
+
+    def _allowed(self, explained: float) -> float:
+        return _GROWTH * max(explained, torch.finfo(torch.float32).eps)
+
+    def judge(self, what: str, tensors: Iterable[Tensor]) -> None:
+        """Note tensors that are, taken together, too far from what they would be without rounding."""
+        error = size = explained = 0.0
+        for tensor in tensors:
+            shadow = self.shadows.of(tensor).double()
+            size += float(shadow.square().sum())
+            error += float((tensor.double() - shadow).square().sum())
+            explained = max(explained, self._explained.get(tensor) or 0.0)
+        self.largest = max(self.largest, explained)
+        self._compare(what, math.sqrt(error), math.sqrt(size), explained)
+
+    def _compare(self, what: str, error: float, size: float, explained: float) -> None:
+        apart, allowed = error / size if size else float(error > 0), self._allowed(explained)
+        if not apart <= allowed:
+            self.apart.append(_Apart(what=what, apart=apart, allowed=allowed))
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """Judge the gradients, and keep the weights and what they are without rounding."""
+        with unwatched():
+            params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            self.judge(f"gradients of step {self.tracker.steps + 1}", [p.grad for p in params])
+            self._before = [(p, p.detach().clone(), self.shadows.of(p).clone()) for p in params]
+
+    def step_ended(self, _: Optimizer) -> None:
+        """Judge what the step lost as it wrote the weights: an update that a narrow weight cannot take."""
+        lost = wanted = 0.0
+        with unwatched():
+            for param, before, shadow in self._before:
+                update = self.shadows.of(param).double() - shadow.double()
+                wanted += float(update.square().sum())
+                if is_low_precision(param.dtype):
+                    lost += float((param.double() - before.double() - update).square().sum())
+        self._compare(
+            f"updates of step {self.tracker.steps + 1}", math.sqrt(lost), math.sqrt(wanted), self.largest
+        )
+        self._before = []
+
+
+def assert_trains_like(
+    step: Callable[..., Any],
+    *,
+    reference: Literal["fp32", "fp64"] = "fp32",
+    precision: Literal["bf16", "fp16", "fp32"] | None = None,
+    steps: int = 3,
+    device: str = "cpu",
+) -> None:
+    """Fail if a training step gives other losses, gradients or updates than without rounding.
+
+    Each op runs as the program has it, and in the dtype of the reference on what a run without rounding would have
+    given it. The tolerance is three times the rounding that was measured on the way to a gradient, so it needs
+    no setting: one rounding of each op on the longest path, added in quadrature.
+
+    Args:
+        step: does one step of training: forward pass, backward pass, optimizer step. What it returns is taken
+            as its loss, if it is a tensor. With ``precision`` it is given an autocast region to open.
+        reference: the dtype of the run without rounding.
+        precision: the dtype of the region; default: the step opens its own.
+        steps: how often the step runs.
+        device: the device of the region.
+
+    Raises:
+        AssertionError: it does not; the text names the first op, module and line.
+        ValueError: an option is not known.
+
+    Example:
+        >>> import torch
+        >>> from amp_plugin import assert_trains_like
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> def step(region):
+        ...     optimizer.zero_grad()
+        ...     with region:
+        ...         loss = model(torch.ones(3, 4)).square().mean()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     return loss
+        >>> assert_trains_like(step, precision="bf16")
+    """
+    given = (("reference", reference, _REFERENCES), ("precision", precision, {**_PRECISIONS, None: None}))
+    for name, value, allowed in given:
+        if value not in allowed:
+            msg = (
+                f"assert_trains_like({name}={value!r}): give {' or '.join(map(repr, filter(None, allowed)))}"
+            )
+            raise ValueError(msg)
+    if steps < 1:
+        msg = f"assert_trains_like(steps={steps}): give at least 1"
+        raise ValueError(msg)
+    run = _Trained(_REFERENCES[reference])
+    with run:
+        for number in range(steps):
+            loss = step(*_regions(precision, device))
+            if isinstance(loss, Tensor) and loss.is_floating_point():
+                with unwatched():
+                    run.judge(f"loss of step {number + 1}", [loss.detach()])
+    if run.apart:
+        where = [str(run.origin)] if run.origin else []
+        text = "\n".join([f"this does not train like {reference}", *map(str, run.apart[:5]), *where])
+        raise AssertionError(text)
+
+
+def _regions(precision: str | None, device: str) -> list[torch.autocast]:
+    if precision is None:
+        return []
+    return [torch.autocast(device, _PRECISIONS[precision], enabled=precision != "fp32")]
+
+
+def assert_same_numerics(run: Callable[[], Any], golden: str | Path, *, steps: int = 10) -> None:
+    """Fail if a program computes otherwise than when its golden file was recorded, beyond rounding.
+
+    Each op's result is compared with the recorded one within the rounding of its dtype and the differences of
+    its inputs. So the file holds on other machines and with other releases of torch. ``pytest --amp-record``
+    writes it.
+
+    Args:
+        run: the program: it makes its model, sets its seed, and trains.
+        golden: the file.
+        steps: how many optimizer steps are recorded.
+
+    Raises:
+        AssertionError: it does; the text names the first op, module and line.
+        FileNotFoundError: there is no file, and none is to be recorded.
+        ValueError: the file is not a recording.
+
+    Example:
+        >>> import torch, tempfile
+        >>> from amp_plugin import assert_same_numerics
+        >>> assert_same_numerics.__name__
+        'assert_same_numerics'
+    """
+    file = Path(golden)
+    if os.environ.get("AMP_PLUGIN_RECORD") == "1":
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with RunRecorder(file, steps=steps):
+            run()
+        return
+    if not file.exists():
+        msg = f"{file} does not exist; record it with: pytest --amp-record"
+        raise FileNotFoundError(msg)
+    with tempfile.TemporaryDirectory() as folder:
+        now = Path(folder) / "now.amp"
+        with RunRecorder(now, steps=steps):
+            run()
+        comparison = compare_runs(file, now)
+    if comparison.unexplained is not None:
+        msg = f"this computes otherwise than {file} holds\n{comparison.report()}"
+        raise AssertionError(msg)

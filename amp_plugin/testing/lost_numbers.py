@@ -1,0 +1,103 @@
+"""What a run lost: skipped steps, casts that overflow or underflow, numbers that are not finite."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from typing_extensions import Self
+
+from amp_plugin.numerics.diagnose import Diagnosis
+from amp_plugin.numerics.modules import Tracker
+from amp_plugin.numerics.op import Call, Region
+from amp_plugin.numerics.values import is_low_precision, unwatched
+
+
+class LostNumbers:
+    """A region that notes what its program lost; read it with ``report()`` after its end."""
+
+    def __init__(self) -> None:
+        self._diagnosis = Diagnosis(keep_going=True)
+        self._casts = _LostCasts()
+        self._skips = 0
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Open the region."""
+        with ExitStack() as stack:
+            stack.enter_context(self._diagnosis)
+            stack.enter_context(Region(Tracker(), self._casts))
+            scaler = torch.amp.GradScaler
+            stack.enter_context(patch.object(scaler, "update", self._counting(scaler.update)))
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the region."""
+        self._open.close()
+
+    def _counting(self, update: Any) -> Any:
+        """Count the updates that make a loss scale smaller: the step before was skipped."""
+
+        @wraps(update)
+        def counted(scaler: Any, *args: Any, **kwargs: Any) -> None:
+            with unwatched():
+                before = scaler.get_scale()
+            update(scaler, *args, **kwargs)
+            with unwatched():
+                self._skips += not args and not kwargs and scaler.get_scale() < before
+
+        return counted
+
+    def report(self) -> str:
+        """Return what was lost as text; empty if nothing was."""
+        found = [str(finding) for finding in self._diagnosis.findings]
+        found += self._casts.lines()
+        if self._skips:
+            found.append(f"{self._skips} steps were skipped: their gradients were not finite")
+        return "\n\n".join(found)
+
+
+class _LostCasts:
+    """An observer of casts to 16 bits: of finite numbers that become infinite, and of others that become 0."""
+
+    def __init__(self) -> None:
+        self._lost: dict[tuple[str, str, str, str], int] = {}
+
+    def after(self, call: Call, output: Any) -> None:
+        """Look at the result of a cast."""
+        if call.traits.base not in {"_to_copy", "copy"} or not call.arguments:
+            return
+        given = call.arguments[-1].tensor
+        for made in call.made(output):
+            result = made.tensor
+            if (
+                not is_low_precision(result.dtype)
+                or is_low_precision(given.dtype)
+                or result.shape != given.shape
+            ):
+                continue
+            kinds = {
+                "overflow": given.isfinite() & ~result.isfinite(),
+                "underflow": (given != 0) & (result == 0),
+            }
+            for kind, lost in kinds.items():
+                if count := int(lost.sum()):
+                    dtype = str(result.dtype).removeprefix("torch.")
+                    key = (
+                        kind,
+                        dtype,
+                        call.site.module or "no module",
+                        str(call.site.place or "an unknown line"),
+                    )
+                    self._lost[key] = self._lost.get(key, 0) + count
+
+    def lines(self) -> list[str]:
+        """Return what was lost, one text for each module and line."""
+        return [
+            f"a cast to {dtype} lost {count} values by {kind}, in {module}, {place}"
+            for (kind, dtype, module, place), count in self._lost.items()
+        ]

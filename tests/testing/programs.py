@@ -1,0 +1,241 @@
+"""Training programs that give the same in bf16 and fp32, and others that do not.
+
+Each is a function of a dtype: it makes a model from a seed and returns the weights and a step. The rule by which a
+program belongs to one side was stated before any tolerance was chosen. Three steps are run in fp32 and in bf16, without
+any tool. ``apart`` is the norm of the difference of the two changes of all weights, relative to the change in fp32.
+A healthy program is below 0.1, a differing one above 0.3; what lies between is in neither list.
+"""
+
+import itertools
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+STEPS = 3
+
+
+def _trained(make, dtype, *, optimizer=torch.optim.SGD, lr=0.1, whole=False, seed=0):
+    """Return the weights of a model and a step that trains them; ``whole`` holds the weights in the dtype."""
+    torch.manual_seed(seed)
+    model, loss_of = make()
+    if whole:
+        model.to(dtype)
+    steps = optimizer(model.parameters(), lr=lr)
+
+    def step():
+        steps.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16 and not whole):
+            loss = loss_of(model, dtype)
+        loss.backward()
+        steps.step()
+        return loss
+
+    return [*model.parameters()], step
+
+
+def apart(program):
+    """Return how far apart the weights of a run in bf16 and one in fp32 have moved."""
+    moved = []
+    for dtype in (torch.float32, torch.bfloat16):
+        weights, step = program(dtype)
+        before = [weight.detach().double().clone() for weight in weights]
+        for _ in range(STEPS):
+            step()
+        moved.append(
+            torch.cat([(w.detach().double() - b).flatten() for w, b in zip(weights, before, strict=True)])
+        )
+    return float((moved[1] - moved[0]).norm() / moved[0].norm())
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+
+
+def _perceptron(depth=2, width=32, activation=nn.GELU, loss=functional.cross_entropy):
+    def make():
+        layers = [part for _ in range(depth) for part in (nn.Linear(width, width), activation())]
+        model, x = nn.Sequential(*layers, nn.Linear(width, 10)), torch.randn(64, width)
+        target = torch.randint(10, (64,)) if loss is functional.cross_entropy else torch.randn(64, 10)
+        return model, lambda model, _: loss(model(x), target)
+
+    return make
+
+
+def _images(norm=nn.BatchNorm2d, width=8):
+    def make():
+        model = nn.Sequential(
+            nn.Conv2d(3, width, 3),
+            norm(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3),
+            nn.Flatten(),
+            nn.LazyLinear(10),
+        )
+        x, target = torch.randn(32, 3, 10, 10), torch.randint(10, (32,))
+        model(x)
+        return model, lambda model, _: functional.cross_entropy(model(x), target)
+
+    return make
+
+
+def _group_norm(width):
+    return nn.GroupNorm(2, width)
+
+
+def _tokens(layers=1, width=16):
+    def make():
+        block = [
+            nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.0, batch_first=True)
+            for _ in range(layers)
+        ]
+        model = nn.Sequential(nn.Embedding(20, width), *block, nn.Linear(width, 20))
+        x = torch.randint(20, (8, 12))
+        return model, lambda model, _: functional.cross_entropy(
+            model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()
+        )
+
+    return make
+
+
+def _series(kind=nn.GRU, width=16):
+    def make():
+        model = nn.ModuleDict({"rnn": kind(8, width, batch_first=True), "out": nn.Linear(width, 1)})
+        x, target = torch.randn(32, 10, 8), torch.randn(32, 1)
+        return model, lambda model, _: functional.mse_loss(
+            model["out"](model["rnn"](x)[0][:, -1]).float(), target
+        )
+
+    return make
+
+
+def _residual(blocks=4, width=32):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.inner = nn.LayerNorm(width), nn.Linear(width, width)
+
+        def forward(self, x):
+            return x + self.inner(functional.silu(self.norm(x)))
+
+    def make():
+        model = nn.Sequential(*(Block() for _ in range(blocks)), nn.Linear(width, 10))
+        x, target = torch.randn(64, width), torch.randint(10, (64,))
+        return model, lambda model, _: functional.cross_entropy(model(x), target)
+
+    return make
+
+
+def _healthy(make, **options):
+    return lambda dtype: _trained(make, dtype, **options)
+
+
+_MSE, _HUBER = functional.mse_loss, functional.smooth_l1_loss
+_MAKERS = [
+    *(_perceptron(depth, width) for depth, width in itertools.product((1, 2, 4), (16, 64))),
+    *(_perceptron(2, 32, activation) for activation in (nn.ReLU, nn.Tanh, nn.SiLU, nn.Sigmoid, nn.ELU)),
+    *(_perceptron(2, 32, nn.GELU, loss) for loss in (_MSE, _HUBER)),
+    *(_images(norm, width) for norm, width in itertools.product((nn.BatchNorm2d, _group_norm), (4, 8))),
+    *(_tokens(layers, width) for layers, width in ((1, 16), (2, 16), (1, 32))),
+    *(_series(kind) for kind in (nn.GRU, nn.LSTM, nn.RNN)),
+    *(_residual(blocks) for blocks in (2, 4, 8)),
+]
+_CANDIDATES = [
+    *(_healthy(make) for make in _MAKERS),
+    *(_healthy(make, lr=0.01, seed=1) for make in _MAKERS),
+    *(_healthy(make, seed=2) for make in _MAKERS[::2]),
+]
+
+
+# -- programs that differ --------------------------------------------------------------------------------------------
+
+
+def _narrow(loss_of, *, width=16, rows=64):
+    """A linear model in autocast, with a loss that computes in the dtype by hand."""
+
+    def make():
+        x, target = torch.randn(rows, width), torch.randn(rows, width)
+        return nn.Linear(width, width), lambda model, dtype: loss_of(
+            model(x).to(dtype), target.to(dtype)
+        ).float()
+
+    return lambda dtype: _trained(make, dtype)
+
+
+def _variance(offset):
+    return lambda y, _: (((y + offset) ** 2).mean(0) - (y + offset).mean(0) ** 2).sum()
+
+
+def _near(offset):
+    return lambda y, t: (((y + offset) - (t + offset)) ** 2).mean()
+
+
+def _slope(delta):
+    return lambda y, _: (((y + delta).exp() - y.exp()) / delta).square().mean()
+
+
+def _running(count):
+    def loss(y, t):
+        total = torch.zeros((), dtype=y.dtype)
+        for row in (y - t).square().mean(1).repeat(count):
+            total = total + row
+        return total / (count * len(y))
+
+    return loss
+
+
+def _expanded(offset):
+    def loss(y, t):
+        a, b = y + offset, t + offset
+        return (a * a).sum(1).add((b * b).sum(1)).sub(2 * (a * b).sum(1)).clamp_min(0).mean()
+
+    return loss
+
+
+def _saturated(scale):
+    return lambda y, _: -torch.log(1.0001 - torch.sigmoid(scale + y)).mean()
+
+
+def _phase(frequency):
+    return lambda y, t: (torch.sin(frequency * y) - t).square().mean()
+
+
+def _rounded_weights(make, optimizer, lr):
+    def program(dtype):
+        torch.manual_seed(0)
+        model, loss_of = make()
+        model.to(dtype)
+        steps = optimizer(model.parameters(), lr=lr)
+
+        def step():
+            steps.zero_grad()
+            loss = loss_of(model, dtype)
+            loss.backward()
+            steps.step()
+            return loss
+
+        return [*model.parameters()], step
+
+    return program
+
+
+def _plain(width):
+    def make():
+        x, target = torch.randn(64, width), torch.randint(width, (64,))
+        return nn.Linear(width, width), lambda model, dtype: functional.cross_entropy(
+            model(x.to(dtype)).float(), target
+        )
+
+    return make
+
+
+_OTHERS = [
+    *(_narrow(_variance(offset)) for offset in (20.0, 30.0, 40.0, 60.0, 80.0, 100.0, 150.0)),
+    *(_narrow(_near(offset)) for offset in (100.0, 200.0, 300.0, 500.0, 700.0, 1000.0, 2000.0)),
+    *(_narrow(_slope(delta)) for delta in (1e-3, 2e-3, 3e-3, 4e-3, 6e-3)),
+    *(_narrow(_running(count)) for count in (10, 20, 30)),
+    *(_narrow(_expanded(offset)) for offset in (20.0, 30.0, 50.0, 70.0, 100.0, 200.0)),
+    *(_narrow(_saturated(scale)) for scale in (5.0, 6.0, 7.0, 8.0)),
+    *(_narrow(_phase(frequency)) for frequency in (100.0, 200.0, 300.0, 500.0, 1000.0)),
+    *(_rounded_weights(_plain(width), torch.optim.SGD, lr) for width, lr in itertools.product((8, 16, 32), (1e-2, 1e-3, 1e-4))),
+    *(_rounded_weights(_plain(width), torch.optim.AdamW, lr) for width, lr in itertools.product((8, 16, 32), (1e-5, 3e-5, 1e-4))),
+]  # fmt: skip
