@@ -154,10 +154,13 @@ def scaler_not_saved(module: Module) -> Iterator[Hit]:
         return
     if re.search(r"scaler\w*(\[[^]]*\])?\.state_dict|amp\.state_dict", module.text):
         return
+    reported: set[ast.AST] = set()
     for event in module.events():
         if module.names.dotted(event.call.func) != "torch.save" or not event.call.args:
             continue
         for value, scope in module.names.values(event.call.args[0], event.scope):
+            if value in reported:
+                break
             saved = [part for part in ast.walk(value) if isinstance(part, ast.Call)]
             owners = [
                 c.func.value
@@ -165,5 +168,6 @@ def scaler_not_saved(module: Module) -> Iterator[Hit]:
                 if isinstance(c.func, ast.Attribute) and c.func.attr == "state_dict"
             ]
             if any("optimizer" in module.roles(owner, scope) for owner in owners):
+                reported.add(value)
                 yield Hit("AMP015", event.call)
                 break

@@ -15,7 +15,7 @@ _ACCUMULATION = re.compile(r"%|accum|micro", re.IGNORECASE)
 def clip_before_unscale(module: Module) -> Iterator[Hit]:
     """AMP001: torch's clip between a scaled backward and its step, with no unscaling between."""
     for flow in module.flows:
-        for clip in flow.of("clip"):
+        for clip in filter(_bounds, flow.of("clip")):
             scaled = _last_before(flow, clip, "scaled backward", "backward", "framework backward")
             if scaled is None or scaled.kind != "scaled backward" or _is_interrupted(flow, scaled, clip):
                 continue
@@ -27,12 +27,19 @@ def clip_before_unscale(module: Module) -> Iterator[Hit]:
             yield from _clip_in_a_step(module, flow)
 
 
+def _bounds(clip: Event) -> bool:
+    """Return whether a clip bounds anything: with a bound of infinity it only measures the norm."""
+    words = [word.value for word in clip.call.keywords if word.arg in {"max_norm", "clip_value"}]
+    bound = ast.unparse((*clip.call.args[1:2], *words, clip.call)[0])
+    return not re.fullmatch(r"(math|np|numpy|torch)\.inf|float\(['\"]\+?inf(inity)?['\"]\)|inf", bound)
+
+
 def _clip_in_a_step(module: Module, flow: Flow) -> Iterator[Hit]:
     """Find a clip before a step in a function of its own, in a module that never unscales."""
     if any(event.kind in {"unscale", "scaler clip"} for event in module.events()):
         return
     scaled = {event.who for event in module.events() if event.kind == "scaled backward"}
-    for clip in flow.of("clip"):
+    for clip in filter(_bounds, flow.of("clip")):
         for step in flow.of("scaler step"):
             is_next = clip.position < step.position and clip.context.goes_with(step.context)
             if is_next and step.who in scaled and not _is_interrupted(flow, clip, step):
@@ -183,7 +190,7 @@ def framework_bypassed(module: Module) -> Iterator[Hit]:
     """AMP003: torch's own calls where Accelerate or Fabric has the scaler."""
     for flow in module.flows:
         backwards = flow.of("framework backward")
-        for clip in flow.of("clip"):
+        for clip in filter(_bounds, flow.of("clip")):
             before = _last_before(flow, clip, "scaled backward", "backward", "framework backward")
             if before is None or before.kind != "framework backward":
                 continue

@@ -165,9 +165,9 @@ def assert_trains_like(
 ) -> None:
     """Fail if a training step gives other losses, gradients or updates than without rounding.
 
-    Each op runs as the program has it, and in the dtype of the reference on what a run without rounding would have
-    given it. The tolerance is three times the rounding that was measured on the way to a gradient, so it needs
-    no setting: one rounding of each op on the longest path, added in quadrature.
+    Each op runs as the program has it, and in the dtype of the reference on what a run without rounding would
+    have given it. The tolerance is three times the rounding that was measured on the way to a gradient, so it
+    needs no setting: one rounding of each op on the longest path, added in quadrature.
 
     Args:
         step: does one step of training: forward pass, backward pass, optimizer step. What it returns is taken
@@ -195,13 +195,9 @@ def assert_trains_like(
         ...     return loss
         >>> assert_trains_like(step, precision="bf16")
     """
-    given = (("reference", reference, _REFERENCES), ("precision", precision, {**_PRECISIONS, None: None}))
-    for name, value, allowed in given:
-        if value not in allowed:
-            msg = (
-                f"assert_trains_like({name}={value!r}): give {' or '.join(map(repr, filter(None, allowed)))}"
-            )
-            raise ValueError(msg)
+    _check("reference", reference, _REFERENCES)
+    if precision is not None:
+        _check("precision", precision, _PRECISIONS)
     if steps < 1:
         msg = f"assert_trains_like(steps={steps}): give at least 1"
         raise ValueError(msg)
@@ -216,6 +212,12 @@ def assert_trains_like(
         where = [str(run.origin)] if run.origin else []
         text = "\n".join([f"this does not train like {reference}", *map(str, run.apart[:5]), *where])
         raise AssertionError(text)
+
+
+def _check(name: str, value: str, allowed: Iterable[str]) -> None:
+    if value not in allowed:
+        msg = f"assert_trains_like({name}={value!r}): give {' or '.join(map(repr, allowed))}"
+        raise ValueError(msg)
 
 
 def _regions(precision: str | None, device: str) -> list[torch.autocast]:

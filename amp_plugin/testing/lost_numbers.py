@@ -62,7 +62,7 @@ class LostNumbers:
 
 
 class _LostCasts:
-    """An observer of casts to 16 bits: of finite numbers that become infinite, and of others that become 0."""
+    """An observer of casts to 16 bits, in which numbers become infinite or 0."""
 
     def __init__(self) -> None:
         self._lost: dict[tuple[str, str, str, str], int] = {}
@@ -85,7 +85,8 @@ class _LostCasts:
                 "underflow": (given != 0) & (result == 0),
             }
             for kind, lost in kinds.items():
-                if count := int(lost.sum()):
+                count = int(lost.sum())
+                if count:
                     dtype = str(result.dtype).removeprefix("torch.")
                     key = (
                         kind,

@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if config.getoption("--amp-record"):
         os.environ["AMP_PLUGIN_RECORD"] = "1"
-        config.add_cleanup(lambda: os.environ.pop("AMP_PLUGIN_RECORD", None))
+        config.add_cleanup(lambda: os.environ.__delitem__("AMP_PLUGIN_RECORD"))
 
 
 @pytest.fixture
