@@ -37,6 +37,10 @@ class LostNumbers:
 
     def __exit__(self, *error: object) -> None:
         """Close the region."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the region; a second call does nothing."""
         self._open.close()
 
     def _counting(self, update: Any) -> Any:

@@ -5,7 +5,7 @@ pytest loads this module in every run, so it imports nothing but pytest until th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -40,8 +40,17 @@ def no_lost_numbers() -> Iterator[LostNumbers]:
     """
     from amp_plugin.testing.lost_numbers import LostNumbers  # noqa: PLC0415 - loads torch
 
-    watch = LostNumbers()
-    with watch:
+    with LostNumbers() as watch:
         yield watch
-    if text := watch.report():
-        pytest.fail(text, pytrace=False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Fail a test with the fixture if something was lost."""
+    result = yield
+    watch = getattr(item, "funcargs", {}).get("no_lost_numbers")
+    if watch is not None:
+        watch.close()
+        if text := watch.report():
+            pytest.fail(text, pytrace=False)
+    return result
