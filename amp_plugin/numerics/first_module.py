@@ -14,6 +14,7 @@ A largest magnitude is nan or inf exactly where an element is not finite.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -65,6 +66,7 @@ class ModuleWatch:
         self._log = log
         self._hooks = ModuleHooks(models, self._measure)
         self._numbers: list[_Largest] = []
+        self._measured: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # tensors, with their versions
         self._left, self._budget = 0, in_all  # steps with hooks: until the next skip, and in this run
         self._after_each = after_each
         self._open, self._following = ExitStack(), ExitStack()
@@ -97,7 +99,7 @@ class ModuleWatch:
         """Remove the hooks until the next skipped step."""
         self._left = 0
         self._open.close()
-        self._numbers.clear()
+        self._forget()
 
     def _look(self, step: LoggedStep) -> None:
         """Name the module of a skipped step, and be there for the next one."""
@@ -110,11 +112,15 @@ class ModuleWatch:
                 self._left = min(self._after_each, self._budget)
             elif was_on:
                 self._left -= 1
-            self._numbers.clear()
+            self._forget()
             if self._left > 0 and not was_on:
                 self._begin()
             elif self._left <= 0 and was_on:
                 self._rest()
+
+    def _forget(self) -> None:
+        self._numbers.clear()
+        self._measured.clear()
 
     def _begin(self) -> None:
         # Each step is read before the next one begins, so that these numbers are those of the step.
@@ -129,13 +135,22 @@ class ModuleWatch:
             if not (module.training or torch.is_grad_enabled()) or _is_traced():
                 return
             name = f"{name or '(model)'} ({type(module).__name__})"
-            self._add(name, "input", _tensors(given))
-            outputs = _tensors(made)
+            self._add(name, "input", list(filter(self._is_new, _tensors(given))))
+            outputs = list(filter(self._is_new, _tensors(made)))
             self._add(name, "output", outputs)
             if torch.is_grad_enabled():
                 nodes = {output.grad_fn: output.output_nr for output in outputs if output.grad_fn is not None}
                 for node in nodes:  # not the tensors, which are the user's
                     node.register_prehook(partial(self._measure_gradients, name))
+
+    def _is_new(self, tensor: Tensor) -> bool:
+        """Whether these numbers were not measured yet: most inputs are another module's output."""
+        version = 0 if tensor.is_inference() else tensor._version
+        known, known_version = self._measured.get(id(tensor), (None, 0))
+        if known is not None and known() is tensor and known_version == version:
+            return False
+        self._measured[id(tensor)] = weakref.ref(tensor), version
+        return True
 
     @untraced
     def _measure_gradients(self, name: str, gradients: Sequence[Tensor | None]) -> None:
@@ -149,8 +164,8 @@ class ModuleWatch:
                 for tensor in tensors:
                     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                     if local.numel() and not capturing(local.device):
-                        largest = torch.linalg.vector_norm(local, math.inf)
-                        self._numbers.append(_Largest(name, what, largest))
+                        low, high = torch.aminmax(local)  # ten times as fast as a norm on a CPU
+                        self._numbers.append(_Largest(name, what, torch.maximum(high, low.neg())))
 
     # -- on the host -------------------------------------------------------------------------
 
