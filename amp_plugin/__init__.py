@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from amp_plugin.casting.cast_log import log_casts as log_casts
     from amp_plugin.casting.custom_function import custom_bwd as custom_bwd
     from amp_plugin.casting.custom_function import custom_fwd as custom_fwd
-    from amp_plugin.casting.installed_kernels import set_default_rules as set_default_rules
     from amp_plugin.casting.region import autocast as autocast
     from amp_plugin.casting.region import is_autocast_available as is_autocast_available
     from amp_plugin.casting.rules import OpRule as OpRule
     from amp_plugin.casting.rules import OpRules as OpRules
+    from amp_plugin.casting.rules_in_force import set_default_rules as set_default_rules
     from amp_plugin.casting.run_in import run_in as run_in
     from amp_plugin.casting.threads import autocast_module as autocast_module
     from amp_plugin.messages import OptionError as OptionError
@@ -52,7 +52,7 @@ __version__ = "0.4.0.dev0"  # a release drops ".dev0"; the commit after it has t
 _NAMES = {  # by the module they live in
     "casting.cast_log": ("log_casts",),
     "casting.custom_function": ("custom_bwd", "custom_fwd"),
-    "casting.installed_kernels": ("set_default_rules",),
+    "casting.rules_in_force": ("set_default_rules",),
     "casting.region": ("autocast", "is_autocast_available"),
     "casting.rules": ("OpRule", "OpRules"),
     "casting.run_in": ("run_in",),

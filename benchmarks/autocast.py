@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from amp_plugin import autocast
+from amp_plugin.casting.bound_rules import ours_by_default
 from amp_plugin.casting.installed_kernels import KERNELS
+from amp_plugin.casting.rules_in_force import uninstall_kernels
 from benchmarks.clocks import Call
 from benchmarks.harness import OURS, Comparison, Gate
 from benchmarks.setting import Section, Setting
+
+Context = Callable[[], AbstractContextManager[object]]
 
 BF16 = torch.bfloat16
 WITHOUT = "no autocast"
@@ -31,6 +36,7 @@ class Ops(Section):
         yield from something_to_cast(setting)
         yield from regions(setting)
         yield from core_loaded(setting)
+        yield from kept_casts(setting)
 
 
 def torch_region(device: str) -> AbstractContextManager[object]:
@@ -159,10 +165,43 @@ def core_loaded(setting: Setting) -> Iterator[Comparison]:
         )
 
 
+def kept_casts(setting: Setting) -> Iterator[Comparison]:
+    """Yield a block that uses one weight 200 times: in a region of ours, and in torch's under our rules."""
+    for name, calls in uses_of_one_weight(setting).items():
+        yield Comparison(
+            name=name,
+            table="A weight that is used 200 times in a block",
+            samples={
+                label: setting.host_clock(call, repeat=1, prepare=call) for label, call in calls.items()
+            },
+            rounds=setting.rounds(21),
+            gates=(Gate(limit=1.02),) if setting.device == "cpu" else (),
+        )
+
+
+def uses_of_one_weight(setting: Setting) -> dict[str, dict[str, Call]]:
+    """Return what uses a weight 200 times, by front door and by whose kernels."""
+    weight = torch.nn.Parameter(torch.randn(512, 512, device=setting.device))
+    inputs = torch.randn(4, 512, device=setting.device)
+    uses = setting.sized(200, 2)
+
+    def call(region: Callable[[str], AbstractContextManager[object]], kernels: Context) -> None:
+        with kernels(), region(setting.device):
+            for _ in range(uses):
+                functional.linear(inputs, weight)
+
+    ours, theirs = partial(call, our_region, nullcontext), partial(call, torch_region, nullcontext)
+    under_run = partial(call, torch_region, ours_by_default)
+    return {
+        "amp_plugin.autocast": {OURS: ours, "torch": theirs},
+        "torch.autocast under `amp-plugin run`": {OURS: under_run, "torch": theirs},
+    }
+
+
 @contextmanager
 def uninstalled(setting: Setting) -> Iterator[None]:
     """Run on torch's own kernels."""
-    KERNELS.uninstall()
+    uninstall_kernels()
     try:
         _settle(setting)
         yield
@@ -173,7 +212,7 @@ def uninstalled(setting: Setting) -> Iterator[None]:
 @contextmanager
 def installed(setting: Setting) -> Iterator[None]:
     """Run on ours, after the same work on the dispatcher."""
-    KERNELS.uninstall()
+    uninstall_kernels()
     KERNELS.install()
     _settle(setting)
     yield

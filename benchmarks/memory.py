@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -13,10 +14,11 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.autocast import uses_of_one_weight
 from benchmarks.clocks import Call, Sample
 from benchmarks.forward_backward import MODELS, variants
 from benchmarks.gradient_path import Gradients, shapes_of
-from benchmarks.harness import OURS, Comparison
+from benchmarks.harness import OURS, Comparison, Gate
 from benchmarks.setting import Section, Setting
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints two lines for each sample
@@ -33,6 +35,10 @@ class Memory(Section):
         for name, make in list(MODELS.items())[: setting.sized(len(MODELS), 1)]:
             calls = variants(setting, make(setting))
             yield _comparison(name, "Forward + backward: peak above model and batches", calls, setting)
+        for name, calls in uses_of_one_weight(setting).items():
+            gates = (Gate(limit=1.02),) if setting.device == "cpu" else ()
+            table = "A weight that is used 200 times in a block: peak above it"
+            yield replace(_comparison(name, table, calls, setting), gates=gates)
         bench = Gradients(shapes_of("ResNet-50", setting), setting.device)
         bench.step_theirs()  # the optimizers' states are there before
         bench.step_ours()

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.commands import amp, with_entry_points
 
@@ -80,16 +81,16 @@ def test_the_environment_binds_rules_where_torch_is_imported(files: Path, instal
 def test_bound_rules_nest() -> None:
     import torch
 
-    from amp_plugin.casting.installed_kernels import process_follows, set_default_rules
     from amp_plugin.casting.rules import OpRules
+    from amp_plugin.casting.rules_in_force import following, set_default_rules
 
     def dtype() -> torch.dtype:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
 
     in_fp32 = OpRules.default("cpu").with_rule("aten::matmul", "fp32").with_rule("aten::mm", "fp32")
-    with process_follows(in_fp32):
-        with process_follows(OpRules.default("cpu")):
+    with following(in_fp32):
+        with following(OpRules.default("cpu")):
             assert dtype() is torch.bfloat16
         assert dtype() is torch.float32
         set_default_rules(OpRules.default("cpu"))
@@ -124,13 +125,39 @@ def test_of_nested_files_each_is_told_if_nothing_reads_it(
 
 def test_a_run_inside_leaves_the_rules_of_the_program() -> None:
     from amp_plugin.casting.bound_rules import ours_by_default
-    from amp_plugin.casting.installed_kernels import KERNELS, set_default_rules
     from amp_plugin.casting.rules import OpRules
+    from amp_plugin.casting.rules_in_force import number_on, set_default_rules
 
-    before = KERNELS.followed["cpu"]
+    before = number_on("cpu")
     with ours_by_default():
-        ours = KERNELS.followed["cpu"]
+        ours = number_on("cpu")
         set_default_rules(OpRules.default("cpu").with_rule("aten::mm", "fp32"))
         set_default_rules(None)  # as when Accelerate's or Lightning's run ends
-        assert KERNELS.followed["cpu"] == ours != before
-    assert KERNELS.followed["cpu"] == before
+        assert number_on("cpu") == ours != before
+    assert number_on("cpu") == before
+
+
+def _block(a: "torch.Tensor") -> "torch.Tensor":
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return torch.mm(a, a.t())
+
+
+def _old_block(a: "torch.Tensor") -> "torch.Tensor":
+    with torch.cpu.amp.autocast():
+        return torch.mm(a, a.t())
+
+
+class _Off(torch.nn.Module):
+    def forward(self, a: "torch.Tensor") -> "torch.Tensor":
+        with torch.autocast("cpu", enabled=False):
+            return torch.mm(a.float(), a.t().float())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore:`torch.*:FutureWarning")
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_torchscript_compiles_blocks_of_a_program_that_runs_on_ours(dtype: "torch.dtype | None") -> None:
+    from amp_plugin.casting.bound_rules import bound_autocast, ours_by_default
+
+    with ours_by_default(), bound_autocast(dtype=dtype):
+        for block, made in ((_block, torch.bfloat16), (_old_block, torch.bfloat16), (_Off(), torch.float32)):
+            assert torch.jit.script(block)(torch.randn(4, 8)).dtype is made

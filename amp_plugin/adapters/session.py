@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 
 from amp_plugin.adapters.float8 import checked_config, convert_linear_layers, refuse_device
 from amp_plugin.adapters.scaler import Unprepared, register, torch_optimizer
-from amp_plugin.casting.installed_kernels import set_default_rules
 from amp_plugin.casting.region import autocast
 from amp_plugin.casting.rules import TABLES, OpRules
+from amp_plugin.casting.rules_in_force import pop, push
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.messages import OptionError, naming, only_warning, warn_user
 from amp_plugin.numerics.growth import WeightGrowth
@@ -223,11 +223,15 @@ class Session:
 
     def follow(self, rules: OpRules | None) -> None:
         """Make the process follow op rules until this run ends or another begins; end an earlier run's."""
-        Session._in_force.close()
+        Session.forget_rules()
         self._rules_in_force = Session._in_force = ExitStack()
         if rules is not None:
-            set_default_rules(rules)
-            self._rules_in_force.callback(set_default_rules, None)
+            self._rules_in_force.callback(pop, push(rules))
+
+    @staticmethod
+    def forget_rules() -> None:
+        """Take off the op rules of the run that began last, if it has not ended."""
+        Session._in_force.close()
 
     def end(self, *, warn: Callable[[str], object] | None, error: BaseException | None = None) -> None:
         """End the run: weights become float32, and op rules those before it; the scale and counts stay.

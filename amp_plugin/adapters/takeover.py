@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from amp_plugin.casting.rules import OpRules
+    from amp_plugin.casting.rules_in_force import Pushed
     from amp_plugin.numerics.finding import Finding
 
 Precision = Literal["fp16", "bf16"]
@@ -70,7 +71,7 @@ class Takeover:
         self._scales = False  # a scaler that is enabled was made, or a framework that sees to it
         self._uses_framework = False
         self._blocks: Counter[tuple[str, torch.dtype]] = Counter()
-        self._asked = 0  # device types on which regions of ours were opened before
+        self._defaults: Pushed | None = None  # the default rules, which know whether a region read them
         self._failed = False
         self._begun, self._undo = ExitStack(), ExitStack()
 
@@ -99,20 +100,18 @@ class Takeover:
     def __enter__(self) -> Self:
         """Take the names over, and say so."""
         from amp_plugin.adapters.taken_scalers import scalers_taken  # noqa: PLC0415 - loads torch
-        from amp_plugin.casting.installed_kernels import KERNELS  # noqa: PLC0415
         from amp_plugin.numerics.scaled_clips import ScaledClips  # noqa: PLC0415
         from amp_plugin.precision import DTYPES  # noqa: PLC0415
         from amp_plugin.scaling.grad_scaler import GradScaler  # noqa: PLC0415
 
         rules = self._rules()
-        self._asked = len(KERNELS.asked)
         with ExitStack() as undo:
             self._set_variables(undo)
             if self._page is not None:
                 from amp_plugin.run_page.report import program_page  # noqa: PLC0415 - loads torch
 
                 undo.enter_context(program_page(self._page, self._program))
-            undo.enter_context(ours_by_default())
+            self._defaults = undo.enter_context(ours_by_default())
             dtype = None if self._precision is None else DTYPES[self._precision]
             name = str(self._rules_file or "")
             self._blocks = undo.enter_context(
@@ -186,8 +185,7 @@ class Takeover:
         return sorted({short_name(dtype) for _, dtype in self._blocks})
 
     def _opened_regions_of_ours(self) -> bool:
-        kernels = sys.modules.get("amp_plugin.casting.installed_kernels")
-        return kernels is not None and len(kernels.KERNELS.asked) > self._asked
+        return self._defaults is not None and self._defaults.was_read
 
     def _opened_first(self, device_type: str, dtype: torch.dtype) -> None:
         """Say at the first block on a device whether its dtype is slow there."""

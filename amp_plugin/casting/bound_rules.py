@@ -7,6 +7,7 @@ imports torch (``amp_plugin_autoload``).
 from __future__ import annotations
 
 import atexit
+import functools
 import inspect
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from amp_plugin.casting.rules import OpRules
+    from amp_plugin.casting.rules_in_force import Pushed
 
 _LAUNCHERS = {
     *("torchrun", "accelerate", "amp-plugin", "deepspeed"),
@@ -48,37 +50,34 @@ def bound_autocast(
     """
     import torch  # noqa: PLC0415 - this module is loaded while torch is
 
-    from amp_plugin.casting.installed_kernels import KERNELS, process_follows  # noqa: PLC0415
     from amp_plugin.casting.rules import warn_of_device  # noqa: PLC0415
+    from amp_plugin.casting.rules_in_force import following, note_read  # noqa: PLC0415
 
     entered = torch.autocast.__enter__
     blocks: Counter[tuple[str, torch.dtype]] = Counter()
 
+    @functools.wraps(entered)  # TorchScript knows the method by its name
     def enter(block: Any) -> Any:
         if block._enabled:
             if on_first is not None and (block.device, block.fast_dtype) not in blocks:
                 on_first(block.device, block.fast_dtype)
             blocks[block.device, block.fast_dtype] += 1
-            KERNELS.note_asked(block.device)
+            note_read(block.device)
             if rules is not None and rules.device_type != block.device:
                 warn_of_device(name, rules.device_type, block.device)
         return entered(block)  # type: ignore[no-untyped-call]
 
     with (
-        nullcontext() if rules is None else process_follows(rules),
+        nullcontext() if rules is None else following(rules, file=name) as pushed,
         replaced(torch.autocast, "__enter__", enter),
         nullcontext() if dtype is None else _dtype_left_open(dtype),
-        nullcontext() if rules is None else replaced(KERNELS, "asked", set()),
     ):
         yield blocks
-        asked, bound = KERNELS.asked, KERNELS.process_rules
-    KERNELS.asked |= asked  # rules bound around these may have been read too, on another device
-    device = "" if rules is None else rules.device_type
     is_main = multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0"
-    if device and (device, bound[device]) not in asked and is_main:
+    if rules is not None and pushed is not None and not pushed.was_read and is_main:
         print(
-            f"amp_plugin: no autocast block on {device} was opened, so nothing has read the rules of {name}; "
-            f"open torch.autocast({device!r}), or leave the file out",
+            f"amp_plugin: no autocast block on {rules.device_type} was opened, so nothing has read the rules "
+            f"of {name}; open torch.autocast({rules.device_type!r}), or leave the file out",
             file=sys.stderr,
         )
 
@@ -105,25 +104,25 @@ def _dtype_left_open(dtype: torch.dtype) -> Iterator[None]:
                     undo.enter_context(replaced(function, "__defaults__", chosen))
         made = torch.autocast.__init__
 
+        @functools.wraps(made)
         def make(block: Any, device_type: str, dtype_given: Any = None, *args: Any, **kwargs: Any) -> None:
             made(block, device_type, kwargs.pop("dtype", dtype_given) or dtype, *args, **kwargs)
 
-        make.__signature__ = inspect.signature(made)  # type: ignore[attr-defined]
         undo.enter_context(replaced(torch.autocast, "__init__", make))
         undo.callback(tag_compile_caches, tag, "")
         tag_compile_caches(tag, str(dtype))
         yield
 
 
-def ours_by_default() -> AbstractContextManager[None]:
+def ours_by_default() -> AbstractContextManager[Pushed]:
     """Let torch's autocast blocks follow the environment's rules or the default ones, on our kernels."""
     import torch  # noqa: PLC0415 - takes seconds
 
-    from amp_plugin.casting.installed_kernels import process_follows  # noqa: PLC0415
     from amp_plugin.casting.rules import TABLES, OpRules, environment_rules  # noqa: PLC0415
+    from amp_plugin.casting.rules_in_force import following  # noqa: PLC0415
 
     defaults = map(OpRules.default, filter(torch.amp.is_autocast_available, TABLES))
-    return process_follows(*defaults, *filter(None, [environment_rules()]))
+    return following(*defaults, *filter(None, [environment_rules()]))
 
 
 @cache

@@ -135,7 +135,7 @@ class CastLog:
     """The casts made while the log was open; see ``log_casts``."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self._native: Any = require_native("log_casts").extension
+        require_native("log_casts")
         KERNELS.install()
         self._model = model
         self._collected: list[Cast] = []
@@ -153,7 +153,7 @@ class CastLog:
         Raises:
             RuntimeError: another log is open.
         """
-        if self._native.log_casts(True):
+        if KERNELS.native.log_casts(True):
             msg = "log_casts: another log is open in this process; close it first"
             raise RuntimeError(msg)
         if self._model is not None:
@@ -164,7 +164,7 @@ class CastLog:
 
     def __exit__(self, *exc_info: object) -> None:
         self._watching.close()
-        self._native.log_casts(False)
+        KERNELS.native.log_casts(False)
         self._collect()
         self._is_open = False
 
@@ -182,7 +182,7 @@ class CastLog:
         with self._lock:
             if module not in self._numbers:
                 self._name(module)
-            previous = self._native.set_log_scope(self._numbers[module])
+            previous = KERNELS.native.set_log_scope(self._numbers[module])
             is_outermost = previous == _OUTSIDE
             leaves = tree_leaves(arguments) if is_outermost else ()
             inputs = Counter(leaf._cdata for leaf in leaves if isinstance(leaf, torch.Tensor))
@@ -194,7 +194,7 @@ class CastLog:
         try:
             yield
         finally:
-            self._native.set_log_scope(previous)
+            KERNELS.native.set_log_scope(previous)
             if is_outermost:
                 with self._lock:
                     self._collect()
@@ -209,7 +209,7 @@ class CastLog:
 
     def _collect(self) -> None:
         """Take what the native log holds, while the tensors it names are still alive."""
-        self._collected.extend(map(self._cast, self._native.take_cast_log()))
+        self._collected.extend(map(self._cast, KERNELS.native.take_cast_log()))
 
     def _cast(self, logged: Any) -> Cast:
         parameter = self._parameters.get(logged.tensor, "")

@@ -1,7 +1,8 @@
 """Regions inside compiled code and exported programs, where op rules have to be seen by torch's tracers.
 
 A region is traced as torch's own blocks and an op that says which rules are in force, by their content: a
-graph means the same in every process, and so do the keys of torch's compile caches.
+graph means the same in every process, and so do the keys of torch's compile caches. The whole encoding is
+explained in ``csrc/rules_in_force.h``.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from typing_extensions import Self
 
 from amp_plugin.casting.installed_kernels import DEFAULT, DEVICE_NUMBERS, KERNELS
 from amp_plugin.casting.rules import OpRules, rules_with_content
+from amp_plugin.casting.rules_in_force import number_on
 from amp_plugin.kernels.build import require_native
 
-# Devices without tensors whose autocast dtypes are the digits of whose rules are in force (csrc/region.cpp).
-_DIGITS = ("maia", "mtia")
-_NO_DIGITS = (torch.bfloat16, torch.float16)  # where the rules in force are the default ones
-
-# Another one, whose dtype says that blocks are open: tracers may call the op without having opened them.
+# The devices of the two digits, the dtypes that stand for 0, and the device whose dtype says that the blocks
+# are open.
+DIGITS = ("maia", "mtia")
+ZEROS = (torch.bfloat16, torch.float16)
 _GATE, _OPEN = "ipu", torch.bfloat16
 
 
@@ -34,13 +35,13 @@ def _use_rules(device_type: str, content: str) -> None:
     if torch.get_autocast_dtype(_GATE) is not _OPEN or device_type not in DEVICE_NUMBERS:
         return
     with _disable_current_modes():
-        region: Any = require_native("a rule set other than the default one").extension
+        require_native("a rule set other than the default one")
         KERNELS.install()
         if content:
             number = KERNELS.assigned_number(rules_with_content(content))
         else:
-            number = max(DEFAULT, KERNELS.followed[device_type])
-        region.show_rules(DEVICE_NUMBERS[device_type], number)
+            number = max(DEFAULT, number_on(device_type))
+        KERNELS.native.show_rules(DEVICE_NUMBERS[device_type], number)
 
 
 _LIBRARY: Any = Library("amp_plugin", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -52,7 +53,7 @@ has_side_effect(_USE_RULES)
 
 def are_rules_in_force() -> bool:
     """Return whether rules other than the default ones are in force in this thread; a constant to tracers."""
-    return torch.get_autocast_dtype(_DIGITS[0]) is not _NO_DIGITS[0]
+    return torch.get_autocast_dtype(DIGITS[0]) is not ZEROS[0]
 
 
 def content_of(rules: OpRules | None) -> str:
@@ -65,11 +66,11 @@ def _blocks(
     device_type: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None, content: str
 ) -> Iterator[None]:
     # Dynamo records the dtype in the graph, and another process may number its rule sets differently.
-    low, high = (None, None) if is_dynamo_compiling() else _NO_DIGITS
+    low, high = (None, None) if is_dynamo_compiling() else ZEROS
     with (
         torchs_autocast(_GATE, _OPEN, False),
-        torchs_autocast(_DIGITS[0], low, False),
-        torchs_autocast(_DIGITS[1], high, False),
+        torchs_autocast(DIGITS[0], low, False),
+        torchs_autocast(DIGITS[1], high, False),
         torchs_autocast(device_type, dtype, enabled, cache_enabled),
     ):
         _USE_RULES(device_type, content)

@@ -9,23 +9,19 @@ import threading
 import types
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import compiler, is_autocast_cache_enabled
 from torch._guards import TracingContext
-from torch.amp.autocast_mode import autocast as torchs_autocast  # a program may put ours at torch.autocast
+from torch.amp.autocast_mode import autocast as torchs_autocast  # a program may put ours in their places
+from torch.amp.autocast_mode import is_autocast_available as torchs_is_autocast_available
 from typing_extensions import Self
 
 from amp_plugin.casting.compiled import TracedRegion, are_rules_in_force, content_of, teach_dynamo
-from amp_plugin.casting.installed_kernels import (
-    DEVICE_NUMBERS,
-    KERNELS,
-    check_rules,
-    number_by_default,
-    number_of,
-)
-from amp_plugin.kernels.tracers import outside_graphs, untraced
+from amp_plugin.casting.installed_kernels import DEVICE_NUMBERS, KERNELS, check_rules, number_of
+from amp_plugin.casting.rules_in_force import number_for_region
+from amp_plugin.kernels.tracers import untraced
 from amp_plugin.messages import warned_at_user
 from amp_plugin.precision import DTYPES, known_precision
 
@@ -33,35 +29,53 @@ if TYPE_CHECKING:
     from amp_plugin.casting.rules import OpRules
 
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 new_object = object.__new__
 
 
-class _OpenRegions(threading.local):
-    """The regions that this thread has open, innermost last, whatever they run on.
-
-    Each stands with the block of torch's own that it runs as; None if it runs on our kernels.
-    """
-
-    def __init__(self) -> None:
-        self.regions: list[tuple[autocast, Any]] = []
+_OPEN = threading.local()
+# In `regions`, what this thread has open, innermost last: a region that runs on our kernels, or a region and
+# the block of torch's own that it runs as.
 
 
-_OPEN = _OpenRegions()
+def _entries() -> list[Any]:
+    try:
+        entries: list[Any] = _OPEN.regions
+    except AttributeError:  # a new thread
+        entries = _OPEN.regions = []
+    return entries
 
 
 def open_regions() -> list[autocast]:
-    """Return the regions that this thread has open, innermost last."""
-    return [region for region, _ in _OPEN.regions]
+    """Return the regions that this thread has open, innermost last, whatever they run on."""
+    return [entry[0] if isinstance(entry, tuple) else entry for entry in _entries()]
+
+
+def _leave(region: autocast) -> None:
+    """Close a region that is a block of torch's, or that others were opened in."""
+    entries = _entries()
+    place = max((place for place, open_ in enumerate(open_regions()) if open_ is region), default=None)
+    if place is None:
+        msg = "autocast: exit without enter; this region is not open in this thread"
+        raise RuntimeError(msg)
+    entry = entries.pop(place)
+    if isinstance(entry, tuple):
+        entry[1].__exit__(None, None, None)
+    else:
+        KERNELS.leave(sum(not isinstance(other, tuple) for other in entries[place:]))
 
 
 def enter_block(region: autocast) -> None:
     """Open a region as a block of torch's own, in this thread."""
     device, dtype, enabled, cache_enabled, rules = region.made_with()
     block: Any = torchs_autocast(device, dtype, enabled, cache_enabled=False)
-    if rules is not None or (are_rules_in_force() and KERNELS.are_native):
+    if rules is not None or (are_rules_in_force() and KERNELS.native is not None):
         block = TracedRegion(device, dtype, enabled, cache_enabled, content_of(rules))
+    found = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), is_autocast_cache_enabled()
+    region.note_found(*found)
     block.__enter__()
-    _OPEN.regions.append((region, block))
+    _entries().append((region, block))
 
 
 def blocks_are_recorded() -> bool:
@@ -74,7 +88,10 @@ def blocks_are_recorded() -> bool:
 
 
 # What a region is opened with is one tuple; torch's attributes are read from it when asked for.
-_POSITIONS = {"fast_dtype": 1, "_enabled": 2, "_cache_enabled": 3, "_rules_number": 4, "device": 5}
+_POSITIONS = {"fast_dtype": 1, "_enabled": 2, "_cache_enabled": 3, "device": 5}
+
+# What it finds when it is entered: whether a torch function mode is on, then what torch's blocks keep.
+_FOUND = {"prev": 1, "prev_fastdtype": 2, "prev_cache_enabled": 3}
 
 
 def is_autocast_available(device_type: str) -> bool:
@@ -83,7 +100,7 @@ def is_autocast_available(device_type: str) -> bool:
     Args:
         device_type: ``"cuda"``, ``"cpu"``, ``"xpu"``, ...: the ``type`` of a ``torch.device``.
     """
-    return bool(torch.amp.is_autocast_available(device_type))
+    return bool(torchs_is_autocast_available(device_type))
 
 
 class autocast(torchs_autocast):  # noqa: N801 - torch's name
@@ -121,9 +138,10 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
     """
 
     _opening: tuple[Any, ...]
+    _found: tuple[bool, bool, torch.dtype, bool]
 
     @untraced
-    def __new__(  # type: ignore[misc] # not a region under compilation
+    def __new__(
         cls,
         device_type: str,
         dtype: torch.dtype | None = None,
@@ -131,15 +149,14 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         cache_enabled: bool | None = None,
         *,
         rules: OpRules | None = None,
-    ) -> torch.autocast:
+    ) -> Self:
         """Return a region, or torch's own while torch.compile or torch.export trace.
 
         Dynamo knows exactly torch's class: a subclass would stop at a graph break.
         """
-        # faster than is_compiling(); a subclass's __init__ needs ours under torch.export(strict=False) too
-        if (compiler.is_dynamo_compiling() or compiler._is_compiling_flag) and cls is not _MadeByInit:
+        if compiler.is_dynamo_compiling() or compiler._is_compiling_flag:  # faster than is_compiling()
             if rules is None and not are_rules_in_force():
-                return torchs_autocast(device_type, dtype, enabled, cache_enabled)
+                return torchs_autocast(device_type, dtype, enabled, cache_enabled)  # type: ignore[return-value]
             if rules is not None:
                 check_rules(rules, device_type)
             return TracedRegion(device_type, dtype, enabled, cache_enabled, content_of(rules))  # type: ignore[return-value]
@@ -148,7 +165,7 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
             checked = _check(device_type, dtype, enabled)
         if cache_enabled is None:
             cache_enabled = is_autocast_cache_enabled() or _hides_flag(device_type)
-        self: autocast = new_object(cls)
+        self: Self = new_object(cls)
         self._opening = (
             checked[0],
             torch.get_autocast_dtype(device_type) if dtype is None else dtype,
@@ -162,17 +179,16 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
     if not TYPE_CHECKING:
         __init__ = object.__init__  # __new__ has done it all, in one call
 
-    def __init_subclass__(cls, *, is_for_init: bool = False, **kwargs: Any) -> None:
-        """Let a subclass have an ``__init__`` of its own, which calls ours as it would torch's."""
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse a subclass with an ``__init__`` of its own, which ``__new__`` would not read."""
         super().__init_subclass__(**kwargs)
-        init = cls.__init__
-        if is_for_init or init is _MadeByInit.__init__ or not isinstance(init, types.FunctionType):
-            return
-        init.__code__ = init.__code__.replace()  # its own: all functions of one decorator share theirs
-        untraced(init)  # Dynamo cannot call ours in it
-        for kind in cls.__mro__:
-            if autocast in kind.__bases__ and kind is not _MadeByInit:
-                kind.__bases__ = tuple(_MadeByInit if base is autocast else base for base in kind.__bases__)
+        init: object = cls.__init__
+        if init is not object.__init__:
+            msg = (
+                f"{cls.__name__} derives from amp_plugin.autocast and has an __init__ of its own; wrap a "
+                "region instead: return one from a function, or keep one in an attribute"
+            )
+            raise TypeError(msg)
 
     def __getattr__(self, name: str) -> Any:
         position = _POSITIONS.get(name)
@@ -181,6 +197,8 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
             if TracingContext.try_get() is not None and (opening[4] or are_rules_in_force()):
                 teach_dynamo(type(self))
             return opening[position]
+        if name in _FOUND and "_found" in self.__dict__:
+            return self._found[_FOUND[name]]
         if name == "custom_backend_name":
             return torch._C._get_privateuse1_backend_name()
         msg = f"{type(self).__name__!r} object has no attribute {name!r}"
@@ -190,73 +208,66 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         """Copy and pickle by what the region was made with; a rule set's number is this process's."""
         attributes = dict(vars(self))
         attributes.pop("_opening")
+        attributes.pop("_found", None)
         *arguments, rules = self.made_with()
         return functools.partial(_remade, type(self), rules=rules), tuple(arguments), attributes
 
     def made_with(self) -> tuple[str, torch.dtype, bool, bool, OpRules | None]:
         """Return device, dtype, whether it is on, cache flag, and rules of its own."""
         _, dtype, enabled, cache_enabled, number, device_type = self._opening
-        return device_type, dtype, enabled, cache_enabled, KERNELS.rule_sets.get(number)
+        return device_type, dtype, enabled, cache_enabled, KERNELS.rules_numbered(number)
+
+    def note_found(self, enabled: bool, dtype: torch.dtype, keeps_casts: bool) -> None:
+        """Keep the state of torch's that was found on entry, as torch's blocks do."""
+        self._found = False, enabled, dtype, keeps_casts
 
     def __repr__(self) -> str:
         return f"autocast({self.device!r}, dtype={self.fast_dtype}, enabled={self._enabled})"
 
     @untraced
     def __enter__(self) -> Self:
-        opening, enter = self._opening, KERNELS.enter
-        if enter is None or opening[0] is None:
+        opening, native = self._opening, KERNELS.native
+        if native is None or opening[0] is None:
             enter_block(self)
         else:
-            has_function_mode = enter(opening)
-            _OPEN.regions.append((self, None))
-            if has_function_mode and blocks_are_recorded():
+            self._found = found = native.enter(opening)
+            try:
+                _OPEN.regions.append(self)
+            except AttributeError:  # a new thread
+                _OPEN.regions = [self]
+            if found[0] and blocks_are_recorded():
                 autocast.__exit__(self)
                 enter_block(self)
         return self
 
     @untraced
     def __exit__(self, *exc_info: object) -> Literal[False]:
-        regions = _OPEN.regions
-        place = len(regions) - 1
-        while place >= 0 and regions[place][0] is not self:
-            place -= 1
-        if place < 0:
-            msg = "autocast: exit without enter; this region is not open in this thread"
-            raise RuntimeError(msg)
-        _, block = regions.pop(place)
-        if block is not None:
-            block.__exit__(None, None, None)
+        entries = getattr(_OPEN, "regions", None)
+        if entries and entries[-1] is self:
+            del entries[-1]
+            KERNELS.leave(0)
         else:
-            KERNELS.leave(sum(other is None for _, other in regions[place:]))
+            _leave(self)
         return False
 
-    def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, func: Function) -> Function:
         """Decorate a function, generator or coroutine function."""
-        return covers_each_step(func, self) if callable(func) else super().__call__(func)
-
-
-class _MadeByInit(autocast, is_for_init=True):
-    """Stands under subclasses with their own ``__init__``; making one in compiled code ends the graph."""
-
-    def __new__(cls, *_: Any, **__: Any) -> Self:
-        return new_object(cls)
-
-    @outside_graphs
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        vars(self).update(vars(autocast.__new__(_MadeByInit, *args, **kwargs)))
+        covered: Any = covers_each_step(func, self) if callable(func) else super().__call__(func)  # raises
+        return covered  # type: ignore[no-any-return]
 
 
 def _remade(cls: type[autocast], *arguments: Any, rules: OpRules | None) -> autocast:
     region: Any = new_object(cls)
-    _MadeByInit.__init__(region, *arguments, rules=rules)
+    vars(region).update(vars(autocast(*arguments, rules=rules)))
     return region  # type: ignore[no-any-return]
 
 
 def _hides_flag(device_type: str) -> bool:
     """Return whether an accelerator's region keeps casts, with torch's flag off for graph captures only."""
-    if not _OPEN.regions:
+    regions = open_regions()
+    if not regions:
         return device_type != "cpu"
-    device, _, _, keeps_casts, _ = _OPEN.regions[-1][0].made_with()
+    device, _, _, keeps_casts, _ = regions[-1].made_with()
     return device != "cpu" and keeps_casts
 
 
@@ -278,8 +289,8 @@ def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[
         raise TypeError(msg)
     KERNELS.install()
     theirs = warned_at_user(torchs_autocast, device_type, dtype, enabled)
-    number = DEVICE_NUMBERS.get(device_type) if KERNELS.are_native else None
-    checked = (number, theirs._enabled, number_by_default(device_type))
+    number = DEVICE_NUMBERS.get(device_type) if KERNELS.native is not None else None
+    checked = (number, theirs._enabled, number_for_region(device_type))
     if theirs._enabled == enabled:  # else it warned, and will again
         KERNELS.checked[device_type, dtype, enabled] = checked
     return checked

@@ -43,7 +43,7 @@ class RegionState:
 
 def current_state() -> tuple[RegionState, ...]:
     """Return the autocast state of this thread, one entry per device where it is on or in a region."""
-    if not KERNELS.are_native:
+    if KERNELS.native is None:
         KERNELS.install()
     opened = {region.device: region for region in open_regions()}
     on = [device for device in TABLES if torch.is_autocast_enabled(device) or device in opened]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from amp_plugin.casting.cast_log import log_casts
-from amp_plugin.casting.installed_kernels import rules_on_trial
 from amp_plugin.casting.rules import OpRule, OpRules
+from amp_plugin.casting.rules_in_force import rules_on_trial
 from amp_plugin.numerics.shadow import ShadowRun
 from amp_plugin.numerics.values import Storages, storage_address
 from amp_plugin.tuning.workload import Gradients, Workload

@@ -29,9 +29,9 @@ from torch.optim.optimizer import (
 )
 
 from amp_plugin.casting.bound_rules import ours_by_default
-from amp_plugin.casting.installed_kernels import rules_on_trial
 from amp_plugin.casting.op_names import overloads_of, schema_of, written_arguments
 from amp_plugin.casting.rules import OpRules
+from amp_plugin.casting.rules_in_force import rules_on_trial
 from amp_plugin.numerics.modules import buffers_kept
 from amp_plugin.patches import replaced
 from amp_plugin.program import Program, main_restored, run_program

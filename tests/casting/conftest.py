@@ -5,15 +5,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from amp_plugin import set_default_rules
-from amp_plugin.casting.installed_kernels import KERNELS, NO_RULES
+from amp_plugin.casting.installed_kernels import NO_RULES
 from amp_plugin.casting.rules import TABLES
+from amp_plugin.casting.rules_in_force import clear, number_on
 
 
 def give_back() -> None:
     """Give torch its kernels back: an Accelerator that no test has ended has `torch.autocast` run on ours."""
-    if any(KERNELS.followed[device] != NO_RULES for device in TABLES):
-        set_default_rules(None)
+    if any(number_on(device) != NO_RULES for device in TABLES):
+        clear()
 
 
 def autocast_state() -> tuple[object, ...]:

@@ -1,7 +1,6 @@
 """Regions: torch's semantics, and what goes wrong with torch's own regions."""
 
 import asyncio
-import functools
 import pickle
 import threading
 from copy import copy, deepcopy
@@ -12,6 +11,7 @@ import torch
 import amp_plugin
 from amp_plugin.casting.installed_kernels import KERNELS
 from amp_plugin.casting.rules import torch_release
+from amp_plugin.casting.rules_in_force import uninstall_kernels
 from amp_plugin.kernels.build import native_core
 
 
@@ -258,7 +258,7 @@ class TestTorchIsLeftAlone:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 2))
         x, seen = torch.randn(4, 8), []
-        for change, ours in ((KERNELS.uninstall, False), (KERNELS.install, True)):
+        for change, ours in ((uninstall_kernels, False), (KERNELS.install, True)):
             change()
             assert ("amp_plugin" in torch._C._dispatch_dump("aten::mm")) is ours
             assert ("aten::mm" in native_core().extension.installed("cpu")) is ours
@@ -279,56 +279,53 @@ class TestTorchIsLeftAlone:
         assert native_core().extension.kept_cast_count() == 0
 
 
-def logged(function):
-    return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))  # noqa: PLW0108
+class Logged:
+    def __init__(self, name):
+        self.name = name
 
 
-def half_region(base):
-    """As torch.cuda.amp.autocast is made: a subclass with another ``__init__``, which keeps something."""
-
-    class Switched(base):
-        pass
-
-    class Named:
-        @logged
-        def __init__(self, name, *, enabled=True):
-            super().__init__("cpu", dtype=torch.bfloat16, enabled=enabled)
-            self.name = name
-
-    return type("Half", (Named, Switched), {})
+@pytest.mark.parametrize("bases", ["its own", "a mixin's", "an intermediate class's"])
+def test_a_subclass_with_an_init_of_its_own_is_refused(bases):
+    namespace = {"__init__": lambda self: None} if bases == "its own" else {}
+    parents = {
+        "its own": (amp_plugin.autocast,),
+        "a mixin's": (Logged, amp_plugin.autocast),
+        "an intermediate class's": (Logged, type("Between", (amp_plugin.autocast,), {})),
+    }
+    with pytest.raises(TypeError, match="wrap a region instead: return one from a function"):
+        type("Half", parents[bases], namespace)
 
 
-def mm_dtype_in(region):
-    with region:
-        return mm_dtype()
-
-
-@pytest.mark.parametrize("base", [torch.autocast, amp_plugin.autocast])
 @pytest.mark.parametrize("remade", [lambda region: region, deepcopy, copy])
-def test_a_subclass_has_an_init_of_its_own(base, remade):
-    make = half_region(base)
-    region = remade(make("net"))
-    assert (region.name, region.fast_dtype, isinstance(region, base)) == ("net", torch.bfloat16, True)
-    assert mm_dtype_in(region) is mm_dtype_in(make.__mro__[2]("cpu", torch.bfloat16)) is torch.bfloat16
-    assert mm_dtype_in(make("net", enabled=False)) is torch.float32
+def test_a_subclass_without_one_is_a_region(remade):
+    kind = type("Named", (amp_plugin.autocast,), {"name": "net"})
+    region = remade(kind("cpu", torch.bfloat16))
+    with region:
+        assert (region.name, mm_dtype()) == ("net", torch.bfloat16)
 
 
-@pytest.mark.one_graph
-@pytest.mark.parametrize("base", [torch.autocast, amp_plugin.autocast])
-def test_compiled_code_makes_one_of_a_subclass(base):
-    make = half_region(base)
-    assert torch.compile(lambda: mm_dtype_in(make("net")), backend="eager")() is torch.bfloat16
-    graphs = []  # of another function under the decorator of the __init__
-    torch.compile(logged(mm_dtype), backend=lambda graph, _: graphs.append(graph) or graph)()
-    assert len(graphs) == 1
+@pytest.mark.parametrize("kind", [torch.autocast, amp_plugin.autocast])
+def test_an_entered_block_says_what_it_found(kind):
+    with kind("cpu", dtype=torch.float16, cache_enabled=False):
+        block = kind("cpu", dtype=torch.bfloat16)
+        for _ in range(2):
+            with block:
+                found = block.prev, block.prev_fastdtype, block.prev_cache_enabled
+            assert found == (True, torch.float16, False)
+        assert copy(block).fast_dtype is torch.bfloat16
+    with pytest.raises(AttributeError, match="prev"):
+        kind("cpu").prev  # noqa: B018
 
-    class Net(torch.nn.Module):
-        def forward(self, x):
-            with make("net"):
-                return x @ x
 
-    given = (torch.ones(2, 2),)
-    assert torch.export.export(Net(), given, strict=False).module()(*given).dtype is torch.bfloat16
+def test_torchs_names_may_be_bound_to_ours(monkeypatch):
+    monkeypatch.setattr(torch.amp, "is_autocast_available", amp_plugin.is_autocast_available)
+    monkeypatch.setattr(torch.amp.autocast_mode, "is_autocast_available", amp_plugin.is_autocast_available)
+    monkeypatch.setattr(torch, "autocast", amp_plugin.autocast)
+    KERNELS.checked.clear()
+    assert torch.amp.is_autocast_available("cpu")
+    assert not torch.amp.is_autocast_available("opengl")
+    with torch.autocast("cpu"):
+        assert mm_dtype() is torch.bfloat16
 
 
 @pytest.mark.native

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import amp_plugin
-from amp_plugin.casting.installed_kernels import KERNELS
 from amp_plugin.casting.op_names import full_name, overloads_of
 from amp_plugin.casting.rules import TABLES, OpRule, OpRules, torch_release
+from amp_plugin.casting.rules_in_force import uninstall_kernels
 from tests.warm_processes import call
 
 KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}
@@ -21,7 +21,7 @@ SOFTMAX32 = OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
 @pytest.mark.parametrize("device", TABLES)
 def test_table_equals_torchs_registrations(device):
     """Without the overloads for named tensors, gone since torch 2.13: torch's own kernels see to them."""
-    KERNELS.uninstall()
+    uninstall_kernels()
     registered = torch._C._dispatch_get_registrations_for_dispatch_key(KEYS[device])
     names = {full_name(op) for op in registered if op.startswith("aten::")}
     names = {name for name in names if not re.search(r"\.(names_|\w*[Dd]imname)", name)}

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_plugin
 from amp_plugin.casting.installed_kernels import KERNELS
+from amp_plugin.casting.rules_in_force import uninstall_kernels
 from amp_plugin.casting.threads import checkpoint_contexts
 from amp_plugin.kernels.build import native_core
 from tests.process_groups import group_of_one
@@ -219,7 +220,7 @@ class TestCapture:
                 with self.autocast("cpu", dtype=BF16):
                     return self.model(x) + self.model(x)
 
-        KERNELS.uninstall()  # so the trace opens the first region of all
+        uninstall_kernels()  # so the trace opens the first region of all
         with torch.set_grad_enabled(grad):
             traced = torch.jit.trace(Twice(amp_plugin.autocast), (X,))
             assert_same([traced(2 * X).detach()], [Twice(torch.autocast)(2 * X).detach()])
@@ -238,6 +239,20 @@ class TestCapture:
 
         # torch's without a cache, whose casts are of tensors that the trace does not know
         assert graph(amp_plugin.autocast) == graph(partial(torch.autocast, cache_enabled=False))
+
+    def test_make_fx_before_dispatch_records_torchs_blocks_and_no_op_of_ours(self, model):
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        def graph(autocast):
+            def forward(x):
+                with autocast("cpu", dtype=BF16):
+                    return model(x)
+
+            nodes = make_fx(forward, pre_dispatch=True)(X).graph.nodes
+            return [getattr(node.target, "__name__", str(node.target)) for node in nodes]
+
+        KERNELS.checked.clear()
+        assert graph(amp_plugin.autocast) == graph(torch.autocast)
 
 
 @pytest.mark.native

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import amp_plugin.kernels
-from amp_plugin.casting import installed_kernels
+from amp_plugin.casting import compiled, installed_kernels
 from amp_plugin.kernels import reference
 from amp_plugin.kernels.cuda import RULES, all_kernels, rule_names
 from amp_plugin.kernels.ops import HYSTERESIS_MODES
@@ -89,3 +89,11 @@ def test_device_numbers():
     assert {name: int(numbers[name.upper()]) for name in installed_kernels.DEVICE_NUMBERS} == (
         installed_kernels.DEVICE_NUMBERS
     )
+
+
+def test_the_devices_that_say_which_rules_are_in_force():
+    text = source("csrc/rules_in_force.h")
+    devices = re.findall(r"k(?:Low|High)Digit = c10::DeviceType::(\w+)", text)
+    assert tuple(name.lower() for name in devices) == compiled.DIGITS
+    zeros = re.search(r"kLowDigit \? c10::k(\w+) : c10::k(\w+)", text).groups()
+    assert tuple(getattr(torch, name.lower()) for name in zeros) == compiled.ZEROS

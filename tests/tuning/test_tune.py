@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import amp_plugin
-from amp_plugin.casting.installed_kernels import rules_on_trial
 from amp_plugin.casting.rules import OpRules
+from amp_plugin.casting.rules_in_force import rules_on_trial
 from amp_plugin.tuning.measure import (
     GradientError,
     Measurement,

@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState
 
 from amp_plugin.adapters.accelerate.accelerator import AmpAccelerator
 from amp_plugin.adapters.accelerate.settings import AmpKwargs
-from amp_plugin.casting.installed_kernels import set_default_rules
+from amp_plugin.adapters.session import Session
 from amp_plugin.messages import warn_user
 from amp_plugin.patches import standing_in
 
@@ -52,7 +52,7 @@ def install(options: AmpKwargs | None = None, *, made: Callable[[AmpAccelerator]
         return {**given, "kwargs_handlers": [*handlers, options]}
 
     _installed.enter_context(standing_in(AmpAccelerator, Accelerator, arguments=arguments, made=made))
-    _installed.callback(set_default_rules, None)
+    _installed.callback(Session.forget_rules)
 
 
 def uninstall() -> None:

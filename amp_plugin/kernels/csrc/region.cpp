@@ -56,7 +56,7 @@ constexpr Plan leave_as_is{Course::kLeaveAsIs, kNoRules, Keeper::kNobody};
 
 }  // namespace
 
-void enter_region(RegionOptions options) {
+Region enter_region(RegionOptions options) {
   const int previous_code = shown_code();
   const int code = code_with(previous_code, options.device, options.rules);  // throws before any change
   Region region{
@@ -78,8 +78,9 @@ void enter_region(RegionOptions options) {
   const bool shows_cache = options.cache_enabled && options.device == c10::DeviceType::CPU;
   at::autocast::set_autocast_cache_enabled(shows_cache);
   region.nesting = at::autocast::increment_nesting();
-  open_regions.push_back(std::move(region));
+  open_regions.push_back(region);
   if (code != previous_code) show_code(code);
+  return region;
 }
 
 void exit_region(size_t from_innermost) {
@@ -119,10 +120,15 @@ Plan plan_for(c10::DeviceType device) {
 }
 
 void set_default_rules(c10::DeviceType device, int rules) {
+  const bool is_open = !open_regions.empty();  // regions that are open keep their rules
+  const int before = is_open ? open_regions.front().previous_code : shown_code();
+  const int code = code_with(before, device, rules);  // throws before any change
   default_rules_plus_one[static_cast<size_t>(device)].store(rules + 1, std::memory_order_release);
-  if (open_regions.empty()) return show_rules(device, rules);
-  int& outside = open_regions.front().previous_code;  // regions that are open keep theirs
-  outside = code_with(outside, device, rules);
+  if (is_open) {
+    open_regions.front().previous_code = code;
+  } else {
+    show_code(code);
+  }
 }
 
 }  // namespace amp_plugin

@@ -52,7 +52,7 @@ struct Plan {
 };
 
 // Opens a region: sets torch's autocast state and remembers the previous one.
-void enter_region(RegionOptions options);
+Region enter_region(RegionOptions options);
 
 // Closes an open region of this thread, counted from the innermost one, 0.
 void exit_region(size_t from_innermost);

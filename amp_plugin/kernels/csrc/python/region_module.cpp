@@ -1,5 +1,6 @@
 // The Python extension: the way in and out of a region, and what steps read of Python's lists.
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <torch/csrc/DynamicTypes.h>
 
 #include "../cast_log.h"
 #include "../install.h"
@@ -16,15 +17,18 @@ void add_step_tensors(py::module_& module);
 namespace {
 
 // `opening`: device type, dtype, enabled, cache enabled, rules, ... Returns whether a torch function mode
-// is on.
-bool enter(const py::tuple& opening) {
-  enter_region(
+// is on, and what was found: enabled, dtype, torch's cache flag.
+py::tuple enter(const py::tuple& opening) {
+  const Region region = enter_region(
       {.device = static_cast<c10::DeviceType>(opening[0].cast<int>()),
        .dtype = opening[1].cast<at::ScalarType>(),
        .enabled = opening[2].ptr() == Py_True,
        .cache_enabled = opening[3].cast<bool>(),
        .rules = opening[4].cast<int>()});
-  return at::impl::torch_function_mode_enabled();
+  const auto dtype = py::reinterpret_borrow<py::object>(
+      reinterpret_cast<PyObject*>(torch::getTHPDtype(region.previous_dtype)));
+  return py::make_tuple(
+      at::impl::torch_function_mode_enabled(), region.previous_enabled, dtype, region.previous_cache_enabled);
 }
 
 c10::DeviceType device_of(int device) { return static_cast<c10::DeviceType>(device); }
