@@ -12,8 +12,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
-from amp_plugin import set_default_rules
 from amp_plugin.adapters.accelerate import AmpAccelerator
+from amp_plugin.adapters.session import Session
 from benchmarks.harness import OURS, Comparison
 from benchmarks.models import launch_bound_gpt
 from benchmarks.setting import Section, Setting
@@ -46,7 +46,7 @@ def make_accelerator(label: str, case: Case, device: str) -> Accelerator:
     """Return a fresh accelerator: stock or ours."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    set_default_rules(None)
+    Session.forget_rules()
     options = {
         "mixed_precision": case.precision,
         "cpu": device == "cpu",
@@ -81,7 +81,7 @@ def step_time(label: str, case: Case, setting: Setting) -> float:
                     optimizer.step()
                     optimizer.zero_grad()
         times.append(clock() - start)
-    set_default_rules(None)
+    Session.forget_rules()
     return 1e6 * statistics.median(times[warm_up:])
 
 

@@ -8,15 +8,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
-from amp_plugin import set_default_rules
 from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs
+from amp_plugin.adapters.session import Session
 
 
 def reset():
     """Forget the process-wide state of Accelerate and our default rules."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    set_default_rules(None)
+    Session.forget_rules()
 
 
 def stock(*, steps=1, **scaling):

@@ -12,8 +12,9 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin
 
-from amp_plugin import OpRules, set_default_rules
+from amp_plugin import OpRules
 from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs
+from amp_plugin.adapters.session import Session
 
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
 AUTOCAST_BF16 = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
@@ -41,7 +42,7 @@ RUNS = {
 def train(precision, stage, sections, options, overflows):
     AcceleratorState._reset_state()
     GradientState._reset_state()
-    set_default_rules(None)
+    Session.forget_rules()
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": stage},
