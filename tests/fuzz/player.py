@@ -62,6 +62,7 @@ def _strict_warnings() -> Iterator[None]:
         torchs_own = ".*script_method"
         warnings.filterwarnings("ignore", message=torchs_own, category=DeprecationWarning)
         warnings.filterwarnings("ignore", message=r"update\(\): a scaled loss ran backward")
+        warnings.filterwarnings("ignore", message=".*was skipped, and nothing is scaled")
         warnings.filterwarnings(
             "ignore", message="gradients overflowed although the loss scale is at min_scale"
         )
