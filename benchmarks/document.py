@@ -23,7 +23,13 @@ def blocks(report: Report, figures: Mapping[str, list[str]]) -> dict[str, str]:
     made = {key: tables.section(report, key, figures.get(key, [])) for key in report.sections}
     if report.device == "cuda":
         parts = [text for key in made for text in (f"### {key}", made[key])]
-        return {"cuda": "\n\n".join([*figures.get("overview", []), *parts])}
+        return {
+            "cuda": "\n\n".join(parts),
+            "cuda overview": "\n\n".join(figures.get("overview", [])),
+            "cuda summary": tables.summary(report),
+            "cuda losses": tables.losses(report),
+            "cuda missed": tables.missed(report),
+        }
     made["summary"] = tables.summary(report)
     made["losses"] = tables.losses(report)
     if "overview" in figures:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
@@ -17,7 +16,7 @@ from benchmarks.tables import RIVALS, grouped, loses, unit_of
 INK = "#808080"  # 4:1 on white and on the dark page alike
 COLOURS = ("#d9591c", "#4a8fe0", "#2f9e6e", "#a874d1")
 MARKERS = ("o", "s", "^", "D")
-OVERVIEW = ("models", "clipping", "steps", "lightning", "accelerate")
+OVERVIEW = ("training", "models", "clipping", "steps", "lightning", "accelerate")
 STYLE = {
     "axes.edgecolor": INK,
     "axes.facecolor": "none",
@@ -60,9 +59,8 @@ def _figures(report: Report) -> Iterator[tuple[str, str, str, Figure]]:
             for table, rows in grouped(record.outcomes).items():
                 if plot.table in table:
                     yield key, key, table, growth(plot, table, rows)
-    rows = [
-        outcome for key in OVERVIEW if key in report.sections for outcome in report.sections[key].outcomes
-    ]
+    shown = [report.sections[key] for key in OVERVIEW if key in report.sections]
+    rows = [outcome for record in shown for outcome in record.outcomes if outcome.unit == "us"]
     if rows:
         yield (
             "overview",
@@ -108,23 +106,24 @@ def growth(plot: Plot, title: str, rows: Sequence[Outcome]) -> Figure:
 
 def overview(rows: Sequence[Outcome]) -> Figure:
     """Draw ours / theirs of each comparison as a dot with the range of the middle half; losses in orange."""
-    lines: list[tuple[str, Any]] = []
+    lines: list[tuple[str, tuple[Outcome, str] | None]] = []
     for table, members in grouped(rows).items():
         lines.append((table, None))
         for row in members:
-            lines += [(row.name, (label, spread)) for label, spread in row.ratios.items() if label in RIVALS]
+            lines += [(row.name, (row, label)) for label in row.ratios if label in RIVALS]
     figure = Figure(figsize=(7.6, 0.21 * len(lines) + 0.8))
     axes = figure.subplots()
     for place, (_, found) in enumerate(lines):
         if found:
-            label, spread = found
-            colour = COLOURS[0] if loses(label, spread) else COLOURS[1]
+            row, label = found
+            spread = row.ratios[label]
+            colour = COLOURS[0] if loses(row, label) else COLOURS[1]
             axes.plot([spread.low, spread.high], [place, place], color=colour, lw=3, alpha=0.5)
             axes.plot(spread.median, place, color=colour, marker="o", ms=5)
     axes.axvline(1, color=INK, lw=1)
     axes.set_xscale("log")
     ticks = [0.02, 0.05, 0.1, 0.2, 0.5, 0.7, 1.0, 1.4, 2.0]
-    values = [found[1].median for _, found in lines if found]
+    values = [row.ratios[label].median for _, found in lines if found for row, label in [found]]
     shown = [tick for tick in ticks if min(values) / 2 <= tick <= max(1.4, max(values) * 1.5)]
     axes.set_xticks(shown, [f"{tick:g}" for tick in shown])
     axes.minorticks_off()

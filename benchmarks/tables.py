@@ -11,6 +11,9 @@ from benchmarks.report import Report, SectionRecord
 RIVALS = ("torch", "stock")
 """The variants that ours must not be slower than; others are limits."""
 
+RATE = "GB/s"
+"""The unit in which more is better."""
+
 UNITS: Mapping[str, Sequence[tuple[float, str]]] = {
     "us": ((1e6, "s"), (1e3, "ms"), (1.0, "µs"), (1e-3, "ns")),
     "bytes": ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes")),
@@ -40,9 +43,14 @@ def ratio(spread: Spread) -> str:
     return f"{spread.median:.{digits}f}" if exact else f"{spread.median:.{digits}f} ({middle})"
 
 
-def loses(label: str, spread: Spread) -> bool:
+def loses(row: Outcome, label: str) -> bool:
     """Say whether ours is slower than a rival: by 1 % or more, and in three quarters of the rounds."""
-    return label in RIVALS and spread.median >= 1.01 and spread.low > 1
+    spread = row.ratios.get(label)
+    if label not in RIVALS or spread is None:
+        return False
+    if row.unit == RATE:
+        return spread.median <= 0.99 and spread.high < 1
+    return spread.median >= 1.01 and spread.low > 1
 
 
 def grouped(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
@@ -64,7 +72,7 @@ def cells(rows: Sequence[Outcome], mark: str = "**") -> list[list[str]]:
         for label in compared:
             spread = row.ratios.get(label)
             text = ratio(spread) if spread else "-"
-            line.append(f"{mark}{text}{mark}" if spread and loses(label, spread) else text)
+            line.append(f"{mark}{text}{mark}" if loses(row, label) else text)
         if gated:
             verdicts = (
                 verdict.promise if verdict.kept else f"{mark}{verdict.promise}{mark}"
@@ -88,7 +96,7 @@ def caption(report: Report, record: SectionRecord) -> str:
     rounds = sorted({outcome.rounds for outcome in record.outcomes})
     span = str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
     where = f"{report.machine} ({report.details}), {count}, torch {report.torch}, {record.date}"
-    return f"*{where}; {record.timing}, median of {span} round{'' if span == '1' else 's'} in turns.*"
+    return f"*{where}; {record.timing}, median of {span} round{'' if span == '1' else 's'}.*"
 
 
 def section(report: Report, key: str, figures: Sequence[str] = ()) -> str:
@@ -108,11 +116,23 @@ def losses(report: Report) -> str:
             rows += [
                 [f"{outcome.table}: {outcome.name}", label, ratio(spread)]
                 for label, spread in outcome.ratios.items()
-                if loses(label, spread)
+                if loses(outcome, label)
             ]
     if len(rows) == 1:
         return "None in this run."
     return markdown(rows)
+
+
+def missed(report: Report) -> str:
+    """List every promise that is missed, also those against a limit that is no rival."""
+    rows = [["", "against", "ours / theirs", "promised"]]
+    for record in report.sections.values():
+        for outcome in record.outcomes:
+            for verdict in (verdict for verdict in outcome.verdicts if not verdict.kept):
+                spread = outcome.ratios.get(verdict.against)
+                compared = ratio(spread) if spread else quantity(verdict.value, outcome.unit)
+                rows.append([f"{outcome.table}: {outcome.name}", verdict.against, compared, verdict.promise])
+    return markdown(rows) if len(rows) > 1 else "None in this run."
 
 
 def summary(report: Report, most: int = 10) -> str:

@@ -1,9 +1,13 @@
 """Cells, tables and captions."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks import tables
-from benchmarks.harness import Spread
+from benchmarks.harness import Gate, Spread
+from benchmarks.report import Report
+from tests.benchmarks.conftest import outcome, record
 
 
 @pytest.mark.parametrize(
@@ -30,16 +34,48 @@ def test_ratios_show_the_middle_half():
 
 
 @pytest.mark.parametrize(
-    ("label", "median", "low", "loses"),
+    ("label", "unit", "median", "low", "high", "loses"),
     [
-        ("torch", 1.02, 1.01, True),
-        ("torch", 1.02, 0.99, False),
-        ("torch", 1.005, 1.001, False),
-        ("limit", 1.5, 1.4, False),
+        ("torch", "us", 1.02, 1.01, 2.0, True),
+        ("torch", "us", 1.02, 0.99, 2.0, False),
+        ("torch", "us", 1.005, 1.001, 2.0, False),
+        ("limit", "us", 1.5, 1.4, 2.0, False),
+        ("torch", "GB/s", 1.5, 1.4, 2.0, False),
+        ("torch", "GB/s", 0.9, 0.8, 0.95, True),
+        ("torch", "GB/s", 0.9, 0.8, 1.1, False),
     ],
 )
-def test_a_loss_is_one_against_a_rival_in_three_quarters_of_the_rounds(label, median, low, loses):
-    assert tables.loses(label, Spread(median=median, low=low, high=2.0)) is loses
+def test_a_loss_is_one_against_a_rival_in_three_quarters_of_the_rounds(label, unit, median, low, high, loses):
+    """Of a time or of bytes less is better, of GB a second more."""
+    row = replace(outcome("row", "Table", 1.0, 1.0), unit=unit)
+    row = replace(row, ratios={label: Spread(median=median, low=low, high=high)})
+    assert tables.loses(row, label) is loses
+
+
+def test_missed_promises_are_listed_with_what_they_are_held_against():
+    half = outcome(
+        "half",
+        "Ops",
+        1.0,
+        2.0,
+        label="copy_",
+        gates=(Gate(limit=0.85, measure="share of theirs", against="copy_"),),
+    )
+    whole = outcome(
+        "whole",
+        "Ops",
+        2.0,
+        2.0,
+        label="copy_",
+        gates=(Gate(limit=0.85, measure="share of theirs", against="copy_"),),
+    )
+    report = Report(
+        device="cuda", machine="", details="", torch="", python="", sections={"a": record(half, whole)}
+    )
+    assert tables.missed(report).splitlines()[2:] == [
+        "| Ops: half | copy_ | 0.50 | at least 85% of theirs: missed |"
+    ]
+    assert tables.missed(replace(report, sections={"a": record(whole)})) == "None in this run."
 
 
 def test_a_section_shows_losses_and_missed_promises_in_bold(report):
@@ -54,7 +90,7 @@ def test_a_section_shows_losses_and_missed_promises_in_bold(report):
 
 ![figure](images/x.svg)
 
-*Some CPU, 2 cores (AVX2), 1 thread, torch 2.13.0+cpu, 2026-01-02; CPU time, median of 3 rounds in turns.*"""
+*Some CPU, 2 cores (AVX2), 1 thread, torch 2.13.0+cpu, 2026-01-02; CPU time, median of 3 rounds.*"""
     )
 
 
