@@ -136,6 +136,7 @@ def _facts(test: ast.expr, *, holds: bool) -> Iterator[tuple[str, bool]]:
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from _facts(test.operand, holds=not holds)
     elif isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) is holds:
+        yield ast.unparse(test), holds
         for part in test.values:
             yield from _facts(part, holds=holds)
     elif (

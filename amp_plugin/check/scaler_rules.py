@@ -10,21 +10,41 @@ from amp_plugin.check.flow import Event, Flow
 from amp_plugin.check.module import Hit, Module
 
 _ACCUMULATION = re.compile(r"%|accum|micro", re.IGNORECASE)
+_PRECISION = re.compile(
+    r"\\bamp|_amp|scal|fp16|bf16|half|mixed|precision|enabled|cuda|device|block \d", re.IGNORECASE
+)
 
 
 def clip_before_unscale(module: Module) -> Iterator[Hit]:
     """AMP001: torch's clip between a scaled backward and its step, with no unscaling between."""
     for flow in module.flows:
         for clip in filter(_bounds, flow.of("clip")):
-            scaled = _last_before(flow, clip, "scaled backward", "backward", "framework backward")
-            if scaled is None or scaled.kind != "scaled backward" or _is_interrupted(flow, scaled, clip):
-                continue
-            later = flow.events[clip.position :]
-            steps = (event for event in later if event.kind == "scaler step" and event.who == scaled.who)
-            if any(step.context.goes_with(clip.context) for step in steps):
+            if any(_clips_scaled(flow, clip, step) for step in flow.of("scaler step")):
                 yield Hit("AMP001", clip.call)
         if not flow.of("scaled backward", "unscale", "scaler clip", "backward", "framework backward"):
             yield from _clip_in_a_step(module, flow)
+
+
+def _clips_scaled(flow: Flow, clip: Event, step: Event) -> bool:
+    """Return whether a clip stands between the scaled backward pass of a step and that step."""
+    if step.position < clip.position or step.context.excludes(clip.context):
+        return False
+    earlier = [
+        event
+        for event in flow.events[: clip.position]
+        if event.kind in {"scaled backward", "backward", "framework backward"}
+        and not event.context.excludes(clip.context)
+        and not event.context.excludes(step.context)
+    ]
+    if not earlier or (earlier[-1].kind, earlier[-1].who) != ("scaled backward", step.who):
+        return False
+    is_free = _adds_no_doubt(clip, {*earlier[-1].context.conditions, *step.context.conditions})
+    return is_free and not _is_interrupted(flow, earlier[-1], clip)
+
+
+def _adds_no_doubt(event: Event, known: set[tuple[str, bool]]) -> bool:
+    """Return whether the conditions of an event, but for known ones, have nothing to do with precision."""
+    return not any(_PRECISION.search(text) for text, _ in {*event.context.conditions} - known)
 
 
 def _bounds(clip: Event) -> bool:
@@ -180,7 +200,8 @@ def scheduler_on_skip(module: Module) -> Iterator[Hit]:
             if any(
                 step.kind == "scaler step"
                 and step.context.loops == event.context.loops
-                and {*event.context.conditions} <= {*step.context.conditions}
+                and not step.context.excludes(event.context)
+                and _adds_no_doubt(event, {*step.context.conditions})
                 for step in before
             ) and (event.context.loops or flow.of("scaled backward")):
                 yield Hit("AMP016", event.call)

@@ -287,6 +287,8 @@ UNSURE = {
     "the clip is unscaled by a helper": "scaler.scale(loss).backward()\n    unscale(scaler, optimizer)\n    clip(p, 1.0)\n    scaler.step(optimizer)\n    scaler.update()",
     "two ways through the iteration": "if scaler is not None:\n        scaler.scale(loss).backward()\n    else:\n        loss.backward()\n    if scaler is None:\n        clip(p, 1.0)\n        optimizer.step()\n    else:\n        scaler.step(optimizer)\n        scaler.update()",
     "the early way out": "if not use_amp:\n        loss.backward()\n        optimizer.step()\n        continue\n    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()",
+    "a clip of the other way": "if fp16 and scaler:\n        scaler.scale(loss).backward()\n    else:\n        loss.backward()\n    if not fp16:\n        clip(p, 1.0)\n    if fp16 and scaler:\n        scaler.step(optimizer)\n        scaler.update()\n    else:\n        optimizer.step()",
+    "a clip that bounds nothing": "scaler.scale(loss).backward()\n    norm = clip(p, float('inf'))\n    scaler.step(optimizer)\n    scaler.update()",
     "two models in turn": "for name in names:\n        scaler.scale(losses[name]).backward()\n        scaler.step(optimizers[name])\n        scaler.update()",
 }  # fmt: skip
 
@@ -302,6 +304,27 @@ for batch in data:
     {UNSURE[name]}
 """
     assert codes(text) == []
+
+
+def test_a_clip_on_both_ways_through_an_iteration_is_found():
+    text = """
+import torch
+for number, batch in enumerate(data):
+    loss = model(batch)
+    if fp16 and scaler is not None:
+        scaler.scale(loss).backward()
+    else:
+        loss.backward()
+    if (number + 1) % 4 == 0:
+        if bound > 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), bound)
+        if fp16 and scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+"""
+    assert codes(text) == ["AMP001"]
 
 
 def test_names_are_followed_through_attributes_arguments_and_local_functions():
