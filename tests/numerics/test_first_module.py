@@ -18,6 +18,9 @@ from amp_plugin import GradScaler, autocast
 from amp_plugin.numerics.first_module import ModuleWatch
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:step . of SGD was skipped, and nothing is scaled")
+
+
 class LogOf(nn.Module):
     """A log, of 0 where the loop says so."""
 

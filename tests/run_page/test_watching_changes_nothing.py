@@ -27,7 +27,8 @@ from amp_plugin.run_page import report as run_report
 from tests.adapters.accelerate_pair import reset
 from tests.adapters.lightning_models import QUIET, fit
 
-pytestmark = [*QUIET, pytest.mark.native]
+FIRST_SKIP = "ignore:step . of AdamW was skipped, and nothing is scaled"
+pytestmark = [*QUIET, pytest.mark.native, pytest.mark.filterwarnings(FIRST_SKIP)]
 
 STEPS, BAD = 14, (4, 5)
 
