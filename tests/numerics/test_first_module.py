@@ -17,7 +17,6 @@ from torch._dynamo.testing import CompileCounter
 from amp_plugin import GradScaler, autocast
 from amp_plugin.numerics.first_module import ModuleWatch
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:step . of SGD was skipped, and nothing is scaled")
 
 
