@@ -9,7 +9,8 @@ import torch
 import amp_plugin.kernels
 from amp_plugin.casting import compiled, installed_kernels
 from amp_plugin.kernels import reference
-from amp_plugin.kernels.cuda import RULES, all_kernels, rule_names
+from amp_plugin.kernels.build import native_core
+from amp_plugin.kernels.cuda import all_kernels, rule_names
 from amp_plugin.kernels.ops import HYSTERESIS_MODES
 
 KERNELS = Path(amp_plugin.kernels.__file__).parent
@@ -53,25 +54,16 @@ def test_the_list_of_cuda_kernels():
     assert sorted(in_cpp) == sorted(kernel.title for kernel in all_kernels())
 
 
+@pytest.mark.native
 def test_optimizer_rules():
-    """Each rule of an optimizer has as many numbers, counters and states in the reference and in its header."""
-    declared = "".join(file.read_text() for file in sorted(RULES.glob("*.h")))
-    listed = source("csrc/rules/all.h").split("#define")[1]
-    named = dict(re.findall(r"RULE\((\w+), (\w+(?:<[^>]*>)?)\)", listed))
-    assert list(named) == rule_names() == list(reference.RULES)
-    kinds = {"kSigned": "signed", "kSquare": "square", "kSecondSquare": "second square", "kWeight": "weight"}
-    for name, struct in named.items():
-        body = re.search(rf"struct {re.escape(struct)}(?: : (\S+))? {{(.*?)\n}};", declared, re.DOTALL)
-        base = (
-            re.search(rf"struct {re.escape(body[1])} {{(.*?)\n}};", declared, re.DOTALL)[1] if body[1] else ""
-        )
-        text, rule = body[2] + base, reference.RULES[name]
-        numbers = re.search(r"enum Numbers {(.*?), kNumbers }", text, re.DOTALL)[1].split(",")
-        in_snake = [re.sub(r"(?<!^)(?=[A-Z])", "_", word.strip()[1:]).lower() for word in numbers]
-        assert tuple(in_snake) == rule.numbers, name
-        states = re.search(r"using States = StateList<(.*?)>", text)[1]
-        assert tuple(kinds[kind.strip()] for kind in states.split(",") if kind) == rule.states, name
-        assert int(re.search(r"kCounters = (\d)", text)[1]) == rule.counters, name
+    """Each rule has as many numbers and counters, and the same states, in the reference and in its header."""
+    kinds = ("signed", "square", "second square", "weight")
+    described = [
+        f"{name} {len(rule.numbers)} {rule.counters} {' '.join(str(kinds.index(state)) for state in rule.states)}".strip()
+        for name, rule in reference.RULES.items()
+    ]
+    assert native_core().extension.step_rules() == described
+    assert rule_names() == list(reference.RULES)
 
 
 def test_op_rules():

@@ -81,8 +81,7 @@ std::vector<RowStep> steps_of(const StepTensors& tensors, const StepRule& rule, 
     } else {
       before = after = counters;
       RowStep& step = steps.emplace_back();
-      rule.make(step.made.data(), numbers, after.data());
-      if (rule.counters > 0) step.seed = cuda::seed_of(after[0]);
+      step.seed = rule.make(step.made.data(), numbers, after.data());
     }
     for (size_t k = 0; k < rule.counters; ++k) write_counter(tensors.counter(k, i), after[k]);
   }

@@ -28,6 +28,10 @@ using Words = uint32_t [[gnu::vector_size(sizeof(Floats))]];
 
 [[gnu::always_inline]] inline Floats root(const Floats& x) { return x.sqrt(); }
 [[gnu::always_inline]] inline Floats magnitude(const Floats& x) { return x.abs(); }
+// 1, -1 or 0, of a NaN 0.
+[[gnu::always_inline]] inline Floats sign_of(const Floats& x) {
+  return ((x > Floats(0)) & Floats(1)) - ((x < Floats(0)) & Floats(1));
+}
 
 // The larger of numbers without a sign: their bits are ordered as they are, and a NaN is the largest.
 [[gnu::always_inline]] inline Floats larger(const Floats& first, const Floats& second) {

@@ -15,10 +15,11 @@ namespace amp_plugin {
 namespace {
 
 template <typename Rule>
-void make(void* place, const double* numbers, double* counters) {
+uint32_t make(void* place, const double* numbers, double* counters) {
   static_assert(sizeof(Rule) <= StepRule::kMostBytes && std::is_trivially_destructible_v<Rule>);
   rules::count_step<Rule>(numbers, counters);
   new (place) Rule(numbers, counters);
+  return cuda::seed_of(Rule::step(numbers, counters));
 }
 
 template <typename Rule>
@@ -41,6 +42,15 @@ const std::vector<StepRule>& step_rules() {
   static const std::vector<StepRule> all{AMP_PLUGIN_RULES(AMP_PLUGIN_RULE_OF)};
 #undef AMP_PLUGIN_RULE_OF
   return all;
+}
+
+std::vector<std::string> described_rules() {
+  std::vector<std::string> described;
+  for (const StepRule& rule : step_rules()) {
+    auto& text = described.emplace_back(c10::str(rule.name, " ", rule.numbers, " ", rule.counters));
+    for (const rules::StateKind kind : rule.states) text += " " + std::to_string(static_cast<int>(kind));
+  }
+  return described;
 }
 
 const StepRule& step_rule(std::string_view name, size_t numbers) {

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -20,9 +21,9 @@ struct StepRule {
   std::vector<rules::StateKind> states;
 
   // Makes what a step does to the elements of a parameter, in memory of kMostBytes. `counters` are those
-  // before the step, and count it.
-  void (*make)(void* place, const double* numbers, double* counters);
-  // Applies it to elements [begin, end) of a row, whole units of them. `seed`: of what is rounded at random.
+  // before the step, and count it. Returns the seed of what is rounded at random.
+  uint32_t (*make)(void* place, const double* numbers, double* counters);
+  // Applies it to elements [begin, end) of a row, whole units of them.
   void (*step)(
       const Row& row, int64_t begin, int64_t end, const Divisor& divisor, const void* made, uint32_t seed);
 
@@ -30,6 +31,9 @@ struct StepRule {
 };
 
 const std::vector<StepRule>& step_rules();
+
+// Each rule as "name numbers counters kinds...", for tests.
+std::vector<std::string> described_rules();
 
 // Raises ValueError for a name that is not known, and for another count of numbers.
 const StepRule& step_rule(std::string_view name, size_t numbers);

@@ -9,6 +9,8 @@ namespace amp_plugin {
 __device__ inline float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 __device__ inline float root(float x) { return sqrtf(x); }
 __device__ inline float magnitude(float x) { return fabsf(x); }
+// 1, -1 or 0, of a NaN 0.
+__device__ inline float sign_of(float x) { return float(x > 0) - float(x < 0); }
 // Of numbers without a sign; a NaN is the largest.
 __device__ inline float larger(float first, float second) { return cuda::join_max(first, second); }
 

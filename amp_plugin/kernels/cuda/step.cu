@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
         Counters counted = counters;
         rules::count_step<Rule>(given.value, counted.value);
         rule = Rule(given.value, counted.value);
-        seed = Rule::kCounters > 0 ? seed_of(counted.value[0]) : 0;
+        seed = seed_of(Rule::step(given.value, counted.value));
       }
       __syncthreads();
       known = counters, is_known = true;

@@ -203,6 +203,7 @@ class StepTensors {
 }  // namespace
 
 void add_step_tensors(py::module_& module) {
+  module.def("step_rules", described_rules);
   py::class_<StepTensors>(module, "StepTensors")
       .def(
           py::init<

@@ -10,10 +10,9 @@ template <bool amsgrad>
 struct Adam;
 
 template <>
-struct Adam<false> {
+struct Adam<false> : Counted {
   enum Numbers { kLr, kBeta1, kBeta2, kEps, kWeightDecay, kDecoupled, kMaximize, kNumbers };
   using States = StateList<kSigned, kSquare>;  // exp_avg, exp_avg_sq
-  static constexpr unsigned kCounters = 1;
 
   Adam() = default;
   Adam(const double* numbers, const double* counters)

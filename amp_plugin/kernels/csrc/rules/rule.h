@@ -1,15 +1,16 @@
 // What the rule of an optimizer is made of. g++ and NVRTC both compile the rules.
 //
-// A rule is a struct that tells what one step does to an element:
+// A rule is a struct that tells what one step does to an element. It has:
 //
-//   enum Numbers              the numbers that it is given, in the order of scaling/one_pass.py; kLr is the
-//   first using States              what each of its states holds kCounters                 how many counters
-//   a parameter has: the first counts its steps; if there is a
-//                             second one, count_more(numbers, counters) changes it
-//   Rule(numbers, counters)   works out in float64 what is the same for all elements of a parameter;
-//                             the counters count this step already
-//   operator()                takes an element, its gradient and its states, and returns the new element;
-//                             it writes the new states over the old ones
+// - Counted or Uncounted as its base, which says whether a parameter has a counter of its steps. If there is
+// a
+//   second counter, kCounters is 2, and count_more(numbers, counters) changes it.
+// - enum Numbers: the numbers that it is given, in the order of scaling/one_pass.py. kLr is the first.
+// - States: what each of its states holds.
+// - A constructor of (numbers, counters). It works out in float64 what is the same for all elements of a
+//   parameter. The counters count this step already.
+// - operator(), which takes an element, its gradient and its states. It writes the new states over the old
+//   ones, and returns the new element.
 //
 // `Real` is one float32 on a GPU and a vector of them on the CPU. csrc/step_arithmetic.h and
 // cuda/arithmetic.cuh have the functions on them; one of the two is included before this.
@@ -25,6 +26,17 @@ void count_step(const double* numbers, double* counters) {
   if constexpr (Rule::kCounters > 0) counters[0] += 1;
   if constexpr (Rule::kCounters > 1) Rule::count_more(numbers, counters);
 }
+
+// step(): the number of the step, which draws what is rounded at random.
+struct Counted {
+  static constexpr unsigned kCounters = 1;
+  static double step(const double*, const double* counters) { return counters[0]; }
+};
+
+struct Uncounted {
+  static constexpr unsigned kCounters = 0;
+  static double step(const double*, const double*) { return 0; }
+};
 
 // What most rules do with a gradient first: change its sign to maximize, and add weight decay.
 struct Gradient {

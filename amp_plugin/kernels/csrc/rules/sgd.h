@@ -9,10 +9,9 @@ template <bool has_momentum>
 struct Sgd;
 
 template <>
-struct Sgd<false> {
+struct Sgd<false> : Uncounted {
   enum Numbers { kLr, kMomentum, kDampening, kWeightDecay, kNesterov, kMaximize, kNumbers };
   using States = StateList<>;
-  static constexpr unsigned kCounters = 0;
 
   Sgd() = default;
   Sgd(const double* numbers, const double*)

@@ -13,6 +13,17 @@ enum StateKind : unsigned char {
 
 constexpr bool is_square(StateKind kind) { return kind == kSquare || kind == kSecondSquare; }
 
+template <bool condition, typename First, typename Second>
+struct SelectType {
+  using Type = First;
+};
+template <typename First, typename Second>
+struct SelectType<false, First, Second> {
+  using Type = Second;
+};
+template <bool condition, typename First, typename Second>
+using Select = typename SelectType<condition, First, Second>::Type;
+
 template <StateKind... kinds>
 struct StateList {
   static constexpr unsigned kCount = sizeof...(kinds);
