@@ -7,7 +7,7 @@ torch's, so that a run may change between this and torch's own step at any time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
@@ -40,6 +40,8 @@ def why_not(optimizer: Optimizer) -> str:
         return "its betas are on a GPU"
     if _is_step_replaced(optimizer):
         return "its step was replaced"
+    if reason := RULES[_class_of(optimizer)].unfit(optimizer):
+        return reason
     leave = all(getattr(hook, "leaves_steps", False) for hook in pre_hooks(optimizer))
     return "" if leave else "a hook runs before its step"
 
@@ -105,11 +107,33 @@ class _Row:
             that the states of the rule have in the optimizer's state.
         numbers: The group options that are the numbers of the rule, in its order; ``"betas.0"`` for an item.
         counters: The names of the rule's counters in the optimizer's state.
+        fixed: Options for which the rule has no number, with the value that they must have; names with a
+            leading dot are attributes of the optimizer.
+        ignored: Options that do not change the numbers of a step.
     """
 
     rule: Callable[[_Group], tuple[str, tuple[str, ...]]]
     numbers: tuple[str, ...]
     counters: tuple[str, ...] = ()
+    fixed: Mapping[str, Any] | None = None
+    ignored: tuple[str, ...] = ()
+
+    def unfit(self, optimizer: Optimizer) -> str:
+        """Return which option of an optimizer the rule does not have; empty if it has all.
+
+        A later release of a package may add options, which change its step.
+        """
+        if self.fixed is None:  # a class of torch, whose options are known
+            return ""
+        known = {*(name.partition(".")[0] for name in self.numbers), *self.fixed, *self.ignored}
+        for name in optimizer.defaults.keys() - known:
+            return f"its option {name} is not known"
+        for name, value in self.fixed.items():
+            holders: Any = [vars(optimizer)] if name.startswith(".") else optimizer.param_groups
+            given = [holder[name.lstrip(".")] for holder in holders if name.lstrip(".") in holder]
+            if any(number != value for number in given):
+                return f"{name.lstrip('.')}={given[0]!r}"
+        return ""
 
 
 _COUNTS: Final = ("step",)
@@ -186,14 +210,25 @@ def _by_storage(params: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tenso
 
 
 def _is_step_replaced(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer.step`` is not torch's; schedulers may have wrapped it to count."""
+    """Whether ``optimizer.step`` is not the one of its class's module.
+
+    Schedulers may have wrapped it to count, torch to run hooks and without autograd.
+    """
     on_class: Any = type(optimizer).step
     on_instance = vars(optimizer).get("step", on_class)
     if getattr(on_instance, "_wrapped_by_lr_sched", False):
         on_instance = on_instance.__wrapped__
-    inner = on_class.__wrapped__ if getattr(on_class, "hooked", False) else on_class
-    of_torch = getattr(inner, "__globals__", {}).get("__name__") == Optimizer.__module__
-    return not of_torch or on_instance is not on_class
+    owner = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
+    layer, modules = on_class, {owner.__module__, Optimizer.__module__, _CONTEXTS}
+    while hasattr(layer, "__wrapped__"):
+        if getattr(layer, "__globals__", {}).get("__name__") not in modules:
+            return True
+        layer = layer.__wrapped__
+    is_own = getattr(layer, "__globals__", {}).get("__name__") == owner.__module__
+    return not is_own or layer.__qualname__ != f"{owner.__qualname__}.step" or on_instance is not on_class
+
+
+_CONTEXTS: Final = "torch.utils._contextlib"  # where torch.no_grad makes a function of another
 
 
 def pre_hooks(optimizer: Optimizer) -> Iterator[Any]:
