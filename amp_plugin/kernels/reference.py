@@ -377,6 +377,21 @@ def _sgd(
     return param - n.lr * direction, *states
 
 
+def _lion(
+    param: Tensor, grad: Tensor, states: list[Tensor], _: list[Tensor], n: SimpleNamespace
+) -> tuple[Tensor, ...]:
+    """Lion (Chen et al., 2023)::
+
+    param = (1 - lr * weight_decay) * param - lr * sign(beta1 * exp_avg + (1 - beta1) * grad)
+    exp_avg = beta2 * exp_avg + (1 - beta2) * grad
+    """  # noqa: D415 - the formula belongs to the sentence
+    (exp_avg,) = states
+    grad = -grad if n.maximize else grad
+    direction = (n.beta1 * exp_avg + (1 - n.beta1) * grad).sign()
+    param = (1 - n.lr * n.weight_decay) * param - n.lr * direction
+    return param, n.beta2 * exp_avg + (1 - n.beta2) * grad
+
+
 _ADAM: Final = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled", "maximize")
 _SGD: Final = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 _MOMENTS: Final = ("signed", "square")
@@ -386,6 +401,9 @@ RULES: Final = {
     "adam_amsgrad": Rule(numbers=_ADAM, states=(*_MOMENTS, "second square"), apply=_adam, counters=1),
     "sgd": Rule(numbers=_SGD, apply=_sgd),
     "sgd_momentum": Rule(numbers=_SGD, states=("signed",), apply=_sgd),
+    "lion": Rule(
+        numbers=("lr", "beta1", "beta2", "weight_decay", "maximize"), states=("signed",), apply=_lion
+    ),
 }
 """The rules that :func:`step_` takes; ``csrc/rules`` has the same for C++ and CUDA."""
 

@@ -7,6 +7,7 @@ torch's, so that a run may change between this and torch's own step at any time.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -31,19 +32,16 @@ def why_not(optimizer: Optimizer) -> str:
     if _class_of(optimizer) not in RULES:
         return f"there is no rule for the class {_class_of(optimizer)}"
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    missing = unavailable(next((param.device.type for param in params), "cpu"))
-    if missing:
+    if missing := unavailable(next((param.device.type for param in params), "cpu")):
         return missing
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        return "differentiable=True"
-    if any(_is_on_device(beta) for group in optimizer.param_groups for beta in group.get("betas", ())):
-        return "its betas are on a GPU"
+    for group in optimizer.param_groups:
+        if group.get("differentiable") or any(map(_is_on_device, group.get("betas", ()))):
+            return "differentiable=True" if group.get("differentiable") else "its betas are on a GPU"
     if _is_step_replaced(optimizer):
         return "its step was replaced"
-    if reason := RULES[_class_of(optimizer)].unfit(optimizer):
-        return reason
-    leave = all(getattr(hook, "leaves_steps", False) for hook in pre_hooks(optimizer))
-    return "" if leave else "a hook runs before its step"
+    if not all(getattr(hook, "leaves_steps", False) for hook in pre_hooks(optimizer)):
+        return "a hook runs before its step"
+    return RULES[_class_of(optimizer)].unfit(optimizer)
 
 
 def unavailable(device_type: str) -> str:
@@ -131,11 +129,13 @@ class _Row:
         for name, value in self.fixed.items():
             holders: Any = [vars(optimizer)] if name.startswith(".") else optimizer.param_groups
             given = [holder[name.lstrip(".")] for holder in holders if name.lstrip(".") in holder]
-            if any(number != value for number in given):
+            own = getattr(sys.modules[type(optimizer).__module__], name.lstrip("."), None)
+            if any(number != (own if value is _OWN else value) for number in given):
                 return f"{name.lstrip('.')}={given[0]!r}"
         return ""
 
 
+_OWN: Final = object()  # the function of this name in the class's module
 _COUNTS: Final = ("step",)
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
@@ -148,6 +148,11 @@ def _sgd(group: _Group) -> tuple[str, tuple[str, ...]]:
     return ("sgd_momentum", ("momentum_buffer",)) if group["momentum"] else ("sgd", ())
 
 
+def _lion(_: _Group) -> tuple[str, tuple[str, ...]]:
+    return "lion", ("exp_avg",)
+
+
+_LION: Final = ("lr", "betas.0", "betas.1", "weight_decay", "")
 _ADAM: Final = ("lr", "betas.0", "betas.1", "eps", "weight_decay", "decoupled_weight_decay", "maximize")
 _SGD: Final = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 
@@ -155,6 +160,15 @@ RULES: Final = {
     "torch.optim.adam.Adam": _Row(rule=_adam, numbers=_ADAM, counters=_COUNTS),
     "torch.optim.adamw.AdamW": _Row(rule=_adam, numbers=_ADAM, counters=_COUNTS),
     "torch.optim.sgd.SGD": _Row(rule=_sgd, numbers=_SGD),
+    "lion_pytorch.lion_pytorch.Lion": _Row(
+        rule=_lion, numbers=_LION, fixed={".decoupled_wd": False, ".update_fn": _OWN}
+    ),
+    "timm.optim.lion.Lion": _Row(
+        rule=_lion,
+        numbers=(*_LION[:-1], "maximize"),
+        fixed={"caution": False, "corrected_weight_decay": False},
+        ignored=("max_lr_snapshot", "foreach"),
+    ),
 }
 """The classes whose step is taken in one pass, by module and name."""
 OPTIMIZERS: Final = tuple(name.rpartition(".")[2] for name in RULES)
@@ -168,6 +182,8 @@ def _class_of(optimizer: Optimizer) -> str:
 def _number(group: _Group, option: str) -> float:
     """Return a number of a group; 0 for a learning rate on a GPU, which the op reads there."""
     name, _, item = option.partition(".")
+    if not name:  # a number that the class does not have
+        return 0.0
     value = group[name][int(item)] if item else group[name]
     return 0.0 if _is_on_device(value) else float(value or 0.0)
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "adam.h"
+#include "lion.h"
 #include "sgd.h"
 
 // Calls RULE(name, type) for each: the name that the op takes, and the struct.
@@ -9,4 +10,5 @@
   RULE(adam, Adam<false>)        \
   RULE(adam_amsgrad, Adam<true>) \
   RULE(sgd, Sgd<false>)          \
-  RULE(sgd_momentum, Sgd<true>)
+  RULE(sgd_momentum, Sgd<true>)  \
+  RULE(lion, Lion)
