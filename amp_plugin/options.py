@@ -101,7 +101,7 @@ class LossScaleOptions:
     fp16_gradients: Annotated[
         bool, Doc("True allows parameters in float16, whose gradients lose what is below 6e-8.")
     ] = False
-    one_pass: Annotated[bool, Doc("False lets torch's own code step Adam, AdamW and SGD.")] = True
+    one_pass: Annotated[bool, Doc("False lets an optimizer's own code take every step.")] = True
     on_nonfinite: Annotated[
         OnNonfinite,
         Doc(

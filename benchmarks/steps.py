@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import lion_pytorch
 import torch
 from torch import Tensor
 
@@ -25,6 +26,10 @@ TABLE = "Unscale + clip + step + update, each after a backward"
 TABLE_WITHOUT_SCALE = "Clip + step where nothing is scaled, each after a backward"
 TABLE_16_BITS = "The same step of weights stored in bf16, beside float32 weights"
 TABLE_8_BITS = "The same step of weights stored in bf16 with 8-bit state, one thread, beside float32 state"
+OTHERS = (
+    *("foreach AdamW", "fused SGD with momentum", "fused Adagrad", "foreach RMSprop with momentum"),
+    *("foreach NAdam", "foreach RAdam", "foreach Adamax", "Lion"),
+)
 MAX_NORM = 0.1
 SCALE = 2.0**10
 PROMISED = {
@@ -62,8 +67,7 @@ class Steps(Section):
         """Yield each set with fused AdamW, ResNet-50's with others, and with weights in 16 bits."""
         names = ("ResNet-50", "GPT-2 124M", "1000 x 100 KB", "1000 x 1 KB")
         cases = [(name, "fused AdamW") for name in names]
-        others = [("ResNet-50", "foreach AdamW"), ("ResNet-50", "fused SGD with momentum")]
-        for name, optimizer in [*cases, *others]:
+        for name, optimizer in [*cases, *(("ResNet-50", other) for other in OTHERS)]:
             yield whole_step(setting, name, optimizer)
         if setting.device == "cpu":
             yield in_16_bits(setting)
@@ -172,6 +176,15 @@ def without_scale(setting: Setting, name: str, optimizer: str) -> Comparison:
     )
 
 
+def optimizer_of(description: str, params: list[Tensor]) -> Any:
+    """Return an optimizer of a row: ``"fused AdamW"``, ``"foreach RMSprop with momentum"``, ``"Lion"``."""
+    *kind, name = description.removesuffix(" with momentum").split()
+    if name == "Lion":
+        return lion_pytorch.Lion(params, lr=1e-9)
+    options = {"momentum": 0.9} if description.endswith(" with momentum") else {}
+    return getattr(torch.optim, name)(params, lr=1e-9, **dict.fromkeys(kind, True), **options)
+
+
 class Trained:
     """Parameters, an optimizer that has stepped, and one scaler of each kind."""
 
@@ -187,13 +200,7 @@ class Trained:
     ) -> None:
         self.model = torch.nn.ParameterList([torch.zeros(shape, device=device) for shape in shapes])
         self.params = list(self.model)
-        kind, _, name = optimizer.partition(" ")
-        if name == "AdamW":
-            self.optimizer: Any = torch.optim.AdamW(
-                self.params, lr=1e-9, fused=kind == "fused", foreach=kind == "foreach"
-            )
-        else:
-            self.optimizer = torch.optim.SGD(self.params, lr=1e-9, momentum=0.9, fused=kind == "fused")
+        self.optimizer = optimizer_of(optimizer, self.params)
         if weights is not None:
             store_weights(self.model, self.optimizer, weights=weights, state=state)
         self.ours = GradScaler(device, init_scale=SCALE, dynamic=False, enabled=scaled)

@@ -392,9 +392,178 @@ def _lion(
     return param, n.beta2 * exp_avg + (1 - n.beta2) * grad
 
 
+def _rmsprop(
+    param: Tensor, grad: Tensor, states: list[Tensor], _: list[Tensor], n: SimpleNamespace
+) -> tuple[Tensor, ...]:
+    """RMSprop (Tieleman and Hinton, 2012); the states are ``square_avg``, and what there is of the others::
+
+    grad += weight_decay * param
+    square_avg = alpha * square_avg + (1 - alpha) * grad^2
+    grad_avg += (1 - alpha) * (grad - grad_avg)                    if it is centered
+    direction = grad / (sqrt(square_avg - grad_avg^2) + eps)
+    momentum_buffer = momentum * momentum_buffer + direction       with momentum
+    param -= lr * (momentum_buffer or direction)
+    """  # noqa: D415 - the formula belongs to the sentence
+    grad = _decayed(param, grad, n)
+    square_avg, *others = states
+    square_avg = variance = n.alpha * square_avg + (1 - n.alpha) * grad * grad
+    moved = [square_avg]
+    if n.centered:
+        grad_avg = others.pop(0)
+        moved.append(grad_avg + (1 - n.alpha) * (grad - grad_avg))
+        variance = variance - moved[-1] * moved[-1]
+    direction = grad / (variance.sqrt() + n.eps)
+    for buffer in others:
+        direction = n.momentum * buffer + direction
+        moved.append(direction)
+    return param - n.lr * direction, *moved
+
+
+def _centered(
+    param: Tensor, grad: Tensor, states: list[Tensor], counters: list[Tensor], n: SimpleNamespace
+) -> tuple[Tensor, ...]:
+    return _rmsprop(param, grad, states, counters, SimpleNamespace(**vars(n), centered=True))
+
+
+def _not_centered(
+    param: Tensor, grad: Tensor, states: list[Tensor], counters: list[Tensor], n: SimpleNamespace
+) -> tuple[Tensor, ...]:
+    return _rmsprop(param, grad, states, counters, SimpleNamespace(**vars(n), centered=False))
+
+
+def _adagrad(
+    param: Tensor, grad: Tensor, states: list[Tensor], counters: list[Tensor], n: SimpleNamespace
+) -> tuple[Tensor, ...]:
+    """Adagrad (Duchi et al., 2011)::
+
+    grad += weight_decay * param
+    sum += grad^2
+    param -= lr / (1 + (step - 1) * lr_decay) * grad / (sqrt(sum) + eps)
+    """  # noqa: D415 - the formula belongs to the sentence
+    grad = _decayed(param, grad, n)
+    total = states[0] + grad * grad
+    rate = n.lr / (1 + (counters[0] - 1) * n.lr_decay)
+    return param - rate * grad / (total.sqrt() + n.eps), total
+
+
+def _moments(
+    param: Tensor, grad: Tensor, states: list[Tensor], n: SimpleNamespace
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Decay, and move the moments as Adam does."""
+    if n.decoupled:
+        grad, param = -grad if n.maximize else grad, param * (1 - n.lr * n.weight_decay)
+    else:
+        grad = _decayed(param, grad, n)
+    exp_avg = states[0] + (1 - n.beta1) * (grad - states[0])
+    return param, grad, exp_avg, n.beta2 * states[1] + (1 - n.beta2) * grad * grad
+
+
+def _mu(step: Tensor, n: SimpleNamespace) -> Tensor:
+    mu: Tensor = n.beta1 * (1 - 0.5 * 0.96 ** (step * n.momentum_decay))
+    return mu
+
+
+def _next_mu_product(mu_product: Tensor, step: Tensor, n: SimpleNamespace) -> Tensor:
+    return (mu_product * _mu(step, n).float()).float().to(step.dtype)
+
+
+def _nadam(
+    param: Tensor, grad: Tensor, states: list[Tensor], counters: list[Tensor], n: SimpleNamespace
+) -> tuple[Tensor, ...]:
+    """NAdam (Dozat, 2016), with Adam's moments::
+
+    mu(step) = beta1 * (1 - 0.5 * 0.96^(step * momentum_decay));  mu_product *= mu(step)
+    denominator = sqrt(exp_avg_sq / (1 - beta2^step)) + eps
+    param -= lr * (1 - mu(step)) / (1 - mu_product) * grad / denominator
+    param -= lr * mu(step + 1) / (1 - mu_product * mu(step + 1)) * exp_avg / denominator
+    """  # noqa: D415 - the formula belongs to the sentence
+    step, mu_product = counters
+    param, grad, exp_avg, exp_avg_sq = _moments(param, grad, states, n)
+    denominator = exp_avg_sq.sqrt() / (1 - n.beta2**step).sqrt() + n.eps
+    now, later = _mu(step, n), _mu(step + 1, n)
+    param = param - n.lr * (1 - now) / (1 - mu_product) * grad / denominator
+    param = param - n.lr * later / (1 - mu_product * later) * exp_avg / denominator
+    return param, exp_avg, exp_avg_sq
+
+
+def _radam(
+    param: Tensor, grad: Tensor, states: list[Tensor], counters: list[Tensor], n: SimpleNamespace
+) -> tuple[Tensor, ...]:
+    """RAdam (Liu et al., 2020), with Adam's moments::
+
+    rho_inf = 2 / (1 - beta2) - 1;  rho = rho_inf - 2 * step * beta2^step / (1 - beta2^step)
+    average = exp_avg / (1 - beta1^step)
+    if rho > 5:
+        rectified = sqrt((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho))
+        param -= lr * average * rectified * sqrt(1 - beta2^step) / (sqrt(exp_avg_sq) + eps)
+    else:
+        param -= lr * average
+    """  # noqa: D415 - the formula belongs to the sentence
+    (step,) = counters
+    param, grad, exp_avg, exp_avg_sq = _moments(param, grad, states, n)
+    power, most = n.beta2**step, 2 / (1 - n.beta2) - 1
+    rho = most - 2 * step * power / (1 - power)
+    squared = (rho - 4) * (rho - 2) * most / ((most - 4) * (most - 2) * rho)
+    adaptive = squared.clamp(min=0).sqrt() * (1 - power).sqrt() / (exp_avg_sq.sqrt() + n.eps)
+    factor = torch.where(rho > 5, adaptive, torch.ones_like(adaptive))
+    return param - n.lr / (1 - n.beta1**step) * exp_avg * factor, exp_avg, exp_avg_sq
+
+
+def _adamax(
+    param: Tensor, grad: Tensor, states: list[Tensor], counters: list[Tensor], n: SimpleNamespace
+) -> tuple[Tensor, ...]:
+    """Adamax (Kingma and Ba, 2015)::
+
+    grad += weight_decay * param
+    exp_avg += (1 - beta1) * (grad - exp_avg)
+    exp_inf = max(beta2 * exp_inf, |grad| + eps)
+    param -= lr / (1 - beta1^step) * exp_avg / exp_inf
+    """  # noqa: D415 - the formula belongs to the sentence
+    grad = _decayed(param, grad, n)
+    exp_avg = states[0] + (1 - n.beta1) * (grad - states[0])
+    exp_inf = torch.maximum(n.beta2 * states[1], grad.abs() + n.eps)
+    return param - n.lr / (1 - n.beta1 ** counters[0]) * exp_avg / exp_inf, exp_avg, exp_inf
+
+
+def _schedule_free(
+    param: Tensor, grad: Tensor, states: list[Tensor], _: list[Tensor], n: SimpleNamespace
+) -> tuple[Tensor, ...]:
+    """AdamW, schedule-free (Defazio et al., 2024). The parameter is y; ``lr`` is after warm-up::
+
+    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad^2
+    direction = grad / (sqrt(exp_avg_sq / correction2) + eps) + weight_decay * param
+    param += share * (z - param) + y_step * direction
+    z -= lr * direction
+    """  # noqa: D415 - the formula belongs to the sentence
+    exp_avg_sq = n.beta2 * states[0] + (1 - n.beta2) * grad * grad
+    direction = grad / ((exp_avg_sq / n.correction2).sqrt() + n.eps) + n.weight_decay * param
+    param = param + n.share * (states[1] - param) + n.y_step * direction
+    return param, exp_avg_sq, states[1] - n.lr * direction
+
+
+def _muon_momentum(
+    _: Tensor, grad: Tensor, states: list[Tensor], __: list[Tensor], n: SimpleNamespace
+) -> tuple[Tensor, ...]:
+    """What Muon (Jordan, 2024) does before its matrix products, whose input takes the parameter's place::
+
+    momentum_buffer += (1 - momentum) * (grad - momentum_buffer)
+    param = grad + momentum * (momentum_buffer - grad) if nesterov else momentum_buffer
+    """  # noqa: D415 - the formula belongs to the sentence
+    buffer = states[0] + (1 - n.momentum) * (grad - states[0])
+    return grad + n.momentum * (buffer - grad) if n.nesterov else buffer, buffer
+
+
+def _muon_update(
+    param: Tensor, update: Tensor, _: list[Tensor], __: list[Tensor], n: SimpleNamespace
+) -> tuple[Tensor, ...]:
+    """What it does after them: ``param = (1 - lr * weight_decay) * param - lr * ratio * products``."""
+    return ((1 - n.lr * n.weight_decay) * param - n.lr * n.ratio * update,)
+
+
 _ADAM: Final = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled", "maximize")
 _SGD: Final = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 _MOMENTS: Final = ("signed", "square")
+_RMSPROP: Final = ("lr", "alpha", "eps", "weight_decay", "maximize", "momentum")
 
 RULES: Final = {
     "adam": Rule(numbers=_ADAM, states=_MOMENTS, apply=_adam, counters=1),
@@ -404,6 +573,35 @@ RULES: Final = {
     "lion": Rule(
         numbers=("lr", "beta1", "beta2", "weight_decay", "maximize"), states=("signed",), apply=_lion
     ),
+    "rmsprop": Rule(numbers=_RMSPROP, states=("square",), apply=_not_centered, counters=1),
+    "rmsprop_momentum": Rule(numbers=_RMSPROP, states=("square", "signed"), apply=_not_centered, counters=1),
+    "rmsprop_centered": Rule(numbers=_RMSPROP, states=("square", "signed"), apply=_centered, counters=1),
+    "rmsprop_centered_momentum": Rule(
+        numbers=_RMSPROP, states=("square", "signed", "signed"), apply=_centered, counters=1
+    ),
+    "adagrad": Rule(
+        numbers=("lr", "lr_decay", "eps", "weight_decay", "maximize"),
+        states=("square",),
+        apply=_adagrad,
+        counters=1,
+    ),
+    "nadam": Rule(
+        numbers=(*_ADAM, "momentum_decay"), states=_MOMENTS, apply=_nadam, counters=2, count=_next_mu_product
+    ),
+    "radam": Rule(numbers=_ADAM, states=_MOMENTS, apply=_radam, counters=1),
+    "adamax": Rule(
+        numbers=("lr", "beta1", "beta2", "eps", "weight_decay", "maximize"),
+        states=_MOMENTS,
+        apply=_adamax,
+        counters=1,
+    ),
+    "schedule_free": Rule(
+        numbers=("lr", "beta2", "eps", "weight_decay", "correction2", "share", "y_step", "step"),
+        states=("square", "weight"),
+        apply=_schedule_free,
+    ),
+    "muon_momentum": Rule(numbers=("lr", "momentum", "nesterov"), states=("signed",), apply=_muon_momentum),
+    "muon_update": Rule(numbers=("lr", "weight_decay", "ratio"), apply=_muon_update),
 }
 """The rules that :func:`step_` takes; ``csrc/rules`` has the same for C++ and CUDA."""
 
@@ -460,7 +658,7 @@ def step_(
             _read_state(state, params[i], kind) for state, kind in zip(stored, entry.states, strict=True)
         ]
         stepped, *values = entry.apply(whole, grad, values, counts, named)
-        step = counts[0] if counts else 0.0
+        step = counts[0] if counts else getattr(named, "step", 0.0)
         for state, value, kind in zip(stored, values, entry.states, strict=True):
             _write_state(state, value, params[i], taken, kind, step)
         for k, value in enumerate(counts):

@@ -32,8 +32,10 @@ def why_not(optimizer: Optimizer) -> str:
     if _class_of(optimizer) not in RULES:
         return f"there is no rule for the class {_class_of(optimizer)}"
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    if missing := unavailable(next((param.device.type for param in params), "cpu")):
-        return missing
+    device_type = next((param.device.type for param in params), "cpu")
+    missing = unavailable(device_type)
+    if missing or (device_type != "cpu" and RULES[_class_of(optimizer)].schedule is not None):
+        return missing or "the host counts its steps, and does not know at once which are skipped"
     for group in optimizer.param_groups:
         if group.get("differentiable") or any(map(_is_on_device, group.get("betas", ()))):
             return "differentiable=True" if group.get("differentiable") else "its betas are on a GPU"
@@ -60,10 +62,16 @@ def collect(optimizer: Optimizer) -> OnePassStep | str:
     if sum(len(group["params"]) for group in optimizer.param_groups) > len(optimizer.state):
         _begin(optimizer, row)
     parts: list[_Part] = []
+    changed: list[tuple[_Group, _Group]] = []
     for group in optimizer.param_groups:
         rule, states = row.rule(group)
-        numbers = [_number(group, option) for option in row.numbers]
         try:
+            if row.schedule is not None:
+                changes = row.schedule(group)
+                changed.append((group, {name: value for name, value in changes.items() if name in group}))
+            else:
+                changes = {}
+            numbers = [_number({**group, **changes}, option) for option in row.numbers]
             for params, remainders in _by_storage(group["params"]):
                 tensors = native_core().extension.StepTensors(  # type: ignore[union-attr]
                     rule, len(numbers), params, remainders, optimizer.state, states, row.counters
@@ -72,7 +80,7 @@ def collect(optimizer: Optimizer) -> OnePassStep | str:
                     parts.append((tensors.step_, numbers, _lr_on_device(group)))
         except ValueError as error:
             return str(error)
-    return OnePassStep(optimizer, parts) if parts else "it has no gradients"
+    return OnePassStep(optimizer, parts, changed) if parts else "it has no gradients"
 
 
 @dataclass
@@ -81,6 +89,7 @@ class OnePassStep:
 
     _optimizer: Optimizer
     _parts: list[_Part]
+    _changed: list[tuple[_Group, _Group]]  # groups, and what the step changes in them
 
     def take(self, divisor: Tensor | None, found_inf: Tensor, *, skipped: bool | None) -> None:
         """Divide the gradients and step, unless ``found_inf`` is 1; then run the optimizer's hooks."""
@@ -90,6 +99,8 @@ class OnePassStep:
                 call(numbers, lr, divisor, found_inf)
             if skipped:
                 return
+            for group, changes in self._changed:
+                group.update(changes)
             optimizer._opt_called = True  # type: ignore[attr-defined] # read by learning rate schedulers
             own = optimizer._optimizer_step_post_hooks
             for hook in chain(own.values(), _global_optimizer_post_hooks.values()):
@@ -108,6 +119,9 @@ class _Row:
         fixed: Options for which the rule has no number, with the value that they must have; names with a
             leading dot are attributes of the optimizer.
         ignored: Options that do not change the numbers of a step.
+        schedule: Takes a group. Returns what a step changes in it, and other numbers that follow. The host
+            must know at once whether a step was skipped, so the step is taken on the CPU only. A ValueError
+            says why a step cannot be taken.
     """
 
     rule: Callable[[_Group], tuple[str, tuple[str, ...]]]
@@ -115,6 +129,7 @@ class _Row:
     counters: tuple[str, ...] = ()
     fixed: Mapping[str, Any] | None = None
     ignored: tuple[str, ...] = ()
+    schedule: Callable[[_Group], _Group] | None = None
 
     def unfit(self, optimizer: Optimizer) -> str:
         """Return which option of an optimizer the rule does not have; empty if it has all.
@@ -148,10 +163,35 @@ def _sgd(group: _Group) -> tuple[str, tuple[str, ...]]:
     return ("sgd_momentum", ("momentum_buffer",)) if group["momentum"] else ("sgd", ())
 
 
-def _lion(_: _Group) -> tuple[str, tuple[str, ...]]:
-    return "lion", ("exp_avg",)
+def _rmsprop(group: _Group) -> tuple[str, tuple[str, ...]]:
+    centered, momentum = bool(group["centered"]), group["momentum"] > 0
+    states = ("square_avg", *["grad_avg"] * centered, *["momentum_buffer"] * momentum)
+    return "rmsprop" + "_centered" * centered + "_momentum" * momentum, states
 
 
+def _named(rule: str, *states: str) -> Callable[[_Group], tuple[str, tuple[str, ...]]]:
+    return lambda _: (rule, states)
+
+
+def _schedule(group: _Group) -> _Group:
+    """Return what a step of AdamWScheduleFree changes in a group, and the numbers that follow."""
+    if not group["train_mode"]:
+        msg = "it is not in train mode"
+        raise ValueError(msg)
+    k, warmup, (beta1, beta2) = group["k"], group["warmup_steps"], group["betas"]
+    lr = float(group["lr"]) * ((k + 1) / warmup if k < warmup else 1.0)
+    lr_max = max(lr, group["lr_max"])
+    weight = (k + 1) ** group["r"] * lr_max ** group["weight_lr_power"]
+    weight_sum = group["weight_sum"] + weight
+    share = weight / weight_sum if weight_sum else 0.0
+    changes = {"k": k + 1, "scheduled_lr": lr, "lr_max": lr_max, "weight_sum": weight_sum, "share": share}
+    return {**changes, "correction2": 1 - beta2 ** (k + 1), "y_step": lr * (beta1 * (1 - share) - 1)}
+
+
+_SCHEDULE_FREE: Final = (
+    *("scheduled_lr", "betas.1", "eps", "weight_decay", "correction2", "share", "y_step", "k"),
+)
+_RMSPROP: Final = ("lr", "alpha", "eps", "weight_decay", "maximize", "momentum")
 _LION: Final = ("lr", "betas.0", "betas.1", "weight_decay", "")
 _ADAM: Final = ("lr", "betas.0", "betas.1", "eps", "weight_decay", "decoupled_weight_decay", "maximize")
 _SGD: Final = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
@@ -160,11 +200,42 @@ RULES: Final = {
     "torch.optim.adam.Adam": _Row(rule=_adam, numbers=_ADAM, counters=_COUNTS),
     "torch.optim.adamw.AdamW": _Row(rule=_adam, numbers=_ADAM, counters=_COUNTS),
     "torch.optim.sgd.SGD": _Row(rule=_sgd, numbers=_SGD),
+    "torch.optim.rmsprop.RMSprop": _Row(rule=_rmsprop, numbers=_RMSPROP, counters=_COUNTS),
+    "torch.optim.adagrad.Adagrad": _Row(
+        rule=_named("adagrad", "sum"),
+        numbers=("lr", "lr_decay", "eps", "weight_decay", "maximize"),
+        counters=_COUNTS,
+    ),
+    "torch.optim.nadam.NAdam": _Row(
+        rule=_named("nadam", *_MOMENTS), numbers=(*_ADAM, "momentum_decay"), counters=(*_COUNTS, "mu_product")
+    ),
+    "torch.optim.radam.RAdam": _Row(rule=_named("radam", *_MOMENTS), numbers=_ADAM, counters=_COUNTS),
+    "torch.optim.adamax.Adamax": _Row(
+        rule=_named("adamax", "exp_avg", "exp_inf"),
+        numbers=("lr", "betas.0", "betas.1", "eps", "weight_decay", "maximize"),
+        counters=_COUNTS,
+    ),
+    "schedulefree.adamw_schedulefree.AdamWScheduleFree": _Row(
+        rule=_named("schedule_free", "exp_avg_sq", "z"),
+        numbers=_SCHEDULE_FREE,
+        schedule=_schedule,
+        fixed={},
+        ignored=(
+            "lr",
+            "r",
+            "warmup_steps",
+            "train_mode",
+            "weight_sum",
+            "lr_max",
+            "weight_lr_power",
+            "foreach",
+        ),
+    ),
     "lion_pytorch.lion_pytorch.Lion": _Row(
-        rule=_lion, numbers=_LION, fixed={".decoupled_wd": False, ".update_fn": _OWN}
+        rule=_named("lion", "exp_avg"), numbers=_LION, fixed={".decoupled_wd": False, ".update_fn": _OWN}
     ),
     "timm.optim.lion.Lion": _Row(
-        rule=_lion,
+        rule=_named("lion", "exp_avg"),
         numbers=(*_LION[:-1], "maximize"),
         fixed={"caution": False, "corrected_weight_decay": False},
         ignored=("max_lr_snapshot", "foreach"),
@@ -209,7 +280,10 @@ def _begin(optimizer: Optimizer, row: _Row) -> None:
             if form is None or param.grad is None or param in optimizer.state or not counts_here:
                 continue
             zeros = torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
-            counts = {name: torch.zeros((), device=param.device) for name in row.counters}
+            counts = {
+                name: torch.full((), float(name == "mu_product"), device=param.device)
+                for name in row.counters
+            }
             made = {name: CompressedState.of(zeros, form, name) for name in row.rule(group)[1]}
             if counts or made:
                 optimizer.state[param] = {**counts, **made}

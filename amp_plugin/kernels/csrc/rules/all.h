@@ -1,14 +1,30 @@
 // All rules. Include csrc/step_arithmetic.h or cuda/arithmetic.cuh before.
 #pragma once
 
+#include "adagrad.h"
 #include "adam.h"
+#include "adam_kin.h"
 #include "lion.h"
+#include "muon.h"
+#include "rmsprop.h"
+#include "schedule_free.h"
 #include "sgd.h"
 
 // Calls RULE(name, type) for each: the name that the op takes, and the struct.
-#define AMP_PLUGIN_RULES(RULE)   \
-  RULE(adam, Adam<false>)        \
-  RULE(adam_amsgrad, Adam<true>) \
-  RULE(sgd, Sgd<false>)          \
-  RULE(sgd_momentum, Sgd<true>)  \
-  RULE(lion, Lion)
+#define AMP_PLUGIN_RULES(RULE)                           \
+  RULE(adam, Adam<false>)                                \
+  RULE(adam_amsgrad, Adam<true>)                         \
+  RULE(sgd, Sgd<false>)                                  \
+  RULE(sgd_momentum, Sgd<true>)                          \
+  RULE(lion, Lion)                                       \
+  RULE(rmsprop, Rmsprop<false>)                          \
+  RULE(rmsprop_momentum, RmspropMomentum<false>)         \
+  RULE(rmsprop_centered, Rmsprop<true>)                  \
+  RULE(rmsprop_centered_momentum, RmspropMomentum<true>) \
+  RULE(adagrad, Adagrad)                                 \
+  RULE(nadam, Nadam)                                     \
+  RULE(radam, Radam)                                     \
+  RULE(adamax, Adamax)                                   \
+  RULE(schedule_free, ScheduleFree)                      \
+  RULE(muon_momentum, MuonMomentum)                      \
+  RULE(muon_update, MuonUpdate)

@@ -1,0 +1,131 @@
+// NAdam (Dozat, 2016), RAdam (Liu et al., 2020) and Adamax (Kingma and Ba, 2015): other uses of Adam's
+// moments. Operations follow each other as in torch's foreach steps.
+#pragma once
+
+#include "rule.h"
+
+namespace amp_plugin::rules {
+
+// What NAdam and RAdam do with a gradient before they step.
+struct Moments {
+  Gradient gradient;
+  Choice shrinks;
+  float kept;
+  Lerp first;
+  float beta2, square, eps;
+
+  Moments() = default;
+  Moments(
+      double lr, double beta1, double beta2, double eps, double weight_decay, bool decoupled, bool maximize)
+      : gradient(maximize, weight_decay, !decoupled),
+        shrinks(weight_decay != 0 && decoupled),
+        kept(static_cast<float>(1 - lr * weight_decay)),
+        first(1 - beta1),
+        beta2(static_cast<float>(beta2)),
+        square(static_cast<float>(1 - beta2)),
+        eps(static_cast<float>(eps)) {}
+
+  template <typename Real>
+  void move(Real& param, Real& grad, Real* states) const {
+    grad = gradient.of(param, grad);
+    param = shrinks.of(param * Real(kept), param);
+    states[0] = first.of(states[0], grad);
+    states[1] = multiply_add(Real(square) * grad, grad, states[1] * Real(beta2));
+  }
+};
+
+struct Nadam : Counted {
+  enum Numbers { kLr, kBeta1, kBeta2, kEps, kWeightDecay, kDecoupled, kMaximize, kMomentumDecay, kNumbers };
+  using States = StateList<kSigned, kSquare>;  // exp_avg, exp_avg_sq
+  static constexpr unsigned kCounters = 2;  // steps, mu_product
+
+  static double mu(const double* numbers, double step) {
+    return numbers[kBeta1] * (1 - 0.5 * pow(0.96, step * numbers[kMomentumDecay]));
+  }
+  static void count_more(const double* numbers, double* counters) {
+    counters[1] = static_cast<float>(counters[1] * static_cast<float>(mu(numbers, counters[0])));
+  }
+
+  Nadam() = default;
+  Nadam(const double* numbers, const double* counters)
+      : moments(
+            numbers[kLr], numbers[kBeta1], numbers[kBeta2], numbers[kEps], numbers[kWeightDecay],
+            numbers[kDecoupled] != 0, numbers[kMaximize] != 0),
+        correction(static_cast<float>(sqrt(1 - pow(numbers[kBeta2], counters[0])))) {
+    const double now = mu(numbers, counters[0]), next = mu(numbers, counters[0] + 1);
+    of_grad = static_cast<float>(-numbers[kLr] * (1 - now) / (1 - counters[1]));
+    of_average = static_cast<float>(-numbers[kLr] * next / (1 - counters[1] * next));
+  }
+
+  template <typename Real>
+  Real operator()(Real param, Real grad, Real* states) const {
+    moments.move(param, grad, states);
+    const Real denominator = correction.divide(root(states[1])) + Real(moments.eps);
+    param = param + Real(of_grad) * grad / denominator;
+    return param + Real(of_average) * states[0] / denominator;
+  }
+
+ private:
+  Moments moments;
+  Divisor correction;
+  float of_grad, of_average;
+};
+
+struct Radam : Counted {
+  enum Numbers { kLr, kBeta1, kBeta2, kEps, kWeightDecay, kDecoupled, kMaximize, kNumbers };
+  using States = StateList<kSigned, kSquare>;  // exp_avg, exp_avg_sq
+
+  Radam() = default;
+  Radam(const double* numbers, const double* counters)
+      : moments(
+            numbers[kLr], numbers[kBeta1], numbers[kBeta2], numbers[kEps], numbers[kWeightDecay],
+            numbers[kDecoupled] != 0, numbers[kMaximize] != 0) {
+    const double step = counters[0], power = pow(numbers[kBeta2], step), most = 2 / (1 - numbers[kBeta2]) - 1;
+    const double length = most - 2 * step * power / (1 - power), lr = numbers[kLr];
+    const double correction = 1 - pow(numbers[kBeta1], step);
+    double rectified = 0;  // until the variance of the second moment is finite, steps do without it
+    if (length > 5) rectified = sqrt((length - 4) * (length - 2) * most / ((most - 4) * (most - 2) * length));
+    plain = static_cast<float>(rectified > 0 ? -0.0 : -lr / correction);
+    adaptive = Divisor(static_cast<float>(-sqrt(1 - power) * (lr * rectified / correction)));
+  }
+
+  template <typename Real>
+  Real operator()(Real param, Real grad, Real* states) const {
+    moments.move(param, grad, states);
+    const Real factor = Real(1.0F) / adaptive.divide(root(states[1]) + Real(moments.eps)) + Real(plain);
+    return multiply_add(states[0], factor, param);
+  }
+
+ private:
+  Moments moments;
+  Divisor adaptive;
+  float plain;
+};
+
+struct Adamax : Counted {
+  enum Numbers { kLr, kBeta1, kBeta2, kEps, kWeightDecay, kMaximize, kNumbers };
+  using States = StateList<kSigned, kSquare>;  // exp_avg, exp_inf
+
+  Adamax() = default;
+  Adamax(const double* numbers, const double* counters)
+      : gradient(numbers[kMaximize] != 0, numbers[kWeightDecay]),
+        first(1 - numbers[kBeta1]),
+        beta2(static_cast<float>(numbers[kBeta2])),
+        eps(static_cast<float>(numbers[kEps])),
+        step_size(static_cast<float>(-numbers[kLr] / (1 - pow(numbers[kBeta1], counters[0])))) {}
+
+  template <typename Real>
+  Real operator()(Real param, Real grad, Real* states) const {
+    grad = gradient.of(param, grad);
+    states[0] = first.of(states[0], grad);
+    states[1] = larger(magnitude(states[1] * Real(beta2)), magnitude(grad) + Real(eps));
+    return param + Real(step_size) * states[0] / states[1];
+  }
+
+ private:
+  Gradient gradient;
+  Lerp first;
+  float beta2, eps, step_size;
+};
+
+}  // namespace amp_plugin::rules

@@ -1,0 +1,46 @@
+// AdamW, schedule-free (Defazio et al., 2024). The parameter is y, between the average x and z, which steps.
+// Operations follow each other as in the foreach step of schedulefree's AdamWScheduleFree.
+#pragma once
+
+#include "rule.h"
+
+namespace amp_plugin::rules {
+
+struct ScheduleFree : Uncounted {
+  // Of this step, after warm-up: kShare of the way from y to z; kYStep, what y moves by a normalized
+  // gradient.
+  enum Numbers { kLr, kBeta2, kEps, kWeightDecay, kCorrection2, kShare, kYStep, kSteps, kNumbers };
+  using States = StateList<kSquare, kWeight>;  // exp_avg_sq, z
+
+  static double step(const double* numbers, const double*) { return numbers[kSteps]; }
+
+  ScheduleFree() = default;
+  ScheduleFree(const double* numbers, const double*)
+      : decays(numbers[kWeightDecay] != 0),
+        decay(static_cast<float>(numbers[kWeightDecay])),
+        beta2(static_cast<float>(numbers[kBeta2])),
+        square(static_cast<float>(1 - numbers[kBeta2])),
+        eps(static_cast<float>(numbers[kEps])),
+        y_step(static_cast<float>(numbers[kYStep])),
+        z_step(static_cast<float>(-numbers[kLr])),
+        correction(static_cast<float>(numbers[kCorrection2])),
+        average(numbers[kShare]) {}
+
+  template <typename Real>
+  Real operator()(Real param, Real grad, Real* states) const {
+    states[0] = multiply_add(Real(square) * grad, grad, states[0] * Real(beta2));
+    const Real scaled = grad / (root(correction.divide(states[0])) + Real(eps));
+    const Real update = decays.of(multiply_add(param, Real(decay), scaled), scaled);
+    param = average.of(param, states[1]);
+    states[1] = multiply_add(update, Real(z_step), states[1]);
+    return multiply_add(update, Real(y_step), param);
+  }
+
+ private:
+  Choice decays;
+  float decay, beta2, square, eps, y_step, z_step;
+  Divisor correction;
+  Lerp average;
+};
+
+}  // namespace amp_plugin::rules
