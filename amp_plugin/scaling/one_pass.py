@@ -21,6 +21,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.cuda.register import cuda_core
 from amp_plugin.weights.compressed_state import CompressedState, asked_for
+from amp_plugin.weights.optimizer_hooks import add_if_late
 from amp_plugin.weights.weight import remainder_of, stored_params
 
 _Group = dict[str, Any]
@@ -73,6 +74,8 @@ def collect(optimizer: Optimizer) -> OnePassStep | str:
                 changes = {}
             numbers = [_number({**group, **changes}, option) for option in row.numbers]
             for params, remainders in _by_storage(group["params"]):
+                if remainders:
+                    add_if_late(optimizer)
                 tensors = native_core().extension.StepTensors(  # type: ignore[union-attr]
                     rule, len(numbers), params, remainders, optimizer.state, states, row.counters
                 )
@@ -308,14 +311,15 @@ def _is_step_replaced(optimizer: Optimizer) -> bool:
     on_instance = vars(optimizer).get("step", on_class)
     if getattr(on_instance, "_wrapped_by_lr_sched", False):
         on_instance = on_instance.__wrapped__
-    owner = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
-    layer, modules = on_class, {owner.__module__, Optimizer.__module__, _CONTEXTS}
+    kinds = type(optimizer).__mro__  # torch puts the step of a base, with hooks, on the class itself
+    layer, modules = on_class, {_CONTEXTS, *(kind.__module__ for kind in kinds)}
+    names = {f"{kind.__module__}.{kind.__qualname__}.step" for kind in kinds}
     while hasattr(layer, "__wrapped__"):
         if getattr(layer, "__globals__", {}).get("__name__") not in modules:
             return True
         layer = layer.__wrapped__
-    is_own = getattr(layer, "__globals__", {}).get("__name__") == owner.__module__
-    return not is_own or layer.__qualname__ != f"{owner.__qualname__}.step" or on_instance is not on_class
+    module = getattr(layer, "__globals__", {}).get("__name__")
+    return f"{module}.{layer.__qualname__}" not in names or on_instance is not on_class
 
 
 _CONTEXTS: Final = "torch.utils._contextlib"  # where torch.no_grad makes a function of another

@@ -67,12 +67,13 @@ def _hooks_of(optimizer: Optimizer) -> OptimizerHooks:
 @cache
 def add_late_optimizers() -> None:
     """Add other optimizers before they first step a stored parameter; any number of calls."""
-    hook: Any = torch.compiler.disable(_add_if_late)  # type: ignore[no-untyped-call]
+    hook: Any = torch.compiler.disable(lambda optimizer, *_: add_if_late(optimizer))  # type: ignore[no-untyped-call]
     hook.leaves_gradients = hook.leaves_steps = True  # a step in one pass does without it
     register_optimizer_step_pre_hook(hook)
 
 
-def _add_if_late(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+def add_if_late(optimizer: Optimizer) -> None:
+    """Add an optimizer of stored parameters that was not handed over; its constructor may have made state."""
     has_them = getattr(getattr(optimizer, _ATTRIBUTE, None), "sees_steps", False)
     if not has_them and _are_kept(_params(optimizer)):
         add_optimizer(optimizer)
