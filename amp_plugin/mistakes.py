@@ -35,7 +35,7 @@ MISTAKES: Final = {
     ),
     "AMP002": Mistake(
         name="step-past-scaler",
-        what="the optimizer steps past the scaler, with gradients that are multiplied by the loss scale",
+        what="step() is called past the scaler, with gradients that are multiplied by the loss scale",
         instead="call scaler.step(optimizer)",
     ),
     "AMP003": Mistake(
@@ -126,7 +126,7 @@ MISTAKES: Final = {
     "AMP019": Mistake(
         name="cuda-scaler-on-cpu",
         what="the scaler is for CUDA and the regions are on the CPU; without CUDA it is disabled",
-        instead="pass device='cpu' to scale on the CPU",
+        instead="pass device='cpu'",
     ),
 }
 """The mistakes by the code of their rule in ``amp-plugin check``."""

@@ -11,7 +11,7 @@ from amp_plugin.check.module import Hit, Module
 
 _ACCUMULATION = re.compile(r"%|accum|micro", re.IGNORECASE)
 _PRECISION = re.compile(
-    r"\\bamp|_amp|scal|fp16|bf16|half|mixed|precision|enabled|cuda|device|block \d", re.IGNORECASE
+    r"\bamp|_amp|scal|fp16|bf16|half|mixed|precision|enabled|cuda|device|block \d", re.IGNORECASE
 )
 
 

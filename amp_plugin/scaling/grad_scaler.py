@@ -16,6 +16,7 @@ from typing_extensions import Self
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.messages import warn_user
+from amp_plugin.mistakes import MISTAKES
 from amp_plugin.options import GradScalerOptions, LossScaleOptions, lists_options, option_names, takes
 from amp_plugin.removed import removed_attribute
 from amp_plugin.scaling import closures
@@ -541,7 +542,7 @@ def _usable(device: str) -> bool:
     if device.startswith("cuda") and not torch.cuda.is_available():
         warn_user(
             "GradScaler(device='cuda') is disabled: CUDA is not available. "
-            "Pass device='cpu' to scale on the CPU."
+            f"To scale on the CPU, {MISTAKES['AMP019'].instead}."
         )
         return False
     return True

@@ -13,12 +13,15 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from amp_plugin.mistakes import MISTAKES
 from amp_plugin.scaling.gradients import Measurement, ShardLayout
 from amp_plugin.scaling.loss_scale import LossScale, LossScales, capturing, moved
 from amp_plugin.scaling.overflows import ParameterNames, report_of
 from amp_plugin.scaling.ranks import Ranks
 from amp_plugin.scaling.step_log import StepResult
 from amp_plugin.scaling.unscaling import GradientGroup
+
+_PAST_THE_SCALER = MISTAKES["AMP002"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -284,9 +287,8 @@ class PerOptimizerState:
         if scaled and not self.is_stepping:
             kind = type(self.optimizer).__name__
             msg = (
-                f"{kind}.step() was called past the scaler, with gradients that are multiplied by the loss "
-                "scale: call scaler.step(optimizer), or scaler.unscale_(optimizer) before; in Accelerate, "
-                "Fabric and Lightning step the optimizer that prepare(), setup() or optimizers() returned."
+                f"{kind}.{_PAST_THE_SCALER.what}: {_PAST_THE_SCALER.instead}, or "
+                "scaler.unscale_(optimizer) before; in Accelerate, Fabric and Lightning step the optimizer that prepare(), setup() or optimizers() returned."
             )
             raise RuntimeError(msg)
 

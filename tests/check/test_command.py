@@ -34,7 +34,7 @@ def test_a_mistake_is_a_line_and_exit_code_1(folder):
     Path("train.py").write_text(STEP)
     code, lines = checked("train.py")
     assert code == 1
-    assert lines[0].startswith("train.py:5:5: AMP002 the optimizer steps past the scaler")
+    assert lines[0].startswith("train.py:5:5: AMP002 step() is called past the scaler")
     assert lines[1:] == ["1 file checked, 1 found"]
     Path("train.py").write_text(STEP.replace("optimizer.step()", "scaler.step(optimizer); scaler.update()"))
     assert checked("train.py") == (0, ["1 file checked, nothing found"])

@@ -76,7 +76,7 @@ def test_a_step_past_the_scaler_with_scaled_gradients(weights, scaler_class, opt
         one.optimizer.step()
         assert one.value <= -9.0
         return
-    with pytest.raises(RuntimeError, match=r"SGD.step\(\) was called past the scaler.*scaler.unscale_"):
+    with pytest.raises(RuntimeError, match=r"SGD.step\(\) is called past the scaler.*scaler.unscale_"):
         one.optimizer.step()
     assert one.value == -1.0
     scaler.unscale_(one.optimizer)  # as it is right
