@@ -287,8 +287,9 @@ class PerOptimizerState:
         if scaled and not self.is_stepping:
             kind = type(self.optimizer).__name__
             msg = (
-                f"{kind}.{_PAST_THE_SCALER.what}: {_PAST_THE_SCALER.instead}, or "
-                "scaler.unscale_(optimizer) before; in Accelerate, Fabric and Lightning step the optimizer that prepare(), setup() or optimizers() returned."
+                f"{kind}.{_PAST_THE_SCALER.what}: {_PAST_THE_SCALER.instead}, or scaler.unscale_(optimizer) "
+                "before; in Accelerate, Fabric and Lightning step the optimizer that prepare(), setup() or "
+                "optimizers() returned."
             )
             raise RuntimeError(msg)
 
