@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import ignite.distributed as idist
 from ignite.engine import Engine, Events
@@ -23,7 +23,7 @@ from typing_extensions import Doc
 
 from amp_plugin.adapters.option_sources import resolved
 from amp_plugin.adapters.scaler import scaler_groups
-from amp_plugin.adapters.session import FrontDoor, Session
+from amp_plugin.adapters.session import FrontDoor
 from amp_plugin.messages import warn_user
 from amp_plugin.options import PluginOptions, between, lists_options, takes, whole
 from amp_plugin.scaling.step_log import LoggedStep
@@ -91,17 +91,16 @@ class IgnitePrecision(FrontDoor):
 
     @takes(IgniteOptions, by_position=1)
     def __init__(self, **given: Any) -> None:
-        self.options, sources = resolved(IgniteOptions, [("argument", given)], os.environ, door="ignite")
+        options, sources = resolved(IgniteOptions, [("argument", given)], os.environ, door="ignite")
         self.skipped_steps = 0
-        self.session = Session(
-            self.options,
-            str(self.options.precision),
-            words=self.words,
-            sources=sources,
-            door=type(self).__name__,
-        )
-        if self.options.scaler is not None:
-            self.session.replace_scaler(self.options.scaler, "IgnitePrecision(scaler=...)")
+        self._open_session(options, str(options.precision), sources=sources)
+        if options.scaler is not None:
+            self.session.replace_scaler(options.scaler, "IgnitePrecision(scaler=...)")
+
+    @property
+    def options(self) -> IgniteOptions:
+        """The options, checked."""
+        return cast("IgniteOptions", self.session.options)
 
     @property
     def scaler(self) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
-from amp_plugin.scaling.step_log import StepResult
+from amp_plugin.scaling.words import Words
 
 _ANOMALY: Final = "returned nan values in its"  # of torch's error
 _WRAPPERS: Final = {"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"}
@@ -70,35 +71,15 @@ def anomalies_explained(scaler: Any) -> Iterator[None]:
         raise RuntimeError(msg) from error
 
 
-class StepNorms:
-    """The norms of unscaled gradients, before clipping, of steps taken since they were last asked for."""
-
-    def __init__(self) -> None:
-        self._seen: list[weakref.ref[StepResult]] = []  # weakly: a result holds parameters
-
-    def among(self, results: Iterable[StepResult | None]) -> dict[str, Tensor] | None:
-        """Return ``grad_norm``, of several optimizers ``grad_norm/0``, ..., 0-dim; None if none stepped."""
-        before, last = [seen() for seen in self._seen], list(results)
-        self._seen = [weakref.ref(result) for result in last if result is not None]
-        new = {place: result for place, result in enumerate(last) if result and result not in before}
-        name = "grad_norm" if len(last) == 1 else "grad_norm/{}"
-        norms = {name.format(place): result.norm for place, result in new.items() if result.norm is not None}
-        return norms if new else None
-
-    def __reduce__(self) -> tuple[type[StepNorms], tuple[()]]:
-        """Copy and pickle without the results: they hold on to their optimizers."""
-        return StepNorms, ()
-
-
 class GradientOrigins:
-    """Knows by hooks whether a backward pass within :meth:`inside` has made the gradients of parameters."""
+    """Knows by hooks whether gradients were made by a backward pass :meth:`inside`, or by another."""
 
     def __init__(self) -> None:
-        self._is_inside = False
-        self._reached: list[Tensor] = []  # parameters, by the present pass inside
+        self._reached: list[Tensor] | None = None  # by the pass inside; None: none runs
         self._inside: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # gradients with their versions
         self._outside: dict[int, weakref.ref[Tensor]] = {}
         self._handles: list[RemovableHandle] = []
+        self._looked_at: tuple[int, int] = (0, 0)  # models, optimizers
 
     def watch(self, params: Iterable[Tensor]) -> None:
         """Watch these parameters, and no others any more."""
@@ -108,15 +89,35 @@ class GradientOrigins:
             hook = self._note
             self._handles = [param.register_post_accumulate_grad_hook(hook) for param in distinct.values()]
 
+    @contextmanager
+    def watching(self, models: Sequence[nn.Module], scaler: GradScaler, words: Words) -> Iterator[None]:
+        """Take a backward pass for a scaled one; watch the parameters that no known optimizer steps.
+
+        An optimizer that the scaler does not know is refused these gradients. Most programs have none.
+        """
+        optimizers = scaler.optimizers
+        if self._looked_at != (len(models), len(optimizers)):
+            known = {id(param) for optimizer in optimizers for param in params_of(optimizer)}
+            params = [param for model in models for param in model.parameters() if id(param) not in known]
+            self.watch(params)
+            self._looked_at = len(models), len(optimizers)
+            if params:
+                hook = partial(_refuse_unknown, weakref.ref(self), weakref.ref(scaler), words)
+                hook.leaves_gradients = hook.leaves_steps = True  # type: ignore[attr-defined]
+                self._handles.append(register_optimizer_step_pre_hook(hook))
+        with self.inside():
+            yield
+
     def unwatch(self) -> None:
-        """Watch no parameter any more."""
+        """Watch no parameter and no optimizer any more."""
         while self._handles:
             self._handles.pop().remove()
         self._inside.clear()
         self._outside.clear()
+        self._looked_at = (0, 0)
 
     def _note(self, param: Tensor) -> None:
-        if self._is_inside:
+        if self._reached is not None:
             self._reached.append(param)
         elif param.grad is not None:
             self._outside[id(param)] = weakref.ref(param.grad)
@@ -126,13 +127,12 @@ class GradientOrigins:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Take what is made within for gradients of a scaled loss."""
-        before, self._is_inside = self._is_inside, True
+        before, self._reached = self._reached, []
         try:
             yield
         finally:
-            self._is_inside = before
-            while self._reached:  # DDP writes to gradients after the hook
-                param = self._reached.pop()
+            reached, self._reached = self._reached, before
+            for param in reached:  # now, since DDP writes to gradients after the hook
                 if param.grad is not None:
                     self._inside[id(param)] = weakref.ref(param.grad), param.grad._version
 
@@ -152,48 +152,21 @@ class GradientOrigins:
         return type(self), ()
 
 
-class Unprepared(GradientOrigins):
-    """Refuses scaled gradients to optimizers that were not prepared; in most programs there are none."""
-
-    leaves_gradients = leaves_steps = True  # else no prepared optimizer steps in one pass
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._looked_at: tuple[int, int] = (0, 0)  # models, optimizers
-        self._step_hook = ExitStack()
-        self._scaler: Callable[[], GradScaler | None] = lambda: None
-
-    @contextmanager
-    def watching(self, models: Sequence[nn.Module], scaler: GradScaler) -> Iterator[None]:
-        """Learn which parameters of no optimizer of the scaler a backward brings gradients to."""
-        if self._looked_at != (len(models), len(scaler.optimizers)):
-            known = {id(param) for optimizer in scaler.optimizers for param in params_of(optimizer)}
-            params = [param for model in models for param in model.parameters() if id(param) not in known]
-            self.release()
-            self._looked_at = len(models), len(scaler.optimizers)
-            self._scaler = weakref.ref(scaler, lambda _: self.release())
-            self.watch(params)
-            if params:
-                self._step_hook.callback(register_optimizer_step_pre_hook(self).remove)
-        with self.inside():
-            yield
-
-    def release(self) -> None:
-        """Look at no optimizer any more."""
-        self.unwatch()
-        self._looked_at = (0, 0)
-        self._step_hook.close()
-
-    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        """Run before the step of any optimizer."""
-        scaler = self._scaler()
-        if scaler is None or any(known is optimizer for known in scaler.optimizers):
-            return
-        if scaled := sum(map(self.is_scaled, params_of(optimizer))):
-            msg = (
-                f"{type(optimizer).__name__}.step(): {scaled} gradients are multiplied by "
-                "the loss scale, and this optimizer was not prepared: step the one that "
-                "accelerator.prepare(optimizer) or fabric.setup_optimizers(optimizer) returns, or keep its "
-                "parameters out of prepared models"
-            )
-            raise RuntimeError(msg)
+def _refuse_unknown(
+    origins: Callable[[], GradientOrigins | None],
+    scaler: Callable[[], GradScaler | None],
+    words: Words,
+    optimizer: Optimizer,
+    *_: Any,
+) -> None:
+    """Raise RuntimeError before a step by an optimizer that was not prepared, if its gradients are scaled."""
+    made, known = origins(), scaler()
+    if made is None or known is None or any(other is optimizer for other in known.optimizers):
+        return
+    if scaled := sum(map(made.is_scaled, params_of(optimizer))):
+        msg = (
+            f"{type(optimizer).__name__}.step(): {scaled} gradients are multiplied by the loss scale, and "
+            f"this optimizer was not prepared: step the one that {words.prepare} returns, or keep its "
+            "parameters out of prepared models"
+        )
+        raise RuntimeError(msg)

@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from amp_plugin.adapters.float8 import checked_config, convert_linear_layers, refuse_device
-from amp_plugin.adapters.scaler import Unprepared, register, torch_optimizer
+from amp_plugin.adapters.scaler import GradientOrigins, register, torch_optimizer
 from amp_plugin.casting.region import autocast
 from amp_plugin.casting.rules import TABLES, OpRules
 from amp_plugin.casting.rules_in_force import pop, push
@@ -82,7 +82,9 @@ class Session:
         sources: as given.
         device: the type of the device; empty until the run begins.
         models: the models whose weights were set up, in order.
-        unprepared: refuses scaled gradients to optimizers that the session does not know.
+        growth: of the weights, for the error of a run that only skips.
+        origins: knows which backward passes have made gradients.
+        at_end: what :meth:`end` undoes.
         measures_norms: whether gradients that no clip measures are measured.
         attempted_steps: optimizer steps so far, skipped ones counted.
         is_aside: whether steps are left to the optimizers.
@@ -103,25 +105,28 @@ class Session:
         self.options, self.precision, self.words, self.sources = options, precision, words, sources
         self.device = ""
         self.models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
-        self.unprepared = Unprepared()
+        self.origins = GradientOrigins()
+        self.at_end = ExitStack()
         self.measures_norms = False
         self.attempted_steps = 0
         self.is_aside = False
+        self._seen: list[
+            weakref.ref[StepResult]
+        ] = []  # by new_norms; weakly, since a result holds parameters
         self._stepped: set[int] = set()  # the optimizers that have stepped in this iteration
-        self._growth = WeightGrowth()  # of the weights, where endless skips end the run
+        self.growth = WeightGrowth()  # of the weights, where endless skips end the run
         self._enabled, self._door = enabled, door
         self._float8: Any = None
         if precision == "fp8" and isinstance(options, PluginOptions):
             self._float8 = checked_config(f"{door}('fp8')", options.float8_config)
         self._scaler: Any = None
         self._meets_fp32 = False  # whether activations may meet float32 where all weights are stored
-        self._rules_in_force = ExitStack()
         self._watch: RunReport | ModuleWatch | None = None
         self._ends_watch: Any = None  # at the end of the process
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this run."""
-        own = {**vars(self), "_rules_in_force": ExitStack(), "_stepped": set()}
+        own = {**vars(self), "at_end": ExitStack(), "_stepped": set(), "_seen": []}
         own |= {"_watch": None, "_ends_watch": None}
         del own["models"]
         return own
@@ -224,9 +229,10 @@ class Session:
     def follow(self, rules: OpRules | None) -> None:
         """Make the process follow op rules until this run ends or another begins; end an earlier run's."""
         Session.forget_rules()
-        self._rules_in_force = Session._in_force = ExitStack()
+        Session._in_force = own = ExitStack()
         if rules is not None:
-            self._rules_in_force.callback(pop, push(rules))
+            own.callback(pop, push(rules))
+            self.at_end.callback(own.close)
 
     @staticmethod
     def forget_rules() -> None:
@@ -241,12 +247,12 @@ class Session:
             error: what has ended the run.
         """
         self.end_watch(error)
-        self.unprepared.release()
+        self.origins.unwatch()
+        self.at_end.close()
         if self._scaler is not None:
             self._scaler.step_log.end_run(warn)
         while self.models:
             restore_weights(self.models.popitem()[0])
-        self._rules_in_force.close()
 
     # -- weights ---------------------------------------------------------------------------------
 
@@ -303,7 +309,7 @@ class Session:
         for model in models:
             reduce_in_fp32(model)
         if self._max_skips:
-            self._growth.add(named)
+            self.growth.add(named)
         own = [torch_optimizer(optimizer) for optimizer in optimizers]
         for optimizer in own:
             add_optimizer(optimizer, self.options.state)
@@ -395,7 +401,7 @@ class Session:
     def _look(self, step: LoggedStep) -> None:
         """End a run that only skips."""
         if step.in_a_row == self._max_skips:
-            raise endless_skips(step, self.words, self._growth)
+            raise endless_skips(step, self.words, self.growth)
 
     # -- one step --------------------------------------------------------------------------------
 
@@ -415,7 +421,7 @@ class Session:
 
     def watching(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """Learn which gradients a backward pass brings to parameters that no known optimizer steps."""
-        return self.unprepared.watching(list(models), self.scaler)
+        return self.origins.watching(list(models), self.scaler, self.words)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale and step, or skip; then let the loss scale change. Returns what the step returns."""
@@ -465,6 +471,20 @@ class Session:
             return False
         scheduler.step(*args)
         return True
+
+    def new_norms(self, optimizers: Iterable[Any]) -> dict[str, Tensor] | None:
+        """Return the norms of unscaled gradients, before clipping, of steps taken since this was last called.
+
+        Returns:
+            ``grad_norm``, or of several optimizers ``grad_norm/0``, ...: float32, 0-dim; None: none stepped.
+        """
+        last = [self.scaler.result_of(torch_optimizer(optimizer)) for optimizer in optimizers]
+        before = [seen() for seen in self._seen]
+        self._seen = [weakref.ref(result) for result in last if result is not None]
+        new = {place: result for place, result in enumerate(last) if result and result not in before}
+        name = "grad_norm" if len(last) == 1 else "grad_norm/{}"
+        norms = {name.format(place): result.norm for place, result in new.items() if result.norm is not None}
+        return norms if new else None
 
     # -- what a framework shows or saves ---------------------------------------------------------
 
@@ -549,6 +569,11 @@ class FrontDoor:
 
     words: ClassVar[Words]
     session: Session
+
+    def _open_session(self, options: PrecisionOptions, precision: str = "fp32", **given: Any) -> None:
+        """Hold a session in the words of this front door; the arguments are those of Session."""
+        door = type(self).__name__
+        self.session = Session(options, precision, words=self.words, door=door, **given)
 
     @property
     def _scaler(self) -> GradScaler:

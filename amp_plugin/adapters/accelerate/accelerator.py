@@ -28,8 +28,8 @@ from amp_plugin.adapters.accelerate.settings import (
     take_options,
 )
 from amp_plugin.adapters.float8 import leave_out, refuse_device
-from amp_plugin.adapters.scaler import StepNorms, anomalies_explained, scaler_groups, torch_optimizer
-from amp_plugin.adapters.session import FrontDoor, Session
+from amp_plugin.adapters.scaler import anomalies_explained, scaler_groups, torch_optimizer
+from amp_plugin.adapters.session import FrontDoor
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.casting.threads import RegionState
 from amp_plugin.kernels.tracers import outside_graphs
@@ -107,11 +107,8 @@ class AmpAccelerator(FrontDoor, Accelerator):
         given = bind(type(self).__name__, _SIGNATURE, self, *args, **kwargs)
         given.pop("self")
         options, sources, enabled = take_options(given, os.environ)
-        self.session = Session(options, words=self.words, sources=sources, enabled=enabled)
+        self._open_session(options, sources=sources, enabled=enabled)
         self._shown: Any = None  # the public attribute scaler
-        self._norms = StepNorms()
-        self._found: set[str] = set()  # fp32_modules that a model has had; each must be in one
-        self._engaged = False  # whether models compute, and optimizers step, by us and not by another engine
         super().__init__(**given)
         is_other = refuse_other_engine(
             self.distributed_type, self.mixed_precision, self.ao_recipe_handler, sources
@@ -126,7 +123,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
         """Replace Accelerate's scaler by ours and let autocast blocks follow our rules."""
         session, device, precision = self.session, self.device.type, self.mixed_precision
         session.compute_in("fp32" if precision == "no" else precision, named="mixed_precision")
-        self._engaged, self.native_amp = True, precision != "no"
+        self.native_amp = precision != "no"
         if self.ao_recipe_handler is not None:
             owner = f"{type(self).__name__}(mixed_precision='fp8')"
             refuse_device(owner, device, self.ao_recipe_handler.config)
@@ -138,6 +135,11 @@ class AmpAccelerator(FrontDoor, Accelerator):
             session.check_sharded()
             if self.native_amp:
                 give_policy(self.state.fsdp_plugin, self.dtype_plan, fp32_outputs=outputs)
+
+    @property
+    def _engaged(self) -> bool:
+        """Whether models compute, and optimizers step, by us and not by another engine."""
+        return bool(self.session.device)
 
     def _show(self, scaler: Any) -> None:
         """Show a scaler as the public attribute, and to prepared optimizers; None where nothing is scaled."""
@@ -217,9 +219,9 @@ class AmpAccelerator(FrontDoor, Accelerator):
         """Store weights, put ``fp32_modules`` under fp32 and forwards under autocast; may be repeated."""
         wanted = self._options.fp32_modules
         matched = {model: found_patterns(model, wanted) for model in models}
-        self._found.update(*matched.values())
+        found = {name for model in self.session.models for name in found_patterns(model, wanted)}
         if models:
-            require_matches(models, [name for name in wanted if name not in self._found])
+            require_matches(models, [name for name in wanted if name not in found])
         for model, patterns in matched.items():
             if trained:
                 self.session.set_up_weights(model, patterns)
@@ -412,7 +414,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
         With several optimizers that have stepped there is a ``grad_norm/0``, ``grad_norm/1``, ... each, in
         the order they were prepared in. Before clipping, unscaled.
         """
-        norms = self._norms.among(map(self.result_of, self._optimizers))
+        norms = self.session.new_norms(self._optimizers)
         if norms is None:
             return {}
         return {**self.amp_metrics(), **{name: norm.item() for name, norm in norms.items()}}

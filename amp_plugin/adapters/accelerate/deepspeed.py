@@ -173,7 +173,7 @@ class EngineScaler(GradScaler):
     def __init__(self, engine: Any, options: LossScaleOptions) -> None:
         floor, checks = options.min_scale, options.on_nonfinite
         super().__init__("cpu", enabled=False, on_nonfinite=checks, min_scale=floor)
-        self._engine, self._steps_seen, self._skips_seen = engine, engine.global_steps, engine.skipped_steps
+        self._engine, self._seen = engine, (engine.global_steps, engine.skipped_steps)  # steps, skips
         self._result: StepResult | None = None
         self._torchs: Any = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
         if self._torchs is not None:
@@ -194,10 +194,11 @@ class EngineScaler(GradScaler):
         """Log the step that the engine has taken or skipped, if it has."""
         engine, before = self._engine, self._scale_now
         self._scale_now = self.get_scale()
-        if engine.global_steps == self._steps_seen:
+        steps, skips = self._seen
+        if engine.global_steps == steps:
             return
-        skipped = engine.skipped_steps > self._skips_seen
-        self._steps_seen, self._skips_seen = engine.global_steps, engine.skipped_steps
+        skipped = engine.skipped_steps > skips
+        self._seen = engine.global_steps, engine.skipped_steps
         norm, tensor = engine.get_global_grad_norm(), partial(torch.tensor, dtype=torch.float32)
         if norm is not None and self._torchs is not None:
             norm = norm / before  # ZeRO's is of scaled gradients there

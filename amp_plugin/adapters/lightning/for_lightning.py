@@ -12,19 +12,18 @@ from amp_plugin.adapters.lightning.monitor import Monitor
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
 
 
-class AmpPrecision(TrainerPrecision, MixedPrecision, FSDPPrecision):  # type: ignore[misc]
+class AmpPrecision(TrainerPrecision, MixedPrecision, FSDPPrecision):  # type: ignore[misc, override]
     __doc__ = TrainerPrecision.__doc__
     package = pytorch
 
 
-class FabricAmpPrecision(FabricPrecision, FabricMixedPrecision, FabricFSDPPrecision):
+class FabricAmpPrecision(FabricPrecision, FabricMixedPrecision, FabricFSDPPrecision):  # type: ignore[override]
     __doc__ = FabricPrecision.__doc__
     package = fabric
 
 
 class AmpMonitor(Monitor, pytorch.Callback):
     __doc__ = Monitor.__doc__
-    package = pytorch
 
 
 join_fabric(FabricAmpPrecision)

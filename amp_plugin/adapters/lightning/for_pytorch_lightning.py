@@ -13,19 +13,18 @@ from amp_plugin.adapters.lightning.monitor import Monitor
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
 
 
-class AmpPrecision(TrainerPrecision, MixedPrecision, FSDPPrecision):  # type: ignore[misc]
+class AmpPrecision(TrainerPrecision, MixedPrecision, FSDPPrecision):  # type: ignore[misc, override]
     __doc__ = (TrainerPrecision.__doc__ or "").replace("lightning.pytorch", "pytorch_lightning")
     package = pytorch
 
 
-class FabricAmpPrecision(FabricPrecision, FabricMixedPrecision, FabricFSDPPrecision):
+class FabricAmpPrecision(FabricPrecision, FabricMixedPrecision, FabricFSDPPrecision):  # type: ignore[override]
     __doc__ = (FabricPrecision.__doc__ or "").replace("lightning.fabric", "lightning_fabric")
     package = fabric
 
 
 class AmpMonitor(Monitor, pytorch.Callback):
     __doc__ = Monitor.__doc__
-    package = pytorch
 
 
 join_fabric(FabricAmpPrecision)

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
-from amp_plugin.adapters.scaler import StepNorms
 from amp_plugin.adapters.session import endless_skips
 from amp_plugin.messages import only_warning
-from amp_plugin.numerics.growth import WeightGrowth
 from amp_plugin.options import whole
 from amp_plugin.weights.store import WeightBytes, weight_bytes
 
@@ -47,9 +45,6 @@ class Monitor:
         10
     """
 
-    package: Any
-    """The framework: the module ``lightning.pytorch`` or ``pytorch_lightning``."""
-
     skipped_steps: int = 0
     """Optimizer steps skipped so far, as far as they are read."""
 
@@ -66,7 +61,6 @@ class Monitor:
         self.every_n_steps = None if every_n_steps is None else whole("every_n_steps", every_n_steps)
         self.report = report
         self._read: list[LoggedStep] = []
-        self._norms, self._growth = StepNorms(), WeightGrowth()
         self._has_failed = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -102,11 +96,12 @@ class Monitor:
         self._new_norms(trainer)
         self.weight_bytes = None
         self._has_failed = False
+        plugin = trainer.precision_plugin
         with only_warning("AmpMonitor", self._fail):
-            self._growth.add([pl_module])
-        path = trainer.precision_plugin.session.watch([pl_module], self.report)
+            plugin.session.growth.add([pl_module])
+        path = plugin.session.watch([pl_module], self.report)
         if path is not None:
-            self.package.utilities.rank_zero_info(f"the run is drawn in {path}")
+            plugin.package.utilities.rank_zero_info(f"the run is drawn in {path}")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Read what the last optimizer steps have left."""
@@ -143,16 +138,18 @@ class Monitor:
         self._has_failed = True
 
     def _new_norms(self, trainer: Any) -> dict[str, Tensor] | None:
-        return self._norms.among(map(trainer.precision_plugin.result_of, trainer.optimizers))
+        norms: dict[str, Tensor] | None = trainer.precision_plugin.session.new_norms(trainer.optimizers)
+        return norms
 
     def _look(self, trainer: Any, pl_module: Any) -> None:
         """Count the skips that the host has learned of, and end a run that only skips."""
+        plugin = trainer.precision_plugin
         read, self._read[:] = list(self._read), []
         for step in read:
             self.skipped_steps += step.result.skipped
             if not step.result.skipped and self.weight_bytes is None and not self._has_failed:
                 with only_warning("AmpMonitor", self._fail):  # a skipped step makes no state
                     self.weight_bytes = weight_bytes(pl_module, *trainer.strategy.optimizers)
-                    self.package.utilities.rank_zero_info(f"training holds {self.weight_bytes}")
+                    plugin.package.utilities.rank_zero_info(f"training holds {self.weight_bytes}")
             if step.in_a_row == self.max_skips_in_a_row:
-                raise endless_skips(step, trainer.precision_plugin.words, self._growth)
+                raise endless_skips(step, plugin.words, plugin.session.growth)

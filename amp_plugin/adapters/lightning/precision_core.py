@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 
 from amp_plugin.adapters.option_sources import resolved
-from amp_plugin.adapters.session import FrontDoor, Session
+from amp_plugin.adapters.session import FrontDoor
 from amp_plugin.casting.rules import RULES_VARIABLE
 from amp_plugin.messages import warn_user
 from amp_plugin.options import LossScaleOptions, PluginOptions, option_defaults, option_names, takes
@@ -58,14 +58,18 @@ class PrecisionCore(FrontDoor):
     @takes(PluginOptions, by_position=1)
     def __init__(self, **given: Any) -> None:
         owner = type(self).__name__
-        self.settings = settings = _checked_options(owner, given)
-        precision, words = str(settings.precision), self.words
-        self.session = session = Session(settings, precision, words=words, door=owner)
+        options = _checked_options(owner, given)
+        self._open_session(options, str(options.precision))
+        session = self.session
         self.precision: Any = STOCK_NAMES[session.precision]  # Lightning's own name, e.g. "16-mixed"
-        self.device = ""  # until training starts
         self._desired_input_dtype = session.training_dtype  # read by Lightning's throughput monitor
         if given.get("scaler") is not None:
-            self.scaler = given["scaler"]
+            self._replace_scaler(given["scaler"])
+
+    @property
+    def settings(self) -> PluginOptions:
+        """The options, checked."""
+        return cast("PluginOptions", self.session.options)
 
     def __repr__(self) -> str:
         """Show the precision, and how weights are stored if in 16 bits."""
@@ -98,6 +102,9 @@ class PrecisionCore(FrontDoor):
 
     @scaler.setter
     def scaler(self, given: Any) -> None:
+        self._replace_scaler(given)
+
+    def _replace_scaler(self, given: Any) -> None:
         if given is not None and not self.session.scales_loss:
             msg = (
                 f"{self!r}.scaler = ...: no loss is scaled in {self.settings.precision}; "
@@ -105,6 +112,11 @@ class PrecisionCore(FrontDoor):
             )
             raise TypeError(msg)
         self.session.replace_scaler(given, f"{type(self).__name__}.scaler")
+
+    @property
+    def device(self) -> str:
+        """The type of the device; empty until training starts."""
+        return self.session.device
 
     @property
     def mixed_precision_config(self) -> Any:
@@ -143,7 +155,6 @@ class PrecisionCore(FrontDoor):
         """Make what depends on the device and on FSDP's groups, once they are known."""
         is_first_rank = self.package.utilities.rank_zero_only.rank == 0
         self.session.begin(device_type, groups, is_first_rank=is_first_rank)
-        self.device = device_type
 
     def teardown(self) -> None:
         """End the run: give float32 weights and the rules back; the loss scale stays."""

@@ -12,7 +12,7 @@ all numbers are theirs. One optimizer step::
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +30,7 @@ from amp_plugin.adapters.lightning.user_code import (
     refuse_strays,
     users_methods,
 )
-from amp_plugin.adapters.scaler import (
-    GradientOrigins,
-    anomalies_explained,
-    scaler_groups,
-    torch_optimizer,
-)
+from amp_plugin.adapters.scaler import anomalies_explained, scaler_groups, torch_optimizer
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.options import PluginOptions, lists_options, takes
 from amp_plugin.patches import replaced
@@ -94,15 +89,23 @@ class TrainerPrecision(PrecisionCore):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self._schedulers = HeldSchedulers()
-        self._fitting = True
-        self._state: Any = None  # the Trainer's, which knows of errors
-        self._load_again: Any = None  # the Trainer, if what it has loaded before set-up was rounded
-        self._strays = GradientOrigins()
-        self._averages = ExitStack()
-        self._manual = False
+        self._trainer: Any = None  # of the present run
+        self._loads_again = False  # whether weights that were loaded before set-up were rounded
         self._users_methods: frozenset[str] = frozenset()
         self._leaves_clip_to_step = False
-        self._root_device = ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle without the Trainer."""
+        return {**vars(self), "_trainer": None}
+
+    @property
+    def _fits(self) -> bool:
+        """Whether the run is ``trainer.fit``, or none has begun."""
+        return self._trainer is None or self._trainer.state.fn == "fit"
+
+    @property
+    def _is_manual(self) -> bool:
+        return self._trainer is not None and not self._trainer.lightning_module.automatic_optimization
 
     # -- set-up -------------------------------------------------------------------------------
 
@@ -114,19 +117,15 @@ class TrainerPrecision(PrecisionCore):
                 f"{self!r} is for the Trainer; in Fabric use FabricAmpPrecision({self.settings.precision!r})"
             )
             raise TypeError(msg)
-        self._state = trainer.state
-        self._fitting = self._state.fn == "fit"
+        self._trainer = trainer
         self._refuse_strategy(trainer.strategy)
-        self._root_device = trainer.strategy.root_device.type
-        self._manual = not module.automatic_optimization
-        if self._fitting or self.session.are_all_stored:
+        if self._fits or self.session.are_all_stored:
             is_sharded = hasattr(trainer.strategy, "mixed_precision_config")  # later, by FSDP
             setting = "the strategy's mixed_precision" if is_sharded else sharded_by(module)
             refuse_sharded(self.settings.weights, setting)
-            was_rounded = self.session.set_up_weights(module, self.settings.fp32_modules)
-            self._load_again = trainer if was_rounded else None
-        if self._fitting:
-            averages_in_fp32(trainer.callbacks, self.package, self._averages)
+            self._loads_again = self.session.set_up_weights(module, self.settings.fp32_modules)
+        if self._fits:
+            averages_in_fp32(trainer.callbacks, self.package, self.session.at_end)
         is_overridden = self.package.utilities.model_helpers.is_overridden
         self._users_methods = users_methods(module, self, is_overridden)
         return super().convert_module(module)
@@ -135,24 +134,23 @@ class TrainerPrecision(PrecisionCore):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[LRSchedulerConfig]
     ) -> tuple[nn.Module, list[Optimizer], list[LRSchedulerConfig]]:
         """Learn the device, register the optimizers and take charge of step-interval schedulers."""
-        self._start(self._root_device, scaler_groups(model))
+        self._start(self._trainer.strategy.root_device.type, scaler_groups(model))
         is_fsdp1 = isinstance(model, FullyShardedDataParallel)
         self.checkpoint_key = "FSDPPrecision" if is_fsdp1 else "MixedPrecision"
-        if self._fitting:
+        if self._fits:
             self._check_shards(model)
         self.session.add([model], optimizers, [model])
         self._schedulers.take(lr_schedulers, self.step_log)
-        if self._scaler.is_enabled() and self._manual:
-            self._strays.watch(param for optimizer in optimizers for param in params_of(optimizer))
+        self.session.at_end.callback(self._schedulers.take, [], self.step_log)
+        if self._scaler.is_enabled() and self._is_manual:
+            self.session.origins.watch(param for optimizer in optimizers for param in params_of(optimizer))
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
         """End the run; warn if all of its steps were skipped."""
-        has_failed = self._state is not None and self._state.status == "interrupted"
-        self._strays.unwatch()
-        self._averages.close()
-        self._schedulers.take([], self.step_log)
+        has_failed = self._trainer is not None and self._trainer.state.status == "interrupted"
         self.session.end(warn=None if has_failed else self._warn)
+        self._trainer = None
 
     @property
     def measures_norms(self) -> bool:
@@ -197,7 +195,7 @@ class TrainerPrecision(PrecisionCore):
     @outside_graphs
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Run backward without autocast."""
-        with self._outside_region(), self._strays.inside(), anomalies_explained(self._scaler):
+        with self._outside_region(), self.session.origins.inside(), anomalies_explained(self._scaler):
             self._plain.backward(self, tensor, model, *args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
@@ -253,8 +251,8 @@ class TrainerPrecision(PrecisionCore):
         result = closure()
         scaler, trainer, is_seen = self._scaler, model.trainer, bool(self._users_methods)
         if scaler.is_enabled():
-            if self._manual:
-                refuse_strays(self._strays, optimizer, scaler)
+            if self._is_manual:
+                refuse_strays(self.session.origins, optimizer, scaler)
             if is_seen and scaler.has_scaled:
                 scaler.ensure_unscaled(optimizer)
         elif self.session.measures_norms:
@@ -316,12 +314,12 @@ class TrainerPrecision(PrecisionCore):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Load the loss scale of a checkpoint, whichever plugin wrote it, to go on training."""
-        if self._load_again is not None:  # into a model that is float32 or stored by now
-            trainer, self._load_again = self._load_again, None
+        if self._loads_again:  # into a model that is float32 or stored by now
+            trainer, self._loads_again = self._trainer, False
             module = trainer.lightning_module
             trainer.strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)
             for callback in trainer.callbacks:
                 if isinstance(callback, self.package.callbacks.WeightAveraging):
                     callback.on_load_checkpoint(trainer, module, checkpoint)
-        if self._fitting:
+        if self._fits:
             self.load_state_dict(next((checkpoint[key] for key in STOCK_KEYS if checkpoint.get(key)), {}))
