@@ -282,14 +282,6 @@ class PluginOptions(PrecisionOptions, _Precision):
 class AccelerateOptions(PrecisionOptions):
     """The options of AmpKwargs, of the environment and of YAML files."""
 
-    fold_clip: Annotated[
-        bool,
-        Doc(
-            "True leaves a clip by norm to the step where the optimizer is stepped in one pass or "
-            "fused: faster, but ``.grad`` is neither unscaled nor clipped between ``clip_grad_norm_`` "
-            "and the step."
-        ),
-    ] = False
     max_skips_in_a_row: Annotated[
         int,
         Doc(

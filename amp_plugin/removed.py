@@ -22,7 +22,21 @@ REMOVED: Final[dict[str, str]] = {
     "AmpPrecision.run_again": _BY_DIAGNOSE,
     "GradScaler.explain_skips": _BY_DIAGNOSE,
     "GradScaler.recorded": f"call the function itself, and {_BY_DIAGNOSE}",
+    "GradScaler.assume_unchanged": "call clip_and_step(optimizer, max_norm), which reads gradients once",
+    "GradScaler.has_new_gradients": "compare gradients yourself",
+    "GradScaler.has_scaled": "call scaler.core.has_scaled",
+    "GradScaler.measure": "call scaler.core.measure()",
+    "GradScaler.note_step": "call scaler.core.note_step()",
+    "GradScaler.optimizers": "read scaler.core.optimizers",
+    "GradScaler.optimizers_of": "call scaler.core.optimizers_of()",
+    "GradScaler.overflowed_before_closure": "call scaler.core.overflowed_before_closure()",
+    "GradScaler.parameter_names": "call scaler.core.parameter_names()",
+    "GradScaler.place": "call scaler.core.place()",
+    "GradScaler.result_of": "call last_step(), or scaler.core.result_of() before the first step",
+    "StepResult.not_one_pass_because": "read one_pass and how",
     # keywords, whoever takes them: "name="
+    "fold=": "call scaler.clip_and_step(optimizer, max_norm), which clips in the step",
+    "fold_clip=": "call scaler.clip_and_step(optimizer, max_norm); the Trainer plugin does so by itself",
 }
 """Where a name was -> what replaces it, as the second half of a sentence."""
 

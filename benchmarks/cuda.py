@@ -196,18 +196,7 @@ class Launches(Section):
         for name in ("ResNet-50", "GPT-2 124M", "1000 x 1 KB"):
             bench = Gradients(shapes_of(name, setting), setting.device)
             for what, ours, theirs, most in (
-                (
-                    "clip, folded",
-                    lambda bench=bench: clip_after_update(bench, fold=True),
-                    bench.clip_theirs,
-                    2,
-                ),
-                (
-                    "clip, in place",
-                    lambda bench=bench: clip_after_update(bench, fold=False),
-                    bench.clip_theirs,
-                    None,
-                ),
+                ("clip, in place", lambda bench=bench: clip_after_update(bench), bench.clip_theirs, None),
                 ("clip + fused AdamW", bench.step_ours, bench.step_theirs, None),
             ):
                 for unit, count, limit in (("launches", launches, most), ("waits", waits, 0)):
@@ -226,11 +215,11 @@ class Launches(Section):
                     )
 
 
-def clip_after_update(bench: Gradients, *, fold: bool) -> None:
+def clip_after_update(bench: Gradients) -> None:
     """Unscale and clip with a scale that has changed, as it may at each update."""
     bench.ours.loss_scale.generation += 1
     bench.scaled_again()
-    bench.clip_ours(fold=fold)
+    bench.clip_ours()
 
 
 SECTIONS = (Bandwidth(), Launches())

@@ -95,8 +95,7 @@ def drawn(setting: Setting, name: str, make: Callable[[Setting], GPT], folder: s
             with our_region(setting.device):
                 loss = model(batch)
             scaler.scale(loss if factor == 1.0 else loss * factor).backward()
-            scaler.clip_grad_norm_(optimizer, 1.0, fold=True)
-            scaler.step(optimizer)
+            scaler.clip_and_step(optimizer, 1.0)
             optimizer.zero_grad()
 
         return step

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from amp_plugin import GradScaler
 from amp_plugin.kernels import ops  # noqa: F401 -- defines the ops
-from amp_plugin.scaling.gradients import make_ledger
+from amp_plugin.kernels.build import native_core
 from benchmarks.harness import OURS, Comparison, Gate
 from benchmarks.models import Shapes, gpt2_shapes, resnet50_shapes
 from benchmarks.setting import Plot, Section, Setting
@@ -18,7 +19,7 @@ OP = torch.ops.amp_plugin
 LIMIT = "limit"
 SCALE = 1.0000001  # gradients that are unscaled again and again stay what they are
 MAX_NORM = 1e9
-PROMISED_ON_CUDA = {"1000 x 1 KB, folded": 5.0, "GPT-2 124M, fused AdamW": 1.3}
+PROMISED_ON_CUDA = {"GPT-2 124M, fused AdamW": 1.3}
 LARGE_ON_CUDA: dict[str, float | None] = {"GPT-2 774M": None, "GPT-2 1.5B": None}
 
 SETS: dict[str, Callable[[], Shapes]] = {
@@ -59,12 +60,12 @@ class Gradients:
 
     def scaled_again(self) -> None:
         """Let ours take the gradients for scaled ones, as after a backward pass."""
-        self.ours.note_step(self.optimizer)
+        self.ours.core.note_step(self.optimizer)
         self.ours.update()
 
-    def clip_ours(self, *, fold: bool) -> None:
-        """Unscale and clip; with ``fold`` the optimizer's kernel gets one number instead."""
-        self.ours.clip_grad_norm_(self.optimizer, MAX_NORM, fold=fold)
+    def clip_ours(self) -> None:
+        """Unscale and clip in place."""
+        self.ours.clip_grad_norm_(self.optimizer, MAX_NORM)
 
     def clip_theirs(self) -> None:
         """Unscale and clip as torch does."""
@@ -74,8 +75,7 @@ class Gradients:
 
     def step_ours(self) -> None:
         """The whole step after a backward."""
-        self.clip_ours(fold=True)
-        self.ours.step(self.optimizer)
+        self.ours.clip_and_step(self.optimizer, MAX_NORM)
         self.ours.update()
 
     def step_theirs(self) -> None:
@@ -130,7 +130,8 @@ def kernels(setting: Setting, name: str) -> Iterator[Comparison]:
 def per_tensor(setting: Setting) -> Iterator[Comparison]:
     """Yield what one more small tensor costs, its gradient looked up natively."""
     bench = Gradients(shapes_of("1000 x 1 KB", setting), setting.device)
-    ledger, factor = make_ledger(), torch.tensor(SCALE, device=setting.device)
+    native: Any = native_core().extension
+    ledger, factor = native.GradientLedger, torch.tensor(SCALE, device=setting.device)
     calls = {"norm_check": ledger.norm_check, "unscale_": ledger.unscale_}
     for name, call in calls.items():
         yield Comparison(
@@ -175,24 +176,20 @@ class Clipping(Section):
     timing = "wall time"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield each set, in place and folded into a fused optimizer."""
-        limits = {"ResNet-50": 3.0, "GPT-2 124M": None, "1000 x 100 KB": 5.0, "1000 x 1 KB": 25.0}
-        for name, limit in (limits if setting.device == "cpu" else limits | LARGE_ON_CUDA).items():
+        """Yield each set of gradients, clipped in place."""
+        names = ["ResNet-50", "GPT-2 124M", "1000 x 100 KB", "1000 x 1 KB"]
+        for name in names if setting.device == "cpu" else [*names, *LARGE_ON_CUDA]:
             bench = Gradients(shapes_of(name, setting), setting.device)
-            for kind, fold, kept in (("folded", True, limit), ("in place", False, 1.0)):
-                yield Comparison(
-                    name=f"{name}, {kind}",
-                    table="Unscale + check + clip",
-                    samples={
-                        OURS: setting.memory_clock(
-                            lambda bench=bench, fold=fold: bench.clip_ours(fold=fold),
-                            prepare=bench.scaled_again,
-                        ),
-                        "torch": setting.memory_clock(bench.clip_theirs),
-                    },
-                    rounds=setting.rounds(9 if name == "GPT-2 124M" else 31),
-                    gates=_promised(setting, f"{name}, {kind}", kept),
-                )
+            yield Comparison(
+                name=f"{name}, in place",
+                table="Unscale + check + clip",
+                samples={
+                    OURS: setting.memory_clock(bench.clip_ours, prepare=bench.scaled_again),
+                    "torch": setting.memory_clock(bench.clip_theirs),
+                },
+                rounds=setting.rounds(9 if name == "GPT-2 124M" else 31),
+                gates=_promised(setting, f"{name}, in place", 1.0),
+            )
         if setting.device == "cpu":
             yield clip_in_the_ops(setting)
 
@@ -200,13 +197,14 @@ class Clipping(Section):
 def clip_in_the_ops(setting: Setting) -> Comparison:
     """Compare the ops themselves on many small tensors, without the scaler's Python."""
     bench = Gradients(shapes_of("1000 x 1 KB", setting), setting.device)
-    ledger, factor = make_ledger(), torch.tensor(SCALE)
+    native: Any = native_core().extension
+    check, factor = native.GradientLedger.norm_check, torch.tensor(SCALE)
     repeat = setting.sized(10, 1)
     return Comparison(
-        name="1000 x 1 KB, folded, the ops alone",
+        name="1000 x 1 KB, the check alone",
         table="Unscale + check + clip",
         samples={
-            OURS: setting.memory_clock(lambda: ledger.norm_check(bench.params, factor, 2.0), repeat=repeat),
+            OURS: setting.memory_clock(lambda: check(bench.params, factor, 2.0), repeat=repeat),
             "torch": setting.memory_clock(bench.clip_theirs),
         },
         rounds=setting.rounds(31),
@@ -236,23 +234,19 @@ class Counts(Section):
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
         """Yield unscale + clip of 1 to 10 000 tensors of 1 KB, through the scaler."""
         counts = setting.sized((1, 10, 100, 1000, 10_000), (1, 3))
-        for kind, fold in (("in place", False), ("folded", True)):
-            for count in counts:
-                bench = Gradients([(256,)] * count, setting.device)
-                yield Comparison(
-                    name=str(count),
-                    table=f"Unscale + check + clip of tensors of 1 KB, {kind}: time a tensor",
-                    samples={
-                        OURS: setting.memory_clock(
-                            lambda bench=bench, fold=fold: bench.clip_ours(fold=fold),
-                            prepare=bench.scaled_again,
-                        ),
-                        "torch": setting.memory_clock(bench.clip_theirs),
-                    },
-                    rounds=setting.rounds(15),
-                    per=count,
-                    x=count,
-                )
+        for count in counts:
+            bench = Gradients([(256,)] * count, setting.device)
+            yield Comparison(
+                name=str(count),
+                table="Unscale + check + clip of tensors of 1 KB, in place: time a tensor",
+                samples={
+                    OURS: setting.memory_clock(bench.clip_ours, prepare=bench.scaled_again),
+                    "torch": setting.memory_clock(bench.clip_theirs),
+                },
+                rounds=setting.rounds(15),
+                per=count,
+                x=count,
+            )
 
 
 SECTIONS = (Kernels(), Clipping(), Counts())

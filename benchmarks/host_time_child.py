@@ -17,11 +17,11 @@ from tests.host_device import host_device
 host_device.install_if_loaded()
 
 from amp_plugin.kernels import ops  # noqa: E402, F401 - defines the ops, once the device is there
+from amp_plugin.kernels.build import native_core  # noqa: E402
 from amp_plugin.kernels.cuda.register import cuda_core  # noqa: E402
-from amp_plugin.scaling.gradients import make_ledger  # noqa: E402
 
 OP = torch.ops.amp_plugin
-LEDGER = make_ledger()
+LEDGER = native_core().extension.GradientLedger
 
 
 @cache

@@ -215,9 +215,7 @@ class Trained:
 
     def step_ours(self) -> None:
         """The whole step after a backward."""
-        self.ours.clip_grad_norm_(self.optimizer, MAX_NORM, fold=True)
-        self.ours.assume_unchanged(self.optimizer)  # as the plugin for the Trainer does where it clips
-        self.ours.step(self.optimizer)
+        self.ours.clip_and_step(self.optimizer, MAX_NORM)
         self.ours.update()
 
     def clip_and_step(self) -> None:

@@ -8,7 +8,6 @@ def right() -> None:
     GradScaler("cpu", 8.0, min_scale=1.0)
     AmpPrecision("bf16", weights="bf16", fp32_modules=["LayerNorm"])
     AmpPrecision(rules={"device_type": "cpu", "rules": {"aten::softmax": "fp32"}})
-    AmpKwargs(fold_clip=True)
     AmpAccelerator(mixed_precision="fp16", cpu=True, kwargs_handlers=[AmpKwargs()])
 
 

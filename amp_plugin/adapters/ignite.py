@@ -69,7 +69,7 @@ class IgnitePrecision(FrontDoor):
 
     Example:
         >>> import torch
-        >>> amp = IgnitePrecision("fp16", max_norm=1.0)
+        >>> amp = IgnitePrecision("fp16", init_scale=1024.0, max_norm=1.0)
         >>> model = torch.nn.Linear(4, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> trainer = amp.create_supervised_trainer(model, optimizer, torch.nn.functional.mse_loss)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from amp_plugin.quiet_hooks import register_quiet_hook
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
 from amp_plugin.scaling.words import Words
@@ -95,7 +95,7 @@ class GradientOrigins:
 
         An optimizer that the scaler does not know is refused these gradients. Most programs have none.
         """
-        optimizers = scaler.optimizers
+        optimizers = scaler.core.optimizers
         if self._looked_at != (len(models), len(optimizers)):
             known = {id(param) for optimizer in optimizers for param in params_of(optimizer)}
             params = [param for model in models for param in model.parameters() if id(param) not in known]
@@ -103,8 +103,7 @@ class GradientOrigins:
             self._looked_at = len(models), len(optimizers)
             if params:
                 hook = partial(_refuse_unknown, weakref.ref(self), weakref.ref(scaler), words)
-                hook.leaves_gradients = hook.leaves_steps = True  # type: ignore[attr-defined]
-                self._handles.append(register_optimizer_step_pre_hook(hook))
+                self._handles.append(register_quiet_hook(None, hook))
         with self.inside():
             yield
 
@@ -121,8 +120,6 @@ class GradientOrigins:
             self._reached.append(param)
         elif param.grad is not None:
             self._outside[id(param)] = weakref.ref(param.grad)
-
-    _note.keeps_gradients = True  # type: ignore[attr-defined] # else the scaler watches for gradients it takes
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -161,7 +158,7 @@ def _refuse_unknown(
 ) -> None:
     """Raise RuntimeError before a step by an optimizer that was not prepared, if its gradients are scaled."""
     made, known = origins(), scaler()
-    if made is None or known is None or any(other is optimizer for other in known.optimizers):
+    if made is None or known is None or any(other is optimizer for other in known.core.optimizers):
         return
     if scaled := sum(map(made.is_scaled, params_of(optimizer))):
         msg = (

@@ -222,7 +222,7 @@ class Session:
 
     def place(self, groups: Mapping[str, Any]) -> None:
         """Tell the scaler its device, and which ranks step together."""
-        self.scaler.place(self.device, **groups)
+        self.scaler.core.place(self.device, **groups)
         if self.options.exact_schedulers:
             self.scaler.step_log.wait_for()
 
@@ -478,7 +478,7 @@ class Session:
         Returns:
             ``grad_norm``, or of several optimizers ``grad_norm/0``, ...: float32, 0-dim; None: none stepped.
         """
-        last = [self.scaler.result_of(torch_optimizer(optimizer)) for optimizer in optimizers]
+        last = [self.scaler.core.result_of(torch_optimizer(optimizer)) for optimizer in optimizers]
         before = [seen() for seen in self._seen]
         self._seen = [weakref.ref(result) for result in last if result is not None]
         new = {place: result for place, result in enumerate(last) if result and result not in before}
@@ -606,7 +606,7 @@ class FrontDoor:
 
     def result_of(self, optimizer: Optimizer) -> StepResult | None:
         """As :meth:`last_step`, but None if the optimizer has not stepped yet."""
-        return self._scaler.result_of(torch_optimizer(optimizer))
+        return self._scaler.core.result_of(torch_optimizer(optimizer))
 
     def grad(
         self, outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], **options: Any

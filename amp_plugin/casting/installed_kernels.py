@@ -157,8 +157,6 @@ def _forget_casts() -> None:
     native.forget_casts()
 
 
-_after_step.leaves_gradients = True  # type: ignore[attr-defined] # else no step is taken in one pass
-
 _LIBRARY: Any = Library("amp_plugin", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("forget_casts() -> ()")
 _LIBRARY.impl("forget_casts", _forget_casts, "CompositeExplicitAutograd")

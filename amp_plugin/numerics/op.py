@@ -15,11 +15,7 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import Self
@@ -37,6 +33,7 @@ from amp_plugin.numerics.values import (
     summarise,
     unwatched,
 )
+from amp_plugin.quiet_hooks import register_quiet_hook
 
 # They share memory with an argument, though their schemas do not say so.
 _VIEWS = frozenset({"_reshape_alias", "_unsafe_view", "alias", "detach", "set_"})
@@ -338,13 +335,9 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.tell("open", stack)
             for name in _AUTOCAST_INSIDE:
                 stack.enter_context(patch.object(torch, name, self._as_in_block(vars(torch)[name])))
-            for event, register in (
-                ("step_begins", register_optimizer_step_pre_hook),
-                ("step_ended", register_optimizer_step_post_hook),
-            ):
-                hook = partial(self._step, event)
-                hook.leaves_gradients = hook.leaves_steps = True  # type: ignore[attr-defined] # of one pass
-                stack.callback(register(hook).remove)
+            stack.callback(register_quiet_hook(None, partial(self._step, "step_begins")).remove)
+            ended = register_optimizer_step_post_hook(partial(self._step, "step_ended"))
+            stack.callback(ended.remove)
             super().__enter__()  # type: ignore[no-untyped-call]
             stack.push(super().__exit__)
             self._open = stack.pop_all()

@@ -327,8 +327,8 @@ def program_page(path: Path, program: str) -> Iterator[None]:
     observer = GradScaler("cpu", enabled=False)  # made before the program: not one of its own
 
     def before_step(optimizer: Optimizer, _: Any, __: Any) -> None:
-        observer.measure(optimizer)
-        observer.note_step(optimizer)
+        observer.core.measure(optimizer)
+        observer.core.note_step(optimizer)
 
     def begin(module: nn.Module, _: Any) -> None:
         """Follow the first module that is called to be trained."""

@@ -1,4 +1,4 @@
-"""Clip unscaled gradients, whatever unit they are in when asked."""
+"""Clip unscaled gradients in place, whatever they carry when asked."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_plugin.scaling.gradients import parameter_layouts, params_of
-from amp_plugin.scaling.one_pass import OPTIMIZERS, unavailable
-from amp_plugin.scaling.per_optimizer import MeasuredClip, PerOptimizerState, Shared
-from amp_plugin.scaling.registry import Registry
-from amp_plugin.scaling.steps import is_fused, may_be_left_to_kernel
-from amp_plugin.scaling.unscaling import GradientGroup
+from amp_plugin.scaling.core import ScalerCore
+from amp_plugin.scaling.gradients import measured, multiply_, parameter_layouts, params_of
+from amp_plugin.scaling.optimizer_state import OptimizerState, Shared
 
 Target = Optimizer | Tensor | Iterable[Tensor]
+
+_NONFINITE = (
+    "The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. With a loss "
+    "scale this happens at times, and the step is skipped: leave error_if_nonfinite=False."
+)
+
+_UNKNOWN = (
+    "clip: {count} of the parameters belong to no optimizer this scaler knows, so the scale of their "
+    "gradients is unknown; call {prepare} first, or pass the optimizer."
+)
 
 
 class NormClip(NamedTuple):
@@ -26,116 +33,110 @@ class NormClip(NamedTuple):
     max_norm: float
     norm_type: float
     error_if_nonfinite: bool
-    fold: bool  # leave it to the step, where that can clip
+
+    @classmethod
+    def of(cls, max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> NormClip:
+        """Check the arguments of a user."""
+        limit = number("max_norm", max_norm, least=0)
+        return cls(limit, number("norm_type", norm_type), bool(error_if_nonfinite))
+
+    def factor(self, norm: Tensor, found: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Return what clipping multiplies gradients by, float32, 0-dim; 1 if they overflowed.
+
+        With the ``scale`` that they carry, what divides scaled ones.
+        """
+        return torch.ops.amp_plugin.clip_factor(norm, self.max_norm, scale, found)  # type: ignore[no-any-return]
+
+    def clipped(self, norm: Tensor, found: Tensor) -> Tensor:
+        """Return the norm after clipping."""
+        return norm * self.factor(norm, found)
 
     def refuse_nonfinite(self, norm: Tensor) -> None:
         """Raise if that is asked for and the norm is not finite: a host sync."""
         if self.error_if_nonfinite and not torch.isfinite(norm).item():
-            msg = (
-                f"The total norm of order {self.norm_type} for gradients is non-finite, so it cannot be "
-                "clipped. With a loss scale this happens at times, the step is skipped: leave "
-                "error_if_nonfinite=False."
-            )
-            raise RuntimeError(msg)
+            raise RuntimeError(_NONFINITE.format(norm_type=self.norm_type))
+
+    def by_torch(self, params: Iterable[Tensor]) -> Tensor:
+        """Clip by torch's own function, with its last bits; return the norm."""
+        return torch.nn.utils.clip_grad_norm_(params, self.max_norm, self.norm_type, self.error_if_nonfinite)
 
 
-def clip_norm(registry: Registry, target: Target, clip: NormClip) -> Tensor:
+def clip_norm(core: ScalerCore, target: Target, clip: NormClip) -> Tensor:
     """Clip as :meth:`amp_plugin.GradScaler.clip_grad_norm_` does."""
-    shared = registry.shared
-    params, states, is_one = _owners(registry, target, "clip_grad_norm_")
-    if not (shared.scales.enabled or (shared.checks and shared.one_pass)):  # torch's last bits are wanted
+    shared = core.shared
+    params, states, is_one = _owners(core, target, "clip_grad_norm_")
+    if wants_torchs_bits(shared):
         if is_one:
-            states[0].begin_clip()
+            states[0].forget_stale_norm()
         else:
-            _write(shared, params, states)
-        norm = torch.nn.utils.clip_grad_norm_(params, clip.max_norm, clip.norm_type, clip.error_if_nonfinite)
-        if is_one:
-            states[0].take_norm(norm, clip.norm_type)
+            _unscale(core, params, states)
+        norm = clip.by_torch(params)
         for state in states:
-            state.note_written()
+            if is_one:
+                state.take_norm(norm, clip.norm_type)
+            state.ledger.look_again()
         return norm
     if is_one:
-        return _clip_state(states[0], shared, clip, fold=clip.fold and isinstance(target, Optimizer))
-    _write(shared, params, states)
-    own = GradientGroup(params, frozenset(), remembers=False)
+        return clip_state(states[0], clip)
+    _unscale(core, params, states)
     device = shared.scales.device or next((param.device for param in params), torch.device("cpu"))
-    measured = own.measure(clip.norm_type)
-    norm, found = shared.ranks.combine(measured, clip.norm_type, device, parameter_layouts(params))
+    found_now = measured(params, None, clip.norm_type)
+    norm, found = shared.ranks.combine(found_now, clip.norm_type, device, parameter_layouts(params))
     clip.refuse_nonfinite(norm)
-    own.clip_(MeasuredClip(norm, found, clip.max_norm, clip.norm_type).factor(), clip.norm_type)
+    multiply_(params, clip.factor(norm, found))
     for state in states:
-        state.has_written_clip = True
-        state.note_written()
+        state.ledger.look_again()
     return norm
 
 
-def _clip_state(state: PerOptimizerState, shared: Shared, clip: NormClip, *, fold: bool) -> Tensor:
-    """Clip all gradients of one optimizer, or leave the clip to its step."""
-    state.begin_clip()
-    fold = fold and _may_fold(state, shared)
-    if fold:
-        state.write_clip()
-        norm, found = state.measure(unscale=False, norm_type=clip.norm_type)
-    else:
-        norm, found = state.unscale_(clip.norm_type)
+def wants_torchs_bits(shared: Shared) -> bool:
+    """Whether a clip is left to torch's own function: nothing is scaled, and steps are torch's own."""
+    return not (shared.scales.enabled or (shared.checks and shared.one_pass))
+
+
+def clip_state(state: OptimizerState, clip: NormClip) -> Tensor:
+    """Unscale and clip all gradients of one optimizer; return their norm before."""
+    state.forget_stale_norm()
+    norm, found = state.unscale_(clip.norm_type, on_request=False)
     clip.refuse_nonfinite(norm)
-    measured = MeasuredClip(norm, found, clip.max_norm, clip.norm_type)
-    if fold:
-        state.folded_clip = measured
-        return norm
-    factor = measured.factor()
-    for gradients in state.groups:
-        gradients.clip_(factor, clip.norm_type)
-    state.has_written_clip = True
+    state.multiply_(clip.factor(norm, found))
     return norm
 
 
-def _may_fold(state: PerOptimizerState, shared: Shared) -> bool:
-    """Whether the optimizer's step can work a clip in; if it then cannot, the clip is written there."""
-    has_op = type(state.optimizer).__name__ in OPTIMIZERS and not unavailable(state.device().type)
-    has_kernel = is_fused(state.optimizer) or (shared.one_pass and has_op)
-    on_one_scale = shared.scales.enabled == (state.scales_carried() != {None})
-    return has_kernel and on_one_scale and may_be_left_to_kernel(state)
-
-
-def clip_value(registry: Registry, target: Target, limit: float) -> None:
+def clip_value(core: ScalerCore, target: Target, limit: float) -> None:
     """Clip as :meth:`amp_plugin.GradScaler.clip_grad_value_` does; ``limit`` is checked."""
-    params, states, _ = _owners(registry, target, "clip_grad_value_")
-    _write(registry.shared, params, states)
+    params, states, _ = _owners(core, target, "clip_grad_value_")
+    _unscale(core, params, states)
     if any(param.grad is not None for param in params):  # torch's fails if there is none
         torch.nn.utils.clip_grad_value_(params, limit)
         for state in states:
-            state.note_written()
+            state.ledger.look_again()
 
 
-def _owners(registry: Registry, target: Any, call: str) -> tuple[list[Tensor], list[PerOptimizerState], bool]:
+def _owners(core: ScalerCore, target: Any, call: str) -> tuple[list[Tensor], list[OptimizerState], bool]:
     """Return the parameters to clip, whose they are, and whether one optimizer has these and no others."""
-    if registry.shared.scales.enabled:
-        registry.shared.scales.require(call)
+    if core.shared.scales.enabled:
+        core.shared.scales.require(call, core.shared.words)
     if isinstance(target, Optimizer):
-        return list(params_of(target)), [registry.state(target)], True
+        return list(params_of(target)), [core.state(target)], True
     params = _params_in(target)
-    states = registry.owners(params)
-    exactly = [state for state in states if state.has_exactly(params)]
+    states = core.owners(params)
+    wanted = set(map(id, params))
+    exactly = [state for state in states if wanted == set(map(id, state.params))]
     return (params, exactly, True) if len(exactly) == 1 else (params, states, False)
 
 
-def _write(shared: Shared, params: list[Tensor], states: list[PerOptimizerState]) -> None:
-    """Unscale and measure the gradients of optimizers, and write clips that were left to their steps."""
-    if not (shared.scales.enabled or shared.checks):
+def _unscale(core: ScalerCore, params: list[Tensor], states: list[OptimizerState]) -> None:
+    """Unscale and measure the gradients of optimizers."""
+    if not (core.shared.scales.enabled or core.shared.checks):
         return
     owned = {id(param) for state in states for param in state.params}
     unknown = sum(param.grad is not None and id(param) not in owned for param in params)
-    if unknown and shared.scales.enabled:
-        msg = (
-            f"clip: {unknown} of the parameters belong to no optimizer this scaler knows, so the scale "
-            "of their gradients is unknown; call scaler.register(optimizer) first, or pass the optimizer; "
-            "in Accelerate accelerator.prepare(optimizer)."
-        )
-        raise RuntimeError(msg)
+    if unknown and core.shared.scales.enabled:
+        raise RuntimeError(_UNKNOWN.format(count=unknown, prepare=core.shared.words.prepare))
     for state in states:
-        state.begin_clip()
-        state.unscale_()
+        state.forget_stale_norm()
+        state.unscale_(on_request=False)
 
 
 def number(name: str, given: Any, *, least: float = -math.inf) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_map
 
+from amp_plugin.scaling.clipping import NormClip
 from amp_plugin.scaling.gradients import match_memory_order, params_of
 from amp_plugin.scaling.loss_scale import capturing
-from amp_plugin.scaling.per_optimizer import PerOptimizerState
+from amp_plugin.scaling.optimizer_state import OptimizerState, uses_gradients_before_closure
 from amp_plugin.scaling.step_log import StepResult
-from amp_plugin.scaling.units import is_watched
+from amp_plugin.scaling.updates import is_watched
 from amp_plugin.weights.weight import fp32_shown
 
 Closure = Callable[[], Any]
@@ -31,60 +33,81 @@ _NOT_PUT_BACK = (
     "last checkpoint; a new {0} keeps copies if its first step changes weights early."
 )
 
+_UNSCALED_BACKWARD = (
+    "the closure ran backward() on a loss that was not scaled: call "
+    "{backward} in it, and return the unscaled loss"
+)
+
+_SCALED_LOSS = (
+    "the closure returned the scaled loss: scale it for backward() only, and return the loss itself"
+)
+
 
 class _NonfiniteError(Exception):
     """Leaves ``optimizer.step`` from inside its closure."""
 
 
-def run(state: PerOptimizerState, closure: Closure) -> Any:
+def run(state: OptimizerState, closure: Closure) -> Any:
     """Run a closure and return its loss."""
-    before = state.backwards
     state.norm = None  # of an earlier call
+    before = state.backwards
     with torch.enable_grad():
         loss = closure()
-    unseen = [gradients for gradients in state.groups if state.is_scaled and state.backwards == before]
-    if any(gr.scaled_by is None and gr.has_gradients() and gr.is_changed() for gr in unseen):
-        msg = (
-            "the closure ran backward() on a loss that was not scaled: call "
-            "scaler.scale(loss).backward() in it, and return the unscaled loss"
-        )
-        raise RuntimeError(msg)
-    if state.is_scaled and is_watched(loss):  # a line search would compare it along unscaled gradients
-        msg = "the closure returned the scaled loss: scale it for backward() only, and return the loss itself"
-        raise RuntimeError(msg)
+    if state.shared.scales.enabled:
+        if state.backwards == before:
+            _refuse_unscaled_backward(state)
+        if is_watched(loss):  # a line search would compare it along unscaled gradients
+            raise RuntimeError(_SCALED_LOSS)
     return loss
 
 
+def _refuse_unscaled_backward(state: OptimizerState) -> None:
+    """Raise if a closure, in which no scaled backward pass has begun, has changed unscaled gradients."""
+    unscaled = None in state.scales_carried()
+    if unscaled and state.ledger.has_gradients() and state.ledger.is_changed():
+        raise RuntimeError(_UNSCALED_BACKWARD.format(backward=state.shared.words.backward))
+
+
 def step(
-    state: PerOptimizerState, optimizer: Optimizer, closure: Closure, call: Callable[[Closure], Any]
+    state: OptimizerState,
+    optimizer: Optimizer,
+    closure: Closure,
+    call: Callable[[Closure], Any],
+    how: str,
+    clip: NormClip | None = None,
 ) -> tuple[Any, StepResult]:
     """Step an optimizer by ``call`` of a checked closure; waits for the device in each call."""
-    calls = _CheckedCalls(state, optimizer, closure)
-    saved = value = None
-    skipped = state.is_scaled and overflowed_before(state, optimizer)
+    calls = _CheckedCalls(state, optimizer, closure, clip)
+    is_scaled = state.shared.scales.enabled
+    restore = value = None
+    skipped = is_scaled and state.overflowed_before_closure(optimizer)
     if not skipped:
-        saved = Snapshot(optimizer) if calls.may_change_early() else None
+        restore = _snapshot(optimizer) if calls.may_change_early() else None
         try:
             value = call(calls.run)
         except _NonfiniteError:
-            skipped, value = True, None if state.is_scaled else calls.loss
-            if saved is not None:
-                saved.restore()
+            skipped, value = True, None if is_scaled else calls.loss
+            if restore is not None:
+                restore()
             elif calls.changed_early:
-                msg = _NOT_PUT_BACK.format(type(optimizer).__name__)
-                raise RuntimeError(msg) from None
+                raise RuntimeError(_NOT_PUT_BACK.format(type(optimizer).__name__)) from None
         finally:
             if calls.called:  # for the next step
                 state.changes_early = bool(state.changes_early or calls.changed_early)
     norm, found = calls.found or state.measure(unscale=False)
-    return value, state.close(state.result_of_step(norm, found, known=skipped))
+    if clip is not None and skipped:
+        clip.refuse_nonfinite(norm)
+    clipped = None if clip is None else partial(clip.clipped, norm, found)
+    return value, state.close(norm, found, known=skipped, how=how, clipped=clipped)
 
 
 class _CheckedCalls:
     """The calls of one step's closure, and what was found in their gradients."""
 
-    def __init__(self, state: PerOptimizerState, optimizer: Optimizer, closure: Closure) -> None:
-        self._state, self._optimizer, self._closure = state, optimizer, closure
+    def __init__(
+        self, state: OptimizerState, optimizer: Optimizer, closure: Closure, clip: NormClip | None
+    ) -> None:
+        self._state, self._optimizer, self._closure, self._clip = state, optimizer, closure, clip
         self._foreign = uses_gradients_before_closure(optimizer)
         self._versions = self._versions_now()
         self.called = False
@@ -94,7 +117,7 @@ class _CheckedCalls:
 
     def may_change_early(self) -> bool:
         """Whether anything may change before the last call: of torch's optimizers, only LBFGS does that."""
-        known = None if self._state.is_scaled else self._state.changes_early
+        known = None if self._state.shared.scales.enabled else self._state.changes_early
         return isinstance(self._optimizer, LBFGS) or (self._foreign and known is not False)
 
     def run(self) -> Any:
@@ -103,10 +126,12 @@ class _CheckedCalls:
         self.called = True
         self.loss = run(self._state, self._closure)
         with torch.no_grad():
-            self.found = self._state.unscale_(on_request=True)
-            found = self.found[1]
+            self.found = self._state.unscale_(2.0 if self._clip is None else self._clip.norm_type)
+            norm, found = self.found
             if not capturing(found.device) and found.item() > 0:
                 raise _NonfiniteError
+            if self._clip is not None:
+                self._state.multiply_(self._clip.factor(norm, found))
         match_memory_order(self._optimizer)
         return self.loss
 
@@ -114,38 +139,29 @@ class _CheckedCalls:
         return [param._version for param in self._state.params] if self._foreign else []
 
 
-def overflowed_before(state: PerOptimizerState, optimizer: Optimizer) -> bool:
-    """Unscale what backward passes have left that the optimizer may use before it calls its closure."""
-    left = uses_gradients_before_closure(optimizer) and state.is_awaited() and state.has_gradients()
-    return left and bool(state.unscale_(on_request=True)[1].item() > 0)
+def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
+    """Copy an optimizer's parameters, exact where they are stored in 16 bits, and its state.
 
-
-def uses_gradients_before_closure(optimizer: Optimizer) -> bool:
-    """Whether the optimizer may use gradients that were made before it calls its closure, as SAM does."""
-    return not type(optimizer).__module__.startswith("torch.optim")
-
-
-class Snapshot:
-    """Copies of an optimizer's parameters, exact where they are stored in 16 bits, and of its state."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        params = params_of(optimizer)
-        with fp32_shown(params):
-            self._params = [(param, param.detach().clone()) for param in params]
-        self._state = tree_map(_copied, dict(optimizer.state))
-        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    Returns:
+        What puts everything back.
+    """
+    params = params_of(optimizer)
+    with fp32_shown(params):
+        values = [(param, param.detach().clone()) for param in params]
+    state = tree_map(_copied, dict(optimizer.state))
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Put everything back."""
-        with fp32_shown(param for param, _ in self._params):
-            for param, value in self._params:
+    def restore() -> None:
+        with fp32_shown(param for param, _ in values):
+            for param, value in values:
                 param.copy_(value)
-        self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
-        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.update(saved)
+
+    return restore
 
 
 def _copied(value: Any) -> Any:

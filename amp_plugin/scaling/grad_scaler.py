@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,24 +18,36 @@ from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.messages import warn_user
 from amp_plugin.mistakes import MISTAKES
 from amp_plugin.options import GradScalerOptions, LossScaleOptions, lists_options, option_names, takes
-from amp_plugin.removed import removed_attribute
-from amp_plugin.scaling import closures
-from amp_plugin.scaling.clipping import NormClip, clip_norm, number
-from amp_plugin.scaling.clipping import clip_value as clip_gradient_values
+from amp_plugin.removed import removed_attribute, without_removed_keywords
+from amp_plugin.scaling import clipping
+from amp_plugin.scaling.core import ScalerCore, is_optimizer
 from amp_plugin.scaling.loss_scale import LossScales, is_state, moved, scale_outputs, widened
+from amp_plugin.scaling.optimizer_state import OptimizerState, Shared
 from amp_plugin.scaling.overflows import checked_names
-from amp_plugin.scaling.per_optimizer import PerOptimizerState, Shared
 from amp_plugin.scaling.ranks import Groups, Ranks
-from amp_plugin.scaling.registry import Registry
 from amp_plugin.scaling.step_log import StepLog, StepResult, raise_for_nonfinite
-from amp_plugin.scaling.steps import Steps
+from amp_plugin.scaling.steps import take_step
 from amp_plugin.scaling.torch_names import TorchNames
-from amp_plugin.scaling.units import Units
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from amp_plugin.scaling.updates import Updates
 
 T = TypeVar("T")
+
+_UNSCALED_TWICE: Final = (
+    "unscale_() has already been called on this optimizer since the last update(). "
+    "Call it once, or use ensure_unscaled(), which may be repeated."
+)
+
+_UNSCALED_LATE: Final = "unscale_() is being called after step(). Call it between backward() and step()."
+
+_GROUPS_ARE_HERE: Final = (
+    "a GradScaler with process_groups or sharded_groups cannot be pickled, they belong to this "
+    "process: save its state_dict() and load it into a scaler made with the new groups."
+)
+
+_IN_AN_ITERATION: Final = (
+    "A GradScaler instance may only be pickled at the beginning of an iteration, or at the "
+    "end after scaler.update(): what gradients that wait for a step are multiplied by cannot be saved."
+)
 
 
 @lists_options(GradScalerOptions)
@@ -76,63 +88,31 @@ class GradScaler(TorchNames):
     if not TYPE_CHECKING:
         __getattr__ = removed_attribute
 
-    _one_pass = True  # of scalers pickled without it
-    _collaborators = frozenset({"step_log", "_registry", "_units", "_steps"})
-
     @takes(GradScalerOptions)
     def __init__(self, **given: Any) -> None:
         options = GradScalerOptions(**given)
-        self._device = str(options.device)
-        self._enabled = options.enabled and _usable(self._device)
+        device = str(options.device)
         rule = LossScaleOptions(**{name: getattr(options, name) for name in option_names(LossScaleOptions)})
-        self._scales = LossScales(rule, options.losses, enabled=self._enabled)
-        self._groups = Groups(tuple(options.process_groups), tuple(options.sharded_groups))
-        self._fp16_gradients = options.fp16_gradients
-        self._on_nonfinite = options.on_nonfinite
-        self._one_pass = options.one_pass
-        self._start(self._new_log())
-
-    def _new_log(self, skipped_before: int = 0) -> StepLog:
-        log = StepLog(skipped_before)
-        if self._on_nonfinite == "raise":
-            options = self._scales.default.options
-            log.subscribe(raise_for_nonfinite(max(1.0, options.floor) if options.dynamic else math.inf))
-        return log
-
-    def _start(self, log: StepLog) -> None:
-        """Make the collaborators, which are neither copied nor pickled."""
+        groups = Groups(tuple(options.process_groups), tuple(options.sharded_groups))
         shared = Shared(
-            scales=self._scales,
-            ranks=Ranks(self._groups),
-            fp16_gradients=self._fp16_gradients,
-            one_pass=self._one_pass,
-            checks=self._on_nonfinite != "ignore",
+            scales=LossScales(rule, options.losses, enabled=options.enabled and _usable(device)),
+            ranks=Ranks(groups),
+            fp16_gradients=options.fp16_gradients,
+            one_pass=options.one_pass,
+            on_nonfinite=options.on_nonfinite,
         )
-        self.step_log = log
-        self._registry = Registry(shared)
-        self._units = Units(self._registry, log)
-        self._steps = Steps(self._registry, log)
-        if self._enabled:
+        self._start(shared, device, skipped_before=0)
+
+    def _start(self, shared: Shared, device: str, skipped_before: int) -> None:
+        """Make the collaborators, which are neither copied nor pickled."""
+        log = StepLog(skipped_before)
+        if shared.on_nonfinite == "raise":
+            options = shared.scales.default.options
+            log.subscribe(raise_for_nonfinite(max(1.0, options.floor) if options.dynamic else math.inf))
+        self.core = ScalerCore(shared, log, device)
+        self._updates = Updates(self.core)
+        if shared.scales.enabled:
             native_core()
-
-    def place(
-        self,
-        device: str,
-        *,
-        process_groups: Sequence[ProcessGroup] = (),
-        sharded_groups: Sequence[ProcessGroup] = (),
-    ) -> None:
-        """Tell the scaler where it trains, once that is known: for adapters that make it earlier.
-
-        The arguments are the constructor's. Other groups than before make it forget its optimizers; scale and
-        counts stay.
-        """
-        self._device = str(device)
-        groups = Groups(tuple(process_groups), tuple(sharded_groups))
-        if groups != self._groups:
-            self._groups = groups
-            self.step_log.start_over(self.skipped_steps())
-            self._start(self.step_log)
 
     def scale(self, outputs: T, *, name: str | None = None) -> T:
         """Multiply a loss, or every tensor of a container of losses, by the loss scale.
@@ -151,17 +131,18 @@ class GradScaler(TorchNames):
             ValueError: ``outputs`` is something else, or ``name`` unknown.
         """
         if not torch.compiler.is_compiling():
-            self.step_log.note_loss(outputs)
-        if not self._enabled:
+            self.core.log.note_loss(outputs)
+        scales = self.core.shared.scales
+        if not scales.enabled:
             return outputs
-        watched = bool(name or self._scales.named or self._units.requested)
+        watched = bool(name or scales.named or self._updates.requested)
         if torch.compiler.is_compiling() and not watched:
             return self._scale_in_graph(outputs)
         return self._scale_watched(outputs, name)
 
     def _scale_in_graph(self, outputs: T) -> T:
         """Multiply by the scale that is live when the graph runs; no backward is watched, as in torch."""
-        loss_scale = self._scales.default
+        loss_scale = self.loss_scale
 
         def apply(tensor: Tensor) -> Tensor:
             scale = moved(loss_scale.materialize(tensor.device).clone(), tensor.device)
@@ -171,12 +152,12 @@ class GradScaler(TorchNames):
 
     @outside_graphs
     def _scale_watched(self, outputs: T, name: str | None) -> T:
-        loss_scale = self._scales.of(name)
-        self._units.settle(force=True)
+        loss_scale = self.core.shared.scales.of(name)
+        self._updates.settle(force=True)
 
         def apply(tensor: Tensor) -> Tensor:
             scaled = loss_scale.multiply(tensor)
-            self._units.watch(scaled, loss_scale.read())
+            self._updates.watch(scaled, loss_scale.read())
             return scaled
 
         return cast("T", scale_outputs(outputs, apply))
@@ -199,7 +180,7 @@ class GradScaler(TorchNames):
         """
         named = checked_names(names)
         own = {id(param) for param in named.values()}
-        for state in self._registry.add(optimizers):
+        for state in self.core.add(optimizers):
             if named and state.params and own.isdisjoint(map(id, state.params)):
                 msg = (
                     f"register(names=...): none of the {len(named)} names is of a parameter of this "
@@ -219,39 +200,32 @@ class GradScaler(TorchNames):
             RuntimeError: Called twice, or after ``step()``, without new gradients; or before ``scale()``.
             ValueError: A gradient is float16.
         """
-        if not self._enabled:
+        if not self.is_enabled():
             return
         state = self._state_for("unscale_", optimizer)
-        if state.stage is OptState.UNSCALED and not state.is_awaited():
-            msg = (
-                "unscale_() has already been called on this optimizer since the last update(). "
-                "Call it once, or use ensure_unscaled(), which may be repeated."
-            )
-            raise RuntimeError(msg)
-        if self._registry.is_step_refused(state):
-            msg = "unscale_() is being called after step(). Call it between backward() and step()."
-            raise RuntimeError(msg)
-        state.unscale_(on_request=True)
+        if state.stage is OptState.UNSCALED and not state.is_awaited:
+            raise RuntimeError(_UNSCALED_TWICE)
+        if self.core.is_step_refused(state):
+            raise RuntimeError(_UNSCALED_LATE)
+        state.unscale_()
 
     @outside_graphs
     def ensure_unscaled(self, optimizer: Optimizer) -> None:
         """Unscale the optimizer's gradients if they are not; may be called any number of times.
 
-        A clip that was left to the step is written too.
-
         Raises:
             RuntimeError: Called before ``scale()``.
             ValueError: A gradient is float16.
         """
-        if self._enabled:
-            self._state_for("ensure_unscaled", optimizer).unscale_(on_request=True)
-        else:
-            self._registry.state(optimizer).write_clip()
+        if self.is_enabled():
+            self._state_for("ensure_unscaled", optimizer).unscale_()
 
-    def _state_for(self, call: str, optimizer: Optimizer) -> PerOptimizerState:
-        self._scales.require(call)
-        return self._registry.state(optimizer)
+    def _state_for(self, call: str, optimizer: Optimizer) -> OptimizerState:
+        shared = self.core.shared
+        shared.scales.require(call, shared.words)
+        return self.core.state(optimizer)
 
+    @without_removed_keywords
     @outside_graphs
     def clip_grad_norm_(
         self,
@@ -259,8 +233,6 @@ class GradScaler(TorchNames):
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
-        *,
-        fold: bool = False,
     ) -> Tensor:
         """Clip the norm of unscaled gradients, as ``torch.nn.utils.clip_grad_norm_`` does.
 
@@ -276,22 +248,17 @@ class GradScaler(TorchNames):
             max_norm: Largest norm.
             norm_type: The p of the norm; ``inf``, ``-inf`` and 0 included.
             error_if_nonfinite: Raise if the norm is not finite: a host sync.
-            fold: With a fused optimizer, or a step in one pass, leave the factor to the step instead of
-                writing gradients twice. For callers that do not look at ``.grad`` between this call and
-                ``step()``: it is still scaled and not clipped there. Ignored where the optimizer cannot.
 
         Returns:
             The norm before clipping, float32, 0-dim, no host sync.
 
         Raises:
-            RuntimeError: ``error_if_nonfinite`` and the norm is not; or the parameters' optimizer is unknown;
-                or gradients have changed since a clip was folded.
+            RuntimeError: ``error_if_nonfinite`` and the norm is not; or the parameters' optimizer is unknown.
             TypeError: An argument is something else.
             ValueError: ``max_norm`` is negative or nan.
         """
-        limit = number("max_norm", max_norm, least=0)
-        clip = NormClip(limit, number("norm_type", norm_type), error_if_nonfinite, fold)
-        return clip_norm(self._registry, optimizer_or_params, clip)
+        clip = clipping.NormClip.of(max_norm, norm_type, error_if_nonfinite)
+        return clipping.clip_norm(self.core, optimizer_or_params, clip)
 
     @outside_graphs
     def clip_grad_value_(
@@ -307,8 +274,66 @@ class GradScaler(TorchNames):
             TypeError: An argument is something else.
             ValueError: ``clip_value`` is negative or nan.
         """
-        limit = number("clip_value", clip_value, least=0)
-        clip_gradient_values(self._registry, optimizer_or_params, limit)
+        limit = clipping.number("clip_value", clip_value, least=0)
+        clipping.clip_value(self.core, optimizer_or_params, limit)
+
+    @outside_graphs
+    def clip_and_step(
+        self,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        closure: Callable[[], Any] | None = None,
+    ) -> StepResult:
+        """Clip the norm of the unscaled gradients and step, in one pass over the gradients where possible.
+
+        Weights and gradients are afterwards those of :meth:`clip_grad_norm_` and :meth:`step`::
+
+            norm = || unscaled gradients ||_p         (over all ranks, float32: one read)
+            step with gradients * min(1, max_norm / (norm + 1e-6))     (one pass, skipped on overflow)
+
+        Any optimizer may be given. One without a rule of ours is clipped in place before its own step. For
+        one norm over several optimizers use :meth:`clip_grad_norm_`, and step each.
+
+        Args:
+            optimizer: The optimizer.
+            max_norm: Largest norm.
+            norm_type: The p of the norm; ``inf``, ``-inf`` and 0 included.
+            error_if_nonfinite: Raise if the norm is not finite: a host sync. Weights and gradients are then
+                as before the call; with a closure, the gradients are those of its last call.
+            closure: As for the optimizer's ``step``; the gradients of each call are clipped.
+
+        Returns:
+            The result of the step. ``norm`` is the norm before clipping, ``clipped_norm`` the one after; both
+            float32, 0-dim, no host sync.
+
+        Raises:
+            RuntimeError: ``error_if_nonfinite`` and the norm is not finite; or as :meth:`step`.
+            AssertionError: As :meth:`step`.
+            TypeError: An argument is something else.
+            ValueError: ``max_norm`` is negative or nan.
+            FloatingPointError: As :meth:`step`.
+
+        Example:
+            >>> import torch
+            >>> from amp_plugin import GradScaler
+            >>> weight = torch.nn.Parameter(torch.ones(4))
+            >>> optimizer, scaler = torch.optim.SGD([weight], lr=1.0), GradScaler("cpu")
+            >>> scaler.scale((3.0 * weight).sum()).backward()
+            >>> result = scaler.clip_and_step(optimizer, max_norm=1.0)
+            >>> scaler.update()
+            >>> [round(number.item(), 5) for number in (result.norm, result.clipped_norm, weight[0])]
+            [6.0, 1.0, 0.5]
+        """
+        if closure is None and (type(self).step is not GradScaler.step or "step" in vars(self)):
+            self.clip_grad_norm_(optimizer, max_norm, norm_type, error_if_nonfinite)
+            self.step(optimizer)  # a subclass's own
+            return self.last_step(optimizer)
+        clip = clipping.NormClip.of(max_norm, norm_type, error_if_nonfinite)
+        kwargs = {} if closure is None else {"closure": closure}
+        return take_step(self.core, optimizer, (), kwargs, clip)[1]
 
     @outside_graphs
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -328,14 +353,14 @@ class GradScaler(TorchNames):
             closure's loss. :meth:`last_step` has the details.
 
         Raises:
-            RuntimeError: Called twice without new gradients, or before ``scale()``; or hooks of the
-                parameters took scaled gradients away.
+            RuntimeError: Called twice without new gradients, or before ``scale()``.
+            AssertionError: As torch.amp's: a scaled loss has run backward, and the optimizer has no gradient.
             FloatingPointError: With ``on_nonfinite="raise"``: the step was skipped, and no lower loss scale
                 would help; of a fused optimizer on CUDA as soon as the host knows.
         """
-        if not (self._enabled or _is_optimizer(optimizer)):
+        if not (self.is_enabled() or is_optimizer(optimizer)):
             return optimizer.step(*args, **kwargs)  # as torch's: whatever has a step() passes
-        return self._steps.step(optimizer, args, kwargs)
+        return take_step(self.core, optimizer, args, kwargs)[0]
 
     @outside_graphs
     def last_step(self, optimizer: Optimizer) -> StepResult:
@@ -344,24 +369,19 @@ class GradScaler(TorchNames):
         Raises:
             RuntimeError: It has not stepped yet.
         """
-        result = self.result_of(optimizer)
+        result = self.core.result_of(optimizer)
         if result is None:
             msg = "last_step(): this optimizer has not stepped under this scaler; call step(optimizer) first"
             raise RuntimeError(msg)
         return result
 
-    def result_of(self, optimizer: Optimizer) -> StepResult | None:
-        """As :meth:`last_step`, but None if the optimizer has not stepped yet."""
-        state = self._registry.find(optimizer)
-        return None if state is None else state.result
-
     @outside_graphs
     def skipped_steps(self, optimizer: Optimizer | None = None) -> int:
         """Return how many steps were skipped, of one optimizer or (None) of all: a host sync."""
         if optimizer is None:
-            return self.step_log.skipped_steps()
-        state = self._registry.find(optimizer)
-        return 0 if state is None else self.step_log.skipped_steps(state.optimizer)
+            return self.core.log.skipped_steps()
+        state = self.core.find(optimizer)
+        return 0 if state is None else self.core.log.skipped_steps(state.optimizer)
 
     @outside_graphs
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -375,13 +395,14 @@ class GradScaler(TorchNames):
             FloatingPointError: With ``on_min_scale="raise"``: an overflow at the floor; on CUDA
                 one update later. With ``on_nonfinite="raise"``: as :meth:`step`.
         """
-        self.step_log.read()
-        if self._enabled:
-            self._scales.require("update")
+        shared = self.core.shared
+        self.core.log.read()
+        if shared.scales.enabled:
+            shared.scales.require("update", shared.words)
             if new_scale is None:
-                self._units.request()
+                self._updates.request()
             else:
-                self._units.set_scale(new_scale)
+                self._updates.set_scale(new_scale)
 
     @outside_graphs
     def end_iteration(self) -> None:
@@ -393,69 +414,8 @@ class GradScaler(TorchNames):
         Raises:
             FloatingPointError: As :meth:`update`.
         """
-        if self._enabled:
-            self._units.settle(force=True)
-
-    @property
-    def has_scaled(self) -> bool:
-        """Whether a loss has been scaled yet."""
-        return self._enabled and bool(self._scales.materialized())
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers it knows."""
-        return [state.optimizer for state in self._registry]
-
-    def optimizers_of(self, params: Iterable[Tensor]) -> list[Optimizer]:
-        """Return the optimizers among them that step these parameters and no others."""
-        params = list(params)
-        owners = self._registry.owners(params)
-        return [state.optimizer for state in owners if state.has_exactly(params)]
-
-    def parameter_names(self, optimizer: Optimizer) -> list[str]:
-        """Return the names of an optimizer's parameters, in the order of its groups."""
-        return self._registry.state(optimizer).parameter_names()
-
-    def has_new_gradients(self, optimizer: Optimizer) -> bool:
-        """Whether there are other gradients than those last unscaled or stepped with."""
-        state = self._registry.state(optimizer)
-        return any(gradients.is_renewed(state.number) for gradients in state.groups)
-
-    def overflowed_before_closure(self, optimizer: Optimizer) -> bool:
-        """Unscale what earlier micro-batches have left, and say whether it is not finite: a host sync."""
-        return closures.overflowed_before(self._registry.state(optimizer), optimizer)
-
-    def assume_unchanged(self, optimizer: Optimizer) -> None:
-        """Promise that nothing has touched the optimizer's gradients since the last call for it.
-
-        The next call then does not read them again. For callers that know that no user code has run since.
-        """
-        self._registry.state(optimizer).is_unchanged = True
-
-    @outside_graphs
-    def measure(self, optimizer: Optimizer, norm: Tensor | None = None) -> Tensor | None:
-        """Measure gradients that carry no scale, for the optimizer's next result: one read, no host sync.
-
-        Args:
-            optimizer: DTensors' gradients are added up over their mesh, others over ``sharded_groups``.
-            norm: Their norm (0-dim), where it is known already: nothing is read then.
-
-        Returns:
-            Their norm, float32, 0-dim; None if there are no gradients.
-        """
-        state = self._registry.state(optimizer)
-        state.norm = norm
-        if norm is None:
-            state.begin_call()
-            state.measure(unscale=False)
-        return state.norm
-
-    @outside_graphs
-    def note_step(self, optimizer: Optimizer) -> StepResult:
-        """Record a step taken without :meth:`step`, and return its result."""
-        if not _is_optimizer(optimizer):
-            return StepResult.unscaled()
-        return self._steps.note(self._registry.state(optimizer), "it was taken without the scaler")
+        if self.is_enabled():
+            self._updates.settle(force=True)
 
     @outside_graphs
     def state_dict(self) -> dict[str, Any]:
@@ -471,10 +431,10 @@ class GradScaler(TorchNames):
         Raises:
             FloatingPointError: As :meth:`update`.
         """
-        if not self._enabled:
+        if not self.is_enabled():
             return {}
         self.end_iteration()
-        return self._scales.state_dict(self.skipped_steps())
+        return self.core.shared.scales.state_dict(self.skipped_steps())
 
     @outside_graphs
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -487,15 +447,16 @@ class GradScaler(TorchNames):
             KeyError: The state lacks some of torch's keys.
             RuntimeError: The state is empty, where torch's raises too; or a scaled float16 gradient waits.
         """
-        if not (self._enabled and is_state(state_dict)):
+        if not (self.is_enabled() and is_state(state_dict)):
             return
-        with self._units.set_by_hand("load_state_dict()"):
-            self.step_log.start_over(self._scales.load_state_dict(state_dict))
+        with self._updates.set_by_hand("load_state_dict()"):
+            self.core.log.start_over(self.core.shared.scales.load_state_dict(state_dict))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy between iterations: the same process groups; optimizers and gradients stay behind."""
         twin = type(self).__new__(type(self))
-        twin.__setstate__({**copy.deepcopy(self._between_iterations(), memo), "_groups": self._groups})
+        groups = {"_groups": self.core.shared.ranks.groups}
+        twin.__setstate__({**copy.deepcopy(self._between_iterations(), memo), **groups})
         return twin
 
     def __copy__(self) -> Self:
@@ -504,37 +465,43 @@ class GradScaler(TorchNames):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle between iterations: optimizers and gradients stay behind."""
-        if self._groups:
-            msg = (
-                "a GradScaler with process_groups or sharded_groups cannot be pickled, they belong to this "
-                "process: save its state_dict() and load it into a scaler made with the new groups."
-            )
-            raise RuntimeError(msg)
+        if self.core.shared.ranks.groups:
+            raise RuntimeError(_GROUPS_ARE_HERE)
         return self._between_iterations()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start with the pickled numbers and no optimizers and no process groups."""
-        self.__dict__.update({"_groups": Groups(), **state})
-        self._start(self._new_log(self.__dict__.pop("_skipped_before", 0)))
+        state = dict(state)
+        scales = state.pop("_scales")
+        scales.enabled = state.pop("_enabled", scales.enabled)
+        shared = Shared(
+            scales=scales,
+            ranks=Ranks(state.pop("_groups", Groups())),
+            fp16_gradients=state.pop("_fp16_gradients"),
+            one_pass=state.pop("_one_pass", True),
+            on_nonfinite=state.pop("_on_nonfinite"),
+        )
+        device, skipped_before = state.pop("_device"), state.pop("_skipped_before", 0)
+        self.__dict__.update(state)
+        self._start(shared, device, skipped_before)
 
     def _between_iterations(self) -> dict[str, Any]:
         """Return what is copied and pickled: all but process groups and what :meth:`_start` makes."""
-        states = self._registry if self._enabled else ()
-        if any(state.is_pending() or state.stage is not OptState.READY for state in states):
-            msg = (
-                "A GradScaler instance may only be pickled at the beginning of an iteration, or at the "
-                "end after scaler.update(): the units of gradients that wait for a step cannot be saved."
-            )
-            raise RuntimeError(msg)
+        shared = self.core.shared
+        states = self.core if shared.scales.enabled else ()
+        if any(state.ledger.waits() or state.stage is not OptState.READY for state in states):
+            raise RuntimeError(_IN_AN_ITERATION)
         self.end_iteration()
-        left = {*self._collaborators, "_groups"}
-        kept = {name: value for name, value in vars(self).items() if name not in left}
-        return {**kept, "_skipped_before": self.skipped_steps()}
-
-
-def _is_optimizer(given: Any) -> bool:
-    """Whether something has parameters that can be looked at: a mock or another engine has none."""
-    return isinstance(getattr(given, "param_groups", None), list | tuple)
+        own = {name: value for name, value in vars(self).items() if name not in {"core", "_updates"}}
+        return {
+            **own,
+            "_scales": shared.scales,
+            "_device": self.core.device,
+            "_fp16_gradients": shared.fp16_gradients,
+            "_one_pass": shared.one_pass,
+            "_on_nonfinite": shared.on_nonfinite,
+            "_skipped_before": self.skipped_steps(),
+        }
 
 
 def _usable(device: str) -> bool:

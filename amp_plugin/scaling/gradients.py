@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, reduce
+from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from amp_plugin.kernels import ops  # noqa: F401 -- what batches run is registered there
 from amp_plugin.kernels.build import native_core
-from amp_plugin.scaling.loss_scale import moved
+from amp_plugin.scaling.loss_scale import LossScale, divisor_of, moved
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -49,169 +49,98 @@ class Measurement(NamedTuple):
     norm: Tensor  # float32, 0-dim, as the next
     found_inf: Tensor
     flags: Tensor  # for each gradient whether it holds inf (bit 0) or nan (bit 1), uint8, 1-dim
-    positions: Sequence[int] | None = None  # of its parameters in the group; None for all, in order
+    params: Sequence[Tensor]  # whose gradients these are, in the order of the flags
     layout: ShardLayout | None = None  # None if every rank holds all of them
-    kept: Tensor | None = None  # False if the overflow was forgotten since, bool, 0-dim
 
-    def places(self) -> Sequence[int]:
-        """Return the positions of the gradients in the group."""
-        return range(len(self.flags)) if self.positions is None else self.positions
+    def of(self, params: Sequence[Tensor]) -> Measurement | None:
+        """Return what was found in the gradients of ``params``; None if none of them is here."""
+        wanted = {id(param) for param in params}
+        rows = [i for i, param in enumerate(self.params) if id(param) in wanted]
+        if not rows:
+            return None
+        flags = self.flags[rows]
+        found_inf = flags.ne(0).any().to(self.found_inf.dtype)
+        return self._replace(found_inf=found_inf, flags=flags, params=[self.params[i] for i in rows])
 
-    def flagged(self) -> Tensor:
-        """Return the flags of overflows that count."""
-        return self.flags if self.kept is None else self.flags * self.kept.to(self.flags.device)
+
+def joined(earlier: Iterable[Measurement], new: Iterable[Measurement]) -> list[Measurement]:
+    """Return measurements of one window, one for the same gradients: an overflow in any of them counts.
+
+    A clip by value turns inf into a number, so what was found before it must be kept.
+    """
+    kept = list(earlier)
+    for measured in new:
+        for i, old in enumerate(kept):
+            same = len(old.params) == len(measured.params) and all(map(is_, old.params, measured.params))
+            if same and old.flags.device == measured.flags.device:
+                found = torch.maximum(old.found_inf, measured.found_inf)
+                kept[i] = measured._replace(flags=old.flags | measured.flags, found_inf=found)
+                break
+        else:
+            kept.append(measured)
+    return kept
 
 
-class OverflowHistory:
-    """Measurements of gradients before user code wrote to them: a clip by value turns inf into a number."""
+def forgotten_if_zero(earlier: Iterable[Measurement], now: Sequence[Measurement]) -> list[Measurement]:
+    """Return earlier measurements without overflows if all gradients are zero or gone ``now``: no host sync.
 
-    def __init__(self) -> None:
-        self.found_inf: Tensor | None = None  # 1.0 if one of them found an overflow; None if there are none
-        self.measurements: list[Measurement] = []  # one for the same gradients
-
-    def add(self, measurements: Iterable[Measurement]) -> None:
-        """Keep measurements that are about to be replaced."""
-        for new in measurements:
-            found = self.found_inf
-            self.found_inf = (
-                new.found_inf if found is None else torch.maximum(found, moved(new.found_inf, found.device))
-            )
-            for i, old in enumerate(self.measurements):
-                if old.positions == new.positions and old.flags.device == new.flags.device:
-                    self.measurements[i] = new._replace(flags=old.flagged() | new.flags)
-                    break
-            else:
-                self.measurements.append(new)
-
-    def forget_if_zero(self, measurements: Iterable[Measurement]) -> None:
-        """Forget all if the gradients are zero now: setting them to zero drops the batch."""
-        if self.found_inf is None:
-            return
-        nonzero = [moved(measurement.norm.ne(0), self.found_inf.device) for measurement in measurements]
-        if not nonzero:
-            self.clear()
-            return
-        kept = reduce(torch.logical_or, nonzero)
-        self.found_inf = self.found_inf * kept
-        self.measurements = [
-            seen._replace(kept=kept if seen.kept is None else seen.kept & kept) for seen in self.measurements
-        ]
-
-    def split(self, positions: Sequence[int]) -> OverflowHistory:
-        """Return what was found in the gradients of the parameters at ``positions``."""
-        part = OverflowHistory()
-        for kept in self.measurements:
-            row = {place: i for i, place in enumerate(kept.places())}
-            present = [(new, row[old]) for new, old in enumerate(positions) if old in row]
-            if present:
-                flags = kept.flagged()[[i for _, i in present]]
-                found, new = flags.ne(0).any().to(kept.found_inf), [new for new, _ in present]
-                part.add([kept._replace(found_inf=found, flags=flags, positions=new, kept=None)])
-        return part
-
-    def clear(self) -> None:
-        """Forget all: the optimizer has stepped, or its gradients are gone."""
-        self.found_inf = None
-        self.measurements.clear()
+    Setting gradients to zero drops a batch.
+    """
+    kept = []
+    for old in earlier if now else ():
+        nonzero = [moved(measured.norm.ne(0), old.flags.device) for measured in now]
+        counts = reduce(torch.logical_or, nonzero)
+        kept.append(old._replace(flags=old.flags * counts, found_inf=old.found_inf * counts))
+    return kept
 
 
 class GradientBatch(NamedTuple):
     """Gradients that one kernel call takes; ``run`` calls one of the package's ops on them, by name."""
 
     device: torch.device
-    layout: ShardLayout | None  # as a measurement's, and so the next
-    positions: Sequence[int] | None
+    layout: ShardLayout | None
+    params: Sequence[Tensor]
     run: Callable[..., Any]
 
     def measure(self, factor: Tensor, norm_type: float, *, divide: bool = False, write: bool) -> Measurement:
         """Measure gradients times ``factor``, or divided by it, which saves a launch; ``write``: in place."""
         op = "unscale_" if write else "norm_check"
         found: tuple[Tensor, Tensor, Tensor] = self.run(op, factor, norm_type, divide)
-        return Measurement(*found, self.positions, self.layout)
+        return Measurement(*found, self.params, self.layout)
 
     def multiply_(self, factor: Tensor) -> Tensor:
         """Multiply in place; returns whether a product is not finite, float32, 0-dim."""
-        return self.run("multiply_", factor)  # type: ignore[no-any-return]
+        return self.run("multiply_", moved(factor, self.device))  # type: ignore[no-any-return]
 
 
-class GradientLedger:
-    """Remembers which gradients were seen, by memory and version; the core has the same class in C++.
-
-    Each call is given the same parameters: a reference to them would keep ``torch.utils.swap_tensors`` out.
-    """
-
-    GONE, SAME, CHANGED, NEW = -1, 0, 1, 2
-
-    def __init__(self) -> None:
-        self._marks: dict[int, list[_Mark]] = {}
-
-    def count(self, params: list[Tensor]) -> int:
-        """Return how many parameters have a gradient."""
-        return sum(param.grad is not None for param in params)
-
-    def remember(self, params: list[Tensor], slot: int) -> None:
-        """Record the present gradients under ``slot``."""
-        self._marks[slot] = [_mark(param.grad) for param in params]
-
-    def compare(self, params: list[Tensor], slot: int) -> int:
-        """Compare the present gradients with those recorded under ``slot``."""
-        marks = self._marks.get(slot) or [None] * len(params)
-        changes = [_change(param.grad, mark) for param, mark in zip(params, marks, strict=True)]
-        return max(changes, default=self.SAME) or min(changes, default=self.SAME)
-
-    def split(self, positions: Sequence[int]) -> GradientLedger:
-        """Return a ledger of the parameters at ``positions``, with all that was recorded of them."""
-        part = GradientLedger()
-        part._marks = {slot: [marks[i] for i in positions] for slot, marks in self._marks.items()}
-        return part
-
-    def first_float16(self, params: list[Tensor]) -> int:
-        """Return the position of the first parameter with a float16 gradient, -1 if there is none."""
-        dtypes = (None if param.grad is None else param.grad.dtype for param in params)
-        return next((i for i, dtype in enumerate(dtypes) if dtype is torch.float16), -1)
-
-    def hooked(self, params: list[Tensor]) -> list[int]:
-        """Return the positions of parameters with hooks that run once their gradient is there."""
-        return [i for i, param in enumerate(params) if getattr(param, "_post_accumulate_grad_hooks", None)]
+def measured(
+    params: list[Tensor], scale: LossScale | None, norm_type: float = 2.0, *, write: bool = False
+) -> list[Measurement]:
+    """Measure the gradients of parameters, divided by the loss scale that they carry; ``write``: in place."""
+    found = []
+    for batch in batches_of(params):
+        factor, divide = divisor_of(scale, batch.device)
+        found.append(batch.measure(factor, norm_type, divide=divide, write=write))
+    return found
 
 
-_Mark = tuple[Any, Any, int] | None  # a gradient's memory, held weakly, its place there, its version
+def multiply_(params: list[Tensor], factor: Tensor) -> None:
+    """Multiply the gradients of parameters by a number on the device (0-dim)."""
+    for batch in batches_of(params):
+        batch.multiply_(factor)
 
 
-def _mark(grad: Tensor | None) -> _Mark:
-    if grad is None:
-        return None
-    version = 0 if grad.is_inference() else grad._version
-    if grad.layout is not torch.strided:
-        return torch._C._WeakTensorRef(grad), id(grad), version  # type: ignore[attr-defined]
-    storage: Any = grad.untyped_storage()
-    reference: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-    return reference, (storage._cdata, grad.storage_offset()), version
-
-
-def _change(grad: Tensor | None, mark: _Mark) -> int:
-    now = _mark(grad)
-    if now is None:
-        return GradientLedger.SAME if mark is None else GradientLedger.GONE
-    if mark is None or mark[0].expired() or mark[1] != now[1]:
-        return GradientLedger.NEW
-    return GradientLedger.CHANGED if mark[2] != now[2] else GradientLedger.SAME
-
-
-def make_ledger() -> Any:
-    """Return a native ledger if the Python extension is loaded, else the Python one."""
+def batches_of(params: list[Tensor]) -> list[GradientBatch]:
+    """Return the present gradients of ``params``; the native core runs plain ones and shards itself."""
     extension = native_core().extension
-    return GradientLedger() if extension is None else extension.GradientLedger()
-
-
-def batches_of(ledger: Any, params: list[Tensor]) -> list[GradientBatch]:
-    """Return the present gradients of ``params``; a native ledger runs plain ones and shards itself."""
-    if isinstance(ledger, GradientLedger):
+    if extension is None:
         return batch_gradients(params)
-    device, positions = ledger.survey(params)
+    native = extension.GradientLedger
+    device, positions = native.survey(params)
     if device is not None:
-        return [GradientBatch(device, None, positions, partial(_run_by_ledger, ledger, params))]
-    groups = ledger.survey_shards(params)
+        present = params if positions is None else [params[i] for i in positions]
+        return [GradientBatch(device, None, present, partial(_run_natively, native, params))]
+    groups = native.survey_shards(params)
     if groups is None or any(spec is not None and is_partial(spec.placements) for spec, _, _ in groups):
         return batch_gradients(params)
     found: dict[tuple[torch.device, ShardLayout | None], list[int]] = {}
@@ -219,31 +148,40 @@ def batches_of(ledger: Any, params: list[Tensor]) -> list[GradientBatch]:
         layout = None if spec is None else ShardLayout.of(spec.mesh, spec.placements)
         found.setdefault((on, layout), []).extend(members)
     return [
-        GradientBatch(on, layout, places, partial(_run_by_ledger, ledger, [params[i] for i in places]))
+        GradientBatch(on, layout, own, partial(_run_natively, native, own))
         for (on, layout), members in found.items()
-        for places in [sorted(members)]
+        for own in [[params[i] for i in sorted(members)]]
     ]
 
 
-def _run_by_ledger(ledger: Any, params: list[Tensor], op: str, *arguments: Any) -> Any:
-    return getattr(ledger, op)(params, *arguments)
+def _run_natively(native: Any, params: list[Tensor], op: str, *arguments: Any) -> Any:
+    return getattr(native, op)(params, *arguments)
+
+
+def first_float16(params: list[Tensor]) -> Tensor | None:
+    """Return the first parameter with a float16 gradient."""
+    extension = native_core().extension
+    if extension is not None:
+        position = extension.GradientLedger.first_float16(params)
+        return None if position < 0 else params[position]
+    return next((p for p in params if p.grad is not None and p.grad.dtype is torch.float16), None)
 
 
 def batch_gradients(params: Sequence[Tensor]) -> list[GradientBatch]:
     """Return the gradients of ``params``; odd kinds are replaced by their plain equal, in ``.grad`` too."""
-    found: dict[tuple[torch.device, ShardLayout | None, Any], tuple[list[Tensor], list[int]]] = {}
-    for position, param in enumerate(params):
+    found: dict[tuple[torch.device, ShardLayout | None, Any], tuple[list[Tensor], list[Tensor]]] = {}
+    for param in params:
         if param.grad is None:
             continue
         values, layout = local_gradient(param)
         values = _values_of(param, values)
         run = _run_with_duplicates if values.is_sparse else _run
-        tensors, positions = found.setdefault((values.device, layout, run), ([], []))
+        tensors, members = found.setdefault((values.device, layout, run), ([], []))
         tensors.append(values)
-        positions.append(position)
+        members.append(param)
     return [
-        GradientBatch(device, layout, positions, partial(run, tensors))
-        for (device, layout, run), (tensors, positions) in found.items()
+        GradientBatch(device, layout, members, partial(run, tensors))
+        for (device, layout, run), (tensors, members) in found.items()
     ]
 
 

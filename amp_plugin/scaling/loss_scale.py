@@ -7,6 +7,7 @@ of :func:`amp_plugin.kernels.reference.update_scale_`, so no step waits for the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from amp_plugin.kernels import ops
 from amp_plugin.messages import warn_user
 from amp_plugin.options import LossScaleOptions
+from amp_plugin.scaling.words import Words
 
 _RULE = {"growth_factor": float, "backoff_factor": float, "growth_interval": int}
 _TORCH_KEYS = ("scale", *_RULE, "_growth_tracker")
@@ -222,14 +224,11 @@ class LossScales:
         """Where the scales are; None if none has been used."""
         return next((used.require().device for used in self.materialized()), None)
 
-    def require(self, call: str) -> LossScale:
+    def require(self, call: str, words: Words) -> LossScale:
         """Return the first scale that has been used."""
         used = next(iter(self.materialized()), None)
         if used is None:
-            msg = (
-                f"Attempted {call} but _scale is None. Call scaler.scale(loss).backward() earlier in the "
-                "iteration; in Accelerate accelerator.backward(loss), in Fabric fabric.backward(loss)."
-            )
+            msg = f"Attempted {call} but _scale is None. Call {words.backward} earlier in the iteration."
             raise RuntimeError(msg)
         return used
 
@@ -292,6 +291,24 @@ def stream_number(device: torch.device) -> int:
 def capturing(device: torch.device) -> bool:
     """Whether work on ``device`` is being captured into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@cache
+def _one(device: torch.device, stream: int) -> Tensor:
+    """Return 1 for a stream of a device, made once."""
+    del stream
+    return torch.ones((), dtype=torch.float32, device=device)
+
+
+def divisor_of(scale: LossScale | None, device: torch.device) -> tuple[Tensor, bool]:
+    """Return what unscales on ``device`` (float32, 0-dim), and whether it divides; else it multiplies."""
+    if scale is None:
+        # One of a graph's capture or of fake tensors is its own.
+        own = capturing(device) or torch._guards.detect_fake_mode() is not None
+        return (_one.__wrapped__ if own else _one)(device, stream_number(device)), False
+    value = scale.require()
+    here = value.device == device
+    return (value, True) if here else (scale.snapshot(device, inverse=True), False)
 
 
 def scale_outputs(outputs: Any, apply: Callable[[Tensor], Tensor]) -> Any:

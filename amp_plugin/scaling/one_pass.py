@@ -16,10 +16,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.cuda.register import cuda_core
+from amp_plugin.quiet_hooks import has_only_quiet_hooks
 from amp_plugin.weights.compressed_state import CompressedState, asked_for
 from amp_plugin.weights.optimizer_hooks import add_if_late
 from amp_plugin.weights.weight import remainder_of, stored_params
@@ -42,7 +43,7 @@ def why_not(optimizer: Optimizer) -> str:
             return "differentiable=True" if group.get("differentiable") else "its betas are on a GPU"
     if _is_step_replaced(optimizer):
         return "its step was replaced"
-    if not all(getattr(hook, "leaves_steps", False) for hook in pre_hooks(optimizer)):
+    if not has_only_quiet_hooks(optimizer):
         return "a hook runs before its step"
     return RULES[_class_of(optimizer)].unfit(optimizer)
 
@@ -323,9 +324,3 @@ def _is_step_replaced(optimizer: Optimizer) -> bool:
 
 
 _CONTEXTS: Final = "torch.utils._contextlib"  # where torch.no_grad makes a function of another
-
-
-def pre_hooks(optimizer: Optimizer) -> Iterator[Any]:
-    """Return the hooks that run before an optimizer's step; a wrapper without Optimizer.__init__ has none."""
-    own = getattr(optimizer, "_optimizer_step_pre_hooks", {})
-    return chain(_global_optimizer_pre_hooks.values(), own.values())

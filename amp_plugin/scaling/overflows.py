@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,16 +161,16 @@ def checked_names(names: Any) -> dict[str, Tensor]:
 
 def report_of(
     params: list[Tensor],
-    measured: Sequence[tuple[list[Tensor], Measurement]],
+    measurements: Sequence[Measurement],
     names: ParameterNames,
-    optimizer: weakref.ref[Optimizer],
+    optimizer: Callable[[], Optimizer | None],
 ) -> OverflowReport:
     """Return which of an optimizer's parameters had gradients that were not finite: a host sync."""
     index = {id(param): i for i, param in enumerate(params)}
     flags: dict[int, int] = {}
-    for some, measurement in measured:
-        for position, flag in zip(measurement.places(), measurement.flagged().tolist(), strict=True):
-            place = index[id(some[position])]
+    for measured in measurements:
+        for param, flag in zip(measured.params, measured.flags.tolist(), strict=False):
+            place = index[id(param)]
             flags[place] = flags.get(place, 0) | flag
     known = names.of(params, optimizer())
     overflowed = [place for place in sorted(flags) if flags[place]]

@@ -33,7 +33,7 @@ RUN = 50
 
 _MOST_LATE = 256  # on devices that do not say when a flag has arrived
 
-_NOTHING_TO_DO = "nothing was to be unscaled, clipped or checked"
+_NOTHING_TO_DO = "the optimizer's own step (nothing was to be unscaled, clipped or checked)"
 
 
 class HostFlag:
@@ -87,7 +87,8 @@ class StepResult:
             had no gradients, or a disabled scaler has ``on_nonfinite="ignore"`` and measured nothing.
         found_inf: 1.0 if the step was skipped, else 0.0; float32, 0-dim.
         clipped_later: Computes :attr:`clipped_norm` without keeping the rest; None if that is ``norm``.
-        not_one_pass_because: Why the optimizer's own step ran; empty if it was taken in one pass.
+        how: How the step was taken, and why not in one pass; for people.
+        one_pass: Whether it was taken in one pass.
         flag: ``found_inf`` on its way to the host.
     """
 
@@ -101,11 +102,12 @@ class StepResult:
         report: Callable[[], OverflowReport],
         scale_after: Sequence[Tensor] = (),
         known: bool | None = None,
-        obstacle: str = _NOTHING_TO_DO,
+        how: str = _NOTHING_TO_DO,
+        one_pass: bool = False,
     ) -> None:
         self.norm = norm
         self.clipped_later = clipped
-        self.not_one_pass_because = obstacle
+        self.how, self.one_pass = how, one_pass
         self.found_inf = found_inf
         self._scale_before = scale_before
         self._scale_after = scale_after  # filled by the update that follows
@@ -114,7 +116,7 @@ class StepResult:
         self.flag = HostFlag(found_inf, known)
 
     @classmethod
-    def unscaled(cls, norm: Tensor | None = None, obstacle: str = _NOTHING_TO_DO) -> StepResult:
+    def unscaled(cls, norm: Tensor | None = None, how: str = _NOTHING_TO_DO) -> StepResult:
         """Return the result of a step without a loss scale: taken, with its norm if that was measured."""
         return cls(
             norm=norm,
@@ -122,13 +124,8 @@ class StepResult:
             scale_before=None,
             report=OverflowReport,
             known=False,
-            obstacle=obstacle,
+            how=how,
         )
-
-    @property
-    def one_pass(self) -> bool:
-        """Whether the step was taken in one pass."""
-        return not self.not_one_pass_because
 
     @property
     def skipped(self) -> bool:

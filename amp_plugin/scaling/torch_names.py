@@ -17,8 +17,10 @@ from torch.optim import Optimizer
 
 from amp_plugin.messages import warn_user
 from amp_plugin.options import between, whole
-from amp_plugin.scaling.loss_scale import LossScale, LossScales
-from amp_plugin.scaling.registry import Registry
+from amp_plugin.scaling.core import ScalerCore
+from amp_plugin.scaling.loss_scale import LossScale
+from amp_plugin.scaling.optimizer_state import OptimizerState
+from amp_plugin.scaling.step_log import StepLog
 
 _NEVER_CALLED = ("_unscale_grads_", "_maybe_opt_step")
 
@@ -31,8 +33,7 @@ def _of_loss_scale(name: str) -> Any:
 class TorchNames(torch.amp.GradScaler):
     """torch's getters, setters and private names over our loss scales and states."""
 
-    _scales: LossScales
-    _registry: Registry
+    core: ScalerCore
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Warn of a subclass that overrides steps of torch's which are never called here."""
@@ -43,6 +44,13 @@ class TorchNames(torch.amp.GradScaler):
                 "override step() or unscale_()"
             )
 
+    _enabled = property(
+        lambda self: self.core.shared.scales.enabled,
+        lambda self, enabled: setattr(self.core.shared.scales, "enabled", bool(enabled)),
+    )
+    _device = property(
+        lambda self: self.core.device, lambda self, device: setattr(self.core, "device", device)
+    )
     _scale = property(lambda self: self.loss_scale.value, lambda self, value: self.loss_scale.replace(value))
     _growth_tracker = _of_loss_scale("growth_tracker")
     _growth_factor = _of_loss_scale("growth_factor")
@@ -54,11 +62,16 @@ class TorchNames(torch.amp.GradScaler):
     @property
     def loss_scale(self) -> LossScale:
         """The default loss scale."""
-        return self._scales.default
+        return self.core.shared.scales.default
 
     def is_enabled(self) -> bool:
         """Return whether losses are scaled; a disabled scaler still checks gradients and skips steps."""
-        return self._enabled
+        return self.core.shared.scales.enabled
+
+    @property
+    def step_log(self) -> StepLog:
+        """The log of its steps, for adapters."""
+        return self.core.log
 
     def get_scale(self, name: str | None = None) -> float:
         """Return the scale as a number, 1.0 if disabled: a host sync.
@@ -66,7 +79,7 @@ class TorchNames(torch.amp.GradScaler):
         Args:
             name: One of the constructor's ``losses``; None for the default scale.
         """
-        return self._scales.of(name).item() if self._enabled else 1.0
+        return self.core.shared.scales.of(name).item() if self.is_enabled() else 1.0
 
     def get_growth_factor(self) -> float:
         """Return the growth factor; 1.0 for a constant scale."""
@@ -101,13 +114,23 @@ class TorchNames(torch.amp.GradScaler):
     @property
     def _per_optimizer_states(self) -> dict[int, Any]:  # type: ignore[override]
         never_met = {"stage": OptState.READY, "found_inf_per_device": {}}
-        return defaultdict(lambda: never_met, {id(state.optimizer): state for state in self._registry})
+        return defaultdict(lambda: never_met, {id(state.optimizer): _View(state) for state in self.core})
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
         self.loss_scale.materialize(dev)
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
-        state = self._registry.state(optimizer)
+        state = self.core.state(optimizer)
         state.begin_call()
         state.measure(unscale=False)
         return state.found_inf_per_device
+
+
+class _View(dict[str, Any]):
+    """torch's per-optimizer dict over our state: ``"stage"`` and ``"found_inf_per_device"``."""
+
+    def __init__(self, state: OptimizerState) -> None:
+        found = state.found_inf_per_device
+        if state.stage is OptState.STEPPED and state.result is not None:
+            found = {state.result.found_inf.device: state.result.found_inf}
+        super().__init__(stage=state.stage, found_inf_per_device=found)

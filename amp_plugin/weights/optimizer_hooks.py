@@ -19,10 +19,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from amp_plugin.messages import warn_user
+from amp_plugin.quiet_hooks import register_quiet_hook
 from amp_plugin.weights import compressed_state
 from amp_plugin.weights.export import load_entry_of_0_2
 from amp_plugin.weights.weight import (
@@ -68,8 +68,7 @@ def _hooks_of(optimizer: Optimizer) -> OptimizerHooks:
 def add_late_optimizers() -> None:
     """Add other optimizers before they first step a stored parameter; any number of calls."""
     hook: Any = torch.compiler.disable(lambda optimizer, *_: add_if_late(optimizer))  # type: ignore[no-untyped-call]
-    hook.leaves_gradients = hook.leaves_steps = True  # a step in one pass does without it
-    register_optimizer_step_pre_hook(hook)
+    register_quiet_hook(None, hook)
 
 
 def add_if_late(optimizer: Optimizer) -> None:
@@ -97,8 +96,7 @@ class OptimizerHooks:
             return
         self.sees_steps = True
         before, after = map(torch.compiler.disable, (self.before_step, self.after_step))
-        before.leaves_steps = before.leaves_gradients = after.leaves_gradients = True  # for one pass
-        optimizer.register_step_pre_hook(before)
+        register_quiet_hook(optimizer, before)  # a step in one pass needs no float32 weights
         optimizer.register_step_post_hook(after)
         optimizer.register_state_dict_post_hook(self.after_state_dict)
         if type(optimizer).load_state_dict is not Optimizer.load_state_dict:

@@ -138,21 +138,6 @@ def test_unscaled_by_hand_an_optimizer_need_not_be_prepared():
 # -- clipping -------------------------------------------------------------------------------------
 
 
-def test_torchs_clip_of_scaled_gradients():
-    def run(accelerator):
-        (model,), (optimizer,) = prepared(accelerator)
-        for _ in range(3):
-            optimizer.zero_grad()
-            accelerator.backward(model(3.0))
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-        return last_gradient(optimizer)
-
-    assert run(stock(init_scale=65536.0)) == pytest.approx(0.5 / 65536)  # training stalls, no error
-    with pytest.raises(RuntimeError, match=r"norm, 1: .* in Accelerate accelerator.clip_grad_norm_\(\)"):
-        run(ours(init_scale=65536.0))
-
-
 @defect(stock_gives=ALREADY_UNSCALED, ours_gives=[8.0, 0.5], steps=2)  # (2 + 6) / 2, four times
 def test_by_norm_within_accumulate_without_a_guard(accelerator):
     return one_window(accelerator, [2.0, 6.0], lambda params: accelerator.clip_grad_norm_(params, 1.0))

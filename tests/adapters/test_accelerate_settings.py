@@ -62,7 +62,6 @@ class TestPrecedence:
             "dynamic": "false",
             "fp16_gradients": "yes",
             "one_pass": "off",
-            "fold_clip": "on",
             "fp32_outputs": "0",
             "exact_schedulers": "1",
             "backoff_factor": "0.25",

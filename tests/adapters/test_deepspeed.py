@@ -75,7 +75,6 @@ def test_bf16_is_told_whether_to_check(given, checks):
         (BF16, {"weights": "bf16"}, r"weights='bf16' cannot act under DeepSpeed \(from AmpKwargs\).*'bf16_master_"),
         (BF16, {"state": "bf16"}, "state='bf16' cannot act .*'bf16_optimizer_states'"),
         (FP16, {"reduce": "bf16"}, "'communication_data_type'"),
-        (FP16, {"fold_clip": True}, "'gradient_clipping'"),
         (FP16, {"eval_precision": "fp32"}, "'dtype' of 'torch_autocast'"),
         (FP16, {"on_nonfinite": "ignore"}, "on_nonfinite='ignore' cannot act .*fp16 always checks"),
         (ZERO, {"on_nonfinite": "raise"}, "fp32 never"),

@@ -25,8 +25,10 @@ def test_the_environment_sets_what_the_program_leaves_open(plugin, monkeypatch):
 
 
 def test_an_option_of_accelerate_alone_is_told(plugin, monkeypatch):
-    monkeypatch.setenv("AMP_PLUGIN_FOLD_CLIP", "1")
-    with pytest.warns(UserWarning, match="fold_clip from AMP_PLUGIN_FOLD_CLIP has no effect in Lightning"):
+    monkeypatch.setenv("AMP_PLUGIN_FP32_OUTPUTS", "1")
+    with pytest.warns(
+        UserWarning, match="fp32_outputs from AMP_PLUGIN_FP32_OUTPUTS has no effect in Lightning"
+    ):
         plugin("fp16")
 
 

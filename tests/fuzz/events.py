@@ -69,6 +69,22 @@ class Run:
         if counts != right:
             raise Disagreement(f"skipped_steps() of o{o} and of all are {counts}, should be {right}")
 
+    def clipped(self, owners: list[int], indices: Any, limit: float, norm_type: float) -> float:
+        """Clip true gradients; whether those are that had overflowed, and were written over, is not promised."""
+        oracle = self.oracle
+        norm = oracle.norm(indices, norm_type)
+        if limit < norm < math.inf and any(True in oracle.seen.skips(o, self.members(o)) for o in owners):
+            raise OutOfDomainError("a clip of gradients whose step is skipped")
+        return oracle.clip_norm(indices, limit, norm_type)
+
+    def compare_norm(self, norm: float, right: float) -> None:
+        if math.isfinite(right):
+            same = math.isclose(norm, right, rel_tol=1e-5, abs_tol=1e-30)
+        else:
+            same = not math.isfinite(norm)
+        if not same:
+            raise Disagreement(f"the norm is {norm}, it should be {right}")
+
 
 # -- losses, unscaling and clipping ---------------------------------------------------------------
 
@@ -108,36 +124,18 @@ def ensure_unscaled(run: Run, o: int) -> None:
         run.oracle.unscale(o, explicit=True)
 
 
-def clip_norm(run: Run, o: int, limit: float, norm_type: float, fold: bool) -> None:
-    oracle, members = run.oracle, run.members(o)
-    strangers = [other for other in range(len(oracle.members)) if other not in {o, *oracle.known}]
-    fold = fold and not any(i in run.members(other) for other in strangers for i in members)
-    if not run.may_call(o):
-        return
-    folded = ", fold=True" if fold else ""
-    run.scene.run(f"norm = scaler.clip_grad_norm_(o{o}, {limit}, norm_type={norm_type}{folded})")
-    if fold:
-        oracle.fold(o)
-    else:
-        oracle.unscale(o, explicit=False)
-    _compare_norm(run, _clipped(run, [o], members, limit, norm_type))
+def clip_norm(run: Run, o: int, limit: float, norm_type: float) -> None:
+    if run.may_call(o):
+        run.scene.run(f"norm = scaler.clip_grad_norm_(o{o}, {limit}, norm_type={norm_type})")
+        run.oracle.unscale(o, explicit=False)
+        run.compare_norm(run.scene["norm"].item(), run.clipped([o], run.members(o), limit, norm_type))
 
 
-def clip_norm_of_params(run: Run, indices: Any, limit: float, norm_type: float, fold: bool) -> None:
-    folded = ", fold=True" if fold else ""
-    call = f"clip_grad_norm_([{params(indices)}], {limit}, norm_type={norm_type}{folded})"
+def clip_norm_of_params(run: Run, indices: Any, limit: float, norm_type: float) -> None:
+    call = f"clip_grad_norm_([{params(indices)}], {limit}, norm_type={norm_type})"
     if _clip_params(run, indices, f"norm = scaler.{call}"):
         owners = [o for o in run.oracle.known if set(run.members(o)) & set(indices)]
-        _compare_norm(run, _clipped(run, owners, indices, limit, norm_type))
-
-
-def _clipped(run: Run, owners: list[int], indices: Any, limit: float, norm_type: float) -> float:
-    """Clip true gradients; whether those are that had overflowed, and were written over, is not promised."""
-    oracle = run.oracle
-    norm = oracle.norm(indices, norm_type)
-    if limit < norm < math.inf and any(True in oracle.seen.skips(o, run.members(o)) for o in owners):
-        raise OutOfDomainError("a clip of gradients whose step is skipped")
-    return oracle.clip_norm(indices, limit, norm_type)
+        run.compare_norm(run.scene["norm"].item(), run.clipped(owners, indices, limit, norm_type))
 
 
 def clip_value(run: Run, o: int, indices: Any, limit: float) -> None:
@@ -174,16 +172,6 @@ def _clamp(run: Run, indices: Any, limit: float) -> None:
         grad.copy_(torch.where(grad.isfinite(), grad.clamp(-limit, limit), real.double()))
 
 
-def _compare_norm(run: Run, right: float) -> None:
-    norm = run.scene["norm"].item()
-    if math.isfinite(right):
-        same = math.isclose(norm, right, rel_tol=1e-5, abs_tol=1e-30)
-    else:
-        same = not math.isfinite(norm)
-    if not same:
-        raise Disagreement(f"the norm is {norm}, it should be {right}")
-
-
 # -- what users do to gradients and weights by hand -----------------------------------------------
 
 
@@ -201,16 +189,12 @@ _INJECTIONS = {
 
 
 def zero_grad(run: Run, o: int, set_to_none: bool) -> None:
-    others = {other for index in run.members(o) for other in run.oracle.owners(index)} - {o}
-    if any(run.oracle.windows[other].folded for other in others):
-        return
     run.scene.run(f"o{o}.zero_grad(set_to_none={set_to_none})")
     run.oracle.clear(run.members(o), zeroed=not set_to_none)
 
 
 def drop_one(run: Run, index: int) -> None:
-    folded = any(run.oracle.windows[o].folded for o in run.oracle.owners(index))
-    if run.oracle.present([index]) and not folded:
+    if run.oracle.present([index]):
         run.scene.run(f"p{index}.grad = None")
         run.oracle.clear([index], zeroed=False)
 
@@ -303,8 +287,6 @@ def add_param_group(run: Run, o: int, index: int) -> None:
     oracle = run.oracle
     fixed = [other for other, kind in enumerate(run.setup.kinds) if kind == "two_calls"]
     if o in fixed or any(index in run.members(other) for other in (o, *fixed)):
-        return
-    if oracle.windows[o].folded:
         return
     if o not in oracle.known or may_meet(oracle, o, [index]):
         run.scene.run(f'o{o}.add_param_group({{"params": [p{index}]}})')

@@ -107,12 +107,8 @@ class Window:
     certain: set[str] = field(default_factory=set)  # the scales for which its checks count
     begun: set[str] = field(default_factory=set)  # those for which they may count
     noted: set[str] = field(default_factory=set)  # those for which an overflow in a conversion may count
-    folded: bool = False  # a clip may wait in it for the step
-    edited: bool = False  # the user has cleared gradients since: then the step may be refused
+    checked: str = NO  # a gradient was looked at since; MAYBE if only by another, or before an update
     skipped: int = 0  # steps so far
-
-    def unfold(self) -> None:
-        self.folded = self.edited = False
 
 
 class Model:
@@ -178,11 +174,11 @@ def may_edit(model: Model, index: int) -> bool:
 
     That of one which an optimizer has stepped with has: the change of an unscaled gradient before ``update()``,
     of a scaled one after it. Of others a change between ``update()`` and the next backward may come from a
-    backward that was not seen: documented as a limit. A folded clip forbids changes.
+    backward that was not seen: documented as a limit.
     """
     gradient = model.gradients[index]
     return model.params[index].grad is not None and all(
-        (o in gradient.used_by or w.stages == {"unscaled"} or w.fresh != NO) and not w.folded
+        o in gradient.used_by or w.stages == {"unscaled"} or w.fresh != NO
         for o, w in ((o, model.windows[o]) for o in model.owners(index))
     )
 
@@ -200,10 +196,8 @@ def are_unscaled(model: Model, indices: Iterable[int]) -> bool:
     """Whether the user may treat these gradients as unscaled ones."""
     present = model.present(indices)
     windows = [model.windows[o] for i in present for o in model.owners(i)]
-    return (
-        all(model.gradients[i].unscaled and model.owners(i) for i in present)
-        and all(w.stages == {"unscaled"} for w in windows)
-        and not any(w.folded for w in windows)
+    return all(model.gradients[i].unscaled and model.owners(i) for i in present) and all(
+        w.stages == {"unscaled"} for w in windows
     )
 
 
@@ -219,14 +213,22 @@ def error_of_unscale(model: Model, o: int) -> str:
     return YES if window.fresh == NO and sure and not window.grown else MAYBE
 
 
-def error_of_step(model: Model, o: int) -> str:
-    """Whether ``step`` is an error: called twice without new gradients, or all have stepped without an update."""
+def error_of_step(model: Model, o: int, *, is_known: bool) -> str:
+    """Whether ``step`` is an error.
+
+    It is if it was called twice without new gradients, if all have stepped without an update, or if a scaled
+    backward has run and no gradient of an optimizer that was known then was ever checked.
+    """
     window = model.windows[o]
-    if window.folded and window.edited:
-        return MAYBE
     due = error_of_missing_update(model, o)
     if due != NO:
         return due
+    if is_known and window.checked != YES and window.fresh != NO and not model.present(model.members[o]):
+        others = [other for other in model.known if other != o]
+        if any(model.present(model.members[other]) for other in others):
+            return NO
+        is_open = window.checked == MAYBE or any(model.windows[other].fresh != YES for other in others)
+        return MAYBE if is_open else window.fresh
     if window.fresh == YES or "stepped" not in window.stages:
         return NO
     sure = window.fresh == NO and window.stages == {"stepped"} and not window.grown

@@ -43,6 +43,7 @@ class Oracle(Model):
         for o, indices in enumerate(self.members):
             if not self.present(indices):
                 self.seen.forget(o)
+                self.windows[o].checked = NO
         value().backward()
         self.last_backward = (name, self.shown[name])
         for index in reached:
@@ -84,8 +85,6 @@ class Oracle(Model):
             window.fresh = MAYBE
         window.begun.add(name)
         window.explicit = False
-        if o in self.known:
-            window.unfold()
 
     # -- checks ---------------------------------------------------------------------------------
 
@@ -103,6 +102,12 @@ class Oracle(Model):
             self.meet(o)
             self._use_again(o)
         here = self.present(self.members[o])
+        for other, members in enumerate(self.members):
+            window = self.windows[other]
+            if other == o and here:
+                window.checked = YES
+            elif set(here) & set(members) and window.checked == NO:
+                window.checked = MAYBE
         for index in here:
             if not self.finite([index]):
                 for other, members in enumerate(self.members):
@@ -154,7 +159,6 @@ class Oracle(Model):
         window.stages = {"stepped", "unscaled"} if window.stages == {"stepped"} else {"unscaled"}
         window.explicit = window.explicit or explicit
         window.fresh = NO if explicit or window.fresh == NO else MAYBE
-        window.unfold()
         for index in self.members[o]:
             self.gradients[index].used_at = self.updates
 
@@ -167,27 +171,11 @@ class Oracle(Model):
                 self.params[index].grad.mul_(factor)
         return norm
 
-    def fold(self, o: int) -> None:
-        """A clip that may be left to the optimizer: whether it is unscaled is open."""
-        window = self.windows[o]
-        self.check(o, write=False)
-        window.stages = window.stages | {"unscaled"}
-        window.folded, window.edited = True, False
-        if window.fresh == YES and not self.present(self.members[o]):
-            window.fresh = MAYBE  # met by this call, it waits for no gradients
-        for index in self.present(self.members[o]):
-            gradient = self.gradients[index]
-            gradient.pending, gradient.replaced = gradient.pending and None, False
-            if gradient.unscaled:  # then it is written at once
-                gradient.used_at = self.updates
-
     # -- the user's hands -----------------------------------------------------------------------
 
     def edit(self, index: int, change: Callable[[torch.Tensor], object], replaced: bool = False) -> None:
         grad, gradient = self.params[index].grad, self.gradients[index]
         change(grad)
-        for o in self.owners(index):
-            self.windows[o].edited = True
         gradient.replaced |= replaced
         if not grad.any():
             self._drop(index)
@@ -196,11 +184,15 @@ class Oracle(Model):
 
     def _drop(self, index: int) -> None:
         """A gradient is zero or gone: the batch it came from is dropped if the others of its optimizers are too."""
-        others = {i for o in self.owners(index) for i in self.members[o]} | {index}
-        dropped = not any(self.params[i].grad.any() for i in self.present(others))
-        for i in others if dropped else {index}:
-            self.gradients[i].dropped = dropped
-            self.seen.doubt(i, dropped=dropped)
+        for i in self._beside(index):
+            dropped = not any(self.params[other].grad.any() for other in self.present(self._beside(i)))
+            if dropped or i == index:
+                self.gradients[i].dropped = dropped
+                self.seen.doubt(i, dropped=dropped)
+
+    def _beside(self, index: int) -> set[int]:
+        """The parameters of its optimizers, and itself."""
+        return {i for o in self.owners(index) for i in self.members[o]} | {index}
 
     def clear(self, indices: Iterable[int], zeroed: bool) -> None:
         """The user zeroes gradients in place, or drops them."""
@@ -211,8 +203,6 @@ class Oracle(Model):
                 self.params[index].grad = None
             self.gradients[index].clear(zeroed)
             self._drop(index)
-            for o in self.owners(index):
-                self.windows[o].edited = True
 
     def join(self, o: int, index: int) -> None:
         self.seen.join(o, index, self.owners(index))
@@ -260,6 +250,7 @@ class Oracle(Model):
         self.updates += 1
         for window in self.windows:
             window.stages, window.explicit = {"ready"}, False
+            window.checked = MAYBE if window.checked == YES else window.checked
             window.begun |= window.certain
             window.certain = set()
         for gradient in self.gradients:

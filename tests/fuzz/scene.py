@@ -55,9 +55,15 @@ class Scene:
         except Exception as error:
             if _TORCHS_OWN in str(error):
                 raise OutOfDomainError from error
-            if refused == NO or not isinstance(error, RuntimeError) or not re.search(text, str(error)):
+            if (
+                refused == NO
+                or not isinstance(error, RuntimeError | AssertionError)
+                or not re.search(text, str(error))
+            ):
                 raise Disagreement(f"raised {type(error).__name__}: {error}") from error
-            self.lines[-1] = f"try:\n    {line}\nexcept RuntimeError as error:\n    print(error)"
+            self.lines[-1] = (
+                f"try:\n    {line}\nexcept (RuntimeError, AssertionError) as error:\n    print(error)"
+            )
             return True
         if refused == YES:
             raise Disagreement(f"must raise RuntimeError ({text})")

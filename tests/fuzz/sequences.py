@@ -113,14 +113,15 @@ _EVENTS: dict[str, tuple[Any, ...]] = {
     "zero_grad": (6, "o", _BOOL),
     "unscale": (5, "o"),
     "ensure_unscaled": (3, "o"),
-    "clip_norm": (6, "o", _LIMIT, _NORM_TYPE, _BOOL),
-    "clip_norm_of_params": (4, "params", _LIMIT, _NORM_TYPE, (True, False, False)),
+    "clip_norm": (6, "o", _LIMIT, _NORM_TYPE),
+    "clip_norm_of_params": (4, "params", _LIMIT, _NORM_TYPE),
     "clip_value": (3, "o", "perhaps_params", (0.1, 1.0, 100.0)),
     "edit": (6, "o", _EDITS, (0.01, 0.5, 2.0, 100.0), "params"),
     "inject": (3, "param", ("inf", "-inf", "nan"), ("in place", "data", "replaced")),
     "repair": (1, "param"),
     "edit_unscaled": (3, "o", ("torch norm", "torch value", "decay")),
     "step": (12, "o"),
+    "clip_and_step": (6, "o", _LIMIT, _NORM_TYPE),
     "closure": (
         3,
         "o",
@@ -207,7 +208,7 @@ class _Maker:
             events += [self.draw(name, o) for name, chance in chances.items() if rng.random() < chance]
             events += self._perhaps(0.2)
             if rng.random() < 0.9:
-                events.append(Event("step", (o,)))
+                events.append(self.draw(rng.choice(("step", "step", "clip_and_step")), o))
             if update_each:
                 events.append(Event("update"))
         if not update_each and rng.random() < 0.9:

@@ -1,6 +1,7 @@
 """Steps, without a closure and with one."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,21 +15,35 @@ from tests.fuzz.scene import named, terms, value_of
 
 
 def step(run: Run, o: int) -> None:
+    _step(run, o, f"scaler.step(o{o})")
+
+
+def clip_and_step(run: Run, o: int, limit: float, norm_type: float) -> None:
+    line = f"result = scaler.clip_and_step(o{o}, {limit}, norm_type={norm_type})"
+
+    def clip() -> None:
+        members = run.members(o)
+        run.clipped([o], members, limit, norm_type)
+        if run.oracle.present(members):
+            run.compare_norm(run.scene["result"].clipped_norm.item(), run.oracle.norm(members, norm_type))
+
+    _step(run, o, line, clip)
+
+
+def _step(run: Run, o: int, line: str, clip: Callable[[], None] = lambda: None) -> None:
+    is_known = o in run.oracle.known
     if run.kind(o) == "two_calls":
         closure(run, o, tuple((i, 2.0) for i in run.members(o)), True, "", None, DEFAULT)
     elif not run.oracle.used:
-        run.scene.run(f"scaler.step(o{o})", YES, NOT_SCALED_YET)
-    elif run.may_call(o) and _is_taken_on(run, o):
-        skipped = run.see_skip(o, run.oracle.check(o))
-        run.oracle.step(o, skipped)
-        run.count_skip(o, skipped)
-        run.scene.compare_weights()
-
-
-def _is_taken_on(run: Run, o: int) -> bool:
-    """Run ``step``; return whether it was not refused."""
-    expected = "gradients were changed|already been called"
-    return not run.scene.run(f"scaler.step(o{o})", error_of_step(run.oracle, o), expected)
+        run.scene.run(line, YES, NOT_SCALED_YET)
+    elif run.may_call(o):
+        error = error_of_step(run.oracle, o, is_known=is_known)
+        if not run.scene.run(line, error, "already been called|No inf checks"):
+            skipped = run.see_skip(o, run.oracle.check(o))
+            clip()
+            run.oracle.step(o, skipped)
+            run.count_skip(o, skipped)
+            run.scene.compare_weights()
 
 
 _LIMIT = 0.5  # where closures clip

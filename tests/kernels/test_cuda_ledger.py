@@ -7,7 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from amp_plugin.kernels import ops  # noqa: F401 - defines torch.ops.amp_plugin
-from amp_plugin.scaling.gradients import GradientLedger, make_ledger
+from amp_plugin.kernels.build import native_core
 from tests.scaling.ops_seen import OpsSeen
 
 amp = torch.ops.amp_plugin
@@ -40,8 +40,7 @@ def by_the_op(params, inverse, p=2.0):
 
 @pytest.mark.parametrize("p", [2.0, 1.0, math.inf, 3.0])
 def test_a_ledger_measures_as_the_op_does_moved_or_not(p):
-    params, inverse, ledger = parameters(), scalar(0.5), make_ledger()
-    assert not isinstance(ledger, GradientLedger), "the native one"
+    params, inverse, ledger = parameters(), scalar(0.5), native_core().extension.GradientLedger
     for bad in (1.0, math.nan, math.inf, 2.0):
         params[3].grad[5] = bad
         for _ in range(2):
@@ -55,7 +54,7 @@ def test_a_ledger_measures_as_the_op_does_moved_or_not(p):
 
 
 def test_what_a_ledger_writes_is_written_once_and_counted():
-    params, ledger = parameters(), make_ledger()
+    params, ledger = parameters(), native_core().extension.GradientLedger
     grads = [param.grad for param in params if param.grad is not None]
     ledger.norm_check(params, scalar(1.0), 2.0)
     before, versions = [grad.double().tolist() for grad in grads], [grad._version for grad in grads]
@@ -73,7 +72,7 @@ def test_each_gradient_of_each_block_is_compared(count):
     params = [torch.nn.Parameter(torch.zeros(4, device="cuda")) for _ in range(count)]
     for param in params:
         param.grad = torch.full((4,), 0.5, device="cuda")
-    ledger, inverse, squares = make_ledger(), scalar(1.0), count
+    ledger, inverse, squares = native_core().extension.GradientLedger, scalar(1.0), count
     for param in params:
         param.grad, squares = torch.full((4,), 1.5, device="cuda"), squares + 8
         for _ in range(2):
@@ -96,7 +95,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_gradient_that_lies_in_the_same_memory_otherwise_is_seen(change):
-    held, ledger = torch.arange(1.0, 9.0, device="cuda").half(), make_ledger()
+    held, ledger = torch.arange(1.0, 9.0, device="cuda").half(), native_core().extension.GradientLedger
     params = [torch.nn.Parameter(torch.zeros(4, device="cuda")) for _ in range(4)]
     for param in params:
         param.grad = torch.ones_like(param)
@@ -108,7 +107,7 @@ def test_a_gradient_that_lies_in_the_same_memory_otherwise_is_seen(change):
 
 
 def test_a_gradient_on_another_device_is_refused():
-    params, inverse, ledger = parameters(), scalar(1.0), make_ledger()
+    params, inverse, ledger = parameters(), scalar(1.0), native_core().extension.GradientLedger
     ledger.norm_check(params, inverse, 2.0)
     params[1] = torch.nn.Parameter(torch.zeros(8, dtype=torch.float16))
     params[1].grad = torch.ones_like(params[1])
@@ -117,7 +116,7 @@ def test_a_gradient_on_another_device_is_refused():
 
 
 def test_modes_and_profilers_still_see_the_ops():
-    params, inverse, ledger = parameters(), scalar(1.0), make_ledger()
+    params, inverse, ledger = parameters(), scalar(1.0), native_core().extension.GradientLedger
     ledger.norm_check(params, inverse, 2.0)
     with OpsSeen() as seen:
         ledger.norm_check(params, inverse, 2.0)

@@ -21,11 +21,11 @@ def fused_adamw(params):
 
 KERNELS = {
     (sgd, None): {"norm_check", "step"},
-    (sgd, "in place"): {"unscale", "clip_factor", "multiply", "norm_check"},
+    (sgd, "in place"): {"unscale", "clip_factor", "multiply", "norm_check", "step"},
     # The first step is torch's own; where it skips, multiply divides the gradients in its place.
     (fused_adamw, None): {"norm_check", "step", "multiply"},
-    (fused_adamw, "in place"): {"unscale", "clip_factor", "multiply", "norm_check"},
-    (fused_adamw, "folded"): {"norm_check", "clip_factor", "step", "multiply"},
+    (fused_adamw, "in place"): {"unscale", "clip_factor", "multiply", "norm_check", "step"},
+    (fused_adamw, "in the step"): {"norm_check", "clip_factor", "step", "multiply"},
 }
 
 
@@ -42,8 +42,11 @@ def train(optimizer, clip, device):
         x[0, 0] = float("nan") if i in OVERFLOWS else x[0, 0]
         for half in x.to(device).chunk(2):
             scaler.scale(model(half).square().mean()).backward()
-        norm = scaler.clip_grad_norm_(stepper, 0.5, fold=clip == "folded") if clip else torch.zeros(())
-        scaler.step(stepper)
+        if clip == "in the step":
+            norm = scaler.clip_and_step(stepper, 0.5).norm
+        else:
+            norm = scaler.clip_grad_norm_(stepper, 0.5) if clip else torch.zeros(())
+            scaler.step(stepper)
         scaler.update()
         stepper.zero_grad()
         last = scaler.last_step(stepper)
@@ -68,10 +71,8 @@ def test_training_is_that_of_the_cpu(optimizer, clip):
 
 
 @pytest.mark.skipif(not host_device.LOADED, reason="counts what the device made of host memory is asked for")
-@pytest.mark.parametrize("trusted", [True, False], ids=["nothing between", "user code between"])
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-def test_a_folded_clip_is_two_launches_after_an_update_too(captured, trusted):
-    """Without trust the step reads the gradients once more: user code may have written to them."""
+def test_the_launches_of_a_step_with_a_clip_after_an_update(captured):
     model = torch.nn.Linear(4, 4).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=True)
     scaler = GradScaler("cuda", init_scale=8.0, growth_interval=1)
@@ -82,10 +83,7 @@ def test_a_folded_clip_is_two_launches_after_an_update_too(captured, trusted):
         scaler.scale(model(x).square().mean()).backward()
         seen.names.clear()
         with seen:
-            scaler.clip_grad_norm_(optimizer, 0.5, fold=True)
-            if trusted:
-                scaler.assume_unchanged(optimizer)
-            scaler.step(optimizer)
+            scaler.clip_and_step(optimizer, 0.5)
         scaler.update()
 
     for _ in range(3):
@@ -95,6 +93,4 @@ def test_a_folded_clip_is_two_launches_after_an_update_too(captured, trusted):
             iteration()
     before = seen.names[: seen.names.index("step_")]
     before = [name for name in before if hasattr(torch.ops.aten, name) or hasattr(torch.ops.amp_plugin, name)]
-    if not trusted:
-        before = [name for name in before if name in {"norm_check", "clip_factor", "reciprocal"}]
-    assert before == ["norm_check"] * (1 if trusted else 2) + ["clip_factor"]
+    assert before == ["norm_check", "clip_factor"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from amp_plugin.kernels import ops  # noqa: F401 - defines torch.ops.amp_plugin
-from amp_plugin.scaling.gradients import make_ledger
+from amp_plugin.kernels.build import native_core
 from tests.host_device import host_device
 
 amp = torch.ops.amp_plugin
@@ -68,7 +68,7 @@ def test_no_python_runs_in_a_call(count):
     params = [torch.nn.Parameter(torch.zeros(3, device="cuda")) for _ in range(count)]
     for param in params:
         param.grad = torch.ones_like(param)
-    inverse, ledger = scalar(0.5), make_ledger()
+    inverse, ledger = scalar(0.5), native_core().extension.GradientLedger
     grads = [param.grad for param in params]
     for call in CALLS.values():  # Python compiles each, once
         call(grads, inverse)

@@ -66,7 +66,7 @@ def train(
             if loop.get("accumulates"):
                 passes(x, factor)
             if clip:
-                scaler.clip_grad_norm_(optimizer, clip, fold=True)
+                scaler.clip_grad_norm_(optimizer, clip)
             take(scaler, optimizer)
     return net, page
 

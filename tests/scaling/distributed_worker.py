@@ -108,8 +108,7 @@ def ddp(rank, world, scale):
         optimizer.zero_grad()
         for part in x.split(1):  # accumulates; the second backward is the one that reduces
             scaler.scale(model(part).sum()).backward()
-        norm = scaler.clip_grad_norm_(optimizer, 1.0, fold=True)
-        scaler.step(optimizer)
+        norm = scaler.clip_and_step(optimizer, 1.0).norm
         scaler.update()
         out.append({**outcome(scaler, optimizer, list(model.parameters())), "clip": norm.item()})
     return out
@@ -190,8 +189,12 @@ def fsdp(rank, world, kind, fused, scale):
         x = torch.full((2, 5), 1.0 + i) * (math.inf if i == 2 and rank == 0 else 1.0)
         optimizer.zero_grad()
         scaler.scale(model(x).square().mean()).backward()
-        norms.append(finite(scaler.clip_grad_norm_(optimizer, 0.5, fold=fused).item()))
-        scaler.step(optimizer)
+        if fused:
+            norm = scaler.clip_and_step(optimizer, 0.5).norm
+        else:
+            norm = scaler.clip_grad_norm_(optimizer, 0.5)
+            scaler.step(optimizer)
+        norms.append(finite(norm.item()))
         scaler.update()
         skipped.append(scaler.last_step(optimizer).skipped)
     empty = any(p.grad is None or p.grad.numel() == 0 for p in inner.parameters())

@@ -84,14 +84,11 @@ class Run:
         self.scaler.update()
         return self.scaler.last_step(self.optimizer) if isinstance(self.scaler, GradScaler) else None
 
-    def clip_and_step(self, seed=0, max_norm=0.5, *, fold=True, trusted=False):
+    def clip_and_step(self, seed=0, max_norm=0.5):
         self.backward(seed)
-        norm = self.scaler.clip_grad_norm_(self.optimizer, max_norm, fold=fold)
-        if trusted:
-            self.scaler.assume_unchanged(self.optimizer)
-        self.scaler.step(self.optimizer)
+        result = self.scaler.clip_and_step(self.optimizer, max_norm)
         self.scaler.update()
-        return norm, self.scaler.last_step(self.optimizer)
+        return result
 
     def gradients(self):
         return [param.grad.clone() for param in self.params]

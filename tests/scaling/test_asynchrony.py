@@ -41,15 +41,18 @@ class OnTheHost:
             loss = self.scaler.scale((self.weight.to(self.device) * batch).square().mean())
             delay()
             loss.backward()
-            if clip:
-                self.scaler.clip_grad_norm_(self.optimizer, 0.1, fold=clip == "folded")
-            self.scaler.step(self.optimizer)
+            if clip == "in the step":
+                self.scaler.clip_and_step(self.optimizer, 0.1)
+            else:
+                if clip:
+                    self.scaler.clip_grad_norm_(self.optimizer, 0.1)
+                self.scaler.step(self.optimizer)
             self.scaler.update()
         assert self.scaler.skipped_steps() == 1
         return self.weight
 
 
-@pytest.mark.parametrize("clip", [None, "in place", "folded"])
+@pytest.mark.parametrize("clip", [None, "in place", "in the step"])
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [(torch.optim.SGD, {}), (torch.optim.AdamW, {"fused": True})],

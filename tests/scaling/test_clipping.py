@@ -56,25 +56,6 @@ def test_equal_to_float64(norm_type, max_norm, target, scale):
     assert_close(model.real(), model.clipped(max_norm, norm_type))
 
 
-@pytest.mark.parametrize(
-    "optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad]
-)
-@pytest.mark.parametrize("times", [1, 2, 3])
-def test_folding_equals_clipping_in_place(optimizer, times):
-    after = []
-    for fold in (False, True):
-        model = Model(optimizer, one_pass=False, fused=True)  # only torch's kernels write gradients
-        for i in range(times):
-            norm = model.scaler.clip_grad_norm_(model.optimizer, 1.0 / (i + 1), fold=fold)
-        assert norm.item() == pytest.approx(model.norm() if times == 1 else 1.0 / (times - 1), rel=1e-6)
-        # Not Adagrad in torch 2.11.
-        waits = fold and getattr(model.optimizer, "_step_supports_amp_scaling", False)
-        assert (model.params[0].grad.abs().max() > 1000.0) == waits, "scaled before a folded step alone"
-        after.append([*model.moved(), *model.real()])
-    assert_close(after[1], [x.double() for x in after[0]], rtol=3e-6 * times)
-    assert_close(after[1][5:], model.clipped(1.0 / times), rtol=2e-6 * times)
-
-
 def test_any_number_of_times_and_mixed(fused, scale):
     model = Model(scale=scale, fused=fused)
     ours = model.scaler.clip_grad_norm_
@@ -93,7 +74,7 @@ def test_by_value(fused, scale):
     assert_close(model.moved(), right)
 
 
-@pytest.mark.parametrize("how", ["norm", "fold", "value", "torch"])
+@pytest.mark.parametrize("how", ["norm", "value", "torch"])
 def test_overflow_survives_clipping(fused, how):
     """Clipping by value makes infinities finite; the step is skipped all the same."""
     model = Model(fused=fused)
@@ -105,7 +86,7 @@ def test_overflow_survives_clipping(fused, how):
         model.scaler.unscale_(model.optimizer)
         torch.nn.utils.clip_grad_norm_(model.params, 1.0)
     else:
-        assert model.scaler.clip_grad_norm_(model.optimizer, 1.0, fold=how == "fold").item() == math.inf
+        assert model.scaler.clip_grad_norm_(model.optimizer, 1.0).item() == math.inf
     assert not any(moved.any() for moved in model.moved())
     assert model.scaler.last_step(model.optimizer).skipped
 

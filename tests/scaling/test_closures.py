@@ -224,7 +224,7 @@ def test_closures_of_known_optimizers_run_before_the_step(poison, scale):
     def closure():
         assert torch.is_grad_enabled()
         run.backward(factor=poison)
-        run.scaler.clip_grad_norm_(run.optimizer, 0.5, fold=True)
+        run.scaler.clip_grad_norm_(run.optimizer, 0.5)
         return sum(param.sum() for param in run.params) * poison
 
     with torch.no_grad():

@@ -8,95 +8,11 @@ import torch
 
 from amp_plugin import GradScaler
 from amp_plugin.kernels.build import native_core
-from amp_plugin.scaling.gradients import GradientLedger, batch_gradients, make_ledger
-
-
-@pytest.fixture(params=["native", "python"])
-def ledger_of(request):
-    if request.param == "python":
-        return GradientLedger
-    if native_core().extension is None:
-        pytest.skip(native_core().reason)
-    return make_ledger
+from amp_plugin.scaling.gradients import batch_gradients
 
 
 def some_params(count=3):
     return [torch.nn.Parameter(torch.ones(4)) for _ in range(count)]
-
-
-def test_a_ledger_sees_writes_and_replacements(ledger_of):
-    params = some_params()
-    ledger = ledger_of()
-    assert (ledger.count(params), ledger.compare(params, 1)) == (0, 0)
-    params[1].grad = torch.ones(4)
-    assert (ledger.count(params), ledger.compare(params, 1)) == (1, 2), "never remembered: new"
-    ledger.remember(params, 1)
-    assert ledger.compare(params, 1) == 0
-    params[1].grad.mul_(2)
-    assert ledger.compare(params, 1) == 1
-    assert ledger.compare(params, 2) == 2, "slots know nothing of each other"
-    params[2].grad = torch.ones(4)
-    assert ledger.compare(params, 1) == 2
-    ledger.remember(params, 1)
-    params[1].grad = None
-    assert ledger.compare(params, 1) == -1, "one is gone, the other has not changed"
-    params[2].grad.mul_(2)
-    assert ledger.compare(params, 1) == 1, "a write counts more"
-    assert ledger.split([2]).compare(params[2:], 1) == 1, "a part knows what the whole knew"
-
-
-@pytest.mark.parametrize("count", [15, 16, 17, 33])
-def test_every_gradient_of_many_is_looked_at(ledger_of, count):
-    """The native ledger follows pointers in blocks of 16."""
-    params = some_params(count)
-    for param in params:
-        param.grad = torch.ones(4)
-    ledger = ledger_of()
-    ledger.remember(params, 1)
-    for i, param in enumerate(params):
-        param.grad.add_(1)
-        assert ledger.compare(params, 1) == 1
-        param.grad = torch.ones(4)
-        assert ledger.compare(params, 1) == 2
-        param.grad = None
-        assert (ledger.count(params), ledger.compare(params, 1)) == (count - 1, -1)
-        params[i] = torch.nn.Parameter(torch.ones(4).half())
-        params[i].grad = torch.ones(4).half()
-        assert ledger.first_float16(params) == i
-        params[i] = param
-        param.grad = torch.ones(4)
-        ledger.remember(params, 1)
-        assert (ledger.first_float16(params), ledger.compare(params, 1)) == (-1, 0)
-
-
-def test_gradients_of_views_and_of_tensors_autograd_never_saw(ledger_of):
-    views = [row.requires_grad_() for row in torch.zeros(3, 4).unbind()]
-    views[1].grad = torch.ones(4)
-    plain = torch.zeros(4)
-    assert ledger_of().count([plain, *views, plain]) == 1
-    plain.grad = torch.ones(4)
-    assert ledger_of().count([plain, *views, plain]) == 3
-
-
-def test_a_new_gradient_at_an_old_address_is_new_and_none_is_kept_alive(ledger_of):
-    """What an allocator gives back looks the same in all but identity."""
-    params, ledger = some_params(1), ledger_of()
-    for _ in range(20):
-        params[0].grad = torch.ones(4)
-        reference = torch._C._WeakTensorRef(params[0].grad)
-        assert ledger.compare(params, 1) == 2
-        ledger.remember(params, 1)
-        params[0].grad = None
-        assert reference.expired()
-
-
-def test_inference_tensors_have_no_version(ledger_of):
-    with torch.inference_mode():
-        param = torch.nn.Parameter(torch.ones(2), requires_grad=False)
-        param.grad = torch.ones(2)
-    ledger = ledger_of()
-    ledger.remember([param], 1)
-    assert ledger.compare([param], 1) == 0
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11, with or without
@@ -107,7 +23,7 @@ def test_batches_by_device_and_kind():
     params[3].grad = torch.ones(4)
     params[4].grad = torch.sparse_coo_tensor([[0, 0]], [3.0, 4.0], (4,), check_invariants=True)
     batches = batch_gradients(params)
-    assert [batch.positions for batch in batches] == [[0, 2, 3], [4]]
+    assert [batch.params for batch in batches] == [[params[0], params[2], params[3]], [params[4]]]
     measured = [batch.measure(torch.tensor(0.5), 2.0, write=False) for batch in batches]
     assert [found.norm.item() for found in measured] == [pytest.approx(math.sqrt(12) / 2), 3.5]
     assert [(found.found_inf.item(), found.flags.tolist()) for found in measured] == [(0, [0] * 3), (0, [0])]
@@ -181,10 +97,11 @@ def test_a_list_that_holds_no_tensor_is_refused(given, position):
     """The native ledger follows pointers, and what is no tensor has none."""
     if native_core().extension is None:
         pytest.skip(native_core().reason)
-    params, ledger = some_params(41), make_ledger()
+    params, ledger = some_params(41), native_core().extension.GradientLedger
     params[position] = given
-    calls = [ledger.count, ledger.survey, ledger.survey_shards, ledger.first_float16, ledger.hooked]
-    calls += [lambda params: ledger.remember(params, 1), lambda params: ledger.compare(params, 1)]
+    calls = [ledger.survey, ledger.survey_shards, ledger.first_float16]
+    calls += [lambda params: ledger(params, (), None).look_again()]
+    calls += [lambda params: ledger(params, (), None).parts()]
     calls += [lambda params: ledger.multiply_(params, torch.ones(()))]
     for call in calls:
         with pytest.raises(TypeError, match="expected a list of tensors, got one with"):

@@ -31,12 +31,17 @@ class Loop:
         self.optimizer.zero_grad()
         loss = self.model(self.inputs).square().sum()
         self.scaler.scale(loss).backward()
-        if self.clip:
-            self.scaler.clip_grad_norm_(self.optimizer, 1.0, fold=self.clip == "folded")
+        if self.clip == "in place":
+            self.scaler.clip_grad_norm_(self.optimizer, 1.0)
         return loss
 
     def step(self, *, in_closure=False):
-        if in_closure:
+        if self.clip == "in the step":
+            closure = self.backward if in_closure else None
+            if not in_closure:
+                self.backward()
+            self.scaler.clip_and_step(self.optimizer, 1.0, closure=closure)
+        elif in_closure:
             self.scaler.step(self.optimizer, self.backward)
         else:
             self.backward()
@@ -94,7 +99,7 @@ def check(got, want):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("clip", [None, "folded", "in place"])
+@pytest.mark.parametrize("clip", [None, "in the step", "in place"])
 @pytest.mark.parametrize("eager", [(), (3, 7, 8, 12)], ids=["replays", "replays and eager steps"])
 def test_a_captured_step_is_the_step(monkeypatch, optimizer, clip, eager, device):
     want = Loop(optimizer, clip, device).run(batches())
@@ -124,7 +129,7 @@ def test_a_captured_step_is_the_step(monkeypatch, optimizer, clip, eager, device
     ("optimizer", "in_closure"),
     [*itertools.product([torch.optim.SGD, torch.optim.AdamW], [True, False]), (torch.optim.Adagrad, False)],
 )
-@pytest.mark.parametrize("clip", [None, "folded", "in place"])
+@pytest.mark.parametrize("clip", [None, "in the step", "in place"])
 @pytest.mark.parametrize("enabled", [True, False])
 def test_no_step_waits_for_the_device(optimizer, clip, enabled, in_closure):
     try:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from amp_plugin import GradScaler
-from amp_plugin.scaling.per_optimizer import PerOptimizerState
+from amp_plugin.scaling.optimizer_state import OptimizerState
 from tests.scaling.runs import fresh, scaler_of
 
 EDITS = {
@@ -107,10 +107,10 @@ def test_parameters_may_be_swapped_under_a_scaler():
 def test_an_update_after_each_optimizer_asks_few_others(monkeypatch):
     """300 optimizers with an update() each: the work was quadratic."""
     params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(60)]
-    optimizers, asked, is_pending = sgds(*([param] for param in params)), [], PerOptimizerState.is_pending
+    optimizers, asked, is_pending = sgds(*([param] for param in params)), [], OptimizerState.delays_update
     scaler = fresh(*optimizers)
     monkeypatch.setattr(
-        PerOptimizerState, "is_pending", lambda state: asked.append(state) or is_pending(state)
+        OptimizerState, "delays_update", lambda state: asked.append(state) or is_pending(state)
     )
     scaler.scale(sum(params).sum()).backward()
     for optimizer in optimizers:

@@ -27,15 +27,6 @@ def test_a_dropped_batch_takes_its_overflow_along(weights, fused, update):
     assert (one.value, scaler.get_scale()) == (-2.0, 4.0)
 
 
-class TakesGradients(torch.optim.SGD):
-    """Takes each gradient away as soon as it is there, as optimizers that offload to the CPU do."""
-
-    def __init__(self, params, lr):
-        super().__init__(params, lr)
-        for param in params:
-            param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
-
-
 DROPS = {
     "dropped": lambda param: setattr(param, "grad", None),
     "zeroed": lambda param: param.grad.zero_(),
@@ -64,38 +55,72 @@ def test_one_dropped_gradient_drops_no_batch(order, drop, fused):
     assert torch.equal(good, torch.ones(2))
 
 
-@pytest.mark.parametrize("splits", [False, True])
-def test_gradients_that_a_hook_has_taken_away_are_refused(weights, splits):
-    one = weights(count=2, optimizer=TakesGradients)
-    scaler = fresh(one.optimizer)
-    one.backward(scaler)
-    if splits:  # another owner
-        scaler.register(torch.optim.SGD(one.params[1:], lr=1.0))
-    with pytest.raises(RuntimeError, match=r"a hook took .*param_groups\[0\]\['params'\]\[\d\]\" away"):
+class TakesGradients(torch.optim.SGD):
+    """Takes each gradient away as soon as it is there, as optimizers that offload to the CPU do."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        for param in params:
+            param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+
+
+CAUSES = {
+    "a hook takes them away": lambda one, other, scaler: one.backward(scaler),
+    "the loss does not reach them": lambda one, other, scaler: other.backward(scaler),
+    "they were dropped": lambda one, other, scaler: (one.backward(scaler), one.optimizer.zero_grad()),
+}
+
+
+@pytest.mark.parametrize("make", [torch.amp.GradScaler, GradScaler])
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_step_for_which_no_gradient_was_checked_is_refused(weights, cause, make):
+    """As by torch.amp: gradients were scaled, and none of them can be checked."""
+    taking = cause == "a hook takes them away"
+    one, other = weights(optimizer=TakesGradients if taking else torch.optim.SGD), weights()
+    scaler = make("cpu", init_scale=8.0)
+    if make is GradScaler:
+        scaler.register(one.optimizer)
+    CAUSES[cause](one, other, scaler)
+    with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
         scaler.step(one.optimizer)
     assert one.value == 0.0
+    if make is GradScaler:
+        with pytest.raises(
+            AssertionError, match=r"steps within backward\(\) or moves its gradients to the CPU"
+        ):
+            scaler.clip_and_step(one.optimizer, 1.0)
 
 
-def test_hooks_that_leave_gradients_alone_are_no_error(weights):
+def test_a_step_without_gradients_is_none_if_another_optimizer_has_some(weights):
+    """Of a loss that is the other's, as in a GAN; torch.amp refuses it."""
+    one, other = weights(), weights()
+    scaler = fresh(one.optimizer, other.optimizer)
+    other.backward(scaler, 2.0)
+    scaler.step(one.optimizer)
+    scaler.step(other.optimizer)
+    scaler.update()
+    assert (one.value, other.value) == (0.0, -2.0)
+    other.backward(scaler, 2.0)
+    scaler.step(other.optimizer)
+    other.optimizer.zero_grad()
+    scaler.step(one.optimizer)
+    assert (one.value, other.value) == (0.0, -4.0)
+
+
+def test_steps_without_gradients_that_are_no_error(weights):
+    """Nothing was scaled for the optimizer: no backward pass has begun since its last step."""
     one, other = weights(), weights()
     for param in one.params:
         param.register_post_accumulate_grad_hook(lambda param: None)
     scaler = fresh(one.optimizer, other.optimizer)
     one.train(scaler, 2.0, 2.0)
     one.optimizer.zero_grad()
-    other.backward(scaler, 2.0)
-    scaler.step(one.optimizer)  # not reached: steps as it would without a scaler
-    scaler.step(other.optimizer)
+    scaler.step(one.optimizer)  # a training step that had no loss
     scaler.update()
-    assert (one.value, other.value) == (-4.0, -2.0)
     one.backward(scaler, 2.0)
+    scaler.unscale_(one.optimizer)
     one.optimizer.zero_grad()
-    scaler.step(one.optimizer)  # a dropped batch: as without a scaler
-    scaler.update()
-    for param in one.params:
-        param.requires_grad_(False)
-    scaler.scale(other.loss(2.0)).backward()
-    scaler.step(one.optimizer)
+    scaler.step(one.optimizer)  # checked, then dropped: as in torch.amp
     assert one.value == -4.0
 
 

@@ -76,9 +76,9 @@ def test_errors_that_protect_are_kept(weights):
         partial(scaler.clip_grad_value_, clip_value=1.0),
     )
     for call in (scaler.unscale_, scaler.step, scaler.ensure_unscaled, *clips):
-        with pytest.raises(RuntimeError, match="but _scale is None. Call scaler.scale.*fabric.backward"):
+        with pytest.raises(RuntimeError, match="but _scale is None. Call scaler.scale"):
             call(one.optimizer)
-    assert scaler.optimizers == []
+    assert scaler.core.optimizers == []
     with pytest.raises(RuntimeError, match="Attempted update but _scale is None"):
         scaler.update()
     one.backward(scaler)
@@ -211,7 +211,7 @@ def test_copies_and_pickles_between_iterations_only(weights):
 def test_cuda_without_cuda_is_disabled_with_a_warning():
     if torch.cuda.is_available():
         pytest.skip("CUDA is available")
-    with pytest.warns(UserWarning, match="is disabled: CUDA is not available. Pass device='cpu'"):
+    with pytest.warns(UserWarning, match="is disabled: CUDA is not available"):
         assert not GradScaler().is_enabled()
 
 

@@ -7,8 +7,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling import gradients
-from amp_plugin.scaling.gradients import batch_gradients, batches_of, make_ledger
+from amp_plugin.scaling.gradients import batch_gradients, batches_of
 
 pytestmark = pytest.mark.native
 
@@ -39,7 +40,7 @@ def of_local(mesh, *placements, numel=6, dtype=torch.float32):
 
 
 def described(batches):
-    return [(batch.device, batch.layout, list(batch.positions)) for batch in batches]
+    return [(batch.device, batch.layout, list(batch.params)) for batch in batches]
 
 
 def without_gradient():
@@ -65,7 +66,7 @@ def test_the_same_batches(meshes, monkeypatch):
     params = many_kinds(meshes)
     one_by_one = described(batch_gradients(params))
     monkeypatch.setattr(gradients, "local_gradient", lambda param: pytest.fail("looked at by Python"))
-    assert described(batches_of(make_ledger(), params)) == one_by_one
+    assert described(batches_of(params)) == one_by_one
     assert len(one_by_one) == 5  # plain; sharded on an equal mesh; replicated; two layouts of the square
 
 
@@ -75,22 +76,22 @@ def test_the_same_numbers(meshes, write):
     for params in (ours, theirs):
         params[4].grad._local_tensor[3] = torch.inf
     factor = torch.tensor(0.25)
-    by_ledger = [batch.measure(factor, 2.0, write=write) for batch in batches_of(make_ledger(), ours)]
+    by_ledger = [batch.measure(factor, 2.0, write=write) for batch in batches_of(ours)]
     one_by_one = [batch.measure(factor, 2.0, write=write) for batch in batch_gradients(theirs)]
     for mine, right in zip(by_ledger, one_by_one, strict=True):
         assert [value.tolist() for value in mine[:3]] == [value.tolist() for value in right[:3]]
     for mine, right in zip(ours, theirs, strict=True):
         if right.grad is not None:
             assert torch.equal(*(getattr(grad, "_local_tensor", grad) for grad in (mine.grad, right.grad)))
-    for batches, params in ((batches_of(make_ledger(), ours), ours), (batch_gradients(theirs), theirs)):
+    for batches, params in ((batches_of(ours), ours), (batch_gradients(theirs), theirs)):
         assert sum(batch.multiply_(torch.tensor(3.0)).item() for batch in batches) == 1
         assert torch.equal(params[0].grad, torch.full((4,), 6.0 * (0.25 if write else 1.0)))
 
 
 def test_partial_gradients_are_summed_up_first(meshes):
     params = [of_local(meshes[0], Shard(0)), of_local(meshes[0], Partial())]
-    batches = batches_of(make_ledger(), params)
-    assert [list(batch.positions) for batch in batches] == [[0], [1]]
+    batches = batches_of(params)
+    assert [list(batch.params) for batch in batches] == [params[:1], params[1:]]
     assert params[1].grad.placements == (Replicate(),)
 
 
@@ -100,12 +101,12 @@ def test_what_is_on_its_way_is_waited_for(meshes, monkeypatch):
     local = AsyncCollectiveTensor(torch.ones(6))
     param = param_with(DTensor.from_local(torch.ones(6), meshes[0], [Shard(0)]))
     param.grad._local_tensor = local
-    (batch,) = batches_of(make_ledger(), [param])
+    (batch,) = batches_of([param])
     assert batch.measure(torch.tensor(1.0), 2.0, write=False)[0].item() == pytest.approx(6**0.5)
     assert len(waited) == 1
 
 
 def test_another_wrapper_is_left_to_python(meshes):
     params = [of_local(meshes[0], Shard(0)), param_with(torch.ones(4).to_sparse())]
-    assert make_ledger().survey_shards(params) is None
-    assert [list(batch.positions) for batch in batches_of(make_ledger(), params)] == [[0], [1]]
+    assert native_core().extension.GradientLedger.survey_shards(params) is None
+    assert [list(batch.params) for batch in batches_of(params)] == [params[:1], params[1:]]

@@ -186,7 +186,7 @@ def test_a_log_outlives_new_groups_of_ranks_and_stays_behind_copies():
     scaler, seen = GradScaler("cpu"), []
     scaler.step_log.subscribe(seen.append)
     log = scaler.step_log
-    scaler.place("cpu")
+    scaler.core.place("cpu")
     assert scaler.step_log is log
     assert copy.deepcopy(scaler).step_log is not log
 

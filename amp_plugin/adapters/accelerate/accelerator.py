@@ -201,7 +201,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
                 optimizer.overflow = False  # type: ignore[attr-defined]
         prepared = super().prepare(*args, **kwargs)
         engine = getattr(getattr(self, "deepspeed_engine_wrapped", None), "engine", None)
-        if engine is not None and not self._scaler.optimizers:
+        if engine is not None and not self._scaler.core.optimizers:
             config = self.deepspeed_plugin.deepspeed_config
             self.session.follow(self.session.rules)
             scaler = deepspeed.scaler_for_engine(engine, self.session, config)
@@ -365,14 +365,11 @@ class AmpAccelerator(FrontDoor, Accelerator):
             so_far = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], norm_type)
             scale = scaler.loss_scale.value
             return so_far if scale is None else so_far / scale
-        fold = self._options.fold_clip
-        if not is_fsdp1 and (fold or scaler.is_enabled()):
-            owners = scaler.optimizers_of(params) if fold else []
-            target = owners[0] if len(owners) == 1 else params
-            return scaler.clip_grad_norm_(target, max_norm, norm_type, fold=fold)
+        if not is_fsdp1 and scaler.is_enabled():
+            return scaler.clip_grad_norm_(params, max_norm, norm_type)
         norm: Tensor = super().clip_grad_norm_(params, max_norm, norm_type)
-        for optimizer in scaler.optimizers_of(params):
-            scaler.measure(optimizer, norm)
+        for optimizer in scaler.core.optimizers_of(params):
+            scaler.core.measure(optimizer, norm)
         return norm
 
     @outside_graphs

@@ -30,7 +30,6 @@ INSTEAD: Final = {
     "weights": "'fp16_master_weights_and_grads' of 'fp16' or 'bf16_master_weights_and_grads' of 'bf16'",
     "state": "'bf16_optimizer_states' of 'bf16'",
     "reduce": "'communication_data_type'",
-    "fold_clip": "'gradient_clipping', which the engine does in its step",
     "eval_precision": "'dtype' of 'torch_autocast', which holds in evaluation too",
     "fp32_outputs": "'auto_cast' of 'fp16' for inputs; outputs keep their dtype",
     "fp16_gradients": "'fp16_master_weights_and_grads' of 'fp16'",
@@ -149,10 +148,8 @@ def scaler_for_engine(engine: Any, session: Session, config: Mapping[str, Any]) 
     if is_ours(config):
         scales = engine.torch_autocast_z0_gradscaler is not None
         scaler = session.new_scaler(enabled=scales, device=engine.device.type)
-        if (
-            not scaler.is_enabled()
-        ):  # which the engine calls before it clips: the norm is of unclipped gradients
-            scaler.unscale_ = scaler.measure  # type: ignore[method-assign, assignment]
+        if not scaler.is_enabled():  # the engine calls it before it clips: the norm is of unclipped gradients
+            scaler.unscale_ = scaler.core.measure  # type: ignore[method-assign, assignment]
         engine.torch_autocast_z0_gradscaler = scaler
         scaler.step_log.wait_for()
         scaler.step_log.subscribe(_show_overflow)
@@ -209,7 +206,7 @@ class EngineScaler(GradScaler):
             scale_after=[tensor(self._scale_now)],
             report=partial(OverflowReport, unattributed=skipped),
             known=skipped,
-            obstacle="DeepSpeed's engine steps",
+            how="the step of DeepSpeed's engine",
         )
         self.step_log.add(engine.optimizer, self._result)
 

@@ -77,7 +77,7 @@ class FabricPrecision(PrecisionCore):
         self._refuse_strategy(strategy)
         self._check_shards(module)
         self._groups = self._groups or scaler_groups(module)
-        optimizers = self._scaler.optimizers
+        optimizers = self._scaler.core.optimizers
         self._start(strategy.root_device.type, self._groups)
         self.session.add([module], optimizers, list(self.session.models))
 
@@ -116,22 +116,18 @@ class FabricPrecision(PrecisionCore):
         self._scaler.ensure_unscaled(torch_optimizer(optimizer))
 
     @outside_graphs
-    def clip_grad_norm_(
-        self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, *, fold: bool = False
-    ) -> Tensor:
+    def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip unscaled gradients; an overflow gives an infinite norm, and the step is skipped.
 
         Args:
             optimizer: its gradients are clipped, the optimizer of ``fabric.setup`` or its own.
             max_norm: largest total norm.
             norm_type: the p of the norm.
-            fold: leave the clip to the step, which works it in as it reads the gradients, where the optimizer
-                can. Then do not look at ``.grad`` before the step: it is neither unscaled nor clipped.
 
         Returns:
             The norm before clipping, float32, 0-dim.
         """
-        return self._scaler.clip_grad_norm_(torch_optimizer(optimizer), max_norm, norm_type, fold=fold)
+        return self._scaler.clip_grad_norm_(torch_optimizer(optimizer), max_norm, norm_type)
 
     @classmethod
     def backward_allowed(cls) -> AbstractContextManager[None]:

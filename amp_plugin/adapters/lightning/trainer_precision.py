@@ -33,8 +33,8 @@ from amp_plugin.adapters.lightning.user_code import (
 from amp_plugin.adapters.scaler import anomalies_explained, scaler_groups, torch_optimizer
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.options import PluginOptions, lists_options, takes
-from amp_plugin.patches import replaced
 from amp_plugin.removed import removed_attribute
+from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
 from amp_plugin.scaling.words import Words
 from amp_plugin.weights.ddp import refuse_sharded, sharded_by
@@ -92,7 +92,6 @@ class TrainerPrecision(PrecisionCore):
         self._trainer: Any = None  # of the present run
         self._loads_again = False  # whether weights that were loaded before set-up were rounded
         self._users_methods: frozenset[str] = frozenset()
-        self._leaves_clip_to_step = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle without the Trainer."""
@@ -215,27 +214,27 @@ class TrainerPrecision(PrecisionCore):
             closure = self._in_region(closure)
         closure = partial(self._closure_and_hooks, optimizer, model, closure)
         with self._outside_region():
-            output = self._step(optimizer, closure, **kwargs)
+            output = self._step(model.trainer, optimizer, closure, **kwargs)
             self.session.count_step()  # not if the closure has raised
             self._schedulers.after_step(optimizer, self.step_log)
             return output
 
-    def _step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
+    def _step(self, trainer: Any, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Let the optimizer call the closure if it may do so several times, else call it before the step."""
         scaler = self._scaler
         if not scaler.is_enabled():
-            return scaler.step(optimizer, closure=closure, **kwargs)
+            return self._take(trainer, optimizer, closure, **kwargs)
         if calls_closure_again(optimizer):
-            if scaler.overflowed_before_closure(optimizer):
+            if scaler.core.overflowed_before_closure(optimizer):
                 closure()  # which the step would not call, and the Trainer counts on each batch being run
-            output = scaler.step(optimizer, closure=closure, **kwargs)
+            output = self._take(trainer, optimizer, closure, **kwargs)
         else:
             output = closure()
-            if not scaler.has_scaled:  # the first training_step has returned None
+            if not scaler.core.has_scaled:  # the first training_step has returned None
                 optimizer.step(**kwargs)
-                scaler.note_step(optimizer)
+                scaler.core.note_step(optimizer)
                 return output
-            scaler.step(optimizer, **kwargs)
+            self._take(trainer, optimizer, None, **kwargs)
         scaler.update()
         return output
 
@@ -246,6 +245,27 @@ class TrainerPrecision(PrecisionCore):
 
         return call
 
+    def _take(
+        self, trainer: Any, optimizer: Optimizer, closure: Callable[[], Any] | None, **kwargs: Any
+    ) -> Any:
+        """Step, and clip in the same pass if the Trainer clips and nobody looks in between."""
+        max_norm = self._max_norm_of_step(trainer)
+        if max_norm is None:
+            return self._scaler.step(optimizer, **({} if closure is None else {"closure": closure}), **kwargs)
+        outputs: list[Any] = []
+        run = None if closure is None else lambda: outputs.append(closure()) or outputs[-1]  # type: ignore[func-returns-value]
+        self._scaler.clip_and_step(optimizer, max_norm, closure=run)
+        return outputs[-1] if outputs else None
+
+    def _max_norm_of_step(self, trainer: Any) -> float | None:
+        """Return the norm that the step clips to; None if it does not clip."""
+        is_by_norm = trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value"
+        if self._is_manual or not is_by_norm or not self._users_methods <= NOT_AFTER_CLIPPING:
+            return None
+        if type(self._scaler) is not GradScaler:  # another scaler's own step and clip are called
+            return None
+        return float(trainer.gradient_clip_val)
+
     def _closure_and_hooks(self, optimizer: Optimizer, model: Any, closure: Callable[[], Any]) -> Any:
         """Run forward and backward, then let hooks and clipping see unscaled gradients."""
         result = closure()
@@ -253,20 +273,21 @@ class TrainerPrecision(PrecisionCore):
         if scaler.is_enabled():
             if self._is_manual:
                 refuse_strays(self.session.origins, optimizer, scaler)
-            if is_seen and scaler.has_scaled:
+            if is_seen and scaler.core.has_scaled:
                 scaler.ensure_unscaled(optimizer)
         elif self.session.measures_norms:
             by_value = trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value"
             if is_seen or by_value or self.settings.on_nonfinite == "ignore":
-                scaler.measure(optimizer)  # before they are clipped
-        clip_is_last = bool(trainer.gradient_clip_val) and self._users_methods <= NOT_AFTER_CLIPPING
-        with replaced(self, "_leaves_clip_to_step", value=clip_is_last and not is_seen):
-            self._after_closure(model, optimizer)
-        if clip_is_last and (scaler.has_scaled or not scaler.is_enabled()):
-            scaler.assume_unchanged(optimizer)
+                scaler.core.measure(optimizer)  # before they are clipped
+        self._after_closure(model, optimizer)
         return result
 
     # -- clipping -----------------------------------------------------------------------------
+
+    def _clip_gradients(self, model: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        """Clip as Lightning does, unless the step clips."""
+        if self._max_norm_of_step(model.trainer) is None:
+            super()._clip_gradients(model, optimizer, *args, **kwargs)  # type: ignore[misc] # Lightning's
 
     def clip_gradients(
         self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
@@ -280,7 +301,7 @@ class TrainerPrecision(PrecisionCore):
         if self._clips_as_stock(optimizer):
             self._plain.clip_grad_by_norm(self, optimizer, clip_val)
         else:
-            self._scaler.clip_grad_norm_(optimizer, clip_val, fold=self._leaves_clip_to_step)
+            self._scaler.clip_grad_norm_(optimizer, clip_val)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip each element of the unscaled gradients of an optimizer."""
@@ -292,7 +313,7 @@ class TrainerPrecision(PrecisionCore):
 
     def _clips_as_stock(self, optimizer: Optimizer) -> bool:
         """Whether no loss was scaled yet, or a subclass says what is clipped: gradients are unscaled then."""
-        if self._scaler.is_enabled() and not self._scaler.has_scaled:
+        if self._scaler.is_enabled() and not self._scaler.core.has_scaled:
             return True
         if "main_params" not in self._users_methods:
             return False

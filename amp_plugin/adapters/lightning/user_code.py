@@ -43,14 +43,14 @@ def refuse_strays(origins: GradientOrigins, optimizer: Optimizer, scaler: Any) -
 
     The loss of those gradients was not scaled.
     """
-    never_scaled = not scaler.has_scaled
+    never_scaled = not scaler.core.has_scaled
 
     def is_stray(param: Tensor) -> bool:
         return origins.is_from_outside(param) or (never_scaled and param.grad is not None)
 
     strays = [place for place, param in enumerate(params_of(optimizer)) if is_stray(param)]
     if strays:
-        named = ", ".join(scaler.parameter_names(optimizer)[place] for place in strays[:3])
+        named = ", ".join(scaler.core.parameter_names(optimizer)[place] for place in strays[:3])
         msg = (
             f"{type(optimizer).__name__}.step(): {len(strays)} parameters ({named}) have "
             "gradients that self.manual_backward() did not make: their loss was not scaled and fp16 lost "

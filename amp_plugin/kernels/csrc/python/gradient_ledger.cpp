@@ -1,8 +1,8 @@
-// The gradients of a list of parameters, looked up without Python code: which are there, which have
-// changed since they were last looked at, and all of them to one kernel.
+// What the gradients of an optimizer carry, and all of them as one kernel takes them, without Python code.
 //
-// Each call is given the list. Between calls the ledger holds neither parameters nor gradients: a second
-// reference to either would stop torch.utils.swap_tensors.
+// amp_plugin/scaling/ledger.py is the same class in Python and explains it. Between calls a ledger refers to
+// no gradient, and to no parameter but by the Python list: a second reference to a tensor would stop
+// torch.utils.swap_tensors.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/record_function.h>
@@ -33,7 +33,7 @@ using python::visit_blocks;
 using python::visit_gradients;
 using List = const py::list&;
 
-enum Change : int64_t { kGone = -1, kSame = 0, kChanged = 1, kNew = 2 };
+enum class Change { kSame, kWritten, kNew };  // kNew: in other memory
 
 // A gradient as it was seen: where its memory is, and its version. The weak reference keeps the
 // address of the memory's owner from being used again.
@@ -60,7 +60,11 @@ c10::intrusive_ptr_target* owner_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl();
 }
 
-void mark(Mark& mark, const at::Tensor& grad) {
+void look(Mark& mark, const at::Tensor& grad) {
+  if (!grad.defined()) {
+    mark = Mark{};
+    return;
+  }
   c10::intrusive_ptr_target* owner = owner_of(grad);
   if (mark.address != owner) {
     mark.owner = c10::weak_intrusive_ptr<c10::intrusive_ptr_target>(
@@ -69,6 +73,27 @@ void mark(Mark& mark, const at::Tensor& grad) {
   }
   mark.offset = offset_of(grad);
   mark.version = version_of(grad);
+}
+
+Change change_since(const Mark& mark, const at::Tensor& grad) {
+  if (!grad.defined()) return mark.address == nullptr ? Change::kSame : Change::kWritten;
+  if (mark.address != owner_of(grad) || mark.offset != offset_of(grad)) return Change::kNew;
+  return mark.version == version_of(grad) ? Change::kSame : Change::kWritten;
+}
+
+// What is known of one parameter's gradient. Ledgers of optimizers that share the parameter share the record.
+struct Record {
+  py::object carries;  // the loss scale, or None
+  Mark mark;
+  int64_t used_at = -1;  // how many updates had been requested when an optimizer last used it
+  // The optimizers that have used it since the last scaled backward pass began, and whether they have stepped
+  // with it since it was last divided.
+  std::vector<std::pair<int64_t, bool>> used_by;
+  bool has_grown = false;  // a scaled backward pass has added to it since it was last used
+};
+
+auto find_use(Record& record, int64_t optimizer) {
+  return std::ranges::find(record.used_by, optimizer, &std::pair<int64_t, bool>::first);
 }
 
 bool is_supported(at::ScalarType type) {
@@ -174,57 +199,139 @@ auto launched(List params, const at::Tensor& scale, bool writes, const Launch& l
 
 class GradientLedger {
  public:
-  int64_t count(List params) const {
-    int64_t present = 0;
-    visit_gradients(params, [&](size_t /*i*/, const at::Tensor& grad) {
-      present += grad.defined();
-      return true;
-    });
-    return present;
-  }
-
-  void remember(List params, int64_t slot) {
-    std::vector<Mark>& marks = marks_[slot];
-    marks.resize(params.size());
-    visit_gradients(params, [&](size_t i, const at::Tensor& grad) {
-      if (grad.defined())
-        mark(marks[i], grad);
-      else
-        marks[i] = Mark{};
-      return true;
-    });
-  }
-
-  int64_t compare(List params, int64_t slot) const {
-    const auto found = marks_.find(slot);
-    int64_t worst = kSame;
-    const bool in_place = visit_gradients(params, [&](size_t i, const at::Tensor& grad) {
-      const Mark* seen = found == marks_.end() ? nullptr : &found->second.at(i);
-      if (!grad.defined()) {
-        if (seen != nullptr && seen->address != nullptr && worst == kSame) worst = kGone;
-      } else if (seen == nullptr || seen->address != owner_of(grad) || seen->offset != offset_of(grad)) {
-        return false;
-      } else if (seen->version != version_of(grad)) {
-        worst = kChanged;
-      }
-      return true;
-    });
-    return in_place ? worst : kNew;
-  }
-
-  // A ledger of the parameters at these positions, with all that was noted of them.
-  GradientLedger split(const std::vector<int64_t>& positions) const {
-    GradientLedger part;
-    for (const auto& [slot, marks] : marks_) {
-      for (const int64_t position : positions)
-        part.marks_[slot].push_back(marks.at(static_cast<size_t>(position)));
+  // The parameters of an optimizer. Their records are taken from the ledgers that know them; a new one
+  // carries `scale`.
+  GradientLedger(py::list params, const py::sequence& known, const py::object& scale)
+      : params_(std::move(params)) {
+    std::unordered_map<const PyObject*, std::shared_ptr<Record>> records;
+    for (const py::handle& other : known) {
+      const auto& ledger = other.cast<const GradientLedger&>();
+      for (size_t i = 0; i < ledger.records_.size(); ++i)
+        records.emplace(
+            PyList_GET_ITEM(ledger.params_.ptr(), static_cast<Py_ssize_t>(i)), ledger.records_[i]);
     }
-    return part;
+    records_.reserve(params_.size());
+    for (const py::handle& param : params_) {
+      std::shared_ptr<Record>& record = records[param.ptr()];
+      if (record == nullptr) record = std::make_shared<Record>(Record{.carries = scale});
+      records_.push_back(record);
+    }
+  }
+
+  py::list params() const { return params_; }
+
+  bool has_gradients() const {
+    return !visit_gradients(params_, [](size_t /*i*/, const at::Tensor& grad) { return !grad.defined(); });
+  }
+
+  // The parameters by the scale that their gradients carry, also where there is no gradient:
+  // (scale or None, parameters, whether a gradient was seen to change).
+  py::list parts() const {
+    struct Part {
+      const py::object* scale;
+      std::vector<size_t> positions;
+      bool is_changed;
+    };
+    std::vector<Part> parts;
+    visit_gradients(params_, [&](size_t i, const at::Tensor& grad) {
+      const Record& record = *records_[i];
+      auto part = std::ranges::find_if(parts, [&](const Part& p) { return p.scale->is(record.carries); });
+      if (part == parts.end()) part = parts.insert(parts.end(), Part{&record.carries, {}, false});
+      part->positions.push_back(i);
+      part->is_changed |= grad.defined() && change_since(record.mark, grad) != Change::kSame;
+      return true;
+    });
+    py::list found;
+    for (const Part& part : parts) {
+      py::list members = params_;
+      if (parts.size() > 1) {
+        members = py::list();
+        for (const size_t i : part.positions) members.append(params_[i]);
+      }
+      found.append(py::make_tuple(*part.scale, members, part.is_changed));
+    }
+    return found;
+  }
+
+  void begin_backward(const py::object& scale) {
+    each([&](Record& record, const at::Tensor& grad) {
+      if (record.used_by.empty()) record.has_grown |= change_since(record.mark, grad) != Change::kSame;
+      record.has_grown &= grad.defined();
+      record.used_by.clear();
+      if (!record.carries.is(scale)) record.carries = scale;
+      look(record.mark, grad);
+    });
+  }
+
+  void carry_nothing(int64_t optimizer, int64_t updates, bool steps) {
+    each([&](Record& record, const at::Tensor& grad) {
+      if (!record.carries.is_none()) {
+        record.carries = py::none();
+        for (auto& [user, has_stepped] : record.used_by) has_stepped = false;
+      }
+      auto use = find_use(record, optimizer);
+      if (use == record.used_by.end()) use = record.used_by.insert(use, {optimizer, false});
+      use->second |= steps;
+      record.used_at = updates;
+      record.has_grown = false;
+      look(record.mark, grad);
+    });
+  }
+
+  bool assume_scaled(const py::object& scale, int64_t optimizer, int64_t updates) {
+    bool any = false;
+    each([&](Record& record, const at::Tensor& grad) {
+      if (!record.carries.is_none() || record.used_at == updates) return;
+      const auto use = find_use(record, optimizer);
+      if (use == record.used_by.end()) return;
+      const bool is_new = !grad.defined() || change_since(record.mark, grad) == Change::kNew;
+      if (!is_new && !use->second) return;
+      record.carries = scale;
+      any |= grad.defined();
+    });
+    return any;
+  }
+
+  // Runs `write`, which multiplies gradients. What was seen to change before still counts as changed.
+  void write(const py::function& write) {
+    std::vector<bool> is_same;
+    is_same.reserve(records_.size());
+    each([&](Record& record, const at::Tensor& grad) {
+      is_same.push_back(change_since(record.mark, grad) == Change::kSame);
+    });
+    write();
+    size_t i = 0;
+    each([&](Record& record, const at::Tensor& grad) {
+      if (is_same[i++]) look(record.mark, grad);
+    });
+  }
+
+  void look_again() {
+    each([](Record& record, const at::Tensor& grad) { look(record.mark, grad); });
+  }
+
+  bool waits() const {
+    return any([](const Record& record, const at::Tensor& grad) {
+      return grad.defined() && !record.carries.is_none() &&
+          (record.has_grown || change_since(record.mark, grad) != Change::kSame);
+    });
+  }
+
+  bool has_grown() const {
+    return any([](const Record& record, const at::Tensor& grad) {
+      return record.has_grown || change_since(record.mark, grad) != Change::kSame;
+    });
+  }
+
+  bool is_changed() const {
+    return any([](const Record& record, const at::Tensor& grad) {
+      return change_since(record.mark, grad) != Change::kSame;
+    });
   }
 
   // The one device of all gradients if one kernel can take them all, and which parameters have one
   // (None if all have). No device if there are none, or if they need to be looked at one by one.
-  std::pair<std::optional<c10::Device>, std::optional<std::vector<int64_t>>> survey(List params) const {
+  static std::pair<std::optional<c10::Device>, std::optional<std::vector<int64_t>>> survey(List params) {
     const at::Tensor* first = nullptr;
     std::vector<int64_t> present;
     const bool alike = visit_gradients(params, [&](size_t i, const at::Tensor& grad) {
@@ -243,7 +350,7 @@ class GradientLedger {
 
   // All gradients by device and by how they are sharded: (DTensor spec or None, device, positions) for each
   // kind, in the order of the first of each. None if one is neither plain nor a DTensor around plain memory.
-  std::optional<py::list> survey_shards(List all) const {
+  static std::optional<py::list> survey_shards(List all) {
     std::vector<ShardGroup> groups;
     python::Tensors params(all);
     for (size_t i = 0; i < params.size(); ++i) {
@@ -267,7 +374,7 @@ class GradientLedger {
     return found;
   }
 
-  int64_t first_float16(List params) const {
+  static int64_t first_float16(List params) {
     int64_t position = -1;
     visit_gradients(params, [&](size_t i, const at::Tensor& grad) {
       if (grad.defined() && grad.scalar_type() == at::kHalf) position = static_cast<int64_t>(i);
@@ -276,21 +383,9 @@ class GradientLedger {
     return position;
   }
 
-  // The positions of parameters with a hook that runs once their gradient is there, and may take it away.
-  std::vector<int64_t> hooked(List all) const {
-    std::vector<int64_t> positions;
-    python::Tensors params(all);
-    for (size_t i = 0; i < params.size(); ++i) {
-      const bool is_known = params[i].unsafeGetTensorImpl()->autograd_meta() != nullptr;
-      if (is_known && torch::autograd::impl::post_acc_grad_hooks(params[i]) != nullptr)
-        positions.push_back(static_cast<int64_t>(i));
-    }
-    return positions;
-  }
-
   // unscale_ if it writes, else norm_check.
   template <bool writes>
-  Measured measure(List params, const at::Tensor& inv_scale, double p, bool is_scale) const {
+  static Measured measure(List params, const at::Tensor& inv_scale, double p, bool is_scale) {
     const auto found = launched(params, inv_scale, writes, [&](const GradientTable& known) {
       return known.measure(writes, inv_scale, p, is_scale);
     });
@@ -301,35 +396,56 @@ class GradientLedger {
       return call<norm_check>("amp_plugin::norm_check", gradients(params), inv_scale, p, is_scale);
   }
 
-  at::Tensor multiply(List params, const at::Tensor& factor) const {
+  static at::Tensor multiply(List params, const at::Tensor& factor) {
     const auto found =
         launched(params, factor, true, [&](const GradientTable& known) { return known.multiply_(factor); });
     return found ? *found : call<multiply_>("amp_plugin::multiply_", gradients(params), factor);
   }
 
  private:
-  std::unordered_map<int64_t, std::vector<Mark>> marks_;
+  template <typename Visit>
+  void each(const Visit& visit) {
+    visit_gradients(params_, [&](size_t i, const at::Tensor& grad) {
+      visit(*records_[i], grad);
+      return true;
+    });
+  }
+
+  template <typename Holds>
+  bool any(const Holds& holds) const {
+    return !visit_gradients(
+        params_, [&](size_t i, const at::Tensor& grad) { return !holds(*records_[i], grad); });
+  }
+
+  py::list params_;
+  std::vector<std::shared_ptr<Record>> records_;
 };
 
 }  // namespace
 
 void add_gradient_ledger(py::module_& module) {
   using namespace pybind11::literals;
-  py::class_<GradientLedger>(module, "GradientLedger")
-      .def(py::init<>())
-      .def("count", &GradientLedger::count)
-      .def("remember", &GradientLedger::remember)
-      .def("compare", &GradientLedger::compare)
-      .def("split", &GradientLedger::split)
-      .def("survey", &GradientLedger::survey)
-      .def("survey_shards", &GradientLedger::survey_shards)
-      .def("first_float16", &GradientLedger::first_float16)
-      .def("hooked", &GradientLedger::hooked)
-      .def(
-          "norm_check", &GradientLedger::measure<false>, "params"_a, "inv_scale"_a, "p"_a,
-          "is_scale"_a = false)
-      .def("unscale_", &GradientLedger::measure<true>, "params"_a, "inv_scale"_a, "p"_a, "is_scale"_a = false)
-      .def("multiply_", &GradientLedger::multiply);
+  using Ledger = GradientLedger;
+  py::class_<Ledger>(module, "GradientLedger")
+      .def(py::init<py::list, py::sequence, py::object>(), "params"_a, "known"_a, "scale"_a)
+      .def_property_readonly("params", &Ledger::params)
+      .def("has_gradients", &Ledger::has_gradients)
+      .def("parts", &Ledger::parts)
+      .def("begin_backward", &Ledger::begin_backward)
+      .def("carry_nothing", &Ledger::carry_nothing, "optimizer"_a, "updates"_a, "steps"_a)
+      .def("assume_scaled", &Ledger::assume_scaled, "scale"_a, "optimizer"_a, "updates"_a)
+      .def("write", &Ledger::write)
+      .def("look_again", &Ledger::look_again)
+      .def("waits", &Ledger::waits)
+      .def("has_grown", &Ledger::has_grown)
+      .def("is_changed", &Ledger::is_changed)
+      .def_static("survey", &Ledger::survey)
+      .def_static("survey_shards", &Ledger::survey_shards)
+      .def_static("first_float16", &Ledger::first_float16)
+      .def_static(
+          "norm_check", &Ledger::measure<false>, "params"_a, "inv_scale"_a, "p"_a, "is_scale"_a = false)
+      .def_static("unscale_", &Ledger::measure<true>, "params"_a, "inv_scale"_a, "p"_a, "is_scale"_a = false)
+      .def_static("multiply_", &Ledger::multiply);
 }
 
 }  // namespace amp_plugin

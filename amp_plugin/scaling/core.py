@@ -1,0 +1,274 @@
+"""The scaler's core: the optimizers it has met, the gradients they share, and what only adapters call."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from amp_plugin.quiet_hooks import register_quiet_hook
+from amp_plugin.scaling.gradients import multiply_, params_of
+from amp_plugin.scaling.loss_scale import LossScale, PendingScale
+from amp_plugin.scaling.optimizer_state import OptimizerState, Shared
+from amp_plugin.scaling.ranks import Groups, Ranks
+from amp_plugin.scaling.step_log import StepLog, StepResult
+from amp_plugin.scaling.words import Words
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_guards: dict[int, RemovableHandle] = {}  # by the id of an optimizer: the hook of its newest scaler
+
+
+class ScalerCore:
+    """What stands below a :class:`amp_plugin.GradScaler`.
+
+    Args:
+        shared: What all optimizers of the scaler use.
+        log: Where its steps are counted.
+        device: The type of the device that it trains on.
+
+    Attributes:
+        shared: As given.
+        log: As given.
+        device: As given.
+        last_backward: The loss scale of the last scaled backward pass, as it was when that began.
+    """
+
+    def __init__(self, shared: Shared, log: StepLog, device: str) -> None:
+        self.shared, self.log, self.device = shared, log, device
+        self._states: dict[int, OptimizerState] = {}
+        self._may_delay_update: list[int] = []
+        self.last_backward: PendingScale | None = None
+
+    def __iter__(self) -> Iterator[OptimizerState]:
+        """Iterate over the states of the optimizers that still exist."""
+        return iter(list(self._states.values()))
+
+    def find(self, optimizer: Optimizer) -> OptimizerState | None:
+        """Return the state of an optimizer, or of one it wraps (the same ``param_groups`` object)."""
+        state = self._states.get(id(optimizer))
+        if state is not None:
+            return state
+        groups = getattr(optimizer, "param_groups", None)
+        return next((state for state in self if state.optimizer.param_groups is groups), None)
+
+    def state(self, optimizer: Optimizer) -> OptimizerState:
+        """Return an optimizer's state, its parameters looked at again; a new one if it was never met."""
+        return self.add([optimizer])[0]
+
+    def add(self, optimizers: Iterable[Optimizer]) -> list[OptimizerState]:
+        """Return the states of optimizers, new ones for those met for the first time."""
+        states = []
+        for optimizer in optimizers:
+            if not isinstance(getattr(optimizer, "param_groups", None), Iterable):
+                given = type(optimizer).__name__
+                msg = f"expected an optimizer with param_groups, got {given}; pass the torch.optim one"
+                raise TypeError(msg)
+            states.append(self.find(optimizer) or self._meet(optimizer))
+        self.refresh(states)
+        return states
+
+    def _meet(self, optimizer: Optimizer) -> OptimizerState:
+        key, states = id(optimizer), self._states
+        reference: Any
+        try:
+            reference = weakref.ref(optimizer, lambda _: states.pop(key, None))
+        except TypeError:  # an object that nothing can refer to weakly lives as long as the scaler
+
+            def reference() -> Optimizer:
+                return optimizer
+
+        state = states[key] = OptimizerState(reference, self.shared)
+        if self.shared.scales.enabled and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            _guard_steps(state)
+        return state
+
+    def refresh(self, states: Iterable[OptimizerState]) -> bool:
+        """Look at the parameters of optimizers again; return whether some have joined or left."""
+        changed = False
+        for state in states:
+            params, before = params_of(state.optimizer), state.params
+            if len(params) != len(before) or not all(map(is_, params, before)):
+                self._take_params(state, list(params))
+                changed = True
+        if changed:
+            self._may_delay_update = list(self._states)
+            for state in self:
+                state.share(list(self))
+        return changed
+
+    def refresh_joined(self) -> bool:
+        """Look again at the parameters of optimizers that have more or fewer of them than before."""
+        return self.refresh([state for state in self if len(params_of(state.optimizer)) != len(state.params)])
+
+    def _take_params(self, state: OptimizerState, params: list[Tensor]) -> None:
+        """Let an optimizer have these parameters; unknown gradients came with the last backward pass."""
+        scales, last = self.shared.scales, self.last_backward
+        others = list(self)
+        known = {id(param) for other in others for param in other.params}
+        scale = None
+        if scales.enabled:
+            scale = scales.default if last is None else last.loss_scale  # the default one as in torch.amp
+        state.take_params(params, others, scale, has_backward=last is not None)
+        change = None if last is None else last.change()
+        if change is not None:
+            strangers = [param for param in params if id(param) not in known]
+            state.ledger.write(lambda: multiply_(strangers, change))
+
+    def note_backward(self, reading: PendingScale) -> None:
+        """Record that a scaled backward begins: any optimizer may delay the next update after it."""
+        self.last_backward = reading
+        self._may_delay_update = list(self._states)
+
+    def delays_update(self) -> bool:
+        """Whether an optimizer has yet to step; one that has not to is not asked again before a backward."""
+        waiting = self._may_delay_update
+        while waiting and not ((state := self._states.get(waiting[-1])) and state.delays_update()):
+            waiting.pop()
+        return bool(waiting)
+
+    def carriers(self, loss_scale: LossScale) -> Iterator[tuple[OptimizerState, list[Tensor]]]:
+        """Yield parameters whose gradients carry a loss scale, each once, with an optimizer's state."""
+        seen: set[int] = set()
+        for state in self:
+            for scale, params, _ in state.parts():
+                if scale is loss_scale:
+                    own = [param for param in params if id(param) not in seen] if seen else params
+                    yield state, own
+                    seen.update(map(id, own))
+
+    def is_step_refused(self, state: OptimizerState, *, repeats: bool = False) -> bool:
+        """Whether a step lacks new gradients (a closure ``repeats`` it), or an update: all have stepped."""
+        if state.stage is not OptState.STEPPED:
+            return False
+        is_over = self.shared.scales.default.options.dynamic and all(
+            other.stage is OptState.STEPPED for other in self
+        )
+        return is_over or not (repeats or state.is_awaited)
+
+    def owners(self, params: Iterable[Tensor]) -> list[OptimizerState]:
+        """Return whose parameters are given, also without gradients here."""
+        wanted = {id(param) for param in params}
+        self.refresh(self)
+        return [state for state in self if not wanted.isdisjoint(map(id, state.params))]
+
+    # For adapters.
+
+    def place(
+        self,
+        device: str,
+        *,
+        process_groups: Sequence[ProcessGroup] = (),
+        sharded_groups: Sequence[ProcessGroup] = (),
+    ) -> None:
+        """Tell the scaler where it trains, once that is known.
+
+        Other groups than before make it forget its optimizers; scale and counts stay.
+
+        Args:
+            device: The type of the device.
+            process_groups: All their ranks take the same decision.
+            sharded_groups: Their ranks hold parts of the plain gradients too: norms are added up.
+        """
+        self.device = str(device)
+        groups = Groups(tuple(process_groups), tuple(sharded_groups))
+        if groups != self.shared.ranks.groups:
+            self.log.start_over(self.log.skipped_steps())
+            self.shared = replace(self.shared, ranks=Ranks(groups))
+            self._states.clear()
+
+    def speak(self, words: Words) -> None:
+        """Name the calls of a front door in error texts."""
+        self.shared = replace(self.shared, words=words)
+
+    def parameter_names(self, optimizer: Optimizer) -> list[str]:
+        """Return the names of an optimizer's parameters, in the order of its groups."""
+        return self.state(optimizer).parameter_names()
+
+    def overflowed_before_closure(self, optimizer: Optimizer) -> bool:
+        """Unscale what earlier micro-batches have left, and say whether it is not finite: a host sync."""
+        return self.state(optimizer).overflowed_before_closure(optimizer)
+
+    @property
+    def has_scaled(self) -> bool:
+        """Whether a loss has been scaled yet."""
+        return self.shared.scales.enabled and bool(self.shared.scales.materialized())
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that the scaler has met."""
+        return [state.optimizer for state in self]
+
+    def optimizers_of(self, params: Iterable[Tensor]) -> list[Optimizer]:
+        """Return the optimizers among them that step these parameters and no others."""
+        params = list(params)
+        wanted = set(map(id, params))
+        return [s.optimizer for s in self.owners(params) if wanted == set(map(id, s.params))]
+
+    def result_of(self, optimizer: Optimizer) -> StepResult | None:
+        """Return the result of an optimizer's last step; None if it has not stepped yet."""
+        state = self.find(optimizer)
+        return None if state is None else state.result
+
+    def measure(self, optimizer: Optimizer, norm: Tensor | None = None) -> Tensor | None:
+        """Measure gradients that carry no scale, for the optimizer's next result: one read, no host sync.
+
+        Args:
+            optimizer: DTensors' gradients are added up over their mesh, others over ``sharded_groups``.
+            norm: Their norm (0-dim), where it is known already: nothing is read then.
+
+        Returns:
+            Their norm, float32, 0-dim; None if there are no gradients.
+        """
+        state = self.state(optimizer)
+        state.norm = norm
+        if norm is None:
+            state.begin_call()
+            state.measure(unscale=False)
+        return state.norm
+
+    def note_step(
+        self, optimizer: Optimizer, how: str = "the optimizer's own step, without the scaler"
+    ) -> StepResult:
+        """Record a step taken without a look at its gradients, and return its result."""
+        if not is_optimizer(optimizer):
+            return StepResult.unscaled(how=how)
+        state = self.state(optimizer)
+        result = state.end_with(StepResult.unscaled(state.norm, how=how))
+        self.log.add(state.optimizer, result)
+        return result
+
+
+def is_optimizer(given: object) -> bool:
+    """Whether something has parameters that can be looked at: a mock or another engine has none."""
+    return isinstance(getattr(given, "param_groups", None), list | tuple)
+
+
+def _guard_steps(state: OptimizerState) -> None:
+    """Refuse scaled gradients to steps of an optimizer that its newest scaler does not take."""
+    optimizer, known = state.optimizer, weakref.ref(state)
+
+    def refuse(*_: Any) -> None:
+        if (state := known()) is not None:
+            state.refuse_step_past_scaler()
+
+    handle = register_quiet_hook(optimizer, refuse)
+    key = id(optimizer)
+    if key in _guards:
+        _guards[key].remove()
+    _guards[key] = handle
+    weakref.finalize(state, _remove_guard, key, handle)
+
+
+def _remove_guard(key: int, handle: RemovableHandle) -> None:
+    handle.remove()
+    if _guards.get(key) is handle:
+        del _guards[key]

@@ -1,0 +1,197 @@
+"""When the scale that gradients carry changes: a scaled backward pass begins, or the scale is updated.
+
+Only a backward pass from a scaled loss makes scaled gradients. Version counters cannot tell a user's clipping
+from a backward pass that adds to a gradient. A hook on the scaled output can: it runs before any gradient of
+that pass exists.
+``update()`` is a request until no gradient depends on the old scale.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from amp_plugin.messages import warn_user
+from amp_plugin.options import between
+from amp_plugin.scaling.core import ScalerCore
+from amp_plugin.scaling.gradients import first_float16, multiply_
+from amp_plugin.scaling.loss_scale import LossScale, PendingScale
+from amp_plugin.scaling.optimizer_state import OptimizerState
+
+_NO_STEP = (
+    "update(): no gradient was checked: a scaled loss ran backward(), but this scaler knows no optimizer. "
+    "Call {step}, and not the optimizer's own step(), which takes the scaled gradients as they are; "
+    "if the first step is still to come, call {prepare} before."
+)
+
+_AT_FLOOR = (
+    "gradients overflowed although the loss scale is at min_scale: lowering it further does not help. Look "
+    "at last_step(optimizer).overflow_report(), lower min_scale, or use bfloat16."
+)
+
+_TWO_SCALES = (
+    "one backward() brings gradients of two losses with scales of their own, which cannot be "
+    "told apart: call backward() on each scaled loss, one after the other."
+)
+
+_FLOAT16_WAITS = (
+    "{call} would convert the float16 gradient of parameter {name!r} to another scale, which "
+    "loses small ones: call it after step(), or clear the gradients with zero_grad()."
+)
+
+
+class Updates:
+    """The backward passes from scaled losses, and the requested update of the loss scales.
+
+    Attributes:
+        requested: An update waits for gradients that depend on the old scale.
+    """
+
+    def __init__(self, core: ScalerCore) -> None:
+        self._core = core
+        self._task = -1  # of the last backward pass, as autograd numbers them
+        self.requested = False
+        self._told_of_floor = False
+
+    def watch(self, output: Tensor, reading: PendingScale) -> None:
+        """Learn when a backward pass from a scaled ``output`` begins; not under functorch."""
+        if not output.requires_grad or torch._C._functorch.maybe_current_level() is not None:
+            return
+        output.register_hook(partial(_begin, weakref.ref(self), reading))  # type: ignore[no-untyped-call]
+
+    def begin_backward(self, reading: PendingScale) -> None:
+        """Get all gradients ready for a backward pass from an output scaled by a loss scale."""
+        core, scale = self._core, reading.loss_scale
+        task, last = torch._C._current_graph_task_id(), core.last_backward
+        if last is not None and task == self._task:
+            if last.loss_scale is not scale:
+                raise RuntimeError(_TWO_SCALES)
+            return
+        self._task = task
+        core.refresh_joined()
+        core.note_backward(reading if reading.change() is None else scale.read())
+        again = [
+            state for state in core if state.stage is OptState.UNSCALED and None in state.scales_carried()
+        ]
+        for state in core:
+            state.begin_backward(scale)
+        if again:  # after the callbacks that DDP and FSDP queue in the backward pass, hence queued twice
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: engine.queue_callback(partial(_unscale_again, again)))
+
+    def request(self) -> None:
+        """Ask for an update; applied at once if no gradient waits."""
+        core = self._core
+        if not core.log.has_steps and core.last_backward is not None and not list(core):
+            words = core.shared.words
+            raise RuntimeError(_NO_STEP.format(step=words.step, prepare=words.prepare))
+        core.shared.scales.updates_requested += 1
+        self.requested = True
+        self.settle(force=False)
+
+    def set_scale(self, new_scale: float | Tensor) -> None:
+        """Set all loss scales at once; gradients that wait are converted."""
+        value = _checked(new_scale)
+        with self.set_by_hand(f"update({new_scale!r})"):
+            self._core.shared.scales.updates_requested += 1
+            for loss_scale in self._core.shared.scales.materialized():
+                loss_scale.found_inf = None
+                loss_scale.fill_(value)
+
+    @contextmanager
+    def set_by_hand(self, call: str) -> Iterator[None]:
+        """Go on from loss scales that a block sets; gradients that wait are converted.
+
+        Raises:
+            RuntimeError: float16 gradients wait, into which another scale would have to be written.
+        """
+        for name in self._float16_names():
+            raise RuntimeError(_FLOAT16_WAITS.format(call=call, name=name))
+        before = [(scale, scale.snapshot()) for scale in self._core.shared.scales.materialized()]
+        yield
+        self.requested = False
+        for loss_scale, old in before:
+            self._rescale(loss_scale, old)
+            loss_scale.publish()
+
+    def settle(self, *, force: bool) -> None:
+        """Apply a requested update, unless gradients wait that depend on the scale."""
+        core = self._core
+        if not self.requested or (not force and core.delays_update()):
+            return
+        joined = core.refresh_joined()
+        if any(self._float16_names(pending=True)) if force else joined and core.delays_update():
+            return
+        self.requested = False
+        for loss_scale in core.shared.scales.materialized():
+            if loss_scale.found_inf is not None:
+                old = loss_scale.snapshot()
+                at_floor = loss_scale.update_()
+                if at_floor is not None:
+                    core.log.when_known(at_floor, self._tell_of_floor)
+                self._rescale(loss_scale, old)
+            loss_scale.publish()
+        core.log.read()
+
+    def _float16_names(self, *, pending: bool = False) -> Iterator[str]:
+        """Yield the names of scaled float16 gradients; with ``pending`` of those that wait for a step."""
+        for state in self._core:
+            for scale, params, _ in state.parts() if not pending or state.ledger.waits() else ():
+                param = None if scale is None else first_float16(params)
+                if param is not None:
+                    yield state.name_of(param)
+
+    def _rescale(self, loss_scale: LossScale, old: Tensor) -> None:
+        """Multiply the gradients that carry a loss scale by its new value over the old one."""
+        for state, params in self._core.carriers(loss_scale):
+            if state.ledger.has_gradients():
+                state.ledger.write(partial(multiply_, params, loss_scale.require() / old))
+
+    def _tell_of_floor(self, overflowed: bool) -> None:
+        """Raise, or warn once, of an overflow at the floor."""
+        if overflowed and self._core.shared.scales.default.options.on_min_scale == "raise":
+            raise FloatingPointError(_AT_FLOOR)
+        if overflowed and not self._told_of_floor:
+            self._told_of_floor = True
+            warn_user(f"{_AT_FLOOR} Such steps are skipped, and on_min_scale='raise' ends the run.")
+
+
+def is_watched(output: object) -> bool:
+    """Return whether something is a loss that was scaled."""
+    hooks = getattr(output, "_backward_hooks", None) or {}
+    return any(isinstance(hook, partial) and hook.func is _begin for hook in hooks.values())
+
+
+def _begin(updates: weakref.ref[Updates], reading: PendingScale, grad: Tensor) -> Tensor | None:
+    """Begin the backward pass; correct what comes in if the scale has changed since ``scale()``."""
+    owner = updates()
+    if owner is not None:
+        owner.begin_backward(reading)
+    change = reading.change()
+    return None if change is None else grad * change.to(device=grad.device, dtype=grad.dtype)
+
+
+def _unscale_again(states: list[OptimizerState]) -> None:
+    """Unscale again what was unscaled before a backward pass in mid-window added to it."""
+    for state in states:
+        if state.stage is OptState.UNSCALED:
+            state.measure(unscale=True)
+
+
+def _checked(new_scale: float | Tensor) -> float | Tensor:
+    if not isinstance(new_scale, Tensor):
+        return between("new_scale", new_scale, 0)
+    if new_scale.numel() != 1 or not new_scale.is_floating_point():
+        msg = (
+            f"new_scale must be a number or a floating tensor of one element, got "
+            f"{tuple(new_scale.shape)} of {new_scale.dtype}"
+        )
+        raise ValueError(msg)
+    return new_scale
