@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,7 @@ class Session:
         is_aside: whether steps are left to the optimizers.
     """
 
-    _in_force: ClassVar[ExitStack] = ExitStack()  # gives the op rules of the run that began last back
+    _in_force = ExitStack()  # gives the op rules of the run that began last back
 
     def __init__(
         self,
@@ -567,7 +567,7 @@ class FrontDoor:
         session: the run, for what belongs to the front door: optimizers, callbacks.
     """
 
-    words: ClassVar[Words]
+    words = PLAIN
     session: Session
 
     def _open_session(self, options: PrecisionOptions, precision: str = "fp32", **given: Any) -> None:

@@ -13,14 +13,13 @@ import multiprocessing
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from multiprocessing import util
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType, SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from amp_plugin.casting import bound_rules
@@ -305,7 +304,7 @@ def when_imported(
         def act(module: ModuleType) -> None:
             undo.enter_context(actions[module.__name__](module))
 
-        finder = _Finder(actions.keys(), act)
+        finder = _finder(actions.keys(), act)
         sys.meta_path.insert(0, finder)
         undo.callback(sys.meta_path.remove, finder)
         for name in [name for name in actions if name in sys.modules]:  # acting imports others
@@ -313,26 +312,26 @@ def when_imported(
         yield
 
 
-class _Finder(MetaPathFinder):
-    """Finds modules as Python does, and acts on some of them when they have run."""
+def _finder(names: Collection[str], act: Callable[[ModuleType], None]) -> Any:
+    """Return a finder that finds modules as Python does, and acts on some of them when they have run."""
 
-    def __init__(self, names: Any, act: Callable[[ModuleType], None]) -> None:
-        self._names, self._act = names, act
-
-    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in self._names:
+    def find_spec(name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in names:
             return None
-        others = [finder.find_spec for finder in sys.meta_path if finder is not self]
+        others = [other.find_spec for other in sys.meta_path if other is not finder]
         spec = next(filter(None, (find(name, path, target) for find in others)), None)
         if spec is not None and spec.loader is not None:
             run: Callable[[ModuleType], None] = spec.loader.exec_module
 
             def run_and_act(module: ModuleType) -> None:
                 run(module)
-                self._act(module)
+                act(module)
 
             spec.loader.exec_module = run_and_act  # type: ignore[method-assign]
         return spec
+
+    finder: Any = SimpleNamespace(find_spec=find_spec)
+    return finder
 
 
 # -- processes that a program starts --------------------------------------------------------------
