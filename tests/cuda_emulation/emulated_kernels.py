@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from amp_plugin.kernels.cuda import LAYOUT, RULES, SOURCES, TUNING, Kernel, Tuning
+from amp_plugin.kernels.cuda import LAYOUT, RULES, SOURCES, Kernel, Tuning
 
 HERE = Path(__file__).parent
 FLAGS = [
@@ -50,10 +50,11 @@ def torch_libraries(*names: str) -> list[str]:
     return [f"-L{folder}", f"-Wl,-rpath,{folder}", *(f"-l{name}" for name in names)]
 
 
-def build(kernel: Kernel, folder: Path, sources: Path = SOURCES, tuning: Tuning = TUNING) -> Path:
+def build(kernel: Kernel, folder: Path, sources: Path = SOURCES, tuning: Tuning | None = None) -> Path:
     """Compile a kernel for the CPU; an object of the same sources is used again, wherever they are."""
     command = [compiler(), *FLAGS, f"-DKERNEL={kernel.name}", f'-DKERNEL_FILE="{kernel.name}.cu"']
-    command += [f"-D{name}={value}" for name, value in (*kernel.macros(), *tuning.macros())]
+    macros = (*kernel.macros(), *(tuning or Tuning()).macros())
+    command += [f"-D{name}={value}" for name, value in macros]
     inputs = [
         *sorted(sources.glob("*.cu*")),
         LAYOUT,

@@ -203,6 +203,17 @@ T __shfl_xor_sync(unsigned, T value, unsigned mask) {
   return value;
 }
 
+// How many threads of the block vote for it.
+static inline int __syncthreads_count(bool vote) {
+  static unsigned rounds[emulation::kMostThreads];
+  static int votes[3];  // of this count, the next one, and the one behind that, which is set to 0
+  const unsigned round = rounds[threadIdx.x]++;
+  votes[round % 3] += vote;
+  emulation::wait_for(emulation::Waits::kForBlock);
+  votes[(round + 2) % 3] = 0;
+  return votes[round % 3];
+}
+
 static inline unsigned __ballot_sync(unsigned, bool vote) {
   const uint64_t* slots = emulation::exchange(vote);
   unsigned votes = 0;
@@ -244,6 +255,14 @@ namespace amp_plugin::cuda {
 
 // Threads take turns, so what one has written the next one sees.
 static inline unsigned count_block(unsigned* count) { return (*count)++; }
+
+// As far off as the GPU's may be: by 2^-22 up or down.
+static inline float log2_approximate(float x) {
+  return float(log2(double(x)) + (__float_as_uint(x) & 8 ? 0x1p-22 : -0x1p-22));
+}
+static inline float exp2_approximate(float x) {
+  return float(exp2(double(x)) * (1 + (__float_as_uint(x) & 8 ? 0x1p-22 : -0x1p-22)));
+}
 
 static inline float half_to_float(unsigned short bits) {
   const float sign = bits >> 15 ? -1.0f : 1.0f;

@@ -25,7 +25,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from amp_plugin.kernels.cuda import SOURCES, TUNING, Kernel, Tuning, all_kernels
+from amp_plugin.kernels.cuda import SOURCES, Kernel, Tuning, all_kernels, tuning_of
 from tests.cuda_emulation.emulated_kernels import (
     build,
     compiler,
@@ -136,13 +136,13 @@ def install_if_loaded(*, kernels: bool = True) -> None:
     ]
 
 
-def _all_objects(_: str, tuning: Tuning = TUNING) -> dict[Kernel, bytes]:
+def _all_objects(_: str) -> dict[Kernel, bytes]:
     """Return the paths of the emulated kernels; of one alone as it is tuned, since compiling takes long."""
     alike = os.environ.get("HOST_DEVICE_FAULT") == "all builds are alike"
     return {
         kernel: f"{build(kernel, object_folder(), _sources_of(kernel), tuned)}\0".encode()
         for kernel in all_kernels()
-        for tuned in [tuning if kernel.name == "multiply" and not alike else Tuning()]
+        for tuned in [tuning_of(kernel) if kernel.name == "multiply" and not alike else Tuning()]
     }
 
 

@@ -92,19 +92,19 @@ def test_a_cubin_is_compiled_once(cache, monkeypatch):
         ("_sources", "another source"),
         ("architecture", "sm_80"),
         ("kernel", Kernel(name="norm_check", norm="Maximum")),
-        ("tuning", Tuning(blocks=2)),
+        ("tuning_of", Tuning(blocks=2)),
     ],
     ids=["nvrtc", "source", "architecture", "norm", "tuning"],
 )
 def test_a_cubin_belongs_to_its_source_architecture_and_compiler(cache, monkeypatch, changed, value):
     compiled = []
     monkeypatch.setattr(cuda_compile, "compile_cubin", lambda *what: compiled.append(what) or ELF)
-    given = {"kernel": Kernel(name="norm_check", norm="Squares"), "architecture": "sm_90", "tuning": Tuning()}
+    given = {"kernel": Kernel(name="norm_check", norm="Squares"), "architecture": "sm_90"}
     cached_cubin(*given.values())
     if changed in given:
         given[changed] = value
     else:
-        monkeypatch.setattr(cuda_compile, changed, lambda: value)
+        monkeypatch.setattr(cuda_compile, changed, lambda *_: value)
     cached_cubin(*given.values())
     assert len(compiled) == 2
 
@@ -149,11 +149,11 @@ def test_all_are_compiled_with_one_line_and_only_once(cache, monkeypatch, capsys
 
 def test_what_decides_the_last_bits_has_a_number(monkeypatch):
     """Ranks compare it in float32."""
-    ours = identity_of("sm_90", 528)
-    assert ours == identity_of("sm_90", 528) == torch.tensor(float(ours)).item() > 0
-    others = {identity_of("sm_80", 528), identity_of("sm_90", 456)}
+    ours = identity_of("sm_90", [528])
+    assert ours == identity_of("sm_90", [528]) == torch.tensor(float(ours)).item() > 0
+    others = {identity_of("sm_80", [528]), identity_of("sm_90", [456])}
     monkeypatch.setattr(cuda_compile, "nvrtc_version", lambda: "99.0")
-    assert len({ours, *others, identity_of("sm_90", 528)}) == 4
+    assert len({ours, *others, identity_of("sm_90", [528])}) == 4
 
 
 @pytest.fixture

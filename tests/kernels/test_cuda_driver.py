@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
 
-from amp_plugin.kernels.cuda import all_kernels
+from amp_plugin.kernels.cuda import all_kernels, tuning_of
 from amp_plugin.kernels.cuda.compile import all_cubins, identity_of
 from tests.cuda_emulation.emulated_kernels import HERE, compiler
 from tests.warm_processes import run_program
@@ -57,7 +57,8 @@ def run(tmp_path_factory):
 def test_all_kernels_are_loaded_when_the_device_is_opened(run):
     """In its context and outside of a capture; then both are as before. No later step can fail for want of one."""
     lines, errors = run(ASKS * 2)
-    core = f"CudaCore(loaded=True, reason='', architecture='sm_90', identity={identity_of('sm_90', 132 * 4)})"
+    blocks = [132 * tuning_of(kernel).blocks for kernel in all_kernels()]
+    core = f"CudaCore(loaded=True, reason='', architecture='sm_90', identity={identity_of('sm_90', blocks)})"
     assert lines[:2] == ["context 0", "capture mode 2"]
     assert lines[-7:] == [
         "capture mode 2",

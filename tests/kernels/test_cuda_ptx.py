@@ -9,7 +9,7 @@ pytest.importorskip("cuda.core", reason="needs cuda-core")
 
 from cuda.bindings import nvrtc
 
-from amp_plugin.kernels.cuda import SOURCES, TUNING, Kernel, Tuning
+from amp_plugin.kernels.cuda import SOURCES, TUNINGS, Kernel, Tuning, tuning_of
 from amp_plugin.kernels.cuda.compile import options_for
 
 LOAD = "ld.global.ca.v4.u32"
@@ -17,15 +17,17 @@ STORE = "st.global.wb.v4.u32"
 
 
 @functools.cache
-def ptx_of(name: str, tuning: Tuning = TUNING) -> str:
+def ptx_of(name: str, tuning: Tuning | None = None) -> str:
     file, _, rule = name.partition(" ")
     kernel = Kernel(name=file, rule=rule) if rule else Kernel(name=file, norm="Squares")
-    return ptx((SOURCES / f"{file}.cu").read_text(), kernel, tuning)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TUNINGS, file, tuning or tuning_of(kernel))
+        return ptx((SOURCES / f"{file}.cu").read_text(), kernel)
 
 
-def ptx(source: str, kernel: Kernel, tuning: Tuning = TUNING) -> str:
+def ptx(source: str, kernel: Kernel) -> str:
     _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"", 0, [], [])
-    options = options_for(kernel, "sm_90", tuning).as_bytes("nvrtc")
+    options = options_for(kernel, "sm_90").as_bytes("nvrtc")
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     assert int(status) == 0
     _, size = nvrtc.nvrtcGetPTXSize(program)
@@ -56,7 +58,7 @@ def loads_before_a_use(ptx: str) -> list[int]:
 )
 def test_a_thread_has_its_loads_on_their_way_before_it_uses_one(name, in_flight):
     """4 x 16 bytes in each of 1024 threads: 64 KB a multiprocessor; HBM3 needs some 40 KB to stay busy."""
-    assert TUNING.in_flight == 4
+    assert {tuning.in_flight for tuning in [Tuning(), *TUNINGS.values()]} == {4}
     assert set(loads_before_a_use(ptx_of(name, Tuning(blocks=2, in_flight=in_flight)))) == {in_flight}
     assert ".minnctapersm 2" in ptx_of(name, Tuning(blocks=2, in_flight=in_flight))
 
@@ -76,7 +78,7 @@ def test_the_last_block_waits_once_for_what_the_others_left(name):
     """The 528 results of an H100 are read by 256 threads; one after the other they would take three trips to L2."""
     behind_the_count = ptx_of(name).rpartition("atom.acq_rel")[2]
     before_the_first_is_used = re.split(r"add(?:\.rn)?\.f64", behind_the_count)[0]
-    assert before_the_first_is_used.count("ld.global.f64") == TUNING.in_flight
+    assert before_the_first_is_used.count("ld.global.f64") == Tuning().in_flight
 
 
 def test_one_thread_works_out_what_adam_multiplies_by():

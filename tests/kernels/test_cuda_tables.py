@@ -296,25 +296,16 @@ def test_threads_that_capture_share_a_stream_for_uploads():
     assert torch.ops.host_device.streams_made() == made
 
 
-@pytest.mark.parametrize(
-    ("fault", "text"),
-    [
-        ("no user objects", "ties nothing to a graph"),
-        ("graphs take no user object", "ties nothing to a graph"),
-    ],
-)
-def test_a_graph_that_takes_no_table_leaves_none_behind(monkeypatch, fault, text):
+@pytest.mark.parametrize("fault", ["no user objects", "graphs take no user object"])
+def test_a_graph_that_takes_no_table_leaves_none_behind(monkeypatch, fault):
     grads, inverse = gradients(400), scalar(1.0)
     for _ in range(2):  # the first makes room
         objects, memory = torch.ops.host_device.user_objects(), torch.ops.host_device.driver_bytes()
         for _ in range(300):
-            with (  # noqa: PT012 - a fault within the capture fails it
-                monkeypatch.context() as planted,
-                pytest.raises(RuntimeError, match=text),
-                torch.cuda.graph(torch.cuda.CUDAGraph()),
-            ):
+            with monkeypatch.context() as planted, torch.cuda.graph(torch.cuda.CUDAGraph()):
                 planted.setenv("HOST_DEVICE_FAULT", fault)
-                amp.norm_check(grads, inverse)
+                with pytest.raises(RuntimeError, match="ties nothing to a graph"):
+                    amp.norm_check(grads, inverse)
     assert torch.ops.host_device.user_objects() == objects
     assert torch.ops.host_device.driver_bytes() == memory
 

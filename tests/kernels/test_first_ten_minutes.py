@@ -269,7 +269,8 @@ def test_sweep():
     builds: dict[str, str] = {}
     for blocks, in_flight in itertools.product((2, 4, 5, 8)[often(0, 1) : often(4, 2)], (4, 8)):
         tuned = "from amp_plugin.kernels import cuda as c; "
-        tuned += f"c.TUNING = c.Tuning(blocks={blocks}, in_flight={in_flight})"
+        tuned += f"tuning = c.Tuning(blocks={blocks}, in_flight={in_flight}); "
+        tuned += "c.TUNINGS.update({kernel.name: tuning for kernel in c.all_kernels()})"
         code = f"{tuned}\nfrom tests.kernels.test_first_ten_minutes import swept\nswept()"
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
@@ -286,11 +287,10 @@ def swept() -> None:
     """Print what was launched, and the shares of copy_ at 100 MB, as JSON."""
     host_device.install_if_loaded()
     core = cuda_core(0)
-    from amp_plugin.kernels import cuda
     from amp_plugin.kernels.cuda import compile  # noqa: A004 -- needs cuda-core
 
     assert core.loaded, core.reason
-    code = b"".join(compile.all_cubins(core.architecture, cuda.TUNING).values())
+    code = b"".join(compile.all_cubins(core.architecture).values())
     print(json.dumps([f"{hashlib.sha256(code).hexdigest()} {core.identity}", believable("1 x 100 MB")]))
 
 

@@ -12,7 +12,7 @@ from amp_plugin.kernels.build import native_core
 OP = torch.ops.amp_plugin
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 LAYOUTS = ("contiguous", "unaligned", "transposed", "gaps")
-NORM_TYPES = (2.0, 1.0, math.inf, -math.inf, 3.0, 0.5, -1.0, 0.0)
+NORM_TYPES = (2.0, 1.0, math.inf, -math.inf, 3.0, 0.5, -1.0, 0.0, 2.7, 8.0, 0.25)
 NORM_TOLERANCE = 1e-6  # relative; the result is fp32
 GUARD = 24  # elements around a tensor, all nan
 
@@ -142,7 +142,7 @@ def test_what_is_written_on_the_grid(on, dtype, layout, op, factor):
 
 
 @pytest.mark.parametrize("op", ["norm_check", "unscale_"])
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf, -math.inf, 3.0, 0.0])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf, -math.inf, 3.0, 0.0, 1.5, -1.0])
 def test_one_bad_element_at_each_position_is_flagged(on, op, norm_type):
     size = 37
     bad = (math.inf, -math.inf, math.nan)
@@ -198,7 +198,7 @@ def test_no_tensors_and_empty_tensors(on):
         assert on.ops.multiply_(grads, scalar(0.5, on)).item() == 0.0
 
 
-@pytest.mark.parametrize("p", [2.0, 1.0])
+@pytest.mark.parametrize("p", [2.0, 1.0, 3.0, 1.5])
 @pytest.mark.parametrize("magnitude", [1e30, 3e38, 1e-19, 1e-30, 1e-42])
 def test_squares_and_sums_beyond_the_range_of_fp32(on, magnitude, p):
     """The element is finite though its square is not, or is lost."""
@@ -209,6 +209,21 @@ def test_squares_and_sums_beyond_the_range_of_fp32(on, magnitude, p):
     assert want[0].isfinite()
     assert want[1] == 0
     check_measured(on.ops.norm_check(grads, inverse, p), want)
+
+
+@pytest.mark.parametrize("p", [3.0, 5.0, 32.0, 0.5, 1.7, 4.0, -0.5, -3.3])
+@pytest.mark.parametrize("exponents", [(-20, 20), (-126, -100), (-149, -120), (100, 127)], ids=str)
+def test_powers_of_numbers_of_all_sizes(on, exponents, p):
+    """The error of a GPU's approximations does not grow with the logarithm of an element."""
+    generator = torch.Generator().manual_seed(3)
+    sizes = torch.randint(*exponents, (2000,), generator=generator)
+    values = torch.randn(2000, generator=generator).clamp(min=0.01).ldexp(sizes)
+    grads = [values[values != 0].to(on.device)]
+    want = torch.linalg.vector_norm(grads[0].cpu().double(), p)
+    if want > torch.finfo(torch.float32).max or want == 0:
+        pytest.skip("the norm is beyond float32, or powers are beyond float64")
+    got = on.ops.norm_check(grads, scalar(1.0, on), p)[0]
+    torch.testing.assert_close(got.cpu().double(), want, rtol=NORM_TOLERANCE, atol=2.0**-149)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)

@@ -66,6 +66,12 @@ Handle loaded(const std::string& name, const at::Tensor& code) {
   return kernel;
 }
 
+uint32_t most_blocks_of(const std::vector<Device::Code>& kernels) {
+  uint32_t most = 1;
+  for (const Device::Code& kernel : kernels) most = std::max(most, kernel.most_blocks);
+  return most;
+}
+
 }  // namespace
 
 const std::vector<Kernel>& kernels() {
@@ -108,29 +114,25 @@ Device* Device::find(c10::DeviceIndex index) {
   return server.load(std::memory_order_acquire) == Server::kKernels ? devices[index].load() : nullptr;
 }
 
-void Device::open(c10::DeviceIndex index, uint32_t most_blocks, const std::vector<Code>& kernels) {
+void Device::open(c10::DeviceIndex index, const std::vector<Code>& kernels) {
   auto& place = devices.at(static_cast<size_t>(index));
   if (place.load() != nullptr) return;
-  std::unique_ptr<Device> made(new Device(index, most_blocks, kernels));
+  std::unique_ptr<Device> made(new Device(index, kernels));
   Device* nothing = nullptr;
   if (place.compare_exchange_strong(nothing, made.get())) made.release();  // stays until the process ends
 }
 
-Device::Device(c10::DeviceIndex index, uint32_t most_blocks, const std::vector<Code>& kernels)
-    : index_(index), primary_(index), most_blocks_(most_blocks), tables_({c10::kCUDA, index}, most_blocks) {
+Device::Device(c10::DeviceIndex index, const std::vector<Code>& kernels)
+    : index_(index), primary_(index), tables_({c10::kCUDA, index}, most_blocks_of(kernels)) {
   const OnDevice current(primary_);
   const OutsideCapture outside;
   for (const Kernel& kernel : cuda::kernels()) {
     const auto code = std::find_if(
         kernels.begin(), kernels.end(), [&](const Code& given) { return given.name == kernel.name; });
     TORCH_CHECK(code != kernels.end(), "there is no machine code for the CUDA kernel ", kernel.name);
-    kernels_.push_back(loaded(kernel.name, code->bytes));
+    kernels_.push_back({loaded(kernel.name, code->bytes), code->most_blocks});
   }
   tables_.reserve();
-}
-
-uint32_t Device::blocks(const Table& table) const {
-  return std::clamp(table.granules, uint32_t{1}, most_blocks_);
 }
 
 Handle Device::stream() const { return guard().getStreamNativeHandle(guard().getStream(device())); }
@@ -163,20 +165,22 @@ SharedTable Device::kept_table(size_t count, const at::Tensor& first, Handle str
 void Device::launch_with(size_t kernel, uint32_t blocks, Handle stream, void** arguments) {
   const OnDevice current(primary_);
   const Kernel& launched = kernels()[kernel];
+  const uint32_t taken = std::min(blocks, kernels_[kernel].most_blocks);
   const Status status = driver().cuLaunchKernel(
-      kernels_[kernel], blocks, 1, 1, launched.threads, 1, 1, 0, stream, arguments, nullptr);
+      kernels_[kernel].kernel, taken, 1, 1, launched.threads, 1, 1, 0, stream, arguments, nullptr);
   TORCH_CHECK(
-      status == 0, "the CUDA driver refused ", launched.name, " (", blocks, " blocks) on ", device(), ": ",
+      status == 0, "the CUDA driver refused ", launched.name, " (", taken, " blocks) on ", device(), ": ",
       told(status));
 }
 
 namespace {
 
 void open_by_name(
-    int64_t index, int64_t most_blocks, const std::vector<std::string>& names, at::TensorList code) {
+    int64_t index, at::IntArrayRef most_blocks, const std::vector<std::string>& names, at::TensorList code) {
   std::vector<Device::Code> kernels;
-  for (size_t i = 0; i < names.size(); ++i) kernels.push_back({names[i], code[i]});
-  Device::open(static_cast<c10::DeviceIndex>(index), static_cast<uint32_t>(most_blocks), kernels);
+  for (size_t i = 0; i < names.size(); ++i)
+    kernels.push_back({names[i], static_cast<uint32_t>(most_blocks[i]), code[i]});
+  Device::open(static_cast<c10::DeviceIndex>(index), kernels);
 }
 
 std::vector<std::string> all_kernels() {
@@ -186,7 +190,7 @@ std::vector<std::string> all_kernels() {
 }
 
 TORCH_LIBRARY_FRAGMENT(amp_plugin, library) {
-  library.def("_cuda_open(int device, int most_blocks, str[] kernels, Tensor[] code) -> ()", &open_by_name);
+  library.def("_cuda_open(int device, int[] most_blocks, str[] kernels, Tensor[] code) -> ()", &open_by_name);
   library.def("_cuda_kernels() -> str[]", &all_kernels);
   library.def("_cuda_uploads(int device) -> int", [](int64_t index) {
     const Device* device = Device::find(static_cast<c10::DeviceIndex>(index));

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -53,20 +54,22 @@ struct Context {
 
 class Device {
  public:
-  // Machine code of a kernel, uint8 on the host, and its name as in kernels().
+  // Machine code of a kernel, uint8 on the host, its name as in kernels(), and how many of its blocks the
+  // device runs at once.
   struct Code {
     std::string name;
+    uint32_t most_blocks;
     at::Tensor bytes;
   };
 
   // The device that runs our kernels, or null where plain torch serves. Asks Python once.
   static Device* find(c10::DeviceIndex index);
-  // Loads all kernels; Python has compiled them. `most_blocks` work on a table at once.
-  static void open(c10::DeviceIndex index, uint32_t most_blocks, const std::vector<Code>& kernels);
+  // Loads all kernels; Python has compiled them.
+  static void open(c10::DeviceIndex index, const std::vector<Code>& kernels);
 
   c10::Device device() const { return {c10::kCUDA, index_}; }
-  // Blocks of a kernel that takes a table.
-  uint32_t blocks(const Table& table) const;
+  // Blocks for a table; of those a launch takes no more than the device runs at once of the kernel.
+  static uint32_t blocks(const Table& table) { return std::max(table.granules, uint32_t{1}); }
 
   // The current stream of torch, and whether it is being captured into a graph.
   Handle stream() const;
@@ -87,13 +90,16 @@ class Device {
   }
 
  private:
-  Device(c10::DeviceIndex index, uint32_t most_blocks, const std::vector<Code>& kernels);
+  struct Loaded {
+    Handle kernel;
+    uint32_t most_blocks;
+  };
+  Device(c10::DeviceIndex index, const std::vector<Code>& kernels);
   void launch_with(size_t kernel, uint32_t blocks, Handle stream, void** arguments);
 
   c10::DeviceIndex index_;
   Context primary_;
-  uint32_t most_blocks_;
-  std::vector<Handle> kernels_;  // as kernels()
+  std::vector<Loaded> kernels_;  // as kernels()
   TableCache tables_;
 };
 

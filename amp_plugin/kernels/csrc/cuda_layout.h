@@ -18,6 +18,7 @@ constexpr u32 kCodeBlockBytes = 132;
 
 constexpr u32 kThreads = 256;  // of a block that works on a table
 constexpr u32 kGranuleBytes = 4096;
+constexpr u32 kGranulesOfTensor = 2;  // a block moves about 8 KB in the time of one trip to memory
 constexpr u32 kGranuleElements = 1024;  // of an op that walks through several tensors at once
 
 struct alignas(16) Row {

@@ -116,7 +116,10 @@ Rows rows_of(at::TensorList tensors, c10::Device device) {
     const size_t size = kSizes[row.dtype];
     // mutable: a lazily cloned tensor gets memory of its own before it is written
     row.address = reinterpret_cast<uint64_t>(tensor.mutable_data_ptr());
-    if (row.numel > 0) granules += (row.address % 16 + row.numel * size + kGranuleBytes - 1) / kGranuleBytes;
+    if (row.numel > 0) {
+      granules += (row.address % 16 + row.numel * size + kGranuleBytes - 1) / kGranuleBytes;
+      granules += tensors.size() > 1 ? kGranulesOfTensor : 0;
+    }
     TORCH_CHECK_VALUE(
         row.address % size == 0 || row.numel == 0, "tensor ", i, " of ", tensors.size(),
         " begins at address ", row.address, ", no multiple of its element size of ", size,

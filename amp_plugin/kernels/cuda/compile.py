@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -15,7 +15,7 @@ from cuda.bindings import nvrtc  # type: ignore[import-untyped]
 from cuda.core import Program, ProgramOptions  # type: ignore[import-untyped]
 
 from amp_plugin.kernels.build_cache import cache_root, digest, obtain, read_cached
-from amp_plugin.kernels.cuda import SOURCES, TUNING, Kernel, Tuning, all_kernels, shared_sources
+from amp_plugin.kernels.cuda import SOURCES, Kernel, all_kernels, shared_sources, tuning_of
 
 ARCHITECTURES: Final = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 """What is tested; any other architecture that NVRTC knows, from sm_75 on, compiles as well."""
@@ -23,13 +23,13 @@ ARCHITECTURES: Final = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "
 STANDARD: Final = "c++17"
 
 
-def compile_cubin(kernel: Kernel, architecture: str, tuning: Tuning = TUNING) -> bytes:
+def compile_cubin(kernel: Kernel, architecture: str) -> bytes:
     """Compile a kernel with NVRTC for an architecture, ``"sm_90"``; a RuntimeError says why it cannot."""
     # By its full path each header is ours: NVRTC looks into the working directory first.
     source = (SOURCES / f"{kernel.name}.cu").read_text().replace('#include "', f'#include "{SOURCES}/')
     program = None
     try:
-        program = Program(source, "c++", options=options_for(kernel, architecture, tuning))
+        program = Program(source, "c++", options=options_for(kernel, architecture))
         return bytes(program.compile("cubin").code)
     except Exception as error:  # cuda-core's error types are not public
         del program  # which the error's frame would hold: freed with a cycle, it prints an AttributeError
@@ -38,7 +38,7 @@ def compile_cubin(kernel: Kernel, architecture: str, tuning: Tuning = TUNING) ->
         raise RuntimeError(msg) from error
 
 
-def options_for(kernel: Kernel, architecture: str, tuning: Tuning = TUNING) -> ProgramOptions:
+def options_for(kernel: Kernel, architecture: str) -> ProgramOptions:
     """Return what NVRTC is told: only where the source says fma are a product and a sum rounded once."""
     return ProgramOptions(
         name=f"{kernel.name}.cu",
@@ -46,17 +46,17 @@ def options_for(kernel: Kernel, architecture: str, tuning: Tuning = TUNING) -> P
         std=STANDARD,
         fma=False,
         device_as_default_execution_space=True,
-        define_macro=[*tuning.macros(), *kernel.macros()],
+        define_macro=[*tuning_of(kernel).macros(), *kernel.macros()],
     )
 
 
-def cached_cubin(kernel: Kernel, architecture: str, tuning: Tuning = TUNING) -> bytes:
+def cached_cubin(kernel: Kernel, architecture: str) -> bytes:
     """Return the cubin of a kernel, compiled only if the build cache has none.
 
     If the cache cannot be used, a RuntimeWarning says so and the kernel is compiled for this process alone.
     """
     identity = {
-        "macros": repr((*tuning.macros(), *kernel.macros())),
+        "macros": repr((*tuning_of(kernel).macros(), *kernel.macros())),
         "standard": f"{STANDARD} fmad=false default-device",
         "sources": _sources(),
         "nvrtc": nvrtc_version(),
@@ -65,7 +65,7 @@ def cached_cubin(kernel: Kernel, architecture: str, tuning: Tuning = TUNING) -> 
     def make(folder: Path) -> Path:
         _announce(architecture)
         made = folder / "kernel.cubin"
-        made.write_bytes(compile_cubin(kernel, architecture, tuning))
+        made.write_bytes(compile_cubin(kernel, architecture))
         return made
 
     try:
@@ -76,15 +76,15 @@ def cached_cubin(kernel: Kernel, architecture: str, tuning: Tuning = TUNING) -> 
     except (OSError, ValueError) as error:  # a full disk must not end a training run
         text = f"CUDA kernels are compiled for this process alone: {error}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
-        return compile_cubin(kernel, architecture, tuning)
+        return compile_cubin(kernel, architecture)
 
 
-def all_cubins(architecture: str, tuning: Tuning = TUNING) -> dict[Kernel, bytes]:
+def all_cubins(architecture: str) -> dict[Kernel, bytes]:
     """Return the cubins of all kernels, compiled several at a time."""
     kernels = list(all_kernels())
-    cached_cubin(Kernel(name="update_scale"), architecture, tuning)  # what is wrong with one is with all
+    cached_cubin(Kernel(name="update_scale"), architecture)  # what is wrong with one is with all
     with ThreadPoolExecutor(min(len(kernels), os.cpu_count() or 1)) as pool:
-        cubins = pool.map(lambda kernel: cached_cubin(kernel, architecture, tuning), kernels)
+        cubins = pool.map(lambda kernel: cached_cubin(kernel, architecture), kernels)
         return dict(zip(kernels, cubins, strict=True))
 
 
@@ -93,9 +93,9 @@ def _announce(architecture: str) -> None:
     print(f"amp_plugin: compiling CUDA kernels for {architecture} (once) ...", file=sys.stderr, flush=True)
 
 
-def identity_of(architecture: str, blocks: int) -> int:
+def identity_of(architecture: str, blocks: Sequence[int]) -> int:
     """Return a number from 1 to 2**24 - 1 for all that decides the last bits of what kernels compute."""
-    parts = {"architecture": architecture, "blocks": str(blocks), "sources": _sources()}
+    parts = {"architecture": architecture, "blocks": str(list(blocks)), "sources": _sources()}
     return 1 + int(digest({**parts, "nvrtc": nvrtc_version()}), 16) % (2**24 - 1)
 
 

@@ -2,7 +2,7 @@
 //
 // No header of a toolkit is needed. fp16 and bf16 are 16-bit patterns here; arithmetic is in fp32
 // (fp64 for fp64). The two conversions between fp16 and fp32 are single instructions on a GPU; a
-// host compiler that builds these sources supplies them itself, and the atomic count.
+// host compiler that builds these sources supplies them itself, and the approximations and the atomic count.
 #pragma once
 
 #include "../csrc/cuda_layout.h"
@@ -22,6 +22,19 @@ __device__ inline u16 float_to_half(float value) {  // to nearest, ties to even
   return bits;
 }
 
+// One instruction each: within 2^-22 of the logarithm of a number from 1 to 2, and of the power, relatively.
+__device__ inline float log2_approximate(float x) {
+  float value;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+  return value;
+}
+
+__device__ inline float exp2_approximate(float x) {
+  float value;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+  return value;
+}
+
 // One instruction in place of a fence, an atomic addition and a fence: releases what the block wrote before,
 // acquires what others have.
 __device__ inline u32 count_block(u32* count) {
@@ -31,15 +44,28 @@ __device__ inline u32 count_block(u32* count) {
 }
 #endif
 
+// Of each type: kExponents masks the exponents in a word of 32 bits, and an exponent of a number that is not
+// finite carries into a bit of kSigns if kCarry is added. Of a float64 that is the word with the exponent.
 struct Float16 {
   using Wide = float;
+  static constexpr u32 kExponents = 0x7c007c00u, kCarry = 0x04000400u, kSigns = 0x80008000u;
   u16 bits;
   __device__ static Wide widen(Float16 x) { return half_to_float(x.bits); }
   __device__ static Float16 narrow(Wide x) { return {float_to_half(x)}; }
+  __device__ static u32 narrow_two(Wide low, Wide high) {
+#if defined(__CUDACC__) && __CUDA_ARCH__ >= 800
+    u32 word;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+#else
+    return narrow(low).bits | u32(narrow(high).bits) << 16;
+#endif
+  }
 };
 
 struct BFloat16 {
   using Wide = float;
+  static constexpr u32 kExponents = 0x7f807f80u, kCarry = 0x00800080u, kSigns = 0x80008000u;
   u16 bits;
   __device__ static Wide widen(BFloat16 x) { return __uint_as_float(u32(x.bits) << 16); }
   __device__ static BFloat16 narrow(Wide x) {  // in integers: sm_75 has no instruction for it
@@ -47,10 +73,20 @@ struct BFloat16 {
     const u32 word = __float_as_uint(x);
     return {u16((word + 0x7fffu + ((word >> 16) & 1u)) >> 16)};
   }
+  __device__ static u32 narrow_two(Wide low, Wide high) {  // the same numbers; a NaN is the GPU's own
+#if defined(__CUDACC__) && __CUDA_ARCH__ >= 800
+    u32 word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+#else
+    return narrow(low).bits | u32(narrow(high).bits) << 16;
+#endif
+  }
 };
 
 struct Float32 {
   using Wide = float;
+  static constexpr u32 kExponents = 0x7f800000u, kCarry = 0x00800000u, kSigns = 0x80000000u;
   float value;
   __device__ static Wide widen(Float32 x) { return x.value; }
   __device__ static Float32 narrow(Wide x) { return {x}; }
@@ -58,6 +94,7 @@ struct Float32 {
 
 struct Float64 {
   using Wide = double;
+  static constexpr u32 kExponents = 0x7ff00000u, kCarry = 0x00100000u, kSigns = 0x80000000u;
   double value;
   __device__ static Wide widen(Float64 x) { return x.value; }
   __device__ static Float64 narrow(Wide x) { return {x}; }
@@ -105,6 +142,33 @@ __device__ inline void store_packet(P* address, const P& packet) {
   Word word;
   memcpy(&word, &packet, sizeof(P));
   __stwb(reinterpret_cast<Word*>(address), word);
+}
+
+// Round to the elements of a packet.
+template <typename T, int kCount>
+__device__ inline Packet<T, kCount> narrowed(const typename T::Wide (&wide)[kCount]) {
+  Packet<T, kCount> packet;
+  if constexpr (sizeof(T) == 2 && kCount % 2 == 0) {
+    u32 words[kCount / 2];
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) words[i] = T::narrow_two(wide[2 * i], wide[2 * i + 1]);
+    memcpy(&packet, words, sizeof(packet));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) packet.element[i] = T::narrow(wide[i]);
+  }
+  return packet;
+}
+
+// Not 0 if an element of the packet is not finite: a few integer operations for each 32 bits.
+template <typename T, int kCount>
+__device__ inline u32 non_finite_marks(const Packet<T, kCount>& packet) {
+  constexpr int kWords = (sizeof(packet) + 3) / 4, kStep = sizeof(T) == 8 ? 2 : 1;
+  u32 words[kWords] = {}, marks = 0;
+  memcpy(words, &packet, sizeof(packet));
+#pragma unroll
+  for (int i = kStep - 1; i < kWords; i += kStep) marks |= (words[i] & T::kExponents) + T::kCarry;
+  return marks & T::kSigns;
 }
 
 template <typename T>

@@ -9,13 +9,14 @@ namespace amp_plugin::cuda {
 // Join the magnitudes of neighbouring components: single ones, or complex pairs.
 template <int kComponents, typename T, typename Wide, int kCount, typename Norm>
 __device__ Wide add_packet(const Norm& norm, Wide total, const Packet<T, kCount>& packet) {
+  Wide magnitudes[kCount / kComponents];
 #pragma unroll
-  for (int i = 0; i < kCount; i += kComponents) {
-    Wide magnitude = fabs(Wide(T::widen(packet.element[i])));
-    if constexpr (kComponents == 2) magnitude = hypot(magnitude, Wide(T::widen(packet.element[i + 1])));
-    total = norm.add(total, magnitude);
+  for (int i = 0; i < kCount / kComponents; ++i) {
+    magnitudes[i] = fabs(Wide(T::widen(packet.element[i * kComponents])));
+    if constexpr (kComponents == 2)
+      magnitudes[i] = hypot(magnitudes[i], Wide(T::widen(packet.element[2 * i + 1])));
   }
-  return total;
+  return norm.add(total, magnitudes);
 }
 
 template <typename T, int kCount>
@@ -34,15 +35,13 @@ __device__ bool all_zero(const Packet<T, kCount>& packet) {
   return zero;
 }
 
-// Multiply in the wide type, round once. What `shrinks` stays finite, and inf stays inf.
+// Multiply in the wide type, round once.
 template <typename T, int kCount>
-__device__ u32 multiply_packet(Packet<T, kCount>& packet, double factor, bool shrinks) {
-  using Wide = typename T::Wide;
+__device__ void multiply_packet(Packet<T, kCount>& packet, typename T::Wide factor) {
+  typename T::Wide products[kCount];
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    packet.element[i] = T::narrow(T::widen(packet.element[i]) * Wide(factor));
-  }
-  return shrinks ? 0 : bits_of_packet(packet);
+  for (int i = 0; i < kCount; ++i) products[i] = T::widen(packet.element[i]) * factor;
+  packet = narrowed<T, kCount>(products);
 }
 
 // kComponents: 1, or 2 where the norm needs |z| of complex pairs.
@@ -50,8 +49,8 @@ template <typename T, int kComponents, typename Norm, bool kWrites>
 struct MeasureVisit {
   using Wide = typename T::Wide;
   const Norm& norm;
-  double factor;
-  bool shrinks;
+  Wide factor;
+  bool writes, shrinks;
   Measured measured;
 
   template <bool kWhole, int kPackets, int kCount>
@@ -61,7 +60,9 @@ struct MeasureVisit {
     for (u32 k = 0; k < kPackets; ++k) {
       if (kWhole || k < valid) total = add_packet<kComponents>(norm, total, packets[k]);
     }
-    if (norm.trusted(total)) {
+    bool finite = true;
+    if constexpr (Norm::kHidesNonFinite) finite = all_finite(packets);
+    if (finite && norm.trusted(total)) {
       measured.total = norm.join(measured.total, double(total));
     } else {
       again_with_care(packets, valid, total);
@@ -69,9 +70,28 @@ struct MeasureVisit {
   }
 
   template <int kPackets, int kCount>
+  __device__ static bool all_finite(const Packet<T, kCount> (&packets)[kPackets]) {
+    u32 marks = 0;
+#pragma unroll
+    for (int k = 0; k < kPackets; ++k) marks |= non_finite_marks(packets[k]);
+    return marks == 0;
+  }
+
+  // Multiply and leave them in `packets`; note what is no longer finite. What shrinks stays as it was.
+  template <bool kWhole, int kPackets, int kCount>
+  __device__ void multiply(Packet<T, kCount> (&packets)[kPackets], u32 valid) {
+#pragma unroll
+    for (int k = 0; k < kPackets; ++k) multiply_packet(packets[k], factor);
+    if (shrinks || all_finite(packets)) return;
+    for (u32 k = 0; k < kPackets; ++k) {
+      if (kWhole || k < valid) measured.bits |= bits_of_packet(packets[k]) << kWritten;
+    }
+  }
+
+  template <int kPackets, int kCount>
   __device__ void again_with_care(const Packet<T, kCount> (&packets)[kPackets], u32 valid, Wide total) {
     double exact = norm.identity();
-    bool zero = Norm::kOfComponents && total == 0;  // a sum of squares: nothing to repeat for zeros
+    bool zero = norm.ignores_zeros() && total == 0;
     for (u32 k = 0; k < kPackets; ++k) {
       if (k < valid) zero = zero && all_zero(packets[k]);
     }
@@ -93,12 +113,11 @@ struct MeasureVisit {
     }
     group<kWhole>(loaded, valid);
     if constexpr (kWrites) {
-      if (factor == 1) return;
+      if (!writes) return;
+      multiply<kWhole>(loaded, valid);
 #pragma unroll
       for (u32 k = 0; k < kInFlight; ++k) {
-        if (!kWhole && k >= valid) continue;
-        measured.bits |= multiply_packet(loaded[k], factor, shrinks) << kWritten;
-        store_packet(address + k * kThreads, loaded[k]);
+        if (kWhole || k < valid) store_packet(address + k * kThreads, loaded[k]);
       }
     }
   }
@@ -108,8 +127,8 @@ struct MeasureVisit {
     for (int i = 0; i < kComponents; ++i) one[0].element[i] = address[i];
     group<true>(one, 1);
     if constexpr (kWrites) {
-      if (factor == 1) return;
-      measured.bits |= multiply_packet(one[0], factor, shrinks) << kWritten;
+      if (!writes) return;
+      multiply<true>(one, 1);
       for (int i = 0; i < kComponents; ++i) address[i] = one[0].element[i];
     }
   }
@@ -119,7 +138,8 @@ template <typename T, int kComponents, typename Norm, bool kWrites>
 __device__ Measured
 measure_components(const Row& row, u32 per_element, u32 begin, u32 end, const Norm& norm, double factor) {
   const bool shrinks = fabs(factor) <= 1 && factor != 0;
-  MeasureVisit<T, kComponents, Norm, kWrites> visit{norm, factor, shrinks, {norm.identity(), 0}};
+  MeasureVisit<T, kComponents, Norm, kWrites> visit{
+      norm, typename T::Wide(factor), factor != 1, shrinks, {norm.identity(), 0}};
   const Span span = span_of_piece(row.address, row.numel * per_element * sizeof(T), begin, end);
   for_each_in_span<T>(span, kComponents * sizeof(T), visit);
   return visit.measured;

@@ -8,8 +8,8 @@ using namespace amp_plugin::cuda;
 
 template <typename T>
 struct MultiplyVisit {
-  double factor;
-  u32 bits;
+  typename T::Wide factor;
+  u32 marks;
 
   template <bool kWhole>
   __device__ void vectors(Vector<T>* address, u32 valid) {
@@ -21,24 +21,26 @@ struct MultiplyVisit {
 #pragma unroll
     for (u32 k = 0; k < kInFlight; ++k) {
       if (!kWhole && k >= valid) continue;
-      bits |= multiply_packet(loaded[k], factor, false);
+      multiply_packet(loaded[k], factor);
+      marks |= non_finite_marks(loaded[k]);
       store_packet(address + k * kThreads, loaded[k]);
     }
   }
 
   __device__ void unit(T* address) {
     Packet<T, 1> one{{*address}};
-    bits |= multiply_packet(one, factor, false);
+    multiply_packet(one, factor);
+    marks |= non_finite_marks(one);
     *address = one.element[0];
   }
 };
 
 template <typename T>
 __device__ u32 multiply_piece(const Row& row, u32 per_element, u32 begin, u32 end, double factor) {
-  MultiplyVisit<T> visit{factor, 0};
+  MultiplyVisit<T> visit{typename T::Wide(factor), 0};
   const Span span = span_of_piece(row.address, row.numel * per_element * sizeof(T), begin, end);
   for_each_in_span<T>(span, sizeof(T), visit);
-  return visit.bits;
+  return visit.marks;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)

@@ -13,8 +13,8 @@ from typing import Final
 import torch
 from torch.library import Library
 
-from amp_plugin.kernels import cuda
 from amp_plugin.kernels.build import native_core
+from amp_plugin.kernels.cuda import tuning_of
 from amp_plugin.kernels.tracers import outside_tracers, untraced
 from amp_plugin.messages import warn_user
 
@@ -89,10 +89,10 @@ def _load_all(index: int) -> CudaCore:
         msg = f"{properties.name} has compute capability {capability}; the CUDA kernels need 7.5 or newer"
         raise RuntimeError(msg)
     architecture = nvrtc.architecture_for(*capability)
-    cubins = nvrtc.all_cubins(architecture, cuda.TUNING)
+    cubins = nvrtc.all_cubins(architecture)
     names = [kernel.title for kernel in cubins]
     code = [torch.frombuffer(bytearray(cubin), dtype=torch.uint8) for cubin in cubins.values()]
-    blocks = properties.multi_processor_count * cuda.TUNING.blocks
+    blocks = [properties.multi_processor_count * tuning_of(kernel).blocks for kernel in cubins]
     try:
         torch.ops.amp_plugin._cuda_open(index, blocks, names, code)
     except RuntimeError as error:

@@ -1,9 +1,11 @@
 // The table of tensors of one launch, and which pieces of which tensors a block works on.
 //
-// Each tensor is cut into granules of equal size. As many blocks as the device runs at once share all
-// granules evenly: a block takes one run of them, which may begin within one tensor and end within
-// another. Granules begin at multiples of 16 bytes of the *address*, so that all accesses but those at
-// the two ends of a tensor are aligned 16-byte accesses, wherever the tensor begins.
+// Each tensor is cut into granules of equal size. Where it is measured or multiplied, kGranulesOfTensor more
+// stand for the trips to memory that its beginning costs, so that a block with many small tensors has fewer
+// bytes to move. As many blocks as the device runs at once share all granules evenly: a block takes one run
+// of them, which may begin within one tensor and end within another. Granules begin at multiples of 16 bytes
+// of the *address*, so that all accesses but those at the two ends of a tensor are aligned 16-byte accesses,
+// wherever the tensor begins.
 #pragma once
 
 #include "elements.cuh"
@@ -17,15 +19,14 @@ constexpr u32 kFullWarp = 0xffffffffu;
 
 // Find the row of a granule: the last one that begins at or before it.
 //
-// Every warp looks for itself, 32 rows a round: two rounds for 1000 tensors, and no barrier.
+// The block looks together, kThreads rows a round: each round is a trip to memory, and 256 tensors take one.
 __device__ inline u32 row_of_granule(const Row* rows, u32 count, u32 granule) {
-  const u32 lane = threadIdx.x % 32;
   u32 low = 0, size = count;
   while (size > 1) {
-    const u32 step = (size + 31) / 32;
-    const u32 offset = lane * step;
+    const u32 step = (size + kThreads - 1) / kThreads;
+    const u32 offset = threadIdx.x * step;
     const bool at_or_before = offset < size && rows[low + offset].first_granule <= granule;
-    const u32 last = __popc(__ballot_sync(kFullWarp, at_or_before)) - 1;  // lane 0 always votes
+    const u32 last = u32(__syncthreads_count(at_or_before)) - 1;  // thread 0 always votes
     low += last * step;
     size = size - last * step < step ? size - last * step : step;
   }
@@ -73,9 +74,10 @@ __device__ inline Span span_of_piece(u64 address, u64 bytes, u32 begin_granule, 
   const u64 first = address & ~u64(15);
   const u64 piece_begin = first + u64(begin_granule) * kGranuleBytes;
   const u64 piece_end = first + u64(end_granule) * kGranuleBytes;
+  const u64 end = address + bytes;  // a tensor's last granules may lie behind it
   Span span;
-  span.begin = piece_begin < address ? address : piece_begin;
-  span.end = piece_end < address + bytes ? piece_end : address + bytes;
+  span.begin = piece_begin < address ? address : piece_begin < end ? piece_begin : end;
+  span.end = piece_end < end ? piece_end : end;
   span.vectors_begin = (span.begin + 15) & ~u64(15);
   span.vectors_end = span.end & ~u64(15);
   if (span.vectors_begin > span.vectors_end) span.vectors_begin = span.vectors_end = span.end;
