@@ -26,6 +26,7 @@ FLAGS = [
     "-Wno-dangling-pointer",
     "-ffp-contract=off",
     "-shared",
+    "-Wl,-Bsymbolic",  # the C library has a function `step` too
     "-fPIC",
     "-fsanitize=alignment,bounds,shift",
     "-fno-sanitize-recover",

@@ -214,6 +214,13 @@ static inline int __syncthreads_count(bool vote) {
   return votes[round % 3];
 }
 
+// The sum is exact in float64 where it is asked for: of a number below 2^23 and of 2^23.
+static inline float __fadd_rz(float a, float b) {
+  const double sum = double(a) + double(b);
+  const float nearest = float(sum);
+  return double(nearest) > sum ? nextafterf(nearest, 0.0f) : nearest;
+}
+
 static inline unsigned __ballot_sync(unsigned, bool vote) {
   const uint64_t* slots = emulation::exchange(vote);
   unsigned votes = 0;

@@ -127,6 +127,11 @@ class Round:
         return found
 
     @property
+    def spills(self) -> int:
+        """How many instructions move registers to the stack or back."""
+        return sum(one.opcode.startswith(("LDL", "STL")) for one in self.instructions)
+
+    @property
     def trips(self) -> int:
         """How often the thread waits for memory before its last load is on its way, and then once more.
 
@@ -264,7 +269,7 @@ def _blocks_of(lines: Iterable[str]) -> Iterator[Block]:
                 meeting[operands.split(",")[0]] = named[0]
             elif kind in {"BRA", "BRX", "BSYNC", "EXIT", "RET"}:
                 targets[-1] = [meeting[operands]] if kind == "BSYNC" else named
-                falls[-1] = bool(predicate) or "P" in operands.split(",")[0].replace("`", "")[:3]
+                falls[-1] = bool(predicate) or "," in operands or ".DIV" in opcode  # it has a condition
                 start()
             elif kind == "CALL":
                 start()

@@ -111,8 +111,8 @@ inline u32 pack_weight(u32 bits) {
 // Beside a zero a low half counts for nothing: whoever writes a weight does not know of it, and a negative
 // one would make a NaN. So float32 numbers below 4.6e-41 come back as zeros.
 inline u32 unpack_weight(u16 high, u16 low) {
-  const u32 rest = (high & 0x7FFFu) == 0 ? 0u : (low ^ 0x8000u) - 0x8000u;  // with its sign
-  return (u32(high) << 16) + rest;
+  const u32 bits = u32(high) << 16;
+  return (bits & 0x7FFF0000u) == 0 ? bits : bits + u32(int(short(low)));
 }
 
 constexpr u32 kMostPacked = 32;  // measurements, flags and powers of one launch

@@ -57,7 +57,7 @@ TUNINGS: dict[str, Tuning] = {
     "pack_weights": Tuning(blocks=6),
     "unpack_weights": Tuning(blocks=6),
 }
-"""By name of a kernel, the best of six that were measured on an H200 (of a step that of Adam), where it is not the default.
+"""By name of a kernel: the best of six on an H200 (of a step, that of Adam), where it is not the default.
 
 A measurement of others changes it before the first device is opened."""
 

@@ -24,9 +24,11 @@ struct Divisor {
 
   __device__ float divide(float x) const {
     const float quotient = x * inverse;
-    const float rest = fmaf(quotient, -divisor, x);
-    const float corrected = fmaf(rest, inverse, quotient);
-    return rest - rest == 0 && rest != 0 ? corrected : quotient;
+    // What the quotient is too large by, so that a correction by nothing leaves the sign of a zero as it is.
+    // Of an infinity, and where the quotient is one, there is no correction.
+    const float excess = fmaf(quotient, divisor, -x);
+    const float corrected = fmaf(-excess, inverse, quotient);
+    return fabsf(excess) <= cuda::largest(excess) ? corrected : quotient;
   }
 };
 

@@ -44,6 +44,42 @@ __device__ inline u32 count_block(u32* count) {
 }
 #endif
 
+// The root of a number from 2^-100 to 2^127, rounded as sqrtf rounds it, without a branch for others.
+__device__ inline float moderate_root(float x) {
+#ifdef __CUDACC__
+  float inverse;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+  const float root = x * inverse, half = inverse * 0.5f;
+  return fmaf(fmaf(-root, root, x), half, root);
+#else
+  return sqrtf(x);
+#endif
+}
+
+// 1 / x of a number from 2^-125 to 2^125, likewise.
+__device__ inline float moderate_inverse(float x) {
+#ifdef __CUDACC__
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+  return fmaf(-fmaf(x, inverse, -1.0f), inverse, inverse);
+#else
+  return 1 / x;
+#endif
+}
+
+// The largest number of a warp.
+__device__ inline u32 warp_max(u32 number) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(0xffffffffu, number);
+#else
+  for (u32 distance = 16; distance > 0; distance /= 2) {
+    const u32 other = __shfl_xor_sync(0xffffffffu, number, distance);
+    number = other > number ? other : number;
+  }
+  return number;
+#endif
+}
+
 // Of each type: kExponents masks the exponents in a word of 32 bits, and an exponent of a number that is not
 // finite carries into a bit of kSigns if kCarry is added. Of a float64 that is the word with the exponent.
 struct Float16 {

@@ -98,10 +98,8 @@ __device__ inline Lanes<kCount> load_lanes(u64 address, u64 at) {
 
 template <typename T, int kCount>
 __device__ inline void store_lanes(u64 address, u64 at, const Lanes<kCount>& lanes) {
-  Packet<T, kCount> packet;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) packet.element[i] = T::narrow(lanes.lane[i]);
-  store_packet(reinterpret_cast<Packet<T, kCount>*>(address + at * sizeof(T)), packet);
+  store_packet(
+      reinterpret_cast<Packet<T, kCount>*>(address + at * sizeof(T)), narrowed<T, kCount>(lanes.lane));
 }
 
 // Neighbours as they lie in memory, of 16 or of 32 bits. What a step reads is first loaded so, all of it, and
@@ -145,6 +143,15 @@ __device__ inline Lanes<kCount> widen_bfloat16(const Raw<kCount>& raw) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) lanes.lane[i] = __uint_as_float(u32(raw.half(i)) << 16);
   return lanes;
+}
+
+// Whether a lane is a NaN: one test of a group lets what comes behind it forget of them.
+template <int kCount>
+__device__ inline bool any_nan(const Lanes<kCount>& lanes) {
+  bool found = false;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) found |= lanes.lane[i] != lanes.lane[i];
+  return found;
 }
 
 // The same branch for all threads of a block.
@@ -193,11 +200,20 @@ __device__ inline Lanes<kCount> join_pair(const Raw<kCount>& high, const Raw<kCo
 template <int kCount>
 __device__ inline void store_pair(u64 high, u64 low, u64 at, const Lanes<kCount>& lanes) {
   Packet<Bits16, kCount> highs, lows;
+  if (any_nan(lanes)) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const u32 halves = pack_weight(__float_as_uint(lanes.lane[i]));
-    highs.element[i].bits = u16(halves >> 16);
-    lows.element[i].bits = u16(halves & 0xffffu);
+    for (int i = 0; i < kCount; ++i) {
+      const u32 halves = pack_weight(__float_as_uint(lanes.lane[i]));
+      highs.element[i].bits = u16(halves >> 16);
+      lows.element[i].bits = u16(halves);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const u32 bits = __float_as_uint(lanes.lane[i]);
+      highs.element[i].bits = u16((bits + 0x8000u) >> 16);
+      lows.element[i].bits = u16(bits);
+    }
   }
   store_packet(reinterpret_cast<Packet<Bits16, kCount>*>(high + 2 * at), highs);
   store_packet(reinterpret_cast<Packet<Bits16, kCount>*>(low + 2 * at), lows);
@@ -270,14 +286,23 @@ struct BFloat16States {
   template <int kCount>
   __device__ static void store(
       u64 address, u64 at, const Lanes<kCount>& lanes, rules::StateKind kind, u32 seed) {
-    if (kind == rules::kSigned) return store_lanes<BFloat16, kCount>(address, at, lanes);
     Packet<Bits16, kCount> packet;
-    const Draws draws(u32(at / kCodeBlock), seed, kind);
+    if (kind == rules::kSigned) {
+      const auto halves = narrowed<BFloat16, kCount>(lanes.lane);
+      memcpy(&packet, &halves, sizeof(packet));
+    } else {
+      const Draws draws(u32(at / kCodeBlock), seed, kind);
+      const u32 start = (draws.first + u32(at % kCodeBlock)) * (kStride << 8);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const u32 drawn = draws.high(u32(at % kCodeBlock) + i) << 8 | draws.low;
-      const u32 bits = __float_as_uint(lanes.lane[i]) + drawn;  // of a GPU's NaN those of -0
-      packet.element[i].bits = lanes.lane[i] != lanes.lane[i] ? 0x7fc0 : u16(bits >> 16);
+      for (int i = 0; i < kCount; ++i) {
+        const u32 drawn = ((start + i * (kStride << 8)) & 0xff00u) | draws.low;
+        packet.element[i].bits = u16((__float_as_uint(lanes.lane[i]) + drawn) >> 16);
+      }
+    }
+    if (any_nan(lanes)) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i)
+        if (lanes.lane[i] != lanes.lane[i]) packet.element[i].bits = 0x7fc0;
     }
     store_packet(reinterpret_cast<Packet<Bits16, kCount>*>(address + 2 * at), packet);
   }
@@ -353,7 +378,7 @@ struct ElementRange {
 // kGroup neighbours of one state of a parameter whose states are in codes. A warp has a block of them:
 // csrc/step_states.h, to the bit. Weights among the states are float32, and moved as parameters are.
 struct CodedLanes {
-  u64 address, block, codes;
+  u64 address, codes;
   rules::StateKind kind;
   float unit;
   Packet<u8, kGroup> packet;
@@ -366,9 +391,8 @@ struct CodedLanes {
       if (whole) raw = load_raw<kGroup>(address, at, true);
       return;
     }
-    block = address + at / kCodeBlock * kCodeBlockBytes;
-    codes = block + at % kCodeBlock;
-    unit = load_packet(reinterpret_cast<const Packet<Float32, 1>*>(block + kCodeBlock)).element[0].value;
+    codes = address + (at / kCodeBlock * (kCodeBlockBytes - kCodeBlock) + at);
+    unit = load_packet(unit_at(at)).element[0].value;
     packet = load_packet(reinterpret_cast<const Packet<u8, kGroup>*>(codes));
   }
 
@@ -384,72 +408,119 @@ struct CodedLanes {
     return lanes;
   }
 
-  // All lanes of a warp call it.
+  // All lanes of a warp call it. Magnitudes are compared as their bits, of which those of a NaN are the
+  // largest.
   __device__ void store(Lanes<kGroup> lanes, u64 at, u32 seed, bool whole) const {
     if (kind == rules::kWeight) {
       if (whole) store_lanes<Float32, kGroup>(address, at, lanes);
       return;
     }
-    float largest = 0;
+    if (!is_signed()) take_roots(lanes);
+    u32 most = 0;
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
-      if (!is_signed()) lanes.lane[i] = at_most(sqrtf(lanes.lane[i]), kMostRoot);
-      largest = join_max(largest, fabsf(lanes.lane[i]));
+      const u32 bits = __float_as_uint(lanes.lane[i]) & 0x7fffffffu;
+      most = bits > most ? bits : most;
     }
-    for (u32 distance = 16; distance > 0; distance /= 2)
-      largest = join_max(largest, __shfl_xor_sync(kFullWarp, largest, distance));
-    largest = at_most(largest, kMostSigned);
-    const float now = largest * (is_signed() ? float(1.0 / (127 * 127)) : float(1.0 / 255));
-    const float inverse = now > kLeastUnit ? 1 / now : 0;
+    most = warp_max(most);
+    const bool has_nan = most > 0x7f800000u;
+    float now = at_most(__uint_as_float(most), kMostSigned) *
+        (is_signed() ? float(1.0 / (127 * 127)) : float(1.0 / 255));
+    const float inverse = now > kLeastUnit ? moderate_inverse(now) : 0;
     Packet<u8, kGroup> out;
     const Draws draws(u32(at / kCodeBlock), seed, kind);
+    const u32 start = (draws.first + u32(at % kCodeBlock)) * kStride;
 #pragma unroll
     for (int i = 0; i < kGroup; ++i)
-      out.element[i] = is_signed() ? signed_code(lanes.lane[i], inverse)
-                                   : square_code(lanes.lane[i], inverse, draws, u32(at % kCodeBlock) + i);
+      out.element[i] = is_signed()
+          ? signed_code(lanes.lane[i], inverse)
+          : square_code(lanes.lane[i], inverse, draws.low * 0x1p-16f, start + i * kStride);
+    if (has_nan) {
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) out.element[i] = code_beside_nan(lanes.lane[i], out.element[i]);
+      now = __uint_as_float(0x7fc00000u);  // as on a CPU; a GPU's own has other bits
+    }
     store_packet(reinterpret_cast<Packet<u8, kGroup>*>(codes), out);
     __syncwarp();  // all have read the unit
-    if (at % kCodeBlock == 0)
-      store_packet(reinterpret_cast<Packet<Float32, 1>*>(block + kCodeBlock), Packet<Float32, 1>{{{now}}});
+    if (at % kCodeBlock == 0) store_packet(unit_at(at), Packet<Float32, 1>{{now}});
   }
 
  private:
   static constexpr float kLeastUnit = 0x1p-120f, kMostSigned = 0x1p127f, kMostRoot = 0x1p63f;
+  static constexpr float kWhole = 8388608;  // 2^23: a number added to it, rounded to zero, is whole
 
   __device__ bool is_signed() const { return kind == rules::kSigned; }
+  __device__ Packet<Float32, 1>* unit_at(u64 at) const {
+    return reinterpret_cast<Packet<Float32, 1>*>(codes + (kCodeBlock - u32(at % kCodeBlock)));
+  }
+  __device__ static void take_roots(Lanes<kGroup>& lanes) {
+    bool moderate = true;
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) moderate &= lanes.lane[i] >= 0x1p-100f && lanes.lane[i] <= 0x1p126f;
+    if (moderate) {
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) lanes.lane[i] = moderate_root(lanes.lane[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) lanes.lane[i] = at_most(sqrtf(lanes.lane[i]), kMostRoot);
+    }
+  }
   __device__ static float at_most(float value, float most) { return value > most ? most : value; }  // or NaN
   __device__ static u8 signed_code(float value, float inverse) {
-    const float root = at_most(sqrtf(fabsf(value) * inverse) + 0.5f, 127.0f);
-    return root != root ? 0x80 : u8(int(value < 0 ? -root : root));
+    const float root = fminf(moderate_root(fmaxf(fabsf(value) * inverse, 0x1p-100f)) + 0.5f, 127.0f);
+    const u32 code = __float_as_uint(__fadd_rz(root, kWhole));
+    const u32 sign = u32(int(__float_as_uint(value)) >> 31);
+    return u8((code ^ sign) - sign);
   }
-  __device__ static u8 square_code(float root, float inverse, const Draws& draws, u32 place) {
-    const float code = fmaf(root, inverse, draws.low * 0x1p-16f) + draws.high(place) * 0x1p-8f;
-    const u32 least = root != 0;
-    return u8(code >= 1 ? fminf(code, 255.0f) : least);
+  // The high byte of the draw, 0 to 255, counts as so many 256ths.
+  __device__ static u8 square_code(float root, float inverse, float low, u32 draw) {
+    const float high = fmaf(__uint_as_float((draw & 0xffu) | 0x4b000000u), 0x1p-8f, -kWhole * 0x1p-8f);
+    const float code = fmaf(root, inverse, low) + high;
+    const float least = root != 0 ? 1.0f : 0.0f;
+    return u8(__float_as_uint(__fadd_rz(fminf(fmaxf(code, least), 255.0f), kWhole)));
+  }
+  // In a block with a NaN, whose unit is one: numbers of that block come to nothing, or to the least of
+  // squares.
+  __device__ u8 code_beside_nan(float value, u8 code) const {
+    if (!is_signed()) return code;
+    return fabsf(value) * 0 == 0 ? code : 0x80;
   }
 };
 
-// Step one element of a group that is not aligned or not whole.
+// Step the elements of a group of codes one by one, where it is not aligned or not whole. By value, and
+// called: it leaves the registers to the groups that are.
 template <typename Rule>
-__device__ inline void step_alone(
-    const Parameter& parameter, u64 at, int i, const Divisor& divisor, Lanes<kGroup>* states,
-    const Rule& rule) {
+__device__ __noinline__ void step_group_alone(
+    Parameter parameter, u64 at, u64 end, Divisor divisor, const Rule& rule, u32 seed) {
   constexpr u32 kStates = Rule::States::kCount;
   const auto is_weight = [](u32 k) { return Rule::States::kind(k) == rules::kWeight; };
-  Lanes<1> grad = load_grad<1>(parameter, at + i), param = load_param<1>(parameter, at + i);
-  divide_grad<1>(parameter, at + i, divisor, grad);
-  Lanes<1> values[kStates + 1];
-#pragma unroll
-  for (u32 k = 0; k < kStates; ++k)
-    values[k] =
-        is_weight(k) ? load_lanes<Float32, 1>(parameter.states[k], at + i) : Lanes<1>{{states[k].lane[i]}};
-  step_lane(param, grad, values, 0, rule);
+  Lanes<kGroup> states[kStates + 1];
+  CodedLanes coded[kStates + 1];
 #pragma unroll
   for (u32 k = 0; k < kStates; ++k) {
-    states[k].lane[i] = values[k].lane[0];
-    if (is_weight(k)) store_lanes<Float32, 1>(parameter.states[k], at + i, values[k]);
+    coded[k] = CodedLanes(parameter.states[k], at, Rule::States::kind(k), false);
+    states[k] = coded[k].decoded();
   }
-  store_param<1>(parameter, at + i, param);
+#pragma unroll
+  for (int i = 0; i < kGroup; ++i) {
+    if (at + i >= end) continue;  // what is kept there is 0, and stays
+    Lanes<1> grad = load_grad<1>(parameter, at + i), param = load_param<1>(parameter, at + i);
+    divide_grad<1>(parameter, at + i, divisor, grad);
+    Lanes<1> values[kStates + 1];
+#pragma unroll
+    for (u32 k = 0; k < kStates; ++k)
+      values[k] =
+          is_weight(k) ? load_lanes<Float32, 1>(parameter.states[k], at + i) : Lanes<1>{{states[k].lane[i]}};
+    step_lane(param, grad, values, 0, rule);
+#pragma unroll
+    for (u32 k = 0; k < kStates; ++k) {
+      states[k].lane[i] = values[k].lane[0];
+      if (is_weight(k)) store_lanes<Float32, 1>(parameter.states[k], at + i, values[k]);
+    }
+    store_param<1>(parameter, at + i, param);
+  }
+#pragma unroll
+  for (u32 k = 0; k < kStates; ++k) coded[k].store(states[k], at, seed, false);
 }
 
 // As step_range, of states in codes: a warp takes a block of them, a lane kGroup neighbours.
@@ -462,33 +533,26 @@ __device__ void step_codes(
   const u64 first = range.begin + u64(threadIdx.x / kWarp) * kCodeBlock;
   for (u64 block = first; block < range.end; block += kThreads / kWarp * kCodeBlock) {
     const u64 at = block + threadIdx.x % kWarp * kGroup;
-    const bool whole = aligned && block + kCodeBlock <= range.end;  // the same for a warp
-    Lanes<kGroup> states[kStates + 1];
+    if (!aligned || block + kCodeBlock > range.end) {  // the same for a warp
+      step_group_alone<Rule>(parameter, at, range.end, divisor, rule, seed);
+      continue;
+    }
     CodedLanes coded[kStates + 1];
 #pragma unroll
     for (u32 k = 0; k < kStates; ++k)
-      coded[k] = CodedLanes(parameter.states[k], at, Rule::States::kind(k), whole);
-    if (whole) {
-      const Raw<kGroup> raw_grad = load_raw_grad<kGroup>(parameter, at);
-      const RawParam<kGroup> raw_param = load_raw_param<kGroup>(parameter, at);
-      Lanes<kGroup> grad = widen_grad(parameter, raw_grad), param = widen_param(parameter, raw_param);
+      coded[k] = CodedLanes(parameter.states[k], at, Rule::States::kind(k), true);
+    const Raw<kGroup> raw_grad = load_raw_grad<kGroup>(parameter, at);
+    const RawParam<kGroup> raw_param = load_raw_param<kGroup>(parameter, at);
+    Lanes<kGroup> grad = widen_grad(parameter, raw_grad), param = widen_param(parameter, raw_param);
+    Lanes<kGroup> states[kStates + 1];
 #pragma unroll
-      for (u32 k = 0; k < kStates; ++k) states[k] = coded[k].decoded();
-      divide_grad<kGroup>(parameter, at, divisor, grad);
+    for (u32 k = 0; k < kStates; ++k) states[k] = coded[k].decoded();
+    divide_grad<kGroup>(parameter, at, divisor, grad);
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) step_lane(param, grad, states, i, rule);
-      store_param<kGroup>(parameter, at, param);
-    } else {
+    for (int i = 0; i < kGroup; ++i) step_lane(param, grad, states, i, rule);
 #pragma unroll
-      for (u32 k = 0; k < kStates; ++k) states[k] = coded[k].decoded();
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        if (at + i >= range.end) continue;  // what is kept there is 0, and stays
-        step_alone(parameter, at, i, divisor, states, rule);
-      }
-    }
-#pragma unroll
-    for (u32 k = 0; k < kStates; ++k) coded[k].store(states[k], at, seed, whole);
+    for (u32 k = 0; k < kStates; ++k) coded[k].store(states[k], at, seed, true);
+    store_param<kGroup>(parameter, at, param);
   }
 }
 

@@ -1,0 +1,145 @@
+"""What ptxas makes of the kernels for sm_90: instructions and bytes of an element, trips to memory, registers.
+
+How each is counted:
+
+instructions of an element
+    Those on the shortest path through one round of the loop over whole groups, for the widths of loads and stores
+    that the form has, divided by the elements of the round. Instructions that a predicate turns off count. Paths
+    that call a routine do not: those are divisions and roots of numbers beyond float32's normal range.
+bytes of an element
+    What the loads and stores of that round move, divided likewise.
+trips to memory
+    How often a thread stops for a load before its last one is on its way, and once more: see ``Round.trips``.
+registers, stack
+    What ``cuobjdump -res-usage`` says. Bytes of the stack are registers that were spilled, in any part of the kernel.
+"""
+
+import functools
+import itertools
+import shutil
+from collections import Counter
+
+import pytest
+
+pytest.importorskip("cuda.core", reason="needs cuda-core")
+
+from amp_plugin.kernels.cuda import Kernel, all_kernels, rule_names, tuning_of
+from amp_plugin.kernels.cuda.compile import cached_cubin
+from tests.kernels.machine_code import MachineCode, Round, program, usage_of
+
+REGISTERS = 65536  # of a multiprocessor
+THREADS = 256
+GROUP = 4  # elements that a thread steps at a time
+STATES = {
+    "fp32": [16],
+    "bf16": [8],
+    "8 bits": [4, 4],
+}  # bytes that a group of one state moves; codes, and their unit
+GRADIENTS = {"fp32": 16, "16 bits": 8}
+WEIGHTS = {"fp32": [16], "pair": [8, 8]}
+MOST = {("bf16", "pair"): 90, ("8 bits", "fp32"): 140, ("8 bits", "pair"): 140}  # instructions of an element
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tools():
+    for name in ("cuobjdump", "nvdisasm"):
+        try:
+            assert shutil.which(program(name))
+        except Exception:  # noqa: BLE001 - a wheel that is not installed, or has no such file
+            pytest.skip(f"needs nvidia-cuda-{name}")
+
+
+@pytest.fixture(scope="module")
+def cubin(tmp_path_factory):
+    """The file of a kernel's machine code."""
+    folder = tmp_path_factory.mktemp("cubins")
+
+    @functools.cache
+    def file_of(kernel):
+        file = folder / f"{kernel.title}.cubin"
+        file.write_bytes(cached_cubin(kernel, "sm_90"))
+        return file
+
+    return file_of
+
+
+@pytest.mark.parametrize("kernel", list(all_kernels()), ids=lambda kernel: kernel.title)
+def test_registers_and_spills(cubin, kernel, capsys):
+    usage = usage_of(cubin(kernel))
+    with capsys.disabled():
+        print(f"\n{kernel.title:20s} {usage.registers:3d} registers, {usage.stack:3d} bytes of stack", end="")
+    assert usage.registers * THREADS * tuning_of(kernel).blocks <= REGISTERS
+
+
+def forms(states):
+    """Yield the name of each form of a step, and the widths that it loads and stores."""
+    for (state, widths), (gradient, width), (weight, parts), divided in itertools.product(
+        STATES.items(), GRADIENTS.items(), WEIGHTS.items(), (False, True)
+    ):
+        moved = Counter(parts + widths * states)
+        yield (state, gradient, weight, divided), moved + Counter([width]), moved + Counter([width] * divided)
+
+
+def rounds_of(cubin, kernel) -> list[Round]:
+    return [found for loop in MachineCode(cubin(kernel), kernel.name).loops for found in loop.rounds()]
+
+
+def test_a_step_of_adam(cubin, capsys):
+    rounds = rounds_of(cubin, Kernel(name="step", rule="adam"))
+    for form, loads, stores in forms(states=2):
+        found = min(
+            (one for one in rounds if (loads, stores) in one.moves()), key=lambda one: len(one.instructions)
+        )
+        state, gradient, weight, divided = form
+        count = len(found.instructions) / GROUP
+        moved = sum(width * n for moves in (loads, stores) for width, n in moves.items()) / GROUP
+        if state == "8 bits":
+            moved -= 2 * 2 * 4 / GROUP * 31 / 32  # a unit is the same for the 32 threads of a warp
+        with capsys.disabled():
+            print(
+                f"\n{state:6s} states, {gradient:7s} gradients, {weight:4s} {'divided' if divided else '':7s}: "
+                f"{count:5.1f} instructions, {moved:4.1f} bytes, {found.trips} trip",
+                end="",
+            )
+        assert found.trips == 1
+        assert found.spills == 0
+        assert count <= MOST.get((state, weight), 90)
+
+
+@pytest.mark.parametrize("rule", rule_names())
+def test_a_step_loads_all_before_it_uses_any(cubin, rule):
+    """Of groups, which take a load of 8 bytes or more; the elements at a tensor's ends are moved one by one."""
+    rounds = rounds_of(cubin, Kernel(name="step", rule=rule))
+    groups = [one for one in rounds if any(load.width >= 8 and load.is_load for load in one.instructions)]
+    assert groups
+    assert {one.trips for one in groups} == {1}
+
+
+@pytest.mark.parametrize("name", ["unscale", "multiply"])
+def test_two_elements_of_16_bits_are_rounded_by_one_instruction(cubin, name, capsys):
+    kernel = Kernel(name=name, norm="Squares" if name == "unscale" else "")
+    halves = [
+        one
+        for one in rounds_of(cubin, kernel)
+        if sum(found.opcode.startswith("F2FP") for found in one.instructions) == 16
+    ]
+    assert len(halves) == 2  # fp16 and bf16
+    for one in halves:
+        count = len(one.instructions) / 32
+        with capsys.disabled():
+            print(f"\n{name}: {count:.1f} instructions of an element of 16 bits, {one.trips} trip", end="")
+        assert one.trips == 1
+        assert count <= 7
+
+
+@pytest.mark.parametrize(("name", "most"), [("norm_check", 3.5), ("unscale", 7.0), ("multiply", 5.0)])
+def test_loops_over_gradients(cubin, name, most, capsys):
+    """The fastest loop of a kernel is that of float32, 16 elements a round; none waits twice."""
+    rounds = rounds_of(cubin, Kernel(name=name, norm="" if name == "multiply" else "Squares"))
+    loops = [one for one in rounds if any(loads == {16: 4} for loads, _ in one.moves())]
+    assert len(loops) >= 6  # six dtypes
+    assert {one.trips for one in loops} == {1}
+    count = min(len(one.instructions) for one in loops) / 16
+    with capsys.disabled():
+        print(f"\n{name}: {count:.1f} instructions of an element", end="")
+    assert count <= most
