@@ -21,7 +21,7 @@ from amp_plugin.kernels.build_cache import cache_root
 from amp_plugin.kernels.cuda.register import cuda_core
 from amp_plugin.options import KNOWN_VARIABLES, PREFIX, LossScaleOptions, unknown_variables
 from amp_plugin.precision import DTYPES, cpu_capabilities, is_fast, speed_advice
-from amp_plugin.scaling import one_pass
+from amp_plugin.weights import one_pass
 
 _SCALE = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 _COMPANIONS = ("lightning", "pytorch-lightning", "accelerate", "transformers", "cuda-core")

@@ -36,6 +36,7 @@ from amp_plugin.scaling.overflows import ParameterNames, report_of
 from amp_plugin.scaling.ranks import Ranks
 from amp_plugin.scaling.step_log import StepResult
 from amp_plugin.scaling.words import PLAIN, Words
+from amp_plugin.weights.one_pass import own_step
 
 _MOST_KEPT = 16  # measurements of one window, before they are joined
 
@@ -400,7 +401,8 @@ class OptimizerState:
         """Call the step of the optimizer, or of one that wraps it."""
         self.is_stepping = True
         try:
-            return optimizer.step(*args, **kwargs)
+            with own_step(self.optimizer):
+                return optimizer.step(*args, **kwargs)
         finally:
             self.is_stepping = False
 

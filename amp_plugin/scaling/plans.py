@@ -27,12 +27,12 @@ from torch.optim import SGD, Optimizer
 
 from amp_plugin.messages import warn_user
 from amp_plugin.quiet_hooks import has_only_quiet_hooks
-from amp_plugin.scaling import one_pass
 from amp_plugin.scaling.gradients import match_memory_order, params_of
 from amp_plugin.scaling.loss_scale import capturing
-from amp_plugin.scaling.one_pass import OnePassStep
 from amp_plugin.scaling.optimizer_state import OptimizerState
 from amp_plugin.scaling.step_log import HostFlag
+from amp_plugin.weights import one_pass
+from amp_plugin.weights.one_pass import OnePassStep
 
 Call = Callable[[], Any]
 

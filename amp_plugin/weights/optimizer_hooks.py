@@ -37,6 +37,13 @@ from amp_plugin.weights.weight import (
 
 _ATTRIBUTE: Final = "_amp_plugin_weights"
 
+_takes_steps: list[Callable[[Optimizer], list[Tensor]]] = []
+
+
+def take_steps_by(take: Callable[[Optimizer], list[Tensor]]) -> None:
+    """Have ``take`` step optimizers with compressed states: it returns the parameters that it has stepped."""
+    _takes_steps.append(take)
+
 
 def add_optimizer(optimizer: Optimizer, state: str | None = None) -> None:
     """Let an optimizer step stored parameters in float32, or refuse it; any number of calls.
@@ -84,6 +91,7 @@ class OptimizerHooks:
     def __init__(self) -> None:
         self.sees_steps = False
         self._shown: list[Tensor] = []
+        self._hidden: list[tuple[Tensor, Tensor | None]] = []  # gradients whose step was taken in one pass
         self._inner = 0  # steps of base classes that a step has called
         self._is_widened = False  # its state is float32 meanwhile
         self._asked = False  # its state is compressed; not any more after restore_weights
@@ -156,6 +164,9 @@ class OptimizerHooks:
                 "which leads to weights in 16 bits, not to the float32 it steps: use weights='fp32' with it"
             )
             raise RuntimeError(msg)
+        has_closure = callable(kwargs.get("closure")) or (len(args) > 1 and callable(args[1]))
+        if self._is_widened and not has_closure and self._take_in_one_pass(optimizer):
+            return None
         _count_steps(optimizer, params)
         self._show(params)
         run = partial(partial, self._run_as_kept, optimizer, params)
@@ -166,8 +177,20 @@ class OptimizerHooks:
         compressed_state.decompress(optimizer.state)
         return None
 
+    def _take_in_one_pass(self, optimizer: Optimizer) -> bool:
+        """Take the step on states as they are kept, and leave nothing to do for the own step that follows."""
+        stepped = [param for take in _takes_steps for param in take(optimizer)]
+        self._hidden = [(param, param.grad) for param in stepped]
+        for param in stepped:
+            param.grad = None
+        self._is_widened = not stepped
+        return bool(stepped)
+
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
         """Store them."""
+        while self._hidden:
+            param, grad = self._hidden.pop()
+            param.grad = grad
         self._inner -= 1
         if self._inner < 0:
             self.close(optimizer, steps=1)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from amp_plugin.kernels.build import native_core
 from amp_plugin.patterns import matched_modules, require_matches
 from amp_plugin.precision import StateName, WeightsName, checked_word, stores_all
+from amp_plugin.weights import one_pass  # noqa: F401 - takes bare steps of optimizers with compressed states
 from amp_plugin.weights.compressed_state import ask_for, bytes_of, local_of
 from amp_plugin.weights.ddp import refuse_sharded, sharded_by
 from amp_plugin.weights.optimizer_hooks import add_late_optimizers, add_optimizer

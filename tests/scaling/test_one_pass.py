@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from amp_plugin import GradScaler, store_weights
-from amp_plugin.scaling.one_pass import why_not
+from amp_plugin.weights.one_pass import why_not
 from tests.scaling.runs import KINDS, Run, scaler_of, ulps
 
 pytestmark = pytest.mark.native

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from amp_plugin import GradScaler, store_weights
-from amp_plugin.scaling.one_pass import RULES, why_not
+from amp_plugin.weights.one_pass import RULES, why_not
 
 pytestmark = pytest.mark.native
 

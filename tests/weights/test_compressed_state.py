@@ -239,8 +239,12 @@ def test_a_closure_sees_the_weights_and_exceptions_end_the_step():
 
 @BOTH_WAYS
 def test_a_step_with_a_closure_is_the_step_without(form, weights):
-    """States are decoded once, after its first call: coded again around each they were rounded twice."""
-    (model, optimizer), (other, others) = (trained(OTHERS["NAdam"], form, weights) for _ in range(2))
+    """States are decoded once, after its first call: coded again around each they were rounded twice.
+
+    The class is one without a rule, so that its own step runs both times.
+    """
+    own = type("OwnNAdam", (torch.optim.NAdam,), {})
+    (model, optimizer), (other, others) = (trained(own, form, weights) for _ in range(2))
     optimizer.step()
     others.step(lambda: 1.0)
     assert_same(model, other)

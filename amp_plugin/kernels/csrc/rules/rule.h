@@ -5,7 +5,7 @@
 // - Counted or Uncounted as its base, which says whether a parameter has a counter of its steps. If there is
 // a
 //   second counter, kCounters is 2, and count_more(numbers, counters) changes it.
-// - enum Numbers: the numbers that it is given, in the order of scaling/one_pass.py. kLr is the first.
+// - enum Numbers: the numbers that it is given, in the order of weights/one_pass.py. kLr is the first.
 // - States: what each of its states holds.
 // - A constructor of (numbers, counters). It works out in float64 what is the same for all elements of a
 //   parameter. The counters count this step already.

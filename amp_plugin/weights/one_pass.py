@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
@@ -22,7 +23,7 @@ from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.cuda.register import cuda_core
 from amp_plugin.quiet_hooks import has_only_quiet_hooks
 from amp_plugin.weights.compressed_state import CompressedState, asked_for
-from amp_plugin.weights.optimizer_hooks import add_if_late
+from amp_plugin.weights.optimizer_hooks import add_if_late, take_steps_by
 from amp_plugin.weights.weight import remainder_of, stored_params
 
 _Group = dict[str, Any]
@@ -95,20 +96,60 @@ class OnePassStep:
     _parts: list[_Part]
     _changed: list[tuple[_Group, _Group]]  # groups, and what the step changes in them
 
-    def take(self, divisor: Tensor | None, found_inf: Tensor, *, skipped: bool | None) -> None:
-        """Divide the gradients and step, unless ``found_inf`` is 1; then run the optimizer's hooks."""
-        optimizer = self._optimizer
-        with torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
-            for call, numbers, lr in self._parts:
-                call(numbers, lr, divisor, found_inf)
-            if skipped:
-                return
+    def run(self, divisor: Tensor | None, found_inf: Tensor | None, *, skipped: bool | None) -> None:
+        """Divide the gradients and step, unless ``found_inf`` is 1."""
+        for call, numbers, lr in self._parts:
+            call(numbers, lr, divisor, found_inf)
+        if not skipped:
             for group, changes in self._changed:
                 group.update(changes)
+
+    def take(self, divisor: Tensor | None, found_inf: Tensor, *, skipped: bool | None) -> None:
+        """As :meth:`run`; then run the optimizer's hooks."""
+        optimizer = self._optimizer
+        with torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
+            self.run(divisor, found_inf, skipped=skipped)
+            if skipped:
+                return
             optimizer._opt_called = True  # type: ignore[attr-defined] # read by learning rate schedulers
             own = optimizer._optimizer_step_post_hooks
             for hook in chain(own.values(), _global_optimizer_post_hooks.values()):
                 hook(optimizer, (optimizer,), {})
+
+
+@contextmanager
+def own_step(optimizer: Optimizer) -> Iterator[None]:
+    """Within, the step of an optimizer is its own, although its states are compressed."""
+    key = id(optimizer)
+    _own.add(key)
+    try:
+        yield
+    finally:
+        _own.discard(key)
+
+
+_own: set[int] = set()
+
+
+def take_bare_step(optimizer: Optimizer) -> list[Tensor]:
+    """Take a step that nobody scales in one pass, before the own step of the optimizer begins.
+
+    Without it the own step would need the states of all parameters decompressed at once.
+
+    Returns:
+        The parameters that were stepped: hide their gradients from the own step. Empty if the step
+        cannot be taken in one pass.
+    """
+    if id(optimizer) in _own or why_not(optimizer):
+        return []
+    collected = collect(optimizer)
+    if not isinstance(collected, OnePassStep):
+        return []
+    collected.run(None, None, skipped=False)
+    return [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+
+
+take_steps_by(take_bare_step)
 
 
 @dataclass(frozen=True, kw_only=True)
