@@ -387,6 +387,8 @@ class Session:
         self._follow_log()
 
     def _follow_log(self) -> None:
+        if isinstance(self._scaler, GradScaler):
+            self._scaler.core.speak(self.words)
         log: StepLog = self._scaler.step_log
         if self.options.exact_schedulers:
             log.wait_for()

@@ -162,6 +162,7 @@ def test_an_evaluator_computes_in_its_precision_and_gives_float32(weights):
     assert math.isfinite(evaluator.state.metrics["loss"])
 
 
+@pytest.mark.native  # rules other than the default ones
 def test_stored_weights_and_rules_hold_for_the_run_only():
     amp = IgnitePrecision(
         "bf16", weights="bf16", rules={"device_type": "cpu", "rules": {"aten::linear": "fp32"}}
