@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 import amp_plugin
+from amp_plugin.check.checker import check_source
+from amp_plugin.check.settings import Settings
+from amp_plugin.check.sources import Source
 from docs.api_tables import with_tables
+from docs.llms_txt import TARGET, llms_txt
 from tests.warm_processes import run_program
 
 ROOT = Path(__file__).parent.parent
@@ -91,6 +95,20 @@ def test_the_design_names_the_folders() -> None:
 def test_the_tables_of_the_reference_are_those_of_the_docstrings() -> None:
     page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
     assert page == with_tables(page), "run: python -m docs.api_tables"
+
+
+def test_the_list_of_pages_is_that_of_the_menu() -> None:
+    assert TARGET.read_text(encoding="utf-8") == llms_txt(), "run: python -m docs.llms_txt"
+
+
+@pytest.mark.parametrize("page", [ROOT / "AGENTS.md", ROOT / "README.md"], ids=name)
+def test_the_check_finds_nothing_in_loops_to_copy(page: Path) -> None:
+    """Each block is also read alone, because whoever copies one leaves the others."""
+    programs = blocks(page, "python")
+    assert len(programs) > 2
+    for text in (*programs, "\n".join(programs)):
+        source = Source(Path("train.py"), text, tuple(text.split("\n")))
+        assert [found.code for found in check_source(source, Settings())] == []
 
 
 def test_the_readme_names_commands_that_exist() -> None:
