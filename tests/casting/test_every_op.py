@@ -1,6 +1,7 @@
 """The operators of torch's own test database beside torch.autocast: bit for bit, or by dtype on fake tensors."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,6 +68,53 @@ def same(one, other):
     )
 
 
+def depends_on_order(device, op, sample):
+    """Return whether torch says that the op, or its backward, adds in an order that differs from run to run."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        refused = outcome(torch.autocast, device, op, sample)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    return isinstance(refused, str) and "does not have a deterministic implementation" in refused
+
+
+def same_but_for_order(one, other):
+    """Return whether results differ no more than sums of a few terms that are added in another order."""
+    if isinstance(one, str) or isinstance(other, str) or len(one) != len(other):
+        return False
+    for a, b in zip(one, other, strict=True):
+        if a is None or b is None or a.dtype != b.dtype or not a.is_floating_point():
+            if not same([a], [b]):
+                return False
+            continue
+        largest = plain(b).abs().max() if b.numel() else 0.0
+        if (
+            a.shape != b.shape
+            or (plain(a) - plain(b)).abs().gt(16 * torch.finfo(b.dtype).eps * largest).any()
+        ):
+            return False
+    return True
+
+
+def test_an_order_of_additions_is_an_excuse_only_where_torch_says_so():
+    """As grid_sample's backward on a GPU, which adds by atomics, ``put_`` without ``accumulate`` is one on the CPU."""
+
+    def put(x, values):
+        return x.clone().put_(torch.tensor([0, 0]), values)
+
+    sample = SimpleNamespace(input=torch.ones(3), args=(torch.ones(2),), kwargs={})
+    assert depends_on_order("cpu", put, sample)
+    assert not depends_on_order(
+        "cpu", torch.add, SimpleNamespace(input=torch.ones(3), args=(1.0,), kwargs={})
+    )
+    ones = torch.ones(4, dtype=torch.float16)
+    assert same_but_for_order([ones, None], [ones * (1 + 2**-9), None])
+    assert not same_but_for_order([ones], [ones * (1 + 2**-5)])
+    assert not same_but_for_order([ones], [ones.float()])
+    assert not same_but_for_order([ones], ["an error"])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_like_torch(device, dtype):
@@ -84,8 +132,11 @@ def test_like_torch(device, dtype):
                 defects += 1
                 if not isinstance(ours, str):
                     continue
-            if not same(theirs, ours) and same(theirs, outcome(torch.autocast, device, info.op, sample)):
-                different.append((info.full_name, str(sample)[:200]))
+            if same(theirs, ours) or not same(theirs, outcome(torch.autocast, device, info.op, sample)):
+                continue
+            if depends_on_order(device, info.op, sample) and same_but_for_order(ours, theirs):
+                continue
+            different.append((info.full_name, str(sample)[:200]))
     assert different == []
     assert compared > 1000
     assert dtype is torch.float16 or not defects

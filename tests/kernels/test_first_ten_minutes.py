@@ -32,6 +32,7 @@ whole_run = pytest.mark.whole_run
 OP = torch.ops.amp_plugin
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 15, 17, 1023, 1024, 1025, 70_001)
+ALONE = host_device.LOADED or "ALONE_ON_THE_GPU" in os.environ  # tests.on_gpu says so of a step that is
 MOST = 30_000.0  # GB a second, more than any memory has: work that is so fast was not done
 
 
@@ -162,9 +163,11 @@ def test_addresses():
                 (OP.norm_check([host[i].to("cuda", non_blocking=True) for i in part], one)[0], part)
                 for part in (order[::2], order[1::2])
             ]
-        for norm, part in norms:
-            right = sum(exact[i] ** 2 for i in part) ** 0.5
-            assert abs(norm.item() / right - 1) < 1e-6, f"step {step}: the norm {norm.item()}, not {right}"
+            for norm, part in norms:  # read on the stream that measures it
+                right = sum(exact[i] ** 2 for i in part) ** 0.5
+                assert abs(norm.item() / right - 1) < 1e-6, (
+                    f"step {step}: the norm {norm.item()}, not {right}"
+                )
 
 
 def test_graphs():
@@ -215,7 +218,11 @@ def dropped_in_flight(grads: list[Tensor], one: Tensor) -> None:
 
 
 def recaptured(grads: list[Tensor], one: Tensor) -> None:
-    """Capture and drop graphs; the card's free memory stays what it is after the first few."""
+    """Capture and drop graphs; the card's free memory stays what it is after the first few.
+
+    It is the memory that all programs leave, so it is measured only where this process is alone. The driver may take a
+    piece of memory once, so the lesser of two losses counts: a leak is in both.
+    """
 
     def capture() -> None:
         graph = torch.cuda.CUDAGraph()
@@ -230,14 +237,17 @@ def recaptured(grads: list[Tensor], one: Tensor) -> None:
     wanted = [OP.norm_check(part, one)[0].item() for part in (grads, grads[150:])]
     for _ in range(10):
         capture()
-    torch.cuda.synchronize()
-    free = torch.cuda.mem_get_info()[0]
-    count = often(600, 400)
-    for _ in range(count):
-        capture()
-    torch.cuda.synchronize()
-    lost = free - torch.cuda.mem_get_info()[0]
-    assert lost <= 2 * 2**20, f"{count} recaptures have taken {lost / 2**20:.1f} MiB of the card"
+    count, free = often(600, 400), []
+    for captures in (0, count, count):
+        for _ in range(captures):
+            capture()
+        torch.cuda.synchronize()
+        free.append(torch.cuda.mem_get_info()[0])
+    lost = min(free[0] - free[1], free[1] - free[2])
+    if ALONE:
+        assert lost <= 2 * 2**20, f"{count} recaptures have taken {lost / 2**20:.1f} MiB of the card"
+    else:
+        print("other programs may run beside, so the card's free memory was not compared")
     for graph, norm, right in zip(live, norms, wanted, strict=True):
         graph.replay()
         assert norm.item() == right, (
