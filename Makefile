@@ -7,8 +7,11 @@
 #              which plays a few; SEED=1 plays others
 # make test-gpu       on a machine with a GPU: all tests marked gpu, compute-sanitizer, the benchmarks, one
 #              summary; in the PYTHON given, with its torch, which needs pytest and what the package depends on.
-#              STEPS=first-ten-minutes takes what matters most, STEPS="--rest --within 540" what is left, as far
+#              STEPS=first-ten-minutes takes what matters most in eight minutes, STEPS="--rest --within 540" what is left, as far
 #              as it fits in 540 s; python -m tests.on_gpu --help tells the rest
+# make gpu-proof      pack all of that for a machine with a GPU and without a network, into build/gpu-proof.tar.gz;
+#              GPU_PYTHON=/venv/bin/python, whose torch is that machine's, takes the kernels along compiled,
+#              for GPUS=sm_90; GPU_PACKAGES="omegaconf altair" takes along packages that it lacks
 # make lint    ruff, import-linter, mypy and clang-format alone
 # make format  bring Python, C++ and CUDA sources into shape
 # make docs    build the documentation into site/
@@ -41,7 +44,7 @@ PARALLEL := -n $(JOBS) --dist worksteal
 # The compiler's own tests need NVRTC, which the host device stands in for.
 ON_HOST_DEVICE := -p tests.host_device.plugin --ignore-glob "tests/kernels/test_cuda_[cp]*.py"
 
-.PHONY: demo test lint format test-native test-beside test-host-device test-fallback test-gpu test-whole fuzz docs wheels bench bench-check clean asked-python
+.PHONY: demo test lint format test-native test-beside test-host-device test-fallback test-gpu gpu-proof test-whole fuzz docs wheels bench bench-check clean asked-python
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -77,6 +80,10 @@ test-host-device: $(READY)
 
 test-gpu: # in the Python and with the torch of the machine
 	$(PYTHON) -m tests.on_gpu $(STEPS)
+
+gpu-proof: $(READY)
+	$(BIN)/python -m tests.gpu_proof build/gpu-proof.tar.gz $(addprefix --python ,$(GPU_PYTHON)) \
+		$(if $(GPUS),--cuda $(GPUS)) $(if $(GPU_PACKAGES),--with $(GPU_PACKAGES))
 
 test-fallback: $(READY)
 	AMP_PLUGIN_NATIVE=0 $(PYTEST) $(PARALLEL) -m "not native and not dist and not slow" \

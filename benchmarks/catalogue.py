@@ -23,7 +23,10 @@ CPU = {
     "lightning": "lightning",
     "accelerate": "accelerate",
 }
-CUDA = {"bandwidth": "cuda", "launches": "cuda", **CPU}
+NEEDS = {"diagnosis": "altair", "lightning": "lightning", "accelerate": "accelerate"}
+"""The package that a section needs, beside those that amp_plugin depends on."""
+
+CUDA = {"bandwidth": "cuda", "launches": "cuda", "forms": "forms", "training": "training", **CPU}
 
 
 def keys(device: str) -> list[str]:

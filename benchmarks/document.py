@@ -29,6 +29,7 @@ def blocks(report: Report, figures: Mapping[str, list[str]]) -> dict[str, str]:
             "cuda summary": tables.summary(report),
             "cuda losses": tables.losses(report),
             "cuda missed": tables.missed(report),
+            "cuda parts": tables.parts(report),
         }
     made["summary"] = tables.summary(report)
     made["losses"] = tables.losses(report)

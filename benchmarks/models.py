@@ -119,6 +119,65 @@ class ResidualNet(nn.Module):
         return list(torch.randn(count, self.batch, 3, self.pixels, self.pixels).to(device))
 
 
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions with batch norm beside a shortcut, as in ResNet-50 (He et al. 2015)."""
+
+    def __init__(self, before: int, inner: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(before, inner, 1, bias=False),
+            nn.BatchNorm2d(inner),
+            nn.ReLU(),
+            nn.Conv2d(inner, inner, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(inner),
+            nn.ReLU(),
+            nn.Conv2d(inner, 4 * inner, 1, bias=False),
+            nn.BatchNorm2d(4 * inner),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if before != 4 * inner:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(before, 4 * inner, 1, stride, bias=False), nn.BatchNorm2d(4 * inner)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x of (batch, channels, height, width) after the block."""
+        return functional.relu(self.body(x) + self.shortcut(x))
+
+
+class ResNet50(nn.Module):
+    """ResNet-50 that returns its own loss; with the width 64 it has the parameters of ``resnet50_shapes``."""
+
+    def __init__(self, *, width: int, pixels: int, batch: int) -> None:
+        super().__init__()
+        self.pixels, self.batch = pixels, batch
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 7, 2, 3, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2, 1),
+        )
+        blocks, before = [], width
+        for stage, count in enumerate((3, 4, 6, 3)):
+            for block in range(count):
+                stride = 2 if stage and block == 0 else 1
+                blocks.append(Bottleneck(before, width * 2**stage, stride))
+                before = 4 * width * 2**stage
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(before, 1000)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the loss of images (batch, 3, pixels, pixels) whose labels are their places."""
+        features = self.blocks(self.stem(images)).mean((2, 3))
+        labels = torch.arange(len(images), device=images.device) % 1000
+        return functional.cross_entropy(self.head(features).float(), labels)
+
+    def batches(self, count: int, device: str) -> list[Tensor]:
+        """Return ``count`` batches in channels_last."""
+        images = torch.randn(count, self.batch, 3, self.pixels, self.pixels)
+        return [batch.to(device, memory_format=torch.channels_last) for batch in images]
+
+
 def launch_bound_size(setting: Setting, layers: int = 6) -> GPTSize:
     """Return the size of a GPT so narrow that starting its ops costs more than the arithmetic."""
     batch, length = (2, 16) if setting.device == "cpu" else (4, 64)

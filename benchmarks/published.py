@@ -1,34 +1,52 @@
-"""Figures that others published, named as published; nothing here was measured by us."""
+"""Publish what a run on a GPU has kept: figures into results/, tables and plots into the documentation.
+
+python -m benchmarks.published gpu.json    the file that ``python -m tests.on_gpu --results FOLDER`` writes
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.__main__ import save, write
+from benchmarks.report import Report
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PublishedClipping:
-    """Microseconds to clip a norm on a GPU, from the description of pytorch/pytorch#91846 (January 2023).
+def publish(file: Path) -> Report:
+    """Keep the figures of a file, and write the tables and plots from them.
 
-    Tensors of 256 elements, its table "(tensors, scalar)".
+    Args:
+        file: A report as JSON, with the outcomes of the parts.
+
+    Raises:
+        ValueError: No figure was measured.
     """
+    text = file.read_text(encoding="utf-8")
+    if not json.loads(text).get("sections"):
+        msg = f"{file} holds no figures: no section of the benchmarks has run to its end"
+        raise ValueError(msg)
+    report = Report.from_json(text)
+    save(report)
+    write(report)
+    return report
 
-    tensors: int
-    loop: float
-    foreach: float
-    apex: float
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Publish one file; return 1 if it cannot be."""
+    asked = sys.argv[1:] if words is None else words
+    if len(asked) != 1:
+        print(__doc__, file=sys.stderr)
+        return 2
+    try:
+        report = publish(Path(asked[0]))
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{report.path}: {len(report.sections)} sections of {report.machine}, and the pages of docs/")
+    return 0
 
 
-CLIPPING_SOURCE = "[pytorch/pytorch#91846](https://github.com/pytorch/pytorch/pull/91846)"
-CLIPPING = (
-    PublishedClipping(tensors=10, loop=118.9, foreach=62.3, apex=51.5),
-    PublishedClipping(tensors=100, loop=955.2, foreach=243.1, apex=134.2),
-    PublishedClipping(tensors=1000, loop=9374.9, foreach=2140.7, apex=1009.6),
-    PublishedClipping(tensors=10_000, loop=95302.5, foreach=21849.4, apex=10215.5),
-)
-
-DEEPSPEED = (
-    "For DeepSpeed we found no published time of its fp16 optimizer's check, norm and clipping. Of its CPU "
-    "Adam it says that it is 5 to 7 times faster than PyTorch's "
-    "([ZeRO-Offload tutorial](https://www.deepspeed.ai/tutorials/zero-offload)); that dates from before "
-    "torch had a fused AdamW for the CPU, and is a figure of the optimizer, which we leave to torch."
-)
+if __name__ == "__main__":
+    sys.exit(main())

@@ -55,6 +55,7 @@ class Report:
         machine: Model of the processor or GPU; no host name.
         details: What else decides the figures: instruction set, driver's CUDA.
         sections: Key -> what was measured, in the order of the report.
+        parts: What else was run on a GPU: name, verdict and seconds of each part.
     """
 
     device: str
@@ -63,6 +64,7 @@ class Report:
     torch: str
     python: str
     sections: dict[str, SectionRecord] = field(default_factory=dict)
+    parts: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def here(cls, device: str) -> Report:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from benchmarks.elsewhere import CLIPPING, CLIPPING_SOURCE, DEEPSPEED
 from benchmarks.harness import Outcome, Spread
-from benchmarks.published import CLIPPING, CLIPPING_SOURCE, DEEPSPEED
 from benchmarks.report import Report, SectionRecord
 
 RIVALS = ("torch", "stock")
@@ -133,6 +133,15 @@ def missed(report: Report) -> str:
                 compared = ratio(spread) if spread else quantity(verdict.value, outcome.unit)
                 rows.append([f"{outcome.table}: {outcome.name}", verdict.against, compared, verdict.promise])
     return markdown(rows) if len(rows) > 1 else "None in this run."
+
+
+def parts(report: Report) -> str:
+    """List what was run beside the benchmarks, and what became of it."""
+    rows = [["", "outcome", "seconds"]]
+    rows += [
+        [part["name"], part["verdict"].replace("|", "/"), f"{part['seconds']:.0f}"] for part in report.parts
+    ]
+    return markdown(rows) if report.parts else "Not kept of this run."
 
 
 def summary(report: Report, most: int = 10) -> str:

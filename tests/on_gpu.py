@@ -1,16 +1,18 @@
 """All that needs a GPU, in one command with one summary: ``make test-gpu``.
 
-Each step is a command with a time limit and a process of its own, in the Python that this one is started with. What is promised
-comes first; what needs a package that is not installed is left out and named. Output and outcomes are kept as they come.
+Each step is a command with a time limit and a process of its own, in the Python that this one is started with. The ops are
+checked first. Then everything that is timed runs, alone. Then tests, sanitizers and recipes run side by side. A step
+without a package that it needs is left out and named. Output, outcomes and figures are kept as they come.
 
     python -m tests.on_gpu                        every step
-    python -m tests.on_gpu first-ten-minutes      what no machine without a GPU can show; most for the time
+    python -m tests.on_gpu first-ten-minutes      the steps that matter most, in at most eight minutes
     python -m tests.on_gpu doctor bandwidth       some, by the names in the summary; outcomes of others are kept
     python -m tests.on_gpu --rest --within 540    those without an outcome yet, as many as fit in 540 s
-    python -m tests.on_gpu --results FOLDER       for outcomes.json, on-gpu.log, and the figures of the benchmarks
+    python -m tests.on_gpu --results FOLDER       for gpu.json, and a log of each step
+    python -m tests.on_gpu --jobs 8               so many steps side by side, where times do not matter
 
 Where the work tree is replaced between calls, keep the folder of results outside of it, and copy it out: what --rest
-and the promises go by is there, and nowhere else.
+and the promises go by is there, and nowhere else. ``python -m benchmarks.published gpu.json`` makes the tables.
 """
 
 import argparse
@@ -23,23 +25,30 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.catalogue import CPU
+from benchmarks.catalogue import CUDA, NEEDS
+from recipes.catalogue import NAMES as RECIPES
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "benchmarks" / "results"
 KERNELS = ("tests/kernels", "tests/host_device", "tests/benchmarks")
-PROMISED = ("bandwidth", "launches", "clipping", "steps", "kernels", "tensors")  # the sections of most weight
-LATER = tuple(key for key in CPU if key not in PROMISED and key != "host")  # host needs no GPU
+# The sections in the order of their weight; "host" needs no GPU.
+PROMISED = ("bandwidth", "launches", "clipping", "steps", "forms", "training", "kernels", "tensors")
+LATER = tuple(key for key in CUDA if key not in PROMISED and key != "host")
 FIRST = "first-ten-minutes"
 FIRST_TESTS = "tests/kernels/test_first_ten_minutes.py"
-PARTS = ("ops", "streams", "addresses", "graphs", "bandwidth", "sweep")
-FIRST_STEPS = (*(f"first-{part}" for part in PARTS), "memcheck", "initcheck")
+PARTS = ("ops", "graphs", "streams", "addresses", "bandwidth", "sweep")
+NOT_FIRST = ("first-bandwidth", "first-sweep", "slow-tests", "recipe-tests", "doctor")
+FIRST_WITHIN = 480.0  # seconds of ``first-ten-minutes``
+SEVERAL_DEVICES = ("ddp", "fsdp2", "threads")  # recipes
+SANITIZERS = ("memcheck", "initcheck", "racecheck", "synccheck")
 # What says how a step ended: pytest's and compute-sanitizer's last words.
 SUMMARY = re.compile(
     r"ERROR SUMMARY: .*|RACECHECK SUMMARY: .*|^=* ?(?:\d+ \w+,? )+in [\d.]+s.*", re.MULTILINE
@@ -55,7 +64,8 @@ class Step:
     name: str
     command: tuple[str, ...]
     needs: tuple[str, ...] = ()  # packages or programs without which it is left out
-    limit: float = 300.0  # seconds after which it is ended
+    limit: float = 150.0  # seconds after which it is ended
+    alone: bool = True  # whether nothing may run beside it
     environment: tuple[tuple[str, str], ...] = ()  # added to this process's
 
 
@@ -71,32 +81,65 @@ class Outcome:
         return f"{self.name:<15} {self.seconds:>4.0f} s  {self.verdict}"[:WIDTH]
 
 
-def pytest_over(*where: str, marked: str = "gpu and not slow") -> tuple[str, ...]:
-    """Return pytest's command; a test that is too slow fails alone, by a signal, and the others go on."""
-    patient = ("--timeout", "150", "--timeout-method", "signal")
+def pytest_over(*where: str, marked: str = "gpu and not slow", whole: bool = False) -> tuple[str, ...]:
+    """Return pytest's command; a test that is too slow fails alone, by a signal, and the others go on.
+
+    With ``whole`` the step is one test, and the limit of the step is the test's.
+    """
+    patient = ("--timeout", "100", "--timeout-method", "signal")
+    # The machine's packages may be newer than those that the tests are run with here.
+    newer = ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning")
     return (
         *(sys.executable, "-m", "pytest", "-v", "--tb", "short", "-m", marked),
         *("--continue-on-collection-errors", "-p", "no:cacheprovider"),
-        *(patient if find_spec("pytest_timeout") else ()),
+        *(word for category in newer for word in ("-W", f"default::{category}")),
+        *(patient if find_spec("pytest_timeout") and not whole else ()),
         *where,
     )
 
 
 def first(part: str) -> tuple[str, ...]:
     """Return the command of a part of the first ten minutes, which prints what it has measured."""
-    return (*pytest_over(f"{FIRST_TESTS}::test_{part}", marked="gpu"), "-s")
+    return (*pytest_over(f"{FIRST_TESTS}::test_{part}", marked="gpu", whole=True), "-s")
 
 
-def run_tests(name: str, *where: str, needs: tuple[str, ...] = (), marked: str = "gpu and not slow") -> Step:
-    """Return the step that runs tests."""
-    return Step(name=name, command=pytest_over(*where, marked=marked), needs=("pytest", *needs))
+def run_tests(
+    name: str, *where: str, needs: tuple[str, ...] = (), marked: str = "gpu and not slow", processes: int = 1
+) -> Step:
+    """Return the step that runs tests, in several processes where pytest-xdist is installed."""
+    divided = ("-n", str(processes), "--dist", "worksteal") if processes > 1 and find_spec("xdist") else ()
+    command = (*pytest_over(*where, marked=marked), *divided)
+    return Step(name=name, command=command, needs=("pytest", *needs), alone=False)
+
+
+def part(name: str) -> Step:
+    """Return the step of a part of the first ten minutes."""
+    # Free memory is that of the whole card, and bandwidth is shared.
+    alone = name not in {"streams", "addresses"}
+    told = (("ALONE_ON_THE_GPU", "1"),) if alone else ()
+    limit = 240.0 if name == "sweep" else 60.0
+    return Step(
+        name=f"first-{name}",
+        command=first(name),
+        needs=("pytest",),
+        limit=limit,
+        alone=alone,
+        environment=told,
+    )
 
 
 def section(key: str) -> Step:
     """Return the step that measures a section of the benchmarks, for the figures alone."""
     command = (sys.executable, "-m", "benchmarks", "cuda", "--only", key, "--keep")
-    needs = (key,) if key in {"lightning", "accelerate"} else ()
-    return Step(name=key, command=command, needs=needs, limit=200.0)
+    needs = (NEEDS[key],) if key in NEEDS else ()
+    return Step(name=key, command=command, needs=needs, limit=90.0 if key == "training" else 60.0)
+
+
+def recipe(name: str) -> Step:
+    """Return the step that runs a recipe to its end, in fp16."""
+    command = (sys.executable, "-m", "recipes", "run", name, "device=cuda", "precision=fp16")
+    needs = tuple(framework for framework in ("lightning", "accelerate") if name.endswith(f"_{framework}"))
+    return Step(name=f"recipe-{name}", command=command, needs=("omegaconf", *needs), limit=90.0, alone=False)
 
 
 def checked(tool: str) -> Step:
@@ -105,28 +148,33 @@ def checked(tool: str) -> Step:
     # Each tensor an allocation of its own: torch's cache would hide an access behind the end of one.
     apart = (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),) if tool == "memcheck" else ()
     command = (sanitizer, "--tool", tool, "--error-exitcode", "9", *first("ops"))
-    return Step(name=tool, command=command, needs=("pytest", sanitizer), limit=280.0, environment=apart)
+    return Step(name=tool, command=command, needs=("pytest", sanitizer), alone=False, environment=apart)
 
 
 def steps() -> list[Step]:
-    """Return what there is to run, what matters most first."""
+    """Return what there is to run, in the order of its weight, what runs alone first."""
     adapters = ("hypothesis", "lightning", "accelerate")
     recipes = ("omegaconf", "sklearn", "matplotlib", "tensorboard", "lightning", "accelerate")
     promises = (sys.executable, "-m", "benchmarks", "cuda", "--promises")
+    parts = {name: part(name) for name in PARTS}
     return [
-        *(Step(name=f"first-{part}", command=first(part), needs=("pytest",), limit=240.0) for part in PARTS),
-        *map(checked, ("memcheck", "initcheck")),
-        Step(name="doctor", command=(sys.executable, "-m", "amp_plugin", "doctor"), needs=("typer",)),
-        run_tests("kernel-tests", *KERNELS, "--ignore", FIRST_TESTS),
+        *(parts[name] for name in ("ops", "graphs")),
         *map(section, PROMISED),
         Step(name="promises", command=promises, limit=60.0),
-        run_tests("scaling-tests", "tests/scaling"),
-        run_tests("casting-tests", "tests/casting"),
-        *map(checked, ("racecheck", "synccheck")),
-        run_tests("slow-tests", *KERNELS, marked="gpu and slow"),
-        run_tests("adapter-tests", "tests/adapters", needs=adapters),
-        run_tests("recipe-tests", "tests/recipes", needs=recipes),
         *map(section, LATER),
+        *(parts[name] for name in ("bandwidth", "sweep")),
+        Step(name="doctor", command=(sys.executable, "-m", "amp_plugin", "doctor"), needs=("typer",)),
+        # Side by side; what takes longest begins first.
+        run_tests("kernel-tests", *KERNELS, "--ignore", FIRST_TESTS, processes=4),
+        run_tests("adapter-tests", "tests/adapters", needs=adapters, processes=3),
+        run_tests("scaling-tests", "tests/scaling", processes=3),
+        run_tests("casting-tests", "tests/casting", processes=2),
+        run_tests("weights-tests", "tests/weights", "tests/numerics", processes=2),
+        *map(checked, SANITIZERS),
+        *(parts[name] for name in ("streams", "addresses")),
+        *(recipe(name) for name in RECIPES if name not in SEVERAL_DEVICES),
+        run_tests("recipe-tests", "tests/recipes", needs=recipes),
+        run_tests("slow-tests", *KERNELS, "tests/casting", marked="gpu and slow"),
     ]
 
 
@@ -137,12 +185,13 @@ def missing(step: Step) -> list[str]:
 
 
 def run(step: Step, log: Path, limit: float) -> Outcome:
-    """Run a step for at most ``limit`` seconds; its output is added to the log as it comes."""
+    """Run a step for at most ``limit`` seconds; its output goes to the log as it comes."""
     if lacking := missing(step):
         return Outcome(name=step.name, verdict=f"left out: {', '.join(lacking)} is not installed")
     begin, most = time.perf_counter(), min(step.limit, limit)
-    with log.open("ab") as output:
-        output.write(f"\n===== {step.name}: {' '.join(step.command)}\n".encode())
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        output.write(f"{' '.join(step.command)}\n".encode())
         output.flush()
         start = output.tell()
         status = _status(step, output.fileno(), most)
@@ -155,7 +204,7 @@ def run(step: Step, log: Path, limit: float) -> Outcome:
         verdict = f"FAILED, exit status {status}: {told}"
     else:
         verdict = f"passed: {told}"
-    return Outcome(name=step.name, verdict=verdict, seconds=time.perf_counter() - begin)
+    return Outcome(name=step.name, verdict=verdict, seconds=round(time.perf_counter() - begin, 1))
 
 
 def _status(step: Step, output: int, most: float) -> int | None:
@@ -188,20 +237,67 @@ def copy_newer(source: Path, target: Path) -> None:
             shutil.copy2(figures, other)
 
 
-def run_steps(chosen: Sequence[Step], outcomes: dict[str, Outcome], folder: Path, within: float) -> None:
-    """Run steps one after the other; what does not fit into ``within`` seconds has no outcome."""
+class Results:
+    """The folder that is kept: ``gpu.json`` and the logs. What is known is written after each step."""
+
+    def __init__(self, folder: Path, device: str, torch: str) -> None:
+        self.folder, self.device, self.torch = folder, device, torch
+        self.lock = threading.Lock()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        kept = json.loads(self.file.read_text()) if self.file.exists() else {}
+        self.outcomes = {data["name"]: Outcome(**data) for data in kept.get("parts", [])}
+        copy_newer(folder, FIGURES)
+
+    @property
+    def file(self) -> Path:
+        """What ``benchmarks.published`` reads."""
+        return self.folder / "gpu.json"
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.outcomes.clear()
+        self.file.unlink(missing_ok=True)
+
+    def add(self, outcome: Outcome) -> None:
+        """Print an outcome, and keep it with all figures that there are."""
+        with self.lock:
+            print(outcome, flush=True)
+            self.outcomes[outcome.name] = outcome
+            copy_newer(FIGURES, self.folder)
+            measured = [json.loads(file.read_text()) for file in self.folder.glob("nvidia-*.json")]
+            here = (
+                data for data in measured if (data["machine"], data["torch"]) == (self.device, self.torch)
+            )
+            figures = next(here, {"machine": self.device, "torch": self.torch, "sections": {}})
+            parts = [asdict(outcome) for outcome in self.outcomes.values()]
+            scratch = self.folder / "gpu.new"
+            scratch.write_text(json.dumps({**figures, "parts": parts}, indent=1))
+            scratch.replace(self.file)
+
+
+def run_steps(chosen: Sequence[Step], results: Results, within: float, jobs: int) -> None:
+    """Run the steps that must be alone one after the other, then the others side by side.
+
+    A step that does not fit into ``within`` seconds has no outcome. The steps that are side by side have their longest limit
+    for themselves.
+    """
     begin = time.perf_counter()
-    for step in chosen:
-        left = within - (time.perf_counter() - begin)
+    beside = [step for step in chosen if not step.alone]
+    kept_for_them = max((step.limit for step in beside), default=0.0)
+
+    def one(step: Step, reserve: float) -> None:
+        left = within - reserve - (time.perf_counter() - begin)
         if left < min(step.limit, LEAST):
-            print(f"{step.name}: not begun, {max(left, 0):.0f} s are left; --rest runs it")
-            continue
-        outcomes[step.name] = run(step, folder / "on-gpu.log", left)
-        print(outcomes[step.name], flush=True)
-        scratch = folder / "outcomes.new"
-        scratch.write_text(json.dumps([asdict(outcome) for outcome in outcomes.values()], indent=1))
-        scratch.replace(folder / "outcomes.json")
-        copy_newer(FIGURES, folder)
+            print(f"{step.name}: not begun, {max(left, 0):.0f} s are left; --rest runs it", flush=True)
+        else:
+            results.add(run(step, results.folder / "logs" / f"{step.name}.log", left))
+
+    for step in chosen:
+        if step.alone:
+            one(step, kept_for_them)
+    with ThreadPoolExecutor(jobs) as pool:
+        for future in [pool.submit(one, step, 0.0) for step in beside]:
+            future.result()
 
 
 def asked_for(words: Sequence[str] | None, names: Sequence[str]) -> argparse.Namespace:
@@ -209,12 +305,18 @@ def asked_for(words: Sequence[str] | None, names: Sequence[str]) -> argparse.Nam
     parser = argparse.ArgumentParser(prog="python -m tests.on_gpu", description="Run all that needs a GPU.")
     parser.add_argument("only", nargs="*", metavar="step", choices=[FIRST, *names, []], help="all by default")
     parser.add_argument("--rest", action="store_true", help="only what has no outcome in the results yet")
-    parser.add_argument("--within", type=float, default=float("inf"), help="seconds; --rest does the others")
+    parser.add_argument("--within", type=float, help="seconds; --rest does the others")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument(
+        "--jobs", type=int, default=cores, help="steps side by side; as many as cores by default"
+    )
     results = Path(tempfile.gettempdir()) / "amp-plugin-on-gpu"
     parser.add_argument("--results", type=Path, default=results, help="folder that is kept")
     asked = parser.parse_args(words)
     if FIRST in asked.only:
-        asked.only = [name for name in names if name in {*asked.only, *FIRST_STEPS}]
+        asked.only = [name for name in names if name in asked.only or name not in NOT_FIRST]
+        asked.within = asked.within or FIRST_WITHIN
+    asked.within = asked.within or float("inf")
     return asked
 
 
@@ -226,23 +328,18 @@ def main(words: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("torch sees no CUDA device; make test-host-device runs these tests without one")
         return 2
-    folder: Path = asked.results
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "outcomes.json"
+    results = Results(asked.results, torch.cuda.get_device_name(), torch.__version__)
     if not (asked.rest or asked.only):
-        file.unlink(missing_ok=True)
-        (folder / "on-gpu.log").unlink(missing_ok=True)
-    kept = json.loads(file.read_text()) if file.exists() else []
-    outcomes = {data["name"]: Outcome(**data) for data in kept}
-    copy_newer(folder, FIGURES)
-    done = {name for name, outcome in outcomes.items() if not outcome.verdict.startswith("cut off")}
+        results.forget()
+    done = {name for name, outcome in results.outcomes.items() if not outcome.verdict.startswith("cut off")}
     chosen = [step for step in steps() if not asked.only or step.name in asked.only]
     run_steps(
-        [step for step in chosen if not (asked.rest and step.name in done)], outcomes, folder, asked.within
+        [step for step in chosen if not (asked.rest and step.name in done)], results, asked.within, asked.jobs
     )
-    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {sys.version.split()[0]}")
-    print(*outcomes.values(), f"what failed stands in {folder / 'on-gpu.log'}", sep="\n")
-    return int(any(not outcome.verdict.startswith(("passed", "left out")) for outcome in outcomes.values()))
+    print(f"\n{results.device}, torch {torch.__version__}, Python {sys.version.split()[0]}")
+    print(*results.outcomes.values(), f"what failed stands in {results.folder / 'logs'}", sep="\n")
+    verdicts = [outcome.verdict for outcome in results.outcomes.values()]
+    return int(any(not verdict.startswith(("passed", "left out")) for verdict in verdicts))
 
 
 if __name__ == "__main__":

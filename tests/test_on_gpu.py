@@ -1,6 +1,8 @@
 """The one command for a machine with a GPU."""
 
 import json
+import os
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -49,8 +51,8 @@ def on_a_gpu(monkeypatch, tmp_path):
 
 
 def kept(tmp_path):
-    outcomes = json.loads((tmp_path / "kept" / "outcomes.json").read_text())
-    return {outcome["name"]: outcome["verdict"] for outcome in outcomes}
+    parts = json.loads((tmp_path / "kept" / "gpu.json").read_text())["parts"]
+    return {part["name"]: part["verdict"] for part in parts}
 
 
 def test_what_a_machine_lacks_is_left_out_and_no_failure(on_a_gpu, capsys):
@@ -82,11 +84,50 @@ def test_the_rest_is_what_has_no_outcome_yet(on_a_gpu, monkeypatch, capsys, tmp_
     assert kept(tmp_path) == {"passes": PASSED, "slow": PASSED}
 
 
-def test_the_first_ten_minutes_are_asked_for_by_one_name_and_come_first(on_a_gpu, tmp_path):
-    assert tuple(step.name for step in steps()[: len(on_gpu.FIRST_STEPS)]) == on_gpu.FIRST_STEPS
-    part, later = replace(PASSES, name="first-ops"), PASSES
-    assert on_a_gpu("first-ten-minutes", of=[later, part, replace(FAILS, name="memcheck")]) == 1
+def test_the_first_ten_minutes_are_asked_for_by_one_name_and_fit(on_a_gpu, tmp_path):
+    """Ops first, then all that is timed, then the rest side by side; the seconds are those of docs/cuda.md."""
+    names = [step.name for step in steps()]
+    asked = on_gpu.asked_for(["first-ten-minutes"], names)
+    assert asked.within == 480.0
+    assert asked.only[0] == "first-ops"
+    chosen = [step for step in steps() if step.name in asked.only]
+    alone = [step.alone for step in chosen]
+    assert alone == sorted(alone, reverse=True)
+    timed = {step.name for step in steps() if "benchmarks" in step.command}
+    assert timed <= {step.name for step in chosen if step.alone}
+    sweep, part = replace(PASSES, name="first-sweep"), replace(PASSES, name="first-ops")
+    assert on_a_gpu("first-ten-minutes", of=[part, replace(FAILS, name="memcheck"), sweep]) == 1
     assert kept(tmp_path) == {"first-ops": PASSED, "memcheck": LOST}
+
+
+def test_what_is_timed_runs_alone_and_the_rest_side_by_side(on_a_gpu, tmp_path):
+    """Each step writes down when it begins and when it ends."""
+    seen = tmp_path / "seen"
+    code = (
+        f"import time; say = lambda w: open({str(seen)!r}, 'a').write(w); say('<'); time.sleep(0.5); say('>')"
+    )
+    alone = [python(f"alone {i}", code) for i in range(2)]
+    beside = [python(f"beside {i}", code, alone=False) for i in range(2)]
+    assert on_a_gpu("--jobs", "2", of=[alone[0], *beside, alone[1]]) == 0
+    assert seen.read_text() == "<><><<>>"
+    seen.unlink()
+    assert on_a_gpu("--jobs", "1", of=beside) == 0
+    assert seen.read_text() == "<><>"
+
+
+def test_a_package_named_tests_elsewhere_on_the_path_is_not_taken(tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").write_text("raise SystemExit('another package')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", "import tests; print(tests.__path__[0])"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == str(ROOT / "tests"), done.stderr
+
+
+def test_only_a_step_that_runs_alone_compares_the_free_memory_of_the_card():
+    told = {step.name for step in steps() if ("ALONE_ON_THE_GPU", "1") in step.environment}
+    assert "first-graphs" in told
+    assert all(step.alone for step in steps() if step.name in told)
 
 
 def test_outcomes_and_figures_are_kept_at_once_and_a_work_tree_that_was_replaced_has_them_back(
@@ -94,14 +135,16 @@ def test_outcomes_and_figures_are_kept_at_once_and_a_work_tree_that_was_replaced
 ):
     assert not on_gpu.asked_for([], []).results.is_relative_to(ROOT)
     figures, folder = tmp_path / "figures" / "nvidia-h200.json", tmp_path / "kept"
-    measures = python("bandwidth", f"open({str(figures)!r}, 'w').write('[1]')")
-    looks = f"print([open({str(folder)!r} + name).read() for name in ('/outcomes.json', '/{figures.name}')])"
+    text = json.dumps({"machine": "a GPU", "torch": torch.__version__, "sections": [1]})
+    measures = python("bandwidth", f"open({str(figures)!r}, 'w').write({text!r})")
+    looks = f"print([open({str(folder)!r} + name).read() for name in ('/gpu.json', '/{figures.name}')])"
     assert on_a_gpu(of=[measures, python("looks", looks)]) == 0
     assert '"name": "bandwidth"' in kept(tmp_path)["looks"]
-    assert "'[1]'" in kept(tmp_path)["looks"]
+    assert '"sections": [1]' in kept(tmp_path)["looks"]
+    assert json.loads((folder / "gpu.json").read_text())["sections"] == [1]
     figures.unlink()
     assert on_a_gpu("--rest", of=[python("promises", f"print(open({str(figures)!r}).read())")]) == 0
-    assert kept(tmp_path)["promises"] == "passed: [1]"
+    assert kept(tmp_path)["promises"] == f"passed: {text}"
 
 
 def test_a_step_that_hangs_is_ended_with_all_it_started(log, tmp_path):
@@ -129,12 +172,15 @@ def test_the_sanitizers_last_word_is_named(log):
         ("import no_such_package", "FAILED, exit status 1: 1 error in "),
         ("import os; os._exit(5)", "FAILED, exit status 5: collecting"),
         ("import time\ndef test_a(): time.sleep(9)\ndef test_b(): pass", "FAILED, exit status 1: 1 failed, 1 passed in "),
+        ("import warnings\ndef test_a(): warnings.warn('newer', DeprecationWarning)", "passed: 1 passed, 1 warning in "),
+        ("import warnings\ndef test_a(): warnings.warn('ours')", "FAILED, exit status 1: 1 failed in "),
     ],
-    ids=["passes", "skips", "cannot be read", "dies", "is slow"],
+    ids=["passes", "skips", "cannot be read", "dies", "is slow", "newer packages", "a warning"],
 )  # fmt: skip
 def test_a_step_without_a_test_that_ran_has_failed(lines, verdict, tmp_path, log):
     (tmp_path / "test_it.py").write_text(f"import pytest\n{lines}")
-    options = ("--noconftest", "-c", "/dev/null", "--timeout", "1")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
+    options = ("--noconftest", "-c", str(tmp_path / "pytest.ini"), "--timeout", "1")
     command = (*on_gpu.pytest_over(str(tmp_path), marked=""), *options)
     outcome = run(Step(name="tests", command=command), log, limit=99.0)
     assert outcome.verdict.startswith(verdict)

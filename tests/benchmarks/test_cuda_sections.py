@@ -8,13 +8,12 @@ import torch
 from amp_plugin.casting.installed_kernels import KERNELS
 from benchmarks import clocks, cuda
 from benchmarks.__main__ import run
-from benchmarks.catalogue import keys, section
+from benchmarks.catalogue import NEEDS, keys, section
 from benchmarks.setting import Setting
 from tests.host_device import host_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.native]
 
-FRAMEWORKS = {"lightning", "accelerate"}
 ONLY_ON_A_DEVICE = {
     "launches": "a profiler of launches",
     "diagnosis": "tensors that take the storage of others",
@@ -36,8 +35,8 @@ ONLY_ON_A_DEVICE = {
 def test_each_section_runs_on_a_gpu(key, monkeypatch):
     if host_device.LOADED and key in ONLY_ON_A_DEVICE:
         pytest.skip(f"the device made of host memory has not {ONLY_ON_A_DEVICE[key]}")
-    if key in FRAMEWORKS:
-        pytest.importorskip(key)
+    if key in NEEDS:
+        pytest.importorskip(NEEDS[key])
     monkeypatch.setattr(clocks, "FLUSH_BYTES", 4096)
     KERNELS.install()
     for outcome in run(section(key), Setting(device="cuda", tiny=True)).outcomes:

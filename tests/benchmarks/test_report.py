@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from benchmarks import published
+from benchmarks import report as reports
 from benchmarks.report import RESULTS, Report, processor
 
 
@@ -22,3 +24,20 @@ def test_this_machine_is_named_without_its_host_name():
     assert here.machine == processor()
     assert here.machine.endswith(" cores")
     assert socket.gethostname() not in here.to_json()
+
+
+def test_what_a_gpu_has_kept_is_published(report, tmp_path, monkeypatch, capsys):
+    """The file has figures and parts; one without figures, or none, is refused with a reason."""
+    pages = []
+    monkeypatch.setattr(reports, "RESULTS", tmp_path)
+    monkeypatch.setattr(published, "write", pages.append)
+    part = {"name": "first-ops", "verdict": "passed: 1 passed", "seconds": 8.0}
+    ran = replace(report, device="cuda", machine="Some GPU", parts=[part])
+    file = tmp_path / "gpu.json"
+    file.write_text(ran.to_json())
+    assert published.main([str(file)]) == 0
+    assert pages == [ran]
+    assert Report.from_json((tmp_path / "some-gpu-2.13.0+cpu.json").read_text()).parts == [part]
+    file.write_text('{"machine": "Some GPU", "sections": {}, "parts": []}')
+    assert published.main([str(file)]) == 1
+    assert "no section of the benchmarks has run to its end" in capsys.readouterr().err

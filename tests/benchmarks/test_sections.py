@@ -148,6 +148,13 @@ def test_the_sets_have_the_sizes_of_the_models(shapes, count, numel):
     assert sum(math.prod(shape) for shape in shapes()) == numel
 
 
+def test_the_resnet_has_the_parameters_of_the_papers():
+    with torch.device("meta"):
+        model = models.ResNet50(width=64, pixels=224, batch=1)
+    shapes = [tuple(param.shape) for param in model.parameters()]
+    assert sorted(shapes) == sorted(models.resnet50_shapes())
+
+
 def test_the_check_of_the_kernels_sees_a_wrong_one(monkeypatch):
     grads = [torch.randn(300), torch.randn(7, 5)]
     cuda.check(grads)

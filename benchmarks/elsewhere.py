@@ -1,0 +1,34 @@
+"""Figures that others published, named as published; nothing here was measured by us."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedClipping:
+    """Microseconds to clip a norm on a GPU, from the description of pytorch/pytorch#91846 (January 2023).
+
+    Tensors of 256 elements, its table "(tensors, scalar)".
+    """
+
+    tensors: int
+    loop: float
+    foreach: float
+    apex: float
+
+
+CLIPPING_SOURCE = "[pytorch/pytorch#91846](https://github.com/pytorch/pytorch/pull/91846)"
+CLIPPING = (
+    PublishedClipping(tensors=10, loop=118.9, foreach=62.3, apex=51.5),
+    PublishedClipping(tensors=100, loop=955.2, foreach=243.1, apex=134.2),
+    PublishedClipping(tensors=1000, loop=9374.9, foreach=2140.7, apex=1009.6),
+    PublishedClipping(tensors=10_000, loop=95302.5, foreach=21849.4, apex=10215.5),
+)
+
+DEEPSPEED = (
+    "For DeepSpeed we found no published time of its fp16 optimizer's check, norm and clipping. Of its CPU "
+    "Adam it says that it is 5 to 7 times faster than PyTorch's "
+    "([ZeRO-Offload tutorial](https://www.deepspeed.ai/tutorials/zero-offload)); that dates from before "
+    "torch had a fused AdamW for the CPU, and is a figure of the optimizer, which we leave to torch."
+)
