@@ -9,8 +9,8 @@ pytest.importorskip("cuda.core", reason="needs cuda-core")
 
 from cuda.bindings import nvrtc
 
-from amp_plugin.kernels.cuda import SOURCES, TUNINGS, Kernel, Tuning, tuning_of
-from amp_plugin.kernels.cuda.compile import options_for
+from amp_plugin.kernels.cuda import TUNINGS, Kernel, Tuning, tuning_of
+from amp_plugin.kernels.cuda.compile import options_for, source_of
 
 LOAD = "ld.global.ca.v4.u32"
 STORE = "st.global.wb.v4.u32"
@@ -22,7 +22,7 @@ def ptx_of(name: str, tuning: Tuning | None = None) -> str:
     kernel = Kernel(name=file, rule=rule) if rule else Kernel(name=file, norm="Squares")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(TUNINGS, file, tuning or tuning_of(kernel))
-        return ptx((SOURCES / f"{file}.cu").read_text(), kernel)
+        return ptx(source_of(kernel), kernel)
 
 
 def ptx(source: str, kernel: Kernel) -> str:

@@ -25,8 +25,7 @@ STANDARD: Final = "c++17"
 
 def compile_cubin(kernel: Kernel, architecture: str) -> bytes:
     """Compile a kernel with NVRTC for an architecture, ``"sm_90"``; a RuntimeError says why it cannot."""
-    # By its full path each header is ours: NVRTC looks into the working directory first.
-    source = (SOURCES / f"{kernel.name}.cu").read_text().replace('#include "', f'#include "{SOURCES}/')
+    source = source_of(kernel)
     program = None
     try:
         program = Program(source, "c++", options=options_for(kernel, architecture))
@@ -36,6 +35,11 @@ def compile_cubin(kernel: Kernel, architecture: str) -> bytes:
         log = str(error).replace("\0", "")
         msg = f"NVRTC cannot compile {kernel.name}.cu for {architecture}: {log}"
         raise RuntimeError(msg) from error
+
+
+def source_of(kernel: Kernel) -> str:
+    """Return a kernel's source, headers by full path: NVRTC looks into the working directory first."""
+    return (SOURCES / f"{kernel.name}.cu").read_text().replace('#include "', f'#include "{SOURCES}/')
 
 
 def options_for(kernel: Kernel, architecture: str) -> ProgramOptions:
