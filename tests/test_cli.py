@@ -29,7 +29,7 @@ DOCS = [*(Path(__file__).parent.parent / "docs").glob("*.md"), Path(__file__).pa
 
 @pytest.fixture
 def whole_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    core = NativeCore(library=tmp_path / "lib.so", region=build, seconds=2.0)
+    core = NativeCore(library=tmp_path / "lib.so", extension=build, seconds=2.0)
     monkeypatch.setattr(doctor, "native_core", lambda: core)
     monkeypatch.setenv("AMP_PLUGIN_CACHE_DIR", str(tmp_path / "cache"))
 

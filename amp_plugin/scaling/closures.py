@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_map
 
-from amp_plugin.scaling.clipping import NormClip
+from amp_plugin.scaling.clipping import NormClip, wants_torchs_bits
 from amp_plugin.scaling.gradients import match_memory_order, params_of
 from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.optimizer_state import OptimizerState, uses_gradients_before_closure
@@ -130,7 +130,9 @@ class _CheckedCalls:
             norm, found = self.found
             if not capturing(found.device) and found.item() > 0:
                 raise _NonfiniteError
-            if self._clip is not None:
+            if self._clip is not None and wants_torchs_bits(self._state.shared):
+                self._clip.by_torch(self._state.params)
+            elif self._clip is not None:
                 self._state.multiply_(self._clip.factor(norm, found))
         match_memory_order(self._optimizer)
         return self.loss
