@@ -194,11 +194,17 @@ class LoggedStep(NamedTuple):
     number: int = 0  # of the steps that the host knows of this optimizer, from 1 on
 
     def first_skip(self) -> str:
-        """Return that a step was skipped in a run without a loss scale, where none is to be expected."""
+        """Return that a step was skipped in a run without a loss scale, where none is to be expected.
+
+        It never waits: on a GPU the names of the parameters are still there.
+        """
+        why = "last_step(optimizer).overflow_report() names the gradients that were not finite"
+        if self.result.found_inf.is_cpu:
+            why = self.result.overflow_report().summary()
         return (
-            f"step {self.number} of {self.kind} was skipped, and nothing is scaled: "
-            f"{self.result.overflow_report().summary()}. Run `amp-plugin diagnose train.py`: it names the op "
-            "and its line. Later skips are counted without a warning"
+            f"step {self.number} of {self.kind} was skipped, and nothing is scaled: {why}. Run "
+            "`amp-plugin diagnose train.py`: it names the op and its line. Later skips are counted without a "
+            "warning"
         )
 
     def run_of_skips(self) -> str:
