@@ -18,7 +18,7 @@ from amp_plugin.scaling.gradients import multiply_, params_of
 from amp_plugin.scaling.loss_scale import LossScale, PendingScale
 from amp_plugin.scaling.optimizer_state import OptimizerState, Shared
 from amp_plugin.scaling.ranks import Groups, Ranks
-from amp_plugin.scaling.step_log import StepLog, StepResult
+from amp_plugin.scaling.step_log import StepLog, StepResult, reference_to
 from amp_plugin.scaling.words import Words
 
 if TYPE_CHECKING:
@@ -78,16 +78,9 @@ class ScalerCore:
 
     def _meet(self, optimizer: Optimizer) -> OptimizerState:
         key, states = id(optimizer), self._states
-        reference: Any
-        try:
-            reference = weakref.ref(optimizer, lambda _: states.pop(key, None))
-        except TypeError:  # an object that nothing can refer to weakly lives as long as the scaler
-
-            def reference() -> Optimizer:
-                return optimizer
-
+        reference = reference_to(optimizer, lambda _: states.pop(key, None))
         state = states[key] = OptimizerState(reference, self.shared)
-        if self.shared.scales.enabled and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        if self.shared.scales.enabled and hasattr(optimizer, "register_step_pre_hook"):
             _guard_steps(state)
         return state
 

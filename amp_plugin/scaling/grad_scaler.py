@@ -24,10 +24,11 @@ from amp_plugin.scaling.core import ScalerCore, is_optimizer
 from amp_plugin.scaling.loss_scale import LossScales, is_state, moved, scale_outputs, widened
 from amp_plugin.scaling.optimizer_state import OptimizerState, Shared
 from amp_plugin.scaling.overflows import checked_names
+from amp_plugin.scaling.plans import is_fused
 from amp_plugin.scaling.ranks import Groups, Ranks
 from amp_plugin.scaling.step_log import StepLog, StepResult, raise_for_nonfinite
-from amp_plugin.scaling.steps import take_step
-from amp_plugin.scaling.torch_names import TorchNames
+from amp_plugin.scaling.steps import refuse_nothing_checked, take_step, take_step_by
+from amp_plugin.scaling.torch_names import StateView, TorchNames
 from amp_plugin.scaling.updates import Updates
 
 T = TypeVar("T")
@@ -207,7 +208,47 @@ class GradScaler(TorchNames):
             raise RuntimeError(_UNSCALED_TWICE)
         if self.core.is_step_refused(state):
             raise RuntimeError(_UNSCALED_LATE)
-        state.unscale_()
+        if not self._is_overridden("_unscale_grads_"):
+            state.unscale_()
+            return
+
+        def unscale(scale: Tensor) -> dict[Any, Tensor]:
+            wide = scale if scale.device.type == "mps" else scale.double()
+            inverse = wide.reciprocal().float()
+            allowed = self.core.shared.fp16_gradients
+            found = self._unscale_grads_(optimizer, inverse, torch.zeros_like(scale), allowed)
+            return cast("dict[Any, Tensor]", found)
+
+        state.unscale_by(unscale)
+
+    def _is_overridden(self, name: str) -> bool:
+        """Whether a subclass or the program has put its own function in a method's place."""
+        return name in vars(self) or getattr(type(self), name) is not getattr(GradScaler, name)
+
+    def _step_as_overridden(
+        self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, StepResult] | None:
+        """Call the methods of torch's that the program has overridden where torch's step() calls them.
+
+        Returns:
+            What the program's ``_maybe_opt_step`` returned; None if the step is still to be taken.
+        """
+        unscales = self._is_overridden("unscale_") or self._is_overridden("_unscale_grads_")
+        steps = self._is_overridden("_maybe_opt_step")
+        has_closure = "closure" in kwargs or callable(next(iter(args), None))
+        if not (unscales or steps) or not self.is_enabled() or is_fused(optimizer) or has_closure:
+            return None
+        state = self._state_for("step", optimizer)
+        refuse_nothing_checked(self.core, state)
+        if state.stage is OptState.READY:
+            self.unscale_(optimizer)
+        if not steps:
+            return None
+
+        def step(state: OptimizerState) -> Any:
+            return self._maybe_opt_step(optimizer, StateView(state), *args, **kwargs)
+
+        return take_step_by(self.core, optimizer, step)
 
     @outside_graphs
     def ensure_unscaled(self, optimizer: Optimizer) -> None:
@@ -360,7 +401,8 @@ class GradScaler(TorchNames):
         """
         if not (self.is_enabled() or is_optimizer(optimizer)):
             return optimizer.step(*args, **kwargs)  # as torch's: whatever has a step() passes
-        return take_step(self.core, optimizer, args, kwargs)[0]
+        stepped = self._step_as_overridden(optimizer, args, kwargs)
+        return (stepped or take_step(self.core, optimizer, args, kwargs))[0]
 
     @outside_graphs
     def last_step(self, optimizer: Optimizer) -> StepResult:

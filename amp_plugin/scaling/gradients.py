@@ -266,7 +266,8 @@ def match_memory_order(optimizer: Optimizer) -> None:
             grad = param.grad
             if grad is not None and grad.layout is torch.strided and not _has_strides_of(grad, param):
                 param.grad = _laid_out_as(param, grad, optimizer)
-        _match_states(params, optimizer)
+        if params:  # an object that only has param_groups and step() has no state
+            _match_states(params, optimizer)
 
 
 def _match_states(params: list[Tensor], optimizer: Optimizer) -> None:

@@ -38,6 +38,11 @@ from amp_plugin.scaling.step_log import StepResult
 from amp_plugin.scaling.words import PLAIN, Words
 from amp_plugin.weights.one_pass import own_step
 
+_OWN_UNSCALING = (
+    "gradients of one optimizer carry several loss scales, and _unscale_grads_ was replaced, which divides "
+    "all of them by one: use one loss scale, or leave _unscale_grads_ as it is."
+)
+
 _MOST_KEPT = 16  # measurements of one window, before they are joined
 
 
@@ -384,6 +389,24 @@ class OptimizerState:
         self._use(OptState.UNSCALED, answers=on_request)
         return found
 
+    def unscale_by(self, unscale: Callable[[Tensor], dict[Any, Tensor]]) -> None:
+        """Let a program's own function unscale the gradients, and keep the overflows that it returns.
+
+        Args:
+            unscale: It is given the loss scale, float32, 0-dim; it returns 1.0 for a device with an overflow.
+        """
+        self.begin_call()
+        carried = [scale for scale, params, _ in self.parts() if any(p.grad is not None for p in params)]
+        if len(carried) > 1:
+            raise RuntimeError(_OWN_UNSCALING)
+        for scale in carried:
+            if scale is not None:
+                self._loss_scales[scale] = None
+                for found in unscale(scale.require()).values():
+                    self._find(found)
+        self.ledger.carry_nothing(id(self), self.shared.scales.updates_requested, False)
+        self._use(OptState.UNSCALED)
+
     def overflowed_before_closure(self, optimizer: Optimizer) -> bool:
         """Unscale what backward passes have left that the optimizer may use before it calls its closure.
 
@@ -399,10 +422,14 @@ class OptimizerState:
 
     def call_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Call the step of the optimizer, or of one that wraps it."""
+        return self.run_step(partial(optimizer.step, *args, **kwargs))
+
+    def run_step(self, step: Callable[[], Any]) -> Any:
+        """Run a step of the optimizer, which comes through the scaler."""
         self.is_stepping = True
         try:
             with own_step(self.optimizer):
-                return optimizer.step(*args, **kwargs)
+                return step()
         finally:
             self.is_stepping = False
 

@@ -230,11 +230,19 @@ def _ignore(_: object) -> None:
     """Take no notice."""
 
 
+def reference_to(optimizer: Optimizer, gone: Callable[[Any], object] | None = None) -> Any:
+    """Return a weak reference to an optimizer; a strong one to an object that allows no weak ones."""
+    try:
+        return weakref.ref(optimizer, gone)
+    except TypeError:
+        return lambda: optimizer
+
+
 class _Record:
     """What the log keeps of one optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = weakref.ref(optimizer)
+        self.optimizer = reference_to(optimizer)
         self.kind = type(optimizer).__name__
         self.exact = False
         self.is_warned_of = False

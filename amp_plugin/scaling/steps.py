@@ -61,7 +61,7 @@ def take_step(
         raise RuntimeError(_NO_UPDATE)
     call = partial(state.call_step, optimizer, *args, **kwargs)
     if closure is None:
-        _refuse_nothing_checked(core, state)
+        refuse_nothing_checked(core, state)
         if clip is not None and wants_torchs_bits(shared):
             clip_norm(core, optimizer, clip)
             clip = None
@@ -110,13 +110,29 @@ def _take(
     )
 
 
+def take_step_by(
+    core: ScalerCore, optimizer: Optimizer, maybe_step: Callable[[OptimizerState], Any]
+) -> tuple[Any, StepResult]:
+    """Let a program's own function step if no gradient has overflowed; the host waits for the device."""
+    state = core.state(optimizer)
+    if core.is_step_refused(state):
+        raise RuntimeError(_NO_UPDATE)
+    state.begin_call()
+    norm, found = state.measure(unscale=True)
+    value = state.run_step(partial(maybe_step, state))
+    how = "the program's own _maybe_opt_step"
+    result = state.close(norm, found, known=bool(found.item() > 0), how=how)
+    core.log.add(state.optimizer, result)
+    return value, result
+
+
 def _value(scales: set[Any]) -> Tensor | None:
     """Return the value of the only loss scale; None if the gradients carry nothing."""
     scale = next(iter(scales), None)
     return None if scale is None else scale.require()
 
 
-def _refuse_nothing_checked(core: ScalerCore, state: OptimizerState) -> None:
+def refuse_nothing_checked(core: ScalerCore, state: OptimizerState) -> None:
     """Raise as torch.amp does if gradients were scaled, and none of them can be checked.
 
     Unlike in torch.amp, an optimizer may step without gradients if another one has some, as in a GAN, or if

@@ -2,7 +2,8 @@
 
 Lightning, Accelerate and others check ``isinstance(scaler, torch.amp.GradScaler)`` and touch
 ``_scale``, ``_device``, ``_lazy_init_scale_growth_tracker`` or ``_per_optimizer_states``.
-Nothing of torch's state machine runs: every method that does more than read these is overridden.
+Nothing of torch's state machine runs: every method that does more than read these is overridden. A program's
+own ``_unscale_grads_`` or ``_maybe_opt_step`` is called where torch.amp calls it.
 """
 
 from __future__ import annotations
@@ -15,14 +16,11 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from amp_plugin.messages import warn_user
 from amp_plugin.options import between, whole
 from amp_plugin.scaling.core import ScalerCore
 from amp_plugin.scaling.loss_scale import LossScale
 from amp_plugin.scaling.optimizer_state import OptimizerState
 from amp_plugin.scaling.step_log import StepLog
-
-_NEVER_CALLED = ("_unscale_grads_", "_maybe_opt_step")
 
 
 def _of_loss_scale(name: str) -> Any:
@@ -34,15 +32,6 @@ class TorchNames(torch.amp.GradScaler):
     """torch's getters, setters and private names over our loss scales and states."""
 
     core: ScalerCore
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Warn of a subclass that overrides steps of torch's which are never called here."""
-        super().__init_subclass__(**kwargs)
-        if ignored := [name for name in _NEVER_CALLED if name in vars(cls)]:
-            warn_user(
-                f"{cls.__name__} overrides {' and '.join(ignored)}, which amp_plugin.GradScaler never calls: "
-                "override step() or unscale_()"
-            )
 
     _enabled = property(
         lambda self: self.core.shared.scales.enabled,
@@ -114,7 +103,7 @@ class TorchNames(torch.amp.GradScaler):
     @property
     def _per_optimizer_states(self) -> dict[int, Any]:  # type: ignore[override]
         never_met = {"stage": OptState.READY, "found_inf_per_device": {}}
-        return defaultdict(lambda: never_met, {id(state.optimizer): _View(state) for state in self.core})
+        return defaultdict(lambda: never_met, {id(state.optimizer): StateView(state) for state in self.core})
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
         self.loss_scale.materialize(dev)
@@ -126,7 +115,7 @@ class TorchNames(torch.amp.GradScaler):
         return state.found_inf_per_device
 
 
-class _View(dict[str, Any]):
+class StateView(dict[str, Any]):
     """torch's per-optimizer dict over our state: ``"stage"`` and ``"found_inf_per_device"``."""
 
     def __init__(self, state: OptimizerState) -> None:
