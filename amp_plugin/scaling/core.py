@@ -80,7 +80,10 @@ class ScalerCore:
         key, states = id(optimizer), self._states
         reference = reference_to(optimizer, lambda _: states.pop(key, None))
         state = states[key] = OptimizerState(reference, self.shared)
-        if self.shared.scales.enabled and hasattr(optimizer, "register_step_pre_hook"):
+        hookable = all(
+            hasattr(optimizer, name) for name in ("_optimizer_step_pre_hooks", "register_step_pre_hook")
+        )
+        if self.shared.scales.enabled and hookable:
             _guard_steps(state)
         return state
 
