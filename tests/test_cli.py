@@ -288,7 +288,9 @@ def test_what_was_cast_before_an_error_is_listed(script: Path) -> None:
     assert "arguments: --by mine" in result.output
     assert re.search(r"total +4 +", result.output)
     assert re.search(r"Linear +linear +weight +fp32 → bf16 +1 +0 +48 bytes", result.stdout)
-    assert result.stderr.startswith('Traceback (most recent call last):\n  File "' + str(script))
+    told, error = result.stderr.split("\n", 1)
+    assert told.startswith(f"amp-plugin casts: --by goes to {script}, which it follows")
+    assert error.startswith('Traceback (most recent call last):\n  File "' + str(script))
     assert "no casts" not in result.output
 
 

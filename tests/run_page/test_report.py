@@ -340,6 +340,6 @@ def test_a_page_under_diagnose_leaves_that_of_the_run_alone(tmp_path):
     (torch.bfloat16, 1.0, False), (torch.bfloat16, 1e35, True), (torch.float16, 1.0, True), (torch.float32, 1.0, False),
 ])  # fmt: skip
 def test_headroom_is_spoken_of_where_an_overflow_may_be_near(dtype, largest, said):
-    headroom = Headroom(torch.nn.Linear(2, 1))
+    headroom = Headroom([torch.nn.Linear(2, 1)])
     headroom._add(1, torch.tensor([largest]), torch.zeros(1))
     assert bool(headroom.nearest({"": dtype})) is said
