@@ -179,7 +179,7 @@ def curve_charts(curves: dict[str, list[Any]], *, has_skips: bool) -> dict[str, 
         ("loss", ["loss"], None, "Loss by step"),
     ):
         if any(value is not None for value in curves[columns[0]]):
-            line = _line(alt, columns, base, several=several)
+            line = _line(alt, columns, base, several=several, has_alone=_has_alone(curves, columns, base))
             layers = alt.layer(line, _skips(alt)) if has_skips else alt.layer(line)
             sized = layers.properties(width="container", height=_HEIGHT, description=title)
             charts[name] = sized.interactive(bind_y=False).to_dict()
@@ -191,7 +191,23 @@ def _steps(alt: Any, column: str) -> Any:
     return alt.X(f"{column}:Q", title="optimizer step", scale=alt.Scale(nice=False), axis=axis)
 
 
-def _line(alt: Any, columns: list[str], base: int | None, *, several: bool) -> Any:
+def _has_alone(curves: dict[str, list[Any]], columns: list[str], base: int | None) -> bool:
+    """Return whether a point stands between two that are not shown: a layer without a point has no extent."""
+    for name in columns:
+        shown: dict[str, list[bool]] = {}
+        for optimizer, value in zip(curves["optimizer"], curves[name], strict=True):
+            is_shown = value is not None and (base is None or value > 0)
+            shown.setdefault(optimizer, [False]).append(is_shown)
+        for row in shown.values():
+            if any(
+                list(three) == [False, True, False]
+                for three in zip(row, row[1:], [*row[2:], False], strict=False)
+            ):
+                return True
+    return False
+
+
+def _line(alt: Any, columns: list[str], base: int | None, *, several: bool, has_alone: bool) -> Any:
     scale = alt.Scale(zero=False) if base is None else alt.Scale(type="log", base=base)
     axis = alt.Axis(format=".3~g" if base == 10 else "~g", tickCount=5)
     if base == 2:
@@ -218,7 +234,7 @@ def _line(alt: Any, columns: list[str], base: int | None, *, several: bool) -> A
             color=alt.Color("kind:N", sort=columns, scale=colours, legend=legend),
             tooltip=["step:Q", *(f"{name}:Q" for name in columns), *["optimizer:N"][:several]],
         )
-        for mark in (marks, alone)
+        for mark in ((marks, alone) if has_alone else (marks,))
     ]
     if several:
         encoded[0] = encoded[0].encode(detail="optimizer:N", strokeDash="optimizer:N")
