@@ -42,7 +42,8 @@ WITHOUT_OPS := poisoned_batches takeover lightning_habits transformers_trainer a
 NATIVE_SOURCES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 PARALLEL := -n $(JOBS) --dist worksteal
 # The compiler's own tests need NVRTC, which the host device stands in for.
-ON_HOST_DEVICE := -p tests.host_device.plugin --ignore-glob "tests/kernels/test_cuda_[cp]*.py"
+ON_HOST_DEVICE := -p tests.host_device.plugin --ignore-glob "tests/kernels/test_cuda_[cp]*.py" \
+	--ignore tests/kernels/test_what_a_gpu_executes.py
 
 .PHONY: demo test lint format test-native test-beside test-host-device test-fallback test-gpu gpu-proof test-whole fuzz docs wheels bench bench-check clean asked-python
 .DELETE_ON_ERROR:
