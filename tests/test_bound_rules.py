@@ -124,10 +124,13 @@ def test_of_nested_files_each_is_told_if_nothing_reads_it(
 
 
 def test_a_run_inside_leaves_the_rules_of_the_program() -> None:
+    from amp_plugin.adapters.session import Session
     from amp_plugin.casting.bound_rules import ours_by_default
     from amp_plugin.casting.rules import OpRules
     from amp_plugin.casting.rules_in_force import number_on, set_default_rules
 
+    Session.forget_rules()  # of a test before this one in the same process
+    set_default_rules(None)
     before = number_on("cpu")
     with ours_by_default():
         ours = number_on("cpu")

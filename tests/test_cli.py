@@ -52,7 +52,7 @@ def test_it_runs_from_the_sources_alone(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["__main__.py", "--version"])
     with pytest.raises(SystemExit):
-        runpy.run_module("amp_plugin", run_name="__main__")
+        runpy.run_path(str(Path(amp_plugin.__file__).with_name("__main__.py")), run_name="__main__")
     assert capsys.readouterr().out.strip() == amp_plugin.__version__
 
 

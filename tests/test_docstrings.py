@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import pkgutil
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -31,6 +32,10 @@ def examples(module_name: str) -> list[doctest.DocTest]:
 @pytest.mark.parametrize("module_name", ["amp_plugin", *modules()])
 def test_the_examples_of_a_module(module_name: str) -> None:
     report: list[str] = []
+    if "accelerate" in sys.modules:  # another test of this process may have made an accelerator
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
     for example in examples(module_name):
         torch.manual_seed(0)
         doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=report.append)

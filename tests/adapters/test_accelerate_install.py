@@ -1,6 +1,3 @@
-import runpy
-import sys
-
 import accelerate
 import pytest
 import torch
@@ -10,7 +7,6 @@ from accelerate.state import AcceleratorState
 from amp_plugin import OpRules
 from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs, install, uninstall
 from tests.adapters.accelerate_pair import last_gradient, prepared
-from tests.warm_processes import call
 
 
 class Verbose(Accelerator):
@@ -86,23 +82,3 @@ def test_install_after_an_accelerator_was_made_warns():
     with pytest.warns(UserWarning, match="no effect on the Accelerator that was made before"):
         install()
     assert type(stock) is Accelerator
-
-
-def run_by_the_name_of_0_2(*words):
-    sys.argv = ["__main__.py", *words]
-    runpy.run_module("amp_plugin.adapters.accelerate", run_name="__main__", alter_sys=True)
-
-
-def test_python_m_of_the_adapter_runs_an_unedited_script(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import sys, accelerate\n"
-        "scaler = accelerate.Accelerator(mixed_precision='fp16', cpu=True).scaler\n"
-        "print(type(scaler).__module__, __name__, sys.argv)\n"
-        "sys.exit(3)\n"
-    )
-    done = call(run_by_the_name_of_0_2, str(script), "--epochs", "2", frameworks=True)
-    assert done.stdout == f"amp_plugin.scaling.grad_scaler __main__ {[str(script), '--epochs', '2']}\n", (
-        done.stderr
-    )
-    assert done.returncode == 3

@@ -1,5 +1,6 @@
 """What the plugin of pytest does in a test suite of its user."""
 
+import importlib.metadata
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 
 from tests.commands import ROOT
 
+PLUGIN = "amp_plugin.testing.plugin"
 TESTS = """
 import sys
 import pytest
@@ -55,17 +57,9 @@ def suite(tmp_path_factory):
 
 
 def run(folder, *words):
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "amp_plugin.testing.plugin",
-        "-p",
-        "no:cacheprovider",
-        *words,
-    ]
+    installed = any(point.value == PLUGIN for point in importlib.metadata.entry_points(group="pytest11"))
+    plugin = [] if installed else ["-p", PLUGIN]  # it would be registered twice
+    command = [sys.executable, "-m", "pytest", "-q", *plugin, "-p", "no:cacheprovider", *words]
     path = {"PYTHONPATH": str(ROOT), "PATH": "", "HOME": str(folder)}
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=path).stdout
 
