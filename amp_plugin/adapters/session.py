@@ -658,6 +658,9 @@ def _refuse_stranger(given: Any, name: str) -> None:
 
 
 def _has_fp32_buffers(module: nn.Module) -> bool:
-    """Whether activations may meet float32 buffers in a module; the statistics of norms do no harm."""
+    """Return True if a module has float32 buffers that its activations may meet.
+
+    The running statistics of normalization layers do not count: those layers accept activations in 16 bits.
+    """
     dtypes = {buffer.dtype for buffer in module.buffers(recurse=False)}
     return torch.float32 in dtypes and not isinstance(module, _NormBase)
