@@ -49,7 +49,7 @@ class _NonfiniteError(Exception):
 
 def run(state: OptimizerState, closure: Closure) -> Any:
     """Run a closure and return its loss."""
-    state.norm = None  # of an earlier call
+    state.replace_norm(None)
     before = state.backwards
     with torch.enable_grad():
         loss = closure()
@@ -93,7 +93,7 @@ def step(
                 raise RuntimeError(_NOT_PUT_BACK.format(type(optimizer).__name__)) from None
         finally:
             if calls.called:  # for the next step
-                state.changes_early = bool(state.changes_early or calls.changed_early)
+                state.note_early_change(calls.changed_early)
     norm, found = calls.found or state.measure(unscale=False)
     if clip is not None and skipped:
         clip.refuse_nonfinite(norm)

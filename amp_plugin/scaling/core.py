@@ -180,6 +180,7 @@ class ScalerCore:
             self.log.start_over(self.log.skipped_steps())
             self.shared = replace(self.shared, ranks=Ranks(groups))
             self._states.clear()
+            self._may_delay_update, self.last_backward = [], None
 
     def speak(self, words: Words) -> None:
         """Name the calls of a front door in error texts."""
@@ -225,7 +226,7 @@ class ScalerCore:
             Their norm, float32, 0-dim; None if there are no gradients.
         """
         state = self.state(optimizer)
-        state.norm = norm
+        state.replace_norm(norm)
         if norm is None:
             state.begin_call()
             state.measure(unscale=False)

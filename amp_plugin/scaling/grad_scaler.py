@@ -30,6 +30,7 @@ from amp_plugin.scaling.step_log import StepLog, StepResult, raise_for_nonfinite
 from amp_plugin.scaling.steps import refuse_nothing_checked, take_step, take_step_by
 from amp_plugin.scaling.torch_names import StateView, TorchNames
 from amp_plugin.scaling.updates import Updates
+from amp_plugin.scaling.words import PLAIN
 
 T = TypeVar("T")
 
@@ -522,6 +523,7 @@ class GradScaler(TorchNames):
             fp16_gradients=state.pop("_fp16_gradients"),
             one_pass=state.pop("_one_pass", True),
             on_nonfinite=state.pop("_on_nonfinite"),
+            words=state.pop("_words", PLAIN),
         )
         device, skipped_before = state.pop("_device"), state.pop("_skipped_before", 0)
         self.__dict__.update(state)
@@ -542,6 +544,7 @@ class GradScaler(TorchNames):
             "_fp16_gradients": shared.fp16_gradients,
             "_one_pass": shared.one_pass,
             "_on_nonfinite": shared.on_nonfinite,
+            "_words": shared.words,
             "_skipped_before": self.skipped_steps(),
         }
 

@@ -6,6 +6,7 @@ ranks, and keeps what was found until the step.
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Callable
@@ -44,6 +45,7 @@ _OWN_UNSCALING = (
 )
 
 _MOST_KEPT = 16  # measurements of one window, before they are joined
+_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +88,7 @@ class OptimizerState:
 
     def __init__(self, optimizer: weakref.ref[Optimizer], shared: Shared) -> None:
         self._optimizer, self.shared = optimizer, shared
+        self._number = next(_numbers)  # in the ledger, where the id of a state that is gone may come again
         self.names = ParameterNames()
         self.ledger: Any = make_ledger([], (), None)
         self.layouts: tuple[ShardLayout, ...] = ()
@@ -222,7 +225,7 @@ class OptimizerState:
         default, now = self.shared.scales.default, self.shared.scales.updates_requested
         if default.value is None or self._used[1] == now:
             return
-        if self.ledger.assume_scaled(default, id(self), now):
+        if self.ledger.assume_scaled(default, self._number, now):
             self.forget_overflows()  # those of a batch that is gone
 
     def begin_backward(self, scale: LossScale) -> None:
@@ -289,6 +292,18 @@ class OptimizerState:
         if not self.shared.scales.enabled and self.ledger.is_changed():
             self.norm = None
 
+    def replace_norm(self, norm: Tensor | None) -> None:
+        """Take a norm that was measured elsewhere; None forgets the one of an earlier call."""
+        self.norm = norm
+
+    def note_early_change(self, changed: bool) -> None:
+        """Record whether a step has changed weights before its last closure call."""
+        self.changes_early = bool(self.changes_early or changed)
+
+    def note_momentum(self, is_there: bool) -> None:
+        """Record whether all momentum buffers exist."""
+        self.has_momentum = is_there
+
     def take_norm(self, norm: Tensor, norm_type: float) -> None:
         """Keep the norm of the gradients, unless one from before a clip is kept."""
         if self.norm is None:
@@ -328,7 +343,8 @@ class OptimizerState:
                 self._loss_scales[scale] = None
             found_now += measured(params, scale, norm_type, write=unscale and scale is not None)
         if unscale:
-            self.ledger.carry_nothing(id(self) * on_request, self.shared.scales.updates_requested, False)
+            user = self._number if on_request else 0
+            self.ledger.carry_nothing(user, self.shared.scales.updates_requested, False)
         return found_now
 
     def _forget_earlier(self, now: list[Measurement], norm_type: float) -> None:
@@ -404,7 +420,7 @@ class OptimizerState:
                 self._loss_scales[scale] = None
                 for found in unscale(scale.require()).values():
                     self._find(found)
-        self.ledger.carry_nothing(id(self), self.shared.scales.updates_requested, False)
+        self.ledger.carry_nothing(self._number, self.shared.scales.updates_requested, False)
         self._use(OptState.UNSCALED)
 
     def overflowed_before_closure(self, optimizer: Optimizer) -> bool:
@@ -474,7 +490,7 @@ class OptimizerState:
         """End with a step, and return its result."""
         self.result = result
         self._use(OptState.STEPPED)
-        self.ledger.carry_nothing(id(self), self.shared.scales.updates_requested, True)
+        self.ledger.carry_nothing(self._number, self.shared.scales.updates_requested, True)
         self.forget()
         return result
 

@@ -162,7 +162,7 @@ def _take_fused(state: OptimizerState, found: Tensor, call: Call) -> tuple[Any, 
     optimizer, known = state.optimizer, HostFlag.at_once(found)
     if not state.has_momentum:
         without = _without_momentum(optimizer)
-        state.has_momentum = not without
+        state.note_momentum(not without)
         if any(param.grad is not None for param in without) and found.item() > 0:
             return None, True
     match_memory_order(optimizer)

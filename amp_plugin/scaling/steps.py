@@ -155,7 +155,7 @@ def _take_unchecked(
     """Take torch's own step, with torch's clip, since nobody asks whether gradients are finite."""
     closure: Any = kwargs.get("closure")
     if clip is not None and closure is None:
-        core.state(optimizer).norm = clip.by_torch(params_of(optimizer))
+        core.state(optimizer).replace_norm(clip.by_torch(params_of(optimizer)))
     elif clip is not None:
 
         def run() -> Any:

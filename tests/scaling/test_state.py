@@ -1,11 +1,14 @@
 """Invariant 6: checkpoints of torch.amp, Lightning and Accelerate load both ways."""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
 
 from amp_plugin import GradScaler
+from amp_plugin.scaling.words import Words
 
 
 def used(cls, weights, **options):
@@ -70,3 +73,11 @@ def test_a_state_that_is_not_whole_is_refused(scaler_class):
     with pytest.raises(KeyError, match="growth_factor"):
         scaler.load_state_dict(state)
     assert scaler.get_growth_interval() == 2000
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
+def test_a_copy_speaks_the_words_of_its_front_door(copied):
+    scaler = GradScaler("cpu")
+    scaler.core.speak(Words(backward="door.backward(loss)"))
+    with pytest.raises(RuntimeError, match=r"Call door.backward\(loss\) earlier"):
+        copied(scaler).update()
