@@ -34,6 +34,9 @@ from amp_plugin.scaling.words import PLAIN
 
 T = TypeVar("T")
 
+_MAY_BE_OVERRIDDEN: Final = ("step", "unscale_", "_unscale_grads_", "_maybe_opt_step")
+"""Methods that a step calls if a subclass or the program has put its own in their place."""
+
 _UNSCALED_TWICE: Final = (
     "unscale_() has already been called on this optimizer since the last update(). "
     "Call it once, or use ensure_unscaled(), which may be repeated."
@@ -369,9 +372,11 @@ class GradScaler(TorchNames):
             >>> [round(number.item(), 5) for number in (result.norm, result.clipped_norm, weight[0])]
             [6.0, 1.0, 0.5]
         """
-        if closure is None and (type(self).step is not GradScaler.step or "step" in vars(self)):
+        if closure is None and any(map(self._is_overridden, _MAY_BE_OVERRIDDEN)):
+            if self.is_enabled() and self._state_for("clip_and_step", optimizer).stage is OptState.READY:
+                self.unscale_(optimizer)
             self.clip_grad_norm_(optimizer, max_norm, norm_type, error_if_nonfinite)
-            self.step(optimizer)  # a subclass's own
+            self.step(optimizer)
             return self.last_step(optimizer)
         clip = clipping.NormClip.of(max_norm, norm_type, error_if_nonfinite)
         kwargs = {} if closure is None else {"closure": closure}

@@ -109,6 +109,21 @@ def test_an_overridden_unscale_is_called_by_step(clips, is_set):
     assert calls.count(KINDS[0]) == calls.count(KINDS[1]) == 4
 
 
+@pytest.mark.parametrize("name", ["step", "unscale_", "_unscale_grads_", "_maybe_opt_step"])
+def test_clip_and_step_calls_what_is_overridden(name):
+    def own(self, *args, **kwargs):
+        calls.append(name)
+        return getattr(GradScaler, name)(self, *args, **kwargs)
+
+    calls, weight = [], torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = type("Own", (GradScaler,), {name: own})("cpu", init_scale=4.0)
+    scaler.scale((3.0 * weight).sum()).backward()
+    result = scaler.clip_and_step(optimizer, 0.5)
+    assert calls == [name]
+    assert (weight.item(), result.skipped, result.norm.item()) == (pytest.approx(0.5, rel=1e-5), False, 3.0)
+
+
 @pytest.mark.parametrize("clips", [False, True])
 def test_a_replaced_unscale_grads_decides_about_float16(clips):
     def make(kind):
