@@ -120,7 +120,7 @@ class Session:
         if precision == "fp8" and isinstance(options, PluginOptions):
             self._float8 = checked_config(f"{door}('fp8')", options.float8_config)
         self._scaler: Any = None
-        self._meets_fp32 = False  # whether activations may meet float32 where all weights are stored
+        self._meets_fp32 = False  # whether a module has float32 buffers, or is one of fp32_modules
         self._watch: RunReport | ModuleWatch | None = None
         self._ends_watch: Any = None  # at the end of the process
 
@@ -658,9 +658,10 @@ def _refuse_stranger(given: Any, name: str) -> None:
 
 
 def _has_fp32_buffers(module: nn.Module) -> bool:
-    """Return True if a module has float32 buffers that its activations may meet.
+    """Return True if a module has float32 buffers with which it may compute.
 
-    The running statistics of normalization layers do not count: those layers accept activations in 16 bits.
+    A 16-bit activation times such a buffer is float32. Running statistics of normalization layers do not
+    count: those layers accept 16-bit activations.
     """
     dtypes = {buffer.dtype for buffer in module.buffers(recurse=False)}
     return torch.float32 in dtypes and not isinstance(module, _NormBase)

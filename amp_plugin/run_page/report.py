@@ -287,7 +287,7 @@ def report(scaler: HasStepLog, model: nn.Module, path: str | Path = "run.html") 
 
 def _claimed(path: Path, stack: ExitStack) -> Path:
     """Return the path, or the next one that no other run writes, locked until the stack ends."""
-    if is_watched():  # a run under diagnose is another one than that of the page
+    if is_watched():  # keep the page of the user's own run: diagnose repeats that run
         path = path.with_name(f"{path.stem}-diagnose{path.suffix}")
     path.parent.mkdir(parents=True, exist_ok=True)
     number, chosen = 1, path
