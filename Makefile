@@ -19,7 +19,7 @@
 #              torch with TORCH="2.11.0 2.13.0 2.15.0", CPU and CUDA builds alike; the CPU builds are smaller, with
 #              PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 # make bench   measure ours beside torch.amp and the stock plugins on the CPU, some 10 minutes, and write
-#              benchmarks/results/, the tables of docs/measurements.md and its plots
+#              benchmarks/results/, the tables of docs/lab/measurements.md and its plots
 # make bench-check   measure what is promised; fails where a promise is missed by more than 10 %
 #
 # Each makes .venv with the pinned versions first, if it is not there.

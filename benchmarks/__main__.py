@@ -29,7 +29,7 @@ from amp_plugin.casting.installed_kernels import KERNELS
 from amp_plugin.kernels.build import require_native
 from benchmarks import tables
 from benchmarks.catalogue import keys, section
-from benchmarks.document import DOCS, blocks, filled, read_pages
+from benchmarks.document import LAB, blocks, filled, read_pages
 from benchmarks.harness import Outcome, measure
 from benchmarks.report import Report, SectionRecord, today
 from benchmarks.setting import Section, Setting, threads
@@ -84,8 +84,8 @@ def write(report: Report) -> None:
     """Write the documentation from a report."""
     from benchmarks.plots import draw  # noqa: PLC0415 - matplotlib is slow to import
 
-    (DOCS / "images").mkdir(exist_ok=True)
-    for page, text in filled(read_pages(), blocks(report, draw(report, DOCS / "images"))).items():
+    (LAB / "images").mkdir(exist_ok=True)
+    for page, text in filled(read_pages(), blocks(report, draw(report, LAB / "images"))).items():
         page.write_text(text, encoding="utf-8")
 
 

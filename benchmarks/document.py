@@ -9,8 +9,8 @@ from pathlib import Path
 from benchmarks import tables
 from benchmarks.report import Report
 
-DOCS = Path(__file__).parents[1] / "docs"
-PAGES = tuple(DOCS / name for name in ("performance.md", "measurements.md", "cuda.md"))
+LAB = Path(__file__).parents[1] / "docs" / "lab"
+PAGES = tuple(LAB / name for name in ("performance.md", "measurements.md", "cuda.md"))
 
 
 def blocks(report: Report, figures: Mapping[str, list[str]]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Write into docs/api.md what each section describes, and the tables of options into their pages.
+"""Write into docs/reference/api.md what each section describes, and the tables of options into their pages.
 
 The signatures and the whole docstrings are put in when the site is built. Run it after a
 change of a docstring's first line or of an option: ``python -m docs.api_tables``.
@@ -16,8 +16,13 @@ import amp_plugin
 from amp_plugin.adapters.ignite import IgniteOptions
 from amp_plugin.options import AccelerateOptions, PluginOptions, option_defaults, option_docs
 
-OPTIONS = {"accelerate.md": AccelerateOptions, "ignite.md": IgniteOptions, "lightning.md": PluginOptions}
-PAGE = Path(__file__).parent / "api.md"
+OPTIONS = {
+    "start/accelerate.md": AccelerateOptions,
+    "start/ignite.md": IgniteOptions,
+    "start/lightning.md": PluginOptions,
+}
+DOCS = Path(__file__).parent
+PAGE = DOCS / "reference" / "api.md"
 _SECTION = re.compile(r"^(## .+)\n\n(?:\|.*\n)*\n*", re.MULTILINE)
 _ENTRY = re.compile(r"^<!-- ::: ([\w.]+) -->$", re.MULTILINE)
 _IS_MARKUP = re.compile(r":\w+:`~?([^`]+)`")
@@ -73,6 +78,6 @@ def _default(value: object) -> str:
 
 if __name__ == "__main__":
     for page, options in OPTIONS.items():
-        file = PAGE.with_name(page)
+        file = DOCS / page
         file.write_text(with_options(file.read_text(encoding="utf-8"), options), encoding="utf-8")
     PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

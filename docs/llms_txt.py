@@ -27,12 +27,12 @@ def llms_txt() -> str:
     """
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     parts: dict[str, list[str]] = {
-        "Start": ["- [For coding agents](AGENTS.md): " + _summary(ROOT / "AGENTS.md")]
+        "Overview": ["- [For coding agents](AGENTS.md): " + _summary(ROOT / "AGENTS.md")]
     }
     for entry in site["nav"]:
         ((title, below),) = entry.items()
         if isinstance(below, str):
-            parts["Start"] += _lines(title, below)
+            parts["Overview"] += _lines(title, below)
         else:
             parts[title] = [line for page in below for named in page.items() for line in _lines(*named)]
     sections = (f"## {title}\n\n" + "\n".join(lines) for title, lines in parts.items())

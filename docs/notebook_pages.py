@@ -12,17 +12,18 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 DOCS = Path(__file__).parent
-LINK = re.compile(r"\]\((\w+)\.ipynb\)")
+LINK = re.compile(r"\]\(([\w/.]+)\.ipynb\)")
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def on_files(files: Files, *, config: Any) -> Files:
     """Add a page and its pictures for each notebook; the notebook itself stays, to be downloaded."""
-    for notebook in sorted(DOCS.glob("*.ipynb")):
+    for notebook in sorted(DOCS.rglob("*.ipynb")):
+        folder = notebook.parent.relative_to(DOCS)
         text, pictures = page(json.loads(notebook.read_text(encoding="utf-8")), notebook.stem)
-        files.append(File.generated(config, f"{notebook.stem}.md", content=text))
+        files.append(File.generated(config, str(folder / f"{notebook.stem}.md"), content=text))
         for name, content in pictures.items():
-            files.append(File.generated(config, name, content=content))
+            files.append(File.generated(config, str(folder / name), content=content))
     return files
 
 

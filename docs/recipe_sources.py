@@ -1,4 +1,4 @@
-"""Put the recipes' programs into the site, where a page links to ``../recipes/NAME.py``."""
+"""Put the recipes' programs into the site, where a page links to ``recipes/NAME.py`` outside the docs folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 RECIPES = Path(__file__).parent.parent / "recipes"
-LINK = re.compile(r"\]\(\.\./recipes/(\w+)\.py\)")
+LINK = re.compile(r"\]\(\.\./((?:\.\./)*)recipes/(\w+)\.py\)")
 
 
 def on_files(files: Files, *, config: Any) -> Files:
@@ -22,4 +22,4 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Let links to a recipe's file lead to its page."""
-    return LINK.sub(r"](recipes/\1.md)", markdown)
+    return LINK.sub(r"](\1recipes/\2.md)", markdown)

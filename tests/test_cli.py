@@ -24,7 +24,7 @@ from amp_plugin.kernels.cuda import compile as compile_
 from amp_plugin.kernels.cuda import register
 from tests.commands import amp
 
-DOCS = [*(Path(__file__).parent.parent / "docs").glob("*.md"), Path(__file__).parent.parent / "README.md"]
+DOCS = [*(Path(__file__).parent.parent / "docs").rglob("*.md"), Path(__file__).parent.parent / "README.md"]
 
 
 @pytest.fixture

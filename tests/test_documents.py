@@ -31,7 +31,7 @@ def name(page: Path) -> str:
 
 
 # Whoever copies a first loop sees it train from its first step: no loss of theirs overflows in fp16.
-FIRST_LOOPS = {"README.md", "docs/index.md", "docs/scaling.md"}
+FIRST_LOOPS = {"README.md", "docs/index.md", "docs/reference/loss_scaling.md"}
 WATCH = """\
 from amp_plugin.scaling.grad_scaler import GradScaler
 _step, _skips = GradScaler.step, []
@@ -76,7 +76,7 @@ def headings(page: Path) -> set[str]:
 
 
 def test_every_name_that_users_import_has_a_section_in_the_reference() -> None:
-    sections = re.findall(r"^<!-- ::: ([\w.]+) -->$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    sections = re.findall(r"^<!-- ::: ([\w.]+) -->$", (ROOT / "docs/reference/api.md").read_text(), re.MULTILINE)
     described = [section.rpartition(".")[2] for section in sections]
     assert len(described) == len(set(described))
     programs = "\n".join(text for page in PAGES for text in blocks(page, "python"))
@@ -88,12 +88,12 @@ def test_every_name_that_users_import_has_a_section_in_the_reference() -> None:
 
 
 def test_the_design_names_the_folders() -> None:
-    rows = re.findall(r"^\| `(\w+)/` \|", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)/` \|", (ROOT / "docs/lab/design.md").read_text(), re.MULTILINE)
     assert set(rows) == {file.parent.name for file in (ROOT / "amp_plugin").glob("*/__init__.py")}
 
 
 def test_the_tables_of_the_reference_are_those_of_the_docstrings() -> None:
-    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/api.md").read_text(encoding="utf-8")
     assert page == with_tables(page), "run: python -m docs.api_tables"
 
 

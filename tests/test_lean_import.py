@@ -126,7 +126,7 @@ started += ["core"] * hasattr(torch.ops.amp_plugin, "_cuda_kernels")
 
 
 def test_without_the_core_nothing_reaches_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What docs/stability.md says of AMP_PLUGIN_NATIVE=0."""
+    """What docs/reference/stability.md says of AMP_PLUGIN_NATIVE=0."""
     monkeypatch.setenv("AMP_PLUGIN_NATIVE", "0")
     assert loaded_by(USE, tmp_path / "cache")["started"] == []
     assert not (tmp_path / "cache").exists()

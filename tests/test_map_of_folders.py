@@ -5,7 +5,7 @@ from pathlib import Path
 import amp_plugin
 
 ROOT = Path(amp_plugin.__file__).parent
-MAP = (ROOT.parent / "docs" / "design.md").read_text(encoding="utf-8").partition("## ")[0]
+MAP = (ROOT.parent / "docs" / "lab" / "design.md").read_text(encoding="utf-8").partition("## ")[0]
 
 
 def test_it_names_each_folder_and_each_module_of_the_root():

@@ -85,7 +85,7 @@ def test_the_rest_is_what_has_no_outcome_yet(on_a_gpu, monkeypatch, capsys, tmp_
 
 
 def test_the_first_ten_minutes_are_asked_for_by_one_name_and_fit(on_a_gpu, tmp_path):
-    """Ops first, then all that is timed, then the rest side by side; the seconds are those of docs/cuda.md."""
+    """Ops first, then all that is timed, then the rest side by side; the seconds are those of docs/lab/cuda.md."""
     names = [step.name for step in steps()]
     asked = on_gpu.asked_for(["first-ten-minutes"], names)
     assert asked.within == 480.0

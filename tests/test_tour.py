@@ -1,4 +1,4 @@
-"""The notebook docs/tour.ipynb: it runs, at a small size, and was saved with what it shows."""
+"""The notebook docs/start/tour.ipynb: it runs, at a small size, and was saved with what it shows."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from docs.notebook_pages import page
 
 pytestmark = pytest.mark.native
 
-NOTEBOOK = Path(__file__).parent.parent / "docs" / "tour.ipynb"
+NOTEBOOK = Path(__file__).parent.parent / "docs" / "start" / "tour.ipynb"
 FEW = "steps = 32"
 
 

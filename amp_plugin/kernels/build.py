@@ -1,7 +1,7 @@
 """Compile the native core once per torch release, load it, or say why not.
 
 A core that a wheel brought along is looked up first, then one in the build cache, which also keeps cubins.
-What the cache promises, and why a process of its own compiles: docs/design.md, "How the core is built".
+What the cache promises, and why a process of its own compiles: docs/lab/design.md, "How the core is built".
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Every op takes all gradients of one optimizer on one device, dtypes mixed (float
 float64, complex64, complex128), any strides and sizes; no lazily conjugated or negated ones. Sparse gradients
 enter through their values, DTensors through their local tensors.
 
-On a GPU each is one launch (``round_weights_`` one per tensor) without a host sync: docs/cuda.md.
+On a GPU each is one launch (``round_weights_`` one per tensor) without a host sync: docs/lab/cuda.md.
 
 Contract of every kernel, whatever the device:
 

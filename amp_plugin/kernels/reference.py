@@ -11,7 +11,7 @@ in :mod:`amp_plugin.kernels.ops`.
 One collective adds them up. For an infinite p it takes maxima: of the norms themselves, or of the negated
 norms where p is -inf.
 
-**Weights.** A float32 master is kept as a pair of 16 + 16 bits: docs/design.md, "The pair".
+**Weights.** A float32 master is kept as a pair of 16 + 16 bits: docs/lab/design.md, "The pair".
 
 **Steps.** :func:`step_` takes a step of any optimizer that has an entry in :data:`RULES`.
 """

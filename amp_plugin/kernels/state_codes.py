@@ -1,6 +1,6 @@
 """Optimizer states in 16 and 8 bits, in plain torch: to the bit what the kernels of a step read and write.
 
-docs/design.md, "Compressed state", has the formats. What is drawn for an element follows from its place in
+docs/lab/design.md, "Compressed state", has the formats. What is drawn for an element follows from its place in
 memory and the number of the step, and from nothing else.
 """
 

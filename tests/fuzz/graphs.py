@@ -219,7 +219,7 @@ class Printer:
 
     What torch.autocast cannot be asked is left out: a leaf cast to two dtypes in one region (torch
     keeps the first), and uses of a leaf on both sides of a write of a weight (to make torch see the
-    write, all its casts are dropped). So is what docs/autocast.md says to differ: regions in the function
+    write, all its casts are dropped). So is what docs/reference/autocast.md says to differ: regions in the function
     of a reentrant checkpoint.
     """
 
