@@ -1,4 +1,4 @@
-"""Put the recipes' programs into the site, where a page links to ``recipes/NAME.py`` outside the docs folder."""
+"""Put the recipes' programs into the site, for the links of pages to ``recipes/NAME.py``."""
 
 from __future__ import annotations
 

@@ -76,7 +76,9 @@ def headings(page: Path) -> set[str]:
 
 
 def test_every_name_that_users_import_has_a_section_in_the_reference() -> None:
-    sections = re.findall(r"^<!-- ::: ([\w.]+) -->$", (ROOT / "docs/reference/api.md").read_text(), re.MULTILINE)
+    sections = re.findall(
+        r"^<!-- ::: ([\w.]+) -->$", (ROOT / "docs/reference/api.md").read_text(), re.MULTILINE
+    )
     described = [section.rpartition(".")[2] for section in sections]
     assert len(described) == len(set(described))
     programs = "\n".join(text for page in PAGES for text in blocks(page, "python"))

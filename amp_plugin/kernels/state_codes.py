@@ -1,7 +1,7 @@
 """Optimizer states in 16 and 8 bits, in plain torch: to the bit what the kernels of a step read and write.
 
-docs/lab/design.md, "Compressed state", has the formats. What is drawn for an element follows from its place in
-memory and the number of the step, and from nothing else.
+docs/lab/design.md, "Compressed state", has the formats. The random bits of an element follow from its place
+in memory and the number of the step, and from nothing else.
 """
 
 from __future__ import annotations
