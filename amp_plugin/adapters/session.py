@@ -610,6 +610,10 @@ class FrontDoor:
         """As :meth:`last_step`, but None if the optimizer has not stepped yet."""
         return self._scaler.core.result_of(torch_optimizer(optimizer))
 
+    def landed(self, optimizer: Optimizer, *, wait: bool = True) -> bool:
+        """Return True if an optimizer's last step was taken: :meth:`amp_plugin.GradScaler.landed`."""
+        return self._scaler.landed(torch_optimizer(optimizer), wait=wait)
+
     def grad(
         self, outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], **options: Any
     ) -> tuple[Tensor | None, ...]:

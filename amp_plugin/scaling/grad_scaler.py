@@ -424,6 +424,43 @@ class GradScaler(TorchNames):
         return result
 
     @outside_graphs
+    def landed(self, optimizer: Optimizer, *, wait: bool = True) -> bool:
+        """Return True if the optimizer's last step was taken, and False if it was skipped.
+
+        Averages of weights, target networks and counters follow it: ``if scaler.landed(optimizer):
+        average.update_parameters(model)``.
+
+        Args:
+            optimizer: The optimizer, after its step.
+            wait: Wait for the device if the host does not know yet: a host sync after a step in one pass or a
+                fused step on a GPU. False never waits. There the host learns of a skip about one step later,
+                and False is then returned for that later step. Each skip is counted once.
+
+        Raises:
+            RuntimeError: It has not stepped yet.
+
+        Example:
+            >>> import torch
+            >>> from amp_plugin import GradScaler
+            >>> model, scaler = torch.nn.Linear(2, 1), GradScaler("cpu")
+            >>> average = torch.optim.swa_utils.AveragedModel(model)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> for batch in (torch.ones(2), torch.full((2,), torch.inf)):
+            ...     optimizer.zero_grad()
+            ...     scaler.scale(model(batch).sum()).backward()
+            ...     value = scaler.step(optimizer)
+            ...     if scaler.landed(optimizer):
+            ...         average.update_parameters(model)
+            ...     scaler.update()
+            >>> int(average.n_averaged)
+            1
+        """
+        result = self.last_step(optimizer)
+        if wait:
+            return not result.skipped
+        return not self.core.log.holds_schedulers(self.core.state(optimizer).optimizer)
+
+    @outside_graphs
     def skipped_steps(self, optimizer: Optimizer | None = None) -> int:
         """Return how many steps were skipped, of one optimizer or (None) of all: a host sync."""
         if optimizer is None:

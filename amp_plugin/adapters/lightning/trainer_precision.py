@@ -25,6 +25,7 @@ from amp_plugin.adapters.lightning.precision_core import PrecisionCore
 from amp_plugin.adapters.lightning.user_code import (
     NOT_AFTER_CLIPPING,
     HeldSchedulers,
+    average_landed_steps,
     averages_in_fp32,
     calls_closure_again,
     refuse_strays,
@@ -89,6 +90,7 @@ class TrainerPrecision(PrecisionCore):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self._schedulers = HeldSchedulers()
+        self._landed_steps = 0  # as schedulers count them: a GPU's host learns of a skip one step later
         self._trainer: Any = None  # of the present run
         self._loads_again = False  # whether weights that were loaded before set-up were rounded
         self._users_methods: frozenset[str] = frozenset()
@@ -125,6 +127,9 @@ class TrainerPrecision(PrecisionCore):
             self._loads_again = self.session.set_up_weights(module, self.settings.fp32_modules)
         if self._fits:
             averages_in_fp32(trainer.callbacks, self.package, self.session.at_end)
+            average_landed_steps(
+                trainer.callbacks, self.package, lambda: self._landed_steps, self.session.at_end
+            )
         is_overridden = self.package.utilities.model_helpers.is_overridden
         self._users_methods = users_methods(module, self, is_overridden)
         return super().convert_module(module)
@@ -217,6 +222,7 @@ class TrainerPrecision(PrecisionCore):
             output = self._step(model.trainer, optimizer, closure, **kwargs)
             self.session.count_step()  # not if the closure has raised
             self._schedulers.after_step(optimizer, self.step_log)
+            self._landed_steps += self.landed(optimizer, wait=False)
             return output
 
     def _step(self, trainer: Any, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
