@@ -1,1 +1,1 @@
-"""Reads Python source for mistakes with mixed precision, without running it."""
+"""Finds mistakes with mixed precision in Python source, without running it."""

@@ -1,4 +1,4 @@
-"""Checks files: each rule on each module, without what comments, settings and a baseline silence."""
+"""Checks files: runs each rule on each module, then drops what comments, settings or a baseline silence."""
 
 from __future__ import annotations
 
@@ -58,13 +58,14 @@ class Found:
     """A mistake in a file.
 
     Attributes:
-        path: of the file.
-        code: of the rule.
-        line, column, end_line, end_column: of the place, from 1; of a notebook in its cell.
-        cell: the number of a notebook's code cell, from 1; 0 if the file is no notebook.
-        detail: what is special here; empty if the rule's text says all.
-        source_line: the first line of the place, without blanks around it.
-        edits: that mend it.
+        path: the path of the file.
+        code: the code of the rule, such as "AMP001".
+        line, column, end_line, end_column: the place, counted from 1. In a notebook it is counted from the
+            beginning of the cell.
+        cell: the number of the notebook's code cell, counted from 1; 0 if the file is not a notebook.
+        detail: text that replaces the rule's own; empty if the rule's own text fits.
+        source_line: the text of the first line, stripped.
+        edits: the edits that mend the mistake.
     """
 
     path: Path
@@ -90,7 +91,7 @@ class Found:
 
     @property
     def known_by(self) -> tuple[str, str, str]:
-        """What stays when other lines are added: path, rule and the text of the line."""
+        """What a baseline knows a mistake by: path, rule and text of the line, and not the line number."""
         return self.path.as_posix(), self.code, self.source_line
 
 
@@ -100,10 +101,10 @@ class Report:
 
     Attributes:
         found: the mistakes, by path and line.
-        faults: files that cannot be parsed, with the reason.
-        files: how many files were checked.
-        fixed: how many mistakes were mended in the files.
-        diffs: what a fix would change.
+        faults: file that cannot be parsed -> the reason.
+        files: the number of files checked.
+        fixed: the number of mistakes mended.
+        diffs: unified diffs of the changes that a fix would make.
     """
 
     found: list[Found] = field(default_factory=list)
@@ -119,13 +120,13 @@ class Report:
 
 
 def check(paths: Sequence[Path], settings: Settings, *, fix: bool = False, diff: bool = False) -> Report:
-    """Check files and the Python files and notebooks in folders.
+    """Check files, and the Python files and notebooks in folders.
 
     Args:
         paths: files and folders.
-        settings: which rules, and what to leave out.
-        fix: mend in the files what can be mended.
-        diff: tell what a fix would change, and change nothing.
+        settings: the rules to check, and the paths to leave out.
+        fix: True writes the edits that mend mistakes into the files.
+        diff: True collects these edits as diffs and writes nothing.
     """
     report = Report()
     baseline = (
@@ -190,7 +191,7 @@ def _found(source: Source, hit: Hit) -> Found:
 
 
 def _files(paths: Sequence[Path], exclude: Sequence[str]) -> Iterator[Path]:
-    """Yield the files, each once; hidden folders and those of installed packages are passed over."""
+    """Yield each file once; hidden folders and folders of installed packages are left out."""
     seen: dict[Path, None] = {}
     for path in paths:
         if path.is_dir():
@@ -211,7 +212,7 @@ def _is_skipped(path: Path) -> bool:
 
 
 def _without_known(found: Iterable[Found], baseline: Counter[tuple[str, str, str]]) -> list[Found]:
-    """Leave out what a baseline holds, each entry once."""
+    """Drop the mistakes that a baseline holds; each entry of it drops one mistake."""
     new = []
     for one in found:
         if baseline[one.known_by] > 0:
@@ -222,11 +223,11 @@ def _without_known(found: Iterable[Found], baseline: Counter[tuple[str, str, str
 
 
 def read_baseline(file: Path) -> list[tuple[str, str, str]]:
-    """Return what a baseline holds.
+    """Return the entries of a baseline file: path, code and text of the line.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is not a baseline.
+        OSError: the file cannot be read.
+        ValueError: the file is not a baseline.
     """
     try:
         rows = json.loads(file.read_text(encoding="utf-8"))["findings"]
@@ -237,6 +238,6 @@ def read_baseline(file: Path) -> list[tuple[str, str, str]]:
 
 
 def write_baseline(file: Path, found: Iterable[Found]) -> None:
-    """Write what was found to a file, so that later checks report only what is new."""
+    """Write the mistakes to a baseline file, so that later checks report new ones only."""
     rows = [dict(zip(("path", "code", "line"), one.known_by, strict=True)) for one in found]
     file.write_text(json.dumps({"findings": rows}, indent=1) + "\n", encoding="utf-8")

@@ -1,7 +1,8 @@
-"""What each function of a module does with losses, gradients and scalers, in the order of the source.
+"""Lists what each function does with losses, gradients and scalers, in the order of the source.
 
-A function becomes a list of events. Each knows the conditions, loops and autocast regions around it. Two
-events belong together if the conditions of one are among those of the other.
+A function becomes a list of events. An event is a call that matters, such as ``scaler.step(optimizer)``.
+Each event knows the conditions, loops and autocast regions around it. Two events can run in the same
+iteration if the conditions of one are among the conditions of the other.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ _SCALER_METHODS: Final[dict[str, Kind]] = {
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """An autocast region as far as the source tells.
+    """An autocast region, with what the source says about it.
 
     Attributes:
-        device: "cuda", "cpu" and so on; empty if unknown.
-        dtype: "float16", "bfloat16"; empty if unknown.
+        device: the device type, such as "cuda"; empty if the source does not say.
+        dtype: "float16" or "bfloat16"; empty if the source does not say.
         is_on: False if the source says ``enabled=False``.
-        is_sure: whether a region is opened on every path.
+        is_sure: True if the region is opened whichever branch the program takes.
     """
 
     device: str = ""
@@ -58,7 +59,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Context:
-    """Where a statement stands in its function."""
+    """The conditions, loops and autocast regions around a statement."""
 
     conditions: tuple[tuple[str, bool], ...] = ()
     loops: tuple[ast.AST, ...] = ()
@@ -70,32 +71,33 @@ class Context:
         return self.regions[-1] if self.regions and self.regions[-1].is_on else None
 
     def within(self, test: ast.expr, *, holds: bool) -> Context:
-        """Return the context of a branch."""
+        """Return the context inside a branch of ``if test``: its body if ``holds``, else its ``else``."""
         return replace(self, conditions=(*self.conditions, *_facts(test, holds=holds)))
 
     def excludes(self, other: Context) -> bool:
-        """Return whether both cannot be reached in one pass."""
+        """Return True if the two places stand in opposite branches, so that only one of them can run."""
         return any((text, not holds) in other.conditions for text, holds in self.conditions)
 
     def goes_with(self, other: Context) -> bool:
-        """Return whether one of the two is reached whenever the other is."""
+        """Return True if one of the two places runs each time the other one runs."""
         mine, its = {*self.conditions}, {*other.conditions}
         return not self.excludes(other) and (mine <= its or its <= mine)
 
 
 @dataclass(frozen=True, eq=False)
 class Event:
-    """A call that matters.
+    """A call that does something with a loss, a gradient or a scaler.
 
     Attributes:
-        kind: what it does.
-        call: the call.
-        context: where it stands.
-        scope: of its function.
-        who: the scaler, accelerator or scheduler; of a step past a scaler the optimizer.
-        optimizer: the optimizer that is given to a scaler.
-        touches: variables that an unknown call is given.
-        position: its place among the events of its function.
+        kind: what the call does.
+        call: the syntax node of the call.
+        context: the conditions, loops and regions around the call.
+        scope: the scope of the function that contains the call.
+        who: the scaler, accelerator or scheduler whose method is called. For an optimizer that steps without
+            a scaler it is the optimizer.
+        optimizer: the optimizer that is passed to the scaler.
+        touches: the variables that are passed to a call of an unknown function.
+        position: the index of the event in its function.
     """
 
     kind: Kind
@@ -110,12 +112,12 @@ class Event:
 
 @dataclass(eq=False)
 class Flow:
-    """The events of one function, or of the statements of a module outside of functions.
+    """The events of one function, or of a module's statements outside its functions.
 
     Attributes:
-        scope: of the function.
-        events: its calls, in order.
-        divisions: its divisions, each with the place where it stands.
+        scope: the scope of the function.
+        events: the events, in the order of the source.
+        divisions: each division, with the conditions and loops around it.
     """
 
     scope: Scope
@@ -123,16 +125,16 @@ class Flow:
     divisions: list[tuple[ast.BinOp, Context]] = field(default_factory=list)
 
     def of(self, *kinds: Kind) -> list[Event]:
-        """Return the events of some kinds."""
+        """Return the events whose kind is one of ``kinds``."""
         return [event for event in self.events if event.kind in kinds]
 
     def between(self, first: Event, last: Event) -> list[Event]:
-        """Return the events between two."""
+        """Return the events between two events, without these two."""
         return self.events[first.position + 1 : last.position]
 
 
 def _facts(test: ast.expr, *, holds: bool) -> Iterator[tuple[str, bool]]:
-    """Yield what is known in a branch, so that ``x is not None`` and ``x`` are one fact."""
+    """Yield what is known inside a branch; ``x is not None`` and ``x`` give the same fact."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from _facts(test.operand, holds=not holds)
     elif isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) is holds:
@@ -160,20 +162,20 @@ def _is_constant(node: ast.expr, *values: object) -> bool:
 
 
 def _ends(body: Sequence[ast.stmt]) -> bool:
-    """Return whether what follows a block is never reached from it."""
+    """Return True if the block always ends in return, raise, continue or break."""
     return bool(body) and isinstance(body[-1], (ast.Return, ast.Continue, ast.Break, ast.Raise))
 
 
 class _Walker:
-    """Makes the flows of a module."""
+    """Walks through a module and makes a flow for each of its functions."""
 
     def __init__(self, names: Names) -> None:
         self.names = names
         self.flows: list[Flow] = []
-        self._scaled: dict[Key, Key] = {}  # a variable that holds a scaled loss -> the scaler
+        self._scaled: dict[Key, Key] = {}  # variable that holds a scaled loss -> the scaler that scaled it
 
     def function(self, node: ast.AST, body: Sequence[ast.stmt]) -> None:
-        """Walk a function, and those within."""
+        """Walk through a function and the functions defined inside it."""
         outside = getattr(self, "_flow", None)
         scope = self.names.scopes[node]
         self._flow = Flow(scope)
@@ -220,7 +222,7 @@ class _Walker:
                     self.expression(child, context)
 
     def alternatives(self, node: ast.Try | ast.Match, context: Context) -> None:
-        """Walk the blocks of a try or match, of which at most one of a kind is reached."""
+        """Walk through the blocks of a ``try`` or ``match``; at most one handler or case of it runs."""
         if isinstance(node, ast.Try):
             self.body(node.body, context)
             blocks = [handler.body for handler in node.handlers]
@@ -239,7 +241,7 @@ class _Walker:
         self.body(after, context)
 
     def remember(self, node: ast.stmt) -> None:
-        """Remember which variable holds a scaled loss."""
+        """Remember that a variable holds a scaled loss, if the statement assigns one."""
         if not isinstance(node, ast.Assign) or len(node.targets) != 1:
             return
         scope = self._flow.scope
@@ -260,7 +262,7 @@ class _Walker:
         return self._scaled.get(key) if key else None
 
     def expression(self, node: ast.AST, context: Context) -> None:
-        """Walk an expression in the order in which it is computed."""
+        """Walk through an expression in the order in which Python computes it."""
         if isinstance(node, ast.Lambda):
             return
         if isinstance(node, ast.IfExp):
@@ -286,7 +288,7 @@ class _Walker:
         return replace(found[0], is_sure=len(values) == 1) if len(set(found)) == 1 else Region(is_sure=False)
 
     def region_made(self, value: ast.AST, scope: Scope) -> Region | None:
-        """Return the region that an expression makes by itself, or None if it makes none."""
+        """Return the region that an expression makes, without following variables; None if it makes none."""
         if not isinstance(value, ast.Call):
             return None
         function = value.func
@@ -298,7 +300,7 @@ class _Walker:
         return region_of(self.names, value, scope)
 
     def event(self, call: ast.Call, context: Context) -> Event:
-        """Return what a call does."""
+        """Return the event of a call."""
         scope, function = self._flow.scope, call.func
         known = Event("call", call, context, scope, position=len(self._flow.events))
         if isinstance(function, ast.Attribute):
@@ -317,7 +319,7 @@ class _Walker:
         return replace(known, kind="unknown" if touches else "call", touches=touches)
 
     def kind(self, method: str, call: ast.Call, receiver: ast.AST, roles: set[str]) -> Kind | None:
-        """Return what a method does, by its name and what it belongs to."""
+        """Return the kind of a method call, from the method's name and the role of its object."""
         if method in {"backward", "manual_backward"}:
             if self.scaler_of(receiver, self._flow.scope):
                 return "scaled backward"
@@ -333,7 +335,7 @@ class _Walker:
 
 
 def _named(node: ast.AST, beginning: str) -> bool:
-    """Return whether a variable's own name begins so, as ``self.optimizer`` does with opt."""
+    """Return whether the last part of a name begins with a text: ``self.optimizer`` begins with "opt"."""
     name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
     return name.lower().lstrip("_").startswith(beginning) or f"_{beginning}" in name.lower()
 
@@ -358,7 +360,7 @@ def region_of(names: Names, call: ast.Call, scope: Scope) -> Region | None:
 
 
 def flows_of(tree: ast.Module, names: Names) -> list[Flow]:
-    """Return the flows of a module, that of its own statements first."""
+    """Return the flows of a module; the first one holds the statements outside its functions."""
     walker = _Walker(names)
     walker.function(tree, tree.body)
     return walker.flows

@@ -1,4 +1,4 @@
-"""One module, read: its tree, its names, and what its functions do."""
+"""A parsed module: its syntax tree, its names, and what its functions do."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from amp_plugin.check.names import FunctionNode, Names, Scope, called, names_of
 
 
 class Edit(NamedTuple):
-    """Text to put in the place of a part of one line; the part may be empty."""
+    """Text that replaces a part of one line; an empty part inserts the text."""
 
     line: int  # from 1
-    start: int  # in bytes of UTF-8, as the columns of ast
+    start: int  # in bytes of UTF-8, as in the columns of ``ast``
     end: int
     text: str
 
 
 class Hit(NamedTuple):
-    """A mistake at a place."""
+    """A mistake and its place in the syntax tree."""
 
     code: str
     node: ast.AST
-    detail: str = ""  # what is special here; empty if the rule's text says all
-    edits: tuple[Edit, ...] = ()  # that mend it
+    detail: str = ""  # replaces the rule's own text if it is not empty
+    edits: tuple[Edit, ...] = ()  # the edits that mend it
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,25 +41,25 @@ class Module:
 
     @classmethod
     def read(cls, text: str) -> Module:
-        """Parse a module; a fault of its syntax is a SyntaxError."""
+        """Parse a module; raise SyntaxError if it cannot be parsed."""
         tree = ast.parse(text)
         names = names_of(tree)
         return cls(tree, text, names, flows_of(tree, names))
 
     def events(self) -> Iterator[Event]:
-        """Yield all events."""
+        """Yield the events of all functions."""
         for flow in self.flows:
             yield from flow.events
 
     @cached_property
     def regions(self) -> list[Region]:
-        """All regions that are opened and not switched off."""
+        """All regions that are opened, without those that are off."""
         found = {region: None for event in self.events() for region in event.context.regions if region.is_on}
         return list(found)
 
     @cached_property
     def covered(self) -> dict[FunctionNode, Region]:
-        """The functions of this module that are called in a region, with that region."""
+        """The functions of this module that are called inside a region, each with that region."""
         found: dict[FunctionNode, Region] = {}
         pending = [(event.call, event.scope, event.context.region) for event in self.events()]
         calls: dict[FunctionNode, list[Event]] = {}
@@ -77,7 +77,7 @@ class Module:
         return found
 
     def region_around(self, context: Context, scope: Scope) -> Region | None:
-        """Return the region around a place, in its function or around its function's call."""
+        """Return the region around a place, or else the region around the call of its function."""
         node = scope.node
         if context.regions or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             return context.region
@@ -85,7 +85,7 @@ class Module:
 
     @cached_property
     def identifiers(self) -> str:
-        """All names that the module uses, without its comments and texts."""
+        """All names that the module uses, joined by blanks; comments and strings are left out."""
         found: set[str] = set()
         for node in ast.walk(self.tree):
             for name in ("id", "attr", "arg", "name", "module"):

@@ -1,4 +1,4 @@
-"""The rules about names: those that torch deprecated, and what a checkpoint holds."""
+"""The rules about deprecated names and about checkpoints."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def deprecated_names(module: Module) -> Iterator[Hit]:
 def _attribute(
     module: Module, node: ast.Attribute, imported: set[str], parents: dict[ast.AST, ast.AST], lines: list[str]
 ) -> Iterator[Hit]:
-    """Find a use by the full name, as ``torch.cuda.amp.autocast()``."""
+    """Find a use by the full name, such as ``torch.cuda.amp.autocast()``."""
     inner = node.value
     root: ast.AST = node
     while isinstance(root, ast.Attribute):
@@ -59,7 +59,7 @@ def _attribute(
 
 
 def _is_alternative(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Return whether a name is one of two, chosen by what this torch has."""
+    """Return whether the program uses the name only for releases of torch that lack the new one."""
     while node in parents:
         node = parents[node]
         if isinstance(node, ast.Try) and any(
@@ -81,15 +81,15 @@ def _moved(
     parents: dict[ast.AST, ast.AST],
     lines: list[str],
 ) -> tuple[Edit, ...]:
-    """Return the edits of an import and of all uses of its names; none if one of them cannot be edited.
+    """Return the edits of an import and of all uses of its names; empty if one use cannot be edited.
 
     Args:
         module: the module.
         node: the import.
-        uses: local names, with the names of torch; an empty one if it is the module ``amp``.
+        uses: local name -> name in torch; an empty name stands for the module ``amp``.
         device: "cuda" or "cpu".
-        parents: of all nodes.
-        lines: of the source.
+        parents: node -> its parent, for all nodes.
+        lines: the lines of the source.
     """
     line = lines[node.lineno - 1].encode()
     start = line.find(str(node.module).encode(), node.col_offset)
@@ -115,7 +115,7 @@ def _moved(
 def _edits_of_use(
     node: ast.AST, name: str, device: str, parents: dict[ast.AST, ast.AST], lines: list[str]
 ) -> list[Edit] | None:
-    """Return the edits that give a use its device; None if that cannot be done."""
+    """Return the edits that add the device to a use; None if it cannot be edited."""
     parent = parents.get(node)
     end_line, end = getattr(node, "end_lineno", 0), getattr(node, "end_col_offset", 0)
     word = f'device_type="{device}"' if name.startswith("custom_") else f'"{device}"'
@@ -143,7 +143,7 @@ def _edits_of_call(call: ast.Call, name: str, word: str, lines: list[str]) -> li
 
 
 def scaler_not_saved(module: Module) -> Iterator[Hit]:
-    """AMP015: a checkpoint with the optimizer's state, in a module that makes a scaler and never saves it."""
+    """AMP015: a checkpoint with the optimizer's state and without the scaler's, in a module with a scaler."""
     makes = any("scaler" in module.names.made_by(event.call) for event in module.events())
     states = [
         (event, event.call.func.value)

@@ -1,4 +1,4 @@
-"""What the names of a module stand for: what was imported, and what was assigned to a variable."""
+"""Resolves the names of a module: what was imported, and what was assigned to a variable."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ _PASSED_THROUGH: Final = {
     "bfloat16",
 }
 
-_DEPTH, _MOST = 4, 200  # variables that are followed one after the other, and in all
+_DEPTH, _MOST = 4, 200  # how long a chain of variables is followed, and how many values in all
 
 
 class Key(NamedTuple):
-    """A variable: the function or class that owns it, and how it is written there."""
+    """A variable: the name of the scope that owns it, and its text, such as ``self.scaler``."""
 
     scope: str
     text: str
@@ -70,7 +70,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """A module, class or function, and the scopes around it."""
+    """A module, class or function, with the scope around it."""
 
     name: str
     node: ast.AST
@@ -90,7 +90,7 @@ class Scope:
         return ""
 
     def owner(self) -> Scope | None:
-        """Return the innermost class around, if there is one."""
+        """Return the innermost class around this scope; None if there is none."""
         scope: Scope | None = self
         while scope is not None and not isinstance(scope.node, ast.ClassDef):
             scope = scope.parent
@@ -109,7 +109,7 @@ class Names:
     scopes: dict[ast.AST, Scope] = field(default_factory=dict)  # of modules, classes and functions
 
     def dotted(self, node: ast.AST) -> str:
-        """Return the full name of what an expression names: ``torch.amp.GradScaler``; else an empty text."""
+        """Return the full name that an expression imports, ``torch.amp.GradScaler``; else an empty text."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -119,7 +119,7 @@ class Names:
         return ".".join([self.imports[node.id], *reversed(parts)])
 
     def key(self, node: ast.AST, scope: Scope) -> Key | None:
-        """Return the variable that an expression names, or None if it is no name."""
+        """Return the variable that an expression names, or None if it names none."""
         root = node
         while isinstance(root, (ast.Attribute, ast.Subscript)):
             root = root.value
@@ -128,7 +128,11 @@ class Names:
         return Key(scope.of(root.id), ast.unparse(node))
 
     def values(self, node: ast.AST, scope: Scope) -> Iterator[tuple[ast.AST, Scope]]:
-        """Yield what an expression may stand for, through variables, choices and methods that return self."""
+        """Yield all expressions that may give an expression its value.
+
+        Variables, both sides of ``a if b else c`` and of ``a or b``, and methods that return their object,
+        such as ``model.to(device)``, are followed.
+        """
         pending, seen = [(node, scope, 0)], {node}
         while pending:
             node, scope, depth = pending.pop()
@@ -148,7 +152,7 @@ class Names:
                     pending.append((value, where, depth + (not branches)))
 
     def _sources(self, node: ast.AST, scope: Scope) -> Iterator[tuple[ast.AST, Scope]]:
-        """Yield the expressions whose value this one may have."""
+        """Yield the expressions that this one may take its value from, one step back."""
         function = node.func if isinstance(node, ast.Call) else None
         if (
             isinstance(node, ast.Call)
@@ -165,7 +169,7 @@ class Names:
         yield from self.bound.get(key, ()) if key else ()
 
     def _returned(self, function: FunctionNode) -> Iterator[tuple[ast.AST, Scope]]:
-        """Yield what a function of this module may return."""
+        """Yield the expressions that a function of this module returns."""
         for part in ast.walk(function):
             if isinstance(part, ast.Return) and part.value is not None:
                 yield part.value, self.scopes[function]
@@ -186,7 +190,7 @@ class Names:
         )
 
     def made_by(self, call: ast.Call) -> set[str]:
-        """Return the roles of what a call makes."""
+        """Return the roles of the object that a call makes."""
         dotted = self.dotted(call.func)
         if role := ROLES.get(dotted):
             return (
@@ -202,7 +206,7 @@ class Names:
         return set()
 
     def constant(self, node: ast.AST | None, scope: Scope) -> object:
-        """Return the one constant or dotted name that an expression stands for, or None if that is unsure."""
+        """Return the constant or dotted name that an expression always has; None if it may have others."""
         if node is None:
             return None
         found: set[object] = set()
@@ -225,7 +229,7 @@ def is_off(call: ast.Call) -> bool:
 
 
 def _targets(node: ast.AST) -> Iterator[str]:
-    """Yield the names that a function makes its own by writing to them."""
+    """Yield the names that a function assigns to, which makes them its local variables."""
     declared = {
         name for part in ast.walk(node) if isinstance(part, (ast.Global, ast.Nonlocal)) for name in part.names
     }
@@ -253,13 +257,13 @@ class _Collector(ast.NodeVisitor):
         self.visit(tree)
 
     def visit_Import(self, node: ast.Import) -> None:
-        """Note what a module is called here."""
+        """Note the name that this module gives to an imported module."""
         for alias in node.names:
             local = alias.asname or alias.name.partition(".")[0]
             self.names.imports.setdefault(local, alias.name if alias.asname else local)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        """Note what a name of a module is called here; of a star the names that this package knows."""
+        """Note the names that this module gives to imported names; ``*`` imports the known ones."""
         if node.level or not node.module:
             return
         for alias in node.names:
@@ -285,7 +289,7 @@ class _Collector(ast.NodeVisitor):
         self._enter(node, Scope(shared or f"{self._scope.name}.{node.name}", node, self._scope))
 
     def visit_FunctionDef(self, node: FunctionNode) -> None:
-        """Note a function, with the variables that are its own."""
+        """Note a function and its local variables."""
         in_class = isinstance(self._scope.node, ast.ClassDef)
         owner = f"{self._scope.node.name}." if isinstance(self._scope.node, ast.ClassDef) else ""
         self.names.functions.setdefault(f"{owner}{node.name}", node)
@@ -296,7 +300,7 @@ class _Collector(ast.NodeVisitor):
         self._enter(node, Scope(f"{self._scope.name}.{node.name}", node, self._scope, own, first))
 
     def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
-        """Note a function, with the variables that are its own."""
+        """Note a function and its local variables."""
         self.visit_FunctionDef(node)
 
     def _bind(self, target: ast.AST, value: ast.expr) -> None:
@@ -323,13 +327,13 @@ class _Collector(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_For(self, node: ast.For) -> None:
-        """Note that a loop's variable is an element of a display, as ``for o in (first, second)``."""
+        """Note the values that a loop's variable takes in ``for optimizer in (first, second)``."""
         for value in node.iter.elts if isinstance(node.iter, (ast.Tuple, ast.List)) else ():
             self._bind(node.target, value)
         self.generic_visit(node)
 
     def visit_withitem(self, node: ast.withitem) -> None:
-        """Note what ``as`` names."""
+        """Note the variable after ``as``."""
         if node.optional_vars is not None:
             self._bind(node.optional_vars, node.context_expr)
         self.generic_visit(node)
@@ -341,19 +345,19 @@ class _Collector(ast.NodeVisitor):
 
 
 def names_of(tree: ast.Module) -> Names:
-    """Return what the names of a module stand for."""
+    """Return the resolved names of a module."""
     collector = _Collector(tree)
     names = collector.names
     for call, scope in collector.calls:
         _bind_arguments(names, call, scope)
         _infer(names, call, scope)
-    for call, scope in collector.calls:  # the scaler may have been known only after its step
+    for call, scope in collector.calls:  # Again: a variable may have proved to be a scaler after its step.
         _infer(names, call, scope)
     return names
 
 
 def called(names: Names, call: ast.Call, scope: Scope) -> FunctionNode | None:
-    """Return the function or method of this module that a call runs, the forward of a module included."""
+    """Return the function, method or ``forward`` of this module that a call runs; None if it runs none."""
     function = call.func
     if isinstance(function, ast.Name) and function.id in names.functions:
         return names.functions[function.id]
@@ -370,7 +374,7 @@ def called(names: Names, call: ast.Call, scope: Scope) -> FunctionNode | None:
 
 
 def _bind_arguments(names: Names, call: ast.Call, scope: Scope) -> None:
-    """Bind the arguments of a function of this module to what it is called with."""
+    """Bind the arguments of a function of this module to the values that the call passes."""
     function = called(names, call, scope)
     if function is None or any(isinstance(argument, ast.Starred) for argument in call.args):
         return
@@ -384,7 +388,7 @@ def _bind_arguments(names: Names, call: ast.Call, scope: Scope) -> None:
 
 
 def _infer(names: Names, call: ast.Call, scope: Scope) -> None:
-    """Learn from its methods that a variable is a scaler, and which variables are optimizers."""
+    """Learn from a method call that a variable is a scaler, or that it is an optimizer."""
     function = call.func
     if not isinstance(function, ast.Attribute):
         return

@@ -16,7 +16,7 @@ _PRECISION = re.compile(
 
 
 def clip_before_unscale(module: Module) -> Iterator[Hit]:
-    """AMP001: torch's clip between a scaled backward and its step, with no unscaling between."""
+    """AMP001: torch's clip between a scaled backward pass and its step, without ``unscale_`` before it."""
     for flow in module.flows:
         for clip in filter(_bounds, flow.of("clip")):
             if any(_clips_scaled(flow, clip, step) for step in flow.of("scaler step")):
@@ -26,7 +26,7 @@ def clip_before_unscale(module: Module) -> Iterator[Hit]:
 
 
 def _clips_scaled(flow: Flow, clip: Event, step: Event) -> bool:
-    """Return whether a clip stands between the scaled backward pass of a step and that step."""
+    """Return whether a clip runs after the scaled backward pass of a step and before the step."""
     if step.position < clip.position or step.context.excludes(clip.context):
         return False
     earlier = [
@@ -43,19 +43,19 @@ def _clips_scaled(flow: Flow, clip: Event, step: Event) -> bool:
 
 
 def _adds_no_doubt(event: Event, known: set[tuple[str, bool]]) -> bool:
-    """Return whether the conditions of an event, but for known ones, have nothing to do with precision."""
+    """Return True if none of an event's conditions, apart from known ones, depends on the precision."""
     return not any(_PRECISION.search(text) for text, _ in {*event.context.conditions} - known)
 
 
 def _bounds(clip: Event) -> bool:
-    """Return whether a clip bounds anything: with a bound of infinity it only measures the norm."""
+    """Return whether a clip changes gradients; with a bound of infinity it only measures the norm."""
     words = [word.value for word in clip.call.keywords if word.arg in {"max_norm", "clip_value"}]
     bound = ast.unparse((*clip.call.args[1:2], *words, clip.call)[0])
     return not re.fullmatch(r"(math|np|numpy|torch)\.inf|float\(['\"]\+?inf(inity)?['\"]\)|inf", bound)
 
 
 def _clip_in_a_step(module: Module, flow: Flow) -> Iterator[Hit]:
-    """Find a clip before a step in a function of its own, in a module that never unscales."""
+    """Find a clip and a step in a function without a backward pass, in a module that never unscales."""
     if any(event.kind in {"unscale", "scaler clip"} for event in module.events()):
         return
     scaled = {event.who for event in module.events() if event.kind == "scaled backward"}
@@ -68,7 +68,7 @@ def _clip_in_a_step(module: Module, flow: Flow) -> Iterator[Hit]:
 
 
 def step_past_scaler(module: Module) -> Iterator[Hit]:
-    """AMP002: ``optimizer.step()`` after a scaled backward, or after the scaler's own step."""
+    """AMP002: ``optimizer.step()`` after a scaled backward pass, or after ``scaler.step(optimizer)``."""
     for flow in module.flows:
         for step in flow.of("optimizer step"):
             scaled = _last_before(flow, step, "scaled backward", "backward", "framework backward")
@@ -80,7 +80,7 @@ def step_past_scaler(module: Module) -> Iterator[Hit]:
 
 
 def no_update(module: Module) -> Iterator[Hit]:
-    """AMP004: a scaler that this module makes and steps, and that nothing here can update."""
+    """AMP004: a scaler that this module makes and steps, and never updates."""
     if "get_scale" in module.identifiers:
         return
     events = list(module.events())
@@ -100,7 +100,7 @@ def no_update(module: Module) -> Iterator[Hit]:
 
 
 def _is_made_here(module: Module, event: Event) -> bool:
-    """Return whether the scaler of an event is made in this module, in no class that others may extend."""
+    """Return True if the event's scaler is made in this module and not in a class that others may extend."""
     if event.who is None or event.who not in module.names.bound:
         return False
     owner = event.scope.owner()
@@ -109,9 +109,9 @@ def _is_made_here(module: Module, event: Event) -> bool:
 
 
 def update_between_steps(module: Module) -> Iterator[Hit]:
-    """AMP005: an update, then a step or unscaling of gradients that were scaled before it.
+    """AMP005: an update between a scaled backward pass and the ``step`` or ``unscale_`` of its gradients.
 
-    The scaler of this package remembers the scale of each gradient, so there it is right.
+    Scalers of this package are left out: they remember the scale of each gradient.
     """
     if "amp_plugin.GradScaler" in module.names.imports.values():
         return
@@ -131,7 +131,7 @@ def update_between_steps(module: Module) -> Iterator[Hit]:
 
 
 def _steps_an_earlier_loss(before: list[Event], step: Event, update: Event) -> bool:
-    """Return whether an optimizer steps after the update and did not before, and the loss is older."""
+    """Return True if the loss came before the update and its optimizer steps only after the update."""
     scaled = [e for e in before if e.kind == "scaled backward" and e.who == step.who and _same_pass(e, step)]
     stepped = [e for e in before if e.kind == "scaler step" and e.who == step.who and _same_pass(e, update)]
     since = before[before.index(scaled[-1]) :] if scaled else []
@@ -143,7 +143,7 @@ def _steps_an_earlier_loss(before: list[Event], step: Event, update: Event) -> b
 
 
 def update_in_accumulation(module: Module) -> Iterator[Hit]:
-    """AMP006: a step for each window and an update for each micro-batch, or the reverse."""
+    """AMP006: step and update at different rates: one per micro-batch, the other per accumulation window."""
     for flow in module.flows:
         for step in flow.of("scaler step"):
             for update in flow.of("update"):
@@ -160,13 +160,13 @@ def update_in_accumulation(module: Module) -> Iterator[Hit]:
 
 
 def _is_rarer(event: Event, other: Event) -> bool:
-    """Return whether an event waits for the end of a window that the other does not wait for."""
+    """Return True if an event runs only at the end of an accumulation window and the other one always."""
     mine, its = {*event.context.conditions}, {*other.context.conditions}
     return its < mine and any("%" in text and holds for text, holds in mine - its)
 
 
 def unscale_twice(module: Module) -> Iterator[Hit]:
-    """AMP007: unscaling again before an update, or for each micro-batch of a window."""
+    """AMP007: ``unscale_`` twice before an update, or after each micro-batch of an accumulation window."""
     for flow in module.flows:
         unscales = flow.of("unscale")
         for event in unscales:
@@ -187,7 +187,7 @@ def _renewed(flow: Flow, first: Event, last: Event) -> bool:
 
 
 def scheduler_on_skip(module: Module) -> Iterator[Hit]:
-    """AMP016: a scheduler that steps with the scaler, whatever became of the step."""
+    """AMP016: a scheduler that steps in each iteration, whether or not the scaler skipped the step."""
     if (
         "get_scale" in module.identifiers
         or "last_step" in module.identifiers
@@ -208,7 +208,7 @@ def scheduler_on_skip(module: Module) -> Iterator[Hit]:
 
 
 def framework_bypassed(module: Module) -> Iterator[Hit]:
-    """AMP003: torch's own calls where Accelerate or Fabric has the scaler."""
+    """AMP003: torch's clip or backward pass in a program whose scaler belongs to Accelerate or Fabric."""
     for flow in module.flows:
         backwards = flow.of("framework backward")
         for clip in filter(_bounds, flow.of("clip")):
@@ -227,7 +227,7 @@ def framework_bypassed(module: Module) -> Iterator[Hit]:
 
 
 def _framework(module: Module, event: Event) -> tuple[str, object]:
-    """Return which framework an event belongs to, and its precision if the source tells."""
+    """Return the framework whose method an event calls, and the precision that the source gives it."""
     function = event.call.func
     if not isinstance(function, ast.Attribute):
         return "", None
@@ -242,7 +242,7 @@ def _framework(module: Module, event: Event) -> tuple[str, object]:
 
 
 def _prepared(module: Module, flow: Flow) -> str:
-    """Return the accelerator or fabric that prepares something in this very function, if one does."""
+    """Return the accelerator or fabric that prepares something in this function; empty if none does."""
     for event in flow.events:
         function = event.call.func
         if not isinstance(function, ast.Attribute) or function.attr not in {"prepare", "setup"}:
@@ -253,14 +253,14 @@ def _prepared(module: Module, flow: Flow) -> str:
 
 
 def _last_before(flow: Flow, event: Event, *kinds: str) -> Event | None:
-    """Return the last event of some kinds before another that is reached with it; in its loop at first."""
+    """Return the last event of ``kinds`` before an event, if the two run together; else None."""
     earlier = flow.events[: event.position]
     found = [e for e in earlier if e.kind in kinds and not e.context.excludes(event.context)]
     return found[-1] if found and found[-1].context.goes_with(event.context) else None
 
 
 def _is_interrupted(flow: Flow, first: Event, last: Event) -> bool:
-    """Return whether something between two events unscales, or may do so."""
+    """Return whether a call between two events unscales gradients, or may do so."""
     between = [e for e in flow.between(first, last) if not e.context.excludes(last.context)]
     keys = {key for key in (first.who, first.optimizer, last.who, last.optimizer) if key is not None}
     return any(
@@ -278,5 +278,5 @@ def _same_optimizer(event: Event, other: Event) -> bool:
 
 
 def _same_pass(event: Event, other: Event) -> bool:
-    """Return whether two events are reached in one pass of one loop."""
+    """Return whether two events run in the same iteration of the same loop."""
     return event.context.loops == other.context.loops and event.context.goes_with(other.context)

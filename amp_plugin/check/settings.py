@@ -1,4 +1,4 @@
-"""Settings of the check: what pyproject.toml and the command line say."""
+"""Settings of the check, from pyproject.toml and from the command line."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _KEYS = ("select", "ignore", "exclude", "baseline")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What to check.
+    """The rules to check, and the paths to leave out.
 
     Attributes:
-        select: codes of the rules to check; empty for all. A beginning of codes selects several.
-        ignore: codes to leave out.
-        exclude: patterns of paths to leave out, as ``tests/*``.
-        baseline: a file of findings that are known; None if there is none.
+        select: codes of the rules to check, or their first characters: "AMP01" selects AMP010 to AMP019.
+            Empty selects all.
+        ignore: codes of the rules to leave out, or their first characters.
+        exclude: patterns of paths to leave out, such as ``tests/*``.
+        baseline: the file of known mistakes; None if there is none.
     """
 
     select: tuple[str, ...] = ()
@@ -44,17 +45,17 @@ class Settings:
                     raise ValueError(msg)
 
     def wants(self, code: str) -> bool:
-        """Return whether findings of a rule are reported."""
+        """Return whether the rule with this code is checked."""
         return code.startswith(self.select or ("",)) and not (self.ignore and code.startswith(self.ignore))
 
     @classmethod
     def of_project(
         cls, folder: Path, *, select: Sequence[str], ignore: Sequence[str], baseline: Path | None
     ) -> Settings:
-        """Return the settings of the nearest pyproject.toml, with those of the command line in front.
+        """Return the settings of the nearest pyproject.toml; options of the command line come first.
 
         Raises:
-            ValueError: a setting is not known, has a wrong type, or the file is not TOML.
+            ValueError: a setting is unknown or has a wrong type, or the file is not TOML.
         """
         file = next(
             (f for f in (p / "pyproject.toml" for p in (folder, *folder.parents)) if f.is_file()), None
@@ -70,7 +71,7 @@ class Settings:
 
 
 def _table(file: Path) -> dict[str, Any]:
-    """Return the table [tool.amp-plugin.check] of a pyproject.toml, checked."""
+    """Return the table [tool.amp-plugin.check] of a pyproject.toml after checking it."""
     try:
         table = (
             tomllib.loads(file.read_text(encoding="utf-8"))

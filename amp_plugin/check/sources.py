@@ -21,14 +21,14 @@ _OTHER_LANGUAGE = re.compile(r"^%%(?!time|timeit|capture|prun)")
 
 @dataclass(frozen=True)
 class Source:
-    """The Python text of a file; of a notebook its code cells, one after the other.
+    """The Python text of a file. The text of a notebook is that of its code cells, one after the other.
 
     Attributes:
-        path: of the file.
-        text: to parse; lines of IPython's own syntax are replaced.
-        lines: as they are in the file.
-        starts: of a notebook the first line of each code cell, from 1; else empty.
-        encoding: of the file.
+        path: the path of the file.
+        text: the text to parse; lines of IPython's own syntax are replaced by plain Python.
+        lines: the lines as they are in the file.
+        starts: the first line of each code cell of a notebook, counted from 1; empty for a Python file.
+        encoding: the encoding of the file.
     """
 
     path: Path
@@ -42,8 +42,8 @@ class Source:
         """Read a file.
 
         Raises:
-            OSError: it cannot be read.
-            SyntaxError, ValueError: it is not a text in its encoding, or not a notebook.
+            OSError: the file cannot be read.
+            SyntaxError, ValueError: the file is not text in its encoding, or not a notebook.
         """
         content = path.read_bytes()
         if path.suffix == ".ipynb":
@@ -66,12 +66,12 @@ class Source:
         return cls(path, "\n".join(parsed), tuple(lines), tuple(starts))
 
     def place(self, line: int) -> tuple[int, int]:
-        """Return the cell of a line, 0 if this is no notebook, and the line in it."""
+        """Return the cell of a line and the line within it; the cell is 0 if this is not a notebook."""
         cell = sum(start <= line for start in self.starts)
         return (cell, line - self.starts[cell - 1] + 1) if cell else (0, line)
 
     def edited(self, edits: Iterable[Edit]) -> tuple[str, ...]:
-        """Return the lines with edits made; none of them ends or begins a line."""
+        """Return the lines after the edits; no edit adds or removes a line."""
         lines = [line.encode() for line in self.lines]
         for line, start, end, text in sorted({*edits}, reverse=True):
             old = lines[line - 1]
@@ -94,14 +94,14 @@ class Source:
         self.path.write_text(text + "\n" * raw.endswith("\n"), encoding="utf-8")
 
     def diff(self, lines: tuple[str, ...]) -> str:
-        """Return a unified diff to edited lines."""
+        """Return the unified diff between this source and edited lines."""
         name = self.path.as_posix()
         return "".join(
             f"{line}\n" for line in difflib.unified_diff(self.lines, lines, name, name, lineterm="")
         )
 
     def ignored(self) -> dict[int, set[str]]:
-        """Return the codes that comments silence, by line; line 0 is the file, and "" all codes."""
+        """Return line -> codes that a comment silences; line 0 means the file, and "" means all codes."""
         found: dict[int, set[str]] = {}
         for line, comment in self._comments() if "amp:" in self.text else ():
             if match := _IGNORE.search(comment):

@@ -1,7 +1,7 @@
-"""The command `amp-plugin`: its commands, of which two are here: check a machine, compile ahead.
+"""The command `amp-plugin`, with its subcommands `doctor`, `build` and `export`.
 
-Exit codes: 0 all is well, 1 something is missing or failed, 2 the command line or an environment
-variable is wrong. With ``--json`` standard output is one JSON object and nothing else.
+Exit codes: 0 if all is well; 1 if something is missing or failed; 2 if the command line or an environment
+variable is wrong. With ``--json`` the command prints one JSON object to standard output and nothing else.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def doctor(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what this machine has, what is compiled or why not, and what a run in a precision would do."""
+    """Show the devices, whether the native core is compiled, and what a run in a precision would do."""
     from amp_plugin.cli.doctor import default_device, examine, print_report  # noqa: PLC0415 - loads torch
 
     try:
@@ -131,8 +131,8 @@ def export(
 ) -> None:
     """Write the model of a checkpoint as safetensors: exact float32, or rounded to 16 bits.
 
-    Checkpoints of Lightning, Accelerate, transformers and torch.save, and those of 0.2 whose weights were
-    stored in 16 bits. It loads anywhere: model.load_state_dict(safetensors.torch.load_file(...)).
+    Reads checkpoints of Lightning, Accelerate, transformers and torch.save, and checkpoints whose weights
+    are stored in 16 bits. To load the result: model.load_state_dict(safetensors.torch.load_file(...)).
     """
     from amp_plugin.weights.export import export as write  # noqa: PLC0415 - loads torch
 

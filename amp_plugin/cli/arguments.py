@@ -1,4 +1,4 @@
-"""What commands have in common: a script and its arguments, a device, `--json`, tables and errors."""
+"""Shared by all commands: arguments for a script, a device and `--json`, printing of tables and errors."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from amp_plugin.program import Program, program_named, reads_arguments, run_prog
 
 
 class ScriptCommand(TyperCommand):
-    """A command that runs a script: what follows the script belongs to it.
+    """A command that runs a script. All arguments after the script's name are passed to the script.
 
-    A line says so if an option of the command is among that. If the script reads no arguments, the option is
-    read as if it stood in front of the script.
+    If one of them is also an option of the command, the command prints a line that says where it went. If
+    the script reads no arguments, the command takes the option itself.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take the script's arguments apart from the command's."""
+        """Separate the script's arguments from the command's."""
         ctx.allow_interspersed_args = False
         given, _, _ = self.make_parser(ctx).parse_args(list(args))
         script, behind = given.get("script"), [*(given.get("arguments") or ())]
@@ -58,7 +58,7 @@ Device = Annotated[
 
 
 def program_of(script: str, *, as_module: bool, core_for: str = "") -> Program:
-    """Return the program to run; a command that needs the native core names itself, and ends without it."""
+    """Return the program to run; with ``core_for``, end the command if the native core is missing."""
     try:
         program = program_named(script, as_module=as_module)
     except ValueError as error:
@@ -74,7 +74,7 @@ def program_of(script: str, *, as_module: bool, core_for: str = "") -> Program:
 
 
 def show(table: Table) -> None:
-    """Print a table without trailing blanks; in full width where the output is not a terminal."""
+    """Print a table without trailing blanks, and in its full width if the output is not a terminal."""
     has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
     console = Console(highlight=False, width=None if has_width else 10_000)
     with console.capture() as text:
@@ -93,7 +93,7 @@ def run_script(
 ) -> tuple[int, bool]:
     """Run a program, by default under our rules.
 
-    What it prints goes to standard error where standard output is one JSON object.
+    With ``as_json`` the program's output goes to standard error.
     """
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         return run_program(program, arguments or [], _under_our_rules(around), expected=expected)

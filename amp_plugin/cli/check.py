@@ -27,10 +27,11 @@ def check(
         Path | None, typer.Option(help="Write what is found to this file, and report nothing.")
     ] = None,
 ) -> None:
-    """Find mistakes with mixed precision in source; exit code 1 if there are some, 2 if a file has faults.
+    """Find mistakes with mixed precision in Python source.
 
-    The files are read and not run, and torch is not imported. Settings are read from the table
-    [tool.amp-plugin.check] of pyproject.toml. A comment `# amp: ignore[AMP001]` silences a line.
+    Exit code 1 if there are mistakes, 2 if a file cannot be parsed. The files are not run, and torch is not
+    imported. Settings come from the table [tool.amp-plugin.check] of pyproject.toml. The comment
+    `# amp: ignore[AMP001]` silences a line.
     """
     from amp_plugin.check import checker, formats  # noqa: PLC0415 - only this command needs it
     from amp_plugin.check.settings import Settings  # noqa: PLC0415

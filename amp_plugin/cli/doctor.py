@@ -1,4 +1,4 @@
-"""What this machine has and what amp_plugin does on it, as data for JSON; it loads the native core."""
+"""Collects what this machine has and what amp_plugin would do on it. This loads the native core."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ Part = dict[str, Any]
 
 
 def examine(precision: str, device_type: str) -> dict[str, Any]:
-    """Return the whole report."""
-    with warnings.catch_warnings():  # the report gives the reasons
+    """Return the whole report as a dict that JSON can hold."""
+    with warnings.catch_warnings():  # The report itself gives the reasons.
         warnings.simplefilter("ignore")
         core, kernels, cache = native_core_state(), cuda_kernels_state(), cache_state()
         planned = plan(precision, device_type)
@@ -56,13 +56,13 @@ def examine(precision: str, device_type: str) -> dict[str, Any]:
 
 
 def default_device() -> str:
-    """Return the type of this machine's accelerator, ``"cpu"`` if it has none."""
+    """Return the type of this machine's accelerator; ``"cpu"`` if it has none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None and accelerator.type in TABLES else "cpu"
 
 
 def versions() -> Part:
-    """Return name -> version of what is installed, None for what is not."""
+    """Return package name -> installed version; None for a package that is not installed."""
     found: Part = {
         "amp_plugin": amp_plugin.__version__,
         "python": platform.python_version(),
@@ -78,7 +78,7 @@ def versions() -> Part:
 
 
 def devices() -> list[Part]:
-    """Return the name of each device and which precisions it computes fast."""
+    """Return the name of each device, with the precisions that it computes fast."""
     cpu = {
         "device": "cpu",
         "name": str(cpu_capabilities().get("cpu_name") or platform.processor() or platform.machine()),
@@ -103,7 +103,7 @@ def _cuda(index: int) -> Part:
 
 
 def native_core_state() -> Part:
-    """Return whether the native core is loaded, and why it is not."""
+    """Return whether the native core is loaded; if not, why."""
     core = native_core()
     return {
         "loaded": core.loaded,
@@ -114,7 +114,7 @@ def native_core_state() -> Part:
 
 
 def cuda_kernels_state() -> Part:
-    """Return whether the CUDA kernels work on the current GPU, after trying one."""
+    """Run one CUDA kernel on the current GPU, and return whether it worked."""
     if not torch.cuda.is_available():
         return {"usable": False, "reason": "", "note": "no CUDA device"}
     core = cuda_core()
@@ -123,7 +123,7 @@ def cuda_kernels_state() -> Part:
 
 
 def cache_state() -> Part:
-    """Return folder, bytes and problem of the build cache."""
+    """Return the folder of the build cache, its size in bytes, and what is wrong with it."""
     try:
         root = cache_root()
     except (OSError, ValueError) as error:
@@ -133,7 +133,7 @@ def cache_state() -> Part:
 
 
 def plan(precision: str, device_type: str) -> Part:
-    """Return what a run in ``precision`` on ``device_type`` does."""
+    """Return what a run in ``precision`` on ``device_type`` would do."""
     mixed, problem = precision != "fp32", ""
     if device_type != "cpu" and not torch.get_device_module(device_type).is_available():
         problem = f"torch finds no {device_type} device on this machine; plan for another with --device"
@@ -155,7 +155,7 @@ def plan(precision: str, device_type: str) -> Part:
 
 
 def print_report(report: dict[str, Any]) -> None:
-    """Print a report of :func:`examine` for people, what is empty left out."""
+    """Print a report of :func:`examine` for people; empty entries are left out."""
     table = Table(box=None, show_header=False, pad_edge=False)
     for title, part in report.items():
         if title == "healthy" or not part:

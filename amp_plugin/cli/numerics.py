@@ -1,4 +1,4 @@
-"""The commands about numbers: `amp-plugin diagnose` and `amp-plugin compare`."""
+"""The commands `amp-plugin diagnose` and `amp-plugin compare`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def diagnose(
     rows: Annotated[int, typer.Option(min=1, help="Rows of the table of errors.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Run a script and name the first op that makes a nan or a harmful infinity; exit code 1 if one does."""
+    """Run a script and name the first op that makes a nan or a harmful inf; exit code 1 if one does."""
     program = program_of(script, as_module=as_module)
     if compare and (keep_going or strict or save):
         fail("--compare measures errors; leave --keep-going, --strict and --save out", code=2)
@@ -58,7 +58,7 @@ def _find_non_finite(
     from amp_plugin.numerics.finding import NonFiniteError, rank_of_process  # noqa: PLC0415 - loads torch
 
     def tell_at_once(finding: Finding) -> None:
-        """Print a rank's finding while it runs: launchers end the others as soon as one has ended."""
+        """Print a rank's finding at once: a launcher ends the other ranks as soon as one rank ends."""
         if finding.rank is not None and not as_json:
             _print_finding(finding)
 
@@ -100,7 +100,7 @@ def _measure(
     rows: int,
     as_json: bool,
 ) -> None:
-    """Run a program in a region that records it into a file, or compares its ops or graphs with others."""
+    """Run a program in a region that records its ops into a file, or compares its ops or graphs."""
     import torch  # noqa: PLC0415 - takes seconds
 
     from amp_plugin.numerics.compare import RunRecorder  # noqa: PLC0415 - loads torch
@@ -129,7 +129,7 @@ def compare(
     second: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Another.")],
     as_json: AsJson = False,
 ) -> None:
-    """Name the first result in which two recorded runs differ; exit code 1 if it is more than rounding."""
+    """Name the first result in which two recorded runs differ; exit code 1 if by more than rounding."""
     from amp_plugin.numerics.compare import compare_runs  # noqa: PLC0415 - loads torch
 
     try:

@@ -1,4 +1,4 @@
-"""Commands about op rules: `rules show`, `rules diff`, and `tune`, which searches them for a program."""
+"""The commands about op rules: `rules show`, `rules diff`, and `tune`, which finds rules for a program."""
 
 from __future__ import annotations
 
@@ -72,7 +72,10 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _rule_sets(words: list[str], device: str | None) -> list[OpRules]:
-    """Return the rules that words stand for, all of one device: the one given, a file's, or the best here."""
+    """Return the rules that words name, all for one device.
+
+    The device is the given one, else that of a rules file, else this machine's accelerator.
+    """
     from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
     from amp_plugin.cli.doctor import default_device  # noqa: PLC0415 - loads torch
 
@@ -89,7 +92,7 @@ def _rule_sets(words: list[str], device: str | None) -> list[OpRules]:
 
 
 def _share(given: str) -> float:
-    """Return 0.05 for ``5%`` and for ``0.05``."""
+    """Return a share as a number: 0.05 for ``5%`` and for ``0.05``."""
     number = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*(%?)", str(given).strip())
     if number is None:
         msg = f"{given!r} is not a share; give it as 5% or 0.05"
@@ -124,10 +127,10 @@ def tune(
     force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Search op rules that save memory or casts, or cure an overflow, and write them to a file.
+    """Find op rules that save memory or casts, or that cure an overflow, and write them to a file.
 
-    The script runs some fifty times, up to its first backward passes, in a copy of this folder.
-    Its autocast blocks must name no rules of their own. What it prints is dropped.
+    The script runs about fifty times, up to its first backward passes, in a copy of this folder. Its output
+    is dropped. Its autocast blocks must not set rules themselves.
     """
     for file in filter(None, (output, plot)):
         _require_target(file, force=force)
@@ -162,7 +165,7 @@ def tune(
 
 
 def _require_target(file: Path, *, force: bool) -> None:
-    """End before the tuning if its result could not be written."""
+    """End the command before the tuning if its result could not be written."""
     if not file.parent.is_dir():
         fail(
             f"there is no folder {str(file.parent)!r} for {file.name}; make it, or give another name", code=2

@@ -1,4 +1,4 @@
-"""Run a program as it is: `run` on amp_plugin, `report` with a page, `casts` under a log of its casts."""
+"""The commands that run a program without editing it: `run`, `report` and `casts`."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def run(
     ] = None,
     as_module: AsModule = False,
 ) -> None:
-    """Run a program that is not to be edited on amp_plugin; the exit code is the program's.
+    """Run a program on amp_plugin without editing it; the exit code is the program's.
 
-    torch.autocast, torch.amp.GradScaler, Accelerate's Accelerator and Lightning's Trainer and Fabric are
-    amp_plugin's until the process ends, in the processes that it starts too. The program need not import
-    amp_plugin. With several processes: torchrun -m amp_plugin run train.py
+    Until the process ends, torch.autocast, torch.amp.GradScaler, Accelerate's Accelerator and Lightning's
+    Trainer and Fabric use amp_plugin. So do the processes that the program starts. The program need not
+    import amp_plugin. With several processes: torchrun -m amp_plugin run train.py
     """
     from amp_plugin.adapters.takeover import Takeover  # noqa: PLC0415 - for this command only
 
@@ -69,15 +69,15 @@ def report(
     rules: Rules = None,
     as_module: AsModule = False,
 ) -> None:
-    """Run a script and draw it into one HTML page while it runs; the exit code is the script's.
+    """Run a script and keep an HTML page about it up to date; the exit code is the script's.
 
-    The page shows loss scale, skips, norms, how near gradients come to overflow, and the op and line behind a
-    skipped step. The script need not import amp_plugin: it runs on it, as under `amp-plugin run`.
+    The page shows the loss scale, skipped steps, gradient norms, how near gradients come to overflow, and the
+    module behind a skipped step. The script need not import amp_plugin: it runs as under `amp-plugin run`.
     """
     run(script, arguments, precision, rules, page, as_module)
 
 
-_FIELDS: Final = {  # of a row in JSON
+_FIELDS: Final = {  # the fields of a row in JSON
     "cast": ("module", "op", "argument", "kind", "before", "after"),
     "module": ("module",),
     "op": ("op",),
@@ -94,7 +94,7 @@ def casts(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run a script and list the casts that autocast makes in it; the exit code is the script's."""
+    """Run a script and list the casts that autocast makes; the exit code is the script's."""
     from torch._dynamo.utils import counters  # noqa: PLC0415 - loads torch
 
     from amp_plugin.casting.cast_log import cast_table, grouped, log_casts  # noqa: PLC0415 - loads torch

@@ -1,1 +1,1 @@
-"""Numerics as a test: what a test of a training program asserts, and the plugin of pytest."""
+"""Tests of numerics: assertions about a training program, and the pytest plugin."""

@@ -1,12 +1,17 @@
-"""Assertions about numerics, whose tolerances are measured in the run itself.
+"""Assertions about numerics. Their tolerances are measured in the run itself.
 
-for each op, in the program's dtypes and once more without rounding:
-    rounding of the op = its own error, at most half an eps of its dtype
-    explained of its result = sqrt(rounding^2 + largest explained of its inputs^2)
-    of the derivative at a kink, as of relu: also the elements whose input is on the other side of the kink,
-        at most the share of inputs that rounding brings there: 3 * explained
-a loss or the gradients of a step may be apart from those without rounding by 3 * explained
-a step may lose as much of its update when it writes the weights
+Each op runs twice: in the program's dtypes, and in a wide dtype whose rounding is negligible. Each result
+gets a number, ``explained``: the relative difference from the wide run that rounding can explain::
+
+    rounding of an op       = its own relative error, at most half an eps of its dtype
+    explained of its result = sqrt(rounding^2 + (largest explained of its inputs)^2)
+
+Some derivatives jump, such as the derivative of relu at 0. An input that rounding moves across the jump
+changes the result by more than rounding. Such elements are added to ``explained``, as a share of all
+elements, and at most 3 * explained of the input.
+
+An assertion fails if a loss, or the gradients of a step, differ from the wide run by more than
+3 * explained. A step may lose at most this share of its update when it writes the weights.
 """
 
 from __future__ import annotations
@@ -29,8 +34,8 @@ from amp_plugin.numerics.op import Call
 from amp_plugin.numerics.shadow import WideRun
 from amp_plugin.numerics.values import Storages, distance, is_low_precision, unwatched
 
-_GROWTH: Final = 3.0  # by which a well-conditioned program may enlarge rounding, as in compare
-_KINKS: Final = frozenset(  # derivatives that jump, and choices
+_GROWTH: Final = 3.0  # A well-conditioned program enlarges rounding by at most this. ``compare`` uses it too.
+_KINKS: Final = frozenset(  # ops whose derivative jumps, and ops that choose elements
     {"threshold_backward", "hardtanh_backward", "leaky_relu_backward", "sgn", "sign", "where", "masked_fill",
      "max_pool2d_with_indices_backward", "adaptive_max_pool2d_backward", "value_selecting_reduction_backward"}
 )  # fmt: skip
@@ -40,7 +45,7 @@ _PRECISIONS: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": tor
 
 @dataclass(frozen=True, kw_only=True)
 class _Apart:
-    """Something that is further from the run without rounding than rounding explains."""
+    """A loss, gradient or update that differs from the wide run by more than rounding explains."""
 
     what: str
     apart: float
@@ -52,9 +57,9 @@ class _Apart:
 
 @dataclass(frozen=True, kw_only=True)
 class _Origin:
-    """The op at which most was lost that rounding does not explain."""
+    """The op whose result exceeds its tolerance most."""
 
-    excess: float  # how many times what is allowed
+    excess: float  # difference divided by tolerance
     op: str
     module: str
     line: str
@@ -68,7 +73,7 @@ class _Origin:
 
 
 def _turned(result: Tensor, exact: Tensor) -> float:
-    """Return the share of a result, by its square, in elements that are on the other side of a kink."""
+    """Return the share of a result, in squares, that lies in elements on the other side of a jump."""
     size = float(exact.double().square().sum())
     difference = result.double() - exact.double()
     other_side = difference.abs() > 0.5 * exact.double().abs()
@@ -76,18 +81,18 @@ def _turned(result: Tensor, exact: Tensor) -> float:
 
 
 class _Trained(WideRun):  # type: ignore[no-untyped-call]
-    """A run next to one that rounds nothing, which measures how far apart rounding may bring them."""
+    """Runs a program beside its wide run, and measures the difference that rounding can explain."""
 
     def __init__(self, reference: torch.dtype) -> None:
         super().__init__(None, reference)
         self._explained: Storages[float] = Storages()
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []
-        self.largest = torch.finfo(torch.float32).eps  # explained of any gradient so far
+        self.largest = torch.finfo(torch.float32).eps  # the largest ``explained`` of a gradient so far
         self.apart: list[_Apart] = []
         self.origin: _Origin | None = None
 
     def take(self, call: Call, result: Tensor, exact: Tensor | None) -> None:
-        """Pass on what rounding explains, and remember the first op after which more is there."""
+        """Compute ``explained`` of a result; remember the first op whose result differs by more."""
         if not result.is_floating_point():
             return
         own = distance(result, exact) if exact is not None else 0.0
@@ -118,7 +123,7 @@ class _Trained(WideRun):  # type: ignore[no-untyped-call]
         return _GROWTH * max(explained, torch.finfo(torch.float32).eps)
 
     def judge(self, what: str, tensors: Iterable[Tensor]) -> None:
-        """Note tensors that are, taken together, too far from what they would be without rounding."""
+        """Note tensors that, taken as one vector, differ too much from the wide run."""
         error = size = explained = 0.0
         for tensor in tensors:
             shadow = self.shadows.of(tensor).double()
@@ -134,14 +139,14 @@ class _Trained(WideRun):  # type: ignore[no-untyped-call]
             self.apart.append(_Apart(what=what, apart=apart, allowed=allowed))
 
     def step_begins(self, optimizer: Optimizer) -> None:
-        """Judge the gradients, and keep the weights and what they are without rounding."""
+        """Judge the gradients; keep copies of the weights, in the program's dtype and in the wide one."""
         with unwatched():
             params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             self.judge(f"gradients of step {self.tracker.steps + 1}", [p.grad for p in params])
             self._before = [(p, p.detach().clone(), self.shadows.of(p).clone()) for p in params]
 
     def step_ended(self, _: Optimizer) -> None:
-        """Judge what the step lost as it wrote the weights: an update that a narrow weight cannot take."""
+        """Judge the update that was lost because a weight's dtype is too narrow to hold it."""
         lost = wanted = 0.0
         with unwatched():
             for param, before, shadow in self._before:
@@ -163,23 +168,24 @@ def assert_trains_like(
     steps: int = 3,
     device: str = "cpu",
 ) -> None:
-    """Fail if a training step gives other losses, gradients or updates than without rounding.
+    """Fail if losses, gradients or updates differ from the reference by more than rounding explains.
 
-    Each op runs as the program has it, and in the dtype of the reference on what a run without rounding would
-    have given it. The tolerance is three times the rounding that was measured on the way to a gradient, so it
-    needs no setting: one rounding of each op on the longest path, added in quadrature.
+    Each op runs twice: as the program runs it, and in the reference dtype on inputs of the reference run.
+    The tolerance needs no setting. It is three times the rounding that was measured along the path to a
+    gradient, where the roundings of the ops are added as the root of the sum of their squares.
 
     Args:
-        step: does one step of training: forward pass, backward pass, optimizer step. What it returns is taken
-            as its loss, if it is a tensor. With ``precision`` it is given an autocast region to open.
-        reference: the dtype of the run without rounding.
-        precision: the dtype of the region; default: the step opens its own.
-        steps: how often the step runs.
+        step: a function that does one training step: forward pass, backward pass, optimizer step. A tensor
+            that it returns counts as its loss. If ``precision`` is given, the function is called with an
+            autocast region, and opens it around its forward pass.
+        reference: the dtype of the reference run.
+        precision: the dtype of the region; by default the step opens a region of its own.
+        steps: the number of steps to run.
         device: the device of the region.
 
     Raises:
-        AssertionError: it does not; the text names the first op, module and line.
-        ValueError: an option is not known.
+        AssertionError: a difference is too large; the text names the first op, module and line.
+        ValueError: an option is unknown.
 
     Example:
         >>> import torch
@@ -227,20 +233,20 @@ def _regions(precision: str | None, device: str) -> list[torch.autocast]:
 
 
 def assert_same_numerics(run: Callable[[], Any], golden: str | Path, *, steps: int = 10) -> None:
-    """Fail if a program computes otherwise than when its golden file was recorded, beyond rounding.
+    """Fail if a program's results differ from its golden file by more than rounding explains.
 
-    Each op's result is compared with the recorded one within the rounding of its dtype and the differences of
-    its inputs. So the file holds on other machines and with other releases of torch. ``pytest --amp-record``
-    writes it.
+    The result of each op is compared with the recorded one. The tolerance is the rounding of its dtype plus
+    the difference of its inputs. Therefore a file that was recorded on one machine, with one release of
+    torch, also holds on others. ``pytest --amp-record`` writes the file.
 
     Args:
-        run: the program: it makes its model, sets its seed, and trains.
-        golden: the file.
-        steps: how many optimizer steps are recorded.
+        run: a function that sets its seed, makes its model, and trains it.
+        golden: the path of the golden file.
+        steps: the number of optimizer steps to record.
 
     Raises:
-        AssertionError: it does; the text names the first op, module and line.
-        FileNotFoundError: there is no file, and none is to be recorded.
+        AssertionError: a result differs too much; the text names the first op, module and line.
+        FileNotFoundError: the file does not exist, and ``--amp-record`` was not given.
         ValueError: the file is not a recording.
 
     Example:

@@ -1,6 +1,6 @@
-"""The plugin of pytest: an option, and a fixture that fails a test in which numbers were lost.
+"""The pytest plugin: the option ``--amp-record``, and a fixture that fails a test in which numbers were lost.
 
-pytest loads this module in every run, so it imports nothing but pytest until the fixture is used.
+pytest loads this module in every run. Therefore it imports only pytest until the fixture is used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that writes golden files anew."""
+    """Add the option that records golden files."""
     parser.getgroup("amp_plugin").addoption(
         "--amp-record",
         action="store_true",
@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hand the option to assert_same_numerics, which has no request."""
+    """Pass the option to ``assert_same_numerics``, which cannot ask pytest for it."""
     import os  # noqa: PLC0415 - only where the option is given
 
     if config.getoption("--amp-record"):
@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def no_lost_numbers() -> Iterator[LostNumbers]:
     """Fail the test if a step was skipped, a cast lost a value, or a gradient was not finite.
 
-    The test runs in a region that watches every op, so it is slow. What was found names op, module and line.
+    The test is slow, since every op is watched. The failure names op, module and line.
     """
     from amp_plugin.testing.lost_numbers import LostNumbers  # noqa: PLC0415 - loads torch
 
@@ -46,7 +46,7 @@ def no_lost_numbers() -> Iterator[LostNumbers]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Fail a test with the fixture if something was lost."""
+    """Fail a test that uses the fixture and lost numbers."""
     result = yield
     watch = getattr(item, "funcargs", {}).get("no_lost_numbers")
     if watch is not None:
