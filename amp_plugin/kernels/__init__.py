@@ -1,1 +1,1 @@
-"""Compiled code, its reference in plain torch, and how it is built."""
+"""The compiled ops, their reference in plain torch, and the code that builds them."""

@@ -1,7 +1,8 @@
-"""Compile the native core once per torch release, load it, or say why not.
+"""Compiles the native core once per torch release, and loads it.
 
-A core that a wheel brought along is looked up first, then one in the build cache, which also keeps cubins.
-What the cache promises, and why a process of its own compiles: docs/lab/design.md, "How the core is built".
+A core from a wheel is looked for first, then one in the build cache. The build cache also holds the cubins of
+the CUDA kernels. docs/lab/design.md, "How the core is built", says what the cache promises, and why another
+process does the compiling.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from amp_plugin.messages import warn_user
 SOURCES = Path(__file__).parent / "csrc"
 PREBUILT = Path(__file__).parent / "prebuilt"
 UNITS: Final = "all_*.cpp"
-"""The files that are compiled; each includes all sources of one kind, which read torch's headers once."""
+"""The files to compile. Each includes all sources of one kind, so that torch's headers are read once."""
 TARGETS: Final = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
 """Vector width, as ``torch.backends.cpu.get_cpu_capability()`` names it -> the compiler's ``-march``."""
 _EXTENSION: Final = "_region"
@@ -42,13 +43,13 @@ _FIRST_ERROR = re.compile(r"^.*\b(?:error|undefined (?:reference|symbol))\b.*$",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NativeCore:
-    """The native core: whole, or absent for a reason.
+    """The native core, or the reason why it is missing.
 
     Attributes:
-        reason: Why it is absent, in one sentence; empty if it is loaded.
-        library: The file it was loaded from; None if it is absent.
-        extension: Its classes and functions, by pybind11; None if it is absent.
-        seconds: Time spent compiling; 0.0 if it was there.
+        reason: Why the core is missing, in one sentence; empty if it is loaded.
+        library: The file that it was loaded from; None if it is missing.
+        extension: Its classes and functions, as a pybind11 module; None if it is missing.
+        seconds: The time spent compiling; 0.0 if it was compiled before.
     """
 
     reason: str = ""
@@ -58,7 +59,7 @@ class NativeCore:
 
     @property
     def loaded(self) -> bool:
-        """Whether its ops and functors are registered."""
+        """Whether the core is loaded and its ops are registered."""
         return self.extension is not None
 
 
@@ -69,11 +70,11 @@ _lock = threading.Lock()
 def native_core() -> NativeCore:
     """Return the native core, compiled and loaded at the first call.
 
-    Safe to call from several threads and processes. Never raises because something is
-    missing: then ``loaded`` is False, ``reason`` says why, and one RuntimeWarning has said so.
+    Threads and processes may call it at the same time. If something is missing it does not raise: ``loaded``
+    is False, ``reason`` says why, and a RuntimeWarning is given once.
 
     Returns:
-        The same object at every call of a process.
+        The native core, the same object at every call.
 
     Example:
         >>> from amp_plugin.kernels.build import native_core
@@ -93,7 +94,10 @@ def native_core() -> NativeCore:
 
 
 def require_native(feature: str) -> NativeCore:
-    """Return the native core for a feature, as the user knows it; a RuntimeError says why it is absent."""
+    """Return the native core, or raise a RuntimeError that says why a feature needs it and why it is missing.
+
+    ``feature`` is the name that the user knows.
+    """
     core = native_core()
     if not core.loaded:
         way_out = "Fix the cause and start again; `amp-plugin doctor` shows the state of this machine."
@@ -130,7 +134,7 @@ def _load() -> NativeCore:
 
 
 def _forget_lock() -> None:
-    """Give a forked child a fresh lock: the thread that held it was not forked."""
+    """Make a new lock in a forked child, since the thread that held the old one was not forked."""
     global _lock  # noqa: PLW0603
     _lock = threading.Lock()
 
@@ -140,17 +144,18 @@ if hasattr(os, "register_at_fork"):
 
 
 def build_core(*, rebuild: bool = False) -> tuple[Path, float]:
-    """Return the native core's file, of the wheel, the build cache or compiled, and seconds spent compiling.
+    """Find or compile the native core; return its file and the seconds spent compiling.
 
-    A RuntimeError names the first error of the compiler and the log; an OSError says that there is no
-    compiler or no usable cache folder.
+    Raises:
+        RuntimeError: the compilation failed; the text names the first error and the log.
+        OSError: there is no compiler, or the cache folder cannot be used.
     """
     widths = vector_widths()
     for file in () if rebuild else (PREBUILT / core_name(width) for width in widths):
         if file.is_file():
             return file, 0.0
     cache = cache_root()
-    if not rebuild and not os.access(cache, os.W_OK):  # of an image that was built on another processor
+    if not rebuild and not os.access(cache, os.W_OK):  # the image was built on another processor
         for file in (cache / core_name(width) for width in widths):
             if is_cached(file):
                 return file, 0.0
@@ -159,9 +164,9 @@ def build_core(*, rebuild: bool = False) -> tuple[Path, float]:
 
     def make(folder: Path) -> Path:
         nonlocal seconds
-        if log.exists() and log.stat().st_mtime >= asked:  # it failed in the process that we waited for
+        if log.exists() and log.stat().st_mtime >= asked:  # it failed in another process while we waited
             raise RuntimeError(_failure(log))
-        _compiler()  # raises before anything is announced
+        _compiler()  # raises, before the wait is announced, if there is none
         started = time.perf_counter()
         print("amp_plugin: compiling the native core (once, about a minute) ...", file=sys.stderr, flush=True)
         try:
@@ -176,14 +181,14 @@ def build_core(*, rebuild: bool = False) -> tuple[Path, float]:
 
 
 def vector_widths() -> tuple[str, ...]:
-    """Return the vector widths that run here, the widest first, as torch names them."""
+    """Return the vector widths that this CPU supports, as torch names them; the widest comes first."""
     widest, known = torch.backends.cpu.get_cpu_capability(), tuple(TARGETS)
     return known[known.index(widest) :] if widest in known else (widest,)
 
 
 def core_name(width: str) -> str:
-    """Return the file name of a core: torch's release, vector width, and a hash of all that it depends on."""
-    release = torch.__version__.partition("+")[0]  # CPU and CUDA builds share a core
+    """Return a core's file name: torch's release, vector width, and a hash of everything it is made from."""
+    release = torch.__version__.partition("+")[0]  # CPU and CUDA builds of torch share a core
     files = [*SOURCES.rglob("*.cpp"), *SOURCES.rglob("*.h")]
     sources = {file.name: file.read_text() for file in files}
     parts = {**sources, "commit": str(torch.version.git_version), "flags": " ".join(compile_flags(width))}
@@ -192,19 +197,19 @@ def core_name(width: str) -> str:
 
 
 def compile_flags(width: str) -> list[str]:
-    """Return the compiler's flags, besides those of torch, for a vector width; OpenMP is not linked."""
+    """Return the compiler's flags for a vector width, without torch's own; OpenMP is not linked."""
     vectors = [f"-march={TARGETS[width]}", f"-DCPU_CAPABILITY_{width}"] if width in TARGETS else []
     as_in_torch = ["-O3", "-DNDEBUG", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
-    same_bits = "-ffp-contract=off"  # of all vector widths: products are fused into sums where it is said
-    lean_headers = "-DAT_PER_OPERATOR_HEADERS"  # else autograd's headers include those of all ops
-    standard = "-std=c++20"  # torch 2.11 compiles extensions as C++17
+    same_bits = "-ffp-contract=off"  # for all vector widths: the compiler fuses no multiply-add by itself
+    lean_headers = "-DAT_PER_OPERATOR_HEADERS"  # otherwise autograd's headers include those of all ops
+    standard = "-std=c++20"  # torch 2.11 would compile extensions as C++17
     return [standard, *as_in_torch, same_bits, lean_headers, "-fvisibility=hidden", *vectors]
 
 
 def compile_core(folder: Path, width: str) -> Path:
-    """Compile a core in an empty folder, in another process, which loads it once if this CPU can run it.
+    """Compile a core into an empty folder, in another process. That process loads it if this CPU can run it.
 
-    The text of a RuntimeError is all that was printed.
+    If it fails, the text of the RuntimeError is all the output of that process.
     """
     units = sorted(str(file) for file in SOURCES.glob(UNITS))
     if not units:
@@ -218,7 +223,7 @@ def compile_core(folder: Path, width: str) -> Path:
         "build_directory": str(folder),
     }
     runs_here = width in vector_widths()
-    if not runs_here:  # load() would run it, except what it is told to make a program of
+    if not runs_here:  # load() runs what it compiles, unless it is told to make a program
         wanted |= {"is_standalone": True, "is_python_module": False}
         wanted["extra_ldflags"] = ["-shared", "-ltorch_python"]
     answer = subprocess.run(  # noqa: S603 -- this Python
@@ -233,16 +238,16 @@ def compile_core(folder: Path, width: str) -> Path:
     made = folder / (f"{_EXTENSION}.so" if runs_here else _EXTENSION)
     if answer.returncode != 0 or not made.is_file():
         said = answer.stderr
-        if not said or f"{made}: cannot open" in said:  # a compiler that fails and does not say so
+        if not said or f"{made}: cannot open" in said:  # the compiler failed without an error message
             said += f"\nerror: CXX={_compiler()!r} wrote no core; set CXX to a C++20 compiler, or unset it"
         raise RuntimeError(said)
     return made
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables of the process that compiles: this one's packages, its compiler, no GPU."""
+    """Return the environment of the compiling process: our packages and compiler, and no GPU."""
     folders = [os.environ.get("PATH", os.defpath)]
-    with suppress(ImportError):  # its program is not on PATH where Python is called by its path
+    with suppress(ImportError):  # ninja is not on PATH if Python was called by its path
         folders.append(importlib.import_module("ninja").BIN_DIR)
     return {
         **os.environ,
@@ -273,7 +278,7 @@ def _failure(log: Path) -> str:
 
 
 def write_cores(folder: Path) -> list[Path]:
-    """Compile the cores that a wheel brings along, for this torch and Python: see `make wheels`."""
+    """Compile the cores that a wheel contains, for this torch and Python; `make wheels` calls it."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / core_name(width) for width in TARGETS]
     for width, file in zip(TARGETS, files, strict=True):

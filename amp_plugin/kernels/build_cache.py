@@ -1,8 +1,8 @@
-"""The build cache: a folder that only its owner writes to, with files that are checked before they are used.
+"""The build cache: a folder to which only its owner writes. Files are checked before they are used.
 
-A file ends with a seal: the SHA-256 of all that is in front of it. A file that was cut short, or that lost
-blocks in a power cut, does not match its seal and is made again. Loaders of machine code ignore what follows
-the last section.
+A file ends with a seal, which is the SHA-256 of everything before it. A file that was cut short or damaged
+does not match its seal and is made again. The seal does no harm in a library or a cubin: loaders ignore bytes
+after the last section.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ _SEAL: Final = b"amp_plugin sha256:"
 
 
 def cache_root() -> Path:
-    """Return the cache folder, made if need be; OSError or ValueError if it cannot be used."""
+    """Return the cache folder, and make it first if it is missing.
+
+    Raises:
+        OSError, ValueError: the folder cannot be made or used.
+    """
     shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     given = os.environ.get("AMP_PLUGIN_CACHE_DIR") or f"{shared}/amp_plugin"
     root = Path(os.path.expanduser(given))  # noqa: PTH111 - raises nothing without a home folder
@@ -43,7 +47,7 @@ def cache_root() -> Path:
 
 
 def _require_trusted(path: Path) -> None:
-    """Refuse what anyone but the user and root could have written: it is code that we run."""
+    """Raise if anyone but the user and root could have written a file, since its code will run."""
     status, user = path.stat(), os.geteuid()
     if status.st_uid not in {user, _ROOT}:
         msg = (
@@ -58,34 +62,38 @@ def _require_trusted(path: Path) -> None:
 
 
 def digest(parts: Mapping[str, str]) -> str:
-    """Return 16 hexadecimal digits that stand for ``parts``, whatever their order."""
+    """Return a hash of ``parts`` in 16 hexadecimal digits; their order does not matter."""
     return hashlib.sha256(json.dumps(dict(parts), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def obtain(file: Path, make: Callable[[Path], Path], *, rebuild: bool = False) -> Path:
-    """Return a cached file, which ``make`` makes in an empty folder if it is not there, in one process.
+    """Return a cached file. If it is missing, one process calls ``make`` with an empty folder to make it.
 
-    A file that does not match its seal counts as not there. An OSError says that the file cannot be written.
+    A file that does not match its seal counts as missing.
+
+    Raises:
+        OSError: the file cannot be written.
     """
     if not rebuild and is_cached(file):
-        return file  # only read: the cache may be on a read-only file system
+        return file  # Nothing was written: the cache may be on a read-only file system.
     _require_writable(file)
-    with FileLock(file.with_name(file.name + ".lock"), mode=0o600):  # the system frees it if we are killed
-        if not rebuild and is_cached(file):  # another process was faster
+    # The operating system frees the lock if we are killed.
+    with FileLock(file.with_name(file.name + ".lock"), mode=0o600):
+        if not rebuild and is_cached(file):  # another process has made it meanwhile
             return file
-        for left_over in file.parent.glob(f"{file.name}.tmp-*"):  # of builds that were killed
+        for left_over in file.parent.glob(f"{file.name}.tmp-*"):  # left by builds that were killed
             shutil.rmtree(left_over, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=f"{file.name}.tmp-", dir=file.parent) as folder:
             made = make(Path(folder))
             _seal(made)
-            made.chmod(0o644)  # root may build for all users of a machine
+            made.chmod(0o644)  # root may build for all users of the machine
             made.replace(file)
         _write_to_disk(file.parent)
     return file
 
 
 def is_cached(file: Path) -> bool:
-    """Return True if the cache holds this file and it is whole."""
+    """Return True if the cache holds this file and the file matches its seal."""
     if not file.exists():
         return False
     _require_trusted(file.parent)
@@ -95,7 +103,7 @@ def is_cached(file: Path) -> bool:
 
 
 def read_cached(file: Path) -> bytes:
-    """Return what ``make`` has written into a cached file."""
+    """Return the content of a cached file, without its seal."""
     return file.read_bytes().rpartition(_SEAL)[0]
 
 
@@ -111,7 +119,7 @@ def _require_writable(file: Path) -> None:
 
 
 def _seal(file: Path) -> None:
-    """Add the seal, and have all of it on the disk before the file gets its name."""
+    """Add the seal, and flush the file to the disk before it gets its final name."""
     hashed = hashlib.sha256(file.read_bytes()).digest()
     with file.open("ab") as whole:
         whole.write(_SEAL + hashed)
@@ -120,7 +128,7 @@ def _seal(file: Path) -> None:
 
 
 def _write_to_disk(folder: Path) -> None:
-    """Have a folder's new names on the disk; some network file systems do not offer it."""
+    """Flush a folder's entries to the disk; some network file systems cannot do that."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -1,27 +1,29 @@
 """The ops of ``torch.ops.amp_plugin``: schemas, fake kernels and their cost.
 
-Every op takes all gradients of one optimizer on one device, dtypes mixed (float16, bfloat16, float32,
-float64, complex64, complex128), any strides and sizes; no lazily conjugated or negated ones. Sparse gradients
-enter through their values, DTensors through their local tensors.
+Each op takes all gradients of one optimizer on one device. They may have different dtypes (float16, bfloat16,
+float32, float64, complex64, complex128), strides and sizes. Lazily conjugated or negated tensors are not
+allowed. For a sparse gradient its values are passed, for a DTensor its local tensor.
 
-On a GPU each is one launch (``round_weights_`` one per tensor) without a host sync: docs/lab/cuda.md.
+On a GPU each op is one launch without a host sync (``round_weights_``: one launch per tensor). See
+docs/lab/cuda.md.
 
 Contract of every kernel, whatever the device:
 
 - ``inv_scale`` and ``factor`` have one element, float32 or float64, on the gradients' device; they are read
   there, never on the host.
 - ``norm`` is a new float32 0-dim tensor: the ``norm_type`` norm of all gradients together, taken as one flat
-  vector, *multiplied by inv_scale* (not for ``norm_type`` 0). Elements are summed in float32 over at most
-  65536 elements, chunks in float64 or a fixed-order tree, so that it is correct to 1e-6 and the same in every
-  run. It is inf or nan if a gradient is.
-- ``found_inf`` is a new float32 0-dim tensor, exactly 0.0 or 1.0: 1.0 if any element, or what is written for
-  it, is not finite; the square is not tested.
+  vector, *multiplied by inv_scale* (not for ``norm_type`` 0). Chunks of at most 65536 elements are summed in
+  float32; the sums of chunks are added in float64 or as a tree in fixed order. So the norm is correct to 1e-6
+  and the same in every run. It is inf or nan if a gradient is.
+- ``found_inf`` is a new float32 0-dim tensor, exactly 0.0 or 1.0. It is 1.0 if any element, or the value that
+  is written for it, is not finite. The square of an element is not tested.
 - ``flags`` is a new uint8 tensor ``[len(grads)]``: bit 0 inf, bit 1 nan.
-- The three ops on weights take float32, bfloat16 and int16 tensors, of any strides and sizes.
-- Mutating kernels increase the version counter of what they write. A factor of exactly 1 writes nothing.
+- The three ops on weights take float32, bfloat16 and int16 tensors of any strides and sizes.
+- Mutating kernels increase the version counter of each tensor that they write. A factor of exactly 1 writes
+  nothing.
 
-Plain torch kernels (:mod:`amp_plugin.kernels.reference`) say exactly what each op does, and serve every
-device for which nothing faster is registered.
+:mod:`amp_plugin.kernels.reference` defines in plain torch what each op does. It also serves each device that
+has no faster kernel.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from amp_plugin.kernels.cuda.register import register as register_cuda_kernels
 from amp_plugin.kernels.tracers import untraced
 
 HYSTERESIS_MODES: Final = {"apex": 0, "megatron": 1, "deepspeed": 2}
-"""What ``hysteresis_mode`` of ``update_scale_`` means; see ``reference.update_scale_``."""
+"""The values of ``hysteresis_mode`` by name; see ``reference.update_scale_``."""
 
 SCHEMAS: Final = {
     "norm_check": (
@@ -81,7 +83,7 @@ def _measured(grads: list[torch.Tensor], inv_scale: torch.Tensor, *_: float) -> 
     return _number(inv_scale), _number(inv_scale), inv_scale.new_empty((len(grads),), dtype=torch.uint8)
 
 
-FAKES: Final[dict[str, Callable[..., Any]]] = {  # of ops that return something
+FAKES: Final[dict[str, Callable[..., Any]]] = {  # only for ops that return something
     "norm_check": _measured,
     "unscale_": _measured,
     "multiply_": lambda _, factor: _number(factor),

@@ -1,17 +1,17 @@
-"""Each op in plain torch: the oracle of the tests and the fallback everywhere.
+"""Each op in plain torch. The tests use it as oracle, and every device can fall back to it.
 
-One tensor at a time, in float64 (float32 on devices without it), rounded once when written. The contract is
-in :mod:`amp_plugin.kernels.ops`.
+Tensors are processed one at a time in float64 (float32 on devices without it), and results are rounded once
+when they are written. :mod:`amp_plugin.kernels.ops` states the contract.
 
-**Ranks.** Norms cannot be added up over ranks, but their powers can. So these numbers travel, in float64::
+**Ranks.** Norms cannot be added over ranks, but their powers can. So each rank sends these float64 numbers::
 
     packed = [the sum of norm ** p, for each way of spreading gradients over ranks, ...,
               1 if a gradient is not finite, else 0]
 
-One collective adds them up. For an infinite p it takes maxima: of the norms themselves, or of the negated
-norms where p is -inf.
+One collective adds them. For p = inf it takes the maximum of the norms, for p = -inf the maximum of the
+negated norms.
 
-**Weights.** A float32 master is kept as a pair of 16 + 16 bits: docs/lab/design.md, "The pair".
+**Weights.** A float32 weight is stored as a pair of 16 + 16 bits: docs/lab/design.md, "The pair".
 
 **Steps.** :func:`step_` takes a step of any optimizer that has an entry in :data:`RULES`.
 """
@@ -32,7 +32,7 @@ from amp_plugin.kernels.state_codes import decode, draws, encode, in_memory_orde
 INF_FLAG = 1
 NAN_FLAG = 2
 _WORD = 0xFFFFFFFF
-_NO_POWER = {0, math.inf, -math.inf}  # norms that are combined as they are
+_NO_POWER = {0, math.inf, -math.inf}  # for these p the norms themselves are combined
 
 
 def _widest(device: torch.device) -> torch.dtype:
@@ -44,12 +44,13 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 def _flat_norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The norm of all elements as one vector, in the widest float of the device."""
+    """Return the norm of all elements as one vector, in the widest float of the device."""
     dtype = _widest(device)
     parts = [g for g in grads if g.numel()]
     if not parts:
         return torch.zeros((), dtype=dtype, device=device)
-    if norm_type == 0:  # a count: torch's total norm counts tensors here, a flat vector counts elements
+    # Norm 0 is a count. torch's total norm would count tensors; a flat vector counts elements.
+    if norm_type == 0:
         return torch.stack([(g != 0).sum() for g in parts]).sum().to(dtype)
     norms = [torch.linalg.vector_norm(g.abs().to(dtype), norm_type) for g in parts]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
@@ -57,7 +58,7 @@ def _flat_norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) 
 
 
 def _flags(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """One byte per tensor: bit 0 inf, bit 1 nan."""
+    """Return one byte per tensor: bit 0 is set if it has an inf, bit 1 if it has a nan."""
     if not tensors:
         return torch.zeros((0,), dtype=torch.uint8, device=device)
     real = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
@@ -71,7 +72,7 @@ def _found(flags: Tensor) -> Tensor:
 
 
 def _multiply(grad: Tensor, factor: Tensor) -> None:
-    """Multiply in place, rounded once; not by 1."""
+    """Multiply in place and round once; a factor of 1 writes nothing."""
     wide = torch.float64 if grad.dtype in {torch.float64, torch.complex128} else torch.float32
     if grad.is_complex():
         product = torch.view_as_complex(torch.view_as_real(grad.resolve_conj()) * factor.to(wide))
@@ -89,9 +90,9 @@ def _factor_of(inv_scale: Tensor, *, is_scale: bool) -> Tensor:
 def norm_check(
     grads: Sequence[Tensor], inv_scale: Tensor, norm_type: float = 2.0, is_scale: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Measure gradients without touching them: the norm of ``inv_scale * grads``, ``found_inf``, ``flags``.
+    """Return the norm of ``inv_scale * grads``, ``found_inf`` and ``flags``, without writing the gradients.
 
-    With ``is_scale`` they are to be multiplied by 1/``inv_scale``, rounded to its dtype.
+    With ``is_scale`` the factor is 1 / ``inv_scale``, rounded to the dtype of ``inv_scale``.
     """
     device, factor = inv_scale.device, _factor_of(inv_scale, is_scale=is_scale)
     flags = _flags(grads, device)
@@ -105,9 +106,10 @@ def norm_check(
 def unscale_(
     grads: Sequence[Tensor], inv_scale: Tensor, norm_type: float = 2.0, is_scale: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Multiply gradients by ``inv_scale`` in place and return what :func:`norm_check` does of the result.
+    """Multiply gradients by ``inv_scale`` in place; return the same as :func:`norm_check`.
 
-    The norm is taken before rounding to the gradients' dtypes; what overflows in the product is flagged too.
+    The norm is taken before the products are rounded to the gradients' dtypes. Products that overflow are
+    flagged too.
     """
     factor = _factor_of(inv_scale, is_scale=is_scale)
     norm, _, flags = norm_check(grads, factor, norm_type)
@@ -119,7 +121,10 @@ def unscale_(
 
 @torch.no_grad()
 def multiply_(grads: Sequence[Tensor], factor: Tensor) -> Tensor:
-    """Multiply gradients by a factor and return ``found_inf`` of the products; 1 writes and finds nothing."""
+    """Multiply gradients by a factor in place; return ``found_inf`` of the products.
+
+    A factor of 1 writes nothing and finds nothing.
+    """
     value = factor.reshape(())
     for grad in grads:
         _multiply(grad, value)
@@ -140,30 +145,30 @@ def update_scale_(
     hysteresis: int,
     hysteresis_mode: int,
 ) -> None:
-    """Adjust a loss scale after a step, on its device.
+    """Update a loss scale after a step, on its device.
 
-    The rule is torch's, with ``>=`` where torch compares the interval with ``==``, a floor, a ceiling, and
-    hysteresis: overflows are tolerated until the tracker is used up::
+    The rule is torch's, with four changes. The growth interval is compared with ``>=`` instead of ``==``. The
+    scale has a floor and a ceiling. Hysteresis tolerates some overflows before the scale falls::
 
         on overflow:   tracker = 0; hysteresis_tracker -= 1 (mode 2: not below 1)
-                       if it was used up: scale = max(scale * backoff_factor, min_scale)
+                       if it is used up: scale = max(scale * backoff_factor, min_scale)
         on success:    tracker += 1; mode 0: hysteresis_tracker = hysteresis
                        if tracker >= growth_interval:
                            scale = min(scale * growth_factor, max_scale) if finite; tracker = 0
                            modes 1, 2: hysteresis_tracker = hysteresis
 
-    Mode 0 is apex's ``update_scale_hysteresis`` (and DeepSpeed's ``consecutive_hysteresis=True``): any good
-    step restores the tolerance. Mode 1 is Megatron-LM's ``DynamicGradScaler``, mode 2 DeepSpeed's
-    ``DynamicLossScaler``: only a whole growth interval restores it. With ``hysteresis=1`` all are torch's
-    rule. A floor never raises, a ceiling never lowers a scale that was set by hand.
+    In mode 0 any good step restores the tolerance, as in apex's ``update_scale_hysteresis`` and DeepSpeed's
+    ``consecutive_hysteresis=True``. In mode 1 (Megatron-LM's ``DynamicGradScaler``) and mode 2 (DeepSpeed's
+    ``DynamicLossScaler``) only a whole growth interval restores it. With ``hysteresis=1`` all modes follow
+    torch's rule. The floor never raises a scale that was set by hand, and the ceiling never lowers one.
     """
     overflow = found_inf.reshape(scale.shape) > 0
     backoff = overflow & (hysteresis_tracker <= 1)
     steps = torch.where(overflow, 0, growth_tracker + 1)
-    # torch compares int32 tensors with an interval of 2^31 or more as if it were 0 or negative.
+    # torch treats an interval of 2^31 or more as 0 or negative when it compares it with int32 tensors.
     grow = ~overflow & (steps >= min(growth_interval, torch.iinfo(torch.int32).max))
 
-    wide = _widened(scale)  # torch multiplies in double
+    wide = _widened(scale)  # torch multiplies in float64 too
     lower = torch.maximum((wide * backoff_factor).float(), scale.clamp(max=min_scale))
     higher = (wide * growth_factor).float()
     higher = torch.where(higher.isfinite(), higher, scale)
@@ -180,7 +185,7 @@ def update_scale_(
 def clip_factor(
     norm: Tensor, max_norm: float, scale: Tensor | None = None, found_inf: Tensor | None = None
 ) -> Tensor:
-    """Find what clipping multiplies gradients by, or a fused optimizer divides scaled ones by::
+    """Return the factor by which clipping multiplies gradients, or the divisor for a fused optimizer::
 
         factor = min(1, max_norm / (norm + 1e-6)), 1 if a gradient is not finite (that step is skipped)
         result = factor, or scale / factor
@@ -204,7 +209,7 @@ def pack_measurements_(
     replicas: Sequence[int],
     norm_type: float,
 ) -> None:
-    """Write what ranks are to add up, or take maxima of, into ``packed`` (``[len(replicas) + 1]``).
+    """Write the numbers that ranks add, or take the maximum of, into ``packed`` (``[len(replicas) + 1]``).
 
     Each norm is part of the element that ``slots`` names; ``replicas`` says how many ranks hold the same
     gradients and will all add their power.
@@ -229,7 +234,7 @@ def pack_measurements_(
 
 @torch.no_grad()
 def unpack_measurements(packed: Sequence[Tensor], norm_type: float) -> tuple[Tensor, Tensor]:
-    """Return norm and found_inf of what ranks have added up; the flag of the last of ``packed`` counts."""
+    """Return norm and found_inf from the combined numbers; the flag is that of the last ``packed``."""
     if not packed:
         msg = "unpack_measurements: got no packed measurements; give at least one"
         raise ValueError(msg)
@@ -241,7 +246,7 @@ def unpack_measurements(packed: Sequence[Tensor], norm_type: float) -> tuple[Ten
 
 
 def _power(norms: Sequence[Tensor], norm_type: float, like: Tensor) -> Tensor:
-    """The sum of the norms' powers, 0-dim; what changes nothing if there are none."""
+    """Return the sum of the norms' powers (0-dim); without norms, the neutral element of the sum."""
     wide = torch.stack([norm.reshape(()).to(like.dtype) for norm in norms]) if norms else like.new_empty(0)
     if norm_type == -math.inf:
         wide = -wide
@@ -264,9 +269,10 @@ def _refuse_counts(op: str, masters: Sequence[Tensor], **others: Sequence[Tensor
 
 @torch.no_grad()
 def pack_weights_(masters: Sequence[Tensor], high: Sequence[Tensor], low: Sequence[Tensor]) -> None:
-    """Split float32 masters into the two halves of a pair: bfloat16 and int16 tensors of the same shapes.
+    """Split float32 weights into pairs: a bfloat16 and an int16 tensor of the same shape.
 
-    Ties go away from zero, which is reversible. A NaN whose high half would be none becomes the quiet one.
+    The bfloat16 half is the nearest one. Ties are rounded away from zero, so that the split is reversible. A
+    NaN whose bfloat16 half would not be a NaN becomes the default NaN.
     """
     _refuse_counts("pack_weights_", masters, high_halves=high, low_halves=low)
     for master, upper, lower in zip(masters, high, low, strict=True):
@@ -281,7 +287,7 @@ def pack_weights_(masters: Sequence[Tensor], high: Sequence[Tensor], low: Sequen
 
 @torch.no_grad()
 def unpack_weights_(high: Sequence[Tensor], low: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-    """Put the two halves of pairs together again."""
+    """Join the two halves of each pair to float32 weights."""
     _refuse_counts("unpack_weights_", masters, high_halves=high, low_halves=low)
     for upper, lower, master in zip(high, low, masters, strict=True):
         highs = upper.view(torch.int16).to(torch.int32) << 16
@@ -291,11 +297,11 @@ def unpack_weights_(high: Sequence[Tensor], low: Sequence[Tensor], masters: Sequ
 
 @torch.no_grad()
 def round_weights_(masters: Sequence[Tensor], out: Sequence[Tensor], seed: int, step: int) -> None:
-    """Round masters to bfloat16, up or down with the probability of their distance.
+    """Round float32 weights to bfloat16 at random: the nearer a neighbour is, the likelier it is chosen.
 
-    What is representable stays as it is. The draw for an element depends on ``seed`` and ``step`` (the low 32
-    bits of each), the number of its tensor in the list and its own number in it, and on nothing else: neither
-    device nor threads.
+    A number that bfloat16 can hold does not change. The random bits of an element depend only on ``seed`` and
+    ``step`` (the low 32 bits of each), on the index of its tensor in the list, and on its index in the
+    tensor. They do not depend on the device or on threads.
     """
     _refuse_counts("round_weights_", masters, outputs=out)
     for number, (master, rounded) in enumerate(zip(masters, out, strict=True)):
@@ -310,17 +316,18 @@ def round_weights_(masters: Sequence[Tensor], out: Sequence[Tensor], seed: int, 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What one step of an optimizer does to a parameter.
+    """What one optimizer step does to a parameter.
 
     Attributes:
-        numbers: Names of the numbers that the rule is given, in order. ``lr`` is the first.
-        states: What each of its states holds, in order: ``"signed"``, ``"square"``, ``"second square"`` or
-            ``"weight"``. Squares are not negative; in fewer bits they are rounded at random. Weights are
-            always float32.
-        apply: Takes a parameter, its gradient, its states and its counters after this step, all wide, and the
-            numbers by name. Returns the new parameter and the new states.
-        counters: How many counters each parameter has. The first counts its steps.
-        count: Changes the second counter: takes it, the first one after this step, and the numbers.
+        numbers: The names of the rule's numbers, in order. The first one is ``lr``.
+        states: The kind of each state, in order: ``"signed"``, ``"square"``, ``"second square"`` or
+            ``"weight"``. Squares are never negative. If they are stored in fewer bits, they are rounded at
+            random. Weights are always float32.
+        apply: A function of a parameter, its gradient, its states, its counters after this step, and the
+            numbers by name. All tensors are float32 or wider. It returns the new parameter and new states.
+        counters: The number of counters per parameter. The first one counts the steps.
+        count: A function that returns the new second counter. Its arguments are the old second counter, the
+            first counter after this step, and the numbers.
     """
 
     numbers: tuple[str, ...]
@@ -395,7 +402,7 @@ def _lion(
 def _rmsprop(
     param: Tensor, grad: Tensor, states: list[Tensor], _: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, ...]:
-    """RMSprop (Tieleman and Hinton, 2012); the states are ``square_avg``, and what there is of the others::
+    """RMSprop (Tieleman and Hinton, 2012). ``grad_avg`` and ``momentum_buffer`` are optional states::
 
     grad += weight_decay * param
     square_avg = alpha * square_avg + (1 - alpha) * grad^2
@@ -449,7 +456,7 @@ def _adagrad(
 def _moments(
     param: Tensor, grad: Tensor, states: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Decay, and move the moments as Adam does."""
+    """Decay the weights and update the moments as Adam does."""
     if n.decoupled:
         grad, param = -grad if n.maximize else grad, param * (1 - n.lr * n.weight_decay)
     else:
@@ -603,9 +610,9 @@ RULES: Final = {
     "muon_momentum": Rule(numbers=("lr", "momentum", "nesterov"), states=("signed",), apply=_muon_momentum),
     "muon_update": Rule(numbers=("lr", "weight_decay", "ratio"), apply=_muon_update),
 }
-"""The rules that :func:`step_` takes; ``csrc/rules`` has the same for C++ and CUDA."""
+"""The rules of :func:`step_` by name; ``csrc/rules`` has the same rules in C++ and CUDA."""
 
-_DRAWS: Final = {"square": 1, "second square": 2}  # which draws round a state
+_DRAWS: Final = {"square": 1, "second square": 2}  # which random numbers round a state of this kind
 
 
 @torch.no_grad()
@@ -622,25 +629,25 @@ def step_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Divide gradients, and take a step of an optimizer unless ``found_inf`` is above 0.
+    """Divide gradients, then take an optimizer step unless ``found_inf`` is above 0.
 
     Args:
         params: float32, or bfloat16 with ``remainders``. They are written.
-        grads: float32, bfloat16 or float16, one for each parameter. They are left divided by ``grad_scale``,
-            each rounded once to its dtype, without the sign of ``maximize`` and without weight decay. The
-            step takes the quotients in float32. Without ``grad_scale``, or if it is 1, gradients are not
-            written and their versions do not change. (On a GPU the host cannot see that it is 1, so they
-            change there.)
-        states: All first states of the rule, then all second ones, and so on: float32 or bfloat16 of the
-            parameter's shape, or 8-bit codes (see :mod:`.state_codes`). They are written.
-        counters: All first counters, one element each, float32 or float64; then all second ones, float32.
-            They are written.
-        remainders: The low halves of the parameters' pairs, int16, or none. They are written.
+        grads: float32, bfloat16 or float16, one for each parameter. Each gradient is divided by
+            ``grad_scale`` and rounded once to its dtype; ``maximize`` and weight decay do not change it. The
+            step itself uses the quotients in float32. If ``grad_scale`` is None or 1, gradients are not
+            written and their version counters do not change. (On a GPU the host cannot see that it is 1, so
+            the counters change there.)
+        states: The first states of all parameters, then all second ones, and so on. Each is float32 or
+            bfloat16 in the parameter's shape, or 8-bit codes (see :mod:`.state_codes`). They are written.
+        counters: The first counters of all parameters, one element each, float32 or float64; then all second
+            ones, float32. They are written.
+        remainders: The int16 halves of the parameters' pairs, or an empty list. They are written.
         rule: A key of :data:`RULES`.
-        numbers: The numbers of the rule, in its order.
-        lr: A learning rate of one element on the device, in place of the first number.
-        grad_scale: What gradients are divided by, one element: a loss scale, clipping.
-        found_inf: One element. If it is above 0, gradients are divided, and nothing else is written.
+        numbers: The numbers of the rule, in the order of its ``numbers``.
+        lr: A learning rate on the device (one element). It replaces the first number.
+        grad_scale: The divisor of the gradients (one element): a loss scale, possibly combined with clipping.
+        found_inf: One element. If it is above 0, gradients are divided and nothing else is written.
     """
     entry, count = RULES[rule], len(params)
     named = SimpleNamespace(**dict(zip(entry.numbers, numbers, strict=True)))
@@ -669,7 +676,7 @@ def step_(
 def _unscaled(
     params: Sequence[Tensor], grads: Sequence[Tensor], remainders: Sequence[Tensor], grad_scale: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Divide the gradients; yield each parameter and what its step takes, wide."""
+    """Divide the gradients; yield each parameter with its gradient, both in float32 or wider."""
     divides = grad_scale is not None and not (grad_scale.is_cpu and grad_scale.float().item() == 1)
     for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
         whole = param
@@ -688,7 +695,7 @@ def _write_if(tensor: Tensor, value: Tensor, taken: Tensor | bool) -> None:
 
 
 def _read_state(state: Tensor, param: Tensor, kind: str) -> Tensor:
-    """Return a state, wide, however it is stored."""
+    """Return a state in float32 or wider, whichever way it is stored."""
     if state.dtype is not torch.uint8:
         return _widened(state)
     value = torch.empty_like(param, dtype=torch.float32)
@@ -699,7 +706,7 @@ def _read_state(state: Tensor, param: Tensor, kind: str) -> Tensor:
 def _write_state(
     state: Tensor, value: Tensor, param: Tensor, taken: Tensor | bool, kind: str, step: Tensor | float
 ) -> None:
-    """Write what `_read_state` reads."""
+    """Write a state back in the way it is stored; the reverse of ``_read_state``."""
     if state.dtype is torch.float32:
         return _write_if(state, value, taken)
     flat = in_memory_order(torch.empty_like(param, dtype=torch.float32).copy_(value))

@@ -1,7 +1,7 @@
-"""Optimizer states in 16 and 8 bits, in plain torch: to the bit what the kernels of a step read and write.
+"""Optimizer states in 16 and 8 bits, in plain torch. The kernels read and write exactly the same bits.
 
-docs/lab/design.md, "Compressed state", has the formats. The random bits of an element follow from its place
-in memory and the number of the step, and from nothing else.
+docs/lab/design.md, "Compressed state", describes the formats. The random bits of an element depend only on
+its position in memory and on the number of the step.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _MOST_UNSIGNED: Final = 255
 
 
 def draws(numel: int, step: Tensor | float, state: int, device: torch.device) -> Tensor:
-    """Return 16 random bits per element, int64, for the second moment in a place of an optimizer's states.
+    """Return 16 random bits per element (int64), with which a second moment is rounded.
 
-    Of a block of elements only the start is random; from there the high bytes are spread evenly. ``state`` is
-    1 for ``exp_avg_sq``, 2 for its maximum; the low 32 bits of ``step`` count.
+    Only the first element of a block is random; from there the high bytes are spread evenly. ``state`` is 1
+    for ``exp_avg_sq`` and 2 for its maximum. Only the low 32 bits of ``step`` matter.
     """
     number = step.to(torch.int64).reshape(()) if isinstance(step, Tensor) else int(step)
     places = torch.arange(numel, device=device)
@@ -37,7 +37,7 @@ def draws(numel: int, step: Tensor | float, state: int, device: torch.device) ->
 
 
 def random_bits(numbers: Tensor, seed: Tensor | int) -> Tensor:
-    """Return 32 random bits, int64, of each number."""
+    """Return 32 random bits (int64) for each number."""
     bits = (numbers * 0x9E3779B1 + seed) & _WORD
     bits = ((bits ^ (bits >> 15)) * 0x2C1B3C6D) & _WORD
     bits = ((bits ^ (bits >> 12)) * 0x297A2D39) & _WORD
@@ -45,19 +45,20 @@ def random_bits(numbers: Tensor, seed: Tensor | int) -> Tensor:
 
 
 def to_bf16(flat: Tensor, drawn: Tensor | None = None) -> Tensor:
-    """Return float32 numbers in bfloat16, to nearest or as it was drawn."""
+    """Round float32 numbers to bfloat16: to the nearest, or with the random bits ``drawn``."""
     if drawn is None:
         return flat.bfloat16()
     bits = flat.contiguous().view(torch.int32).to(torch.int64) + drawn
     rounded = (bits >> 16).to(torch.int16).view(torch.bfloat16)
-    return torch.where(flat.isnan(), math.nan, rounded)  # a GPU's NaN overflows into -0
+    return torch.where(flat.isnan(), math.nan, rounded)  # the bits of a GPU's NaN would overflow to -0
 
 
 def encode(flat: Tensor, *, signed: bool, drawn: Tensor | None = None, units: Tensor | None = None) -> Tensor:
-    """Return the codes (uint8, whole blocks) of float32 numbers, not negative unless ``signed``.
+    """Return the 8-bit codes (uint8, whole blocks) of float32 numbers.
 
-    ``drawn``, of :func:`draws`, rounds second moments; without it they are rounded to nearest. ``units``
-    (``[blocks, 1]``) are by default what each block's largest number asks for.
+    Negative numbers are allowed only if ``signed``. ``drawn``, from :func:`draws`, rounds second moments at
+    random; without it they are rounded to the nearest. ``units`` (``[blocks, 1]``) is the scale of each
+    block; by default it follows from the block's largest number.
     """
     kept = _kept(flat, signed=signed)
     blocks, unit = len(kept), _units(kept, signed=signed) if units is None else units
@@ -70,16 +71,17 @@ def encode(flat: Tensor, *, signed: bool, drawn: Tensor | None = None, units: Te
         if drawn is not None:
             share[: flat.numel()] = drawn
         high, low = (share >> 8).view_as(kept), (share & 0xFF).view_as(kept)
-        code = (kept.double() * inverse + low * 2.0**-16).float() + high * 2.0**-8  # a fused sum, and a sum
+        # A fused multiply-add, then an addition.
+        code = (kept.double() * inverse + low * 2.0**-16).float() + high * 2.0**-8
         codes = torch.where(kept == 0, 0, code.clamp(1, _MOST_UNSIGNED)).to(torch.uint8)
     return torch.cat([codes, unit.flatten().view(torch.uint8).view(blocks, 4)], 1).flatten()
 
 
 def encode_exactly(flat: Tensor, *, signed: bool) -> Tensor:
-    """Return codes that stand for numbers which were decoded to the bit; of others the nearest.
+    """Return codes that decode to the same bits again, if the numbers were decoded from codes.
 
-    A block's unit is found again among the neighbours of what its largest number asks for, whose code may
-    have been rounded down by one.
+    Other numbers get the nearest codes. The scale of a block is searched among the neighbours of the one that
+    its largest number gives, because that number's code may have been rounded down by one.
     """
     kept = _kept(flat, signed=signed)
     asked_for = _units(kept, signed=signed)
@@ -96,7 +98,7 @@ def encode_exactly(flat: Tensor, *, signed: bool) -> Tensor:
 
 
 def _kept(flat: Tensor, *, signed: bool) -> Tensor:
-    """Return what is multiples of the units, in blocks: the numbers, or their roots."""
+    """Return the values that are multiples of a block's scale, in blocks: the numbers, or their roots."""
     kept = flat.new_zeros((flat.numel() + BLOCK - 1) // BLOCK * BLOCK)
     kept[: flat.numel()] = (
         flat.clamp(-_MOST_NUMBER, _MOST_NUMBER) if signed else flat.sqrt().clamp_max(_MOST_ROOT)
@@ -109,7 +111,7 @@ def _units(kept: Tensor, *, signed: bool) -> Tensor:
 
 
 def decode(codes: Tensor, numel: int, *, signed: bool) -> Tensor:
-    """Return the float32 numbers ``[numel]`` of codes."""
+    """Decode codes to float32 numbers of shape ``[numel]``."""
     blocks = codes.view(-1, BLOCK_BYTES)
     unit = blocks[:, BLOCK:].contiguous().view(torch.float32)
     if signed:
@@ -119,7 +121,7 @@ def decode(codes: Tensor, numel: int, *, signed: bool) -> Tensor:
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor as they follow each other in memory; a view of a dense one."""
+    """Return the elements of a tensor in the order of memory; for a dense tensor this is a view."""
     dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     if not dense:
         return tensor.flatten()

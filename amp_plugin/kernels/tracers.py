@@ -1,7 +1,7 @@
-"""Keep tracers out of our own Python frames, without importing Dynamo.
+"""Keeps tracers out of our own Python frames, without importing Dynamo.
 
-Where a compiled function falls back to eager, Dynamo looks at every frame that it calls; torch.jit.trace
-records every op that is called, and cannot one that takes a list of strings.
+When a compiled function falls back to eager, Dynamo looks at every frame that it calls. torch.jit.trace
+records every op that is called, and fails at an op that takes a list of strings.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def untraced(function: Function) -> Function:
-    """Run a plain function, and all that it calls, as it is; it may call nothing of the user's."""
+    """Keep Dynamo out of a function and everything it calls. It must not call the user's code."""
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     eval_frame.set_code_exec_strategy(function.__code__, skip)
     return function
 
 
 def outside_graphs(method: Callable[P, T]) -> Callable[P, T]:
-    """Leave compiled code for a call, which decides by values: a graph break there."""
+    """Break the graph at a call, for a method that decides by the values of tensors."""
     outside = torch._disable_dynamo(untraced(method))  # type: ignore[attr-defined]
 
     @wraps(method)
@@ -40,9 +40,10 @@ def outside_graphs(method: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def outside_tracers() -> Iterator[None]:
-    """Run a block, and all that it calls, without Dynamo and unseen by torch.jit.trace."""
+    """Hide a block, and everything it calls, from Dynamo and torch.jit.trace."""
     previous = eval_frame.set_eval_frame(None)
-    below = torch._C._dispatch_tls_is_dispatch_key_excluded("Tracer")  # there torch refuses a change
+    # Below the tracer torch refuses to change this.
+    below = torch._C._dispatch_tls_is_dispatch_key_excluded("Tracer")
     recording = None if below else torch._C._get_tracing_state()
     try:
         if recording is not None:

@@ -1,1 +1,1 @@
-"""Search op rules by measurement: fewer bytes, or a cure for a run that overflows."""
+"""Finds op rules by measurement: rules that need fewer bytes, or that cure a run that overflows."""

@@ -1,7 +1,8 @@
-"""A copy of a folder for a program that runs many times: each run finds the files as they are in the folder.
+"""A copy of a folder in which a program runs many times. Each run finds the original files.
 
-Files are cloned where the file system can (Btrfs, XFS), else copied; there is no link through which a program
-could write into the folder. Between two runs only what has changed in the copy is copied again.
+Files are cloned if the file system can do that (Btrfs, XFS), else copied. The copy holds no link through
+which a program could write into the original. Before each run, only the files that the last run changed are
+copied again.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ except ImportError:  # Windows
 
 from rich import filesize
 
-_MOST_BYTES: Final = 2_000_000_000  # that are copied; clones do not count
+_MOST_BYTES: Final = 2_000_000_000  # limit of the bytes that are copied; clones do not count
 _MOST_FILES: Final = 50_000
-_CLONE: Final = 0x40049409  # FICLONE of Linux on x86-64 and ARM; another system refuses it, and we copy
+# Linux's FICLONE on x86-64 and ARM. Other systems refuse it, and the file is copied.
+_CLONE: Final = 0x40049409
 
-Signature = tuple[int, int, int, int]  # of a file; changed by whoever writes to it
+Signature = tuple[int, int, int, int]  # of a file; it changes when a program writes to the file
 
 
 @dataclass
@@ -36,18 +38,19 @@ class _Size:
 
 
 class FolderCopy:
-    """A copy of a folder, removed when it is closed or forgotten."""
+    """A copy of a folder. It is removed when it is closed or garbage-collected."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()
         self._place = tempfile.TemporaryDirectory(prefix="amp_plugin_tune_")
         self._copy = Path(self._place.name).resolve()
-        self._kept: dict[Path, Signature | None] = {}  # file of the copy -> what it was when it was copied
+        # File of the copy -> its signature right after it was copied.
+        self._kept: dict[Path, Signature | None] = {}
         self._size = _Size()
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Make the copy what the folder is, and work in it."""
+        """Restore the copy to the state of the folder, and make it the working directory."""
         present, shell = Path.cwd(), os.environ.get("PWD")
         self._restore()
         os.chdir(self._copy)
@@ -66,7 +69,7 @@ class FolderCopy:
         self._place.cleanup()
 
     def _restore(self) -> None:
-        """Copy what is missing or has changed, and remove what is not of the folder."""
+        """Copy files that are missing or have changed; remove files that the folder does not have."""
         self._size = _Size()
         wanted = {self._copy}
         for source, target in self._entries(self._folder, self._copy, (self._folder, self._copy)):
@@ -92,7 +95,7 @@ class FolderCopy:
             self._kept[target] = _signature(target)
 
     def _entries(self, source: Path, target: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, Path]]:
-        """Yield each file, folder and link that is copied, with its place in the copy; folders come first."""
+        """Yield each file, folder and link to copy, with its path in the copy; folders come first."""
         for entry in sorted(source.iterdir()):
             self._count(entry)
             copy = target / entry.name
@@ -104,7 +107,7 @@ class FolderCopy:
                 yield from self._entries(entry, copy, (*above, entry.resolve()))
 
     def _stays_inside(self, link: Path) -> bool:
-        """Whether a link leads, by a relative path, to a place in the folder; it serves the copy as it is."""
+        """Whether a link is relative and stays inside the folder, so that it also works in the copy."""
         to = link.readlink()
         return not to.is_absolute() and (link.parent.resolve() / to).resolve().is_relative_to(self._folder)
 
@@ -134,7 +137,7 @@ class FolderCopy:
 
 
 def _is_copied(folder: Path, above: tuple[Path, ...]) -> bool:
-    """Whether a folder is copied: not a virtual environment, nor one that leads back to where we are."""
+    """Whether a folder is copied. Virtual environments, and links back to a folder above, are not."""
     if not folder.is_dir() or not os.access(folder, os.R_OK | os.X_OK):
         return False
     place = folder.resolve()
@@ -143,7 +146,7 @@ def _is_copied(folder: Path, above: tuple[Path, ...]) -> bool:
 
 
 def _clone(source: Path, target: Path) -> bool:
-    """Let a file share the blocks of another until one is written to; False if the file system cannot."""
+    """Clone a file: both share their blocks until one is written to. False if the file system cannot."""
     if fcntl is None:
         return False
     try:

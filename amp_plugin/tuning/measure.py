@@ -1,4 +1,4 @@
-"""What a rule set costs and how exact its gradients are, measured on a workload, each set once."""
+"""Measures, on a workload, what a rule set costs and how exact its gradients are; each set only once."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from amp_plugin.tuning.workload import Gradients, Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientError:
-    """How far the gradients of one batch are from the reference's."""
+    """How much the gradients of one batch differ from the reference gradients."""
 
-    whole: float  # norm of the difference over the norm of the reference, all parameters together
-    mean: float  # the same per parameter, at most 1 each, averaged: none pays for the others
+    whole: float  # norm of the difference / norm of the reference, over all parameters as one vector
+    mean: float  # the average of the same ratio per parameter, each at most 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """What a rule set costs, for each batch.
+    """What a rule set costs per batch, and the gradient error of each batch.
 
     Attributes:
-        saved_bytes: bytes that the forward pass saves for the backward pass, weights of the model left out.
+        saved_bytes: bytes that the forward pass saves for the backward pass, without the model's weights.
         cast_bytes: bytes that casts read and write.
-        errors: a gradient error for each batch.
+        errors: one gradient error for each batch.
     """
 
     saved_bytes: float
@@ -44,17 +44,17 @@ class Measurement:
 
     @property
     def error(self) -> float:
-        """The whole gradient's error, averaged over the batches with finite gradients; inf without any."""
+        """The error of the whole gradient, averaged over batches with finite gradients; inf if none has."""
         return mean([error.whole for error in self._finite]) if self._finite else math.inf
 
     @property
     def mean_error(self) -> float:
-        """The parameters' mean error, averaged in the same way."""
+        """The mean error of the parameters, averaged over the same batches."""
         return mean([error.mean for error in self._finite]) if self._finite else math.inf
 
     @property
     def failed(self) -> int:
-        """The number of batches whose gradients are not finite."""
+        """The number of batches with gradients that are not finite."""
         return len(self.errors) - len(self._finite)
 
     @property
@@ -63,7 +63,7 @@ class Measurement:
 
 
 def rules_without_16_bits(device_type: str) -> OpRules:
-    """Return rules under which autocast casts nothing to 16 bits; tensors that are in 16 bits stay so."""
+    """Return rules under which autocast casts nothing to 16 bits. Tensors that are in 16 bits stay so."""
     default = OpRules.default(device_type)
     wide = {
         op: OpRule.PROMOTE if rule is OpRule.LOWER_PRECISION else rule for op, rule in default.rules.items()
@@ -72,7 +72,7 @@ def rules_without_16_bits(device_type: str) -> OpRules:
 
 
 class ReferenceGradients:
-    """The gradients of each batch in a run without 16 bits, kept in fp32: one copy a batch."""
+    """The gradients of each batch from a run without 16 bits. Each batch keeps one copy in fp32."""
 
     def __init__(self) -> None:
         self._batches: list[dict[str, Tensor]] = []
@@ -81,11 +81,11 @@ class ReferenceGradients:
         return len(self._batches)
 
     def add(self, gradients: Gradients) -> None:
-        """Keep the gradients of the next batch."""
+        """Store the gradients of the next batch."""
         self._batches.append({name: grad.detach().float().clone() for name, grad in gradients.items()})
 
     def error(self, batch: int, gradients: Gradients) -> GradientError:
-        """Compare the gradients of a batch with the reference's; a loss scale, a power of two, goes."""
+        """Compare the gradients of a batch with the reference, after dividing out a constant power of two."""
         reference = self._batches[batch]
         if reference.keys() != gradients.keys():
             odd = sorted(reference.keys() ^ gradients.keys())
@@ -105,7 +105,7 @@ class ReferenceGradients:
 
 
 def _sums(reference: Tensor, gradient: Tensor) -> tuple[float, float, float]:
-    """Return the products reference², reference x gradient and gradient², summed in fp64."""
+    """Return the sums of reference², reference x gradient and gradient², in fp64."""
     ours, theirs = reference.double(), gradient.detach().to(reference.device).double()
     products = torch.stack([(ours * ours).sum(), (ours * theirs).sum(), (theirs * theirs).sum()])
     first, second, third = products.tolist()
@@ -113,7 +113,7 @@ def _sums(reference: Tensor, gradient: Tensor) -> tuple[float, float, float]:
 
 
 def _power_of_two(sums: Iterable[tuple[float, float, float]]) -> float:
-    """Return the power of two nearest to gradients over reference; 1 if there is none."""
+    """Return the power of two that is nearest to gradients / reference; 1 if that is not defined."""
     rows = [*sums]
     norm, product = math.fsum(row[0] for row in rows), math.fsum(row[1] for row in rows)
     ratio = product / norm if norm > 0 else math.nan
@@ -121,7 +121,7 @@ def _power_of_two(sums: Iterable[tuple[float, float, float]]) -> float:
 
 
 class SavedBytes(saved_tensors_hooks):
-    """A region that counts what autograd keeps: each storage once; parameters are there anyway."""
+    """Counts the bytes that autograd saves inside the block: each storage once, parameters left out."""
 
     def __init__(self) -> None:
         super().__init__(self._pack, lambda tensor: tensor)
@@ -129,7 +129,8 @@ class SavedBytes(saved_tensors_hooks):
         self._seen: Storages[bool] = Storages()
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        in_backward = torch._C._current_graph_task_id() != -1  # what a recomputation saves
+        # Then a checkpoint recomputes, and what it saves is not kept.
+        in_backward = torch._C._current_graph_task_id() != -1
         base = tensor._base if tensor._base is not None else tensor
         if in_backward or isinstance(base, nn.Parameter) or not storage_address(tensor):
             return tensor
@@ -140,7 +141,7 @@ class SavedBytes(saved_tensors_hooks):
 
 
 class Trials:
-    """Measurements of rule sets on one workload."""
+    """Measures rule sets on one workload."""
 
     def __init__(self, workload: Workload, device_type: str, *, reference: torch.dtype) -> None:
         self._workload = workload
@@ -157,7 +158,7 @@ class Trials:
         self.batches = len(self._reference)
 
     def measure(self, rules: OpRules, *, batches: int | None = None) -> Measurement:
-        """Return what a rule set costs on the first batches (all by default)."""
+        """Return the measurement of a rule set on the first ``batches`` batches, by default all."""
         errors: list[GradientError] = []
 
         def compare(gradients: Gradients, _: float) -> None:
@@ -171,7 +172,7 @@ class Trials:
         return Measurement(saved_bytes=saved.total / count, cast_bytes=cast, errors=tuple(errors))
 
     def seconds(self, rules: OpRules) -> float:
-        """Return the median time of a batch with nothing measured but time."""
+        """Return the median time of a batch in seconds; nothing else is measured meanwhile."""
         seconds: list[float] = []
         with rules_on_trial(rules):
             self._workload.run(lambda _, taken: seconds.append(taken), batches=self.batches)

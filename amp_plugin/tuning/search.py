@@ -1,4 +1,4 @@
-"""Search the rules that save most: one rule at a time, each kept only if the whole set measures better.
+"""Searches for the rules that save most. Rules are tried one at a time, and kept only if they help together.
 
 base = measure(default)
 for op in used ops, rule in other rules of op:      # on the first batch
@@ -22,7 +22,7 @@ from amp_plugin.tuning.measure import Measurement, Trials
 
 Goal = Literal["memory", "casts", "accuracy"]
 
-_LEAST_GAIN: Final = 0.002  # of what the default costs; less is not worth a rule
+_LEAST_GAIN: Final = 0.002  # share of the default's cost that a rule must save
 _ROUNDS: Final = 3
 _WANTED: Final[dict[Goal, tuple[OpRule, ...]]] = {
     "memory": (OpRule.LOWER_PRECISION, OpRule.UNCHANGED),
@@ -35,7 +35,7 @@ _WANTED: Final[dict[Goal, tuple[OpRule, ...]]] = {
 class Change:
     """One rule that differs from the default."""
 
-    op: str  # without overload: "aten::layer_norm"
+    op: str  # without its overload: "aten::layer_norm"
     rule: OpRule
 
     def __str__(self) -> str:
@@ -47,31 +47,31 @@ Changes = tuple[Change, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tried:
-    """A set of changes and what it measured."""
+    """A set of changes and its measurement."""
 
     changes: Changes
-    measurement: Measurement | None  # None where the program does not run with them
-    batches: int  # on how many
+    measurement: Measurement | None  # None if the program does not run with them
+    batches: int  # the number of batches it was measured on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Aim:
-    """What is to get smaller, and what may grow by how much."""
+    """What the search makes smaller, and by how much the price may grow."""
 
     goal: Goal
-    budget: float  # share by which the gradient error may grow; for "accuracy" the bytes
+    budget: float  # share by which the gradient error may grow; for the goal "accuracy", the bytes
 
     def cost(self, measured: Measurement) -> float:
-        """Return what is to get smaller."""
+        """Return the number that the search makes smaller."""
         of_goal = {"memory": measured.saved_bytes, "casts": measured.cast_bytes, "accuracy": measured.error}
         return of_goal[self.goal]
 
     def saves(self, measured: Measurement, than: Measurement, default: Measurement) -> bool:
-        """Return whether something costs less than another by what is worth a rule."""
+        """Return whether one measurement costs less than another by enough to justify a rule."""
         return self.cost(measured) < self.cost(than) - _LEAST_GAIN * self.cost(default)
 
     def growth(self, measured: Measurement, default: Measurement) -> float:
-        """Return the factor by which what must not grow does: the worse of both errors, or of both bytes."""
+        """Return the factor by which the price grows: the larger one of both errors, or of both bytes."""
         names = ("cast_bytes", "saved_bytes") if self.goal == "accuracy" else ("error", "mean_error")
         pairs = [(getattr(measured, name), getattr(default, name)) for name in names]
         return max(
@@ -79,7 +79,7 @@ class Aim:
         )
 
     def allows(self, measured: Measurement, default: Measurement) -> bool:
-        """Return whether what must not grow stays within the budget, and no more batches overflow."""
+        """Return whether the price stays within the budget and no more batches overflow than by default."""
         return measured.failed <= default.failed and self.growth(measured, default) <= 1 + self.budget
 
 
@@ -92,18 +92,21 @@ class Search:
 
     @property
     def tried(self) -> tuple[Tried, ...]:
-        """Every set that was tried, in order."""
+        """All sets that were tried, in order."""
         return tuple(self._known.values())
 
     def rules(self, changes: Iterable[Change]) -> OpRules:
-        """Return the default rules with some changes."""
+        """Return the default rules with these changes."""
         rules = self._default
         for change in changes:
             rules = rules.with_rule(change.op, change.rule)
         return rules
 
     def measure(self, changes: Changes, *, batches: int | None = None) -> Measurement | None:
-        """Measure some changes, each set once; None where the program does not run with them."""
+        """Return the measurement of a set of changes; None if the program does not run with them.
+
+        Each set is measured once.
+        """
         key = changes, batches or self._trials.batches
         if key not in self._known:
             measured = None
@@ -117,16 +120,16 @@ class Search:
         return self._known[key].measurement
 
     def default(self, *, batches: int | None = None) -> Measurement:
-        """Measure the default rules; what does not run with them raises."""
+        """Return the measurement of the default rules. The program's error is raised if it does not run."""
         measured = self.measure((), batches=batches)
         assert measured is not None  # noqa: S101 - measure raises
         return measured
 
     def best(self, ops: Iterable[str]) -> Changes:
-        """Return the changes that save most, in the order in which they were added; none if none does."""
-        half = (self._trials.batches + 1) // 2  # the others are left for the check at the end
+        """Return the changes that save most, in the order in which they were added; empty if none saves."""
+        half = (self._trials.batches + 1) // 2  # the other batches are for the check at the end
         chosen = self._grown(self._ranked(change for op in ops for change in self._changes_of(op)), half)
-        for change in reversed(chosen):  # those without which it costs no more
+        for change in reversed(chosen):  # Drop each change without which the cost is no higher.
             fewer = tuple(other for other in chosen if other != change)
             if fewer and not self._is_better(chosen, fewer, half):
                 chosen = fewer
@@ -135,7 +138,7 @@ class Search:
         return chosen
 
     def _changes_of(self, op: str) -> list[Change]:
-        """Return the other rules worth a try for an op."""
+        """Return one change for each other rule that the op may have."""
         now = {rule.value for name, rule in self._default.rules.items() if name.split(".")[0] == op}
         now = now or {"unchanged"}
         if now == {"banned"} or (now == {"lower_precision"} and self._aim.goal != "accuracy"):
@@ -143,7 +146,7 @@ class Search:
         return [Change(op=op, rule=rule) for rule in _WANTED[self._aim.goal] if now != {rule.value}]
 
     def _ranked(self, candidates: Iterable[Change]) -> list[Change]:
-        """Return the changes that gain by themselves, the largest gain first, measured on the first batch."""
+        """Return the changes that save something alone, measured on the first batch; the best one first."""
         default, cost = self.default(batches=1), self._aim.cost
         costs: dict[Change, float] = {}
         for change in candidates:
@@ -165,7 +168,7 @@ class Search:
         return chosen
 
     def _is_better(self, changes: Changes, than: Changes, batches: int) -> bool:
-        """Return whether changes are allowed and cost less than others by what is worth a rule."""
+        """Return whether changes are allowed, and cost less than others by enough to justify a rule."""
         default, now = self.default(batches=batches), self.measure(changes, batches=batches)
         known = self.measure(than, batches=batches)
         if now is None or known is None or not self._aim.allows(now, default):
@@ -173,8 +176,8 @@ class Search:
         return self._aim.saves(now, known, default)
 
     def nearest(self) -> str:
-        """Return what saves something and exceeds the budget by least, in words; empty without any."""
-        if self._aim.goal == "accuracy":  # the budget is one of bytes
+        """Describe the set that saves something and exceeds the budget least; empty if there is none."""
+        if self._aim.goal == "accuracy":  # here the budget limits the bytes
             return ""
         before, found = self.default(), []
         for attempt in self.tried:
@@ -187,7 +190,7 @@ class Search:
         return min([miss for miss in found if miss[0] > self._aim.budget], default=(0.0, ""))[1]
 
     def cured(self, ops: Iterable[str]) -> Changes:
-        """Return fp32 rules with which no batch fails, and none of which may go."""
+        """Return the fewest fp32 rules with which no batch fails: without any one of them, a batch fails."""
         changes = tuple(Change(op=op, rule=OpRule.FP32) for op in ops)
         if not self._is_cured(changes):
             msg = (

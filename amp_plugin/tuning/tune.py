@@ -1,4 +1,4 @@
-"""Tune op rules to a program: measure, search, verify, and write the rules down with their evidence."""
+"""Tunes op rules to a program: measures, searches, verifies, and writes the rules with their evidence."""
 
 from __future__ import annotations
 
@@ -30,20 +30,24 @@ _TIMINGS: Final = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuning:
-    """The rules that were chosen, and what was measured.
+    """The chosen rules and their measurements.
 
     Attributes:
-        rules: the chosen rules; the default ones where nothing better was found.
-        goal: what they were searched for.
-        budget: the share by which the gradient error (for ``"accuracy"`` bytes) was allowed to grow.
-        reference: ``"fp64"`` or ``"fp32"``: what gradients were compared with.
-        before: the default rules on all batches.
-        after: the chosen rules on all batches.
-        seconds: time of a batch by the default rules and by the chosen ones, alternating runs, the medians.
-        changes: the chosen rules one by one.
-        tried: every set tried, in order, with what was measured.
-        nearest: the set that saves something and exceeds the budget by least, in words; empty if none does.
-        is_followed: whether rules change anything: autocast is on, in blocks that have no rules of their own.
+        rules: the chosen rules. They are the default rules if the search found none better.
+        goal: the goal of the search.
+        budget: the share by which the gradient error was allowed to grow; for the goal ``"accuracy"``, the
+            bytes.
+        reference: ``"fp64"`` or ``"fp32"``, the dtype of the reference gradients.
+        before: the measurement of the default rules on all batches.
+        after: the measurement of the chosen rules on all batches.
+        seconds: the median time of a batch under the default rules, and under the chosen ones. The runs
+            alternate.
+        changes: the chosen rules that differ from the default ones.
+        tried: all sets that were tried, in order, with their measurements.
+        nearest: a description of the set that saves something and exceeds the budget least; empty if there
+            is none.
+        is_followed: False if rules change nothing, because autocast is off or its blocks have rules of
+            their own.
         batches: the number of batches.
     """
 
@@ -62,7 +66,7 @@ class Tuning:
 
     @property
     def keeps_default(self) -> bool:
-        """Whether the default rules stay."""
+        """Whether the chosen rules are the default rules."""
         return not self.changes
 
     def table(self) -> Table:
@@ -77,7 +81,7 @@ class Tuning:
         return table
 
     def to_yaml(self) -> str:
-        """Return the rules as a file, with the evidence in its comments."""
+        """Return the rules as the text of a YAML file, with the measurements in its comments."""
         version, today = vars(sys.modules["amp_plugin"])["__version__"], datetime.now(timezone.utc).date()
         comments = [
             self.headline,
@@ -96,7 +100,10 @@ class Tuning:
         Path(path).write_text(self.to_yaml(), encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
-        """Draw cost against error (for ``"accuracy"`` bytes) into a file, in the format of its ending."""
+        """Draw cost against error into a file; for the goal ``"accuracy"``, bytes against error.
+
+        The ending of the file's name decides the format.
+        """
         require_plots(path)
         from matplotlib.figure import Figure  # noqa: PLC0415 - optional
 
@@ -106,7 +113,7 @@ class Tuning:
 
     @property
     def headline(self) -> str:
-        """What was done, in a line."""
+        """One line that says what the tuning did."""
         if not self.is_followed:
             return (
                 f"tuned for {self.goal}: nothing follows the rules, the default rules stay; open autocast on "
@@ -123,7 +130,7 @@ class Tuning:
 
 
 def require_plots(path: str | Path) -> None:
-    """Raise ImportError without matplotlib, ValueError if it cannot draw into such a file."""
+    """Raise ImportError if matplotlib is missing, ValueError if it cannot write a file of this format."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase  # noqa: PLC0415 - optional
     except ImportError as error:
@@ -146,24 +153,28 @@ def tune(
     reference: str = "fp64",
     progress: bool = False,
 ) -> Tuning:
-    """Search op rules that save memory or casts at no more gradient error, or that cure an overflow.
+    """Find op rules that save memory or casts without more gradient error, or that cure an overflow.
 
-    Runs ``step`` some fifty times under different rules, always with the weights and random numbers of now.
+    ``step`` runs about fifty times under different rules, each time from the present weights and random
+    states.
 
     Args:
-        step: runs forward and backward on a batch, in an autocast region without ``rules=``. It leaves the
-            optimizer out. A loss may be scaled by a constant power of two.
-        model: its gradients are compared; its weights stay as they are.
-        batches: what ``step`` takes; half of them, at least one, are searched on, all verify.
-        device_type: of the rules; default: that of the model.
-        goal: ``"memory"``: fewer bytes saved for backward; ``"casts"``: fewer bytes cast; ``"accuracy"``:
-            finite gradients by the fewest fp32 ops, or if they are finite a smaller error.
-        budget: the share by which the gradient error may grow; for ``"accuracy"`` the bytes.
-        reference: ``"fp64"`` or ``"fp32"``: what a gradient without 16 bits is computed in.
-        progress: show a progress bar.
+        step: a function that runs the forward and backward pass on a batch, in an autocast region without
+            ``rules=``. It must not step an optimizer. It may scale the loss by a constant power of two.
+        model: the model whose gradients are compared. Its weights are not changed.
+        batches: the arguments of ``step``. The search uses the first half of them; the result is verified
+            on all.
+        device_type: the device type of the rules; by default that of the model.
+        goal: ``"memory"`` saves fewer bytes for the backward pass. ``"casts"`` casts fewer bytes.
+            ``"accuracy"`` makes gradients finite with the fewest fp32 ops; if they are finite already, it
+            makes their error smaller.
+        budget: the share by which the gradient error may grow; for the goal ``"accuracy"``, the bytes.
+        reference: the dtype of the reference gradients, ``"fp64"`` or ``"fp32"``.
+        progress: True shows a progress bar.
 
     Returns:
-        The rules and what was measured: ``table()``, ``save("rules.yaml")``, ``plot("rules.png")``.
+        The chosen rules and their measurements. Use ``table()``, ``save("rules.yaml")`` and
+        ``plot("rules.png")``.
 
     Raises:
         ValueError: an option is not allowed, or the step changes a weight or gives no gradients.
@@ -191,7 +202,8 @@ def tuned(
     """Tune the rules of a workload; the arguments are those of :func:`tune`."""
     aim = _aim(goal, budget, reference)
     default = OpRules.default(device_type)
-    with Console(file=sys.stderr, quiet=not progress).status("") as status:  # what trials print is dropped
+    # The output of the trials is dropped.
+    with Console(file=sys.stderr, quiet=not progress).status("") as status:
 
         def on_tried(attempt: Tried) -> None:
             changes = ", ".join(map(str, attempt.changes)) or "the default rules"
@@ -223,7 +235,7 @@ def tuned(
 
 
 def _aim(goal: str, budget: float, reference: str) -> Aim:
-    """Check what is wanted."""
+    """Check the options and return the aim."""
     goals, msg = get_args(Goal), ""
     if goal not in goals:
         hint = did_you_mean(goal, goals, aliases={"speed": "casts", "bytes": "memory"}, written=repr)
@@ -252,7 +264,7 @@ def _chosen(search: Search, ops: list[str], aim: Aim) -> Changes:
 
 
 def _timed(trials: Trials, default: OpRules, chosen: OpRules) -> tuple[float, float]:
-    """Return the times of a batch by two rule sets, measured in turns; one time if they are the same set."""
+    """Return the times of a batch under two rule sets, measured in turns; equal sets are measured once."""
     if chosen == default:
         seconds = trials.seconds(default)
         return seconds, seconds
@@ -264,7 +276,7 @@ def _size(count: float) -> str:
     return filesize.decimal(round(count))
 
 
-# Name of a number -> its attribute and its text.
+# name of a number -> its attribute, and the function that formats it
 _NUMBERS: Final[dict[str, tuple[str, Callable[[float], str]]]] = {
     "saved for backward": ("saved_bytes", _size),
     "cast": ("cast_bytes", _size),
@@ -274,7 +286,7 @@ _NUMBERS: Final[dict[str, tuple[str, Callable[[float], str]]]] = {
 
 
 def _rows(before: Measurement, after: Measurement) -> list[tuple[str, ...]]:
-    """Return name, value before, value after, and change, as texts."""
+    """Return one row for each number: name, value before, value after, change."""
     rows: list[tuple[str, ...]] = []
     for name, (attribute, text) in _NUMBERS.items():
         old, new = getattr(before, attribute), getattr(after, attribute)
@@ -285,7 +297,7 @@ def _rows(before: Measurement, after: Measurement) -> list[tuple[str, ...]]:
 
 
 def _change(before: float, after: float) -> str:
-    """Return how much more or less something is, ``"-12.3 %"``; ``""`` where it cannot be said."""
+    """Return a relative change as text, ``"-12.3 %"``; ``""`` if it is not defined."""
     if before == 0 or not (math.isfinite(before) and math.isfinite(after)):
         return ""
     return f"{(after / before - 1) * 100:+.1f} %"
@@ -295,7 +307,7 @@ _COSTS: Final = {"memory": "bytes saved for backward", "casts": "bytes cast", "a
 
 
 def draw(tuning: Tuning, axes: Any) -> None:
-    """Draw each set that has finite numbers as a point; mark the default, the chosen set and the budget."""
+    """Draw each set with finite numbers as a point; mark the default set, the chosen set and the budget."""
     aim, before = Aim(goal=tuning.goal, budget=tuning.budget), tuning.before
 
     def place(measured: Measurement, batches: int) -> tuple[float, float]:
@@ -314,7 +326,7 @@ def draw(tuning: Tuning, axes: Any) -> None:
         axes.scatter(*zip(*of_rule, strict=True), s=24, label=rule)
     for label, marker, measured in (("default rules", "s", before), ("chosen rules", "*", tuning.after)):
         axes.scatter(*place(measured, tuning.batches), s=130, marker=marker, label=label, zorder=3)
-    if before.failed < tuning.batches:  # a cure has no budget
+    if before.failed < tuning.batches:  # if all batches fail by default, no budget applies
         axes.axhline(1 + aim.budget, color="black", linewidth=1, linestyle="--", label="budget")
     grows = "bytes, saved or cast" if aim.goal == "accuracy" else "gradient error, whole or mean"
     cost = _COSTS[aim.goal] + ", default rules: 1" * (before.failed < tuning.batches)
@@ -325,7 +337,7 @@ def draw(tuning: Tuning, axes: Any) -> None:
 
 
 def _name_points(axes: Any, places: dict[Changes, tuple[float, float]]) -> None:
-    """Write the op of a set's last rule next to its point, where that covers no other name."""
+    """Write the op of each set's last rule next to its point, unless it would cover another name."""
     taken: list[Any] = []
     middle = sum(axes.get_xlim()) / 2
     for changes, at in places.items():

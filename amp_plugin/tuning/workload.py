@@ -1,4 +1,4 @@
-"""What is tuned: batches of a step function or of a program, run again from the same state, and its ops."""
+"""What is tuned: the batches of a step function or of a program. Each run starts from the same state."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ from amp_plugin.scaling.gradients import params_of
 from amp_plugin.tuning.folder_copy import FolderCopy
 
 Gradients = Mapping[str, Tensor]  # name of a parameter -> its gradient
-OnBatch = Callable[[Gradients, float], None]  # called after each batch, with the seconds that it took
+# Called after each batch with its gradients and its time in seconds.
+OnBatch = Callable[[Gradients, float], None]
 
 
 class StepFunction:
-    """A step function on batches."""
+    """A step function and its batches."""
 
     def __init__(self, step: Callable[[Any], object], model: nn.Module, batches: Sequence[Any]) -> None:
         self._step, self._inputs, self._params = step, list(batches), dict(model.named_parameters())
@@ -53,7 +54,7 @@ class StepFunction:
             raise ValueError(msg)
 
     def run(self, on_batch: OnBatch, *, batches: int) -> None:
-        """Run the first batches from the state that the model and the generators have now."""
+        """Run the first batches from the present state of the model and of the random generators."""
         versions = {name: param._version for name, param in self._params.items()}
         with _state_kept(self.model):
             for batch in self._inputs[:batches]:
@@ -72,7 +73,7 @@ class StepFunction:
 
 
 def _gradients(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients that parameters have, when the device is done with them."""
+    """Wait for the device and return the gradients of the parameters that have one."""
     gradients = {name: param.grad for name, param in params.items() if param.grad is not None}
     for device in {grad.device for grad in gradients.values() if grad.is_cuda}:
         torch.cuda.synchronize(device)
@@ -81,7 +82,7 @@ def _gradients(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def _gradients_set_aside(params: Iterable[Tensor]) -> Iterator[None]:
-    """Begin a block without gradients, and put those of before back."""
+    """Run a block without gradients, then restore the gradients from before."""
     before = [(param, param.grad) for param in params]
     for param, _ in before:
         param.grad = None
@@ -94,7 +95,7 @@ def _gradients_set_aside(params: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _state_kept(model: nn.Module) -> Iterator[None]:
-    """Put buffers, random generators and the gradients of now back."""
+    """Restore buffers, random generators and gradients after a block."""
     python = random.getstate()
     with torch.random.fork_rng(), buffers_kept(model), _gradients_set_aside(model.parameters()):
         try:
@@ -104,15 +105,15 @@ def _state_kept(model: nn.Module) -> Iterator[None]:
 
 
 class Enough(BaseException):
-    """The backward passes that were wanted have run."""
+    """Ends a program after the last backward pass that is needed."""
 
 
 class Script:
-    """A program whose backward passes are the batches.
+    """A program. Each of its backward passes is one batch.
 
-    Each set of rules runs it from the start, with the same seeds, in a copy of the present folder, up to the
-    last batch: what loggers and checkpoints write leaves nothing behind. Optimizers step, but the weights are
-    put back: each batch sees the same.
+    Each set of rules runs the program from the start, with the same seeds, up to the last batch. It runs in a
+    copy of the working directory, so that files written by loggers and checkpoints do no harm. Optimizers
+    step, but the weights are restored after each step, so that all batches see the same weights.
     """
 
     def __init__(self, program: Program, arguments: Sequence[str], *, batches: int) -> None:
@@ -122,10 +123,10 @@ class Script:
         self._arguments = list(arguments)
         self._folder = FolderCopy(present)
         self._has_run = False
-        self.batches, self.model = batches, None  # which module is the model is not known
+        self.batches, self.model = batches, None  # which of its modules is the model is not known
 
     def run(self, on_batch: OnBatch, *, batches: int) -> None:
-        """Run the program until its first backward passes are done; its output is dropped."""
+        """Run the program until its first ``batches`` backward passes are done; drop its output."""
         count = 0
 
         def counted(gradients: Gradients, seconds: float) -> None:
@@ -163,14 +164,14 @@ class Script:
 
 
 Workload = StepFunction | Script
-"""Batches that can be run as often as wanted, with the same numbers each time."""
+"""Batches that can be run many times and give the same numbers each time."""
 
 
 @contextmanager
 def _batches_followed(on_batch: OnBatch) -> Iterator[None]:
-    """Call a function after each backward pass of a program that leaves gradients; hold its weights still."""
+    """Call a function after each backward pass that leaves gradients; restore weights after each step."""
     names: dict[Tensor, str] = {}
-    begun: list[float] = []  # when the first module of the batch was called
+    begun: list[float] = []  # the time at which the batch's first module was called
     plain = torch.autograd.backward
 
     def registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -185,7 +186,7 @@ def _batches_followed(on_batch: OnBatch) -> Iterator[None]:
         is_inner = torch._C._current_graph_task_id() != -1
         plain(*args, **kwargs)
         gradients = {} if is_inner else _gradients({name: param for param, name in names.items()})
-        if gradients:  # none are of losses that no module's parameter is in
+        if gradients:  # there are none if the loss depends on no module's parameter
             now = time.perf_counter()
             on_batch(gradients, now - (begun.pop() if begun else now))
 
@@ -197,7 +198,7 @@ def _batches_followed(on_batch: OnBatch) -> Iterator[None]:
 
 
 def _hold_weights_still(stack: ExitStack) -> None:
-    """Put back what each optimizer step changes in its parameters, until a stack is closed."""
+    """Restore the parameters after each optimizer step, until the stack is closed."""
     before: dict[Optimizer, dict[Tensor, Tensor]] = {}
 
     def keep(optimizer: Optimizer, *_: Any) -> None:
@@ -212,7 +213,7 @@ def _hold_weights_still(stack: ExitStack) -> None:
     stack.callback(register_optimizer_step_post_hook(restore).remove)
 
 
-# Their results are not floating-point numbers, or are what the caller asked for by dtype.
+# These ops return no floating-point numbers, or the caller chooses their dtype.
 _LEFT_OUT: Final = {
     *("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "argmax", "argmin", "argsort"),
     *("logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not", "all", "any"),
@@ -223,7 +224,7 @@ _NOT_FORWARD: Final = ("autograd::engine", "Optimizer.")
 
 
 def used_ops(workload: Workload, rules: OpRules) -> list[str]:
-    """Run a workload's first batch; return the outermost ops of forward passes, most frequent first."""
+    """Run the first batch; return the outermost ops of its forward pass, the most frequent first."""
     with rules_on_trial(rules), profile() as profiled:
         workload.run(lambda *_: None, batches=1)
     counts = Counter(event.name for event in profiled.function_events or [] if _is_outermost(event))
@@ -231,7 +232,7 @@ def used_ops(workload: Workload, rules: OpRules) -> list[str]:
 
 
 def _is_outermost(event: FunctionEvent) -> bool:
-    """Whether an event is an op of a forward pass that no other op has called."""
+    """Whether an event is an op of the forward pass that no other op called."""
     parent = event.cpu_parent
     while parent is not None:
         if "::" in parent.name or parent.name.startswith(_NOT_FORWARD):
@@ -243,7 +244,7 @@ def _is_outermost(event: FunctionEvent) -> bool:
 def _may_have_rule(op: str) -> bool:
     try:
         overloads = overloads_of(op)
-    except ValueError:  # written in place, or no op of the dispatcher
+    except ValueError:  # it writes in place, or is not an op of the dispatcher
         return False
     return op.partition("::")[2] not in _LEFT_OUT and any(map(_makes_new_tensors, overloads))
 

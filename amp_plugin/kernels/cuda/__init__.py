@@ -1,4 +1,4 @@
-"""The CUDA kernels that there are, which NVRTC compiles on the user's machine, and how they fill a GPU."""
+"""The list of CUDA kernels. NVRTC compiles them on the user's machine. ``Tuning`` is how they fill a GPU."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final
 
 SOURCES: Final = Path(__file__).parent
-LAYOUT: Final = SOURCES.parent / "csrc" / "cuda_layout.h"  # what C++ and kernels share
-RULES: Final = SOURCES.parent / "csrc" / "rules"  # what a step of each optimizer does to an element, likewise
+LAYOUT: Final = SOURCES.parent / "csrc" / "cuda_layout.h"  # shared by C++ and the kernels
+RULES: Final = SOURCES.parent / "csrc" / "rules"  # what a step does to an element, also shared
 NORMS: Final = ("Squares", "Maximum", "Power")  # the structs of norms.cuh, in the order of cuda_device.h
 _OF_EACH_NORM: Final = ("norm_check", "unscale")
 
@@ -30,24 +30,24 @@ class Kernel:
 
     @property
     def title(self) -> str:
-        """Its name as C++ has it, in ``cuda_device.cpp``."""
+        """The kernel's name in ``cuda_device.cpp``."""
         return f"{self.name} {self.norm or self.rule}".strip()
 
     def macros(self) -> tuple[tuple[str, str], ...]:
-        """Return what its file takes from the compiler's command line."""
+        """Return the macros that the kernel's file is compiled with."""
         chosen = (("NORM", self.norm), ("RULE", self.rule))
         return tuple((macro, value) for macro, value in chosen if value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuning:
-    """How kernels that work on a table of tensors fill a GPU."""
+    """How a kernel that works on a table of tensors fills a GPU."""
 
-    blocks: int = 4  # of 256 threads that share a multiprocessor
-    in_flight: int = 4  # 16-byte loads that a thread issues before it uses the first
+    blocks: int = 4  # blocks of 256 threads per multiprocessor
+    in_flight: int = 4  # 16-byte loads that a thread issues before it uses the first one
 
     def macros(self) -> tuple[tuple[str, str], ...]:
-        """Return what the sources take from the compiler's command line."""
+        """Return the macros that the sources are compiled with."""
         return (("BLOCKS_PER_MULTIPROCESSOR", str(self.blocks)), ("IN_FLIGHT", str(self.in_flight)))
 
 
@@ -57,13 +57,13 @@ TUNINGS: dict[str, Tuning] = {
     "pack_weights": Tuning(blocks=6),
     "unpack_weights": Tuning(blocks=6),
 }
-"""By name of a kernel: the best of six on an H200 (of a step, that of Adam), where it is not the default.
+"""Kernel name -> the best of six tunings on an H200, if that is not the default. Adam's serves all steps.
 
-A measurement of others changes it before the first device is opened."""
+A measurement may change it before the first device is opened."""
 
 
 def tuning_of(kernel: Kernel) -> Tuning:
-    """Return how a kernel fills a GPU."""
+    """Return the tuning of a kernel."""
     return TUNINGS.get(kernel.name, Tuning())
 
 
@@ -79,5 +79,5 @@ def all_kernels() -> Iterator[Kernel]:
 
 
 def shared_sources() -> list[Path]:
-    """Return all files that kernels are compiled from."""
+    """Return all files from which kernels are compiled."""
     return sorted([*SOURCES.glob("*.cu"), *SOURCES.glob("*.cuh"), LAYOUT, *RULES.glob("*.h")])

@@ -1,4 +1,4 @@
-"""NVRTC, driven by ``cuda-core``: from a ``.cu`` file to a cubin, for any GPU on any machine."""
+"""Compiles ``.cu`` files to cubins with NVRTC, through ``cuda-core``. This needs no GPU."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ from amp_plugin.kernels.build_cache import cache_root, digest, obtain, read_cach
 from amp_plugin.kernels.cuda import SOURCES, Kernel, all_kernels, shared_sources, tuning_of
 
 ARCHITECTURES: Final = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-"""What is tested; any other architecture that NVRTC knows, from sm_75 on, compiles as well."""
+"""The tested architectures. Any other one that NVRTC knows, from sm_75 on, can be compiled for too."""
 
 STANDARD: Final = "c++17"
 
 
 def compile_cubin(kernel: Kernel, architecture: str) -> bytes:
-    """Compile a kernel with NVRTC for an architecture, ``"sm_90"``; a RuntimeError says why it cannot."""
+    """Compile a kernel for an architecture such as ``"sm_90"``; a RuntimeError says why it failed."""
     source = source_of(kernel)
     program = None
     try:
         program = Program(source, "c++", options=options_for(kernel, architecture))
         return bytes(program.compile("cubin").code)
-    except Exception as error:  # cuda-core's error types are not public
-        del program  # which the error's frame would hold: freed with a cycle, it prints an AttributeError
+    except Exception as error:  # the types of cuda-core's errors are not public
+        # The error's frame would keep it; freed later, as part of a cycle, it prints an AttributeError.
+        del program
         log = str(error).replace("\0", "")
         msg = f"NVRTC cannot compile {kernel.name}.cu for {architecture}: {log}"
         raise RuntimeError(msg) from error
 
 
 def source_of(kernel: Kernel) -> str:
-    """Return a kernel's source, headers by full path: NVRTC looks into the working directory first."""
+    """Return a kernel's source. Headers have full paths, since NVRTC searches the working directory first."""
     return (SOURCES / f"{kernel.name}.cu").read_text().replace('#include "', f'#include "{SOURCES}/')
 
 
 def options_for(kernel: Kernel, architecture: str) -> ProgramOptions:
-    """Return what NVRTC is told: only where the source says fma are a product and a sum rounded once."""
+    """Return NVRTC's options. It must not fuse a multiply-add unless the source says ``fma``."""
     return ProgramOptions(
         name=f"{kernel.name}.cu",
         arch=architecture,
@@ -55,7 +56,7 @@ def options_for(kernel: Kernel, architecture: str) -> ProgramOptions:
 
 
 def cached_cubin(kernel: Kernel, architecture: str) -> bytes:
-    """Return the cubin of a kernel, compiled only if the build cache has none.
+    """Return the cubin of a kernel. It is compiled only if the build cache does not have it.
 
     If the cache cannot be used, a RuntimeWarning says so and the kernel is compiled for this process alone.
     """
@@ -77,7 +78,7 @@ def cached_cubin(kernel: Kernel, architecture: str) -> bytes:
         cache.mkdir(mode=0o755, exist_ok=True)
         file = cache / f"{kernel.name}-{architecture}-{digest(identity)}.cubin"
         return read_cached(obtain(file, make))
-    except (OSError, ValueError) as error:  # a full disk must not end a training run
+    except (OSError, ValueError) as error:  # A full disk must not end a training run.
         text = f"CUDA kernels are compiled for this process alone: {error}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
         return compile_cubin(kernel, architecture)
@@ -86,7 +87,7 @@ def cached_cubin(kernel: Kernel, architecture: str) -> bytes:
 def all_cubins(architecture: str) -> dict[Kernel, bytes]:
     """Return the cubins of all kernels, compiled several at a time."""
     kernels = list(all_kernels())
-    cached_cubin(Kernel(name="update_scale"), architecture)  # what is wrong with one is with all
+    cached_cubin(Kernel(name="update_scale"), architecture)  # If this one fails, all would fail.
     with ThreadPoolExecutor(min(len(kernels), os.cpu_count() or 1)) as pool:
         cubins = pool.map(lambda kernel: cached_cubin(kernel, architecture), kernels)
         return dict(zip(kernels, cubins, strict=True))
@@ -98,15 +99,15 @@ def _announce(architecture: str) -> None:
 
 
 def identity_of(architecture: str, blocks: Sequence[int]) -> int:
-    """Return a number from 1 to 2**24 - 1 for all that decides the last bits of what kernels compute."""
+    """Return a hash, from 1 to 2**24 - 1, of everything on which the last bits of results depend."""
     parts = {"architecture": architecture, "blocks": str(list(blocks)), "sources": _sources()}
     return 1 + int(digest({**parts, "nvrtc": nvrtc_version()}), 16) % (2**24 - 1)
 
 
 def architecture_for(major: int, minor: int) -> str:
-    """Return the newest architecture that NVRTC knows and whose machine code a GPU of that capability runs.
+    """Return the newest architecture that NVRTC knows and that a GPU of this capability can run.
 
-    Machine code runs on GPUs of the same major capability and the same or a higher minor one.
+    A GPU runs machine code of its own major capability, and of its own or a lower minor one.
     """
     error, count = nvrtc.nvrtcGetNumSupportedArchs()
     known = [] if int(error) else list(nvrtc.nvrtcGetSupportedArchs()[1])[:count]
@@ -119,7 +120,7 @@ def architecture_for(major: int, minor: int) -> str:
 
 
 def build_ahead(architectures: Iterable[str] = ARCHITECTURES) -> int:
-    """Compile every kernel into the build cache; return how many cubins it now has for these GPUs."""
+    """Compile all kernels into the build cache; return the number of cubins for these architectures."""
     return sum(len(all_cubins(architecture)) for architecture in architectures)
 
 

@@ -1,6 +1,7 @@
-"""Decide, at the first CUDA tensor, whether the CUDA kernels or plain torch serve a device.
+"""Decides, at the first CUDA tensor, whether a device uses the CUDA kernels or plain torch.
 
-The C++ kernels on the CUDA key (csrc/cuda_ops.cpp) ask once. Importing this starts neither CUDA nor NVRTC.
+The C++ kernels on the CUDA key (csrc/cuda_ops.cpp) ask once per device. Importing this module starts neither
+CUDA nor NVRTC.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from amp_plugin.kernels.cuda import tuning_of
 from amp_plugin.kernels.tracers import outside_tracers, untraced
 from amp_plugin.messages import warn_user
 
-PACKAGES: Final = "'cuda-core>=1.0.1' 'cuda-bindings>=12.9' nvidia-cuda-nvrtc"  # as in pyproject.toml
+# The same as in pyproject.toml.
+PACKAGES: Final = "'cuda-core>=1.0.1' 'cuda-bindings>=12.9' nvidia-cuda-nvrtc"
 OLDEST_CAPABILITY: Final = (7, 5)
 _lock = threading.Lock()
 _cores: dict[int, CudaCore] = {}  # by device index
@@ -26,19 +28,19 @@ _cores: dict[int, CudaCore] = {}  # by device index
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudaCore:
-    """Whether the CUDA kernels serve a device."""
+    """Whether a device uses the CUDA kernels; if not, why."""
 
     loaded: bool
-    reason: str = ""  # why not, in one sentence, with the way out
-    architecture: str = ""  # what they are compiled for, as "sm_90"
-    identity: int = 0  # of what decides their last bits, for ranks to compare: compile.identity_of
+    reason: str = ""  # why not, and what to do, in one sentence
+    architecture: str = ""  # the architecture that they are compiled for, such as "sm_90"
+    identity: int = 0  # compile.identity_of; ranks compare it, since their results must agree to the last bit
 
 
 def cuda_core(device: int | None = None) -> CudaCore:
-    """Find out whether the CUDA kernels serve a device, compiling and loading them at the first call.
+    """Return whether a device can use the CUDA kernels; the first call compiles and loads them.
 
-    Never raises because something is missing, and warns once for a device that plain torch has to serve.
-    Starts CUDA if there is any. The finding is the same throughout a process.
+    If something is missing it does not raise. Instead it warns once that the device uses plain torch. The
+    call starts CUDA if there is any. The result stays the same for the whole process.
     """
     if reason := _no_cuda():
         return CudaCore(loaded=False, reason=reason)
@@ -59,7 +61,7 @@ def _no_cuda() -> str:
 
 
 def _open(index: int) -> CudaCore:
-    """Open a device for the kernels, or warn that they cannot serve it."""
+    """Load the kernels on a device, or warn that it uses plain torch."""
     if os.environ.get("AMP_PLUGIN_NATIVE") == "0":
         return CudaCore(loaded=False, reason="AMP_PLUGIN_NATIVE=0 turns native code off; unset it")
     try:
@@ -75,12 +77,12 @@ def _open(index: int) -> CudaCore:
 
 
 def _load_all(index: int) -> CudaCore:
-    """Compile and load every kernel, so that no later step can fail for want of one."""
+    """Compile and load all kernels now, so that no later step can fail because one is missing."""
     core = native_core()
     if not core.loaded:
         msg = f"the native core, which launches them, is not loaded: {core.reason}"
         raise RuntimeError(msg)
-    # Here and not above: cuda-core may be missing, and importing amp_plugin must stay cheap.
+    # The import stands here because cuda-core may be missing, and importing amp_plugin must stay cheap.
     import amp_plugin.kernels.cuda.compile as nvrtc  # noqa: PLC0415
 
     properties = torch.cuda.get_device_properties(index)
@@ -108,6 +110,6 @@ def _prepare(index: int) -> bool:
 
 
 def register(library: Library) -> None:
-    """Define what C++ asks of Python; imports and starts nothing."""
+    """Define the op through which C++ asks Python; this imports and starts nothing."""
     library.define("_cuda_prepare(int device) -> bool")  # type: ignore[no-untyped-call]
     library.impl("_cuda_prepare", _prepare, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
