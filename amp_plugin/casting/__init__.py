@@ -1,1 +1,1 @@
-"""The autocast core: which dtype does each op run in."""
+"""The autocast core: it decides the dtype in which each op runs."""

@@ -1,7 +1,7 @@
-"""What torch's autocast blocks do in a program that does not know this package: their rules and their dtype.
+"""Gives op rules and a dtype to torch's autocast blocks, in programs that do not know this package.
 
-``amp-plugin run`` binds them for the length of a run. ``AMP_PLUGIN_RULES`` binds rules in every process that
-imports torch (``amp_plugin_autoload``).
+``amp-plugin run`` does so for one run. ``AMP_PLUGIN_RULES`` does so in each process that imports torch
+(``amp_plugin_autoload``).
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def bound_autocast(
     dtype: torch.dtype | None = None,
     on_first: Callable[[str, torch.dtype], object] | None = None,
 ) -> Iterator[Counter[tuple[str, torch.dtype]]]:
-    """Let ``torch.autocast`` follow rules, and a dtype where it names none; yield the number of its blocks.
+    """Make ``torch.autocast`` follow ``rules``, and use ``dtype`` if a block names none; yield a count.
 
-    They are counted, but for those that are off, by device and dtype; ``on_first`` is called at the first of
-    each kind. ``name`` is that of the rules' file; a
-    warning at the end, in the main process, says if neither a block nor a region of ours has read it.
+    The count is that of the enabled blocks, by device and dtype. ``on_first`` is called at the first block of
+    each device and dtype. ``name`` is the name of the rules file. If no block or region has read the rules by
+    the end, a warning in the main process says so.
     """
     import torch  # noqa: PLC0415 - this module is loaded while torch is
 
@@ -56,7 +56,7 @@ def bound_autocast(
     entered = torch.autocast.__enter__
     blocks: Counter[tuple[str, torch.dtype]] = Counter()
 
-    @functools.wraps(entered)  # TorchScript knows the method by its name
+    @functools.wraps(entered)  # TorchScript finds the method by its name
     def enter(block: Any) -> Any:
         if block._enabled:
             if on_first is not None and (block.device, block.fast_dtype) not in blocks:
@@ -84,9 +84,10 @@ def bound_autocast(
 
 @contextmanager
 def _dtype_left_open(dtype: torch.dtype) -> Iterator[None]:
-    """Give blocks that name no dtype this one, in every thread: torch's own setting is one thread's.
+    """Give this dtype to blocks that name none, in all threads. Torch's own setting covers one thread only.
 
-    Compile caches on disk are tagged with it: a graph holds a block as it was written, without a dtype.
+    The dtype becomes part of the keys of torch's compile caches, since a graph holds such a block without
+    its dtype.
     """
     import torch  # noqa: PLC0415
 
@@ -97,7 +98,7 @@ def _dtype_left_open(dtype: torch.dtype) -> Iterator[None]:
         for kind in (
             torch.cuda.amp.autocast,  # amp: ignore[AMP013]
             torch.cpu.amp.autocast_mode.autocast,  # amp: ignore[AMP013]
-        ):  # which have defaults
+        ):  # the classes whose dtype has a default
             for function in {inspect.unwrap(kind.__init__), inspect.unwrap(kind.__new__)}:
                 if dtype_names := getattr(function, "__defaults__", None):
                     chosen = tuple(dtype if isinstance(d, torch.dtype) else d for d in dtype_names)
@@ -115,7 +116,7 @@ def _dtype_left_open(dtype: torch.dtype) -> Iterator[None]:
 
 
 def ours_by_default() -> AbstractContextManager[Pushed]:
-    """Let torch's autocast blocks follow the environment's rules or the default ones, on our kernels."""
+    """Make torch's autocast blocks follow the environment's rules, else the default ones, on our kernels."""
     import torch  # noqa: PLC0415 - takes seconds
 
     from amp_plugin.casting.rules import TABLES, OpRules, environment_rules  # noqa: PLC0415
@@ -127,7 +128,11 @@ def ours_by_default() -> AbstractContextManager[Pushed]:
 
 @cache
 def bind_environment() -> None:
-    """Bind the rules that ``AMP_PLUGIN_RULES`` names for the whole process; an OptionError if it has none."""
+    """Put the rules that ``AMP_PLUGIN_RULES`` names in force for the whole process.
+
+    Raises:
+        OptionError: the variable names no rules.
+    """
     variable = "AMP_PLUGIN_RULES"
     given = os.environ.get(variable, "")
     if not given or is_launcher():
@@ -144,7 +149,7 @@ def bind_environment() -> None:
 
 
 def is_launcher() -> bool:
-    """Return whether this process only starts others, or is a command that binds by itself."""
+    """Return whether this process only starts others, or is a command that sets rules itself."""
     main = getattr(sys.modules.get("__main__"), "__spec__", None)
     names = {Path(sys.argv[0] if sys.argv else "").name, getattr(main, "name", "")}
     return bool(names & _LAUNCHERS)

@@ -1,4 +1,4 @@
-"""See every cast autocast makes: of which argument of which op, in which module, and what it costs."""
+"""Records each cast that autocast makes: the argument, the op, the module, and the cost."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class Cast:
     """One cast of one tensor.
 
     Attributes:
-        module: path of the module that ran the op, beginning with the class of the outermost one;
-            empty outside modules.
-        op: ``"aten::linear.default"``.
-        argument: name of the op's argument.
-        kind: ``"weight"`` (a parameter or buffer), ``"input"`` (an argument of the outermost module)
-            or ``"activation"`` (all else).
-        parameter: path of the parameter or buffer in the outermost module; empty if it is none.
-        device: ``"cpu"``, ``"cuda"``, ...
-        before, after: the dtypes.
-        elements: number of elements.
-        bytes: read and written by the cast; 0 if it was cached.
-        cached: an earlier cast was used again.
+        module: the path of the module that ran the op. It begins with the class of the outermost module, and
+            is empty outside modules.
+        op: the full name of the op, such as ``"aten::linear.default"``.
+        argument: the name of the op's argument.
+        kind: ``"weight"`` for a parameter or buffer, ``"input"`` for an argument of the outermost module,
+            else ``"activation"``.
+        parameter: the path of the parameter or buffer in the outermost module; empty for other tensors.
+        device: the device type, such as ``"cpu"``.
+        before, after: the dtypes before and after the cast.
+        elements: the number of elements.
+        bytes: the bytes that the cast reads and writes; 0 if it was cached.
+        cached: True if the result of an earlier cast was used again.
     """
 
     module: str
@@ -66,10 +66,10 @@ class CastTotals:
     """Sums over casts.
 
     Attributes:
-        casts: casts made.
-        cached: uses of an earlier cast.
-        elements: cast, without the cached ones.
-        bytes: read and written.
+        casts: the number of casts made.
+        cached: how often the result of an earlier cast was used again.
+        elements: the number of elements that were cast, without the cached ones.
+        bytes: the bytes that the casts read and wrote.
     """
 
     casts: int = 0
@@ -79,7 +79,7 @@ class CastTotals:
 
     @staticmethod
     def of(casts: Iterable[Cast]) -> CastTotals:
-        """Add up casts."""
+        """Return the sums over some casts."""
         listed = list(casts)
         made = [cast for cast in listed if not cast.cached]
         elements, size = sum(cast.elements for cast in made), sum(cast.bytes for cast in made)
@@ -87,7 +87,7 @@ class CastTotals:
 
 
 def grouped(casts: Iterable[Cast], key: Callable[[Cast], Key]) -> dict[Key, CastTotals]:
-    """Add up the casts that have a key in common; the most bytes come first."""
+    """Return key -> sums of the casts with this key; the most bytes come first."""
     groups: dict[Key, list[Cast]] = defaultdict(list)
     for cast in casts:
         groups[key(cast)].append(cast)
@@ -99,7 +99,7 @@ _COLUMNS = {"cast": ("module", "op", "argument", "dtypes"), "module": ("module",
 
 
 def cast_table(casts: list[Cast], by: Literal["cast", "module", "op"]) -> Table:
-    """Return a rich table with a row per ``by``; the most bytes come first."""
+    """Return a rich table with one row per cast, module or op; the most bytes come first."""
     if by not in _COLUMNS:
         msg = f"table(by={by!r}): allowed are {', '.join(_COLUMNS)}"
         raise ValueError(msg)
@@ -128,11 +128,11 @@ def _counts(totals: CastTotals) -> tuple[str, ...]:
     return f"{totals.casts:,}", f"{totals.cached:,}", filesize.decimal(totals.bytes)
 
 
-_OUTSIDE = -1  # the scope of what no module runs
+_OUTSIDE = -1  # the scope of ops that run outside modules
 
 
 class CastLog:
-    """The casts made while the log was open; see ``log_casts``."""
+    """The casts that were made while the log was open; see ``log_casts``."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
         require_native("log_casts")
@@ -142,13 +142,15 @@ class CastLog:
         self._is_open = False
         self._watching = ExitStack()
         self._lock = threading.RLock()
-        self._paths: list[str] = []  # of modules, by the numbers that the native log has for them
-        self._numbers = WeakIdKeyDictionary()  # of modules; some have a hash that changes
-        self._parameters: dict[int, str] = {}  # address of the TensorImpl -> path
-        self._inputs: Counter[int] = Counter()  # the same -> calls that hold it
+        self._paths: list[str] = []  # paths of modules; the native log refers to them by index
+        # Module -> its index; by identity, because the hash of some modules changes.
+        self._numbers = WeakIdKeyDictionary()
+        self._parameters: dict[int, str] = {}  # address of the TensorImpl -> path of the parameter
+        # Address of the TensorImpl -> number of open calls that it is an argument of.
+        self._inputs: Counter[int] = Counter()
 
     def __enter__(self) -> Self:
-        """Start logging; one log can be open in a process.
+        """Start logging. Only one log can be open in a process.
 
         Raises:
             RuntimeError: another log is open.
@@ -170,7 +172,7 @@ class CastLog:
 
     def _following(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling():  # Dynamo would trace the book-keeping
+            if is_compiling():  # Dynamo would trace what follows
                 return original(module, *args, **kwargs)
             with self._running(module, (args, kwargs)):
                 return original(module, *args, **kwargs)
@@ -189,7 +191,8 @@ class CastLog:
             self._inputs += inputs
             if is_outermost:
                 root = module if self._model is None else self._model
-                weights = [*root.named_parameters(), *root.named_buffers()]  # where they are now
+                # Looked up each time, since modules may replace them.
+                weights = [*root.named_parameters(), *root.named_buffers()]
                 self._parameters.update((tensor._cdata, name) for name, tensor in weights)
         try:
             yield
@@ -201,14 +204,14 @@ class CastLog:
                     self._inputs -= inputs
 
     def _name(self, root: nn.Module) -> None:
-        """Number a module and those inside it, but for the ones that are known."""
+        """Give an index to a module and the modules inside it, unless they have one."""
         for name, module in root.named_modules():
             if module not in self._numbers:
                 self._numbers[module] = len(self._paths)
                 self._paths.append(f"{type(root).__name__}.{name}".rstrip("."))
 
     def _collect(self) -> None:
-        """Take what the native log holds, while the tensors it names are still alive."""
+        """Move records out of the native log, while the tensors that they name are alive."""
         self._collected.extend(map(self._cast, KERNELS.native.take_cast_log()))
 
     def _cast(self, logged: Any) -> Cast:
@@ -231,29 +234,29 @@ class CastLog:
         )
 
     def records(self) -> list[Cast]:
-        """Return the casts in the order they happened."""
+        """Return the casts in the order in which they happened."""
         if self._is_open:
             self._collect()
         return list(self._collected)
 
     def __len__(self) -> int:
-        """Return the number of records, cached ones included."""
+        """Return the number of records; cached casts count too."""
         return len(self.records())
 
     def totals(self) -> CastTotals:
-        """Add up all casts."""
+        """Return the sums over all casts."""
         return CastTotals.of(self.records())
 
     def by_module(self) -> dict[str, CastTotals]:
-        """Add up per module that ran the op, most bytes first."""
+        """Return module -> sums of its casts; the most bytes come first."""
         return grouped(self.records(), lambda cast: cast.module)
 
     def by_op(self) -> dict[str, CastTotals]:
-        """Add up per op, most bytes first."""
+        """Return op -> sums of its casts; the most bytes come first."""
         return grouped(self.records(), lambda cast: cast.op)
 
     def table(self, by: Literal["cast", "module", "op"] = "cast") -> Table:
-        """Return a rich table; equal casts share a row, the most bytes come first.
+        """Return a rich table. Equal casts share a row; the most bytes come first.
 
         Args:
             by: ``"cast"`` for a row per module, op, argument and dtypes; ``"module"``; ``"op"``.
@@ -264,7 +267,7 @@ class CastLog:
         return cast_table(self.records(), by)
 
     def to_pandas(self) -> Any:
-        """Return a ``pandas.DataFrame`` with a column per field of ``Cast``; dtypes are strings."""
+        """Return a ``pandas.DataFrame`` with one column per field of ``Cast``; dtypes are strings."""
         import pandas as pd  # noqa: PLC0415 - optional
 
         frame = pd.DataFrame(map(asdict, self.records()), columns=[field.name for field in fields(Cast)])
@@ -276,20 +279,22 @@ class CastLog:
 
 
 def log_casts(model: nn.Module | None = None) -> CastLog:
-    """Record every cast of inputs, weights and activations that autocast makes.
+    """Record each cast of inputs, weights and activations that autocast makes.
 
-    Covers the regions of this package, and ``torch.autocast`` blocks (checkpoint opens one to recompute)
-    where ``set_default_rules`` is in force: elsewhere those run on torch's own kernels.
-    Casts of compiled code are part of its graph and are not seen; neither are conversions that an
-    op makes inside its kernel (``softmax`` with ``dtype=``). Costs nothing while no log is open; an
-    open one follows modules by hooks.
+    The log covers the regions of this package. It covers ``torch.autocast`` blocks only while
+    ``set_default_rules`` is in force, because otherwise they run on torch's own kernels.
+
+    The log does not see casts in compiled code, which are part of its graph. It does not see conversions
+    inside a kernel, such as ``softmax`` with ``dtype=``. While no log is open, logging costs nothing; an open
+    log puts hooks on modules.
 
     Args:
-        model: gives the module and parameter names; default: whatever module is called.
+        model: the model whose modules and parameters are named. By default each module that is called
+            outside another module counts as one.
 
     Returns:
-        A context manager; read it with ``records()``, ``table()``, ``to_pandas()``,
-        ``by_module()`` and ``by_op()``.
+        A context manager. Read it with ``records()``, ``table()``, ``to_pandas()``, ``by_module()`` and
+        ``by_op()``.
 
     Raises:
         RuntimeError: the native core is missing, or (on entry) another log is open.

@@ -1,8 +1,8 @@
-"""Regions inside compiled code and exported programs, where op rules have to be seen by torch's tracers.
+"""Regions inside compiled code and exported programs, where torch's tracers must see the op rules.
 
-A region is traced as torch's own blocks and an op that says which rules are in force, by their content: a
-graph means the same in every process, and so do the keys of torch's compile caches. The whole encoding is
-explained in ``csrc/rules_in_force.h``.
+A region is traced as blocks of torch's own and one op that says which rules are in force. The op names the
+rules by their content, so that graphs and the keys of torch's compile caches mean the same in each process.
+``csrc/rules_in_force.h`` explains the encoding.
 """
 
 from __future__ import annotations
@@ -46,18 +46,21 @@ def _use_rules(device_type: str, content: str) -> None:
 
 _LIBRARY: Any = Library("amp_plugin", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("use_rules(str device_type, str content) -> ()")
-_LIBRARY.impl("use_rules", _use_rules, "CompositeImplicitAutograd")  # runs while a graph is traced
+_LIBRARY.impl("use_rules", _use_rules, "CompositeImplicitAutograd")  # It runs while a graph is traced.
 _USE_RULES = torch.ops.amp_plugin.use_rules.default
 has_side_effect(_USE_RULES)
 
 
 def are_rules_in_force() -> bool:
-    """Return whether rules other than the default ones are in force in this thread; a constant to tracers."""
+    """Return whether rules other than the default ones are in force in this thread.
+
+    Tracers treat the result as a constant.
+    """
     return torch.get_autocast_dtype(DIGITS[0]) is not ZEROS[0]
 
 
 def content_of(rules: OpRules | None) -> str:
-    """Return what rules are called in a graph; ``""`` for the default ones."""
+    """Return the name of rules in a graph, which is their content; ``""`` for the default rules."""
     return "" if rules is None else rules.content
 
 
@@ -78,9 +81,9 @@ def _blocks(
 
 
 class TracedRegion:
-    """A region as tracers see it; ``content`` is that of its rules, empty for the default ones."""
+    """A region as tracers see it. ``content`` is the content of its rules, empty for the default rules."""
 
-    def __init__(self, *made_with: Any) -> None:  # the arguments of _blocks
+    def __init__(self, *made_with: Any) -> None:  # the arguments of ``_blocks``
         self._made_with = made_with
         self._open: list[Any] = []
 
@@ -92,7 +95,7 @@ class TracedRegion:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Close the blocks that were opened last."""
+        """Close the blocks that ``__enter__`` opened last."""
         self._open.pop().__exit__(*exc_info)
 
 
@@ -101,12 +104,13 @@ def _traced(*made_with: Any) -> TracedRegion:
 
 
 def teach_dynamo(kind: type[torch.autocast]) -> None:
-    """Have Dynamo trace regions that were made outside compiled code; it starts to trace the frame again.
+    """Teach Dynamo to trace regions that were made outside compiled code, and restart its trace of the frame.
 
-    Dynamo takes any ``torch.autocast`` for torch's own and would drop its rules. A table by type comes first.
+    Dynamo treats each ``torch.autocast`` as torch's own class, and would drop the rules of a region. It looks
+    at a table of types first, and this function adds our class to that table.
 
     Raises:
-        RestartAnalysis: to start again, as Dynamo does wherever it learns something late.
+        RestartAnalysis: always; Dynamo itself raises it to trace a frame again.
     """
     from torch._dynamo.exc import RestartAnalysis  # noqa: PLC0415 - Dynamo runs
     from torch._dynamo.guards import GuardBuilder  # noqa: PLC0415

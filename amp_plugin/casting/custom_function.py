@@ -16,7 +16,7 @@ from amp_plugin.casting.region import autocast, is_autocast_available
 from amp_plugin.casting.run_in import cast_tensors
 
 _CARRIER = "_amp_plugin_setup_context"
-_forward_state = threading.local()  # what forward leaves for backward
+_forward_state = threading.local()  # what forward passes on to setup_context
 
 
 def custom_fwd(
@@ -27,25 +27,26 @@ def custom_fwd(
 ) -> Any:
     """Make the ``forward`` of an autograd Function follow autocast.
 
-    Works for both forms of Function: ``forward(ctx, ...)``, and ``forward(...)`` with
-    ``setup_context(ctx, inputs, output)``, where torch's decorator writes on the first
-    input instead of the context (pytorch issue 132388).
+    It works for both forms of Function: ``forward(ctx, ...)``, and ``forward(...)`` with
+    ``setup_context(ctx, inputs, output)``. In the second form torch's decorator fails, because it writes its
+    attributes on the first input instead of the context (pytorch issue 132388).
 
     Args:
-        fwd: the ``forward`` method; leave it out to use this as a decorator with options.
-        device_type: device whose autocast state counts: ``"cuda"``, ``"cpu"``, ... By default, which
-            torch does not have, that of the tensors given to each call: a device's other than the
-            CPU's if there is one.
-        cast_inputs: if given, and autocast is on, floating-point inputs of that device (not
-            fp64) are cast to it and ``forward`` runs with autocast off. Tensors in mappings, lists,
-            tuples and what else torch.utils._pytree knows count; iterators are cast as consumed.
+        fwd: the ``forward`` method. Leave it out to use this as a decorator with options.
+        device_type: the device type whose autocast state is used, such as ``"cuda"``. By default it is the
+            device type of the call's tensors; if some are on the CPU and some are not, the one that is not.
+            Torch's decorator has no such default.
+        cast_inputs: a dtype. If it is given and autocast is on, floating-point inputs on that device, except
+            fp64, are cast to it, and ``forward`` runs with autocast off. Tensors inside mappings, lists,
+            tuples and other containers that torch.utils._pytree knows are cast too. Iterators are cast
+            element by element as they are consumed.
 
     Returns:
         The decorated method.
 
     Raises:
-        ValueError: ``device_type`` is not a string; or (when called) it was left out and no
-            argument is a tensor.
+        ValueError: ``device_type`` is not a string. The decorated method raises it if ``device_type`` was
+            left out and no argument is a tensor.
 
     Example:
         >>> class Twice(torch.autograd.Function):
@@ -64,8 +65,8 @@ def custom_fwd(
     """
     _check_device_type(device_type)
     scope = sys._getframe(1)
-    if "__qualname__" in scope.f_locals and scope.f_locals is not scope.f_globals:  # a class body
-        scope.f_locals[_CARRIER] = _SetupContextCarrier()  # forward itself never sees the context
+    if "__qualname__" in scope.f_locals and scope.f_locals is not scope.f_globals:  # we are in a class body
+        scope.f_locals[_CARRIER] = _SetupContextCarrier()  # In this form forward never sees the context.
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
     method = fwd
@@ -76,7 +77,8 @@ def custom_fwd(
         enabled = torch.is_autocast_enabled(device)
         state = (enabled and cast_inputs is None, torch.get_autocast_dtype(device), device)
         first = args[0] if args else None
-        given_ctx = isinstance(first, FunctionCtx) or hasattr(first, "save_for_backward")  # functorch's
+        # Functorch has a context of its own.
+        given_ctx = isinstance(first, FunctionCtx) or hasattr(first, "save_for_backward")
         if given_ctx:
             _write(state, first)
         if cast_inputs is not None and enabled:
@@ -97,16 +99,16 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
     """Make the ``backward`` of an autograd Function run in the autocast state of its ``forward``.
 
     Args:
-        bwd: the ``backward`` method; leave it out to use this as a decorator with options.
-        device_type: device whose autocast state is restored: ``"cuda"``, ``"cpu"``, ...; by default
-            the one that counted in ``forward``.
+        bwd: the ``backward`` method. Leave it out to use this as a decorator with options.
+        device_type: the device type whose autocast state is restored, such as ``"cuda"``; by default the
+            one that ``custom_fwd`` used.
 
     Returns:
         The decorated method.
 
     Raises:
         ValueError: ``device_type`` is not a string.
-        RuntimeError: (when called) ``forward`` was not decorated with ``custom_fwd``.
+        RuntimeError: raised by the decorated method if ``forward`` was not decorated with ``custom_fwd``.
     """
     _check_device_type(device_type)
     if bwd is None:
@@ -130,8 +132,8 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
 
 
 def _cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
-    """Cast the tensors of a device in a value, in iterators as they are consumed."""
-    if isinstance(value, Mapping):  # pytree knows few of them
+    """Cast the tensors of a device inside a value; the elements of an iterator as they are consumed."""
+    if isinstance(value, Mapping):  # pytree knows few kinds of mappings
         return {name: _cast(item, dtype, device_type) for name, item in value.items()}
     if isinstance(value, Iterator):
         return (_cast(item, dtype, device_type) for item in value)
@@ -139,7 +141,7 @@ def _cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
 
 
 class _SetupContextCarrier:
-    """Left in the body of a Function's class; hands forward's state to setup_context."""
+    """An attribute of the Function's class. It passes forward's autocast state to setup_context."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         delattr(owner, name)
@@ -157,7 +159,7 @@ class _SetupContextCarrier:
 
 
 def _write(state: tuple[bool, torch.dtype, str], ctx: Any) -> None:
-    ctx._fwd_used_autocast, ctx._dtype, ctx._device_type = state  # two as torch's decorators name them
+    ctx._fwd_used_autocast, ctx._dtype, ctx._device_type = state  # torch's decorators use the first two names
 
 
 def _device_type_of(method: Callable[..., Any], given: Any) -> str:

@@ -1,8 +1,8 @@
-"""Our autocast kernels in torch's dispatcher: installed, taken back, and told the rule sets of the process.
+"""Installs our autocast kernels in torch's dispatcher, and tells them the rule sets of the process.
 
-Which dtype an op runs in is stated in ``rules.py`` and applied by ``csrc/autocast_kernel.cpp``, in functors
-on torch's autocast dispatch keys. Without the native core, regions are torch's own with the weight cache
-off, which follow the default rules.
+``rules.py`` states the dtype that each op runs in. ``csrc/autocast_kernel.cpp`` applies it, in functors on
+torch's autocast dispatch keys. Without the native core, regions are torch's own blocks with the default rules
+and without the cache of casts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from amp_plugin.kernels.tracers import outside_tracers
 
 DEFAULT = 0  # the number of the default rules
 NO_RULES = -1
-MOST_KEPT = 56  # an op's later arguments are cast whatever the rules say
+MOST_KEPT = 56  # a rule can keep an argument only if it is among the first 56
 
 # 0 says that a rule set does not name the op: it runs as if no autocast kernel were registered.
 RULE_CODES = {rule: number for number, rule in enumerate(OpRule, start=1)}
@@ -42,12 +42,12 @@ class AutocastKernels:
     """The native kernels that the regions of this process run on, and the numbers of its rule sets.
 
     Attributes:
-        native: the native core while our kernels are installed. Without them, None: regions are blocks of
-            torch's own.
-        leave: closes a native region, counted from the innermost; it stays for those that are open when the
-            kernels are uninstalled.
-        checked: arguments of a region that torch found nothing wrong with -> the number of its device,
-            if our kernels stand there, whether autocast is on, and the number of its default rules.
+        native: the native core while our kernels are installed, else None. If it is None, regions are blocks
+            of torch's own.
+        leave: a function that closes a native region, counted from the innermost. It stays when the kernels
+            are uninstalled, for regions that are open then.
+        checked: arguments of a region that torch has accepted -> the number of its device (None if our
+            kernels are not installed on it), whether autocast is on, and the number of its default rules.
     """
 
     def __init__(self) -> None:
@@ -55,13 +55,18 @@ class AutocastKernels:
         self.leave: Any = None
         self.checked: dict[tuple[str, torch.dtype | None, bool], tuple[int | None, bool, int]] = {}
         self._lock = threading.Lock()
-        self._numbers: dict[OpRules, int] = {}  # 1, 2, ... in this order; the default rules are not here
-        self._tagged: dict[int, str] = {}  # number -> fingerprint, as torch's compile caches know them
+        # Rule set -> its number, 1, 2, ... in order; the default rules are not in it.
+        self._numbers: dict[OpRules, int] = {}
+        self._tagged: dict[int, str] = {}  # number -> fingerprint that torch's compile caches have for it
         self._step_hook: RemovableHandle | None = None
-        self._named: dict[tuple[str, int], set[str]] = defaultdict(set)  # ops that a number ever named
+        # (device, number) -> ops for which this number has ever had a rule.
+        self._named: dict[tuple[str, int], set[str]] = defaultdict(set)
 
     def install(self) -> NativeCore:
-        """Install every device's default rules once per process, if the native core is loaded; return it."""
+        """Install the default rules of all devices, once per process; return the native core.
+
+        Nothing is installed if the native core is missing.
+        """
         core = native_core()
         with self._lock, outside_tracers():
             if self.native is None and core.extension is not None:
@@ -73,7 +78,7 @@ class AutocastKernels:
         return core
 
     def uninstall(self) -> None:
-        """Put torch's own autocast kernels back; the next region made installs ours again."""
+        """Put torch's own autocast kernels back. The next new region installs ours again."""
         if self._step_hook is not None:
             self._step_hook.remove()
             self.native.uninstall()
@@ -84,7 +89,7 @@ class AutocastKernels:
         self.checked.clear()
 
     def rules_numbered(self, number: int) -> OpRules | None:
-        """Return the rule set that has a number; None for the default ones."""
+        """Return the rule set with this number; None for the default rules."""
         return None if number == DEFAULT else list(self._numbers)[number - 1]
 
     def assigned_number(self, rules: OpRules) -> int:
@@ -102,7 +107,7 @@ class AutocastKernels:
             return number
 
     def tag_caches(self, rules: OpRules) -> None:
-        """Have torch's compile caches know what the number of a rule set means in this process."""
+        """Tell torch's compile caches which rule set this process's number stands for."""
         if (number := self._numbers[rules]) not in self._tagged:
             self._tagged[number] = rules.fingerprint()
             meant = ",".join(
@@ -111,18 +116,18 @@ class AutocastKernels:
             tag_compile_caches("amp_plugin rules ", meant)
 
     def put_default(self, rules: OpRules) -> None:
-        """Set what the number of the default rules means on their device, for regions made before too."""
+        """Make the number of the default rules stand for these rules, also in regions that exist already."""
         with self._lock, outside_tracers():
             self._define(rules, DEFAULT)
 
     def _define(self, rules: OpRules, number: int) -> None:
-        """Set the dispatcher's functors what a number means on a device."""
+        """Tell the dispatcher's functors which rules a number stands for on a device."""
         default = OpRules.default(rules.device_type).rules
         named = self._named[rules.device_type, number]
         named.update(rules.rules, rules.keep)
         ops, entries = sorted(named), []
         for op in ops:
-            is_ours = op in rules.rules or op in rules.keep  # else it has no rule any more
+            is_ours = op in rules.rules or op in rules.keep  # False: the op no longer has a rule
             written = frozenset() if op in default else written_arguments(op)
             never_cast = rules.keep.get(op, frozenset()) | written if is_ours else frozenset()
             places = enumerate(argument_names(op)) if never_cast else ()
@@ -131,20 +136,20 @@ class AutocastKernels:
         self.native.set_rules(rules.device_type, number, list(map(dispatcher_name, ops)), entries)
 
     def follow_by_default(self, device_type: str, number: int) -> None:
-        """Make autocast blocks outside our regions follow a rule set; ``NO_RULES`` for torch's kernels."""
+        """Make blocks of ``torch.autocast`` follow a rule set; with ``NO_RULES`` they run torch's kernels."""
         if self.native is not None:
             self.native.set_default_rules(DEVICE_NUMBERS[device_type], number)
-            self.checked.clear()  # regions made from now on ask again
+            self.checked.clear()  # regions that are made from now on check again
 
 
 KERNELS = AutocastKernels()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Forget kept casts after an optimizer's step, also where it moves no version counter.
+    """Drop kept casts of weights after an optimizer step, because some steps move no version counter.
 
-    In a compiled step an op of the graph does it. Only fused steps need it there: the others move the
-    counters of what they write.
+    In a compiled step an op of the graph does this, and only for fused steps. Other steps move the version
+    counters of the weights that they write.
     """
     if not is_compiling():
         _forget_casts()
@@ -166,20 +171,20 @@ has_side_effect(_FORGET_CASTS)
 
 
 def _is_managed_by_fsdp(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a parameter under FSDP2, which refills it and moves no version counter."""
+    """Return whether a tensor is a parameter under FSDP2, which writes it but moves no version counter."""
     if not isinstance(tensor, torch.nn.Parameter):
         return False
     from torch.distributed._composable_state import _module_state_mapping  # noqa: PLC0415 - loads torch.distributed
     from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415
 
     sharded = [module for module in list(_module_state_mapping) if isinstance(module, FSDPModule)]
-    seen: set[torch.nn.Module] = set()  # the root holds the others
+    seen: set[torch.nn.Module] = set()  # the root module contains the others
     modules = (module for outer in sharded for _, module in outer.named_modules(memo=seen))
     return any(parameter is tensor for module in modules for parameter in module._parameters.values())
 
 
 def number_of(rules: OpRules, device_type: str) -> int:
-    """Return the number of a rule set for regions on a device, installing it if it is new."""
+    """Return the number of a rule set for regions on a device; a new rule set is installed first."""
     check_rules(rules, device_type)
     KERNELS.install()
     if rules == OpRules.default(device_type):
@@ -191,7 +196,7 @@ def number_of(rules: OpRules, device_type: str) -> int:
 
 
 def check_rules(rules: OpRules, device_type: str | None = None) -> None:
-    """Raise if these are not rules, or not for regions on a device."""
+    """Raise if ``rules`` are not OpRules, or are for another device."""
     if not isinstance(rules, OpRules):
         msg = f"rules={rules!r}: an amp_plugin.OpRules is wanted, for example OpRules.from_yaml('rules.yaml')"
         raise TypeError(msg)
@@ -204,7 +209,7 @@ def check_rules(rules: OpRules, device_type: str | None = None) -> None:
 
 
 def tag_compile_caches(name: str, value: str) -> None:
-    """Make a value that graphs depend on part of the keys of torch.compile's disk caches; ``""`` for none."""
+    """Add a value that graphs depend on to the keys of torch.compile's disk caches; ``""`` removes it."""
     from torch.compiler import config  # noqa: PLC0415 - read when rules differ from torch's
 
     others = [part for part in config.cache_key_tag.split("|") if part and not part.startswith(name)]

@@ -1,4 +1,4 @@
-"""Names, overloads and arguments of ops, as torch registered them."""
+"""Names, overloads and arguments of ops, as torch has registered them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WRITTEN_UNSAID = frozenset({"running_mean", "running_var"})
 
 
 def _registered() -> dict[str, list[str]]:
-    """Return the name of an op or of one overload -> the full names of the overloads that it stands for."""
+    """Return a dict: name of an op, or of one overload -> full names of the overloads that it stands for."""
     names: dict[str, list[str]] = defaultdict(list)
     for full in map(full_name, torch._C._dispatch_get_all_op_names()):
         names[full].append(full)
@@ -24,7 +24,7 @@ def _registered() -> dict[str, list[str]]:
 
 
 def overloads_of(op: object) -> list[str]:
-    """Return the full names of the overloads that a rule for an op or a name is for."""
+    """Return the full names of the overloads that a rule for ``op`` applies to."""
     name, registered = _name_of(op), _registered()
     overloads = registered.get(name, [])
     if not overloads:
@@ -59,9 +59,9 @@ def _name_of(op: object) -> str:
 
 
 def _is_written_form(full: str) -> bool:
-    """Whether the op is an in-place or ``out=`` form of torch's own; a custom op has no other form.
+    """Whether the op is the in-place or ``out=`` form of one of torch's ops.
 
-    An op that keeps statistics, such as a fake quantization, writes into arguments and is none.
+    Custom ops are not. Neither are ops that write statistics into arguments, such as fake quantization.
     """
     if not (full.startswith("aten::") and schema_of(full).is_mutable):
         return False
@@ -81,18 +81,18 @@ def dispatcher_name(full: str) -> str:
 
 
 def schema_of(full: str) -> torch._C.FunctionSchema:
-    """Return the schema of an op given by its full name."""
+    """Return the schema of the op with a full name."""
     name, overload = full.split(".", 1)
     return torch._C._get_schema(name, "" if overload == "default" else overload)
 
 
 def names_an_op(name: str) -> bool:
-    """Return whether the installed torch has an op, or overloads, of a name as for ``overloads_of``."""
+    """Return whether the installed torch has an op or overloads with a name that ``overloads_of`` takes."""
     return name in _registered()
 
 
 def is_registered(full: str) -> bool:
-    """Return whether this build of torch has the op (cuDNN's ops are missing on the CPU build)."""
+    """Return whether this build of torch has the op. For example, a CPU build lacks cuDNN's ops."""
     return "." in full and torch._C._dispatch_has_kernel(dispatcher_name(full))
 
 
@@ -102,14 +102,14 @@ def argument_names(full: str) -> list[str]:
 
 
 def written_arguments(full: str) -> frozenset[str]:
-    """Return the names of the arguments an op writes into: a cast of them would lose the result."""
+    """Return the names of the arguments that an op writes into. Casting them would lose the result."""
     arguments = schema_of(full).arguments
     written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
     return frozenset(written | (_WRITTEN_UNSAID & {a.name for a in arguments}))
 
 
 def check_arguments(full: str, wanted: Iterable[str]) -> None:
-    """Raise ValueError if an op has no argument of one of these names."""
+    """Raise ValueError if the op lacks an argument with one of these names."""
     names = argument_names(full)
     for name in sorted(set(wanted) - set(names)):
         msg = f"{full} has no argument {name!r}{nearest(name, names)}; it has {', '.join(names)}"
@@ -117,7 +117,7 @@ def check_arguments(full: str, wanted: Iterable[str]) -> None:
 
 
 def dtype_overload(full: str) -> str | None:
-    """Return the overload that takes the same arguments and then a dtype, if there is one."""
+    """Return the overload that takes the same arguments followed by a dtype; None if there is none."""
     arguments, packet = argument_names(full), full.partition(".")[0]
     candidates = [name for name in _registered()[packet] if name.endswith("dtype")]
     return next((name for name in candidates if argument_names(name) == [*arguments, "dtype"]), None)

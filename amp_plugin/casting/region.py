@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import compiler, is_autocast_cache_enabled
 from torch._guards import TracingContext
-from torch.amp.autocast_mode import autocast as torchs_autocast  # a program may put ours in their places
+
+# Bound now: a program may later replace torch's name by ours.
+from torch.amp.autocast_mode import autocast as torchs_autocast
 from torch.amp.autocast_mode import is_autocast_available as torchs_is_autocast_available
 from typing_extensions import Self
 
@@ -48,12 +50,12 @@ def _entries() -> list[Any]:
 
 
 def open_regions() -> list[autocast]:
-    """Return the regions that this thread has open, innermost last, whatever they run on."""
+    """Return the regions that are open in this thread, the innermost last."""
     return [entry[0] if isinstance(entry, tuple) else entry for entry in _entries()]
 
 
 def _leave(region: autocast) -> None:
-    """Close a region that is a block of torch's, or that others were opened in."""
+    """Close a region that runs as a block of torch's own, or inside which other regions are open."""
     entries = _entries()
     place = max((place for place, open_ in enumerate(open_regions()) if open_ is region), default=None)
     if place is None:
@@ -67,7 +69,7 @@ def _leave(region: autocast) -> None:
 
 
 def enter_block(region: autocast) -> None:
-    """Open a region as a block of torch's own, in this thread."""
+    """Open a region in this thread as a block of torch's own."""
     device, dtype, enabled, cache_enabled, rules = region.made_with()
     block: Any = torchs_autocast(device, dtype, enabled, cache_enabled=False)
     if rules is not None or (are_rules_in_force() and KERNELS.native is not None):
@@ -106,28 +108,29 @@ def is_autocast_available(device_type: str) -> bool:
 class autocast(torchs_autocast):  # noqa: N801 - torch's name
     """Run a region of a program in mixed precision.
 
-    The state is torch's own, so ``torch.is_autocast_enabled()``, nested
-    ``torch.autocast`` blocks, checkpointing and ``torch.compile`` see it; the ops in
-    the region follow ``rules`` through amp_plugin's kernels. One instance may be
-    nested, entered again and used by several threads. As a decorator it covers
-    functions, generators and coroutines, each step of them; TorchScript calls the
-    decorated ``forward`` of the module it is given in Python, and fails on one inside.
+    The autocast state is torch's own. Therefore ``torch.is_autocast_enabled()``, nested ``torch.autocast``
+    blocks, checkpointing and ``torch.compile`` see it. The ops in the region follow ``rules`` through
+    amp_plugin's kernels.
 
-    Operations of a backward pass are not autocast by a region opened outside that
-    backward pass: the region may stand around a whole training loop.
+    One instance can be nested, entered again, and used by several threads. As a decorator it works for
+    functions, generators and coroutines. TorchScript runs a decorated ``forward`` in Python if it belongs to
+    the module that is scripted, and fails if it belongs to a module inside that one.
+
+    The region may stand around a whole training loop: it does not change the dtypes of a backward pass that
+    runs inside it.
 
     Args:
         device_type: ``"cuda"``, ``"cpu"``, ``"xpu"`` or ``"mps"``.
-        dtype: ``torch.float16`` or ``torch.bfloat16``; default: what
-            ``torch.get_autocast_dtype(device_type)`` says.
-        enabled: False runs the region as if autocast were off.
-        cache_enabled: keep the cast of an fp32 weight for its next use in the region; default: as around it.
-        rules: op rules other than the default ones; needs the native core. Default: those of the file that
-            ``AMP_PLUGIN_RULES`` names, if it is set.
+        dtype: ``torch.float16`` or ``torch.bfloat16``; by default ``torch.get_autocast_dtype(device_type)``.
+        enabled: False turns autocast off inside the region.
+        cache_enabled: True keeps the cast of an fp32 weight for its next use in the region. By default the
+            setting of the enclosing block stays.
+        rules: op rules other than the default ones. They need the native core. By default the rules of the
+            file that ``AMP_PLUGIN_RULES`` names apply, if it is set.
 
     Raises:
         ValueError: ``device_type`` is not a string, or ``rules`` are for another device.
-        TypeError: ``dtype`` or ``rules`` is something else.
+        TypeError: ``dtype`` is not a dtype, or ``rules`` are not OpRules.
         RuntimeError: the device has no autocast, or ``rules`` need the native core and it is missing.
 
     Example:
@@ -150,11 +153,12 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         *,
         rules: OpRules | None = None,
     ) -> Self:
-        """Return a region, or torch's own while torch.compile or torch.export trace.
+        """Return a region; while torch.compile or torch.export trace, return a block of torch's own.
 
-        Dynamo knows exactly torch's class: a subclass would stop at a graph break.
+        Dynamo knows only torch's class. A subclass would cause a graph break.
         """
-        if compiler.is_dynamo_compiling() or compiler._is_compiling_flag:  # faster than is_compiling()
+        # The same as is_compiling(), but faster.
+        if compiler.is_dynamo_compiling() or compiler._is_compiling_flag:
             if rules is None and not are_rules_in_force():
                 return torchs_autocast(device_type, dtype, enabled, cache_enabled)  # type: ignore[return-value]
             if rules is not None:
@@ -177,10 +181,10 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         return self
 
     if not TYPE_CHECKING:
-        __init__ = object.__init__  # __new__ has done it all, in one call
+        __init__ = object.__init__  # __new__ has done everything
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse a subclass with an ``__init__`` of its own, which ``__new__`` would not read."""
+        """Refuse a subclass with an ``__init__`` of its own, because ``__new__`` would ignore it."""
         super().__init_subclass__(**kwargs)
         init: object = cls.__init__
         if init is not object.__init__:
@@ -205,7 +209,7 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         raise AttributeError(msg)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle by what the region was made with; a rule set's number is this process's."""
+        """Copy and pickle the region's arguments; the number of a rule set is valid in this process only."""
         attributes = dict(vars(self))
         attributes.pop("_opening")
         attributes.pop("_found", None)
@@ -213,12 +217,12 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         return functools.partial(_remade, type(self), rules=rules), tuple(arguments), attributes
 
     def made_with(self) -> tuple[str, torch.dtype, bool, bool, OpRules | None]:
-        """Return device, dtype, whether it is on, cache flag, and rules of its own."""
+        """Return the region's arguments: device, dtype, enabled, cache flag, rules."""
         _, dtype, enabled, cache_enabled, number, device_type = self._opening
         return device_type, dtype, enabled, cache_enabled, KERNELS.rules_numbered(number)
 
     def note_found(self, enabled: bool, dtype: torch.dtype, keeps_casts: bool) -> None:
-        """Keep the state of torch's that was found on entry, as torch's blocks do."""
+        """Store the autocast state from before the region, in the attributes that torch's blocks have."""
         self._found = False, enabled, dtype, keeps_casts
 
     def __repr__(self) -> str:
@@ -252,7 +256,8 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
 
     def __call__(self, func: Function) -> Function:
         """Decorate a function, generator or coroutine function."""
-        covered: Any = covers_each_step(func, self) if callable(func) else super().__call__(func)  # raises
+        # The second one raises TypeError.
+        covered: Any = covers_each_step(func, self) if callable(func) else super().__call__(func)
         return covered  # type: ignore[no-any-return]
 
 
@@ -263,7 +268,7 @@ def _remade(cls: type[autocast], *arguments: Any, rules: OpRules | None) -> auto
 
 
 def _hides_flag(device_type: str) -> bool:
-    """Return whether an accelerator's region keeps casts, with torch's flag off for graph captures only."""
+    """Return whether a region keeps casts although torch's flag is off, which only graph captures need."""
     regions = open_regions()
     if not regions:
         return device_type != "cpu"
@@ -272,7 +277,7 @@ def _hides_flag(device_type: str) -> bool:
 
 
 def call_in(regions: Sequence[torch.autocast], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function in several regions; tracers follow it, which takes a recursion."""
+    """Call a function inside several regions. It is recursive because tracers cannot follow an ExitStack."""
     if not regions:
         return function(*args, **kwargs)
     with regions[0]:
@@ -281,7 +286,7 @@ def call_in(regions: Sequence[torch.autocast], function: Callable[..., Any], arg
 
 @untraced
 def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[int | None, bool, int]:
-    """Have torch check the arguments, with its own errors and warnings; return what KERNELS.checked keeps."""
+    """Let torch check the arguments, with its own errors and warnings; return a value of KERNELS.checked."""
     if dtype is not None and not isinstance(dtype, torch.dtype):
         name = known_precision(dtype)
         near = str(DTYPES[name]) if name in {"bf16", "fp16"} else "torch.float16 or torch.bfloat16"
@@ -291,13 +296,13 @@ def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[
     theirs = warned_at_user(torchs_autocast, device_type, dtype, enabled)
     number = DEVICE_NUMBERS.get(device_type) if KERNELS.native is not None else None
     checked = (number, theirs._enabled, number_for_region(device_type))
-    if theirs._enabled == enabled:  # else it warned, and will again
+    if theirs._enabled == enabled:  # if torch turned it off, it warned, and should warn again next time
         KERNELS.checked[device_type, dtype, enabled] = checked
     return checked
 
 
 def covers_each_step(func: Callable[..., Any], context: AbstractContextManager[Any]) -> Callable[..., Any]:
-    """Return a function with a context open while its body runs, and only then; it is entered many times."""
+    """Return a function whose body runs inside a context; a generator enters it again at each step."""
     covered: Any
     if inspect.isasyncgenfunction(func):
         msg = f"autocast: {func.__name__} is an asynchronous generator; open the region between its yields"
@@ -324,7 +329,7 @@ def covers_each_step(func: Callable[..., Any], context: AbstractContextManager[A
 
 @types.coroutine
 def _each_step(inner: Any, context: AbstractContextManager[Any]) -> Generator[Any, Any, Any]:
-    """Drive a generator or coroutine, resuming it only inside the context."""
+    """Run a generator or coroutine; each time it is resumed, the context is open."""
     resume = functools.partial(inner.send, None)
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Which dtype each op runs in: rules per op and device, as data."""
+"""Op rules: for each op and device, the dtype that the op runs in."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ from amp_plugin.precision import known_precision
 TABLES: Final = ("cpu", "cuda", "mps", "xpu")
 
 RELEASES: Final = ("2.11", "2.12", "2.13", "2.14", "2.15")
-"""The torch releases whose op lists the tables hold."""
+"""The torch releases whose op lists are in the tables."""
 
 
 def listed_rules(device_type: str, release: str) -> dict[str, str]:
-    """Return op -> rule as a torch release registers them, ops that the installed torch lacks included.
+    """Return op -> rule as a torch release registers them.
 
-    A release after the last in ``RELEASES`` has the lists of the last.
+    Ops that the installed torch lacks are included. A release after the last one in ``RELEASES`` gets the
+    lists of the last one.
     """
     table = _table(device_type)
     since, until = table.get("since", {}), table.get("until", {})
@@ -60,7 +61,7 @@ def _table(device_type: str) -> dict[str, Any]:
 
 
 def is_older(release: str, than: str) -> bool:
-    """Return whether a release, ``"2.9"`` for example, comes before another, ``"2.12"``."""
+    """Return whether a release comes before another, as ``"2.9"`` comes before ``"2.12"``."""
     first, second = ([int(number) for number in name.split(".")[:2]] for name in (release, than))
     return first < second
 
@@ -70,11 +71,11 @@ def torch_release() -> str:
     return ".".join(torch.__version__.split(".")[:2])
 
 
-_KEYS = {"device_type": "", "rules": {}, "torch": "", "base": ""}  # with what they are if a file has them not
+_KEYS = {"device_type": "", "rules": {}, "torch": "", "base": ""}  # the keys of a file, with their defaults
 
 
 def read_rules_file(path: str | Path) -> dict[str, Any]:
-    """Return the four keys of a rules file, without looking its ops up; a ValueError says what is wrong."""
+    """Return the four keys of a rules file, without looking up its ops; a ValueError says what is wrong."""
     return _checked_keys(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
 
 
@@ -105,11 +106,11 @@ class OpRule(str, Enum):
     Values:
         LOWER_PRECISION: cast to the region's dtype (fp16 or bf16).
         FP32: cast to fp32.
-        FP32_SET_OPT_DTYPE: pass ``dtype=torch.float32`` where the caller gave no dtype.
+        FP32_SET_OPT_DTYPE: pass ``dtype=torch.float32`` if the caller gave no dtype.
         FP32_APPEND_DTYPE: call the overload that takes a dtype, with fp32.
         PROMOTE: cast to the widest dtype among the arguments.
-        BANNED: raise, with the safe alternative in the text.
-        UNCHANGED: run on the dtypes that come in.
+        BANNED: raise an error that names the safe alternative.
+        UNCHANGED: run in the dtypes of the arguments.
 
     Source: the op lists of torch.amp, pytorch/aten/src/ATen/autocast_mode.h.
     """
@@ -125,7 +126,7 @@ class OpRule(str, Enum):
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:
         allowed = [rule.value for rule in cls]
-        word = known_precision(str(value).lower()) or str(value)  # of a dtype
+        word = known_precision(str(value).lower()) or str(value)  # a dtype's own name is allowed too
         near = nearest({"fp16": "lower_precision", "bf16": "lower_precision"}.get(word, word), allowed)
         msg = f"unknown rule {value!r}{near}; allowed: {', '.join(allowed)}"
         raise ValueError(msg)
@@ -146,7 +147,8 @@ class OpRules:
         ValueError: the device, an op or a rule is unknown, or an op's name is not the full one.
 
     Attributes:
-        content: what they change in the installed torch's rules, as JSON; compiled graphs name them by it.
+        content: the differences from the rules of the installed torch, as JSON. Compiled graphs name rules
+            by it.
 
     Example:
         >>> rules = OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
@@ -163,7 +165,7 @@ class OpRules:
 
     def __post_init__(self) -> None:
         """Check the device and normalise the values."""
-        _table(self.device_type)  # raises where there is none
+        _table(self.device_type)  # raises if the device has no table
         for op in self.rules:
             known = isinstance(op, str) and is_registered(op)
             if not known and (full := overloads_of(op)) != [op]:
@@ -176,7 +178,8 @@ class OpRules:
         content = {
             "device_type": self.device_type,
             "torch": torch_release(),
-            "rules": {op: rules.get(op) for op in ops if rules.get(op) != base.get(op)},  # null: has none
+            # Null: the op has no rule.
+            "rules": {op: rules.get(op) for op in ops if rules.get(op) != base.get(op)},
             "keep": {op: sorted(arguments) for op, arguments in keep.items()},
         }
         object.__setattr__(self, "rules", rules)
@@ -185,15 +188,15 @@ class OpRules:
 
     @staticmethod
     def default(device_type: str) -> OpRules:
-        """Return torch's own rules for a device."""
+        """Return the rules of the installed torch for a device."""
         return _listed(device_type, torch_release())
 
     @staticmethod
     def named(policy: str, device_type: str) -> OpRules:
-        """Return the rules that a torch release has, whichever torch is installed.
+        """Return the rules of a torch release, independent of the torch that is installed.
 
-        Torch changes its op lists: ``rms_norm`` on CUDA runs in fp32 since 2.12. A named policy stays.
-        Ops that the installed torch lacks are left out.
+        Torch changes its op lists: since 2.12, ``rms_norm`` on CUDA runs in fp32. A named policy does not
+        change. Ops that the installed torch lacks are left out.
 
         Args:
             policy: ``"torch-2.11"`` to ``"torch-2.15"``.
@@ -215,15 +218,15 @@ class OpRules:
 
     @staticmethod
     def from_yaml(path: str | Path) -> OpRules:
-        """Read rules that change the default ones of a device.
+        """Read rules from a file that states their differences from the default rules of a device.
 
-        Warns where the file says that it was written for another torch, and default rules have changed since
-        or the installed torch lacks an op, whose rule is left out.
+        If the file was written for another torch, it warns of default rules that have changed since, and of
+        ops that the installed torch lacks. Rules of these ops are left out.
 
         Args:
-            path: a YAML file with ``device_type`` and ``rules``: op -> rule, or
-                op -> ``{rule: ..., keep: [argument, ...]}``. Besides, if wanted: ``torch``, the version it
-                was written with, and ``base``, a policy as for ``named`` to change instead of the default.
+            path: a YAML file with ``device_type`` and ``rules``. Each rule is ``op: rule`` or
+                ``op: {rule: ..., keep: [argument, ...]}``. Two keys are optional: ``torch``, the version that
+                the file was written for, and ``base``, a policy for ``named`` that replaces the default.
 
         Raises:
             ValueError: a key, op, rule or argument is unknown; the text names the nearest.
@@ -236,7 +239,7 @@ class OpRules:
 
     @staticmethod
     def from_mapping(given: Mapping[str, Any]) -> OpRules:
-        """Return rules that change the default ones of a device, stated as in a YAML file.
+        """Return rules from a mapping that states their differences from the default rules of a device.
 
         Args:
             given: the keys of the file that ``from_yaml`` reads.
@@ -270,7 +273,7 @@ class OpRules:
         return rules
 
     def to_yaml(self) -> str:
-        """Return the changes against the default rules, as ``from_yaml`` reads them."""
+        """Return the differences from the default rules as YAML that ``from_yaml`` reads."""
         base = OpRules.default(self.device_type)
         changed = {op: self[op].value for op in self.diff(base) if self.keep.get(op) == base.keep.get(op)}
         kept = {op: {"rule": self[op].value, "keep": sorted(args)} for op, args in self.keep.items()}
@@ -278,19 +281,18 @@ class OpRules:
         return str(yaml.safe_dump({**head, "rules": {**changed, **kept}}, sort_keys=False))
 
     def with_rule(self, op: object, rule: str | OpRule | None = None, *, keep: Iterable[str] = ()) -> OpRules:
-        """Return these rules with another rule for one op.
+        """Return a copy of these rules with another rule for one op.
 
         Args:
-            op: ``"aten::softmax.int"`` or ``torch.ops.aten.softmax.int`` for one overload,
-                ``"aten::softmax"`` or ``torch.ops.aten.softmax`` for every overload that
-                returns a new tensor; ``"mylib::op"`` for a custom op. Arguments that a custom
-                op writes into are never cast.
-            rule: a value of OpRule; None keeps the rule the op has.
-            keep: names of arguments that are never cast.
+            op: one overload, ``"aten::softmax.int"`` or ``torch.ops.aten.softmax.int``; or an op with all its
+                overloads that return a new tensor, ``"aten::softmax"`` or ``torch.ops.aten.softmax``; or a
+                custom op, ``"mylib::op"``. Arguments that a custom op writes into are never cast.
+            rule: a value of OpRule; None keeps the op's present rule.
+            keep: the names of arguments that are never cast.
 
         Raises:
-            ValueError: op, rule or argument is unknown, the text names the nearest; or the op
-                writes into a tensor it was given, in place or by ``out=``.
+            ValueError: the op, rule or argument is unknown (the text names the nearest), or the op is an
+                in-place or ``out=`` form.
         """
         names = overloads_of(op)
         given = None if rule is None else OpRule(rule)
@@ -306,26 +308,26 @@ class OpRules:
         return OpRules(device_type=self.device_type, rules=rules, keep=kept)
 
     def as_policy_of(self, device_type: str) -> OpRules:
-        """Return the same policy for another device, e.g. CUDA's rules on the CPU."""
+        """Return the same policy for another device, for example CUDA's rules on the CPU."""
         return OpRules(device_type=device_type, rules=self.rules, keep=self.keep)
 
     def diff(self, other: OpRules) -> dict[str, tuple[str, str]]:
-        """Return op -> (rule here, rule there) where the two sets differ."""
+        """Return op -> (rule here, rule there) for each op whose rules differ."""
         ops = sorted({*self.rules, *other.rules, *self.keep, *other.keep})
         described = {op: (self.described(op), other.described(op)) for op in ops}
         return {op: pair for op, pair in described.items() if pair[0] != pair[1]}
 
     def fingerprint(self) -> str:
-        """Return a hash of the content, stable between processes (hex, 16 digits)."""
+        """Return a hash of the content, the same in all processes (16 hexadecimal digits)."""
         return hashlib.sha256(self.content.encode()).hexdigest()[:16]
 
     def described(self, op: str) -> str:
-        """Return an op's rule and its kept arguments in words, ``"fp32, keep weight"`` for example."""
+        """Return an op's rule and its kept arguments in words, such as ``"fp32, keep weight"``."""
         kept = sorted(self.keep.get(op, ()))
         return self[op].value + (f", keep {', '.join(kept)}" if kept else "")
 
     def __getitem__(self, op: object) -> OpRule:
-        """Return the rule of an op, named as for :meth:`with_rule`.
+        """Return the rule of an op; :meth:`with_rule` says how ops are named.
 
         Raises:
             ValueError: the op is unknown, or its overloads have several rules.
@@ -356,14 +358,14 @@ def _listed(device_type: str, release: str) -> OpRules:
 
 @cache
 def _listed_ops(device_type: str, release: str) -> dict[str, OpRule]:
-    """Return what a torch release lists, without the ops that the installed torch lacks."""
+    """Return op -> rule of a torch release, without the ops that the installed torch lacks."""
     listed = listed_rules(device_type, release)
     return {op: OpRule(rule) for op, rule in listed.items() if is_registered(op)}
 
 
 @cache
 def rules_with_content(content: str) -> OpRules:
-    """Return the rules that have a ``content``, made in this process or in another."""
+    """Return the rules with this ``content``, whichever process made it."""
     read = json.loads(content)
     rules = {**_listed_ops(read["device_type"], read["torch"]), **read["rules"]}
     named = {op: rule for op, rule in rules.items() if rule is not None}
@@ -371,7 +373,7 @@ def rules_with_content(content: str) -> OpRules:
 
 
 def _changes(release: str, then: OpRules, now: OpRules) -> list[str]:
-    """Describe what has changed in the default rules since a release, in one text if anything has."""
+    """Describe the changes in the default rules since a release, as one text; empty if there are none."""
     changed = [f"{op} is {new} and was {old}" for op, (old, new) in then.diff(now).items()]
     remedy = f" (base: torch-{release} in the file keeps the old ones)" if release in RELEASES else ""
     return [f"the default of {', of '.join(changed)}{remedy}"] if changed else []
@@ -391,14 +393,18 @@ def _read(path: str) -> OpRules:
 
 
 def environment_rules() -> OpRules | None:
-    """Return the rules that the environment names, if it does; a ValueError names the variable."""
+    """Return the rules that ``AMP_PLUGIN_RULES`` names; None if it is not set.
+
+    Raises:
+        ValueError: the rules cannot be read; the text names the variable.
+    """
     path = os.environ.get(RULES_VARIABLE, "")
     return _read(path) if path else None
 
 
 @cache
 def warn_of_device(source: str, theirs: str, device_type: str) -> None:
-    """Warn, once per process, of autocast on a device for which a source has no rules."""
+    """Warn once per process if autocast runs on a device for which a rules file has no rules."""
     warn_user(
         f"{source}: the rules are for {theirs}; autocast on {device_type} follows the default ones. For "
         f"the same policy there, write device_type: {device_type} into a copy of it"

@@ -1,12 +1,12 @@
-"""The op rules in force in this process: one stack, which is written here and nowhere else.
+"""The op rules in force in this process. They are one stack, and only this module writes it.
 
-A region that was given ``rules=`` follows those. Every other region, and every block of torch's own, follows
-the topmost rules on the stack that are for its device. Without any, regions follow the default rules on our
-kernels, and blocks of torch's run on torch's.
+A region with ``rules=`` follows its own rules. Each other region, and each block of ``torch.autocast``,
+follows the topmost rules on the stack for its device. If the stack has none, regions follow the default rules
+on our kernels, and torch's blocks run on torch's kernels.
 
-``set_default_rules``, the file that ``AMP_PLUGIN_RULES`` names, ``amp-plugin run``, the trials of
-``amp-plugin tune`` and the adapters push rules and take them off again. ``csrc/rules_in_force.h`` says how
-compiled code sees which rules are in force.
+Rules are pushed and popped by ``set_default_rules``, by ``AMP_PLUGIN_RULES``, by ``amp-plugin run``, by the
+trials of ``amp-plugin tune`` and by the adapters. ``csrc/rules_in_force.h`` explains how compiled code sees
+which rules are in force.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Pushed:
 
     Attributes:
         numbers: device type -> the number of the rules for it.
-        file: the file they come from, as the user named it; ``""`` if they come from a program.
-        was_read: a region or block has looked for rules on their device, and found these.
+        file: the file that they come from, as the user named it; ``""`` if a program made them.
+        was_read: True if a region or block on their device has looked for rules and found these.
     """
 
     numbers: dict[str, int]
@@ -40,11 +40,11 @@ class Pushed:
 
 
 _stack: Final[list[Pushed]] = []
-_set_by_program: Final[dict[str, Pushed]] = {}  # device type -> what set_default_rules has pushed for it
+_set_by_program: Final[dict[str, Pushed]] = {}  # device type -> the rules that set_default_rules has pushed
 
 
 def push(*rules: OpRules, file: str = "") -> Pushed:
-    """Put rules on top, for the devices they are for; return what ``pop`` takes off."""
+    """Push rules; return the entry that ``pop`` takes."""
     numbers = {chosen.device_type: number_of(chosen, chosen.device_type) for chosen in rules}
     return _put(Pushed(numbers=numbers, file=file), at=len(_stack))
 
@@ -53,20 +53,20 @@ def _put(pushed: Pushed, *, at: int) -> Pushed:
     _stack.insert(at, pushed)
     try:
         _show()
-    except RuntimeError:  # they cannot be in force next to those of another device
+    except RuntimeError:  # these rules cannot be in force beside those of another device
         pop(pushed)
         raise
     return pushed
 
 
 def pop(*pushed: Pushed) -> None:
-    """Take rules off, wherever they stand; those that are off already stay off."""
+    """Remove entries from the stack, wherever they are. An entry that is already removed does no harm."""
     _stack[:] = [other for other in _stack if other not in pushed]
     _show()
 
 
 def _show() -> None:
-    """Tell the dispatcher's kernels what blocks without rules of their own follow."""
+    """Tell the dispatcher's kernels which rules apply to blocks without rules of their own."""
     for device_type in TABLES:
         KERNELS.follow_by_default(device_type, number_on(device_type))
 
@@ -80,7 +80,7 @@ def number_on(device_type: str) -> int:
 def number_for_region(device_type: str) -> int:
     """Return the number of the rules that a region without rules of its own follows.
 
-    From now on ``torch.autocast`` blocks follow the file that the environment names, too.
+    The first call also puts the rules of ``AMP_PLUGIN_RULES`` in force, for ``torch.autocast`` blocks too.
     """
     if number_on(device_type) == NO_RULES:
         _push_environment(device_type)
@@ -89,7 +89,7 @@ def number_for_region(device_type: str) -> int:
 
 
 def _push_environment(device_type: str) -> None:
-    """Put the rules that the environment names at the bottom, if they are for a device."""
+    """Put the rules of ``AMP_PLUGIN_RULES`` at the bottom of the stack, if they are for this device."""
     rules = environment_rules()
     if rules is None:
         return
@@ -100,7 +100,7 @@ def _push_environment(device_type: str) -> None:
 
 
 def note_read(device_type: str) -> None:
-    """Note that a region or block looks for rules: of the files it finds the topmost one's."""
+    """Note that a region or block has looked for rules: the topmost rules of its device were read."""
     here = [pushed for pushed in reversed(_stack) if device_type in pushed.numbers]
     from_file = next((pushed.numbers[device_type] for pushed in here if pushed.file), None)
     for pushed in here:
@@ -108,21 +108,21 @@ def note_read(device_type: str) -> None:
 
 
 def set_default_rules(rules: OpRules | None) -> None:
-    """Make every autocast block of the process follow our rules, torch's own blocks included.
+    """Make all autocast blocks of the process follow these rules, blocks of ``torch.autocast`` included.
 
-    A region of ours that was given rules keeps them, and so does one that was made before this call.
-    The rules reach checkpoint's recomputation, DataParallel's threads and ``torch.autocast`` blocks inside
-    models. Call it before threads compile with ``torch.compile``: only the calling thread's guards see rules
-    unlike torch's.
+    A region with ``rules=`` keeps its rules, and so does a region that was made before this call. The rules
+    also apply to recomputation by checkpoint, to DataParallel's threads, and to ``torch.autocast`` blocks
+    inside models. Call this before other threads compile with ``torch.compile``: rules that differ from
+    torch's are guarded in the calling thread only.
 
     Args:
-        rules: the rules of their device. None takes off what this function has set, on every device. Then
-            the rules of ``AMP_PLUGIN_RULES``, ``amp-plugin run`` or a framework's run are followed, if there
-            are any, and torch's kernels otherwise.
+        rules: the new rules for their device. None removes the rules that this function has set, on all
+            devices. After that, blocks follow the rules of ``AMP_PLUGIN_RULES``, ``amp-plugin run`` or a
+            framework's run if there are any, and torch's own otherwise.
 
     Raises:
-        TypeError: they are not OpRules.
-        RuntimeError: other rules than torch's, and no native core.
+        TypeError: ``rules`` are not OpRules.
+        RuntimeError: the rules differ from torch's and the native core is missing.
     """
     if rules is None:
         pop(*_set_by_program.values())
@@ -135,14 +135,14 @@ def set_default_rules(rules: OpRules | None) -> None:
 
 
 def clear() -> None:
-    """Take off everything, the environment's too; the next region reads the environment again."""
+    """Empty the stack. The next region reads ``AMP_PLUGIN_RULES`` again."""
     _set_by_program.clear()
     pop(*_stack)
 
 
 @contextmanager
 def following(*rules: OpRules, file: str = "") -> Iterator[Pushed]:
-    """Push rules while the block runs, and take off what it has left on top of them too."""
+    """Push rules for a block. Afterwards remove them, and everything that the block left above them."""
     pushed = push(*rules, file=file)
     try:
         yield pushed
@@ -153,13 +153,13 @@ def following(*rules: OpRules, file: str = "") -> Iterator[Pushed]:
 
 @contextmanager
 def rules_on_trial(rules: OpRules) -> Iterator[None]:
-    """Make regions without rules of their own, and torch's blocks, follow rules while the block runs.
+    """Make torch's blocks, and regions without rules of their own, follow these rules for one block.
 
-    Any number of rule sets can be tried: none of them takes one of the process's numbers. Instead the number
-    of the default rules means these rules. Compiled functions run eagerly meanwhile.
+    Any number of rule sets can be tried, because a trial takes no new number: the number of the default rules
+    stands for the rules on trial. Meanwhile compiled functions run eagerly.
 
     Raises:
-        ValueError: ``AMP_PLUGIN_RULES`` is set, whose rules regions would follow.
+        ValueError: ``AMP_PLUGIN_RULES`` is set, so that regions would follow its rules.
     """
     require_native("a trial of rules")
     if os.environ.get(RULES_VARIABLE):
@@ -176,6 +176,6 @@ def rules_on_trial(rules: OpRules) -> Iterator[None]:
 
 
 def uninstall_kernels() -> None:
-    """Put torch's own autocast kernels back, and take all rules off; the next region installs ours again."""
+    """Put torch's own autocast kernels back and empty the stack. The next region installs ours again."""
     clear()
     KERNELS.uninstall()

@@ -1,4 +1,4 @@
-"""Run functions, modules and parts of models in a dtype of their own."""
+"""Runs functions, modules and parts of models in a dtype of their own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ClassChange = tuple[Methods, Any]
 
 @functools.cache
 def made_class(original: type[nn.Module], methods: Methods, settings: Any) -> type[nn.Module]:
-    """Return a subclass with other methods that shows the original's name; the same one each time."""
+    """Return a subclass with other methods and the original's name; the same class at each call."""
     namespace: dict[str, Any] = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -46,7 +46,7 @@ def made_class(original: type[nn.Module], methods: Methods, settings: Any) -> ty
 
 
 def change_class(module: nn.Module, methods: Methods, settings: Any) -> nn.Module:
-    """Set a module's class to the one made with these methods; they replace what they made of it before."""
+    """Set a module's class to a subclass with these methods. If it already has them, they are replaced."""
     if isinstance(module, torch.jit.ScriptModule):
         msg = f"{type(module).__name__} is TorchScript and cannot be changed; apply this before scripting"
         raise TypeError(msg)
@@ -63,7 +63,7 @@ def _set_class(module: nn.Module, kind: Any, changes: Iterable[ClassChange]) -> 
 
 
 def _changes_of(kind: Any) -> tuple[Any, list[ClassChange]]:
-    """Return the class that is under the made ones, and what they change, innermost first."""
+    """Return the original class, and the changes that ``change_class`` made to it, innermost first."""
     changes: list[ClassChange] = []
     while "_made_from" in vars(kind):
         changes.insert(0, (kind._made_by, kind._made_with))
@@ -72,7 +72,7 @@ def _changes_of(kind: Any) -> tuple[Any, list[ClassChange]]:
 
 
 def _reduce(self: nn.Module, protocol: Any) -> Any:
-    """Reduce as the original class does, then say how to change the class again."""
+    """Pickle as the original class does, and add how to change the class again."""
     kind = type(self)
     original, changes = _changes_of(kind)
     build, arguments, *rest = original.__reduce_ex__(self, protocol)
@@ -102,23 +102,23 @@ _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "xla")
 
 
 def run_in(dtype: torch.dtype, *, keep: Iterable[str] = (), cast_back: bool = False) -> RunIn:
-    """Run something in one dtype, with autocast off, whatever region it is called in.
+    """Run a module or function in one dtype with autocast off, whatever region it is called in.
 
-    Floating-point tensors among the arguments (fp64 apart) are cast to ``dtype``, also inside
-    lists, tuples, dicts and what else is registered with ``torch.utils._pytree``. Weights are not
-    converted: a module's should have ``dtype`` already, as fp32 weights do under autocast. A tensor
-    that is written in place is written as the copy that was cast. TorchScript calls it in Python, and
-    cannot save what holds it.
+    Floating-point tensors among the arguments are cast to ``dtype``, except fp64. This includes tensors in
+    lists, tuples, dicts and other containers that are registered with ``torch.utils._pytree``. Weights are
+    not converted; they should have ``dtype`` already, as fp32 weights do under autocast. If the function
+    writes to a tensor that was cast, it writes to the copy. TorchScript calls the module in Python, and
+    cannot save a model that contains it.
 
     Args:
         dtype: a floating-point dtype, usually ``torch.float32``.
-        keep: names of arguments that are passed as they came.
-        cast_back: hand floating-point outputs back in the dtype that the first argument that was
-            cast came in; without one they stay.
+        keep: the names of arguments that are not cast.
+        cast_back: True casts floating-point outputs to the original dtype of the first argument that was
+            cast. If no argument was cast, outputs stay as they are.
 
     Returns:
-        What decorates a module instance or a class statement (changed in place and returned), or a
-        function. See ``RunIn.__call__``.
+        A decorator for a module instance, a class statement or a function. A module or class is changed in
+        place and returned. See ``RunIn.__call__``.
 
     Raises:
         ValueError: ``dtype`` is not a floating-point dtype.
@@ -137,7 +137,7 @@ def run_in(dtype: torch.dtype, *, keep: Iterable[str] = (), cast_back: bool = Fa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunIn:
-    """The settings of ``run_in``; call it on what is to run in that dtype."""
+    """The settings of ``run_in``. Call it on a module or function that should run in that dtype."""
 
     dtype: torch.dtype
     keep: frozenset[str] = frozenset()
@@ -156,10 +156,11 @@ class RunIn:
             target: a module instance, a module class where it is defined, or a function.
 
         Raises:
-            TypeError: it is something else, such as a class that others use, a bound method, a generator or
-                coroutine function, a module that is never called (``ModuleList``), or TorchScript.
-            ValueError: a name in ``keep`` is not an argument of it, or the module's forward was replaced
-                on the instance.
+            TypeError: ``target`` is something else, such as a class that exists already, a bound method, a
+                generator or coroutine function, a module that is never called (``ModuleList``), or
+                TorchScript.
+            ValueError: a name in ``keep`` is not an argument of ``target``, or the instance has a ``forward``
+                of its own.
         """
         return self._applied(target)  # type: ignore[no-any-return]
 
@@ -185,7 +186,7 @@ class RunIn:
 
 
 def _is_bound(kind: type) -> bool:
-    """Return whether a class's name leads to it, which is not so yet where it is defined."""
+    """Return whether a class is already bound to its name; while it is being decorated, it is not."""
     found: Any = sys.modules.get(kind.__module__)
     for part in kind.__qualname__.split("."):
         found = getattr(found, part, None)
@@ -194,7 +195,7 @@ def _is_bound(kind: type) -> bool:
 
 def _apply_to_instance(module: nn.Module, settings: RunIn) -> nn.Module:
     compiled = vars(module).get("_modules", {}).get("_orig_mod")
-    if compiled is not None:  # torch.compile's wrapper; it compiles again when a class changes
+    if compiled is not None:  # module.compile() was called; it compiles again after its class changes
         _apply_to_instance(compiled, settings)
         return module
     _check_is_called(type(module))
@@ -206,7 +207,7 @@ def _apply_to_instance(module: nn.Module, settings: RunIn) -> nn.Module:
         raise ValueError(msg)
     changed = change_class(module, _methods_in, settings)
     if "torch._dynamo" in sys.modules and is_older(torch_release(), "2.12"):
-        torch.compiler.reset()  # its guards do not see that a module's class changed
+        torch.compiler.reset()  # Its guards do not see that a module's class has changed.
     return changed
 
 
@@ -215,7 +216,7 @@ def _methods_in(original: type[nn.Module], settings: RunIn) -> dict[str, Any]:
 
 
 def _function_in(function: Callable[..., Any], settings: RunIn) -> Callable[..., Any]:
-    """Return the function with cast arguments and autocast off."""
+    """Return a function that casts its arguments and runs the original with autocast off."""
     if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
         msg = f"run_in: {function.__name__} is a generator or coroutine function; decorate what it calls"
         raise TypeError(msg)
@@ -248,7 +249,7 @@ def _castable(value: Any, device_type: str | None = None) -> bool:
 
 
 def cast_tensors(value: Any, dtype: torch.dtype, device_type: str | None = None) -> Any:
-    """Cast the tensors (of a device) in a value; the same object comes back where nothing needs it."""
+    """Cast the tensors inside a value, or those of one device; return the same object if none needs it."""
     leaves = [leaf for leaf in tree_leaves(value) if _castable(leaf, device_type)]
     if all(leaf.dtype is dtype for leaf in leaves):
         return value
@@ -256,7 +257,7 @@ def cast_tensors(value: Any, dtype: torch.dtype, device_type: str | None = None)
 
 
 def _names_by_position(function: Callable[..., Any], keep: frozenset[str]) -> tuple[list[str], str]:
-    """Return the names of the arguments by position, and the one of ``*args``; none where none is kept."""
+    """Return the argument names by position, and the name of ``*args``; empty if ``keep`` is empty."""
     if not keep:
         return [], ""
     name = getattr(function, "__qualname__", repr(function))
@@ -283,21 +284,21 @@ def _check_is_called(kind: type[nn.Module]) -> None:
 def apply_fp32_modules(
     model: nn.Module, patterns: Iterable[str], *, keep: Iterable[str] = (), cast_back: bool = False
 ) -> list[str]:
-    """Keep the submodules that match a name pattern or a class name in fp32.
+    """Run the submodules that match a pattern in fp32.
 
     Args:
-        model: changed in place.
-        patterns: shell patterns for names of ``model.named_modules()``, such as ``"*.roi_pool"``, or
-            names of classes, such as ``"LayerNorm"``.
-        keep: names of arguments that are passed as they came, as for ``run_in``.
-        cast_back: hand outputs back in the dtype that came in, as for ``run_in``.
+        model: the model. It is changed in place.
+        patterns: shell patterns for names of ``model.named_modules()``, such as ``"*.roi_pool"``, or names
+            of classes, such as ``"LayerNorm"``.
+        keep: the names of arguments that are not cast, as in ``run_in``.
+        cast_back: True casts outputs back to the dtype of the input, as in ``run_in``.
 
     Returns:
-        The names of the modules, in the order of ``named_modules``.
+        The names of the matching modules, in the order of ``named_modules``.
 
     Raises:
         ValueError: a pattern matches nothing; the text names the nearest.
-        TypeError: a match can never be called (``ModuleList``); match its children instead.
+        TypeError: a matching module can never be called (``ModuleList``); match its children instead.
     """
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     require_matches([model], patterns)

@@ -1,4 +1,4 @@
-"""The autocast state of a thread, carried into other threads, processes and recomputations."""
+"""Carries the autocast state of a thread into other threads, processes and recomputations."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from amp_plugin.casting.run_in import change_class
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionState:
-    """What a region of one device is opened with; can be pickled and sent to another process.
+    """The autocast state of one device. It can be pickled and sent to another process.
 
     Attributes:
-        device_type: ``"cpu"``, ``"cuda"``, ...
-        dtype: the lower precision.
-        enabled: False for a region in which autocast is off.
-        cache_enabled: keep the casts of weights inside the region; None: as around it.
-        rules: None for the default rules.
+        device_type: the device type, such as ``"cpu"``.
+        dtype: the dtype that autocast casts to.
+        enabled: False if autocast is off.
+        cache_enabled: True keeps the casts of weights inside the region; None keeps the setting of the
+            enclosing block.
+        rules: the op rules; None for the default rules.
     """
 
     device_type: str
@@ -37,12 +38,12 @@ class RegionState:
     rules: OpRules | None = None
 
     def region(self) -> torch.autocast:
-        """Make a region with this state."""
+        """Return a region with this state."""
         return autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled, rules=self.rules)
 
 
 def current_state() -> tuple[RegionState, ...]:
-    """Return the autocast state of this thread, one entry per device where it is on or in a region."""
+    """Return this thread's autocast state: one entry per device on which autocast is on or has a region."""
     if KERNELS.native is None:
         KERNELS.install()
     opened = {region.device: region for region in open_regions()}
@@ -74,25 +75,26 @@ _CARRIED = "_amp_plugin_carried"
 
 
 def autocast_module(module: Module, *states: RegionState) -> Module:
-    """Autocast a module in every thread that runs it, with the full state.
+    """Make a module run under autocast in each thread that calls it.
 
-    The state is that of the thread which calls this function (inside a region), or the one given.
-    A thread that has an autocast block of its own keeps what it has; any other runs the module in
-    the state. Replicas made by ``nn.DataParallel`` run in the state of the thread that calls it,
-    whatever that is at each call: dtype, cache flag and rules too, where torch hands over no more
-    than the enabled flag.
+    The autocast state is ``states``, or else that of the thread that calls this function inside a region. A
+    thread with an autocast block of its own keeps its own state.
 
-    Inside compiled code the state is opened where autocast is off on its devices.
+    Replicas made by ``nn.DataParallel`` run in the state that the calling thread has at each call, with its
+    dtype, cache flag and rules. (Torch passes only the enabled flag to them.)
+
+    Inside compiled code the state is opened only on devices on which autocast is off.
 
     Args:
-        module: changed in place; hand over the ``nn.DataParallel``, or the module inside.
-        states: one ``RegionState`` per device; default: the state of this thread, if autocast is on.
+        module: the module, or the ``nn.DataParallel`` around it. It is changed in place.
+        states: one ``RegionState`` per device; by default the state of this thread, if autocast is on.
 
     Returns:
         The module.
 
     Raises:
-        TypeError: the module is TorchScript, or (when it is scripted later) would be without its state.
+        TypeError: the module is TorchScript. Scripting the module later raises it too, because the script
+            would run without the state.
 
     Example:
         >>> net = torch.nn.Linear(2, 2)
@@ -128,7 +130,7 @@ def _methods_of_threads(original: type[nn.Module], states: tuple[RegionState, ..
 
 
 def _refuse_script(module: nn.Module) -> nn.Module:
-    """Raise where TorchScript begins to compile a module: it takes ``forward`` alone."""
+    """Raise when TorchScript begins to compile the module, because it would take ``forward`` alone."""
     msg = (
         f"autocast_module: TorchScript would compile {type(module).__name__} without its autocast state; "
         "script the module before, and open autocast around its calls"
@@ -137,28 +139,28 @@ def _refuse_script(module: nn.Module) -> nn.Module:
 
 
 def _missing_states(module: nn.Module, states: tuple[RegionState, ...]) -> tuple[RegionState, ...]:
-    """Return what this thread still has to open to run the module."""
+    """Return the states that this thread still has to open before it runs the module."""
     if is_compiling():
         on = any(torch.is_autocast_enabled(state.device_type) for state in states)
         return () if on else states
     maker, carried = vars(module).get(_CARRIED, (None, ()))
-    if carried:  # a replica: the block around it is DataParallel's, not the user's
+    if carried:  # a replica: the block around it was opened by DataParallel, not by the user
         return () if maker == threading.get_ident() or has_region() else carried
     torch.autocast_increment_nesting()
     return states if torch.autocast_decrement_nesting() == 0 else ()
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[object]]:
-    """Make the contexts that ``torch.utils.checkpoint`` enters in forward and recomputation.
+    """Return the contexts that ``torch.utils.checkpoint`` enters in forward and in recomputation.
 
-    Checkpoint restores torch's autocast state by itself: enabled, dtype. A region opened with
-    ``rules=`` needs this besides, in the non-reentrant form; default rules
-    (``set_default_rules``) need nothing. The reentrant form takes no contexts and recomputes by
-    the default rules: open a region with your rules inside the checkpointed function instead.
+    Checkpoint itself restores whether autocast is on, and its dtype. Pass this function as ``context_fn`` if
+    a region has ``rules=`` and the checkpoint is non-reentrant. Rules set by ``set_default_rules`` need
+    nothing. A reentrant checkpoint takes no contexts and recomputes with the default rules. For that form,
+    open the region with your rules inside the checkpointed function.
 
     Returns:
-        A context for the forward pass, which does nothing, and one for the recomputation,
-        which opens the innermost region of each device again.
+        Two contexts. The one for the forward pass does nothing. The one for the recomputation opens the
+        innermost region of each device again.
 
     Example:
         >>> import torch
