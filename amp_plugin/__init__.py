@@ -1,8 +1,8 @@
 """Automatic mixed precision for PyTorch, Lightning and Accelerate.
 
-The public names are loaded when first used: importing this package compiles
-nothing, imports no framework and does not touch a GPU. The names of an adapter
-need its framework; ``__all__`` has them where that is installed.
+Public names are loaded at their first use. So importing this package compiles nothing, imports no framework
+and does not touch a GPU. The names of an adapter need its framework. ``__all__`` contains them only if the
+framework is installed.
 
 Example:
     >>> import amp_plugin
@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from amp_plugin.weights.store import restore_weights as restore_weights
     from amp_plugin.weights.store import store_weights as store_weights
 
-__version__ = "0.4.0.dev0"  # a release drops ".dev0"; the commit after it has the next one
+# A release drops ".dev0". The commit after it sets the next version, with ".dev0".
+__version__ = "0.4.0.dev0"
 
 _NAMES = {  # by the module they live in
     "casting.cast_log": ("log_casts",),
@@ -95,7 +96,7 @@ __all__ = ["__version__", *sorted([*_HOME, *_INSTALLED])]  # noqa: PLE0604 - nam
 def __getattr__(name: str) -> Any:
     """Load a public name from the module it lives in."""
     if name in _ADAPTERS:
-        return _from_adapter(name)  # not kept: which Lightning it is for may change
+        return _from_adapter(name)  # not stored: the name depends on which Lightning is imported
     if name not in _HOME:
         from amp_plugin.messages import did_you_mean  # noqa: PLC0415 - the package imports nothing
         from amp_plugin.removed import reason  # noqa: PLC0415

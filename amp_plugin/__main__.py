@@ -1,4 +1,4 @@
-"""``python -m amp_plugin``: the command ``amp-plugin``, also where the package is not installed."""
+"""``python -m amp_plugin`` runs the command ``amp-plugin``, even if the package is not installed."""
 
 from amp_plugin.cli import app
 

@@ -1,4 +1,4 @@
-"""What all messages have in common: hints for misspelt names, errors of options, the user's line."""
+"""Shared by all messages: hints for misspelt names, errors about options, warnings at the user's line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 Made = TypeVar("Made")
 
-_LEAST_ALIKE: Final = 0.55  # share of letters in common; "init" is that near to "init_scale"
+_LEAST_ALIKE: Final = 0.55  # share of common letters; "init" and "init_scale" have about this much
 
 
 def did_you_mean(
@@ -24,9 +24,9 @@ def did_you_mean(
     at_most: int = 1,
     separator: str = "; ",
 ) -> str:
-    """Return ``"; did you mean X?"`` with the names nearest to what was given, or ``""`` if none is near.
+    """Return ``"; did you mean X?"`` with the known names nearest to ``given``; ``""`` if none is near.
 
-    ``aliases`` are other words for known names, and win over names that look alike.
+    ``aliases`` are other words for known names. They win over names that look alike.
     """
     alias = (aliases or {}).get(str(given))
     near = [alias] if alias else difflib.get_close_matches(str(given), list(known), at_most, _LEAST_ALIKE)
@@ -36,14 +36,14 @@ def did_you_mean(
 class OptionError(ValueError, TypeError):
     """An option has a value that is not allowed.
 
-    It is a TypeError too, since releases before 0.4 raised TypeError for a value of another type.
+    It is also a TypeError, because releases before 0.4 raised TypeError for a value of the wrong type.
 
     Attributes:
         option: the option's name.
-        value: what was given.
-        allowed: what is allowed, in words.
-        source: what has set the option: ``"argument"``, the name of an environment variable,
-            ``AMP_PLUGIN_CONFIG=<file>``, or the object that was given, such as ``"AmpKwargs"``.
+        value: the value that was given.
+        allowed: a description of the allowed values.
+        source: where the option was set: ``"argument"``, the name of an environment variable,
+            ``AMP_PLUGIN_CONFIG=<file>``, or an object that holds options, such as ``"AmpKwargs"``.
 
     Example:
         >>> from amp_plugin import GradScaler, OptionError
@@ -57,17 +57,18 @@ class OptionError(ValueError, TypeError):
     def __init__(
         self, option: str, value: object, allowed: str, text: str = "", others: tuple[str, ...] = ()
     ) -> None:
-        super().__init__(option, value, allowed, text, others)  # pickled and copied by them
+        # Copies and pickles are made from these arguments.
+        super().__init__(option, value, allowed, text, others)
         self.option, self.value, self.allowed = option, value, allowed
         self.source = "argument"
         self._text = text or f"{option}={value!r} is not allowed; give {allowed}"
-        self._others = others  # options that the value does not go with
+        self._others = others  # other options that do not allow this value
 
     def __str__(self) -> str:
         return self._text
 
     def set_by(self, sources: Mapping[str, str]) -> None:
-        """Note what has set the option, and say so in the text; ``sources`` is option -> source."""
+        """Add where the option was set to the error and its text; ``sources`` is option -> source."""
         options = (self.option, *self._others)
         named = [name for name in options if sources.get(name, self.source) != "argument"]
         if named and self.source == "argument":
@@ -77,7 +78,7 @@ class OptionError(ValueError, TypeError):
 
 @contextmanager
 def naming(sources: Mapping[str, str]) -> Iterator[None]:
-    """Let an error about an option name what has set it; ``sources`` is option -> source."""
+    """Add the source of an option to errors raised in the block; ``sources`` is option -> source."""
     try:
         yield
     except OptionError as error:
@@ -97,11 +98,11 @@ OTHERS_CODE: Final = {
     ),
     *("pytorch_lightning", "torch", "transformers", __name__.partition(".")[0]),
 }
-"""Packages whose lines say nothing to a user: this one, and those that call it."""
+"""Packages whose lines would not help a user: this one, and those that call it."""
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the innermost caller outside this package, torch and the frameworks."""
+    """Warn at the line of the innermost caller outside this package, torch and the frameworks."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _is_others(frame):
         frame, level = frame.f_back, level + 1
@@ -109,7 +110,7 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def warned_at_user(make: Callable[..., Made], *args: Any) -> Made:
-    """Call something of torch's, and show what it warns of at the user's line."""
+    """Call a function of torch, and show its warnings at the user's line."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         made = make(*args)
@@ -124,7 +125,7 @@ def _is_others(frame: FrameType) -> bool:
 
 @contextmanager
 def only_warning(what: str, end: Callable[[], object]) -> Iterator[None]:
-    """Let what only looks at a run end, with one warning, where it fails; the run goes on."""
+    """Catch an error of code that only watches a run: warn once and call ``end``. The run goes on."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - whatever it is, the run is not at fault

@@ -1,7 +1,6 @@
-"""The mistakes with mixed precision that this package knows, each worded once.
+"""The known mistakes with mixed precision. The text of each is written once, here.
 
-``amp-plugin check`` reports them from the source. Errors and warnings at run time take their words from
-here where they say the same thing.
+``amp-plugin check`` finds them in source code. Errors and warnings at run time use the same texts.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ class Mistake:
     """One mistake.
 
     Attributes:
-        name: a short name for it; the address of its section in the docs.
+        name: a short name, which is also the anchor of its section in the docs.
         what: what is wrong, as a statement about the program.
         instead: what to do, in the imperative.
-        is_harmless: whether training stays right. A report shows it as a warning.
+        is_harmless: True if training stays correct. Reports then show a warning instead of an error.
     """
 
     name: str
@@ -129,4 +128,4 @@ MISTAKES: Final = {
         instead="pass device='cpu'",
     ),
 }
-"""The mistakes by the code of their rule in ``amp-plugin check``."""
+"""Code of the rule in ``amp-plugin check`` -> the mistake."""

@@ -1,8 +1,8 @@
-"""The options of loss scales and precisions, each stated once: its type, default, check and meaning.
+"""The options of loss scales and precisions. Type, default, check and meaning of each are stated once, here.
 
-Everything else comes from these dataclasses: the constructors of GradScaler, AmpPrecision, FabricAmpPrecision
-and AmpKwargs (:func:`takes`), their docstrings (:func:`lists_options`), the environment variables
-``AMP_PLUGIN_<OPTION>``, the keys of YAML files, and the tables of the documentation (``docs/api_tables.py``).
+These dataclasses define the constructors of GradScaler, AmpPrecision, FabricAmpPrecision and AmpKwargs
+(:func:`takes`), their docstrings (:func:`lists_options`), the environment variables ``AMP_PLUGIN_<OPTION>``,
+the keys of YAML files, and the tables in the documentation (``docs/api_tables.py``).
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ OnNonfinite = Literal["skip", "raise", "ignore"]
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleOptions:
-    """The options of a loss scale and of the steps that it belongs to: what every front door takes.
+    """The options of a loss scale and of optimizer steps. Each front door takes them.
 
-    The first four can be given by position, as to torch's scaler.
+    The first four can be given by position, as in torch's scaler.
 
     Raises:
-        OptionError: A value is of another type, a number out of range, or a word unknown.
+        OptionError: A value has the wrong type, a number is out of range, or a word is unknown.
     """
 
     init_scale: Annotated[float, Doc("First loss scale.")] = field(default=2.0**16, kw_only=False)
@@ -153,7 +153,7 @@ class _Device:
 
 @dataclass(frozen=True, kw_only=True)
 class GradScalerOptions(LossScaleOptions, _Device):
-    """The arguments of GradScaler; by position in the order of torch's: device, the scale, enabled."""
+    """The arguments of GradScaler. Their order is torch's: the device, the options of the scale, enabled."""
 
     enabled: Annotated[
         bool,
@@ -181,9 +181,10 @@ class GradScalerOptions(LossScaleOptions, _Device):
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionOptions(LossScaleOptions):
-    """The options of a precision: what the front doors of frameworks have in common.
+    """The options of a precision, shared by the front doors of all frameworks.
 
-    Other libraries' names of precisions become ours, and rules are read from their file or mapping.
+    Names that other libraries give to precisions are translated to ours. Op rules are read from their file or
+    mapping.
     """
 
     eval_precision: Annotated[
@@ -259,7 +260,7 @@ class _Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class PluginOptions(PrecisionOptions, _Precision):
-    """The arguments of a plugin, which the program gives its precision: AmpPrecision, FabricAmpPrecision."""
+    """The arguments of AmpPrecision and FabricAmpPrecision, to which the program passes its precision."""
 
     device: Annotated[
         str | None, Doc("Device type, an error where training runs on another; None: the one it runs on.")
@@ -280,7 +281,7 @@ class PluginOptions(PrecisionOptions, _Precision):
 
 @dataclass(frozen=True, kw_only=True)
 class AccelerateOptions(PrecisionOptions):
-    """The options of AmpKwargs, of the environment and of YAML files."""
+    """The options of AmpKwargs, of the environment variables and of YAML files."""
 
     max_skips_in_a_row: Annotated[
         int,
@@ -312,24 +313,24 @@ def option_names(options: type) -> tuple[str, ...]:
 
 @functools.cache
 def option_types(options: Any) -> dict[str, Any]:
-    """Return name -> type."""
+    """Return option name -> type."""
     return {name: hint.__origin__ for name, hint in _annotations(options).items()}
 
 
 @functools.cache
 def option_docs(options: type) -> dict[str, str]:
-    """Return name -> meaning."""
+    """Return option name -> description."""
     return {name: hint.__metadata__[0].documentation for name, hint in _annotations(options).items()}
 
 
 def option_defaults(options: type) -> dict[str, Any]:
-    """Return name -> default."""
+    """Return option name -> default."""
     return {option.name: option.default for option in fields(options)}
 
 
 @functools.cache
 def _annotations(options: type) -> dict[str, Any]:
-    """Return name -> ``Annotated[type, Doc(meaning)]``, in order."""
+    """Return option name -> ``Annotated[type, Doc(description)]``, in order."""
     from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 -- of a room above this floor
 
     found: dict[str, Any] = {}
@@ -365,8 +366,9 @@ KNOWN_VARIABLES: Final = (
 
 
 def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables ``AMP_PLUGIN_...`` that nothing reads, each with a hint, or ``""``."""
-    known = _NOT_OURS | {name.removeprefix(PREFIX): name for name in KNOWN_VARIABLES}  # else all look alike
+    """Return the variables ``AMP_PLUGIN_...`` that nothing reads, each with a hint (may be ``""``)."""
+    # Without the prefix, which makes all names look alike.
+    known = _NOT_OURS | {name.removeprefix(PREFIX): name for name in KNOWN_VARIABLES}
     return {
         name: did_you_mean(name.removeprefix(PREFIX), known, written=known.__getitem__)
         for name in environment
@@ -380,7 +382,10 @@ def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def takes(
     options: Callable[P, Any], *, by_position: int | None = None, or_none: bool = False
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Make an ``__init__`` take and show the options of a dataclass; it gets those given, by name."""
+    """Make an ``__init__`` take the options of a dataclass and show them in its signature.
+
+    The ``__init__`` receives the options that were given, by name.
+    """
     types, kinds = option_types(options), inspect.Parameter
     shown = [kinds("self", kinds.POSITIONAL_OR_KEYWORD)]
     for place, parameter in enumerate(inspect.signature(options).parameters.values()):
@@ -407,7 +412,7 @@ def takes(
 def shows(
     stated: Callable[P, None], signature: inspect.Signature
 ) -> Callable[[Callable[..., None]], Callable[P, None]]:
-    """Give an ``__init__`` the signature that people see, and the one that type checkers see."""
+    """Give an ``__init__`` a signature for people (``inspect.signature``) and for type checkers."""
 
     def decorate(init: Callable[..., None]) -> Callable[P, None]:
         init.__signature__ = signature  # type: ignore[attr-defined]
@@ -418,7 +423,7 @@ def shows(
 
 
 def lists_options(options: type) -> Callable[[Class], Class]:
-    """List the options in the docstring of a class, in place of ``{options}``."""
+    """Replace ``{options}`` in the docstring of a class by the list of options."""
 
     def decorate(kind: Class) -> Class:
         filled = textwrap.TextWrapper(110, initial_indent=" " * 8, subsequent_indent=" " * 12).fill
@@ -430,14 +435,14 @@ def lists_options(options: type) -> Callable[[Class], Class]:
 
 
 def unknown_option(source: str, name: object, allowed: Sequence[str]) -> str:
-    """Return the error text for an unknown option: the one that may be meant, and the allowed names."""
+    """Return the error text for an unknown option, with the nearest name and all allowed names."""
     hint = did_you_mean(name, allowed, aliases=None if "precision" in allowed else _NOT_OURS)
     allowed_are = f"{hint} Allowed are" if hint else "; allowed are"
     return f"{source}: unknown option {name!r}{allowed_are} {', '.join(allowed)}"
 
 
 def bind(owner: str, signature: inspect.Signature, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return arguments of an ``__init__`` by name, or raise TypeError with the names that are allowed."""
+    """Return the arguments of an ``__init__`` by name, or raise TypeError with the names that are allowed."""
     allowed = [*signature.parameters][1:]
     for name in kwargs:
         if name not in allowed:
@@ -454,7 +459,11 @@ def bind(owner: str, signature: inspect.Signature, /, *args: Any, **kwargs: Any)
 
 
 def checked_option(name: str, value: Any, wanted: Any) -> Any:
-    """Return a value, a word as we write it; raise if a switch, a number or a word is something else."""
+    """Return the checked value of an option. Words are returned in our spelling.
+
+    Raises:
+        OptionError: the value has the wrong type, or is an unknown word.
+    """
     if get_origin(wanted) is Literal:
         return checked_word(name, value, wanted)
     kinds = {wanted, *get_args(wanted)}
@@ -467,7 +476,7 @@ def checked_option(name: str, value: Any, wanted: Any) -> Any:
 
 
 def between(name: str, value: Any, low: float, high: float = math.inf) -> float:
-    """Return ``value`` as a float, or raise OptionError unless it lies between two numbers."""
+    """Return ``value`` as a float; raise OptionError unless it lies between ``low`` and ``high``."""
     if not (_is_number(value) and low < float(value) < high):
         limits = f"more than {low:g}" + (f" and less than {high:g}" if high < math.inf else "")
         raise OptionError(name, value, f"a finite number, {limits}")
@@ -475,7 +484,7 @@ def between(name: str, value: Any, low: float, high: float = math.inf) -> float:
 
 
 def whole(name: str, value: int, least: int = 1) -> int:
-    """Return ``value`` as an int, or raise OptionError unless it is a whole number of at least ``least``."""
+    """Return ``value`` as an int; raise OptionError unless it is a whole number of at least ``least``."""
     if not (_is_number(value) and value >= least and float(value).is_integer()):
         raise OptionError(name, value, f"a whole number of at least {least}")
     return int(value)

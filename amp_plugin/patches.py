@@ -1,4 +1,4 @@
-"""Patches: an attribute that is replaced for a while, a library's class whose new instances are ours too."""
+"""Patches: replace an attribute for a while, or make new instances of a library's class ours too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Set an attribute of a class, module or function, and put back what was there."""
+    """Set an attribute of a class, module or function for a block, then restore the old value."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -24,7 +24,7 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 @contextmanager
 def random_numbers_kept() -> Iterator[None]:
-    """Put Python's and NumPy's random states back: libraries draw numbers when they are imported."""
+    """Restore Python's and NumPy's random states after a block; some libraries draw numbers on import."""
     python, numpy = random.getstate(), getattr(sys.modules.get("numpy"), "random", None)
     numpys = None if numpy is None else numpy.get_state()
     try:
@@ -44,9 +44,10 @@ def standing_in(
     arguments: Callable[[Sequence[Any], dict[str, Any]], dict[str, Any]],
     made: Callable[[Any], object] = id,
 ) -> Iterator[None]:
-    """Make each instance of ``theirs``, or of a subclass that ``may_take``, one of ``ours`` too.
+    """Make each new instance of ``theirs`` an instance of ``ours`` too. So are those of its subclasses.
 
-    Names stay what they are: ``isinstance``, subclasses and pickles work as ever.
+    Subclasses for which ``may_take`` is False are left out. The name ``theirs`` still means the same class,
+    so ``isinstance``, subclassing and pickling keep working.
     """
     original = theirs.__init__  # type: ignore[misc]
 
@@ -67,12 +68,12 @@ def standing_in(
 
 @functools.cache
 def class_between(ours: type, kind: type) -> type:
-    """Return the class that puts our methods between a subclass's and the library's."""
+    """Return a class whose method order is: the subclass's, then ours, then the library's."""
     if kind in ours.__mro__:
         return ours
 
     def __reduce__(self: Any) -> tuple[Any, ...]:  # noqa: N807 - this class is found by no name
-        has_own = hasattr(self, "__getstate__")  # each object from Python 3.11 on
+        has_own = hasattr(self, "__getstate__")  # every object has one from Python 3.11 on
         return _made, (ours, kind), self.__getstate__() if has_own else vars(self)
 
     return type(kind.__name__, (kind, ours), {"__module__": kind.__module__, "__reduce__": __reduce__})

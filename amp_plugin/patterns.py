@@ -1,4 +1,4 @@
-"""Names and classes of modules, as the options that choose modules take them: one meaning, one error."""
+"""Patterns that choose modules by name or class. All options use them, with the same errors."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _WRAPPED: Final = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_
 
 
 def clean_name(name: str) -> str:
-    """Return a module's name without those of wrappers: as it is in the model that was wrapped."""
+    """Return a module's name without the names of wrappers, as it is in the unwrapped model."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 
 def matched_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
-    """Return name -> module of the submodules that match a pattern, in the order of ``named_modules``.
+    """Return name -> module for the submodules that match a pattern, in the order of ``named_modules``.
 
-    Patterns are shell patterns for names, such as ``"blocks.*.norm"``, as they are before FSDP, activation
-    checkpointing or torch.compile wrap modules; or names of classes and base classes, such as
-    ``"LayerNorm"``, but not ``torch.nn.Module``, which every module is.
+    A pattern is either a shell pattern for names, such as ``"blocks.*.norm"``, or the name of a class or base
+    class, such as ``"LayerNorm"``. Names are those from before FSDP, activation checkpointing or
+    torch.compile wrap modules. ``torch.nn.Module`` does not count as a base class.
     """
     patterns = list(patterns)
     return {
@@ -35,7 +35,7 @@ def matched_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.M
 
 
 def found_patterns(model: nn.Module, patterns: Iterable[str]) -> list[str]:
-    """Return the patterns that match a submodule of a model."""
+    """Return the patterns that match at least one submodule of a model."""
     return [pattern for pattern in patterns if matched_modules(model, [pattern])]
 
 

@@ -1,4 +1,4 @@
-"""The names of dtypes and precisions, ours and those of other libraries, and which a device computes fast."""
+"""Names of dtypes and precisions, ours and other libraries', and which ones a device computes fast."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ StateName = Literal["fp32", "bf16", "8bit"]
 ReduceName = Literal["fp32", "bf16"]
 DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _SHORT: Final = {**{dtype: name for name, dtype in DTYPES.items()}, torch.float64: "fp64"}
-# The dtype that autocast computes in, in training; of fp8 around the layers that torchao has converted.
+# Precision -> the dtype of autocast in training. For fp8 it applies outside converted layers.
 TRAINING_DTYPES: Final = {**DTYPES, "fp8": torch.bfloat16}
 STOCK_NAMES: Final = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp32": "32-true", "fp8": "bf16-mixed"}
 OTHER_NAMES: Final[dict[str, PrecisionName]] = {
@@ -44,12 +44,12 @@ _DOUBLE: Final = ("64", "64-true", "float64", "double", "fp64")
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """Return ``"bf16"`` for ``torch.bfloat16``, and torch's own name where there is no shorter one."""
+    """Return the short name of a dtype, ``"bf16"`` for ``torch.bfloat16``; torch's name if it has none."""
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def known_precision(given: object) -> PrecisionName | None:
-    """Return our name of a precision, from a name of anybody's, a dtype, or 16 and 32; None if it is none."""
+    """Return our name of a precision, given any library's name, a dtype, 16 or 32; None if it is unknown."""
     name = str(given).removeprefix("torch.")
     return cast("PrecisionName", name) if name in DTYPES else OTHER_NAMES.get(name)
 
@@ -57,7 +57,7 @@ def known_precision(given: object) -> PrecisionName | None:
 def checked_precision(
     option: str, given: object, *, words: Any = DTYPES, weights_in: str = "weights={!r}"
 ) -> PrecisionName:
-    """Return our name of a precision, from a name of anybody's."""
+    """Return our name of a precision, given any library's name; raise OptionError if it is not allowed."""
     known = known_precision(given)
     if known is not None:
         return known
@@ -86,20 +86,20 @@ def checked_precision(
 
 
 def checked_training_precision(given: object) -> TrainingPrecision:
-    """Return our name of a precision to train in."""
+    """Return our name of a precision for training; raise OptionError if it is not one."""
     if str(given) in {"fp8", "transformer-engine", "float8"}:
         return "fp8"
     return checked_precision("precision", WEIGHTS_IN_16_BITS.get(str(given), given))
 
 
 def weights_meant(precision: object, weights: WeightsName) -> WeightsName:
-    """Return how weights are stored: as asked for, or as the name of the precision implies."""
+    """Return how weights are stored: as the option says, or as the name of the precision implies."""
     name = WEIGHTS_IN_16_BITS.get(str(precision))
     return cast("WeightsName", f"{name}-true") if name is not None and weights == "fp32" else weights
 
 
 def checked_word(option: str, given: Any, words: Any) -> Any:
-    """Return one of the words of a Literal, also from a torch.dtype, or raise ValueError."""
+    """Return the word of a Literal that ``given``, maybe a torch.dtype, means; else raise ValueError."""
     known, allowed = known_precision(given), get_args(words)
     name = known if isinstance(given, torch.dtype) else given
     if name in allowed:
@@ -111,7 +111,7 @@ def checked_word(option: str, given: Any, words: Any) -> Any:
 
 
 def refuse_other_precision(weights: str, precision: str, *, named: str = "precision") -> None:
-    """Raise if a model would compute in another dtype than its weights are stored in."""
+    """Raise if the model would compute in another dtype than the one of its stored weights."""
     wanted = weights.partition("-")[0]
     if weights == "fp32" or wanted == precision:
         return
@@ -125,25 +125,25 @@ def refuse_other_precision(weights: str, precision: str, *, named: str = "precis
 
 
 def stores_all(weights: str) -> bool:
-    """Whether all weights are stored, not only what autocast would cast, and activations are in 16 bits."""
+    """Whether all weights are stored in 16 bits, and not only those that autocast would cast."""
     return weights.endswith("-true")
 
 
 # -- speed ---------------------------------------------------------------------------------------
 
-_ARITHMETIC: Final = {  # as torch calls the instruction sets of x86-64 and of Arm
+_ARITHMETIC: Final = {  # torch's names for the instruction sets of x86-64 and Arm
     "fp16": ("avx512_fp16", "amx_fp16", "fp16_arith"),
     "bf16": ("avx512_bf16", "amx_bf16", "bf16"),
 }
 
 
 def cpu_capabilities() -> dict[str, Any]:
-    """Return what torch knows of the processor; nothing where torch is too old to say."""
+    """Return what torch knows about the processor; empty if this torch cannot tell."""
     return dict(getattr(torch.cpu, "get_capabilities", dict)())
 
 
 def is_fast(precision: str, device_type: str, index: int = 0) -> bool | None:
-    """Return whether a device has arithmetic of a precision; None if that is not known."""
+    """Return whether a device has arithmetic in a precision; None if that is unknown."""
     if device_type == "cpu":
         found = cpu_capabilities()
         return any(found.get(name) for name in _ARITHMETIC[precision]) if found else None
@@ -153,7 +153,7 @@ def is_fast(precision: str, device_type: str, index: int = 0) -> bool | None:
 
 
 def speed_advice(precision: str, device_type: str) -> str:
-    """Return what to know of a precision's speed on a device; empty if it is fast, or nothing is known."""
+    """Return advice about a slow precision on a device; empty if it is fast or its speed is unknown."""
     if precision not in {"fp16", "bf16"} or is_fast(precision, device_type) is not False:
         return ""
     other = "bf16" if precision == "fp16" else "fp16"
@@ -162,7 +162,7 @@ def speed_advice(precision: str, device_type: str) -> str:
 
 
 def warn_of_slow_fp16(precision: str, device_type: str) -> None:
-    """Warn at the start of a run whose device has no fp16 arithmetic, as ``amp-plugin doctor`` does."""
+    """Warn at the start of an fp16 run on a device without fp16 arithmetic."""
     advice = speed_advice(precision, device_type) if precision == "fp16" else ""
     if advice:
         warn_user(f"{advice}. The numbers are right all the same; amp-plugin doctor shows what is fast here")

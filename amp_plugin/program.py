@@ -1,4 +1,4 @@
-"""A program that a command runs unchanged, with something open around it: a file or a module."""
+"""Runs a program, a file or a module, unchanged inside a context."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from amp_plugin.patches import replaced
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """What is to run as the main program."""
+    """A program to run as the main program."""
 
     name: str  # as the user wrote it
-    file: Path  # of a package its __main__.py
-    module: str | None = None  # None if a file was named
+    file: Path  # for a package, its __main__.py
+    module: str | None = None  # None if the user named a file
 
 
 def program_named(name: str, *, as_module: bool) -> Program:
-    """Return a Python file, or a module or package as ``python -m`` finds it from the present folder."""
+    """Return the program with this name: a Python file, or a module as ``python -m`` would find it here."""
     if not as_module and Path(name).is_file():
         return Program(name=name, file=Path(name))
     place = _place_of(name)
@@ -44,7 +44,7 @@ def program_named(name: str, *, as_module: bool) -> Program:
 
 
 def _place_of(module: str) -> str | None:
-    """Return the file that ``python -m module`` would run; None if there is none."""
+    """Return the path of the file that ``python -m module`` would run; None if there is none."""
     with replaced(sys, "path", [str(Path.cwd()), *sys.path]), suppress(ImportError, ValueError):
         spec = importlib.util.find_spec(module)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -54,11 +54,12 @@ def _place_of(module: str) -> str | None:
 
 
 _PARSERS: Final = {"argparse", "getopt", "importlib", "optparse", "runpy"}
-_QUIET: Final = {"amp_plugin", "numpy", "torch", "torchvision"}  # packages that read no program's arguments
+# Packages that do not read a program's arguments.
+_QUIET: Final = {"amp_plugin", "numpy", "torch", "torchvision"}
 
 
 def reads_arguments(name: str) -> bool:
-    """Return False if a file of Python cannot read its arguments: nothing in it and what it imports does."""
+    """Return False if neither a Python file nor the modules that it imports can read arguments."""
     try:
         nodes = [*ast.walk(ast.parse(Path(name).read_bytes()))]
     except (OSError, SyntaxError, ValueError):
@@ -79,12 +80,13 @@ def run_program(
     *,
     expected: type[BaseException] | tuple[type[BaseException], ...] = (),
 ) -> tuple[int, bool]:
-    """Run a file or a module as the main program; print its error as Python prints it.
+    """Run a file or a module as the main program; print its error as Python would.
 
-    Its ``__main__``, ``sys.argv`` and ``sys.path`` stay: its threads and what it has registered with atexit
-    run after its last line. See :func:`main_restored`.
+    ``__main__``, ``sys.argv`` and ``sys.path`` stay as the program set them, because its threads and atexit
+    handlers run after its last line. :func:`main_restored` restores them.
 
-    Returns its exit code, and whether it ended in an error.
+    Returns:
+        The exit code, and whether the program ended with an error.
     """
     code, failed = 0, False
     try:
@@ -105,7 +107,7 @@ def run_program(
 
 @contextmanager
 def main_restored() -> Iterator[None]:
-    """Put ``__main__``, ``sys.argv`` and ``sys.path`` back at the end of the block."""
+    """Restore ``__main__``, ``sys.argv`` and ``sys.path`` at the end of the block."""
     main, argv, path = sys.modules["__main__"], sys.argv, list(sys.path)
     try:
         yield
@@ -114,7 +116,7 @@ def main_restored() -> Iterator[None]:
 
 
 def _run_main(program: Program, arguments: Sequence[str]) -> None:
-    """Do what ``python FILE`` or ``python -m MODULE`` does."""
+    """Run the program as ``python FILE`` or ``python -m MODULE`` would."""
     if program.module is None:
         _enter_path(str(program.file.resolve().parent))
         file = str(program.file.absolute())
@@ -134,14 +136,14 @@ def _run_main(program: Program, arguments: Sequence[str]) -> None:
 
 
 def _enter_path(folder: str) -> None:
-    """Put a folder in front of ``sys.path``, in place of the one that Python put there for this command."""
+    """Put a folder at the front of ``sys.path``, in place of the folder of the command."""
     ours = {"", str(Path.cwd()), str(Path(sys.argv[0] or ".").resolve().parent)}
     is_ours = bool(sys.path) and sys.path[0] in ours and not getattr(sys.flags, "safe_path", False)
     sys.path[: int(is_ours)] = [folder]
 
 
 def _code_of(file: str) -> CodeType:
-    """Return the code of a file: Python's text, a compiled file, or an archive that holds a ``__main__``."""
+    """Return the code of a file: Python source, a compiled file, or an archive with a ``__main__``."""
     if zipfile.is_zipfile(file):
         sys.path[:1] = [file]
         return _module_code("__main__")[1]
@@ -152,7 +154,7 @@ def _code_of(file: str) -> CodeType:
 
 
 def _module_code(name: str) -> tuple[ModuleSpec, CodeType]:
-    """Return what ``python -m`` would run."""
+    """Return the module spec and the code that ``python -m`` would run."""
     spec = PathFinder.find_spec(name) if name == "__main__" else importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         return _module_code(f"{name}.__main__")
@@ -164,7 +166,7 @@ def _module_code(name: str) -> tuple[ModuleSpec, CodeType]:
 
 
 def _print_error(error: BaseException, script: Path) -> None:
-    """Print an error from the script's first frame on, by the script's own excepthook if set."""
+    """Print an error with its traceback from the script's first frame on, through ``sys.excepthook``."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename != str(script):
         frames = frames.tb_next

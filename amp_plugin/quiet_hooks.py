@@ -1,8 +1,8 @@
-"""Hooks before an optimizer's step that only look at the optimizer.
+"""Hooks before an optimizer step that only look at the optimizer.
 
-A step in one pass, and a step whose kernel divides the gradients, run no hook before them: the gradients
-still carry the loss scale then, and torch's own step is not called. So an unknown hook keeps both from being
-taken. A hook that neither reads gradients nor changes the optimizer is registered here, and keeps neither.
+Steps in one pass, and fused steps whose kernel divides the gradients, run no hooks before the step: at that
+time the gradients still carry the loss scale. Therefore an unknown hook prevents both kinds of step. A hook
+that neither reads gradients nor changes the optimizer is registered here. It prevents neither.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-_quiet: set[int] = set()  # ids of the handles; torch counts them up and uses none twice
+_quiet: set[int] = set()  # ids of the handles; torch never uses an id twice
 
 
 def register_quiet_hook(optimizer: Optimizer | None, hook: Callable[..., Any]) -> RemovableHandle:
-    """Register a hook that runs before an optimizer's step, and which steps of ours may leave out.
+    """Register a hook that runs before an optimizer step. Our own kinds of step may leave it out.
 
     Args:
-        optimizer: The optimizer; None for all.
-        hook: As for :meth:`torch.optim.Optimizer.register_step_pre_hook`.
+        optimizer: The optimizer; None for all optimizers.
+        hook: A hook as for :meth:`torch.optim.Optimizer.register_step_pre_hook`.
 
     Returns:
-        A handle that removes it.
+        A handle that removes the hook.
     """
     if optimizer is None:
         handle = register_optimizer_step_pre_hook(hook)
     else:
         hooks: Any = optimizer._optimizer_step_pre_hooks
-        if type(hooks) is dict:  # some optimizers make a plain one, to which a handle cannot refer
+        if type(hooks) is dict:  # some optimizers make a plain dict, which a handle cannot refer to
             optimizer._optimizer_step_pre_hooks = OrderedDict(hooks)
         handle = optimizer.register_step_pre_hook(hook)
     _quiet.add(handle.id)
@@ -41,6 +41,6 @@ def register_quiet_hook(optimizer: Optimizer | None, hook: Callable[..., Any]) -
 
 
 def has_only_quiet_hooks(optimizer: Optimizer) -> bool:
-    """Whether every hook before an optimizer's step only looks at it; a wrapper may have no hooks at all."""
+    """Whether all hooks before an optimizer's step are quiet. A wrapper may lack the dict of hooks."""
     own = getattr(optimizer, "_optimizer_step_pre_hooks", {})
     return all(key in _quiet for key in chain(_global_optimizer_pre_hooks, own))

@@ -1,6 +1,6 @@
-"""Names that are gone, and what to use instead. Each raises an error that says so, until 0.5.
+"""Removed names, and what to use instead. Until 0.5, using one raises an error that says so.
 
-One table serves all of them: names of the package, attributes of its classes, and keywords.
+One table holds names of the package, attributes of its classes, and keywords.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ R = TypeVar("R")
 _BY_DIAGNOSE: Final = "run `amp-plugin diagnose train.py`: it names the op and its line"
 
 REMOVED: Final[dict[str, str]] = {
-    # of the package
+    # names of the package
     "amp_plugin.diagnose_skip": _BY_DIAGNOSE,
-    # of classes
+    # attributes of classes
     "AmpAccelerator.recorded": f"call the function itself, and {_BY_DIAGNOSE}",
     "AmpPrecision.run_again": _BY_DIAGNOSE,
     "GradScaler.explain_skips": _BY_DIAGNOSE,
@@ -34,15 +34,15 @@ REMOVED: Final[dict[str, str]] = {
     "GradScaler.place": "call scaler.core.place()",
     "GradScaler.result_of": "call last_step(), or scaler.core.result_of() before the first step",
     "StepResult.not_one_pass_because": "read one_pass and how",
-    # keywords, whoever takes them: "name="
+    # keywords of any function: "name="
     "fold=": "call scaler.clip_and_step(optimizer, max_norm), which clips in the step",
     "fold_clip=": "call scaler.clip_and_step(optimizer, max_norm); the Trainer plugin does so by itself",
 }
-"""Where a name was -> what replaces it, as the second half of a sentence."""
+"""Removed name -> what to use instead, as the second half of a sentence."""
 
 
 def reason(*places: str) -> str | None:
-    """Return the error text for a name that is gone from one of these places; None if none was there."""
+    """Return the error text if one of these names was removed, else None."""
     for place in places:
         if place in REMOVED:
             return f"{place} was removed in 0.4: {REMOVED[place]}"
@@ -50,14 +50,14 @@ def reason(*places: str) -> str | None:
 
 
 def removed_attribute(self: object, name: str) -> Any:
-    """Raise AttributeError, with what replaces a removed attribute: the ``__getattr__`` of a class."""
+    """Raise AttributeError; for a removed attribute, say what to use. Serves as ``__getattr__``."""
     if removed := reason(*(f"{kind.__name__}.{name}" for kind in type(self).__mro__)):
         raise AttributeError(removed)
-    return object.__getattribute__(self, name)  # which raises the usual error, or that of a property
+    return object.__getattribute__(self, name)  # raises the usual error, or the error of a property
 
 
 def refuse_removed(owner: str, keywords: Iterable[str]) -> None:
-    """Raise TypeError if a keyword is one that is gone; ``owner`` is what was called."""
+    """Raise TypeError if a keyword was removed; ``owner`` is the name of the function that was called."""
     for keyword in keywords:
         if (replaced_by := REMOVED.get(f"{keyword}=")) is not None:
             msg = f"{owner}({keyword}=...) was removed in 0.4: {replaced_by}"
@@ -65,7 +65,7 @@ def refuse_removed(owner: str, keywords: Iterable[str]) -> None:
 
 
 def without_removed_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Have a function say what replaces a removed keyword."""
+    """Make a function say what replaces a removed keyword."""
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:

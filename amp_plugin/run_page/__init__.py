@@ -1,1 +1,1 @@
-"""The page of a run: what precision did to it, drawn, in one HTML file."""
+"""The page of a run: one HTML file that shows what mixed precision did to it."""

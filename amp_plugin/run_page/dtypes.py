@@ -1,4 +1,4 @@
-"""The dtypes of a model while it trains: of weights, of what modules compute, of gradients and state."""
+"""The dtypes of a model in training: of weights, of modules' results, of gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from amp_plugin.precision import short_name
 from amp_plugin.weights.compressed_state import bytes_of, local_of
 
 Branch = dict[str, Any]
-"""A module: its name, kind, dtypes as text, elements, bytes held, and those inside it."""
+"""A module as a dict: name, kind, dtypes as text, elements, bytes held, and the modules inside it."""
 
 
 class Survey:
-    """Follow models' first training step, and say what their modules compute in."""
+    """Follows the first training step of models, and tells the dtypes in which their modules compute."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = models
@@ -33,7 +33,7 @@ class Survey:
         self._is_over = False
 
     def open(self) -> None:
-        """Follow the modules from now on."""
+        """Start to follow the modules."""
         self._hooks.open()
 
     def _note(self, name: str, module: nn.Module, given: object, made: object) -> None:
@@ -44,7 +44,7 @@ class Survey:
         self._computes.update({name: floats[0]} if floats else {})
 
     def close(self) -> None:
-        """Stop following; once."""
+        """Stop following. A second call does nothing."""
         if self._is_over:
             return
         self._is_over = True
@@ -55,12 +55,12 @@ class Survey:
                     self._gradients[param] = param.grad.dtype, bytes_of(param.grad)
 
     def dtype_of(self, module: str) -> torch.dtype:
-        """Return what a module's gradients are made in: its results' dtype, or its region's."""
+        """Return the dtype of a module's gradients: that of its results, else that of the autocast region."""
         lowest = next((state.dtype for state in self._states if state.enabled), torch.float32)
         return self._computes.get(module, lowest)
 
     def trees(self, optimizers: Iterable[Optimizer]) -> list[Branch]:
-        """Return the models' modules, with what the optimizers hold for them now."""
+        """Return the modules of the models, with the present optimizer state of each."""
         state = {param: entry for optimizer in optimizers for param, entry in optimizer.state.items()}
         return [self._branch(prefix.rstrip("."), model, state) for prefix, model in prefixes(self._models)]
 

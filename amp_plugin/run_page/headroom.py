@@ -1,7 +1,8 @@
-"""How near each module's gradients come to the ends of what its dtype can hold.
+"""Measures how near each module's gradients come to the limits of their dtype.
 
-Read after a step, where gradients are unscaled and clipped, and taken back to what the backward pass made:
-times loss scale, divided by the clip. The largest number is exact, the share of zeros that of a sample.
+Gradients are read after a step, when they are unscaled and clipped. To get the numbers that the backward pass
+made, they are multiplied by the loss scale and divided by the clip factor. The largest number is exact; the
+share of zeros is that of a sample.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from amp_plugin.scaling.gradients import local_gradient
 from amp_plugin.scaling.step_log import StepResult
 
 BUDGET: Final = 0.0025
-"""The share of a run's time that reads may take; writing the page may take as much again."""
+"""The share of a run's time that reading gradients may take. Writing the page may take the same share."""
 
-_MOST_ELEMENTS = 4096  # per parameter
-_MOST_COLUMNS = 360  # of the map
+_MOST_ELEMENTS = 4096  # size of the sample of each parameter
+_MOST_COLUMNS = 360  # width of the map
 _MOST_ROWS = 250
-_FAR = 16  # bits left in a dtype with the range of fp32: not worth a sentence
+_FAR = 16  # with more bits left than this, the page says nothing (dtypes with the range of fp32)
 
 
 def named_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return the parameters of models with their names, of several ``Critic[1].layer.weight``."""
+    """Yield the parameters of models with their names; of several models, ``Critic[1].layer.weight``."""
     for prefix, model in prefixes(models):
         for name, param in model.named_parameters():
             yield prefix + name, param
 
 
 class Headroom:
-    """What was read of models' gradients."""
+    """The measurements of models' gradients."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         rows: dict[str, int] = {}
@@ -45,25 +46,26 @@ class Headroom:
             param: rows.setdefault(_owner(name), len(rows)) for name, param in named_parameters(models)
         }
         self.modules = list(rows)
-        self.first: list[int] = []  # of the steps of a column
+        self.first: list[int] = []  # the first step of each column
         self.last: list[int] = []
-        self._largest = self._zeros = torch.empty(len(rows), 0)  # module x column, nan without a gradient
+        # Modules x columns; nan where a module had no gradient.
+        self._largest = self._zeros = torch.empty(len(rows), 0)
         self.reads, self.seconds = 0, 0.0
         self._began = time.perf_counter()
 
     def is_due(self) -> bool:
-        """Whether another read is within the budget; a first one always is."""
+        """Whether the budget allows another read. It always allows the first one."""
         return self.seconds <= BUDGET * (time.perf_counter() - self._began)
 
     def note_overflow(self, step: int, names: Iterable[str]) -> None:
-        """Add a skipped step by the names of the parameters that overflowed; nothing is read."""
+        """Add a skipped step, given the names of the parameters that overflowed; nothing is read."""
         owners = {_owner(name) for name in names}
         largest = torch.tensor([math.inf if name in owners else math.nan for name in self.modules])
         if largest.isinf().any():
             self._add(step, largest, torch.full_like(largest, math.nan))
 
     def read(self, step: int, result: StepResult) -> None:
-        """Read the gradients that a step has left."""
+        """Read the gradients after a step."""
         start = time.perf_counter()
         found = {
             local_gradient(param)[0].detach(): row
@@ -85,7 +87,7 @@ class Headroom:
         self._add(step, nothing.scatter_reduce(0, rows, norms, "amax", include_self=False), zeros)
 
     def _add(self, step: int, largest: Tensor, zeros: Tensor) -> None:
-        """Add a column; of too many, two neighbours become one."""
+        """Add a column to the map. If there are too many, neighbouring columns are merged in pairs."""
         if len(self.first) == _MOST_COLUMNS:
             self.first, self.last = self.first[::2], self.last[1::2]
             self._largest = torch.fmax(self._largest[:, ::2], self._largest[:, 1::2])
@@ -96,25 +98,25 @@ class Headroom:
         self._zeros = torch.cat([self._zeros, zeros[:, None]], dim=1)
 
     def bits(self, dtypes: Mapping[str, torch.dtype]) -> Tensor:
-        """Return, modules x columns, how often the largest gradient could double; -1 has overflowed."""
+        """Return how often the largest gradient could double, as modules x columns; -1 means overflow."""
         limits = [[torch.finfo(dtypes[name]).max] for name in self.modules]
         return (torch.tensor(limits, dtype=torch.float64) / self._largest).log2().clamp(min=-1.0)
 
     def nearest(self, dtypes: Mapping[str, torch.dtype]) -> list[str]:
-        """Return a sentence on the module that came nearest to overflow, skipped steps left out."""
+        """Return a sentence about the module that came nearest to overflow in a step that was not skipped."""
         bits = self.bits(dtypes).nan_to_num(nan=math.inf)
         bits[:, (bits < 0).any(dim=0)] = math.inf
         if not bits.isfinite().any():
             return []
         row, column = divmod(int(bits.argmin()), len(self.first))
         if bits[row, column] > _FAR and torch.finfo(dtypes[self.modules[row]]).max > 1e38:
-            return []  # nothing comes near the end of the range of fp32
+            return []  # no gradient comes near the limit of its dtype
         name, at = self.modules[row], f"at step {self.first[column]} its largest gradient"
         doubled = f"could double {bits[row, column]:.1f} times in {short_name(dtypes[name])}"
         return [f"{name or '(model)'}: {at} {doubled}"]
 
     def cells(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
-        """Return the map for a page: names and steps, and row by row the bits and the shares in percent."""
+        """Return the map: module names, steps, and for each module its bits and its zeros in percent."""
         bits = self.bits(dtypes)
         padded = nn.functional.pad(bits.nan_to_num(nan=math.inf), (0, 1), value=math.inf)
         order = sorted(padded.amin(dim=1).argsort()[:_MOST_ROWS].tolist())
@@ -137,7 +139,7 @@ def _on_host(numbers: Iterable[Tensor]) -> Tensor:
 
 
 def _times_made(result: StepResult) -> float:
-    """Return what turns the gradients that a step has left into those that the backward pass made."""
+    """Return the factor from the gradients after a step to those that the backward pass made."""
     before, after = result.norm, result.clipped_norm
     if before is None or after is None:
         return result.scale_before
@@ -146,5 +148,5 @@ def _times_made(result: StepResult) -> float:
 
 
 def shown(value: Tensor | float | None, digits: str = ".5g") -> float | None:
-    """Return a number with so many digits, None if it is not finite."""
+    """Return a number rounded to the given digits; None if it is not finite."""
     return None if value is None or not math.isfinite(value) else float(format(float(value), digits))

@@ -1,4 +1,4 @@
-"""What the optimizer steps of a run came to: loss scale, norms, loss, and each skip with its reason."""
+"""The history of a run's optimizer steps: loss scale, norms, loss, and each skipped step with its reason."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from amp_plugin.run_page.headroom import shown
 from amp_plugin.scaling.overflows import FirstModules, OverflowReport
 from amp_plugin.scaling.step_log import LoggedStep
 
-_MOST_STEPS: Final = 10_000  # points of a curve; beyond, every second one goes
-_MOST_SKIPS: Final = 1_000  # kept with their parameters; all are counted
+_MOST_STEPS: Final = 10_000  # points of a curve; if there are more, every second one is dropped
+_MOST_SKIPS: Final = 1_000  # skipped steps that are kept with their parameters; all are counted
 
 
 class Point(NamedTuple):
@@ -24,7 +24,7 @@ class Point(NamedTuple):
     optimizer: str
     scale: float | None
     before: float | None  # norm of the unscaled gradients before clipping
-    after: float | None  # the same after clipping
+    after: float | None  # norm of the unscaled gradients after clipping
     loss: float | None
 
 
@@ -33,16 +33,16 @@ class Skip:
     """A skipped step."""
 
     step: int  # counted from 1 for its optimizer
-    scale: float | None  # None if nothing is scaled
-    in_a_row: int  # this one included
-    parameters: str  # whose gradients were not finite, in one line
+    scale: float | None  # None if the loss is not scaled
+    in_a_row: int  # number of skipped steps in a row, up to and including this one
+    parameters: str  # the parameters whose gradients were not finite, as one line
     meaning: str
     loss: float | None
-    modules: FirstModules | None  # None if they were not watched yet
+    modules: FirstModules | None  # None if modules were not watched yet
 
     @property
     def blames_scale(self) -> bool:
-        """Whether a lower loss scale would do: only gradients were not finite, as far as anybody saw."""
+        """Whether a lower loss scale would help: as far as was seen, only gradients were not finite."""
         if self.scale is None or (self.loss is not None and not math.isfinite(self.loss)):
             return False
         if self.modules is None or not self.modules.numbers:
@@ -51,27 +51,31 @@ class Skip:
 
 
 class History:
-    """The steps of one run, as its log tells them."""
+    """The steps of one run, taken from its log."""
 
     def __init__(self) -> None:
-        self.steps = self.skipped = self._zero_steps = 0  # of all optimizers
+        self.steps = self.skipped = self._zero_steps = 0  # over all optimizers
         self.is_wrong = False  # whether the last step was skipped, or its loss or gradients were not finite
-        self.growth = 1.0  # by which factor weights had grown when that was last so
-        self.wrong_steps: list[int] = []  # whose loss was not finite, or the gradients though it was taken
-        self.skips: list[Skip] = []  # the first ones
-        self.per_point = 1  # of so many steps of an optimizer one is a point of the curves
+        self.growth = 1.0  # the factor by which weights had grown when that last happened
+        # Steps whose loss was not finite, or that were taken with gradients that were not finite.
+        self.wrong_steps: list[int] = []
+        self.skips: list[Skip] = []  # the first _MOST_SKIPS ones
+        self.per_point = 1  # one of this many steps becomes a point of the curves
         self._points: list[Point] = []
-        self._names: dict[int, str] = {}  # of the optimizers
+        self._names: dict[int, str] = {}  # names of the optimizers
         self._counts: Counter[str] = Counter()
         self._losses: list[Tensor] = []
 
     def hear_loss(self, loss: Any) -> None:
-        """Take a loss of the present window: those of its micro-batches are added up."""
+        """Add the loss of a micro-batch to the loss of the present step."""
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach())
 
     def add(self, step: LoggedStep, overflowed: OverflowReport | None) -> None:
-        """Add a step that the host knows; ``overflowed`` names what was not finite in a skipped one."""
+        """Add a step whose result the host knows.
+
+        ``overflowed`` names the gradients that were not finite if the step was skipped.
+        """
         result = step.result
         name = self._names.setdefault(id(step.optimizer()), f"{len(self._names)}: {step.kind}")
         self._counts[name] += 1
@@ -107,7 +111,7 @@ class History:
 
     @property
     def finding_scale(self) -> list[Skip]:
-        """The skips that a run begins with, while its loss scale comes down; none if no step was taken."""
+        """The skips at the beginning of a run, while the loss scale falls; empty if no step was taken."""
         if self.skipped == self.steps:
             return []
         skips = [skip for skip in self.skips if skip.in_a_row == skip.step]
@@ -115,20 +119,20 @@ class History:
 
     @property
     def is_at_fault(self) -> bool:
-        """Whether something went wrong that no lower loss scale mends."""
+        """Whether something went wrong that a lower loss scale does not mend."""
         return bool(self.wrong_steps) or not all(skip.blames_scale for skip in self.skips)
 
     @property
     def loss_growth(self) -> float:
-        """How many times its first value the largest finite loss was in the steps before the last skip."""
+        """The largest finite loss before the last skip, divided by the first loss."""
         losses = [abs(point.loss) for point in self._points if point.loss is not None]
         return max(losses) / losses[0] if losses and losses[0] > 0 else 1.0
 
     @property
     def learns_nothing(self) -> bool:
-        """Whether each step that was taken had gradients of zeros alone."""
+        """Whether all steps that were taken had only zeros as gradients."""
         return 0 < self.steps - self.skipped == self._zero_steps
 
     def curves(self) -> dict[str, list[Any]]:
-        """Return a column for each number of the points."""
+        """Return name of a number -> its values at all points."""
         return {name: [getattr(point, name) for point in self._points] for name in Point._fields}

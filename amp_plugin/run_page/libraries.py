@@ -1,4 +1,4 @@
-"""The packages that draw the page; whether they are there is known without torch."""
+"""Checks for the packages that draw the page, without importing torch."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""The page itself: what is known of a run, put into one HTML text that needs nothing else."""
+"""Renders the page: one HTML text that contains everything it needs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from amp_plugin.numerics.growth import DIVERGES, grown
 from amp_plugin.run_page.headroom import Headroom
 from amp_plugin.run_page.history import History
 
-_MOST_LISTED: Final = 50  # skips in the table
+_MOST_LISTED: Final = 50  # rows of the table of skipped steps
 _MOST_RANGES: Final = 12
 _MOST_CHANGES: Final = 3
 _TOO_HIGH: Final = "the loss scale was too high for the gradients and was lowered, which is how it is found"
-_LOSS_GROWN: Final = 100.0  # times as large as at first: the training diverges
-_OFTEN: Final = 0.05  # share of skipped steps that is worth a change
+_LOSS_GROWN: Final = 100.0  # If the loss grows by this factor, the training diverges.
+_OFTEN: Final = 0.05  # If more than this share of steps is skipped, the page proposes a change.
 
 
 @cache
@@ -52,7 +52,7 @@ def render(
     diagnose: str,
     **facts: object,
 ) -> str:
-    """Return the page; ``facts`` are shown as they are given."""
+    """Return the page as HTML; ``facts`` are shown unchanged."""
     cells, curves = headroom.cells(dtypes), history.curves()
     charts = curve_charts(curves, has_skips=bool(history.skips)) if history.steps else {}
     maps = map_charts(cells["modules"]) if cells["first"] and history.steps else {}
@@ -83,7 +83,7 @@ def render(
 
 
 def in_short(history: History, nearest: list[str], unseen: list[str], diagnose: str) -> dict[str, list[str]]:
-    """Return question -> answers: when did it skip, why, which layer is near overflow, what to change."""
+    """Return question -> answers: when and why steps were skipped, what is near overflow, what to change."""
     if not history.steps:
         return {"steps": unseen or ["no optimizer step yet"]}
     taken = history.steps - history.skipped
@@ -103,9 +103,9 @@ def in_short(history: History, nearest: list[str], unseen: list[str], diagnose: 
 
 
 def _reasons(history: History) -> list[str]:
-    """Return why steps were skipped, once for those with one reason, with their numbers."""
+    """Return each reason for which steps were skipped, with the numbers of these steps."""
     steps: dict[str, list[int]] = {}
-    first: dict[str, str] = {}  # meaning -> the parameters of the first skip with it
+    first: dict[str, str] = {}  # reason -> the parameters of the first step that was skipped for it
     modules = {skip.meaning: str(skip.modules) for skip in reversed(history.skips) if skip.modules}
     finding_scale = {id(skip) for skip in history.finding_scale}
     for skip in history.skips:
@@ -131,7 +131,8 @@ def _changes(history: History) -> list[str]:
             f"if the gradients are too small for the dtype, {lost}"
         )
     others = history.skipped - len(finding_scale)
-    if growth := grown(history.growth):  # a wider dtype would only delay the end
+    # Weights grow without limit, so a wider dtype would only delay the end.
+    if growth := grown(history.growth):
         return [f"{growth}{DIVERGES}"]
     if (times := history.loss_growth) >= _LOSS_GROWN and others + len(history.wrong_steps):
         return [f"the loss had grown to {times:.3g} times its first value: {DIVERGES}"]
@@ -143,7 +144,7 @@ def _changes(history: History) -> list[str]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Return numbers in words: ``steps 1 to 3, 57``."""
+    """Return step numbers as text, such as ``steps 1 to 3, 57``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -157,18 +158,18 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 _RED, _ORANGE, _YELLOW, _GREEN, _BLUE = "#d1242f", "#e16f24", "#d4a72c", "#57ab5a", "#2f81f7"
 _HEIGHT: Final = 190
-_POWER_OF_TWO: Final = (  # the label of a loss scale
+_POWER_OF_TWO: Final = (  # a tick label of the loss scale
     "datum.value >= 1 && datum.value < 1000 || abs(log(datum.value) / LN2 - round(log(datum.value) / LN2)) "
     "> 1e-6 ? format(datum.value, '~g') : '2^' + format(log(datum.value) / LN2, '.0f')"
 )
-# A point between two that are not finite, which a line does not show.
+# A point between two gaps. A line does not show such a point.
 _ALONE: Final = "isValid(datum.value) && !isValid(datum.previous) && !isValid(datum.next)"
-_LABEL: Final = 27  # characters of a module's name next to the map, more if two would read alike
+_LABEL: Final = 27  # characters of a module's name next to the map; more if two names would be equal
 _ROW, _MAP_HEIGHT = 18, 620
 
 
 def curve_charts(curves: dict[str, list[Any]], *, has_skips: bool) -> dict[str, dict[str, Any]]:
-    """Return id -> chart of what is drawn over optimizer steps."""
+    """Return id -> chart, for the curves over optimizer steps."""
     import altair as alt  # noqa: PLC0415 - of the extra
 
     several = len(set(curves["optimizer"])) > 1
@@ -192,7 +193,7 @@ def _steps(alt: Any, column: str) -> Any:
 
 
 def _has_alone(curves: dict[str, list[Any]], columns: list[str], base: int | None) -> bool:
-    """Return whether a point stands between two that are not shown: a layer without a point has no extent."""
+    """Return whether any point stands between two gaps. A chart layer without points would have no extent."""
     for name in columns:
         shown: dict[str, list[bool]] = {}
         for optimizer, value in zip(curves["optimizer"], curves[name], strict=True):
@@ -213,7 +214,7 @@ def _line(alt: Any, columns: list[str], base: int | None, *, several: bool, has_
     if base == 2:
         axis = alt.Axis(tickCount=5, labelExpr=_POWER_OF_TWO)
     found = alt.Chart(alt.NamedData("curves")).transform_fold(columns, as_=["kind", "value"])
-    if base:  # a logarithm cannot show 0
+    if base:  # a logarithmic axis cannot show 0
         found = found.transform_calculate(value="datum.value > 0 ? datum.value : null")
     legend = alt.Legend(title=None, orient="top", symbolOpacity=1, offset=4) if len(columns) > 1 else None
     colours = alt.Scale(range=[_YELLOW, _BLUE][-len(columns) :])
@@ -242,7 +243,7 @@ def _line(alt: Any, columns: list[str], base: int | None, *, several: bool, has_
 
 
 def _skips(alt: Any) -> Any:
-    """Return a mark at each skipped step."""
+    """Return a chart layer with a mark at each skipped step."""
     tips = [
         alt.Tooltip("step:Q", title="skipped step"),
         alt.Tooltip("scale:Q", title="loss scale"),
@@ -254,7 +255,7 @@ def _skips(alt: Any) -> Any:
     return alt.layer(rules, heads.encode(y=alt.value(4)))
 
 
-_MAPS: Final = {  # figure -> legend, description, domain and colours
+_MAPS: Final = {  # name of a map -> legend, description, domain and colours
     "bits": (
         "bits left",
         "Bits of headroom of each module's largest gradient, by step",
@@ -271,7 +272,7 @@ _MAPS: Final = {  # figure -> legend, description, domain and colours
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Return name -> name cut in the middle, as short as it is while no two read alike; long ones alone."""
+    """Return name -> short name for long names. They are cut in the middle so that no two are equal."""
     for width in range(_LABEL, max(map(len, names), default=0)):
         for head in range(width // 3, width - 5):
             cut = {
@@ -285,7 +286,7 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def map_charts(modules: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return id -> map of modules x steps: bits of headroom, and the share of zeros."""
+    """Return id -> map over modules and steps: one of the bits of headroom, one of the share of zeros."""
     import altair as alt  # noqa: PLC0415 - of the extra
 
     rows, shorter = len(modules), short_names(modules)

@@ -1,4 +1,4 @@
-"""report(): write what precision does to a run into one HTML page, while it runs."""
+"""``report()`` writes an HTML page about a run's numerics while the run goes on."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from amp_plugin.scaling.gradients import params_of
 from amp_plugin.scaling.overflows import OverflowReport, ParameterNames
 from amp_plugin.scaling.step_log import LoggedStep, StepLog, new_logs
 
-_SECONDS: Final = 10.0  # between two writes, at least
-_MOST_GROWTHS: Final = 20  # looks at the size of all weights, at steps that went wrong
+_SECONDS: Final = 10.0  # at least this long between two writes
+_MOST_GROWTHS: Final = 20  # how often the size of all weights is read, at steps that went wrong
 _PACKAGES: Final = ("torch", "amp_plugin", "accelerate", "lightning", "pytorch_lightning", "transformers")
 
 
@@ -57,13 +57,13 @@ class HasStepLog(Protocol):
 
 
 class RunReport:
-    """A page that follows a run while the block is open; see ``report``.
+    """A page that follows a run while its block is open; see ``report``.
 
-    It only reads: what fails in it is one warning, and ends the page and not the run.
+    It only reads. If it fails, it gives one warning and ends; the run goes on.
 
     Attributes:
-        path: Where the page lies; of rank 0, which writes it.
-        history: The steps.
+        path: The path of the page, which rank 0 writes.
+        history: The history of the steps.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RunReport:
         models: nn.Module | Sequence[nn.Module],
         path: str | Path,
         *,
-        options: object = None,  # a dataclass to show; else those of the scaler or plugin
+        options: object = None,  # a dataclass to show; None shows the options of the scaler or plugin
     ) -> None:
         require_libraries()
         self._log = scaler.step_log
@@ -97,7 +97,7 @@ class RunReport:
         """Start to follow the run, and write a first page.
 
         Raises:
-            OSError: The page cannot be written there.
+            OSError: The page cannot be written to this path.
         """
         with random_numbers_kept(), ExitStack() as stack:
             if self._writes:
@@ -116,17 +116,17 @@ class RunReport:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Stop, and write the last page; it says what ended the run."""
+        """Stop, and write the last page, which says how the run ended."""
         with random_numbers_kept(), self._open:
             if error is None:
                 self._log.read(wait=True)
             first_line = shorten(str(error).partition("\n")[0], 200, placeholder=" ...")
             self._state = "finished" if error is None else f"ended by {type(error).__name__}: {first_line}"
         self._optimizers.clear()
-        self._take([])  # nothing of the run is kept
+        self._take([])  # drop all references to the run
 
     def follow(self, models: Sequence[nn.Module]) -> None:
-        """Follow these models from now on."""
+        """Start to follow these models."""
         with only_warning(self._name, self._give_up):
             if models != self._models:
                 self._unfollow()
@@ -144,7 +144,7 @@ class RunReport:
         return f"the report {self.path}"
 
     def _give_up(self) -> None:
-        """Follow the run no more."""
+        """Stop following the run."""
         self._writes = False
         self._open.close()
 
@@ -179,7 +179,7 @@ class RunReport:
                 self._try_to_write()
 
     def _named(self, report: OverflowReport, optimizer: Optimizer) -> OverflowReport:
-        """Return a report in which parameters that nobody has named have the model's names."""
+        """Return the report with the model's names for parameters without a name."""
         names = {id(param): name for name, param in named_parameters(self._models)}
         params = list(params_of(optimizer))
         numbered = ParameterNames().of(params, optimizer)
@@ -188,13 +188,13 @@ class RunReport:
         return replace(report, inf=inf, nan=nan, named=report.named or not {*inf, *nan} & {*numbered})
 
     def _try_to_write(self) -> None:
-        """Write the page if it can be written, such as on a disk that is not full."""
+        """Write the page; if that fails, for example on a full disk, warn."""
         if self._writes:
             with only_warning(self._name, self._give_up):
                 self.write()
 
     def write(self) -> None:
-        """Write the page as it is now; the file is replaced in one go."""
+        """Write the present page. The file is replaced atomically."""
         start = time.perf_counter()
         dtypes = {name: self._survey.dtype_of(name) for name in self._headroom.modules}
         text = render(self.history, self._headroom, dtypes, **self._facts())
@@ -202,7 +202,7 @@ class RunReport:
         try:
             unfinished.write_text(
                 text, encoding="utf-8", errors="backslashreplace"
-            )  # names of files may be bytes
+            )  # names of files may be bytes that are not UTF-8
             unfinished.replace(self.path)
         finally:
             with suppress(OSError):
@@ -236,7 +236,7 @@ class RunReport:
         }
 
     def _unseen(self) -> list[str]:
-        """Return a sentence for each kind of step of which the page shows less, or nothing."""
+        """Return one sentence for each kind of step that the page cannot show, or not in full."""
         texts = []
         if self._log.has_captured:
             skipped = f"skipped in all, replays included: {self._log.skipped_steps()}."
@@ -245,24 +245,25 @@ class RunReport:
 
 
 def report(scaler: HasStepLog, model: nn.Module, path: str | Path = "run.html") -> RunReport:
-    """Write what precision does to a run into one HTML page, rewritten while the block is open.
+    """Write an HTML page about a run's numerics, and keep it up to date while the block is open.
 
-    The page shows loss scale, skipped steps, norms and loss; how near each module's gradients come to the
-    ends of their dtype; the dtypes of the model; and from the second skip on the module at which a step went
-    wrong. `amp-plugin diagnose` finds the op and its line. The page opens from disk without a network.
+    The page shows the loss scale, skipped steps, gradient norms and the loss. It shows how near each module's
+    gradients come to the limits of their dtype, and the dtypes of the model. From the second skip on it names
+    the module at which a step went wrong; `amp-plugin diagnose` finds the op and its line. The page opens
+    from disk without a network.
 
-    The host waits for the device after each step. Gradients are read in at most 0.25 % of the time. The
-    weights are those of a run without a page.
+    The host waits for the device after each step. Reading gradients takes at most 0.25 % of the time. The
+    page does not change the trained weights.
 
     Args:
-        scaler: What steps: a GradScaler (disabled in bf16 and fp32), a Fabric or Trainer plugin, or an
-            AmpAccelerator.
-        model: What is trained; names its modules.
-        path: The page. While another run writes it, this one takes the next free name (``run-2.html``). Only
-            rank 0 writes.
+        scaler: The object that steps the optimizers: a GradScaler (a disabled one in bf16 and fp32), a Fabric
+            or Trainer plugin, or an AmpAccelerator.
+        model: The model that is trained. The page uses the names of its modules.
+        path: The path of the page. If another run is writing it, this run takes the next free name
+            (``run-2.html``). Only rank 0 writes.
 
     Returns:
-        A context manager; ``path`` is where the page lies.
+        A context manager. Its ``path`` is the path of the page.
 
     Raises:
         ImportError: The packages of the extra ``report`` are missing.
@@ -286,8 +287,8 @@ def report(scaler: HasStepLog, model: nn.Module, path: str | Path = "run.html") 
 
 
 def _claimed(path: Path, stack: ExitStack) -> Path:
-    """Return the path, or the next one that no other run writes, locked until the stack ends."""
-    if is_watched():  # keep the page of the user's own run: diagnose repeats that run
+    """Return the first path that no other run is writing, and lock it until the stack is closed."""
+    if is_watched():  # diagnose repeats the user's run, and must not overwrite the page of that run
         path = path.with_name(f"{path.stem}-diagnose{path.suffix}")
     path.parent.mkdir(parents=True, exist_ok=True)
     number, chosen = 1, path
@@ -300,13 +301,13 @@ def _claimed(path: Path, stack: ExitStack) -> Path:
 
 
 def _diagnose() -> str:
-    """Return the command that finds op and line of what went wrong in this program."""
+    """Return the command that finds the op and the line at which this program goes wrong."""
     program = sys.argv if sys.argv[0].endswith(".py") else ["train.py"]
     return shlex.join(["amp-plugin", "diagnose", *program])
 
 
 def _ranks() -> int:
-    """Return how many processes train together."""
+    """Return the number of processes that train together."""
     joined = distributed.is_available() and distributed.is_initialized()
     return distributed.get_world_size() if joined else 1
 
@@ -317,21 +318,22 @@ def _now() -> str:
 
 @contextmanager
 def program_page(path: Path, program: str) -> Iterator[None]:
-    """Draw the program that runs while the block is open, and print what became of the page.
+    """Keep a page about the program that runs inside the block; at the end, print where the page is.
 
-    Its steps are those of the scaler, plugin or accelerator of this package that was made last before the
-    model is first called; in a program without one, all steps of optimizers, before they are taken.
+    The page follows the last scaler, plugin or accelerator of this package that was made before the model is
+    first called. In a program without one it follows all optimizer steps, just before they are taken.
     """
     logs: list[weakref.ref[StepLog]] = []
     pages: list[RunReport] = []
-    observer = GradScaler("cpu", enabled=False)  # made before the program: not one of its own
+    # Made before the program runs, so it cannot be one of the program's scalers.
+    observer = GradScaler("cpu", enabled=False)
 
     def before_step(optimizer: Optimizer, _: Any, __: Any) -> None:
         observer.core.measure(optimizer)
         observer.core.note_step(optimizer)
 
     def begin(module: nn.Module, _: Any) -> None:
-        """Follow the first module that is called to be trained."""
+        """Follow the first module that is called in training mode."""
         trained = module.training and torch.is_grad_enabled() and not is_compiling()
         if pages or not trained or not any(param.requires_grad for param in module.parameters()):
             return
