@@ -5,7 +5,7 @@
 
 A GPT on characters, a ViT and a ResNet on digits, of some 65,000 parameters; and a GPT of 10 million. Each
 run steps in one pass; weights are stored in bfloat16, next to what makes them float32. The runs of
-docs/how/save_memory.md are benchmarks/results/state_losses.jsonl.
+docs/lab/stored_weights.md are benchmarks/results/state_losses.jsonl.
 """
 
 from __future__ import annotations

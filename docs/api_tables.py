@@ -1,7 +1,8 @@
-"""Write into docs/reference/api.md what each section describes, and the tables of options into their pages.
+"""Write the tables of docs/reference/api.md and docs/reference/options.md.
 
-The signatures and the whole docstrings are put in when the site is built. Run it after a
-change of a docstring's first line or of an option: ``python -m docs.api_tables``.
+The tables come from the first sentences of the docstrings and from the dataclasses of options. mkdocs adds
+the signatures and the whole docstrings when it builds the site. After a change of a first sentence or of an
+option, run ``python -m docs.api_tables``.
 """
 
 from __future__ import annotations
@@ -14,15 +15,28 @@ from typing import Any
 
 import amp_plugin
 from amp_plugin.adapters.ignite import IgniteOptions
-from amp_plugin.options import AccelerateOptions, PluginOptions, option_defaults, option_docs
+from amp_plugin.options import (
+    AccelerateOptions,
+    GradScalerOptions,
+    LossScaleOptions,
+    PluginOptions,
+    PrecisionOptions,
+    option_defaults,
+    option_docs,
+)
 
-OPTIONS = {
-    "start/accelerate.md": AccelerateOptions,
-    "start/ignite.md": IgniteOptions,
-    "start/lightning.md": PluginOptions,
+REFERENCE = Path(__file__).parent / "reference"
+PAGE = REFERENCE / "api.md"
+OPTIONS_PAGE = REFERENCE / "options.md"
+# Name of a table -> the options that it lists, less those of another class, which another table lists.
+OPTION_TABLES: dict[str, tuple[type, type | None]] = {
+    "loss scale": (LossScaleOptions, None),
+    "precision": (PrecisionOptions, LossScaleOptions),
+    "GradScaler": (GradScalerOptions, LossScaleOptions),
+    "plugins": (PluginOptions, PrecisionOptions),
+    "ignite": (IgniteOptions, PluginOptions),
+    "Accelerate": (AccelerateOptions, PrecisionOptions),
 }
-DOCS = Path(__file__).parent
-PAGE = DOCS / "reference" / "api.md"
 _SECTION = re.compile(r"^(## .+)\n\n(?:\|.*\n)*\n*", re.MULTILINE)
 _ENTRY = re.compile(r"^<!-- ::: ([\w.]+) -->$", re.MULTILINE)
 _IS_MARKUP = re.compile(r":\w+:`~?([^`]+)`")
@@ -55,21 +69,33 @@ def _meaning(entry: str) -> str:
     """Return the first sentence of an entry's docstring, as Markdown in a table."""
     module, _, name = entry.rpartition(".")
     paragraph = (inspect.getdoc(getattr(importlib.import_module(module), name)) or "").partition("\n\n")[0]
-    sentence = " ".join(paragraph.split()).replace("``", "`").replace("|", "\\|")
-    return _IS_MARKUP.sub(r"`\1`", sentence)
+    return _IS_MARKUP.sub(r"`\1`", _as_cell(paragraph))
 
 
-def with_options(page: str, options: type) -> str:
-    """Return a page with its table of options between the marks ``begin options`` and ``end options``."""
+def with_options(page: str) -> str:
+    """Return the page of options with each table between its marks, ``begin NAME`` and ``end NAME``."""
+    for name, (options, without) in OPTION_TABLES.items():
+        before, rest = page.split(f"<!-- begin {name} -->")
+        after = rest.split(f"<!-- end {name} -->")[1]
+        table = _option_table(options, without)
+        page = f"{before}<!-- begin {name} -->\n{table}\n<!-- end {name} -->{after}"
+    return page
+
+
+def _option_table(options: type, without: type | None) -> str:
+    listed_elsewhere = option_defaults(without) if without else {}
     defaults = option_defaults(options)
     rows = [
-        f"| `{name}` | {_default(defaults[name])} | {text.replace('``', '`').replace('|', chr(92) + '|')} |"
+        f"| `{name}` | {_default(defaults[name])} | {_as_cell(text)} |"
         for name, text in option_docs(options).items()
+        if name not in listed_elsewhere
     ]
-    table = "\n".join(["| option | default | meaning |", "|---|---|---|", *rows])
-    before, rest = page.split("<!-- begin options -->")
-    after = rest.split("<!-- end options -->")[1]
-    return f"{before}<!-- begin options -->\n{table}\n<!-- end options -->{after}"
+    return "\n".join(["| option | default | meaning |", "|---|---|---|", *rows])
+
+
+def _as_cell(text: str) -> str:
+    """Return a docstring's text as the cell of a Markdown table."""
+    return " ".join(text.split()).replace("``", "`").replace("|", "\\|")
 
 
 def _default(value: object) -> str:
@@ -77,7 +103,5 @@ def _default(value: object) -> str:
 
 
 if __name__ == "__main__":
-    for page, options in OPTIONS.items():
-        file = DOCS / page
-        file.write_text(with_options(file.read_text(encoding="utf-8"), options), encoding="utf-8")
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page, made in ((PAGE, with_tables), (OPTIONS_PAGE, with_options)):
+        page.write_text(made(page.read_text(encoding="utf-8")), encoding="utf-8")

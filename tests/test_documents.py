@@ -19,6 +19,7 @@ from tests.warm_processes import run_program
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+GENERATED = re.compile(r"^<!-- begin .*?^<!-- end .*?$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -31,7 +32,7 @@ def name(page: Path) -> str:
 
 
 # Whoever copies a first loop sees it train from its first step: no loss of theirs overflows in fp16.
-FIRST_LOOPS = {"README.md", "docs/index.md", "docs/reference/loss_scaling.md"}
+FIRST_LOOPS = {"README.md", "docs/start/quick_start.md", "docs/start/pytorch.md", "docs/how/accumulate.md"}
 WATCH = """\
 from amp_plugin.scaling.grad_scaler import GradScaler
 _step, _skips = GradScaler.step, []
@@ -66,6 +67,16 @@ def test_the_links_of_a_page_resolve(page: Path) -> None:
         assert file.exists(), f"{name(page)} links to {target}, which does not exist"
         if anchor and file.suffix == ".md":
             assert anchor in headings(file), f"{name(page)} links to {target}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.is_relative_to(ROOT / "docs")], ids=name)
+def test_a_page_is_easy_to_read_as_text(page: Path) -> None:
+    lines = page.read_text().split("\n")
+    if page.parent.name == "how":
+        assert len(lines) <= 151, f"{name(page)} answers one question in at most 150 lines; move details"
+    prose = GENERATED.sub("", FENCE.sub("", page.read_text())).split("\n")
+    text = [line for line in prose if not line.startswith(("|", "#", "![", "<!--"))]
+    assert [line for line in text if len(re.sub(r"\]\([^)]*\)", "]", line)) > 110] == []
 
 
 def headings(page: Path) -> set[str]:

@@ -210,8 +210,8 @@ def test_the_wrong_twin_is_found_and_the_right_one_is_clean(code, recipe, wrong,
 
 def test_each_rule_has_twins_texts_and_a_section_of_the_page():
     assert list(TWINS) == list(MISTAKES)
-    page = (ROOT / "docs/how/check.md").read_text()
-    headings = re.findall(r"^### (AMP\d+) (\S+)$", page, re.MULTILINE)
+    page = (ROOT / "docs/reference/check_rules.md").read_text()
+    headings = re.findall(r"^## (AMP\d+) (\S+)$", page, re.MULTILINE)
     assert headings == [(code, mistake.name) for code, mistake in MISTAKES.items()]
 
 
@@ -235,8 +235,8 @@ for number, (batch, target) in enumerate(loader):
 
 @pytest.mark.parametrize("code", MISTAKES)
 def test_the_examples_of_the_page_are_wrong_and_right(code):
-    page = (ROOT / "docs/how/check.md").read_text()
-    section = page.partition(f"### {code} ")[2].partition("\n##")[0]
+    page = (ROOT / "docs/reference/check_rules.md").read_text()
+    section = page.partition(f"## {code} ")[2].partition("\n##")[0]
     wrong, right = re.findall(r"^```py\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     scaler = (
         "" if code in {"AMP011", "AMP012", "AMP019"} else "scaler = torch.amp.GradScaler('cuda', enabled=on)"
