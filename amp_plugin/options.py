@@ -251,7 +251,8 @@ class _Precision:
     precision: Annotated[
         TrainingPrecision | StockName | NameWithWeights | torch.dtype,
         Doc(
-            '``"fp16"`` (with a loss scale, on CPU too), ``"bf16"``, ``"fp32"``, or ``"fp8"``: Linear '
+            '``"fp16"`` (with a loss scale, on CPU too), ``"bf16"``, ``"fp32"``; ``"auto"``: bf16 where the '
+            'device computes it fast, else fp16, else fp32; or ``"fp8"``: Linear '
             'layers in float8 by torchao, bf16 around them. Lightning\'s names (``"16-mixed"``) and '
             "dtypes are understood."
         ),
@@ -276,7 +277,8 @@ class PluginOptions(PrecisionOptions, _Precision):
         object.__setattr__(self, "weights", weights_meant(self.precision, self.weights))
         object.__setattr__(self, "precision", checked_training_precision(self.precision))
         super().__post_init__()
-        refuse_other_precision(self.weights, str(self.precision))
+        if self.precision != "auto":  # the session knows what it stands for
+            refuse_other_precision(self.weights, str(self.precision))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Names of dtypes and precisions, ours and other libraries', and which ones a device computes fast."""
+"""Names of dtypes and precisions, ours and other libraries'."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any, Final, Literal, cast, get_args
 
 import torch
 
-from amp_plugin.messages import OptionError, did_you_mean, warn_user
+from amp_plugin.messages import OptionError, did_you_mean
 
 PrecisionName = Literal["fp16", "bf16", "fp32"]
-TrainingPrecision = Literal["fp16", "bf16", "fp32", "fp8"]
+TrainingPrecision = Literal["fp16", "bf16", "fp32", "fp8", "auto"]
 StockName = Literal["16-mixed", "bf16-mixed", "32-true"]
 NameWithWeights = Literal["16-true", "bf16-true"]
 WeightsName = Literal["fp32", "bf16", "fp16", "bf16-stochastic", "bf16-true", "fp16-true"]
@@ -89,6 +89,8 @@ def checked_training_precision(given: object) -> TrainingPrecision:
     """Return our name of a precision for training; raise OptionError if it is not one."""
     if str(given) in {"fp8", "transformer-engine", "float8"}:
         return "fp8"
+    if given == "auto":
+        return "auto"
     return checked_precision("precision", WEIGHTS_IN_16_BITS.get(str(given), given))
 
 
@@ -127,42 +129,3 @@ def refuse_other_precision(weights: str, precision: str, *, named: str = "precis
 def stores_all(weights: str) -> bool:
     """Whether all weights are stored in 16 bits, and not only those that autocast would cast."""
     return weights.endswith("-true")
-
-
-# -- speed ---------------------------------------------------------------------------------------
-
-_ARITHMETIC: Final = {  # torch's names for the instruction sets of x86-64 and Arm
-    "fp16": ("avx512_fp16", "amx_fp16", "fp16_arith"),
-    "bf16": ("avx512_bf16", "amx_bf16", "bf16"),
-}
-
-
-def cpu_capabilities() -> dict[str, Any]:
-    """Return what torch knows about the processor; empty if this torch cannot tell."""
-    return dict(getattr(torch.cpu, "get_capabilities", dict)())
-
-
-def is_fast(precision: str, device_type: str, index: int = 0) -> bool | None:
-    """Return whether a device has arithmetic in a precision; None if that is unknown."""
-    if device_type == "cpu":
-        found = cpu_capabilities()
-        return any(found.get(name) for name in _ARITHMETIC[precision]) if found else None
-    if device_type == "cuda" and torch.cuda.is_available():
-        return torch.cuda.get_device_properties(index).major >= (7 if precision == "fp16" else 8)
-    return None
-
-
-def speed_advice(precision: str, device_type: str) -> str:
-    """Return advice about a slow precision on a device; empty if it is fast or its speed is unknown."""
-    if precision not in {"fp16", "bf16"} or is_fast(precision, device_type) is not False:
-        return ""
-    other = "bf16" if precision == "fp16" else "fp16"
-    better = f"; {other} is" if is_fast(other, device_type) else ", expect no speed-up"
-    return f"{precision} is not fast on this {device_type}{better}"
-
-
-def warn_of_slow_fp16(precision: str, device_type: str) -> None:
-    """Warn at the start of an fp16 run on a device without fp16 arithmetic."""
-    advice = speed_advice(precision, device_type) if precision == "fp16" else ""
-    if advice:
-        warn_user(f"{advice}. The numbers are right all the same; amp-plugin doctor shows what is fast here")

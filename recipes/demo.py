@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from amp_plugin.precision import is_fast
+from amp_plugin.hardware import is_fast
 from recipes import train_digits
 
 

@@ -31,6 +31,7 @@ from amp_plugin.casting.region import autocast
 from amp_plugin.casting.rules import TABLES, OpRules
 from amp_plugin.casting.rules_in_force import pop, push
 from amp_plugin.casting.run_in import apply_fp32_modules
+from amp_plugin.hardware import auto_precision, choose_precision, warn_of_slow_fp16
 from amp_plugin.messages import OptionError, naming, only_warning, warn_user
 from amp_plugin.numerics.growth import WeightGrowth
 from amp_plugin.options import LossScaleOptions, PluginOptions, PrecisionOptions, option_names
@@ -40,7 +41,6 @@ from amp_plugin.precision import (
     PrecisionName,
     refuse_other_precision,
     stores_all,
-    warn_of_slow_fp16,
 )
 from amp_plugin.scaling import penalty
 from amp_plugin.scaling.grad_scaler import GradScaler
@@ -69,7 +69,8 @@ class Session:
 
     Args:
         options: the options of the front door, checked.
-        precision: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp8"``. ``"fp32"`` where another engine computes.
+        precision: ``"fp16"``, ``"bf16"``, ``"fp32"``, ``"fp8"`` or ``"auto"``. ``"fp32"`` where another
+            engine computes.
         words: how the user of the front door spells its calls.
         sources: option -> what has set it; an option that nothing has set is absent.
         enabled: False scales no loss, in fp16 too.
@@ -77,7 +78,7 @@ class Session:
 
     Attributes:
         options: as given.
-        precision: as given.
+        precision: as given; what it stands for if ``"auto"`` was given.
         words: as given.
         sources: as given.
         device: the type of the device; empty until the run begins.
@@ -103,6 +104,11 @@ class Session:
         door: str = "Session",
     ) -> None:
         self.options, self.precision, self.words, self.sources = options, precision, words, sources
+        self._auto = ""  # the device that "auto" was chosen for
+        if precision == "auto":
+            choice = auto_precision(self._asked_device)
+            self._auto = choice.device
+            self.compute_in(choice.precision, named="precision")
         self.device = ""
         self.models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self.origins = GradientOrigins()
@@ -207,10 +213,11 @@ class Session:
             follows_default: whether ``torch.autocast`` blocks follow our kernels where no rules were given.
             is_first_rank: whether this process warns.
         """
-        asked = self.options.device if isinstance(self.options, PluginOptions) else None
+        asked = self._asked_device
         if asked not in {None, device}:
             msg = f"device={asked!r} was given, but the model runs on {device!r}; delete device="
             raise OptionError(option="device", value=asked, allowed=repr(device), text=msg)
+        self._refuse_other_choice(device)
         if self._float8 is not None:
             refuse_device(f"{self._door}('fp8')", device, self._float8)
         if self.device != device and is_first_rank:
@@ -219,6 +226,22 @@ class Session:
         default = OpRules.default(device) if follows_default and device in TABLES else None
         self.follow(self.rules or default)
         self.place(groups)
+
+    @property
+    def _asked_device(self) -> str | None:
+        """The device that the options name."""
+        return self.options.device if isinstance(self.options, PluginOptions) else None
+
+    def _refuse_other_choice(self, device: str) -> None:
+        """Raise OptionError if "auto" was chosen for another device than the one that the model runs on."""
+        if self._auto in {"", device} or choose_precision(device).precision == self.precision:
+            return
+        choice = choose_precision(device)
+        msg = (
+            f"precision='auto' chose {self.precision!r} for this machine's {self._auto}, but the model runs on "
+            f"{device!r}, where it chooses {choice.precision!r}; give device={device!r} next to 'auto'"
+        )
+        raise OptionError(option="device", value=None, allowed=repr(device), text=msg)
 
     def place(self, groups: Mapping[str, Any]) -> None:
         """Tell the scaler its device, and which ranks step together."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from amp_plugin.casting.rules_in_force import Pushed
     from amp_plugin.numerics.finding import Finding
 
-Precision = Literal["fp16", "bf16"]
+Precision = Literal["fp16", "bf16", "auto"]
 VARIABLE: Final = "AMP_PLUGIN_TAKEOVER"
 _ADAPTER: Final = "amp_plugin.adapters.accelerate"
 _AS_WRITTEN: Final = "as-written"
@@ -104,6 +104,7 @@ class Takeover:
         from amp_plugin.scaling.grad_scaler import GradScaler  # noqa: PLC0415
 
         rules = self._rules()
+        self._choose()
         with ExitStack() as undo:
             self._set_variables(undo)
             if self._page is not None:
@@ -136,6 +137,16 @@ class Takeover:
         self._undo.__exit__(kind, error, trace)
         self._failed = self._failed or not (kind is None or issubclass(kind, SystemExit))
         self._say_what_was_used()
+
+    def _choose(self) -> None:
+        """Choose a precision for "auto", now that torch can tell of the hardware; say which and why."""
+        if self._precision != "auto":
+            return
+        from amp_plugin.hardware import auto_precision  # noqa: PLC0415 - loads torch
+
+        choice = auto_precision()
+        self._precision = None if choice.precision == "fp32" else choice.precision
+        self._say(f"--precision auto is {choice.precision}: {choice.reason}")
 
     def _rules(self) -> OpRules | None:
         """Return the rules of the file; if they cannot be used, say why and end the process."""
@@ -188,7 +199,8 @@ class Takeover:
 
     def _opened_first(self, device_type: str, dtype: torch.dtype) -> None:
         """Say at the first block on a device whether its dtype is slow there."""
-        from amp_plugin.precision import short_name, speed_advice  # noqa: PLC0415 - loads torch
+        from amp_plugin.hardware import speed_advice  # noqa: PLC0415 - loads torch
+        from amp_plugin.precision import short_name  # noqa: PLC0415 - loads torch
 
         name = short_name(dtype)
         if name == "fp16" and (advice := speed_advice(name, device_type)):
@@ -205,7 +217,8 @@ class Takeover:
         given: dict[str, str] = {VARIABLE: self._precision or _AS_WRITTEN}
         if self._rules_file is not None:
             given["AMP_PLUGIN_RULES"] = str(self._rules_file.absolute())
-        if self._precision is not None and os.environ.get(_ACCELERATE, "no").lower() == "no":
+        is_chosen = self._precision not in {None, "auto"}
+        if is_chosen and os.environ.get(_ACCELERATE, "no").lower() == "no":
             given[_ACCELERATE] = self._precision
         undo.callback(
             os.environ.update, {name: os.environ[name] for name in given.keys() & os.environ.keys()}

@@ -44,13 +44,14 @@ def main(
 @app.command()
 def doctor(
     precision: Annotated[
-        Literal["fp16", "bf16", "fp32"], typer.Option(help="Precision to plan for.")
+        Literal["fp16", "bf16", "fp32", "auto"], typer.Option(help="Precision to plan for.")
     ] = "fp16",
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the devices, whether the native core is compiled, and what a run in a precision would do."""
-    from amp_plugin.cli.doctor import default_device, examine, print_report  # noqa: PLC0415 - loads torch
+    from amp_plugin.cli.doctor import examine, print_report  # noqa: PLC0415 - loads torch
+    from amp_plugin.hardware import default_device  # noqa: PLC0415 - loads torch
 
     try:
         report = examine(precision, device or default_device())

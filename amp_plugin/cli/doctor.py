@@ -14,13 +14,14 @@ from rich.markup import escape
 from rich.table import Table
 
 import amp_plugin
-from amp_plugin.casting.rules import TABLES, OpRules
+from amp_plugin.casting.rules import OpRules
 from amp_plugin.cli.arguments import show
+from amp_plugin.hardware import NEEDS, Hardware, chosen_for, default_device, hardware_of, speed_advice
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.build_cache import cache_root
 from amp_plugin.kernels.cuda.register import cuda_core
 from amp_plugin.options import KNOWN_VARIABLES, PREFIX, LossScaleOptions, unknown_variables
-from amp_plugin.precision import DTYPES, cpu_capabilities, is_fast, speed_advice
+from amp_plugin.precision import DTYPES
 from amp_plugin.weights import one_pass
 
 _SCALE = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
@@ -55,12 +56,6 @@ def examine(precision: str, device_type: str) -> dict[str, Any]:
     }
 
 
-def default_device() -> str:
-    """Return the type of this machine's accelerator; ``"cpu"`` if it has none."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator.type if accelerator is not None and accelerator.type in TABLES else "cpu"
-
-
 def versions() -> Part:
     """Return package name -> installed version; None for a package that is not installed."""
     found: Part = {
@@ -78,14 +73,14 @@ def versions() -> Part:
 
 
 def devices() -> list[Part]:
-    """Return the name of each device, with the precisions that it computes fast."""
+    """Return the name of each device, which formats it computes fast, and what "auto" chooses there."""
+    hardware = hardware_of("cpu")
     cpu = {
         "device": "cpu",
-        "name": str(cpu_capabilities().get("cpu_name") or platform.processor() or platform.machine()),
+        "name": hardware.name,
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "fast_bf16": bool(is_fast("bf16", "cpu")),
-        "fast_fp16": bool(is_fast("fp16", "cpu")),
+        **_formats(hardware),
     }
     return [cpu, *(_cuda(index) for index in range(torch.cuda.device_count()))]
 
@@ -97,9 +92,15 @@ def _cuda(index: int) -> Part:
         "name": properties.name,
         "architecture": f"sm_{properties.major}{properties.minor}",
         "memory_gib": round(properties.total_memory / 2**30, 1),
-        "fast_bf16": is_fast("bf16", "cuda", index),
-        "fast_fp16": is_fast("fp16", "cuda", index),
+        **_formats(hardware_of("cuda", index)),
     }
+
+
+def _formats(hardware: Hardware) -> Part:
+    """Return which formats a device computes fast, and what "auto" chooses for it and why."""
+    choice = chosen_for(hardware)
+    fast = [name for name in NEEDS if hardware.computes(name)]
+    return {"fast": fast, "auto": choice.precision, "auto_because": choice.reason}
 
 
 def native_core_state() -> Part:
@@ -134,6 +135,10 @@ def cache_state() -> Part:
 
 def plan(precision: str, device_type: str) -> Part:
     """Return what a run in ``precision`` on ``device_type`` would do."""
+    because = ""
+    if precision == "auto":
+        choice = chosen_for(hardware_of(device_type))
+        precision, because = choice.precision, choice.reason
     mixed, problem = precision != "fp32", ""
     if device_type != "cpu" and not torch.get_device_module(device_type).is_available():
         problem = f"torch finds no {device_type} device on this machine; plan for another with --device"
@@ -142,6 +147,7 @@ def plan(precision: str, device_type: str) -> Part:
     no_kernels, scale = one_pass.unavailable(device_type), LossScaleOptions()
     return {
         "precision": precision,
+        "auto": because,
         "device": device_type,
         "autocast": mixed,
         "dtype": str(DTYPES[precision]).removeprefix("torch."),

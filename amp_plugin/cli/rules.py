@@ -77,7 +77,7 @@ def _rule_sets(words: list[str], device: str | None) -> list[OpRules]:
     The device is the given one, else that of a rules file, else this machine's accelerator.
     """
     from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
-    from amp_plugin.cli.doctor import default_device  # noqa: PLC0415 - loads torch
+    from amp_plugin.hardware import default_device  # noqa: PLC0415 - loads torch
 
     try:
         files = {word: OpRules.from_yaml(word) for word in words if word.endswith((".yaml", ".yml"))}
@@ -134,7 +134,7 @@ def tune(
     """
     for file in filter(None, (output, plot)):
         _require_target(file, force=force)
-    from amp_plugin.cli.doctor import default_device  # noqa: PLC0415 - loads torch
+    from amp_plugin.hardware import default_device  # noqa: PLC0415 - loads torch
     from amp_plugin.tuning import tune, workload  # noqa: PLC0415 - loads torch
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler prints its start and end

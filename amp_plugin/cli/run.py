@@ -20,10 +20,10 @@ Rules = Annotated[
     typer.Option("--rules", exists=True, dir_okay=False, help="Op rules that autocast follows, a YAML file."),
 ]
 Precision = Annotated[
-    Literal["fp16", "bf16"] | None,
+    Literal["fp16", "bf16", "auto"] | None,
     typer.Option(
         help="What the program gets where it chooses none: the dtype of autocast blocks, mixed_precision of "
-        "an Accelerator, precision of a Trainer or Fabric."
+        "an Accelerator, precision of a Trainer or Fabric. auto: what this machine computes fast."
     ),
 ]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from amp_plugin import AmpAccelerator, AmpPrecision, FabricAmpPrecision, precision
+from amp_plugin import AmpAccelerator, AmpPrecision, FabricAmpPrecision, hardware
 from amp_plugin.adapters.accelerate import install
 from tests.adapters.accelerate_pair import ours, reset
 from tests.adapters.lightning_models import QUIET, OneWeight, fit
@@ -188,7 +188,7 @@ def test_evaluation_has_a_precision_of_its_own(training, evaluation, expected):
 
 @pytest.mark.parametrize("adapter", ["accelerate", "lightning"])
 def test_slow_fp16_is_told_once(adapter, monkeypatch):
-    monkeypatch.setattr(precision, "cpu_capabilities", lambda: {"avx2": True, "avx512_bf16": True})
+    monkeypatch.setattr(hardware, "cpu_capabilities", lambda: {"avx2": True, "avx512_bf16": True})
     reset()
     runs = {
         "accelerate": lambda: AmpAccelerator(mixed_precision="fp16", cpu=True),

@@ -191,7 +191,7 @@ def test_a_precision_that_sets_nothing_is_told(tmp_path: Path, text: str, last: 
 
 @pytest.mark.parametrize(("fast", "lines"), [(False, 1), (True, 0), (None, 0)])
 def test_slow_float16_is_told_at_the_first_block(fast: bool | None, lines: int, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("amp_plugin.precision.is_fast", lambda precision, device, _=0: fast)
+    monkeypatch.setattr("amp_plugin.hardware.is_fast", lambda precision, device, _=0: fast)
     with Takeover("a test"):
         for _ in range(2):
             with torch.autocast("cpu", dtype=torch.float16), torch.autocast("cpu", dtype=torch.bfloat16):

@@ -18,9 +18,16 @@ from typing import Any, Literal
 
 import torch
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, GradScalerKwargs, KwargsHandler, PrecisionType
+from accelerate.utils import (
+    DistributedType,
+    GradScalerKwargs,
+    KwargsHandler,
+    PrecisionType,
+    str_to_bool,
+)
 
 from amp_plugin.adapters.option_sources import OPTIONS, read_all, resolved
+from amp_plugin.hardware import auto_precision, default_device
 from amp_plugin.messages import naming
 from amp_plugin.options import AccelerateOptions, lists_options, takes
 from amp_plugin.precision import NameWithWeights, StockName, TrainingPrecision, checked_precision
@@ -128,19 +135,24 @@ def take_options(
     """Return what :func:`resolve` does, and leave Accelerate's arguments, in its words, in ``given``."""
     handlers = list(given.get("kwargs_handlers") or ())
     given["kwargs_handlers"] = [other for other in handlers if not isinstance(other, AmpKwargs)]
-    given["mixed_precision"] = _precision_for_accelerate(given.get("mixed_precision"), environment)
     # Without a GPU, Accelerate lets each process of a launcher train alone, unless it is told cpu=True.
     launched = int(environment.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in environment
     given["cpu"] = given.get("cpu", False) or (launched and not torch.accelerator.is_available())
+    uses_cpu = given["cpu"] or str_to_bool(environment.get("ACCELERATE_USE_CPU", "no"))
+    device = "cpu" if uses_cpu else default_device()
+    given["mixed_precision"] = _precision_for_accelerate(given.get("mixed_precision"), environment, device)
     return resolve(handlers, environment)
 
 
-def _precision_for_accelerate(argument: Any, environment: Mapping[str, str]) -> Any:
+def _precision_for_accelerate(argument: Any, environment: Mapping[str, str], device: str) -> Any:
     """Return ``mixed_precision`` in Accelerate's words, checked; None leaves it to the environment."""
     from_environment = argument is None and not AcceleratorState._shared_state
     given = environment.get(PRECISION_VARIABLE, "no").lower() if from_environment else argument
     if given is None or str(given) in (words := PrecisionType.list()):
         return given  # not the argument: Accelerate takes what the environment says as it is written
+    if given == "auto":
+        chosen = auto_precision(device).precision
+        return "no" if chosen == "fp32" else chosen
     with naming({"mixed_precision": PRECISION_VARIABLE} if from_environment else {}):
         known = checked_precision("mixed_precision", given, words=words, weights_in="AmpKwargs(weights={!r})")
     return "no" if known == "fp32" else known
