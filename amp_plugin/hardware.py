@@ -69,7 +69,7 @@ NEEDS: Final[dict[str, Needs]] = {
     "mxfp8": Needs(nvidia=(10, 0), nvidia_before=(11, 0), words=_BLACKWELL),
     "nvfp4": Needs(nvidia=(10, 0), nvidia_before=(11, 0), words=_BLACKWELL),
 }
-"""Format -> what computes it fast. Those below 16 bits run by torchao's kernels, which are for these devices."""
+"""Format -> what computes it fast. Those below 16 bits run by torchao's kernels, made for these devices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +123,7 @@ def cpu_capabilities() -> dict[str, Any]:
 
 
 def hardware_of(device_type: str, index: int = 0) -> Hardware:
-    """Return what torch tells of a device of this machine; ``is_known`` is False if it has none of the type."""
+    """Return what torch tells of a device of this machine; if it has none, ``is_known`` is False."""
     if device_type == "cpu":
         found = cpu_capabilities()
         return Hardware(

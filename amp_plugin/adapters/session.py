@@ -238,8 +238,8 @@ class Session:
             return
         choice = choose_precision(device)
         msg = (
-            f"precision='auto' chose {self.precision!r} for this machine's {self._auto}, but the model runs on "
-            f"{device!r}, where it chooses {choice.precision!r}; give device={device!r} next to 'auto'"
+            f"precision='auto' chose {self.precision!r} for this machine's {self._auto}, but the model runs "
+            f"on {device!r}, where it chooses {choice.precision!r}; give device={device!r} next to 'auto'"
         )
         raise OptionError(option="device", value=None, allowed=repr(device), text=msg)
 

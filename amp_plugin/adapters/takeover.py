@@ -217,9 +217,9 @@ class Takeover:
         given: dict[str, str] = {VARIABLE: self._precision or _AS_WRITTEN}
         if self._rules_file is not None:
             given["AMP_PLUGIN_RULES"] = str(self._rules_file.absolute())
-        is_chosen = self._precision not in {None, "auto"}
-        if is_chosen and os.environ.get(_ACCELERATE, "no").lower() == "no":
-            given[_ACCELERATE] = self._precision
+        chosen = self._precision if self._precision != "auto" else None
+        if chosen is not None and os.environ.get(_ACCELERATE, "no").lower() == "no":
+            given[_ACCELERATE] = chosen
         undo.callback(
             os.environ.update, {name: os.environ[name] for name in given.keys() & os.environ.keys()}
         )

@@ -16,7 +16,7 @@ from rich.table import Table
 import amp_plugin
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.cli.arguments import show
-from amp_plugin.hardware import NEEDS, Hardware, chosen_for, default_device, hardware_of, speed_advice
+from amp_plugin.hardware import NEEDS, Hardware, chosen_for, hardware_of, speed_advice
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.build_cache import cache_root
 from amp_plugin.kernels.cuda.register import cuda_core
