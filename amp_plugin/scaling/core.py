@@ -233,13 +233,23 @@ class ScalerCore:
         return state.norm
 
     def note_step(
-        self, optimizer: Optimizer, how: str = "the optimizer's own step, without the scaler"
+        self,
+        optimizer: Optimizer,
+        how: str = "the optimizer's own step, without the scaler",
+        *,
+        result: StepResult | None = None,
     ) -> StepResult:
-        """Record a step taken without a look at its gradients, and return its result."""
+        """Record a step that was taken elsewhere, and return its result.
+
+        Args:
+            optimizer: Whose step it was.
+            how: What took the step, in words.
+            result: What became of the step. By default nobody has looked at its gradients.
+        """
         if not is_optimizer(optimizer):
             return StepResult.unscaled(how=how)
         state = self.state(optimizer)
-        result = state.end_with(StepResult.unscaled(state.norm, how=how))
+        result = state.end_with(result or StepResult.unscaled(state.norm, how=how))
         self.log.add(state.optimizer, result)
         return result
 

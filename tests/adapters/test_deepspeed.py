@@ -5,6 +5,7 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from amp_plugin import OpRules
 from amp_plugin.adapters.accelerate import AmpKwargs, deepspeed
@@ -100,6 +101,24 @@ def test_clipping_in_its_unfused_optimizer_is_warned_of(clip, told, recwarn):
     warnings.simplefilter("always")
     assert EngineScaler(engine, AccelerateOptions()).get_scale() == 256.0
     assert sum("'stage' of 'zero_optimization' to 1" in str(warning.message) for warning in recwarn) == told
+
+
+def test_the_engines_last_step_is_told_with_its_norm_and_scale():
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    optimizer.cur_scale = 256.0
+    seen = {"optimizer": optimizer, "global_steps": 0, "skipped_steps": 0}
+    engine = SimpleNamespace(**seen, gradient_clipping=lambda: 0.0, get_global_grad_norm=lambda: 3.0)
+    scaler = EngineScaler(engine, AccelerateOptions())
+    with pytest.raises(RuntimeError, match="has not stepped"):
+        scaler.last_step(optimizer)
+    for skips in (0, 1):
+        engine.global_steps, engine.skipped_steps = engine.global_steps + 1, skips
+        optimizer.cur_scale /= 2 if skips else 1
+        scaler.observe()
+        told = scaler.last_step(optimizer)
+        assert (told.skipped, float(told.norm), told.scale_before) == (bool(skips), 3.0, 256.0)
+        assert told.scale_after == optimizer.cur_scale
+    assert scaler.skipped_steps() == 1
 
 
 @pytest.fixture(scope="module")

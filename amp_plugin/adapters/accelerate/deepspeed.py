@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch.optim import Optimizer
 
 from amp_plugin.adapters.scaler import register
 from amp_plugin.adapters.session import Session
@@ -171,7 +170,6 @@ class EngineScaler(GradScaler):
         floor, checks = options.min_scale, options.on_nonfinite
         super().__init__("cpu", enabled=False, on_nonfinite=checks, min_scale=floor)
         self._engine, self._seen = engine, (engine.global_steps, engine.skipped_steps)  # steps, skips
-        self._result: StepResult | None = None
         self._torchs: Any = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
         if self._torchs is not None:
             warn_user(_SCALED_IN_ZERO)
@@ -199,7 +197,7 @@ class EngineScaler(GradScaler):
         norm, tensor = engine.get_global_grad_norm(), partial(torch.tensor, dtype=torch.float32)
         if norm is not None and self._torchs is not None:
             norm = norm / before  # ZeRO's is of scaled gradients there
-        self._result = StepResult(
+        result = StepResult(
             norm=None if norm is None else tensor(float(norm)),
             found_inf=tensor(float(skipped)),
             scale_before=tensor(before) if before != 1.0 else None,
@@ -208,9 +206,4 @@ class EngineScaler(GradScaler):
             known=skipped,
             how="the step of DeepSpeed's engine",
         )
-        self.step_log.add(engine.optimizer, self._result)
-
-    def result_of(self, optimizer: Optimizer) -> StepResult | None:
-        """Return the result of the engine's last step; None if it has not stepped yet."""
-        del optimizer
-        return self._result
+        self.core.note_step(engine.optimizer, result=result)
