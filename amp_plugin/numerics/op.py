@@ -80,30 +80,85 @@ class OpTraits:
     """What is known of an op before it runs, from its schema, its tags and a few lists of names."""
 
     def __init__(self, op: OpOverload) -> None:
-        self.name = full_name(op._name)  # "aten::exp.default"
-        packet = self.name.split("::")[1].split(".")[0]
-        # the name alone, in-place forms and lists as the plain op: "exp"
-        self.base = packet.removeprefix("_foreach_").removesuffix("_") or packet
-        self.arguments = tuple(argument.name for argument in op._schema.arguments)
-        self.written = written_arguments(self.name)  # names of the arguments it writes into
-        out = {argument.name for argument in op._schema.arguments if argument.kwarg_only}
-        # those of them that it does not read
-        self.overwritten = self.written if packet in _OVERWRITING else self.written & out
-        self.is_view = op.is_view or packet in _VIEWS  # it computes nothing, its results share memory
-        self.is_unwritten = packet in _UNWRITTEN
-        # results that are room for the backward pass: only the parts that it reads are written
-        self.partly_unwritten = (1,) if packet == "_ctc_loss" else ()
-        self.moves = packet in _MOVING
-        self.calls_in_block = packet in _AUTOCAST_INSIDE
-        self.is_pointwise = torch.Tag.pointwise in op.tags or self.base in _IN_PLACE_OF_EACH
-        # it treats the elements of its lists one by one
-        self.is_listwise = packet.startswith(("_foreach_", "_fused_"))
-        # perhaps still under way when it returns
-        self.is_collective = op.namespace in {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
-        is_random = torch.Tag.nondeterministic_seeded in op.tags
-        # whether it makes the same of the same arguments
-        reads_workspace = packet in _READ_A_WORKSPACE
-        self.is_repeatable = not (is_random or self.is_collective or self.is_unwritten or reads_workspace)
+        self._op = op
+
+    @cached_property
+    def name(self) -> str:
+        """The full name: ``"aten::exp.default"``."""
+        return full_name(self._op._name)
+
+    @cached_property
+    def _packet(self) -> str:
+        """The name without namespace and overload: ``"exp_"``."""
+        return self.name.split("::")[1].split(".")[0]
+
+    @cached_property
+    def base(self) -> str:
+        """The name of the plain op, also of in-place forms and of forms on lists: ``"exp"``."""
+        return self._packet.removeprefix("_foreach_").removesuffix("_") or self._packet
+
+    @cached_property
+    def arguments(self) -> tuple[str, ...]:
+        """The names of the arguments, in order."""
+        return tuple(argument.name for argument in self._op._schema.arguments)
+
+    @cached_property
+    def written(self) -> frozenset[str]:
+        """The names of the arguments that it writes into."""
+        return written_arguments(self.name)
+
+    @cached_property
+    def overwritten(self) -> frozenset[str]:
+        """The names of the arguments that it writes into and does not read."""
+        out = {argument.name for argument in self._op._schema.arguments if argument.kwarg_only}
+        return self.written if self._packet in _OVERWRITING else self.written & out
+
+    @cached_property
+    def is_view(self) -> bool:
+        """Whether it computes nothing, and its results share memory with an argument."""
+        return self._op.is_view or self._packet in _VIEWS
+
+    @cached_property
+    def is_unwritten(self) -> bool:
+        """Whether its results are memory that nobody has written yet."""
+        return self._packet in _UNWRITTEN
+
+    @cached_property
+    def partly_unwritten(self) -> tuple[int, ...]:
+        """The places of results that are room for the backward pass: only what it reads is written."""
+        return (1,) if self._packet == "_ctc_loss" else ()
+
+    @cached_property
+    def moves(self) -> bool:
+        """Whether it moves elements and computes none."""
+        return self._packet in _MOVING
+
+    @cached_property
+    def calls_in_block(self) -> bool:
+        """Whether its kernel calls ops that autocast sees."""
+        return self._packet in _AUTOCAST_INSIDE
+
+    @cached_property
+    def is_pointwise(self) -> bool:
+        """Whether each element of a result comes from that place in the arguments."""
+        return torch.Tag.pointwise in self._op.tags or self.base in _IN_PLACE_OF_EACH
+
+    @cached_property
+    def is_listwise(self) -> bool:
+        """Whether it treats the elements of its lists one by one."""
+        return self._packet.startswith(("_foreach_", "_fused_"))
+
+    @cached_property
+    def is_collective(self) -> bool:
+        """Whether it exchanges data with other ranks, perhaps still after it has returned."""
+        return self._op.namespace in {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
+
+    @cached_property
+    def is_repeatable(self) -> bool:
+        """Whether it makes the same of the same arguments."""
+        is_random = torch.Tag.nondeterministic_seeded in self._op.tags
+        reads_workspace = self._packet in _READ_A_WORKSPACE
+        return not (is_random or self.is_collective or self.is_unwritten or reads_workspace)
 
 
 traits_of = cache(OpTraits)
@@ -162,16 +217,31 @@ class Call:
 
     def __init__(self, func: OpOverload, args: Any, kwargs: Mapping[str, Any], region: Region) -> None:
         self._func, self._args, self._kwargs, self._region = func, args, kwargs, region
-        self.traits = traits_of(func)
-        self.named = {**dict(zip(self.traits.arguments, args, strict=False)), **kwargs}
-        unread = {"self"} if kwargs.get("beta") == 0 else ()  # what addmm and its kin would add
-        read = [entry for entry in self.named.items() if entry[0] not in unread]
-        self.given = [argument for entry in read for argument in _tensors(*entry)]  # the tensors among it
-        # those of them that are floating-point or complex
-        self.arguments = [argument for argument in self.given if not argument.is_discrete]
         self.node = torch._C._current_autograd_node()  # that runs it; None in a forward pass
         self.kept: Any = None  # what an observer notes before the op runs, for afterwards
         self.read: tuple[Any, ...] = ()  # fingerprints of its inputs, in a recorded run
+
+    @property
+    def traits(self) -> OpTraits:
+        """What is known of the op."""
+        return traits_of(self._func)
+
+    @cached_property
+    def named(self) -> dict[str, Any]:
+        """The arguments by name."""
+        return {**dict(zip(self.traits.arguments, self._args, strict=False)), **self._kwargs}
+
+    @cached_property
+    def given(self) -> list[Argument]:
+        """The tensors among the arguments; with ``beta=0`` not the one that addmm and its kin would add."""
+        unread = {"self"} if self._kwargs.get("beta") == 0 else ()
+        read = [entry for entry in self.named.items() if entry[0] not in unread]
+        return [argument for entry in read for argument in _tensors(*entry)]
+
+    @cached_property
+    def arguments(self) -> list[Argument]:
+        """The floating-point and complex tensors among the arguments."""
+        return [argument for argument in self.given if not argument.is_discrete]
 
     def made(self, output: Any) -> list[Argument]:
         """Return the arguments it has written and its other results, but for those written in parts only."""
