@@ -6,10 +6,12 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import torch
 
 from amp_plugin import GradScaler, diagnose, report, shadow_run
+from amp_plugin.numerics import first_module
 from amp_plugin.numerics.first_module import ModuleWatch
 from benchmarks.autocast import our_region
 from benchmarks.clocks import Call
@@ -102,8 +104,12 @@ def drawn(setting: Setting, name: str, make: Callable[[Setting], GPT], folder: s
 
     plain, model, hooked = (make(setting) for _ in range(3))
     scaler, hooked_scaler = (GradScaler(setting.device, enabled=False) for _ in range(2))
-    watch = ModuleWatch(hooked_scaler.step_log, [hooked], after_each=10**9, in_all=10**9)
-    with report(scaler, model, f"{folder}/run.html"), watch:
+    always_on = patch.multiple(first_module, STEPS_AFTER_SKIP=10**9, STEPS_IN_ALL=10**9)
+    with (
+        always_on,
+        report(scaler, model, f"{folder}/run.html"),
+        ModuleWatch(hooked_scaler.step_log, [hooked]),
+    ):
         hooked_step = step_of(hooked, hooked_scaler)
         hooked_step(math.nan)  # from the first skip on there are hooks
         drawn_step = step_of(model, scaler)

@@ -276,7 +276,6 @@ def _finding(
         place=site.place,
         caller=site.caller,
         in_block=site.in_block,
-        direction="backward" if known["forward_op"] else "forward",
         dtype=result.dtype,
         output=summarise(result),
         device_type=result.device.type,

@@ -15,7 +15,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -200,7 +201,9 @@ class _EagerRuns:
 
     @cached_property
     def _rounded_otherwise(self) -> list[dict[Reading, Tensor]]:
-        runs, wide = [self._run(_Nudged(seed)) for seed in range(_NUDGES)], WideRun(None, torch.float64)
+        generators = [torch.Generator().manual_seed(seed) for seed in range(_NUDGES)]
+        nudges = [SimpleNamespace(after=partial(_nudge, generator)) for generator in generators]
+        runs, wide = [self._run(Region(Tracker(), nudge)) for nudge in nudges], WideRun(None, torch.float64)
         narrow = self._run(wide)
         with unwatched():
             exact = {key: wide.shadows.of(v) for key, v in narrow.items() if wide.shadows.follows(v)}
@@ -267,20 +270,13 @@ def _origin(eager: _EagerRuns, compile_graph: Callable[..., Any]) -> fx.Node | N
     return None
 
 
-class _Nudged(Region):  # type: ignore[no-untyped-call]
-    """A region whose results are each off by an eps, up or down."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(Tracker(), self)
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def after(self, call: Call, output: Any) -> None:
-        """Change the results of an op in place; a view is left as it is."""
-        results = [] if call.traits.is_view else [made.tensor for made in call.made(output)]
-        for result in results:
-            if result.is_floating_point():
-                up = torch.randint(0, 2, result.shape, generator=self._generator).to(result.device)
-                result.mul_((1 + (2 * up - 1) * torch.finfo(result.dtype).eps).to(result.dtype))
+def _nudge(generator: torch.Generator, call: Call, output: Any) -> None:
+    """Move the results of an op by an eps, each element up or down; a view is left as it is."""
+    results = [] if call.traits.is_view else [made.tensor for made in call.made(output)]
+    for result in results:
+        if result.is_floating_point():
+            up = torch.randint(0, 2, result.shape, generator=generator).to(result.device)
+            result.mul_((1 + (2 * up - 1) * torch.finfo(result.dtype).eps).to(result.dtype))
 
 
 def _copied(value: Any) -> Any:

@@ -11,8 +11,8 @@ from torch import nn
 from amp_plugin.numerics.finding import Finding, NonFiniteError
 from amp_plugin.numerics.learning import Learning
 from amp_plugin.numerics.modules import Tracker
-from amp_plugin.numerics.op import Region, listed
-from amp_plugin.numerics.refusals import Refusals
+from amp_plugin.numerics.op import Call, Region, listed
+from amp_plugin.numerics.refusals import Refused, findings_at_end, refused
 from amp_plugin.numerics.scaled_clips import ScaledClips
 from amp_plugin.numerics.values import unwatched
 from amp_plugin.numerics.watch import PATIENCE, Watch
@@ -41,19 +41,25 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         self.read: list[Finding] = []
         self._on_finding, self._raises = on_finding, not keep_going
         self._known: dict[tuple[object, ...], int] = {}  # what findings are about -> which one is
-        self._tracker = tracker = Tracker(model)
+        tracker = Tracker(model)
         self._watch = Watch(tracker, self._found, strict=strict, patience=patience)
-        self._learning, self._refusals = Learning(tracker), Refusals(tracker)
-        super().__init__(tracker, self._watch, self._learning, self._refusals, self)
+        self._learning = Learning(tracker)
+        self._refused: Refused | None = None  # the last op that torch refused for its dtypes
+        super().__init__(tracker, self._watch, self._learning, self)
 
     def open(self, stack: ExitStack) -> None:
         """Watch the clips of torch's, too."""
         stack.enter_context(ScaledClips(self._found))
 
+    def failed(self, call: Call, error: BaseException) -> None:
+        """Find out whether torch refused the dtypes of an op."""
+        self._refused = refused(self.tracker, call, error) or self._refused
+
     def ended(self, error: BaseException | None) -> None:
         """Look at what is left: numbers that are not finite, and without any why nothing is learnt."""
+        last, self._refused = self._refused, None  # an error holds the frames of the program
         if error is None or isinstance(error, SystemExit):
-            self._tracker.ends()
+            self.tracker.ends()
             self._raises = self._raises and error is None
             with unwatched():
                 self._watch.left_over()
@@ -62,7 +68,7 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         elif not isinstance(error, NonFiniteError):
             self._raises = False  # the program's own error goes on
             with unwatched():
-                for finding in self._refusals.findings(error):
+                for finding in findings_at_end(self.tracker, last, error):
                     self._found(finding)
         self.read = [*{_about(finding): finding for finding in self._watch.read_elsewhere()}.values()]
 

@@ -76,7 +76,6 @@ class Finding:
             nothing is learnt: ``"lost updates"``, ``"underflow"``, ``"no step"``; or ``"dtype"``,
             ``"scaled clip"``.
         op: full name of the op, ``"aten::exp.default"``.
-        direction: ``"forward"`` (and everything else outside a backward pass) or ``"backward"``.
         forward_op: of an op in a backward pass: the op of the forward pass it belongs to; else empty.
         held: which numbers it made or read, of ``"nan"``, ``"inf"`` and ``"-inf"``.
         module: path of the module; empty outside of modules.
@@ -104,7 +103,6 @@ class Finding:
     kind: Kind
     cause: str = ""
     op: str = ""
-    direction: Literal["forward", "backward"] = "forward"
     forward_op: str = ""
     held: Held = ()
     module: str = ""
@@ -125,6 +123,11 @@ class Finding:
     source: str = ""
     lesson: str = ""
     count: int = 1
+
+    @property
+    def direction(self) -> Literal["forward", "backward"]:
+        """Whether the op ran in a backward pass; ``"forward"`` is everything outside of one."""
+        return "backward" if self.forward_op else "forward"
 
     @property
     def blames_scale(self) -> bool:
@@ -168,7 +171,7 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as values that JSON has, nan and inf as words."""
-        return {"headline": self.headline, **as_json(self)}
+        return {"headline": self.headline, "direction": self.direction, **as_json(self)}
 
     def __str__(self) -> str:
         return laid_out(self.headline, self.rows())

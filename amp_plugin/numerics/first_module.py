@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -34,20 +34,16 @@ from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.overflows import FirstModules
 from amp_plugin.scaling.step_log import LoggedStep, StepLog
 
-_STEPS: Final = 8  # with hooks, after each skipped one
-_MOST_STEPS: Final = 64  # with hooks, of one run
+STEPS_AFTER_SKIP: Final = 8  # with hooks, after each skipped one
+STEPS_IN_ALL: Final = 64  # with hooks, of one run
 _MOST_NUMBERS: Final = 50_000  # of one step; what is wrong first is wanted
 _MOST_TENSORS: Final = 8  # of one call
 _DTYPES: Final = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _PLAIN: Final = {Tensor, nn.Parameter}
 
 
-class _Largest(NamedTuple):
-    """The largest magnitude of a tensor."""
-
-    module: str
-    what: str  # input, output or gradient
-    value: Tensor  # 0-dim, on the device
+Largest = tuple[str, str, Tensor]
+"""A module, ``"input"``, ``"output"`` or ``"gradient"``, and the largest magnitude: 0-dim, on the device."""
 
 
 class ModuleWatch:
@@ -55,26 +51,17 @@ class ModuleWatch:
 
     path = None  # of a page
 
-    def __init__(
-        self,
-        log: StepLog,
-        models: Sequence[nn.Module],
-        *,
-        after_each: int = _STEPS,
-        in_all: int = _MOST_STEPS,
-    ) -> None:
+    def __init__(self, log: StepLog, models: Sequence[nn.Module]) -> None:
         self._log = log
         self._hooks = ModuleHooks(models, self._measure)
-        self._numbers: list[_Largest] = []
+        self._numbers: list[Largest] = []
         self._measured: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # tensors, with their versions
-        self._left, self._budget = 0, in_all  # steps with hooks: until the next skip, and in this run
-        self._after_each = after_each
-        self._open, self._following = ExitStack(), ExitStack()
+        self._left, self._budget = 0, STEPS_IN_ALL  # steps with hooks: until the next skip, and in this run
+        self._open = ExitStack()
 
     def open(self) -> None:
         """Wait for the first skipped step."""
         self._log.subscribe(self._look, first=True)
-        self._following.callback(self._log.unsubscribe, self._look)
 
     def follow(self, models: Sequence[nn.Module]) -> None:
         """Watch these models from now on."""
@@ -92,7 +79,7 @@ class ModuleWatch:
 
     def close(self) -> None:
         """Remove everything."""
-        self._following.close()
+        self._log.unsubscribe(self._look)
         self._rest()
 
     def _rest(self) -> None:
@@ -109,7 +96,7 @@ class ModuleWatch:
             if step.result.skipped:
                 if was_on:
                     step.result.add_modules(self._found())
-                self._left = min(self._after_each, self._budget)
+                self._left = min(STEPS_AFTER_SKIP, self._budget)
             elif was_on:
                 self._left -= 1
             self._forget()
@@ -165,16 +152,15 @@ class ModuleWatch:
                     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                     if local.numel() and not capturing(local.device):
                         low, high = torch.aminmax(local)  # ten times as fast as a norm on a CPU
-                        self._numbers.append(_Largest(name, what, torch.maximum(high, low.neg())))
+                        self._numbers.append((name, what, torch.maximum(high, low.neg())))
 
     # -- on the host -------------------------------------------------------------------------
 
     def _found(self) -> FirstModules:
         """Return what the numbers of this step say: a host sync."""
-        values = _on_host([number.value for number in self._numbers])
-        seen = [
-            (number.module, number.what, value) for number, value in zip(self._numbers, values, strict=True)
-        ]
+        values = _on_host([number for *_, number in self._numbers])
+        places = [(module, what) for module, what, _ in self._numbers]
+        seen = [(*place, value) for place, value in zip(places, values, strict=True)]
         forward = [entry for entry in seen if entry[1] != "gradient"]
         backward = [entry for entry in seen if entry[1] == "gradient"]
         return FirstModules(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -33,30 +34,13 @@ def prefixes(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _nothing(*_: object) -> None:
-    """Stand in a copied model for a hook that stayed behind."""
-
-
-class _Hook:
-    """A forward hook that hands a call on."""
-
-    def __init__(self, name: str, on_call: OnCall) -> None:
-        self._name, self._on_call = name, on_call
-
-    @untraced
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not is_compiling():
-            self._on_call(self._name, module, (args, kwargs), output)
-
-    def __deepcopy__(self, memo: object) -> Callable[..., None]:
-        return _nothing
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as something of Python's that takes a hook's arguments and does nothing."""
-        return getattr, (nullcontext(), "__exit__")
+    """Be told of the calls of a copied model, whose hooks stayed behind."""
 
 
 class ModuleHooks:
     """Look at the calls of models' modules, between ``open`` and ``close``.
+
+    The hook on a module is this object with the module's name. A copy of it looks at nothing.
 
     Attributes:
         unseen: Modules whose inside is not looked at, with the reason: compiled, or scripted.
@@ -84,6 +68,19 @@ class ModuleHooks:
         self._take_off()
 
     @untraced
+    def __call__(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Hand on the call of a module."""
+        if not is_compiling():
+            self._on_call(name, module, (args, kwargs), output)
+
+    def __deepcopy__(self, memo: object) -> ModuleHooks:
+        return ModuleHooks((), _nothing)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as something of Python's that takes a hook's arguments and does nothing."""
+        return getattr, (nullcontext(), "__exit__")
+
+    @untraced
     def _take_off(self, *_: object) -> None:
         self._placed.close()
 
@@ -97,7 +94,7 @@ class ModuleHooks:
                 if id(module) in known:
                     continue
                 known.add(id(module))
-                hook = _Hook(name, self._on_call)
+                hook = partial(self, name)
                 if _compiled_call(module) is None:
                     handle = module.register_forward_hook(hook, with_kwargs=True)
                     self._placed.callback(handle.remove)
@@ -127,7 +124,7 @@ def _shown(name: str) -> str:
     return clean_name(name) or "(model)"
 
 
-def _then(call: Callable[..., Any], module: nn.Module, hook: _Hook) -> Callable[..., Any]:
+def _then(call: Callable[..., Any], module: nn.Module, hook: Callable[..., None]) -> Callable[..., Any]:
     """Return a call of a module that also calls a hook."""
 
     def seen(*args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final
 
@@ -44,111 +43,102 @@ _REFUSES: Final = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class _Refused:
-    """An op that raised an error for its dtypes, and the finding if the program ends by it."""
-
-    error: BaseException
-    finding: Finding
+Refused = tuple[BaseException, Finding]
+"""An error for the dtypes of an op, and what to report if the program ends by it."""
 
 
-class Refusals:
-    """The observer that keeps the last op which torch refused for the dtypes of its arguments."""
+def refused(tracker: Tracker, call: Call, error: BaseException) -> Refused | None:
+    """Run an op that raised an error again in other dtypes; None if its dtypes were not the reason."""
+    dtypes = {given.tensor.dtype for given in call.arguments}
+    if not isinstance(error, (RuntimeError, TypeError)) or not dtypes:
+        return None
+    if any(dtype.is_complex for dtype in dtypes):
+        return None
+    widest = max(dtypes, key=lambda dtype: (dtype.itemsize, torch.finfo(dtype).max))
+    candidates = {"promote": widest} if len(dtypes) > 1 else {}
+    for rule, dtype in [*candidates.items(), ("fp32", torch.float32)]:
+        if (dtypes != {dtype} or call.traits.calls_in_block) and call.runs_in(dtype):
+            return error, _finding(tracker, call, rule)
+    return None
 
-    def __init__(self, tracker: Tracker) -> None:
-        self._tracker = tracker
-        self._last: _Refused | None = None
 
-    def failed(self, call: Call, error: BaseException) -> None:
-        """Run an op that raised an error again in other dtypes, and keep what is learnt of that."""
-        if not isinstance(error, (RuntimeError, TypeError)):
-            return
-        dtypes = {given.tensor.dtype for given in call.arguments}
-        if not dtypes or any(dtype.is_complex for dtype in dtypes):
-            return
-        widest = max(dtypes, key=lambda dtype: (dtype.itemsize, torch.finfo(dtype).max))
-        candidates = {"promote": widest} if len(dtypes) > 1 else {}
-        rule = next(
-            (
-                rule
-                for rule, dtype in [*candidates.items(), ("fp32", torch.float32)]
-                if (dtypes != {dtype} or call.traits.calls_in_block) and call.runs_in(dtype)
-            ),
-            "",
-        )
-        if rule:
-            self._last = _Refused(error, self._finding(call, rule))
+def _finding(tracker: Tracker, call: Call, rule: str) -> Finding:
+    """Describe an op that runs under a rule, and not with the dtypes that it was given."""
+    site, node = call.site, call.node
+    inputs = tuple(summarise(a.tensor, tracker.weight(a.tensor) or a.label) for a in call.arguments)
+    is_in_place = bool(call.traits.written)
+    case = "cast"
+    cures: tuple[Cure, ...] = ()
+    names: tuple[str, ...] = ()
+    function = node._forward_cls if isinstance(node, BackwardCFunction) else None
+    if function is not None:
+        case, cures = "function", _decorated(function)
+    elif is_in_place:
+        case = "in place"
+    elif site.in_block and not any(given.dtype is torch.float64 for given in inputs):
+        names = callers_of(call.forward_op if call.is_backward else call.traits.name)
+        case = "rule" if names else "cast"
+        address = tracker.address(site.module)
+        cures = cures_of(*address, names, call.arguments[0].tensor.device.type, rule=rule)
+    text = _ADVICE[case].format(
+        op=call.traits.name,
+        ops=" and ".join(names),
+        rule=rule,
+        function="" if function is None else function.__name__,
+    )
+    return Finding(
+        kind="dtype",
+        cause="dtype",
+        op=call.traits.name,
+        forward_op=call.forward_op if call.is_backward else "",
+        module=site.module,
+        place=site.place,
+        caller=site.caller,
+        dtype=inputs[0].dtype,
+        inputs=inputs,
+        numbers=tuple(call.numbers.items()),
+        advice=text,
+        cures=cures,
+        when=tracker.now(),
+        device_type=call.arguments[0].tensor.device.type,
+        in_block=site.in_block,
+        rule_names=names,
+        lesson=" and ".join(dict.fromkeys(short_name(given.dtype) for given in inputs))
+        + ", whose kernel calls other ops in an autocast block" * call.traits.calls_in_block,
+    )
 
-    def _finding(self, call: Call, rule: str) -> Finding:
-        site, node = call.site, call.node
-        inputs = tuple(summarise(a.tensor, self._tracker.weight(a.tensor) or a.label) for a in call.arguments)
-        is_in_place = bool(call.traits.written)
-        case = "cast"
-        cures: tuple[Cure, ...] = ()
-        names: tuple[str, ...] = ()
-        function = node._forward_cls if isinstance(node, BackwardCFunction) else None
-        if function is not None:
-            case, cures = "function", _decorated(function)
-        elif is_in_place:
-            case = "in place"
-        elif site.in_block and not any(given.dtype is torch.float64 for given in inputs):
-            names = callers_of(call.forward_op if call.is_backward else call.traits.name)
-            case = "rule" if names else "cast"
-            address = self._tracker.address(site.module)
-            cures = cures_of(*address, names, call.arguments[0].tensor.device.type, rule=rule)
-        text = _ADVICE[case].format(
-            op=call.traits.name,
-            ops=" and ".join(names),
-            rule=rule,
-            function="" if function is None else function.__name__,
-        )
-        return Finding(
+
+def findings_at_end(tracker: Tracker, last: Refused | None, error: BaseException) -> Iterator[Finding]:
+    """Yield why an error ends the program, if it is for dtypes that torch refused.
+
+    Args:
+        tracker: knows the modules.
+        last: the last op that was refused.
+        error: what ends the program.
+    """
+    if last is not None and _is_same(last[0], error):
+        yield last[1]
+    elif isinstance(error, (RuntimeError, ValueError)) and _REFUSES.search(str(error)):
+        place, caller = raised_from(error.__traceback__)
+        module = _module_of(tracker, error.__traceback__)
+        yield Finding(
             kind="dtype",
             cause="dtype",
-            op=call.traits.name,
-            direction="backward" if call.is_backward else "forward",
-            forward_op=call.forward_op if call.is_backward else "",
-            module=site.module,
-            place=site.place,
-            caller=site.caller,
-            dtype=inputs[0].dtype,
-            inputs=inputs,
-            numbers=tuple(call.numbers.items()),
-            advice=text,
-            cures=cures,
-            when=self._tracker.now(),
-            device_type=call.arguments[0].tensor.device.type,
-            in_block=site.in_block,
-            rule_names=names,
-            lesson=" and ".join(dict.fromkeys(short_name(given.dtype) for given in inputs))
-            + ", whose kernel calls other ops in an autocast block" * call.traits.calls_in_block,
+            module=module,
+            place=place,
+            caller=caller,
+            advice=_ADVICE["line"],
+            cures=cures_of(*tracker.address(module), (), ""),
+            when=tracker.now(),
+            reached=str(error).partition("\n")[0],
         )
 
-    def findings(self, error: BaseException) -> Iterator[Finding]:
-        """Yield why an error ends the program, if it is for dtypes that torch refused."""
-        last, self._last = self._last, None
-        if last is not None and _is_same(last.error, error):
-            yield last.finding
-        elif isinstance(error, (RuntimeError, ValueError)) and _REFUSES.search(str(error)):
-            place, caller = raised_from(error.__traceback__)
-            module = self._module_of(error.__traceback__)
-            yield Finding(
-                kind="dtype",
-                cause="dtype",
-                module=module,
-                place=place,
-                caller=caller,
-                advice=_ADVICE["line"],
-                cures=cures_of(*self._tracker.address(module), (), ""),
-                when=self._tracker.now(),
-                reached=str(error).partition("\n")[0],
-            )
 
-    def _module_of(self, trace: TracebackType | None) -> str:
-        """Return the path of the innermost module that a traceback went through; empty if there is none."""
-        held = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(trace)]
-        modules = [module for module in held if isinstance(module, nn.Module)]
-        return self._tracker.name_of(modules[-1]) if modules else ""
+def _module_of(tracker: Tracker, trace: TracebackType | None) -> str:
+    """Return the path of the innermost module that a traceback went through; empty if there is none."""
+    held = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(trace)]
+    modules = [module for module in held if isinstance(module, nn.Module)]
+    return tracker.name_of(modules[-1]) if modules else ""
 
 
 def _is_same(known: BaseException, error: BaseException) -> bool:

@@ -49,6 +49,7 @@ _MASKING, _MASKING_IN_FP16 = 0.25, 0.999
 PATIENCE: Final = 20  # backward passes in a row: from 2^16 the scale is below 1 then
 _ORDERS = frozenset({"ord", "p", "norm_type"})
 _SCALED = "made", "backward", torch.float16
+_PYTHON, _SELECTION = "Python", "an op that chooses places, such as argmin"
 _TO_PYTHON = "aten::_local_scalar_dense.default"
 _READERS = ("numpy", "tolist", "__dlpack__")  # methods that read a tensor past the dispatcher
 # What they return depends on which numbers are larger, and says nothing about infinities among them.
@@ -71,8 +72,7 @@ class Origin:
     is_absorbed: bool = False  # an op has made finite numbers of it
     is_compared: bool = False  # an op has made integers or booleans of it
     became_nan: bool = False  # an op has made a nan of it
-    in_python: bool = False  # Python has read it
-    is_selected_from: bool = False  # an op has chosen places by it, as argmin does
+    read_by: str = ""  # who has read it outside of training, in words: _PYTHON or _SELECTION
     source: str = ""  # of data: where it was loaded
     # origins whose numbers were in the same arithmetic; they arrive where it does
     others: dict[Origin, None] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class Watch:
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             with unwatched():
                 for origin in self._origins_of(iter([tensor])):
-                    origin.in_python = True
+                    origin.read_by = _PYTHON
             return method(tensor, *args, **kwargs)
 
         return read
@@ -182,7 +182,7 @@ class Watch:
             if (leaf := call.leaf) is not None:
                 self._reaches_gradient(origin, f"the gradient of {self._weight(leaf) or 'a leaf'}")
             elif call.traits.name == _TO_PYTHON:
-                origin.in_python = True
+                origin.read_by = _PYTHON
         written = {storage_address(a.tensor) for a in call.arguments if a.name in call.traits.written} - {0}
         for argument in call.arguments if written else ():  # addmm(c, a, b, out=c) writes what it reads
             if argument.name in call.traits.written or storage_address(argument.tensor) in written:
@@ -217,7 +217,7 @@ class Watch:
                 self._origins.set(result.tensor, sent or Origin(kind, site=call.site))
             return
         for origin in self._read_by(call) if traits.base in _SELECTING else ():
-            origin.is_selected_from = True
+            origin.read_by = origin.read_by or _SELECTION
         are_finite = [is_finite(result.tensor) for result in results]
         self._follow_overflow(call, output, is_new=not all(are_finite))
         for result, all_finite in zip(results, are_finite, strict=True):
@@ -372,7 +372,7 @@ class Watch:
         for origin in self._seen:
             held = origin.finding.held if origin.finding is not None and origin.explains else ()
             is_there = origin.became_nan or "nan" in held or id(origin) in alive
-            if held and origin.in_python:
+            if held and origin.read_by == _PYTHON:
                 self._report(origin, "a number in Python (item, float, print)")
             elif held and not origin.is_absorbed and is_there:
                 self._report(origin, "still there at the end of the region")
@@ -387,9 +387,8 @@ class Watch:
             if found is None or origin.is_reported or not origin.explains or not found.held:
                 continue
             is_scaled = (found.kind, found.direction, found.dtype) == _SCALED
-            if (origin.in_python or origin.is_selected_from) and not is_scaled:
-                how = "Python" if origin.in_python else "an op that chooses places, such as argmin"
-                yield replace(found, reached=f"{found.reached}; read by {how}".removeprefix("; "))
+            if origin.read_by and not is_scaled:
+                yield replace(found, reached=f"{found.reached}; read by {origin.read_by}".removeprefix("; "))
 
     def _weight(self, tensor: Tensor) -> str:
         """Return the path of a weight; empty if the tensor is not one."""
