@@ -12,7 +12,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -31,12 +30,6 @@ _CLONE: Final = 0x40049409
 Signature = tuple[int, int, int, int]  # of a file; it changes when a program writes to the file
 
 
-@dataclass
-class _Size:
-    files: int = 0
-    copied: int = 0  # bytes
-
-
 class FolderCopy:
     """A copy of a folder. It is removed when it is closed or garbage-collected."""
 
@@ -46,7 +39,6 @@ class FolderCopy:
         self._copy = Path(self._place.name).resolve()
         # File of the copy -> its signature right after it was copied.
         self._kept: dict[Path, Signature | None] = {}
-        self._size = _Size()
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -70,17 +62,20 @@ class FolderCopy:
 
     def _restore(self) -> None:
         """Copy files that are missing or have changed; remove files that the folder does not have."""
-        self._size = _Size()
-        wanted = {self._copy}
-        for source, target in self._entries(self._folder, self._copy, (self._folder, self._copy)):
+        wanted, copied = {self._copy}, 0
+        entries = self._entries(self._folder, self._copy, (self._folder, self._copy))
+        for number, (source, target) in enumerate(entries, 1):
             wanted.add(target)
-            self._restore_entry(source, target)
+            if number > _MOST_FILES:
+                self._refuse(source, f"more than {_MOST_FILES:,} files")
+            copied += self._restore_entry(source, target, copied)
         for folder, names, files in os.walk(self._copy, topdown=False):
             for name in (*files, *names):
                 if (place := Path(folder, name)) not in wanted:
                     _remove(place)
 
-    def _restore_entry(self, source: Path, target: Path) -> None:
+    def _restore_entry(self, source: Path, target: Path, copied: int) -> int:
+        """Make an entry of the copy what it is in the folder; return how many bytes that copied."""
         if source.is_symlink() and self._stays_inside(source):
             if not target.is_symlink() or target.readlink() != source.readlink():
                 _remove(target)
@@ -91,13 +86,14 @@ class FolderCopy:
                 target.mkdir()
         elif target not in self._kept or self._kept[target] != _signature(target):
             _remove(target)
-            self._copy_file(source, target)
+            size = self._copy_file(source, target, copied)
             self._kept[target] = _signature(target)
+            return size
+        return 0
 
     def _entries(self, source: Path, target: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, Path]]:
         """Yield each file, folder and link to copy, with its path in the copy; folders come first."""
         for entry in sorted(source.iterdir()):
-            self._count(entry)
             copy = target / entry.name
             is_link = entry.is_symlink() and self._stays_inside(entry)
             if is_link or (entry.is_file() and os.access(entry, os.R_OK)):
@@ -111,20 +107,17 @@ class FolderCopy:
         to = link.readlink()
         return not to.is_absolute() and (link.parent.resolve() / to).resolve().is_relative_to(self._folder)
 
-    def _copy_file(self, source: Path, target: Path) -> None:
+    def _copy_file(self, source: Path, target: Path, copied: int) -> int:
+        """Clone or copy a file, after so many bytes of others; return its bytes, 0 for a clone."""
+        size = 0
         if not _clone(source, target):
             size = source.stat().st_size
-            self._size.copied += size
-            if self._size.copied > _MOST_BYTES or size > shutil.disk_usage(self._copy).free:
-                self._refuse(source, f"{filesize.decimal(self._size.copied)} or more")
+            if copied + size > _MOST_BYTES or size > shutil.disk_usage(self._copy).free:
+                self._refuse(source, f"{filesize.decimal(copied + size)} or more")
             shutil.copyfile(source, target)
         shutil.copystat(source, target)
         target.chmod(target.stat().st_mode | 0o600)
-
-    def _count(self, entry: Path) -> None:
-        self._size.files += 1
-        if self._size.files > _MOST_FILES:
-            self._refuse(entry, f"more than {_MOST_FILES:,} files")
+        return size
 
     def _refuse(self, reached: Path, size: str) -> None:
         msg = (

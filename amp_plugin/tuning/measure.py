@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import mean, median
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,9 @@ from amp_plugin.casting.rules_in_force import rules_on_trial
 from amp_plugin.numerics.shadow import ShadowRun
 from amp_plugin.numerics.values import Storages, storage_address
 from amp_plugin.tuning.workload import Gradients, Workload
+
+Goal = Literal["memory", "casts", "accuracy"]
+"""What a search makes smaller: the bytes saved for the backward pass, the bytes cast, or the error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +65,22 @@ class Measurement:
     def _finite(self) -> list[GradientError]:
         return [error for error in self.errors if math.isfinite(error.whole)]
 
+    def cost(self, goal: Goal) -> float:
+        """Return the number that a search for a goal makes smaller."""
+        return {"memory": self.saved_bytes, "casts": self.cast_bytes, "accuracy": self.error}[goal]
+
+    def growth(self, goal: Goal, default: Measurement) -> float:
+        """Return the factor by which the price grows: the larger one of both errors, or of both bytes."""
+        names = ("cast_bytes", "saved_bytes") if goal == "accuracy" else ("error", "mean_error")
+        pairs = [(getattr(self, name), getattr(default, name)) for name in names]
+        return max(
+            now / then if 0 < then < math.inf else (1.0 if now <= then else math.inf) for now, then in pairs
+        )
+
+    def stays_within(self, budget: float, goal: Goal, default: Measurement) -> bool:
+        """Return whether the price stays within the budget and no more batches overflow than by default."""
+        return self.failed <= default.failed and self.growth(goal, default) <= 1 + budget
+
 
 def rules_without_16_bits(device_type: str) -> OpRules:
     """Return rules under which autocast casts nothing to 16 bits. Tensors that are in 16 bits stay so."""
@@ -71,37 +91,26 @@ def rules_without_16_bits(device_type: str) -> OpRules:
     return OpRules(device_type=device_type, rules=wide, keep=default.keep)
 
 
-class ReferenceGradients:
-    """The gradients of each batch from a run without 16 bits. Each batch keeps one copy in fp32."""
+def gradient_error(gradients: Gradients, reference: Gradients, *, batch: int) -> GradientError:
+    """Compare the gradients of a batch with those of a run without 16 bits.
 
-    def __init__(self) -> None:
-        self._batches: list[dict[str, Tensor]] = []
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def add(self, gradients: Gradients) -> None:
-        """Store the gradients of the next batch."""
-        self._batches.append({name: grad.detach().float().clone() for name, grad in gradients.items()})
-
-    def error(self, batch: int, gradients: Gradients) -> GradientError:
-        """Compare the gradients of a batch with the reference, after dividing out a constant power of two."""
-        reference = self._batches[batch]
-        if reference.keys() != gradients.keys():
-            odd = sorted(reference.keys() ^ gradients.keys())
-            msg = (
-                f"batch {batch} gives other parameters a gradient than before: {', '.join(odd[:3])}; "
-                "tune compares steps that are alike: fix the seeds of what chooses them"
-            )
-            raise ValueError(msg)
-        sums = {name: _sums(reference[name], grad) for name, grad in gradients.items()}
-        scale = _power_of_two(sums.values())
-        differences = {name: max(s[2] / scale**2 - 2 * s[1] / scale + s[0], 0.0) for name, s in sums.items()}
-        total, norm = math.fsum(differences.values()), math.fsum(s[0] for s in sums.values())
-        if not math.isfinite(total) or norm == 0:
-            return GradientError(whole=math.inf, mean=math.inf)
-        errors = [min(math.sqrt(differences[name] / s[0]), 1.0) for name, s in sums.items() if s[0] > 0]
-        return GradientError(whole=math.sqrt(total / norm), mean=sum(errors) / len(errors))
+    A constant power of two in them, the loss scale, is divided out. An error names the number of the batch.
+    """
+    if reference.keys() != gradients.keys():
+        odd = sorted(reference.keys() ^ gradients.keys())
+        msg = (
+            f"batch {batch} gives other parameters a gradient than before: {', '.join(odd[:3])}; "
+            "tune compares steps that are alike: fix the seeds of what chooses them"
+        )
+        raise ValueError(msg)
+    sums = {name: _sums(reference[name], grad) for name, grad in gradients.items()}
+    scale = _power_of_two(sums.values())
+    differences = {name: max(s[2] / scale**2 - 2 * s[1] / scale + s[0], 0.0) for name, s in sums.items()}
+    total, norm = math.fsum(differences.values()), math.fsum(s[0] for s in sums.values())
+    if not math.isfinite(total) or norm == 0:
+        return GradientError(whole=math.inf, mean=math.inf)
+    errors = [min(math.sqrt(differences[name] / s[0]), 1.0) for name, s in sums.items() if s[0] > 0]
+    return GradientError(whole=math.sqrt(total / norm), mean=sum(errors) / len(errors))
 
 
 def _sums(reference: Tensor, gradient: Tensor) -> tuple[float, float, float]:
@@ -120,24 +129,25 @@ def _power_of_two(sums: Iterable[tuple[float, float, float]]) -> float:
     return 2.0 ** round(math.log2(ratio)) if math.isfinite(ratio) and ratio > 0 else 1.0
 
 
-class SavedBytes(saved_tensors_hooks):
-    """Counts the bytes that autograd saves inside the block: each storage once, parameters left out."""
+@contextmanager
+def saved_bytes() -> Iterator[list[int]]:
+    """Yield a list that gets the bytes of what autograd saves: each storage once, parameters left out."""
+    sizes: list[int] = []
+    seen: Storages[bool] = Storages()
 
-    def __init__(self) -> None:
-        super().__init__(self._pack, lambda tensor: tensor)
-        self.total = 0
-        self._seen: Storages[bool] = Storages()
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        # Then a checkpoint recomputes, and what it saves is not kept.
+    def pack(tensor: Tensor) -> Tensor:
+        # In a backward pass a checkpoint recomputes, and what it saves is not kept.
         in_backward = torch._C._current_graph_task_id() != -1
         base = tensor._base if tensor._base is not None else tensor
         if in_backward or isinstance(base, nn.Parameter) or not storage_address(tensor):
             return tensor
-        if self._seen.get(tensor) is None:
-            self._seen.set(tensor, True)
-            self.total += tensor.untyped_storage().nbytes()
+        if seen.get(tensor) is None:
+            seen.set(tensor, True)
+            sizes.append(tensor.untyped_storage().nbytes())
         return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield sizes
 
 
 class Trials:
@@ -145,31 +155,35 @@ class Trials:
 
     def __init__(self, workload: Workload, device_type: str, *, reference: torch.dtype) -> None:
         self._workload = workload
-        self._reference = ReferenceGradients()
+        self._references: list[Gradients] = []  # for each batch, in float32
         shadow = ShadowRun(workload.model, dtype=reference) if reference is torch.float64 else None
 
         def keep(gradients: Gradients, _: float) -> None:
             if shadow is not None:
                 gradients = {name: shadow.without_rounding(grad) for name, grad in gradients.items()}
-            self._reference.add(gradients)
+            self._references.append({name: grad.detach().float().clone() for name, grad in gradients.items()})
 
         with rules_on_trial(rules_without_16_bits(device_type)), shadow or nullcontext():
             workload.run(keep, batches=workload.batches)
-        self.batches = len(self._reference)
+
+    @property
+    def batches(self) -> int:
+        """The number of batches."""
+        return len(self._references)
 
     def measure(self, rules: OpRules, *, batches: int | None = None) -> Measurement:
         """Return the measurement of a rule set on the first ``batches`` batches, by default all."""
         errors: list[GradientError] = []
 
         def compare(gradients: Gradients, _: float) -> None:
-            errors.append(self._reference.error(len(errors), gradients))
+            batch = len(errors)
+            errors.append(gradient_error(gradients, self._references[batch], batch=batch))
 
         count = batches or self.batches
-        saved = SavedBytes()
-        with rules_on_trial(rules), log_casts() as log, saved:
+        with rules_on_trial(rules), log_casts() as log, saved_bytes() as saved:
             self._workload.run(compare, batches=count)
         cast = log.totals().bytes / count
-        return Measurement(saved_bytes=saved.total / count, cast_bytes=cast, errors=tuple(errors))
+        return Measurement(saved_bytes=sum(saved) / count, cast_bytes=cast, errors=tuple(errors))
 
     def seconds(self, rules: OpRules) -> float:
         """Return the median time of a batch in seconds; nothing else is measured meanwhile."""

@@ -12,15 +12,12 @@ while measure(chosen) is not allowed on all batches: drop the rule added last
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final
 
 from amp_plugin.casting.rules import OpRule, OpRules
-from amp_plugin.tuning.measure import Measurement, Trials
-
-Goal = Literal["memory", "casts", "accuracy"]
+from amp_plugin.tuning.measure import Goal, Measurement, Trials
 
 _LEAST_GAIN: Final = 0.002  # share of the default's cost that a rule must save
 _ROUNDS: Final = 3
@@ -54,40 +51,22 @@ class Tried:
     batches: int  # the number of batches it was measured on
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Aim:
-    """What the search makes smaller, and by how much the price may grow."""
-
-    goal: Goal
-    budget: float  # share by which the gradient error may grow; for the goal "accuracy", the bytes
-
-    def cost(self, measured: Measurement) -> float:
-        """Return the number that the search makes smaller."""
-        of_goal = {"memory": measured.saved_bytes, "casts": measured.cast_bytes, "accuracy": measured.error}
-        return of_goal[self.goal]
-
-    def saves(self, measured: Measurement, than: Measurement, default: Measurement) -> bool:
-        """Return whether one measurement costs less than another by enough to justify a rule."""
-        return self.cost(measured) < self.cost(than) - _LEAST_GAIN * self.cost(default)
-
-    def growth(self, measured: Measurement, default: Measurement) -> float:
-        """Return the factor by which the price grows: the larger one of both errors, or of both bytes."""
-        names = ("cast_bytes", "saved_bytes") if self.goal == "accuracy" else ("error", "mean_error")
-        pairs = [(getattr(measured, name), getattr(default, name)) for name in names]
-        return max(
-            now / then if 0 < then < math.inf else (1.0 if now <= then else math.inf) for now, then in pairs
-        )
-
-    def allows(self, measured: Measurement, default: Measurement) -> bool:
-        """Return whether the price stays within the budget and no more batches overflow than by default."""
-        return measured.failed <= default.failed and self.growth(measured, default) <= 1 + self.budget
-
-
 class Search:
-    """A greedy search over the rules of the ops a program uses."""
+    """A greedy search over the rules of the ops a program uses.
 
-    def __init__(self, trials: Trials, default: OpRules, aim: Aim, on_tried: Callable[[Tried], None]) -> None:
-        self._trials, self._default, self._aim, self._on_tried = trials, default, aim, on_tried
+    Args:
+        trials: measure a set of rules.
+        default: the rules to begin with.
+        goal: what is to get smaller.
+        budget: the share by which the price may grow: the gradient error, or the bytes for "accuracy".
+        on_tried: is called with each set that was measured.
+    """
+
+    def __init__(
+        self, trials: Trials, default: OpRules, goal: Goal, budget: float, on_tried: Callable[[Tried], None]
+    ) -> None:
+        self._trials, self._default, self._on_tried = trials, default, on_tried
+        self._goal, self._budget = goal, budget
         self._known: dict[tuple[Changes, int], Tried] = {}
 
     @property
@@ -141,18 +120,18 @@ class Search:
         """Return one change for each other rule that the op may have."""
         now = {rule.value for name, rule in self._default.rules.items() if name.split(".")[0] == op}
         now = now or {"unchanged"}
-        if now == {"banned"} or (now == {"lower_precision"} and self._aim.goal != "accuracy"):
+        if now == {"banned"} or (now == {"lower_precision"} and self._goal != "accuracy"):
             return []
-        return [Change(op=op, rule=rule) for rule in _WANTED[self._aim.goal] if now != {rule.value}]
+        return [Change(op=op, rule=rule) for rule in _WANTED[self._goal] if now != {rule.value}]
 
     def _ranked(self, candidates: Iterable[Change]) -> list[Change]:
         """Return the changes that save something alone, measured on the first batch; the best one first."""
-        default, cost = self.default(batches=1), self._aim.cost
+        default = self.default(batches=1)
         costs: dict[Change, float] = {}
         for change in candidates:
             measured = self.measure((change,), batches=1)
-            if measured is not None and self._aim.saves(measured, default, default):
-                costs[change] = cost(measured)
+            if measured is not None and self._saves(measured, default, default):
+                costs[change] = measured.cost(self._goal)
         return sorted(costs, key=costs.__getitem__)
 
     def _grown(self, ranked: list[Change], batches: int) -> Changes:
@@ -171,23 +150,29 @@ class Search:
         """Return whether changes are allowed, and cost less than others by enough to justify a rule."""
         default, now = self.default(batches=batches), self.measure(changes, batches=batches)
         known = self.measure(than, batches=batches)
-        if now is None or known is None or not self._aim.allows(now, default):
+        if now is None or known is None or not now.stays_within(self._budget, self._goal, default):
             return False
-        return self._aim.saves(now, known, default)
+        return self._saves(now, known, default)
+
+    def _saves(self, measured: Measurement, than: Measurement, default: Measurement) -> bool:
+        """Return whether one measurement costs less than another by enough to justify a rule."""
+        goal = self._goal
+        return measured.cost(goal) < than.cost(goal) - _LEAST_GAIN * default.cost(goal)
 
     def nearest(self) -> str:
         """Describe the set that saves something and exceeds the budget least; empty if there is none."""
-        if self._aim.goal == "accuracy":  # here the budget limits the bytes
+        goal = self._goal
+        if goal == "accuracy":  # here the budget limits the bytes
             return ""
         before, found = self.default(), []
         for attempt in self.tried:
             now, default = attempt.measurement, replace(before, errors=before.errors[: attempt.batches])
-            if now is not None and not now.failed + default.failed and self._aim.saves(now, before, before):
-                growth = self._aim.growth(now, default) - 1
-                saved = 1 - self._aim.cost(now) / self._aim.cost(before)
+            if now is not None and not now.failed + default.failed and self._saves(now, before, before):
+                growth = now.growth(goal, default) - 1
+                saved = 1 - now.cost(goal) / before.cost(goal)
                 rules = ", ".join(map(str, attempt.changes))
                 found.append((growth, f"{rules}, which saves {saved:.1%} for {growth:.2%} more error"))
-        return min([miss for miss in found if miss[0] > self._aim.budget], default=(0.0, ""))[1]
+        return min([miss for miss in found if miss[0] > self._budget], default=(0.0, ""))[1]
 
     def cured(self, ops: Iterable[str]) -> Changes:
         """Return the fewest fp32 rules with which no batch fails: without any one of them, a batch fails."""

@@ -20,8 +20,8 @@ from torch import nn
 
 from amp_plugin.casting.rules import OpRules, torch_release
 from amp_plugin.messages import did_you_mean
-from amp_plugin.tuning.measure import Measurement, Trials, rules_without_16_bits
-from amp_plugin.tuning.search import Aim, Changes, Goal, Search, Tried
+from amp_plugin.tuning.measure import Goal, Measurement, Trials, rules_without_16_bits
+from amp_plugin.tuning.search import Changes, Search, Tried
 from amp_plugin.tuning.workload import StepFunction, Workload, used_ops
 
 _REFERENCES: Final = {"fp32": torch.float32, "fp64": torch.float64}
@@ -48,7 +48,6 @@ class Tuning:
             is none.
         is_followed: False if rules change nothing, because autocast is off or its blocks have rules of
             their own.
-        batches: the number of batches.
     """
 
     rules: OpRules
@@ -62,7 +61,11 @@ class Tuning:
     tried: tuple[Tried, ...]
     nearest: str
     is_followed: bool
-    batches: int
+
+    @property
+    def batches(self) -> int:
+        """The number of batches."""
+        return len(self.before.errors)
 
     @property
     def keeps_default(self) -> bool:
@@ -200,7 +203,7 @@ def tuned(
     workload: Workload, device_type: str, *, goal: str, budget: float, reference: str, progress: bool
 ) -> Tuning:
     """Tune the rules of a workload; the arguments are those of :func:`tune`."""
-    aim = _aim(goal, budget, reference)
+    wanted = _checked(goal, budget, reference)
     default = OpRules.default(device_type)
     # The output of the trials is dropped.
     with Console(file=sys.stderr, quiet=not progress).status("") as status:
@@ -211,8 +214,8 @@ def tuned(
 
         status.update(f"running without 16 bits, in {reference}")
         trials = Trials(workload, device_type, reference=_REFERENCES[reference])
-        search = Search(trials, default, aim, on_tried)
-        changes = _chosen(search, used_ops(workload, default), aim)
+        search = Search(trials, default, wanted, budget, on_tried)
+        changes = _chosen(search, used_ops(workload, default), wanted)
         rules, after = search.rules(changes), search.measure(changes) or search.default()
         in_fp32 = rules_without_16_bits(device_type)
         is_followed = bool(changes) or trials.measure(in_fp32) != search.default()
@@ -220,7 +223,7 @@ def tuned(
         seconds = _timed(trials, default, rules)
     return Tuning(
         rules=rules,
-        goal=aim.goal,
+        goal=wanted,
         budget=budget,
         reference=reference,
         before=search.default(),
@@ -230,12 +233,11 @@ def tuned(
         tried=search.tried,
         nearest=search.nearest(),
         is_followed=is_followed,
-        batches=trials.batches,
     )
 
 
-def _aim(goal: str, budget: float, reference: str) -> Aim:
-    """Check the options and return the aim."""
+def _checked(goal: str, budget: float, reference: str) -> Goal:
+    """Check the options and return the goal."""
     goals, msg = get_args(Goal), ""
     if goal not in goals:
         hint = did_you_mean(goal, goals, aliases={"speed": "casts", "bytes": "memory"}, written=repr)
@@ -247,14 +249,14 @@ def _aim(goal: str, budget: float, reference: str) -> Aim:
         msg = f"reference={reference!r} is not allowed; give 'fp64' or 'fp32'"
     if msg:
         raise ValueError(msg)
-    return Aim(goal=goal, budget=budget)  # type: ignore[arg-type]
+    return goal  # type: ignore[return-value]
 
 
-def _chosen(search: Search, ops: list[str], aim: Aim) -> Changes:
+def _chosen(search: Search, ops: list[str], goal: Goal) -> Changes:
     before = search.default()
     if before.failed < len(before.errors):
         return search.best(ops)
-    if aim.goal == "accuracy":
+    if goal == "accuracy":
         return search.cured(ops)
     msg = (
         "no batch has finite gradients with the default rules, so no error can be measured; "
@@ -308,12 +310,12 @@ _COSTS: Final = {"memory": "bytes saved for backward", "casts": "bytes cast", "a
 
 def draw(tuning: Tuning, axes: Any) -> None:
     """Draw each set with finite numbers as a point; mark the default set, the chosen set and the budget."""
-    aim, before = Aim(goal=tuning.goal, budget=tuning.budget), tuning.before
+    goal, before = tuning.goal, tuning.before
 
     def place(measured: Measurement, batches: int) -> tuple[float, float]:
         default = replace(before, errors=before.errors[:batches])
-        base = aim.cost(default)
-        return aim.cost(measured) / (base if 0 < base < math.inf else 1), aim.growth(measured, default)
+        base = default.cost(goal)
+        return measured.cost(goal) / (base if 0 < base < math.inf else 1), measured.growth(goal, default)
 
     tried = {
         attempt.changes: place(attempt.measurement, attempt.batches)
@@ -327,9 +329,9 @@ def draw(tuning: Tuning, axes: Any) -> None:
     for label, marker, measured in (("default rules", "s", before), ("chosen rules", "*", tuning.after)):
         axes.scatter(*place(measured, tuning.batches), s=130, marker=marker, label=label, zorder=3)
     if before.failed < tuning.batches:  # if all batches fail by default, no budget applies
-        axes.axhline(1 + aim.budget, color="black", linewidth=1, linestyle="--", label="budget")
-    grows = "bytes, saved or cast" if aim.goal == "accuracy" else "gradient error, whole or mean"
-    cost = _COSTS[aim.goal] + ", default rules: 1" * (before.failed < tuning.batches)
+        axes.axhline(1 + tuning.budget, color="black", linewidth=1, linestyle="--", label="budget")
+    grows = "bytes, saved or cast" if goal == "accuracy" else "gradient error, whole or mean"
+    cost = _COSTS[goal] + ", default rules: 1" * (before.failed < tuning.batches)
     axes.set(xlabel=cost, ylabel=f"{grows}, default rules: 1")
     axes.set_title(tuning.headline, fontsize=9, wrap=True)
     axes.legend(fontsize=9)

@@ -47,23 +47,28 @@ class StepFunction:
     """A step function and its batches."""
 
     def __init__(self, step: Callable[[Any], object], model: nn.Module, batches: Sequence[Any]) -> None:
-        self._step, self._inputs, self._params = step, list(batches), dict(model.named_parameters())
-        self.batches, self.model = len(self._inputs), model
+        self._step, self._inputs, self.model = step, list(batches), model
         if not self._inputs:
             msg = "tune(batches=[]): give at least one batch; two or three tell more"
             raise ValueError(msg)
 
+    @property
+    def batches(self) -> int:
+        """The number of batches."""
+        return len(self._inputs)
+
     def run(self, on_batch: OnBatch, *, batches: int) -> None:
         """Run the first batches from the present state of the model and of the random generators."""
-        versions = {name: param._version for name, param in self._params.items()}
+        params = dict(self.model.named_parameters())
+        versions = {name: param._version for name, param in params.items()}
         with _state_kept(self.model):
             for batch in self._inputs[:batches]:
                 self.model.zero_grad(set_to_none=True)
                 started = time.perf_counter()
                 self._step(batch)
-                gradients, msg = _gradients(self._params), ""
+                gradients, msg = _gradients(params), ""
                 taken = time.perf_counter() - started
-                if changed := [name for name, p in self._params.items() if p._version != versions[name]]:
+                if changed := [name for name, p in params.items() if p._version != versions[name]]:
                     msg = f"the step changed the weight {changed[0]}; leave optimizer.step() out of it"
                 elif not gradients:
                     msg = "the step gave no parameter a gradient; it has to call backward()"
@@ -116,6 +121,8 @@ class Script:
     step, but the weights are restored after each step, so that all batches see the same weights.
     """
 
+    model = None  # which of its modules is the model is not known
+
     def __init__(self, program: Program, arguments: Sequence[str], *, batches: int) -> None:
         file, present = Path(os.path.normpath(program.file.absolute())), Path.cwd()
         is_below = program.module is None and file.is_relative_to(present)
@@ -123,7 +130,7 @@ class Script:
         self._arguments = list(arguments)
         self._folder = FolderCopy(present)
         self._has_run = False
-        self.batches, self.model = batches, None  # which of its modules is the model is not known
+        self.batches = batches
 
     def run(self, on_batch: OnBatch, *, batches: int) -> None:
         """Run the program until its first ``batches`` backward passes are done; drop its output."""
