@@ -54,7 +54,7 @@ class History:
     """The steps of one run, taken from its log."""
 
     def __init__(self) -> None:
-        self.steps = self.skipped = self._zero_steps = 0  # over all optimizers
+        self.skipped = self._zero_steps = 0  # over all optimizers
         self.is_wrong = False  # whether the last step was skipped, or its loss or gradients were not finite
         self.growth = 1.0  # the factor by which weights had grown when that last happened
         # Steps whose loss was not finite, or that were taken with gradients that were not finite.
@@ -63,8 +63,17 @@ class History:
         self.per_point = 1  # one of this many steps becomes a point of the curves
         self._points: list[Point] = []
         self._names: dict[int, str] = {}  # names of the optimizers
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()  # of the steps
         self._losses: list[Tensor] = []
+
+    @property
+    def steps(self) -> int:
+        """The number of steps, of all optimizers."""
+        return self._counts.total()
+
+    def note_growth(self, factor: float) -> None:
+        """Take the factor by which weights have grown up to a step that went wrong."""
+        self.growth = factor
 
     def hear_loss(self, loss: Any) -> None:
         """Add the loss of a micro-batch to the loss of the present step."""
@@ -89,7 +98,6 @@ class History:
         is_odd = not all(value is None or math.isfinite(value) for value in told)
         self.wrong_steps += [number] if is_odd else []
         self.is_wrong = is_odd or result.skipped
-        self.steps += 1
         if number % self.per_point == 0:
             after = result.clipped_norm
             self._points.append(Point(number, name, scale, *map(shown, (before, after, loss))))

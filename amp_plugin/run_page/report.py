@@ -84,7 +84,7 @@ class RunReport:
         self._optimizers: list[Optimizer] = []
         self._open = ExitStack()
         self._writes = (rank_of_process() or 0) == 0
-        self._written = self._cost = 0.0
+        self._next_write = 0.0  # on the clock of performance
         self._began, self._state = _now(), "running"
         self._take(models)
 
@@ -168,13 +168,12 @@ class RunReport:
         self.history.add(step, overflowed)
         if self.history.is_wrong and self._growth_looks < _MOST_GROWTHS:
             self._growth_looks += 1
-            self.history.growth = self._growth.factor()
+            self.history.note_growth(self._growth.factor())
         if overflowed is not None:
             self._headroom.note_overflow(self.history.steps, (*overflowed.inf, *overflowed.nan))
         elif self._headroom.is_due():
             self._headroom.read(self.history.steps, step.result)
-        waited = time.perf_counter() - self._written
-        if self._writes and waited > max(_SECONDS, self._cost / BUDGET):
+        if self._writes and time.perf_counter() > self._next_write:
             with random_numbers_kept():
                 self._try_to_write()
 
@@ -207,8 +206,8 @@ class RunReport:
         finally:
             with suppress(OSError):
                 unfinished.unlink(missing_ok=True)
-        self._written = time.perf_counter()
-        self._cost = self._written - start
+        now = time.perf_counter()
+        self._next_write = now + max(_SECONDS, (now - start) / BUDGET)
 
     def _facts(self) -> dict[str, Any]:
         options = fields(self._options) if is_dataclass(self._options) else ()
