@@ -11,7 +11,7 @@ all numbers are theirs. One optimizer step::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,11 +24,14 @@ from torch.optim import Optimizer
 from amp_plugin.adapters.lightning.precision_core import PrecisionCore
 from amp_plugin.adapters.lightning.user_code import (
     NOT_AFTER_CLIPPING,
-    HeldSchedulers,
+    Scheduled,
     average_landed_steps,
     averages_in_fp32,
     calls_closure_again,
+    hold_schedulers,
     refuse_strays,
+    release_schedulers,
+    scheduled_after_steps,
     users_methods,
 )
 from amp_plugin.adapters.scaler import anomalies_explained, scaler_groups, torch_optimizer
@@ -89,7 +92,7 @@ class TrainerPrecision(PrecisionCore):
     @takes(PluginOptions, by_position=1)
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self._schedulers = HeldSchedulers()
+        self._schedulers: list[Scheduled] = []  # which sit out skipped steps
         self._landed_steps = 0  # as schedulers count them: a GPU's host learns of a skip one step later
         self._trainer: Any = None  # of the present run
         self._loads_again = False  # whether weights that were loaded before set-up were rounded
@@ -144,11 +147,16 @@ class TrainerPrecision(PrecisionCore):
         if self._fits:
             self._check_shards(model)
         self.session.add([model], optimizers, [model])
-        self._schedulers.take(lr_schedulers, self.step_log)
-        self.session.at_end.callback(self._schedulers.take, [], self.step_log)
+        self._take_schedulers(lr_schedulers)
+        self.session.at_end.callback(self._take_schedulers, [])
         if self._scaler.is_enabled() and self._is_manual:
             self.session.origins.watch(param for optimizer in optimizers for param in params_of(optimizer))
         return model, optimizers, lr_schedulers
+
+    def _take_schedulers(self, configs: Sequence[LRSchedulerConfig]) -> None:
+        """Take charge of the Trainer's schedulers, and of no others any more."""
+        release_schedulers(self._schedulers)
+        self._schedulers = scheduled_after_steps(configs, self.step_log)
 
     def teardown(self) -> None:
         """End the run; warn if all of its steps were skipped."""
@@ -221,7 +229,7 @@ class TrainerPrecision(PrecisionCore):
         with self._outside_region():
             output = self._step(model.trainer, optimizer, closure, **kwargs)
             self.session.count_step()  # not if the closure has raised
-            self._schedulers.after_step(optimizer, self.step_log)
+            hold_schedulers(self._schedulers, optimizer, self.step_log)
             self._landed_steps += self.landed(optimizer, wait=False)
             return output
 

@@ -131,31 +131,35 @@ def average_landed_steps(
             undo.callback(vars(callback).pop, "should_update", None)
 
 
-class HeldSchedulers:
-    """The schedulers that the Trainer steps after optimizer steps; they sit out skipped ones.
+Scheduled = tuple[Any, int]
+"""An LRSchedulerConfig of the Trainer, and its own frequency.
 
-    The Trainer steps a scheduler where ``(batch_idx + 1) % config.frequency == 0``: a frequency that no batch
-    index reaches holds it back. Nothing is set on the scheduler itself, whose ``state_dict()`` is saved.
-    """
+The Trainer steps a scheduler where ``(batch_idx + 1) % config.frequency == 0``: a frequency that no batch
+index reaches holds it back. Nothing is set on the scheduler itself, whose ``state_dict()`` is saved.
+"""
 
-    def __init__(self) -> None:
-        self._configs: list[tuple[Any, int]] = []  # with their own frequencies
 
-    def take(self, configs: Iterable[Any], log: StepLog) -> None:
-        """Take charge of the Trainer's LRSchedulerConfigs, and of no others any more."""
-        for config, frequency in self._configs:
-            config.frequency = frequency
-        self._configs = [
-            (config, config.frequency)
-            for config in configs
-            if config.interval == "step" and not config.reduce_on_plateau
-        ]
-        for config, frequency in self._configs:
-            if frequency != 1:  # after some steps only, whose fate is to be known then
-                log.wait_for(config.scheduler.optimizer)
+def scheduled_after_steps(configs: Iterable[Any], log: StepLog) -> list[Scheduled]:
+    """Return those of the Trainer's configs that it steps after optimizer steps."""
+    scheduled = [
+        (config, config.frequency)
+        for config in configs
+        if config.interval == "step" and not config.reduce_on_plateau
+    ]
+    for config, frequency in scheduled:
+        if frequency != 1:  # after some steps only, whose fate is to be known then
+            log.wait_for(config.scheduler.optimizer)
+    return scheduled
 
-    def after_step(self, optimizer: Optimizer, log: StepLog) -> None:
-        """Hold an optimizer's schedulers back, or no more."""
-        for config, frequency in self._configs:
-            if config.scheduler.optimizer is optimizer:
-                config.frequency = _NEVER if log.holds_schedulers(optimizer) else frequency
+
+def hold_schedulers(scheduled: Iterable[Scheduled], optimizer: Optimizer, log: StepLog) -> None:
+    """After an optimizer's step, hold its schedulers back if the step was skipped; else let them go."""
+    for config, frequency in scheduled:
+        if config.scheduler.optimizer is optimizer:
+            config.frequency = _NEVER if log.holds_schedulers(optimizer) else frequency
+
+
+def release_schedulers(scheduled: Iterable[Scheduled]) -> None:
+    """Let all schedulers go."""
+    for config, frequency in scheduled:
+        config.frequency = frequency
