@@ -37,6 +37,13 @@ RULE_CODES = {rule: number for number, rule in enumerate(OpRule, start=1)}
 # c10::DeviceType of the devices that have op tables.
 DEVICE_NUMBERS = {"cpu": 0, "cuda": 1, "xpu": 12, "mps": 13}
 
+Opening = tuple[int | None, torch.dtype, bool, bool, int, str]
+"""What a region is opened with.
+
+The number of its device, or None if our kernels are not installed on it; the dtype; whether autocast is on;
+whether casts are kept; the number of its rules; and the device type.
+"""
+
 
 class AutocastKernels:
     """The native kernels that the regions of this process run on, and the numbers of its rule sets.
@@ -46,14 +53,15 @@ class AutocastKernels:
             of torch's own.
         leave: a function that closes a native region, counted from the innermost. It stays when the kernels
             are uninstalled, for regions that are open then.
-        checked: arguments of a region that torch has accepted -> the number of its device (None if our
-            kernels are not installed on it), whether autocast is on, and the number of its default rules.
+        checked: device type, dtype and ``enabled`` that torch has accepted -> what a region with them is
+            opened with: first if it keeps no casts, then if it does. For the dtype None, the dtype in an
+            opening is the one that torch had when it checked.
     """
 
     def __init__(self) -> None:
         self.native: Any = None
         self.leave: Any = None
-        self.checked: dict[tuple[str, torch.dtype | None, bool], tuple[int | None, bool, int]] = {}
+        self.checked: dict[tuple[str, torch.dtype | None, bool], tuple[Opening, Opening]] = {}
         self._lock = threading.Lock()
         # Rule set -> its number, 1, 2, ... in order; the default rules are not in it.
         self._numbers: dict[OpRules, int] = {}

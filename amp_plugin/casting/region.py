@@ -21,7 +21,7 @@ from torch.amp.autocast_mode import is_autocast_available as torchs_is_autocast_
 from typing_extensions import Self
 
 from amp_plugin.casting.compiled import TracedRegion, are_rules_in_force, content_of, teach_dynamo
-from amp_plugin.casting.installed_kernels import DEVICE_NUMBERS, KERNELS, check_rules, number_of
+from amp_plugin.casting.installed_kernels import DEVICE_NUMBERS, KERNELS, Opening, check_rules, number_of
 from amp_plugin.casting.rules_in_force import number_for_region
 from amp_plugin.kernels.tracers import untraced
 from amp_plugin.messages import warned_at_user
@@ -140,7 +140,7 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         torch.bfloat16
     """
 
-    _opening: tuple[Any, ...]
+    _opening: Opening
     _found: tuple[bool, bool, torch.dtype, bool]
 
     @untraced
@@ -164,20 +164,16 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
             if rules is not None:
                 check_rules(rules, device_type)
             return TracedRegion(device_type, dtype, enabled, cache_enabled, content_of(rules))  # type: ignore[return-value]
-        checked = KERNELS.checked.get((device_type, dtype, enabled))
-        if checked is None:
-            checked = _check(device_type, dtype, enabled)
+        openings = KERNELS.checked.get((device_type, dtype, enabled))
+        if openings is None:
+            openings = _check(device_type, dtype, enabled)
         if cache_enabled is None:
             cache_enabled = is_autocast_cache_enabled() or _hides_flag(device_type)
+        opening = openings[1 if cache_enabled else 0]
+        if dtype is None or rules is not None:
+            opening = _completed(opening, dtype, rules)
         self: Self = new_object(cls)
-        self._opening = (
-            checked[0],
-            torch.get_autocast_dtype(device_type) if dtype is None else dtype,
-            checked[1],
-            cache_enabled,
-            checked[2] if rules is None else number_of(rules, device_type),
-            device_type,
-        )
+        self._opening = opening
         return self
 
     if not TYPE_CHECKING:
@@ -245,9 +241,13 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         return self
 
     @untraced
-    def __exit__(self, *exc_info: object) -> Literal[False]:
-        entries = getattr(_OPEN, "regions", None)
-        if entries and entries[-1] is self:
+    def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> Literal[False]:
+        try:
+            entries = _OPEN.regions
+            is_innermost = entries[-1] is self
+        except (AttributeError, IndexError):  # this thread has no region open
+            is_innermost = False
+        if is_innermost:
             del entries[-1]
             KERNELS.leave(0)
         else:
@@ -284,8 +284,21 @@ def call_in(regions: Sequence[torch.autocast], function: Callable[..., Any], arg
         return call_in(regions[1:], function, args, kwargs)
 
 
+def _completed(opening: Opening, dtype: torch.dtype | None, rules: OpRules | None) -> Opening:
+    """Return an opening with torch's present dtype if none was given, and with the rules if they were."""
+    number, _, enabled, cache_enabled, rules_number, device_type = opening
+    return (
+        number,
+        torch.get_autocast_dtype(device_type) if dtype is None else dtype,
+        enabled,
+        cache_enabled,
+        rules_number if rules is None else number_of(rules, device_type),
+        device_type,
+    )
+
+
 @untraced
-def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[int | None, bool, int]:
+def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[Opening, Opening]:
     """Let torch check the arguments, with its own errors and warnings; return a value of KERNELS.checked."""
     if dtype is not None and not isinstance(dtype, torch.dtype):
         name = known_precision(dtype)
@@ -295,10 +308,15 @@ def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[
     KERNELS.install()
     theirs = warned_at_user(torchs_autocast, device_type, dtype, enabled)
     number = DEVICE_NUMBERS.get(device_type) if KERNELS.native is not None else None
-    checked = (number, theirs._enabled, number_for_region(device_type))
+    rules_number = number_for_region(device_type)
+    lower = theirs.fast_dtype if dtype is None else dtype
+    openings = (
+        (number, lower, bool(theirs._enabled), False, rules_number, device_type),
+        (number, lower, bool(theirs._enabled), True, rules_number, device_type),
+    )
     if theirs._enabled == enabled:  # if torch turned it off, it warned, and should warn again next time
-        KERNELS.checked[device_type, dtype, enabled] = checked
-    return checked
+        KERNELS.checked[device_type, dtype, enabled] = openings
+    return openings
 
 
 def covers_each_step(func: Callable[..., Any], context: AbstractContextManager[Any]) -> Callable[..., Any]:
