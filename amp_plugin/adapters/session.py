@@ -122,9 +122,7 @@ class Session:
         self._stepped: set[int] = set()  # the optimizers that have stepped in this iteration
         self.growth = WeightGrowth()  # of the weights, where endless skips end the run
         self._enabled, self._door = enabled, door
-        self._float8: Any = None
-        if precision == "fp8" and isinstance(options, PluginOptions):
-            self._float8 = checked_config(f"{door}('fp8')", options.float8_config)
+        self._float8_config()  # an error in the options is one now
         self._scaler: Any = None
         self._meets_fp32 = False  # whether a module has float32 buffers, or is one of fp32_modules
         self._watch: RunReport | ModuleWatch | None = None
@@ -218,8 +216,8 @@ class Session:
             msg = f"device={asked!r} was given, but the model runs on {device!r}; delete device="
             raise OptionError(option="device", value=asked, allowed=repr(device), text=msg)
         self._refuse_other_choice(device)
-        if self._float8 is not None:
-            refuse_device(f"{self._door}('fp8')", device, self._float8)
+        if (float8 := self._float8_config()) is not None:
+            refuse_device(f"{self._door}('fp8')", device, float8)
         if self.device != device and is_first_rank:
             warn_of_slow_fp16(self.precision, device)
         self.device = device
@@ -315,9 +313,14 @@ class Session:
     def convert(self, model: nn.Module) -> nn.Module:
         """Put the modules named by ``fp32_modules`` under fp32; in fp8 convert Linear layers; in place."""
         in_fp32 = apply_fp32_modules(model, self.options.fp32_modules)
-        if self._float8 is None:
-            return model
-        return convert_linear_layers(model, self._float8, left_out=in_fp32)
+        float8 = self._float8_config()
+        return model if float8 is None else convert_linear_layers(model, float8, left_out=in_fp32)
+
+    def _float8_config(self) -> Any:
+        """Return torchao's config of fp8; None in other precisions."""
+        if self.precision != "fp8" or not isinstance(self.options, PluginOptions):
+            return None
+        return checked_config(f"{self._door}('fp8')", self.options.float8_config)
 
     def add(
         self, models: Iterable[nn.Module], optimizers: Sequence[Optimizer], named: Sequence[nn.Module] = ()

@@ -98,8 +98,8 @@ def _with_model_in_fp32(hook: Callable[..., Any], trainer: Any, module: nn.Modul
         return hook(trainer, module, *args)
 
 
-class AfterLandedSteps:
-    """Asks an averaging callback whether to average, but only if a step has landed since it was last asked.
+def _after_landed_steps(should_update: Callable[..., bool], landed: Callable[[], int]) -> Callable[..., bool]:
+    """Return a method that asks an averaging callback only if a step has landed since it was last asked.
 
     Lightning counts a step whether it was skipped or not, and would average the same weights again.
 
@@ -107,18 +107,18 @@ class AfterLandedSteps:
         should_update: The callback's own method.
         landed: Returns how many optimizer steps have landed so far.
     """
+    seen = landed()
 
-    def __init__(self, should_update: Callable[..., bool], landed: Callable[[], int]) -> None:
-        self._should_update, self._landed = should_update, landed
-        self._seen = landed()
-
-    def __call__(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+    def answer(step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Answer in the callback's place, after a step or (``step_idx`` None) at the end of an epoch."""
+        nonlocal seen
         if step_idx is not None:
-            before, self._seen = self._seen, self._landed()
-            if self._seen == before:
+            before, seen = seen, landed()
+            if seen == before:
                 return False
-        return bool(self._should_update(step_idx=step_idx, epoch_idx=epoch_idx))
+        return bool(should_update(step_idx=step_idx, epoch_idx=epoch_idx))
+
+    return answer
 
 
 def average_landed_steps(
@@ -127,7 +127,7 @@ def average_landed_steps(
     """Let Lightning's averages of weights (EMA among them) follow landed steps, until ``undo`` is closed."""
     for callback in callbacks:
         if isinstance(callback, package.callbacks.WeightAveraging):
-            callback.should_update = AfterLandedSteps(callback.should_update, landed)
+            callback.should_update = _after_landed_steps(callback.should_update, landed)
             undo.callback(vars(callback).pop, "should_update", None)
 
 
