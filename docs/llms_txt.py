@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -27,23 +28,29 @@ def llms_txt() -> str:
     """
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     parts: dict[str, list[str]] = {
-        "Overview": ["- [For coding agents](AGENTS.md): " + _summary(ROOT / "AGENTS.md")]
+        "Overview": [
+            f"- [{title}]({page}): {_summary(ROOT / page)}"
+            for title, page in (("For coding agents", "AGENTS.md"), ("Architecture", "ARCHITECTURE.md"))
+        ]
     }
     for entry in site["nav"]:
         ((title, below),) = entry.items()
         if isinstance(below, str):
             parts["Overview"] += _lines(title, below)
         else:
-            parts[title] = [line for page in below for named in page.items() for line in _lines(*named)]
+            parts[title] = _lines(title, below)
     sections = (f"## {title}\n\n" + "\n".join(lines) for title, lines in parts.items())
     return f"# {site['site_name']}\n\n> {site['site_description']}\n\n" + "\n\n".join(sections) + "\n"
 
 
-def _lines(title: str, page: str) -> list[str]:
-    path = ROOT / "docs" / page
+def _lines(title: str, below: str | list[dict[str, Any]]) -> list[str]:
+    """Return the lines of a page, or of all pages below an entry of the menu."""
+    if isinstance(below, list):
+        return [line for entry in below for named in entry.items() for line in _lines(*named)]
+    path = ROOT / "docs" / below
     if not path.exists():  # a page that the build of the site makes of a notebook
         return []
-    return [f"- [{title}](docs/{page}): {_summary(path)}"]
+    return [f"- [{title}](docs/{below}): {_summary(path)}"]
 
 
 def _summary(page: Path) -> str:

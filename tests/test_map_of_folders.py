@@ -1,16 +1,25 @@
-"""Does the map of the package name each of its folders and modules, so that a newcomer finds the right one?"""
+"""Does ARCHITECTURE.md name each folder and module of the package, so that a newcomer finds the right one?"""
 
+import re
 from pathlib import Path
 
 import amp_plugin
 
 ROOT = Path(amp_plugin.__file__).parent
-MAP = (ROOT.parent / "docs" / "lab" / "design.md").read_text(encoding="utf-8").partition("## ")[0]
+MAP = (ROOT.parent / "ARCHITECTURE.md").read_text(encoding="utf-8")
 
 
-def test_it_names_each_folder_and_each_module_of_the_root():
-    folders = {f"`{folder.name}/`" for folder in ROOT.iterdir() if (folder / "__init__.py").is_file()}
-    modules = {f"`{module.name}`" for module in ROOT.glob("*.py") if not module.stem.startswith("__")}
-    assert len(folders) > 8
-    assert len(modules) > 5
-    assert not {name for name in folders | modules if name not in MAP}
+def test_it_has_a_row_for_each_folder_and_no_other():
+    rows = re.findall(r"^\| `(\w+)/` \|", MAP, re.MULTILINE)
+    assert sorted(rows) == sorted(file.parent.name for file in ROOT.glob("*/__init__.py"))
+
+
+def test_it_has_a_row_for_each_module_of_the_root_and_no_other():
+    rows = re.findall(r"^\| `(\w+\.py)` \|", MAP, re.MULTILINE)
+    assert sorted(rows) == sorted(file.name for file in ROOT.glob("*.py") if not file.stem.startswith("__"))
+
+
+def test_the_files_that_it_names_exist():
+    named = re.findall(r"`(?:[\w/]*/)?(\w+\.(?:py|cpp|h))`", MAP)
+    assert len(named) > 40
+    assert {file for file in named if not [*ROOT.rglob(file)]} == set()

@@ -1,7 +1,7 @@
 """Compiles the native core once per torch release, and loads it.
 
 A core from a wheel is looked for first, then one in the build cache. The build cache also holds the cubins of
-the CUDA kernels. docs/lab/design.md, "How the core is built", says what the cache promises, and why another
+the CUDA kernels. docs/decisions/building_the_core.md says what the cache promises, and why another
 process does the compiling.
 """
 

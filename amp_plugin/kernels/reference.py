@@ -11,7 +11,7 @@ when they are written. :mod:`amp_plugin.kernels.ops` states the contract.
 One collective adds them. For p = inf it takes the maximum of the norms, for p = -inf the maximum of the
 negated norms.
 
-**Weights.** A float32 weight is stored as a pair of 16 + 16 bits: docs/lab/design.md, "The pair".
+**Weights.** A float32 weight is stored as a pair of 16 + 16 bits: docs/decisions/weights_in_pairs.md.
 
 **Steps.** :func:`step_` takes a step of any optimizer that has an entry in :data:`RULES`.
 """

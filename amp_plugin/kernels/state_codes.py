@@ -1,6 +1,6 @@
 """Optimizer states in 16 and 8 bits, in plain torch. The kernels read and write exactly the same bits.
 
-docs/lab/design.md, "Compressed state", describes the formats. The random bits of an element depend only on
+docs/decisions/compressed_state.md describes the formats. The random bits of an element depend only on
 its position in memory and on the number of the step.
 """
 
