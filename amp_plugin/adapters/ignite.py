@@ -129,14 +129,14 @@ class IgnitePrecision(FrontDoor):
             prepare_batch: returns inputs and targets of a batch, as in ignite.
             output_transform: makes the engine's output of inputs, targets, the model's output and the loss.
         """
-        prepare, every = prepare_batch or _prepare_batch, self.options.gradient_accumulation_steps
+        prepare, every = prepare_batch or convert_tensor, self.options.gradient_accumulation_steps
 
         def update(engine: Engine, batch: Any) -> Any:
             iteration = engine.state.iteration
             if (iteration - 1) % every == 0:
                 optimizer.zero_grad()
             model.train()
-            x, y = prepare(batch, device=device, non_blocking=False)
+            x, y = cast("tuple[Any, Any]", prepare(batch, device=device, non_blocking=False))
             with self.session.region():
                 y_pred = self.model_fn(model, x)
                 loss = loss_fn(y_pred, y)
@@ -153,8 +153,7 @@ class IgnitePrecision(FrontDoor):
         """Begin and end the run with an engine, whose update calls :meth:`backward` and :meth:`step`."""
         engine.add_event_handler(Events.STARTED, self._on_started, model, optimizer)
         engine.add_event_handler(Events.ITERATION_COMPLETED, self._on_iteration, optimizer)
-        for event in (Events.COMPLETED, Events.TERMINATE):
-            engine.add_event_handler(event, self.end)
+        engine.add_event_handler(Events.COMPLETED | Events.TERMINATE, self.end)
 
     def _on_started(self, engine: Engine, model: nn.Module, optimizer: Optimizer) -> None:
         session, options = self.session, self.options
@@ -240,8 +239,3 @@ class IgnitePrecision(FrontDoor):
 
 def _device(model: nn.Module) -> str:
     return next(model.parameters()).device.type
-
-
-def _prepare_batch(batch: Any, *, device: Any, non_blocking: bool) -> tuple[Any, Any]:
-    x, y = batch
-    return convert_tensor(x, device, non_blocking), convert_tensor(y, device, non_blocking)
