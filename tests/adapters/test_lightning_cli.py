@@ -4,12 +4,14 @@ import sys
 
 import pytest
 import torch
+import yaml
 
 pytest.importorskip("jsonargparse", reason="LightningCLI needs it")
 
 from lightning.pytorch.cli import LightningCLI
 
 from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision
+from amp_plugin.options import PluginOptions, option_names
 from tests.adapters.lightning_models import QUIET, Linear, regression
 
 OUTDATED = "ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"  # LightningCLI's calls
@@ -63,6 +65,21 @@ def test_all_options_come_from_yaml(tmp_path, monkeypatch):
     monitor = next(callback for callback in trainer.callbacks if isinstance(callback, AmpMonitor))
     assert monitor.max_skips_in_a_row == 7
     assert torch.get_default_dtype() is torch.float32
+
+
+def test_a_config_that_is_printed_makes_the_same_plugin(tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run(tmp_path, monkeypatch, "fp16", "--print_config")
+    assert ended.value.code in {0, None}
+    printed = capsys.readouterr().out
+    options = yaml.safe_load(printed)["trainer"]["plugins"][0]["init_args"]
+    assert set(options) == set(option_names(PluginOptions))
+    assert (options["init_scale"], options["weights"]) == (1024.0, "fp32")
+    (tmp_path / "printed.yaml").write_text(printed)
+    monkeypatch.setattr(sys, "argv", ["program", "fit", "--config", str(tmp_path / "printed.yaml")])
+    plugin = LightningCLI(Module, save_config_callback=None).trainer.precision_plugin
+    assert (plugin.settings.init_scale, plugin.settings.eval_precision) == (1024.0, "fp32")
+    assert list(plugin.settings.fp32_modules) == ["net.2"]
 
 
 def test_a_wrong_precision_is_named(tmp_path, monkeypatch, capsys):
