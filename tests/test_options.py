@@ -21,6 +21,7 @@ from amp_plugin import (
     OptionError,
 )
 from amp_plugin.adapters.accelerate.settings import accelerators_arguments, resolve
+from amp_plugin.adapters.ignite import IgniteOptions, IgnitePrecision
 from amp_plugin.kernels.ops import HYSTERESIS_MODES
 from amp_plugin.options import (
     KNOWN_VARIABLES,
@@ -40,6 +41,7 @@ CLASSES = {
     GradScaler: GradScalerOptions,
     AmpPrecision: PluginOptions,
     FabricAmpPrecision: PluginOptions,
+    IgnitePrecision: IgniteOptions,
 }
 
 
@@ -68,7 +70,8 @@ def test_positions_are_those_of_torchs_scaler_and_of_the_stock_plugin():
         return [p.name for p in shown if p.kind is not p.KEYWORD_ONLY]
 
     assert positional(GradScaler) == positional(torch.amp.GradScaler)
-    assert positional(AmpPrecision) == positional(FabricAmpPrecision) == ["precision"]
+    for door in (AmpPrecision, FabricAmpPrecision, IgnitePrecision):
+        assert positional(door) == ["precision"]
 
 
 @pytest.mark.parametrize(("kind", "options"), [*CLASSES.items(), (AmpKwargs, AccelerateOptions)])

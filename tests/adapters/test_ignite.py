@@ -1,6 +1,8 @@
 """Does ignite's engine train, skip, clip, save and log in mixed precision as a plain torch.amp loop does?"""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -142,6 +144,20 @@ def test_a_checkpoint_resumes_the_loss_scale_and_the_count(tmp_path):
     assert torchs.get_scale() == first.scaler.get_scale()
     with pytest.warns(UserWarning, match="written in another precision; its scale is ignored"):
         IgnitePrecision("bf16").load_state_dict(first.state_dict())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda amp: pickle.loads(pickle.dumps(amp))])
+def test_a_copy_goes_on_by_itself_from_the_same_scale(copied):
+    amp = IgnitePrecision("fp16", init_scale=2.0**10, growth_interval=2)
+    trained(amp, batches(5, poisoned=[1]))
+    twin = copied(amp)
+    before = amp.state_dict()
+    assert twin.state_dict() == before
+    assert twin.options == amp.options
+    losses, *_ = trained(twin, batches(3))
+    assert all(map(math.isfinite, losses))
+    assert twin.skipped_steps == 1
+    assert amp.state_dict() == before
 
 
 @pytest.mark.parametrize("weights", ["fp32", "bf16", "bf16-true"])
