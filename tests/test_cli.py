@@ -1,6 +1,7 @@
 """The command `amp-plugin`, as typed."""
 
 import json
+import os
 import re
 import runpy
 import shlex
@@ -326,3 +327,27 @@ def test_a_recorded_run_as_json_is_one_object(script: Path, tmp_path: Path) -> N
     assert "arguments:" in result.stderr
     assert report["file"] == str(tmp_path / "run.pt")
     assert (report["results"] > 0, report["steps"]) == (True, 1)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_commands_and_options(shell: str) -> None:
+    """Each completion starts the command, so it must not import torch."""
+    words = {"COMP_WORDS": "amp-plugin di", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "amp-plugin di"}
+    asked = {"_AMP_PLUGIN_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_FISH_ACTION": "get-args", **words}
+    program = (
+        "import sys\n"
+        "from amp_plugin.cli import app\n"
+        "try:\n"
+        "    app(prog_name='amp-plugin')\n"
+        "finally:\n"
+        "    print('torch' in sys.modules, file=sys.stderr)\n"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **asked},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "diagnose" in answer.stdout
+    assert answer.stderr.strip().endswith("False")

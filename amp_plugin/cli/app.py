@@ -21,7 +21,6 @@ from amp_plugin.cli.arguments import AsJson, Device, ScriptCommand, fail
 app = typer.Typer(
     name="amp-plugin",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -120,10 +119,15 @@ def _build_cuda(architectures: list[str]) -> int:
 @app.command()
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A file, or a folder of Accelerate or transformers.")],
-    target: Annotated[Path, typer.Argument(help="The file to write, *.safetensors.")],
+    target: Annotated[
+        Path, typer.Argument(help="The file to write, *.safetensors; with --max-shard-size, a new folder.")
+    ],
     dtype: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="Dtype of the weights.")] = "fp32",
     prefix: Annotated[str, typer.Option(help="Take only names that begin so, and drop it: model.")] = "",
     key: Annotated[str, typer.Option(help="Where a file of torch.save holds the state dict.")] = "",
+    max_shard_size: Annotated[
+        str, typer.Option(help="Write shards of at most this size, and their index: 5GB. Default: one file.")
+    ] = "",
     force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
     trust: Annotated[
         bool, typer.Option("--trust", help="Unpickle any object; whoever wrote the file can run code here.")
@@ -137,12 +141,22 @@ def export(
     """
     from amp_plugin.weights.export import export as write  # noqa: PLC0415 - loads torch
 
-    if target.suffix != ".safetensors":
-        fail(f"{str(target)!r} is not named as what is written; name it {target.stem}.safetensors", code=2)
+    if target.suffix != ".safetensors" and not max_shard_size:
+        fail(f"{str(target)!r} must end in .safetensors; name it {target.stem}.safetensors", code=2)
+    if target.exists() and max_shard_size:
+        fail(f"{str(target)!r} exists; shards are written into a new folder, so give another name", code=2)
     if target.exists() and not force:
         fail(f"{str(target)!r} exists; give another name, or --force to write over it", code=2)
     try:
-        done = write(checkpoint, target, dtype=dtype, prefix=prefix, key=key, trust=trust)
+        done = write(
+            checkpoint,
+            target,
+            dtype=dtype,
+            prefix=prefix,
+            key=key,
+            trust=trust,
+            max_shard_size=max_shard_size,
+        )
     except (OSError, ValueError, ImportError) as error:
         fail(str(error), code=1)
     if as_json:

@@ -27,6 +27,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from amp_plugin.hardware import in_widest_float, widest_float
 from amp_plugin.kernels.state_codes import decode, draws, encode, in_memory_order, random_bits, to_bf16
 
 INF_FLAG = 1
@@ -35,17 +36,9 @@ _WORD = 0xFFFFFFFF
 _NO_POWER = {0, math.inf, -math.inf}  # for these p the norms themselves are combined
 
 
-def _widest(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.to(_widest(tensor.device))
-
-
 def _flat_norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Return the norm of all elements as one vector, in the widest float of the device."""
-    dtype = _widest(device)
+    dtype = widest_float(device)
     parts = [g for g in grads if g.numel()]
     if not parts:
         return torch.zeros((), dtype=dtype, device=device)
@@ -168,7 +161,7 @@ def update_scale_(
     # torch treats an interval of 2^31 or more as 0 or negative when it compares it with int32 tensors.
     grow = ~overflow & (steps >= min(growth_interval, torch.iinfo(torch.int32).max))
 
-    wide = _widened(scale)  # torch multiplies in float64 too
+    wide = in_widest_float(scale)  # torch multiplies in float64 too
     lower = torch.maximum((wide * backoff_factor).float(), scale.clamp(max=min_scale))
     higher = (wide * growth_factor).float()
     higher = torch.where(higher.isfinite(), higher, scale)
@@ -652,10 +645,10 @@ def step_(
     entry, count = RULES[rule], len(params)
     named = SimpleNamespace(**dict(zip(entry.numbers, numbers, strict=True)))
     if lr is not None:
-        named.lr = _widened(lr).reshape(())
+        named.lr = in_widest_float(lr).reshape(())
     taken = True if found_inf is None else found_inf.reshape(()) <= 0
     for i, (whole, grad) in enumerate(_unscaled(params, grads, remainders, grad_scale)):
-        counts = [_widened(counters[k * count + i]) for k in range(entry.counters)]
+        counts = [in_widest_float(counters[k * count + i]) for k in range(entry.counters)]
         if counts:
             counts[0] = counts[0] + 1
         if entry.count is not None:
@@ -683,11 +676,11 @@ def _unscaled(
         if remainders:
             whole = torch.empty_like(param, dtype=torch.float32)
             unpack_weights_([param], [remainders[i]], [whole])
-        unscaled = _widened(grad)
+        unscaled = in_widest_float(grad)
         if grad_scale is not None and divides:
-            unscaled = unscaled / _widened(grad_scale).reshape(())
+            unscaled = unscaled / in_widest_float(grad_scale).reshape(())
             grad.copy_(unscaled)
-        yield _widened(whole), unscaled
+        yield in_widest_float(whole), unscaled
 
 
 def _write_if(tensor: Tensor, value: Tensor, taken: Tensor | bool) -> None:
@@ -697,10 +690,10 @@ def _write_if(tensor: Tensor, value: Tensor, taken: Tensor | bool) -> None:
 def _read_state(state: Tensor, param: Tensor, kind: str) -> Tensor:
     """Return a state in float32 or wider, whichever way it is stored."""
     if state.dtype is not torch.uint8:
-        return _widened(state)
+        return in_widest_float(state)
     value = torch.empty_like(param, dtype=torch.float32)
     in_memory_order(value).copy_(decode(state, param.numel(), signed=kind == "signed"))
-    return _widened(value)
+    return in_widest_float(value)
 
 
 def _write_state(

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from amp_plugin.hardware import widest_float
 from amp_plugin.numerics.finding import laid_out
 from amp_plugin.numerics.op import Call, listed
 from amp_plugin.numerics.shadow import WideRun
@@ -119,7 +120,7 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
         if steps < 1:
             msg = f"record_run(steps={steps}): give at least 1"
             raise ValueError(msg)
-        super().__init__(model, torch.float32 if torch.backends.mps.is_available() else torch.float64)
+        super().__init__(model, widest_float(torch.accelerator.current_accelerator() or torch.device("cpu")))
         self._path, self._most = Path(path), steps
         self._made: Storages[int] = Storages()  # numbers of the records that made them
         self.run = Run([], self.unseen)

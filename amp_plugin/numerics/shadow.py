@@ -11,6 +11,7 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
+from amp_plugin.hardware import in_widest_float
 from amp_plugin.numerics.advise import cures_of
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Call, Region, listed
@@ -100,7 +101,7 @@ class Jump(NamedTuple):
 def _mean_relative_error(values: Tensor, exact: Tensor) -> float:
     """Return the mean of |values - exact| / |exact|, at most 1 per element, where ``exact`` is finite."""
     finite = exact.isfinite()
-    values, exact = values[finite].double(), exact[finite].double()
+    values, exact = in_widest_float(values[finite]), in_widest_float(exact[finite])
     difference = (values - exact).abs()
     relative = torch.where(difference == 0, 0.0, difference / exact.abs()).nan_to_num(nan=1.0)
     return float(relative.clamp(max=1.0).mean()) if relative.numel() else 0.0

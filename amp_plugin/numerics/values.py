@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from amp_plugin.hardware import in_widest_float, widest_float
 from amp_plugin.precision import short_name
 
 Value = TypeVar("Value")
@@ -102,12 +103,16 @@ def norm(tensor: Tensor) -> float:
     """Return the Euclidean norm, computed in fp64; 0 where the numbers cannot be read."""
     with unwatched():
         values = real_values(tensor)
-        return 0.0 if values is None else float(torch.linalg.vector_norm(values, dtype=torch.float64))
+        return (
+            0.0
+            if values is None
+            else float(torch.linalg.vector_norm(values, dtype=widest_float(values.device)))
+        )
 
 
 def distance(value: Tensor, exact: Tensor, order: float = 2.0) -> float:
     """Return the norm of a difference relative to that of ``exact``; infinite if one alone is not finite."""
-    value, exact = value.detach().double(), exact.detach().double()
+    value, exact = in_widest_float(value.detach()), in_widest_float(exact.detach())
     alike = (value == exact) | (value.isnan() & exact.isnan())
     difference = torch.where(alike, 0.0, value - exact)
     size = torch.where(exact.isfinite(), exact, 0.0)
@@ -169,11 +174,11 @@ def fingerprint(tensor: Tensor, made_by: int = -1) -> Fingerprint:
     bits = flat.long() if is_discrete else flat.view(_BITS[flat.element_size()]).long()
     if is_discrete:
         flat = (_mixed(bits * 2654435761 + places) / 2.0**30 - 1) * math.sqrt(3)
-    flat = flat.double()
+    flat = in_widest_float(flat)
     finite = flat.isfinite()
     flat = torch.where(finite, flat, 0.0)
     hashed = _mixed(places)
-    sketch = torch.zeros(_BUCKETS, dtype=torch.float64, device=flat.device)
+    sketch = torch.zeros(_BUCKETS, dtype=flat.dtype, device=flat.device)
     sketch.index_add_(0, hashed % _BUCKETS, flat * ((hashed >> 20 & 1) * 2 - 1))
     return Fingerprint(
         checksum=int((bits * (2 * places + 1)).sum()),

@@ -13,6 +13,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from typing_extensions import Self
 
+from amp_plugin.hardware import in_widest_float
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.messages import warn_user
@@ -217,7 +218,7 @@ class GradScaler(TorchNames):
             return
 
         def unscale(scale: Tensor) -> dict[Any, Tensor]:
-            wide = scale if scale.device.type == "mps" else scale.double()
+            wide = in_widest_float(scale)
             inverse = wide.reciprocal().float()
             allowed = self.core.shared.fp16_gradients
             found = self._unscale_grads_(optimizer, inverse, torch.zeros_like(scale), allowed)

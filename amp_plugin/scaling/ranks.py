@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from amp_plugin.hardware import widest_float
 from amp_plugin.kernels import ops  # noqa: F401 -- defines torch.ops.amp_plugin
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.cuda.register import cuda_core
@@ -93,8 +94,7 @@ def _pack(
 ) -> Tensor:
     """Return what some ranks add up: the power of each layout, and the flag; one op."""
     members = [found for found in measurements if found.layout in layouts]
-    wide = torch.float32 if device.type == "mps" else torch.float64
-    packed = torch.empty(len(layouts) + 1, dtype=wide, device=device)
+    packed = torch.empty(len(layouts) + 1, dtype=widest_float(device), device=device)
     norms = [moved(found.norm, device) for found in members]
     slots = [layouts.index(found.layout) for found in members]
     replicas = [1 if layout is None else layout.replicas() for layout in layouts]

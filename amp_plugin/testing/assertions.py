@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_plugin.hardware import in_widest_float
 from amp_plugin.numerics.compare import RunRecorder, compare_runs
 from amp_plugin.numerics.finding import laid_out
 from amp_plugin.numerics.op import Call
@@ -74,9 +75,9 @@ class _Origin:
 
 def _turned(result: Tensor, exact: Tensor) -> float:
     """Return the share of a result, in squares, that lies in elements on the other side of a jump."""
-    size = float(exact.double().square().sum())
-    difference = result.double() - exact.double()
-    other_side = difference.abs() > 0.5 * exact.double().abs()
+    size = float(in_widest_float(exact).square().sum())
+    difference = in_widest_float(result) - in_widest_float(exact)
+    other_side = difference.abs() > 0.5 * in_widest_float(exact).abs()
     return float(difference[other_side].square().sum()) / size if size else 0.0
 
 
@@ -126,9 +127,9 @@ class _Trained(WideRun):  # type: ignore[no-untyped-call]
         """Note tensors that, taken as one vector, differ too much from the wide run."""
         error = size = explained = 0.0
         for tensor in tensors:
-            shadow = self.shadows.of(tensor).double()
+            shadow = in_widest_float(self.shadows.of(tensor))
             size += float(shadow.square().sum())
-            error += float((tensor.double() - shadow).square().sum())
+            error += float((in_widest_float(tensor) - shadow).square().sum())
             explained = max(explained, self._explained.get(tensor) or 0.0)
         self.largest = max(self.largest, explained)
         self._compare(what, math.sqrt(error), math.sqrt(size), explained)
@@ -150,10 +151,10 @@ class _Trained(WideRun):  # type: ignore[no-untyped-call]
         lost = wanted = 0.0
         with unwatched():
             for param, before, shadow in self._before:
-                update = self.shadows.of(param).double() - shadow.double()
+                update = in_widest_float(self.shadows.of(param)) - in_widest_float(shadow)
                 wanted += float(update.square().sum())
                 if is_low_precision(param.dtype):
-                    lost += float((param.double() - before.double() - update).square().sum())
+                    lost += float((in_widest_float(param) - in_widest_float(before) - update).square().sum())
         self._compare(
             f"updates of step {self.tracker.steps + 1}", math.sqrt(lost), math.sqrt(wanted), self.largest
         )

@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from amp_plugin.casting.cast_log import log_casts
 from amp_plugin.casting.rules import OpRule, OpRules
 from amp_plugin.casting.rules_in_force import rules_on_trial
+from amp_plugin.hardware import in_widest_float
 from amp_plugin.numerics.shadow import ShadowRun
 from amp_plugin.numerics.values import Storages, storage_address
 from amp_plugin.tuning.workload import Gradients, Workload
@@ -115,7 +116,7 @@ def gradient_error(gradients: Gradients, reference: Gradients, *, batch: int) ->
 
 def _sums(reference: Tensor, gradient: Tensor) -> tuple[float, float, float]:
     """Return the sums of reference², reference x gradient and gradient², in fp64."""
-    ours, theirs = reference.double(), gradient.detach().to(reference.device).double()
+    ours, theirs = in_widest_float(reference), in_widest_float(gradient.detach().to(reference.device))
     products = torch.stack([(ours * ours).sum(), (ours * theirs).sum(), (theirs * theirs).sum()])
     first, second, third = products.tolist()
     return first, second, third

@@ -1,10 +1,11 @@
-"""A model out of a checkpoint of Lightning, Accelerate or a plain loop, as one safetensors file."""
+"""Writes the model of a checkpoint of Lightning, Accelerate or a plain loop as safetensors."""
 
 from __future__ import annotations
 
 import json
 import pickle
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,57 +19,72 @@ from amp_plugin.precision import DTYPES
 from amp_plugin.weights.weight import FORMATS, HALVES
 
 _ENTRY_OF_0_2: Final = "amp_plugin_weights"
-_KEYS: Final = ("state_dict", "model", "model_state_dict")  # of Lightning, and of plain loops
+_KEYS: Final = ("state_dict", "model", "model_state_dict")  # Lightning's key, and those of plain loops
 _SHARD: Final = re.compile(r"(?P<model>.+)-(?P<number>\d+)-of-(?P<count>\d+)")
 _ADDED_BY_COMPILE: Final = re.compile(r"(^|\.)_orig_mod\.")
-_NAMED_AT_MOST: Final = 3  # weights in an error
+_NAMED_AT_MOST: Final = 3  # at most this many weights are named in an error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """What was written."""
+    """What an export has written."""
 
     tensors: int
-    elements: int  # numbers in them
-    size: int  # of the file in bytes
-    restored: int  # weights whose low halves came from the optimizer's state, as 0.2 saved them
-    left_out: tuple[str, ...]  # entries that are not tensors
+    elements: int  # numbers in these tensors
+    size: int  # bytes of all files
+    restored: int  # weights whose remainders came from the optimizer's state, as 0.2 saved them
+    left_out: tuple[str, ...]  # names of the entries that are not tensors
 
 
 def export(
-    source: Path, target: Path, *, dtype: str = "fp32", prefix: str = "", key: str = "", trust: bool = False
+    source: Path,
+    target: Path,
+    *,
+    dtype: str = "fp32",
+    prefix: str = "",
+    key: str = "",
+    trust: bool = False,
+    max_shard_size: str = "",
 ) -> Exported:
-    """Write the weights of a checkpoint as safetensors, each under its name and once.
+    """Write the weights of a checkpoint as safetensors, each one once and under its name.
 
     ::
 
-        read     a Lightning file, a folder of Accelerate or transformers, a file of torch.save
-        widen    16 bits and what 0.2 kept of them in the optimizer's state make the float32 number
-        name     drop the prefix and what torch.compile adds
-        check    all shards are there, no two weights get one name, no number becomes infinite
-    write    floating-point tensors in the dtype; others, and float64 in fp32, as they are
+        read     a Lightning file, a folder of Accelerate or transformers, or a file of torch.save
+        widen    join 16-bit weights with the remainders that 0.2 kept in the optimizer's state
+        name     drop the prefix, and the names that torch.compile adds
+        check    all shards are there, no two weights get the same name, no number becomes infinite
+        write    floating-point tensors in the dtype; other tensors, and float64 with fp32, unchanged
 
-    The command ``amp-plugin export`` tells what the arguments are; a FileNotFoundError or ValueError, what is
-    wrong with the checkpoint. The target is written only if all is well.
+    The target is written only if all checks pass.
+
+    Args:
+        source: the checkpoint, a file or a folder.
+        target: the file to write. With ``max_shard_size`` it is a new folder for the shards and their index.
+        dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        prefix: take only the names that begin with this text, and drop it.
+        key: the key under which a file of ``torch.save`` holds the state dict.
+        trust: True unpickles any object.
+        max_shard_size: the largest size of a shard, such as ``"5GB"``; empty writes one file.
+
+    Raises:
+        FileNotFoundError, ValueError: the checkpoint is damaged or not understood; the text says where.
+        ImportError: ``max_shard_size`` is given and huggingface_hub is missing.
     """
-    from safetensors.torch import save_file  # noqa: PLC0415 - for this command only
-
     weights, optimizers = _read(source, key, trust=trust)
     named = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     restored = _restore(named, optimizers)
     chosen = _named(named, prefix)
     made = {name: _in_dtype(value, dtype) for name, value in chosen.items()}
     _require_finite(chosen, made, dtype)
-    unfinished = target.with_name(f"{target.name}.tmp")
-    try:
-        save_file(made, unfinished, metadata={"format": "pt"})
-        unfinished.replace(target)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    if max_shard_size:
+        _write_shards(made, target, max_shard_size)
+    else:
+        _write_file(made, target)
     return Exported(
         tensors=len(made),
         elements=sum(value.numel() for value in made.values()),
-        size=target.stat().st_size,
+        size=sum(file.stat().st_size for file in ([target] if target.is_file() else target.iterdir())),
         restored=restored,
         left_out=tuple(name for name in weights if name not in named),
     )
@@ -116,7 +132,7 @@ def _read_folder(folder: Path, *, trust: bool) -> tuple[Mapping[str, Any], Seque
 
 
 def _files_of_one_model(folder: Path) -> list[Path]:
-    """Return the one file of a model, or all its shards."""
+    """Return the one file of a model, or all of its shards."""
     files = sorted([*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")])
     if not files:
         msg = f"{folder} holds no model.safetensors and no pytorch_model.bin; give the file itself"
@@ -185,9 +201,10 @@ def _is_state_dict(value: object) -> bool:
 
 
 def _restore(named: dict[str, Tensor], optimizers: Sequence[Mapping[str, Any]]) -> int:
-    """Make float32 of the weights of which 0.2 kept something in the optimizers' state; return how many.
+    """Join 16-bit weights with the remainders that 0.2 kept in the optimizers' state; return their number.
 
-    It numbered the parameters of an optimizer: the model's weights in 16 bits, in order, as shapes confirm.
+    0.2 kept the remainders by the number of the parameter. They belong to the model's 16-bit weights in the
+    same order, and the shapes confirm it.
     """
     kept = [optimizer.get(_ENTRY_OF_0_2, {}).get("rests", {}) for optimizer in optimizers]
     rests = [rest for numbered in kept for _, rest in sorted(numbered.items())]
@@ -207,7 +224,7 @@ def _restore(named: dict[str, Tensor], optimizers: Sequence[Mapping[str, Any]]) 
 
 @torch.no_grad()
 def load_entry_of_0_2(params: list[Tensor], state_dict: Mapping[str, Any]) -> None:
-    """Add what an optimizer's checkpoint of 0.2 kept to the loaded weights that are those that were saved."""
+    """Join loaded weights with the remainders in an optimizer's checkpoint of 0.2, if the weights match."""
     for number, saved in state_dict.get(_ENTRY_OF_0_2, {}).get("rests", {}).items():
         param = params[number]
         if param.dtype is torch.float32 and saved.shape == param.shape:
@@ -222,7 +239,7 @@ def _named(named: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     if not chosen:
         msg = f"no weight's name begins with {prefix!r}; the names are {', '.join(list(named)[:3])}, ..."
         raise ValueError(msg)
-    made: dict[str, str] = {}  # name that is written -> name in the checkpoint
+    made: dict[str, str] = {}  # written name -> name in the checkpoint
     for name in chosen:
         short = _ADDED_BY_COMPILE.sub(r"\1", name.removeprefix(prefix))
         other = made.setdefault(short, name)
@@ -235,12 +252,44 @@ def _named(named: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {short: named[name] for short, name in made.items()}
 
 
+def _write_file(made: Mapping[str, Tensor], target: Path) -> None:
+    """Write one file. It gets its name when it is complete."""
+    from safetensors.torch import save_file  # noqa: PLC0415 - for this command only
+
+    unfinished = target.with_name(f"{target.name}.tmp")
+    try:
+        save_file(dict(made), unfinished, metadata={"format": "pt"})
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _write_shards(made: Mapping[str, Tensor], folder: Path, max_shard_size: str) -> None:
+    """Write shards and their index as transformers reads them. The folder gets its name when complete."""
+    from huggingface_hub import split_torch_state_dict_into_shards  # noqa: PLC0415 - of an extra
+
+    split = split_torch_state_dict_into_shards(dict(made), max_shard_size=max_shard_size)
+    unfinished = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        unfinished.mkdir(parents=True)
+        for file, names in split.filename_to_tensors.items():
+            _write_file({name: made[name] for name in names}, unfinished / file)
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            text = json.dumps(index, indent=2, sort_keys=True)
+            (unfinished / "model.safetensors.index.json").write_text(f"{text}\n", encoding="utf-8")
+        unfinished.replace(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
 def _are_equal(one: Tensor, other: Tensor) -> bool:
     return one.dtype is other.dtype and torch.equal(one, other)
 
 
 def _require_finite(chosen: Mapping[str, Tensor], made: Mapping[str, Tensor], dtype: str) -> None:
-    """Refuse to write an infinity for a finite number."""
+    """Raise if a finite number would become infinite."""
     beyond = [
         f"{name} (up to {chosen[name].abs().max():.3g})"
         for name, value in made.items()
@@ -258,7 +307,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _in_dtype(value: Tensor, dtype: str) -> Tensor:
-    """Return a tensor of its own memory: tied weights are written under each name."""
+    """Return a copy in the dtype. Tied weights get a copy for each name."""
     keeps = not value.is_floating_point() or (dtype == "fp32" and value.dtype is torch.float64)
     wanted = value if keeps else value.to(DTYPES[dtype])
     return wanted.detach().clone(memory_format=torch.contiguous_format)

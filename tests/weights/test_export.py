@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import BertConfig, BertModel
 from typer.testing import CliRunner
 
 from amp_plugin.cli import app
@@ -265,3 +266,44 @@ def test_what_cannot_be_exported_says_what_to_do(tmp_path, target):
     assert "name it model.safetensors" in export(several, tmp_path / "model.pt")[1]
     result = CliRunner().invoke(app, ["export", str(odd), str(target), "--force", "--trust", "--json"])
     assert json.loads(result.stdout)["tensors"] == 7
+
+
+def test_shards_and_their_index_load_as_transformers_loads_them(tmp_path, target):
+    """transformers reads the folder; an export of the folder is the model again, to the bit."""
+    config = BertConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=50
+    )
+    torch.manual_seed(0)
+    model = BertModel(config)
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    folder = tmp_path / "shards"
+    code, said = export(tmp_path / "a.pt", folder, "--max-shard-size", "20KB")
+    assert code == 0, said
+    files = sorted(file.name for file in folder.iterdir())
+    assert files[-1] == "model.safetensors.index.json"
+    assert files[0] == f"model-00001-of-{len(files) - 1:05}.safetensors"
+    assert len(files) > 3
+    index = json.loads((folder / files[-1]).read_text())
+    assert index["weight_map"].keys() == model.state_dict().keys()
+    config.save_pretrained(folder)
+    loaded = BertModel.from_pretrained(folder).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
+    (folder / "config.json").unlink()
+    export_same(folder, target, model.state_dict())
+    assert "give another name" in export(tmp_path / "a.pt", folder, "--max-shard-size", "20KB", "--force")[1]
+
+
+def test_a_model_that_fits_is_one_shard_without_an_index(tmp_path):
+    torch.save(tied().state_dict(), tmp_path / "a.pt")
+    code, said = export(tmp_path / "a.pt", tmp_path / "shards", "--max-shard-size", "5GB")
+    assert code == 0, said
+    assert [file.name for file in (tmp_path / "shards").iterdir()] == ["model.safetensors"]
+    assert load_file(tmp_path / "shards" / "model.safetensors").keys() == tied().state_dict().keys()
+
+
+def test_a_size_that_cannot_be_read_leaves_nothing(tmp_path):
+    torch.save(tied().state_dict(), tmp_path / "a.pt")
+    code, said = export(tmp_path / "a.pt", tmp_path / "shards", "--max-shard-size", "many")
+    assert code == 1
+    assert "many" in said
+    assert [file.name for file in tmp_path.iterdir()] == ["a.pt"]
