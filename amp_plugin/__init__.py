@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from amp_plugin.casting.rules_in_force import set_default_rules as set_default_rules
     from amp_plugin.casting.run_in import run_in as run_in
     from amp_plugin.casting.threads import autocast_module as autocast_module
+    from amp_plugin.formats.layers import convert as convert
     from amp_plugin.hardware import choose_precision as choose_precision
     from amp_plugin.messages import OptionError as OptionError
     from amp_plugin.numerics.diagnose import diagnose as diagnose
@@ -59,6 +60,7 @@ _NAMES = {  # by the module they live in
     "casting.rules": ("OpRule", "OpRules"),
     "casting.run_in": ("run_in",),
     "casting.threads": ("autocast_module",),
+    "formats.layers": ("convert",),
     "hardware": ("choose_precision",),
     "messages": ("OptionError",),
     "numerics.diagnose": ("diagnose",),

@@ -222,6 +222,18 @@ class PrecisionOptions(LossScaleOptions):
             "a unit for each 128 elements."
         ),
     ] = "fp32"
+    formats: Annotated[
+        Mapping[str, str] | str | Path | None,
+        Doc(
+            "Formats of Linear layers, where they differ from the precision's: pattern of names or class -> "
+            '``"bf16"``, ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"`` or ``"nvfp4"``; or the path of a YAML '
+            "file of them. The first pattern that matches a layer decides. Training is in bf16 around them."
+        ),
+    ] = None
+    emulate: Annotated[
+        bool,
+        Doc("Compute formats below 16 bits by emulation, on any device: right numbers, slowly."),
+    ] = False
     reduce: Annotated[
         ReduceName,
         Doc(
@@ -252,9 +264,9 @@ class _Precision:
         TrainingPrecision | StockName | NameWithWeights | torch.dtype,
         Doc(
             '``"fp16"`` (with a loss scale, on CPU too), ``"bf16"``, ``"fp32"``; ``"auto"``: bf16 where the '
-            'device computes it fast, else fp16, else fp32; or ``"fp8"``: Linear '
-            'layers in float8 by torchao, bf16 around them. Lightning\'s names (``"16-mixed"``) and '
-            "dtypes are understood."
+            'device computes it fast, else fp16, else fp32; or ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"``, '
+            '``"nvfp4"``: Linear layers in that format by torchao, bf16 around them. Lightning\'s names '
+            '(``"16-mixed"``) and dtypes are understood.'
         ),
     ] = "fp16"
 
@@ -269,8 +281,12 @@ class PluginOptions(PrecisionOptions, _Precision):
     scaler: Annotated[
         Any, Doc("A GradScaler in place of the plugin's own; torch's gives its options and state.")
     ] = None
-    float8_config: Annotated[
-        Any, Doc('torchao\'s Float8LinearConfig, or the name of its recipe; for ``"fp8"`` only.')
+    recipe: Annotated[
+        Any,
+        Doc(
+            "torchao's configuration of a precision below 16 bits (Float8LinearConfig, "
+            'MXFP8TrainingOpConfig, NVFP4TrainingConfig), or the name of a recipe: ``"rowwise"``.'
+        ),
     ] = None
 
     def __post_init__(self) -> None:

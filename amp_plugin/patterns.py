@@ -39,8 +39,10 @@ def found_patterns(model: nn.Module, patterns: Iterable[str]) -> list[str]:
     return [pattern for pattern in patterns if matched_modules(model, [pattern])]
 
 
-def require_matches(models: Sequence[nn.Module], patterns: Iterable[str]) -> None:
-    """Raise unless each pattern matches a submodule of one of the models."""
+def require_matches(
+    models: Sequence[nn.Module], patterns: Iterable[str], *, option: str = "fp32_modules"
+) -> None:
+    """Raise unless each pattern, given by ``option``, matches a submodule of one of the models."""
     patterns = list(patterns)
     found = {pattern for model in models for pattern in found_patterns(model, patterns)}
     missing = next((pattern for pattern in patterns if pattern not in found), None)
@@ -51,7 +53,7 @@ def require_matches(models: Sequence[nn.Module], patterns: Iterable[str]) -> Non
     kinds = dict.fromkeys(sorted(set().union(*(_kinds(module) for _, module in modules))))
     hint = did_you_mean(missing, [*names, *kinds], at_most=3, separator=", ")
     owners = " or ".join(dict.fromkeys(type(model).__name__ for model in models))
-    msg = f"fp32_modules: {missing!r} is not a name or class of a module in {owners}"
+    msg = f"{option}: {missing!r} is not a name or class of a module in {owners}"
     raise ValueError(msg + (hint or "; model.named_modules() lists them"))
 
 

@@ -9,7 +9,7 @@ import torch
 from amp_plugin.messages import OptionError, did_you_mean
 
 PrecisionName = Literal["fp16", "bf16", "fp32"]
-TrainingPrecision = Literal["fp16", "bf16", "fp32", "fp8", "auto"]
+TrainingPrecision = Literal["fp16", "bf16", "fp32", "fp8", "fp8-rowwise", "mxfp8", "nvfp4", "auto"]
 StockName = Literal["16-mixed", "bf16-mixed", "32-true"]
 NameWithWeights = Literal["16-true", "bf16-true"]
 WeightsName = Literal["fp32", "bf16", "fp16", "bf16-stochastic", "bf16-true", "fp16-true"]
@@ -17,9 +17,15 @@ StateName = Literal["fp32", "bf16", "8bit"]
 ReduceName = Literal["fp32", "bf16"]
 DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _SHORT: Final = {**{dtype: name for name, dtype in DTYPES.items()}, torch.float64: "fp64"}
-# Precision -> the dtype of autocast in training. For fp8 it applies outside converted layers.
-TRAINING_DTYPES: Final = {**DTYPES, "fp8": torch.bfloat16}
-STOCK_NAMES: Final = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp32": "32-true", "fp8": "bf16-mixed"}
+BELOW_16_BITS: Final = ("fp8", "fp8-rowwise", "mxfp8", "nvfp4")
+# Precision -> the dtype of autocast in training. Below 16 bits it applies outside converted layers.
+TRAINING_DTYPES: Final = {**DTYPES, **dict.fromkeys(BELOW_16_BITS, torch.bfloat16)}
+STOCK_NAMES: Final = {
+    "fp16": "16-mixed",
+    "bf16": "bf16-mixed",
+    "fp32": "32-true",
+    **dict.fromkeys(BELOW_16_BITS, "bf16-mixed"),
+}
 OTHER_NAMES: Final[dict[str, PrecisionName]] = {
     "16": "fp16",
     "16-mixed": "fp16",
@@ -79,7 +85,7 @@ def checked_precision(
             "float64 leave amp_plugin out: use the framework's own precision='64-true', or model.double()"
         )
     else:
-        names = [*DTYPES, *OTHER_NAMES]
+        names = [*words, *OTHER_NAMES]
         hint = did_you_mean(name, names, written=lambda near: f"{option}={OTHER_NAMES.get(near, near)!r}")
         msg = f"{place} is unknown; allowed are {allowed}{hint}"
     raise OptionError(option, given, allowed, msg)
@@ -89,9 +95,10 @@ def checked_training_precision(given: object) -> TrainingPrecision:
     """Return our name of a precision for training; raise OptionError if it is not one."""
     if str(given) in {"fp8", "transformer-engine", "float8"}:
         return "fp8"
-    if given == "auto":
-        return "auto"
-    return checked_precision("precision", WEIGHTS_IN_16_BITS.get(str(given), given))
+    if isinstance(given, str) and (given == "auto" or given in BELOW_16_BITS):
+        return cast("TrainingPrecision", given)
+    words = (*DTYPES, *BELOW_16_BITS, "auto")
+    return checked_precision("precision", WEIGHTS_IN_16_BITS.get(str(given), given), words=words)
 
 
 def weights_meant(precision: object, weights: WeightsName) -> WeightsName:

@@ -35,6 +35,7 @@ REMOVED: Final[dict[str, str]] = {
     "GradScaler.result_of": "call last_step(), or scaler.core.result_of() before the first step",
     "StepResult.not_one_pass_because": "read one_pass and how",
     # keywords of any function: "name="
+    "float8_config=": "write recipe=..., which takes torchao's configuration or the name of a recipe",
     "fold=": "call scaler.clip_and_step(optimizer, max_norm), which clips in the step",
     "fold_clip=": "call scaler.clip_and_step(optimizer, max_norm); the Trainer plugin does so by itself",
 }

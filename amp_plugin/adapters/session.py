@@ -25,18 +25,19 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from amp_plugin.adapters.float8 import checked_config, convert_linear_layers, refuse_device
 from amp_plugin.adapters.scaler import GradientOrigins, register, torch_optimizer
 from amp_plugin.casting.region import autocast
 from amp_plugin.casting.rules import TABLES, OpRules
 from amp_plugin.casting.rules_in_force import pop, push
 from amp_plugin.casting.run_in import apply_fp32_modules
+from amp_plugin.formats.layers import LayerFormats, read_formats
 from amp_plugin.hardware import auto_precision, choose_precision, warn_of_slow_fp16
 from amp_plugin.messages import OptionError, naming, only_warning, warn_user
 from amp_plugin.numerics.growth import WeightGrowth
 from amp_plugin.options import LossScaleOptions, PluginOptions, PrecisionOptions, option_names
 from amp_plugin.patches import random_numbers_kept
 from amp_plugin.precision import (
+    BELOW_16_BITS,
     TRAINING_DTYPES,
     PrecisionName,
     refuse_other_precision,
@@ -69,12 +70,11 @@ class Session:
 
     Args:
         options: the options of the front door, checked.
-        precision: ``"fp16"``, ``"bf16"``, ``"fp32"``, ``"fp8"`` or ``"auto"``. ``"fp32"`` where another
-            engine computes.
+        precision: ``"fp16"``, ``"bf16"``, ``"fp32"``, ``"auto"``, or a format below 16 bits. ``"fp32"``
+            where another engine computes.
         words: how the user of the front door spells its calls.
         sources: option -> what has set it; an option that nothing has set is absent.
         enabled: False scales no loss, in fp16 too.
-        door: the front door's class, for errors.
 
     Attributes:
         options: as given.
@@ -101,7 +101,6 @@ class Session:
         words: Words = PLAIN,
         sources: Mapping[str, str] = _NOTHING,
         enabled: bool = True,
-        door: str = "Session",
     ) -> None:
         self.options, self.precision, self.words, self.sources = options, precision, words, sources
         self._auto = ""  # the device that "auto" was chosen for
@@ -121,8 +120,10 @@ class Session:
         ] = []  # by new_norms; weakly, since a result holds parameters
         self._stepped: set[int] = set()  # the optimizers that have stepped in this iteration
         self.growth = WeightGrowth()  # of the weights, where endless skips end the run
-        self._enabled, self._door = enabled, door
-        self._float8_config()  # an error in the options is one now
+        self._enabled = enabled
+        self.formats = LayerFormats()
+        if isinstance(options, PluginOptions):
+            self._read_formats(self.precision)
         self._scaler: Any = None
         self._meets_fp32 = False  # whether a module has float32 buffers, or is one of fp32_modules
         self._watch: RunReport | ModuleWatch | None = None
@@ -166,7 +167,7 @@ class Session:
 
     @property
     def training_dtype(self) -> torch.dtype:
-        """The dtype that training computes in; bfloat16 for fp8."""
+        """The dtype that training computes in; bfloat16 below 16 bits."""
         return TRAINING_DTYPES[self.precision]
 
     @property
@@ -179,12 +180,13 @@ class Session:
             weights=self.options.weights,
         )
 
-    def compute_in(self, precision: str, *, named: str) -> None:
+    def compute_in(self, precision: str, *, named: str, converts: bool = True) -> None:
         """Learn the precision, where the framework decides it after the options.
 
         Args:
             precision: as for the constructor.
             named: the framework's word for it.
+            converts: whether we convert Linear layers to a precision below 16 bits, and not the framework.
 
         Raises:
             OptionError: weights are to be stored in another dtype than the one that models compute in.
@@ -192,6 +194,21 @@ class Session:
         with naming(self.sources):
             refuse_other_precision(self.options.weights, precision, named=named)
         self.precision = precision
+        self._read_formats(precision if converts else "bf16")
+
+    def _read_formats(self, precision: str) -> None:
+        """Learn which Linear layers take which format."""
+        with naming(self.sources):
+            patterns = read_formats(self.options.formats)
+            if patterns and self.training_dtype is not torch.bfloat16:
+                allowed = f"precision='bf16', or one below 16 bits, next to formats; not {precision!r}"
+                raise OptionError(option="formats", value=self.options.formats, allowed=allowed)
+            self.formats = LayerFormats(
+                default=precision if precision in BELOW_16_BITS else "bf16",
+                patterns=patterns,
+                recipe=self.options.recipe if isinstance(self.options, PluginOptions) else None,
+                emulate=self.options.emulate,
+            )
 
     # -- beginning and end -----------------------------------------------------------------------
 
@@ -216,8 +233,7 @@ class Session:
             msg = f"device={asked!r} was given, but the model runs on {device!r}; delete device="
             raise OptionError(option="device", value=asked, allowed=repr(device), text=msg)
         self._refuse_other_choice(device)
-        if (float8 := self._float8_config()) is not None:
-            refuse_device(f"{self._door}('fp8')", device, float8)
+        self.formats.refuse_device(device)
         if self.device != device and is_first_rank:
             warn_of_slow_fp16(self.precision, device)
         self.device = device
@@ -311,16 +327,11 @@ class Session:
         return came_narrow
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Put the modules named by ``fp32_modules`` under fp32; in fp8 convert Linear layers; in place."""
+        """Put the modules named by ``fp32_modules`` under fp32; convert Linear layers to their formats."""
         in_fp32 = apply_fp32_modules(model, self.options.fp32_modules)
-        float8 = self._float8_config()
-        return model if float8 is None else convert_linear_layers(model, float8, left_out=in_fp32)
-
-    def _float8_config(self) -> Any:
-        """Return torchao's config of fp8; None in other precisions."""
-        if self.precision != "fp8" or not isinstance(self.options, PluginOptions):
-            return None
-        return checked_config(f"{self._door}('fp8')", self.options.float8_config)
+        self.formats.require([model])
+        self.formats.convert(model, in_fp32)
+        return model
 
     def add(
         self, models: Iterable[nn.Module], optimizers: Sequence[Optimizer], named: Sequence[nn.Module] = ()
@@ -600,8 +611,7 @@ class FrontDoor:
 
     def _open_session(self, options: PrecisionOptions, precision: str = "fp32", **given: Any) -> None:
         """Hold a session in the words of this front door; the arguments are those of Session."""
-        door = type(self).__name__
-        self.session = Session(options, precision, words=self.words, door=door, **given)
+        self.session = Session(options, precision, words=self.words, **given)
 
     @property
     def _scaler(self) -> GradScaler:

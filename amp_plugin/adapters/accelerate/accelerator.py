@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import time
@@ -23,20 +24,21 @@ from amp_plugin.adapters.accelerate.forward import MixedForward, fp32_units_apar
 from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, steps_in_backward
 from amp_plugin.adapters.accelerate.settings import (
     accelerators_arguments,
+    format_asked,
     refuse_misplaced,
     refuse_other_engine,
     take_options,
 )
-from amp_plugin.adapters.float8 import leave_out, refuse_device
 from amp_plugin.adapters.scaler import anomalies_explained, scaler_groups, torch_optimizer
 from amp_plugin.adapters.session import FrontDoor
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.casting.threads import RegionState
+from amp_plugin.formats.layers import LayerFormats, leave_out
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.messages import warn_user
 from amp_plugin.options import AccelerateOptions, bind, shows
 from amp_plugin.patches import replaced
-from amp_plugin.patterns import found_patterns, require_matches
+from amp_plugin.patterns import found_patterns, matched_modules, require_matches
 from amp_plugin.precision import TRAINING_DTYPES
 from amp_plugin.removed import removed_attribute
 from amp_plugin.scaling.gradients import params_of
@@ -106,6 +108,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
         refuse_misplaced(type(self).__name__, kwargs)
         given = bind(type(self).__name__, _SIGNATURE, self, *args, **kwargs)
         given.pop("self")
+        self._format = format_asked(given.get("mixed_precision"), os.environ)
         options, sources, enabled = take_options(given, os.environ)
         self._open_session(options, sources=sources, enabled=enabled)
         self._shown: Any = None  # the public attribute scaler
@@ -113,6 +116,13 @@ class AmpAccelerator(FrontDoor, Accelerator):
         is_other = refuse_other_engine(
             self.distributed_type, self.mixed_precision, self.ao_recipe_handler, sources
         )
+        below = self._format or self.session.options.formats
+        if below and (is_other or self.distributed_type == DistributedType.DEEPSPEED):
+            msg = (
+                f"{below!r}: {self.distributed_type.value} computes by itself, and its layers cannot be "
+                "converted; use mixed_precision='bf16' without formats"
+            )
+            raise ValueError(msg)
         if self.distributed_type == DistributedType.DEEPSPEED:
             deepspeed.translate(self.session, self.deepspeed_plugin.deepspeed_config)
         elif not is_other:
@@ -122,11 +132,15 @@ class AmpAccelerator(FrontDoor, Accelerator):
     def _engage(self) -> None:
         """Replace Accelerate's scaler by ours and let autocast blocks follow our rules."""
         session, device, precision = self.session, self.device.type, self.mixed_precision
-        session.compute_in("fp32" if precision == "no" else precision, named="mixed_precision")
+        asked, recipe = self._format or precision, self.ao_recipe_handler
+        session.compute_in(
+            "fp32" if asked == "no" else asked, named="mixed_precision", converts=recipe is None
+        )
         self.native_amp = precision != "no"
-        if self.ao_recipe_handler is not None:
-            owner = f"{type(self).__name__}(mixed_precision='fp8')"
-            refuse_device(owner, device, self.ao_recipe_handler.config)
+        if recipe is not None:
+            if session.options.emulate:
+                recipe.config = dataclasses.replace(recipe.config, emulate=True)
+            LayerFormats(default="fp8", recipe=recipe.config).refuse_device(device)
         session.begin(device, follows_default=session.changes_forward, is_first_rank=self.is_main_process)
         self._show(session.scaler if precision == "fp16" else None)
         if self.distributed_type == DistributedType.FSDP:
@@ -222,12 +236,17 @@ class AmpAccelerator(FrontDoor, Accelerator):
         found = {name for model in self.session.models for name in found_patterns(model, wanted)}
         if models:
             require_matches(models, [name for name in wanted if name not in found])
+            self.session.formats.require([*self.session.models, *models])
         for model, patterns in matched.items():
             if trained:
                 self.session.set_up_weights(model, patterns)
             in_fp32 = apply_fp32_modules(model, patterns)
-            if in_fp32 and self.ao_recipe_handler is not None:
-                leave_out(self.ao_recipe_handler, model, in_fp32)
+            formats = self.session.formats
+            left_out = [*in_fp32, *matched_modules(model, formats.patterns)]
+            if left_out and self.ao_recipe_handler is not None:
+                leave_out(self.ao_recipe_handler, model, left_out)
+            if trained:
+                formats.convert(model, in_fp32)
             if self.session.changes_forward and not getattr(model, "_is_accelerate_prepared", False):
                 training = self._region(self.mixed_precision)
                 MixedForward(

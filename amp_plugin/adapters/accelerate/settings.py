@@ -30,7 +30,13 @@ from amp_plugin.adapters.option_sources import OPTIONS, read_all, resolved
 from amp_plugin.hardware import auto_precision, default_device
 from amp_plugin.messages import naming
 from amp_plugin.options import AccelerateOptions, lists_options, takes
-from amp_plugin.precision import NameWithWeights, StockName, TrainingPrecision, checked_precision
+from amp_plugin.precision import (
+    BELOW_16_BITS,
+    NameWithWeights,
+    StockName,
+    TrainingPrecision,
+    checked_precision,
+)
 
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 
@@ -144,12 +150,20 @@ def take_options(
     return resolve(handlers, environment)
 
 
+def format_asked(argument: Any, environment: Mapping[str, str]) -> str:
+    """Return the format that we convert layers to; empty for ``"fp8"``, which Accelerate converts to."""
+    given = environment.get(PRECISION_VARIABLE, "no").lower() if argument is None else argument
+    return given if given in BELOW_16_BITS and given != "fp8" else ""
+
+
 def _precision_for_accelerate(argument: Any, environment: Mapping[str, str], device: str) -> Any:
     """Return ``mixed_precision`` in Accelerate's words, checked; None leaves it to the environment."""
     from_environment = argument is None and not AcceleratorState._shared_state
     given = environment.get(PRECISION_VARIABLE, "no").lower() if from_environment else argument
     if given is None or str(given) in (words := PrecisionType.list()):
         return given  # not the argument: Accelerate takes what the environment says as it is written
+    if given in BELOW_16_BITS:
+        return "bf16"  # around the layers that the session converts
     if given == "auto":
         chosen = auto_precision(device).precision
         return "no" if chosen == "fp32" else chosen

@@ -1,0 +1,427 @@
+"""Which Linear layers are computed in which format, and their conversion by torchao.
+
+One filter decides, the same in every front door. A layer takes the first format of ``formats`` whose
+pattern matches it, else the default one. Layers in ``fp32_modules`` stay in fp32. Layers whose sides a
+format does not take stay in 16 bits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from amp_plugin.formats.quantizers import BLOCK, EmulatedLinear
+from amp_plugin.hardware import NEEDS, default_device, hardware_of
+from amp_plugin.messages import OptionError, did_you_mean
+from amp_plugin.patterns import clean_name, matched_modules, require_matches
+
+_INSTEAD: Final = "use 'bf16' instead"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Format:
+    """A format of Linear layers below 16 bits, as torchao trains in it.
+
+    Attributes:
+        side: both sides of a weight must be multiples of this.
+        rows: the rows of an input must be a multiple of this in training: batch times sequence.
+        config: makes torchao's configuration of a recipe, or of None, and of ``emulate``.
+        convert: makes torchao's layer of a Linear layer and a configuration, with the same parameters.
+        kind: the class name of the layers that it makes.
+    """
+
+    side: int
+    rows: int
+    config: Callable[[Any, bool], Any]
+    convert: Callable[[nn.Linear, Any], nn.Module]
+    kind: str
+
+
+def _float8_config(recipe: Any, emulate: bool) -> Any:
+    from torchao.float8 import Float8LinearConfig  # noqa: PLC0415 - optional
+    from torchao.float8.config import Float8LinearRecipeName  # noqa: PLC0415
+
+    names = [name.value for name in Float8LinearRecipeName]
+    if recipe is None or recipe in names:
+        recipe = Float8LinearConfig.from_recipe_name(recipe or "tensorwise")
+    if not isinstance(recipe, Float8LinearConfig):
+        _refuse_recipe(recipe, "a torchao.float8.Float8LinearConfig", names)
+    return replace(recipe, emulate=True) if emulate else recipe
+
+
+def _mxfp8_config(recipe: Any, emulate: bool) -> Any:
+    from torchao.prototype.moe_training.config import (  # noqa: PLC0415 - optional
+        MXFP8TrainingOpConfig,
+        MXFP8TrainingRecipe,
+    )
+    from torchao.quantization.quantize_.common import KernelPreference  # noqa: PLC0415
+
+    names = [name.value for name in MXFP8TrainingRecipe]
+    if recipe is None or recipe in names:
+        recipe = MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe(recipe or "mxfp8_rceil"))
+    if not isinstance(recipe, MXFP8TrainingOpConfig):
+        _refuse_recipe(recipe, "a torchao MXFP8TrainingOpConfig", names)
+    return replace(recipe, kernel_preference=KernelPreference.EMULATED) if emulate else recipe
+
+
+def _nvfp4_config(recipe: Any, emulate: bool) -> Any:
+    from torchao.prototype.moe_training.nvfp4_training.nvfp4_training import (  # noqa: PLC0415 - optional
+        NVFP4TrainingConfig,
+    )
+
+    if recipe is not None and not isinstance(recipe, NVFP4TrainingConfig):
+        _refuse_recipe(recipe, "a torchao NVFP4TrainingConfig", [])
+    return None if emulate else recipe or NVFP4TrainingConfig()
+
+
+def _refuse_recipe(recipe: Any, kind: str, names: list[str]) -> None:
+    allowed = kind + (f" or the name of a recipe: {', '.join(map(repr, names))}" if names else "")
+    raise OptionError(option="recipe", value=recipe, allowed=allowed)
+
+
+def _to_float8(layer: nn.Linear, config: Any) -> nn.Module:
+    from torchao.float8 import convert_to_float8_training  # noqa: PLC0415 - optional
+
+    converted: nn.Module = convert_to_float8_training(layer, config=config)
+    return converted
+
+
+def _to_mxfp8(layer: nn.Linear, config: Any) -> nn.Module:
+    # quantize_(model, MXFP8TrainingOpConfig()) of torchao 0.18 drops the bias. Its module adds it.
+    from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear  # noqa: PLC0415 - optional
+
+    names = ("kernel_preference", "scale_calculation_mode", "wgrad_with_hp")
+    options = {name: getattr(config, name) for name in names}
+    return _like(layer, lambda i, o: MXFP8Linear(i, o, bias=False, **options))
+
+
+def _to_nvfp4(layer: nn.Linear, config: Any) -> nn.Module:
+    if config is None:
+        return _like(layer, lambda i, o: EmulatedLinear(i, o, bias=False))
+    from torchao.prototype.moe_training.nvfp4_training.nvfp4_training import (  # noqa: PLC0415 - optional
+        _nvfp4_training_transform,
+    )
+
+    converted: nn.Module = _nvfp4_training_transform(layer, config)
+    return converted
+
+
+def _like(layer: nn.Linear, make: Callable[[int, int], nn.Linear]) -> nn.Linear:
+    """Return a layer of another class with the same parameters."""
+    with torch.device("meta"):
+        made = make(layer.in_features, layer.out_features)
+    made.weight, made.bias = layer.weight, layer.bias
+    return made
+
+
+FORMATS: Final[dict[str, Format]] = {
+    "fp8": Format(side=16, rows=16, config=_float8_config, convert=_to_float8, kind="Float8Linear"),
+    "fp8-rowwise": Format(
+        side=16,
+        rows=16,
+        config=lambda recipe, emulate: _float8_config(recipe or "rowwise", emulate),
+        convert=_to_float8,
+        kind="Float8Linear",
+    ),
+    "mxfp8": Format(
+        side=32, rows=BLOCK["mxfp8"], config=_mxfp8_config, convert=_to_mxfp8, kind="MXFP8Linear"
+    ),
+    "nvfp4": Format(side=128, rows=128, config=_nvfp4_config, convert=_to_nvfp4, kind="NVFP4Linear"),
+}
+"""The formats that ``precision`` and ``formats`` take, besides ``"bf16"``."""
+
+_KINDS: Final = frozenset({*(known.kind for known in FORMATS.values()), EmulatedLinear.__name__})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerFormats:
+    """The filter: which Linear layer takes which format.
+
+    Attributes:
+        default: the format of layers that no pattern matches; ``"bf16"`` leaves them alone.
+        patterns: pattern of names or class -> format; the first that matches a layer decides.
+        recipe: torchao's configuration or the name of a recipe, for the default format.
+        emulate: compute by emulation, on any device, slowly.
+
+    Raises:
+        OptionError: a format or a recipe is unknown.
+        ImportError: torchao is not installed.
+    """
+
+    default: str = "bf16"
+    patterns: Mapping[str, str] = field(default_factory=dict)
+    recipe: Any = None
+    emulate: bool = False
+    _configs: dict[str, Any] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Check formats and recipe; look for torchao."""
+        for name in self.names:
+            if name not in {"bf16", *FORMATS}:
+                raise _unknown(name)
+        used = [name for name in self.names if name in FORMATS]
+        if used and importlib.util.find_spec("torchao") is None:
+            remedy = f"run: pip install 'torchao>=0.18', or {_INSTEAD}"
+            msg = f"{used[0]!r} needs torchao, which is not installed; {remedy}"
+            raise ImportError(msg)
+        configs = {}
+        for name in used:
+            recipe = self.recipe if name == self.default else None
+            configs[name] = FORMATS[name].config(recipe, self.emulate)
+        object.__setattr__(self, "_configs", configs)
+
+    @property
+    def names(self) -> list[str]:
+        """The formats that are used, in order."""
+        return [*dict.fromkeys([self.default, *self.patterns.values()])]
+
+    def refuse_device(self, device_type: str) -> None:
+        """Raise ValueError if a device does not compute one of the formats, and it is not emulated."""
+        for name, config in self._configs.items():
+            if not _emulates(config) and not hardware_of(device_type).computes(name):
+                msg = (
+                    f"this {device_type} has no arithmetic for {name}, which needs {NEEDS[name].words}; "
+                    f"{_INSTEAD}, or try it out slowly with emulate=True"
+                )
+                raise ValueError(msg)
+
+    def require(self, models: Sequence[nn.Module]) -> None:
+        """Raise ValueError unless each pattern matches a module of one of the models."""
+        require_matches(models, self.patterns, option="formats")
+
+    def of(self, model: nn.Module, left_out: Collection[str] = ()) -> dict[str, str]:
+        """Return name -> format of the Linear layers that are converted, in the order of ``named_modules``.
+
+        Args:
+            model: its Linear layers are looked at; converted ones are not named again.
+            left_out: names of modules; the layers in them stay as they are.
+
+        Raises:
+            ValueError: a pattern names a layer whose sides the format does not take.
+        """
+        matched = {pattern: {*matched_modules(model, [pattern])} for pattern in self.patterns}
+        found = {}
+        for name, layer in self._layers(model, left_out):
+            pattern = next((pattern for pattern in self.patterns if name in matched[pattern]), None)
+            chosen = self.default if pattern is None else self.patterns[pattern]
+            if chosen == "bf16":
+                continue
+            if self._takes(chosen, layer):
+                found[name] = chosen
+            elif pattern is not None and not any(sign in pattern for sign in "*?["):
+                msg = (
+                    f"formats: {name} is {layer.out_features} x {layer.in_features}, and {chosen} takes "
+                    f"sides that are multiples of {self._side(chosen)}; give it another format, or 'bf16'"
+                )
+                raise ValueError(msg)
+        return found
+
+    def convert(self, model: nn.Module, left_out: Collection[str] = ()) -> dict[str, str]:
+        """Convert a model's layers once, in place; return name -> format of the layers converted now."""
+        formats = self.of(model, left_out)
+        if not formats:
+            if self._configs and not any(is_converted(module) for module in model.modules()):
+                raise ValueError(self._nothing(model))
+            return {}
+        if "" in formats:
+            msg = (
+                f"{type(model).__name__} is a Linear layer itself; put it into an nn.Sequential to convert it"
+            )
+            raise ValueError(msg)
+        for name, chosen in formats.items():
+            parent, _, child = name.rpartition(".")
+            layer: Any = model.get_submodule(name)
+            made = FORMATS[chosen].convert(layer, self._configs[chosen])
+            made.train(layer.training)
+            made.register_forward_pre_hook(RowCheck(name, chosen, self._rows(chosen)))
+            setattr(model.get_submodule(parent), child, made)
+        return formats
+
+    def _layers(self, model: nn.Module, left_out: Collection[str]) -> Iterator[tuple[str, nn.Linear]]:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and not is_converted(module) and not is_within(name, left_out):
+                yield clean_name(name), module
+
+    def _takes(self, name: str, layer: nn.Linear) -> bool:
+        return _fits(layer, self._side(name))
+
+    def _side(self, name: str) -> int:
+        return BLOCK["nvfp4"] if name == "nvfp4" and self.emulate else FORMATS[name].side
+
+    def _rows(self, name: str) -> int:
+        config = self._configs[name]
+        if name.startswith("fp8"):
+            return 1 if config.emulate or config.pad_inner_dim else FORMATS[name].rows
+        return BLOCK["nvfp4"] if name == "nvfp4" and self.emulate else FORMATS[name].rows
+
+    def _nothing(self, model: nn.Module) -> str:
+        name = self.default if self.default != "bf16" else next(iter(self._configs))
+        return (
+            f"{name}: {type(model).__name__} has no Linear layer to convert: both sides must be multiples of "
+            f"{self._side(name)}, and fp32_modules are left out; {_INSTEAD}"
+        )
+
+
+def _unknown(name: object) -> OptionError:
+    allowed = ", ".join(map(repr, ["bf16", *FORMATS]))
+    hint = did_you_mean(
+        name, FORMATS, aliases={"float8": "fp8", "mx8": "mxfp8", "fp4": "nvfp4"}, written=repr
+    )
+    return OptionError(
+        "formats", name, allowed, f"the format {name!r} is unknown; allowed are {allowed}{hint}"
+    )
+
+
+def _emulates(config: Any) -> bool:
+    """Whether torchao's configuration emulates; None is our emulation of nvfp4."""
+    if config is None:
+        return True
+    return bool(getattr(config, "emulate", False)) or "EMULATED" in str(
+        getattr(config, "kernel_preference", "")
+    )
+
+
+def _fits(layer: nn.Linear, side: int) -> bool:
+    return not (layer.in_features % side or layer.out_features % side)
+
+
+def is_converted(module: nn.Module) -> bool:
+    """Whether a module is a Linear layer that torchao, or we, compute in a format below 16 bits."""
+    return type(module).__name__ in _KINDS
+
+
+def format_of(module: nn.Module) -> str:
+    """Return the format that a converted layer computes in; empty if it is none."""
+    if not is_converted(module):
+        return ""
+    kind = type(module).__name__
+    if kind == "Float8Linear":
+        granularity = module.config.cast_config_input.scaling_granularity.value  # type: ignore[union-attr]
+        return "fp8-rowwise" if granularity == "axiswise" else "fp8"
+    return {"MXFP8Linear": "mxfp8"}.get(kind, "nvfp4")
+
+
+def is_within(name: str, modules: Collection[str]) -> bool:
+    """Whether a module is one of some modules, or inside one."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def leave_out(recipe: Any, model: nn.Module, names: Collection[str]) -> None:
+    """Let Accelerate's AORecipeKwargs leave these out too; without a filter, the first and last Linear."""
+    own = recipe.module_filter_func
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    outermost = {layers[0], layers[-1]} if layers and own is None else set()
+
+    def filtered(module: nn.Module, name: str) -> bool:
+        fits = (
+            isinstance(module, nn.Linear) and not is_converted(module) and _fits(module, FORMATS["fp8"].side)
+        )
+        wanted = fits and name not in outermost if own is None else own(module, name)
+        return bool(wanted) and not is_within(name, names)
+
+    recipe.module_filter_func = filtered
+
+
+@dataclass(frozen=True, slots=True)
+class RowCheck:
+    """A hook before a converted layer's forward: raises where its weight's gradient could not be computed."""
+
+    layer: str
+    format_name: str
+    multiple: int
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Raise ValueError if the rows of the input are no multiple, in training."""
+        x = args[0] if args else None
+        if not isinstance(x, Tensor) or not (torch.is_grad_enabled() and module.training):
+            return
+        rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
+        if rows % self.multiple:
+            msg = (
+                f"{self.layer} gets {rows} rows, and {self.format_name} trains on a multiple of "
+                f"{self.multiple}, batch times sequence: change the batch size, pad the batch, or drop the "
+                f"last one; or give this layer 'bf16' by formats={{{self.layer!r}: 'bf16'}}"
+            )
+            raise ValueError(msg)
+
+
+def read_formats(given: Mapping[str, str] | str | Path | None) -> dict[str, str]:
+    """Return pattern -> format, from a mapping or from a YAML file that ``amp-plugin tune --formats`` writes.
+
+    Raises:
+        OptionError: it is neither, or a format is unknown.
+    """
+    found: Any = given
+    if isinstance(given, str | Path):
+        try:
+            found = yaml.safe_load(Path(given).read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError) as error:
+            allowed = "a YAML file of lines such as 'head: bf16', or a mapping"
+            msg = f"formats={str(given)!r}: {error}; give {allowed}"
+            raise OptionError(option="formats", value=given, allowed=allowed, text=msg) from error
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in (*found, *found.values())):
+        allowed = "a mapping of names or patterns of modules to formats: {'head': 'bf16'}"
+        raise OptionError(option="formats", value=given, allowed=allowed)
+    for name in found.values():
+        if name not in {"bf16", *FORMATS}:
+            raise _unknown(name)
+    return dict(found)
+
+
+def convert(
+    model: nn.Module,
+    format_name: str,
+    *,
+    formats: Mapping[str, str] | str | Path | None = None,
+    fp32_modules: Collection[str] = (),
+    recipe: Any = None,
+    emulate: bool = False,
+) -> nn.Module:
+    """Convert the Linear layers of a model to a format below 16 bits, in place, by torchao.
+
+    It is for a plain loop; the front doors do the same for ``precision="mxfp8"``. Train the model under
+    autocast in bfloat16, without a loss scale. Parameters stay the same objects, so optimizers and
+    checkpoints need no change. (In ``"nvfp4"`` torchao adds two buffers to each layer.) Convert before
+    ``torch.compile`` and before ``fully_shard``. Converted layers are not converted again.
+
+    Args:
+        model: changed in place.
+        format_name: ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"`` or ``"nvfp4"``; ``"bf16"`` converts only what
+            ``formats`` names.
+        formats: formats of other layers: pattern of names or class -> format, or the path of a YAML file. The
+            first pattern that matches a layer decides.
+        fp32_modules: names, patterns or classes of modules whose layers are left as they are.
+        recipe: torchao's configuration of the format, or the name of one of its recipes.
+        emulate: compute by emulation, on any device: right numbers, slowly.
+
+    Returns:
+        The model.
+
+    Raises:
+        OptionError: a format or recipe is unknown.
+        ValueError: the device does not compute the format; the model has no layer for it; or a pattern
+            matches nothing.
+        ImportError: torchao is not installed.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+        >>> _ = convert(model, "mxfp8", emulate=True)
+        >>> [type(module).__name__ for module in model]
+        ['MXFP8Linear', 'ReLU', 'Linear']
+    """
+    chosen = LayerFormats(default=format_name, patterns=read_formats(formats), recipe=recipe, emulate=emulate)
+    found = {param.device.type for param in model.parameters()} - {"cpu", "meta"}
+    chosen.refuse_device(found.pop() if found else default_device())
+    chosen.require([model])
+    require_matches([model], fp32_modules)
+    chosen.convert(model, matched_modules(model, fp32_modules))
+    return model

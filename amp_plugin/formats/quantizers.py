@@ -1,0 +1,185 @@
+"""Each format as a rounding of numbers: what torchao's own quantizers make of a matrix, in its own dtype.
+
+A matrix product rounds both of its operands along the dimension that it sums over. A Linear layer runs three
+of them, which :class:`Rounded` repeats in any format, on any device::
+
+    output      = Q(x)      @ Q(weight).T      sums over in_features
+    grad_input  = Q(grad)   @ Q(weight.T).T    sums over out_features
+    grad_weight = Q(grad.T) @ Q(x.T).T         sums over the rows of x
+
+In float32 it gives the bits of torchao's emulated layers of float8 and mxfp8. In nvfp4 torchao trains by
+GPU kernels alone. Their Hadamard transform is repeated here, with torchao's matrix. Stochastic rounding of
+gradients and the 16x16 tiles of weights are not repeated: gradients are rounded to nearest, and weights in
+blocks of 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+BLOCK: Final = {"mxfp8": 32, "nvfp4": 16}
+"""Format -> how many numbers of a row share a scale."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Codes:
+    """A matrix in a format.
+
+    Attributes:
+        rounded: the numbers that the format holds, in the matrix's own dtype.
+        scales: what the codes are multiplied by: of the matrix, of each row, or of each block; float32.
+    """
+
+    rounded: Tensor
+    scales: Tensor
+
+
+def quantize(matrix: Tensor, name: str, *, is_gradient: bool = False) -> Codes:
+    """Round a contiguous matrix to a format along its last dimension, by torchao's reference quantizers.
+
+    Args:
+        matrix: two dimensions, float32 or bfloat16. Its rows are whole blocks.
+        name: ``"bf16"``, ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"`` or ``"nvfp4"``.
+        is_gradient: whether it is the gradient of an output: ``"fp8"`` then takes e5m2, as torchao does.
+    """
+    return _QUANTIZERS[name](matrix, is_gradient)
+
+
+def _bf16(matrix: Tensor, _: bool) -> Codes:
+    return Codes(rounded=matrix.bfloat16().to(matrix.dtype), scales=matrix.new_ones((), dtype=torch.float32))
+
+
+def _float8(matrix: Tensor, dtype: torch.dtype, **options: Any) -> Codes:
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic  # noqa: PLC0415 - optional
+    from torchao.float8.float8_training_tensor import LinearMMConfig  # noqa: PLC0415
+
+    codes = hp_tensor_to_float8_dynamic(matrix, dtype, LinearMMConfig(), **options)
+    rounded = codes.to_original_precision().to(matrix.dtype)
+    return Codes(rounded=rounded, scales=codes._scale.reciprocal())
+
+
+def _tensorwise(matrix: Tensor, is_gradient: bool) -> Codes:
+    from torchao.float8.config import e4m3_dtype, e5m2_dtype  # noqa: PLC0415 - optional
+
+    return _float8(matrix, e5m2_dtype if is_gradient else e4m3_dtype)
+
+
+def _rowwise(matrix: Tensor, _: bool) -> Codes:
+    from torchao.float8.config import ScalingGranularity, e4m3_dtype  # noqa: PLC0415 - optional
+
+    options = {"scaling_granularity": ScalingGranularity.AXISWISE, "axiswise_dim": -1}
+    return _float8(matrix, e4m3_dtype, round_scales_to_power_of_2=True, **options)
+
+
+def _mxfp8(matrix: Tensor, _: bool) -> Codes:
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode  # noqa: PLC0415 - optional
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor, get_fp_scale  # noqa: PLC0415
+
+    codes: Any = MXTensor.to_mx(matrix, torch.float8_e4m3fn, BLOCK["mxfp8"], ScaleCalculationMode.RCEIL)
+    return Codes(rounded=codes.dequantize(matrix.dtype), scales=get_fp_scale(codes.scale))
+
+
+def _nvfp4(matrix: Tensor, _: bool) -> Codes:
+    from torchao.prototype.mx_formats.nvfp4_tensor import (  # noqa: PLC0415 - optional
+        NVFP4Tensor,
+        per_tensor_amax_to_scale,
+    )
+
+    amax = matrix.abs().max().float()
+    scale = per_tensor_amax_to_scale(torch.where(amax == 0, 1.0, amax))
+    codes = NVFP4Tensor.to_nvfp4(matrix, BLOCK["nvfp4"], per_tensor_scale=scale)
+    return Codes(rounded=codes.dequantize(matrix.dtype), scales=codes.get_hp_scales())
+
+
+_QUANTIZERS: Final[dict[str, Callable[[Tensor, bool], Codes]]] = {
+    "bf16": _bf16,
+    "fp8": _tensorwise,
+    "fp8-rowwise": _rowwise,
+    "mxfp8": _mxfp8,
+    "nvfp4": _nvfp4,
+}
+
+_SIGNS: Final = (1, 1, -1, 1, -1, -1, 1, 1, 1, -1, -1, 1, -1, 1, -1, -1)
+"""A vector of signs for the Hadamard transform; torchao draws one for each layer."""
+
+
+def transformed(matrix: Tensor) -> Tensor:
+    """Return each 16 numbers of a row under the Hadamard transform, which spreads outliers over them."""
+    from torchao.prototype.moe_training.nvfp4_training.hadamard_utils import (  # noqa: PLC0415 - optional
+        get_rht_matrix,
+    )
+
+    basis = get_rht_matrix(_SIGNS, str(matrix.device), matrix.dtype, BLOCK["nvfp4"])
+    turned: Tensor = matrix.reshape(-1, BLOCK["nvfp4"]) @ basis
+    return turned.view(matrix.shape)
+
+
+def products(
+    name: str, x: Tensor, weight: Tensor, grad: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return output, gradient of the input and gradient of the weight of a Linear layer in a format.
+
+    Args:
+        name: of the format.
+        x: rows x in_features.
+        weight: out_features x in_features.
+        grad: of the output, rows x out_features; None computes the output alone.
+    """
+
+    def rounded(matrix: Tensor, *, is_gradient: bool = False) -> Tensor:
+        return quantize(matrix.contiguous(), name, is_gradient=is_gradient).rounded
+
+    output = rounded(x) @ rounded(weight).t()
+    if grad is None:
+        return output, None, None
+    grad_input = rounded(grad, is_gradient=True) @ rounded(weight.t()).t()
+    turned = (grad.t().contiguous(), x.t().contiguous())
+    if name == "nvfp4":
+        turned = (transformed(turned[0]), transformed(turned[1]))
+    grad_weight = rounded(turned[0], is_gradient=True) @ rounded(turned[1]).t()
+    return output, grad_input, grad_weight
+
+
+class Rounded(torch.autograd.Function):
+    """A Linear layer without its bias, whose matrix products round their operands to a format."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, name: str) -> Tensor:
+        """Return the output, in the dtype of the input."""
+        ctx.save_for_backward(x, weight)
+        ctx.name = name
+        output, *_ = products(name, x.reshape(-1, x.shape[-1]), weight.to(x.dtype), None)
+        return output.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """Return the gradients of input and weight."""
+        x, weight = ctx.saved_tensors
+        rows, grad = x.reshape(-1, x.shape[-1]), grads[0].reshape(-1, grads[0].shape[-1]).to(x.dtype)
+        _, grad_input, grad_weight = products(ctx.name, rows, weight.to(x.dtype), grad)
+        assert grad_input is not None  # noqa: S101 - there is a gradient
+        assert grad_weight is not None  # noqa: S101
+        return grad_input.view(x.shape), grad_weight.to(weight.dtype), None
+
+
+class EmulatedLinear(nn.Linear):
+    """A Linear layer that emulates a format for which torchao has no emulation: nvfp4.
+
+    It computes in the dtype of autocast, else in that of its input.
+    """
+
+    format_name = "nvfp4"
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        """Return the output."""
+        device = input.device.type
+        if torch.is_autocast_enabled(device):
+            input = input.to(torch.get_autocast_dtype(device))  # noqa: A001
+        with torch.autocast(device, enabled=False):
+            output: Tensor = Rounded.apply(input, self.weight, self.format_name)  # type: ignore[no-untyped-call]
+        return output if self.bias is None else output + self.bias.to(output.dtype)
