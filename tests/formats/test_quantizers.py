@@ -80,7 +80,9 @@ def test_nvfp4_is_what_its_definition_says(which) -> None:
             scale = of_block.to(torch.float8_e4m3fn).double().item() * whole
             assert codes.scales[row, block].item() == pytest.approx(scale, rel=1e-6)
             # the definition divides in float64; torchao multiplies by a reciprocal in float32
-            near = [to_e2m1(number / scale * (1 + nudge)) * scale for number in part.tolist() for nudge in (0,)]
+            near = [
+                to_e2m1(number / scale * (1 + nudge)) * scale for number in part.tolist() for nudge in (0,)
+            ]
             found = codes.rounded[row, 16 * block : 16 * block + 16].double().tolist()
             for number, expected, got in zip(part.tolist(), near, found, strict=True):
                 nudged = {to_e2m1(number / scale * (1 + nudge)) * scale for nudge in (-3e-7, 3e-7)}
