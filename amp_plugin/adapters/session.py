@@ -45,6 +45,7 @@ from amp_plugin.precision import (
 )
 from amp_plugin.scaling import penalty
 from amp_plugin.scaling.grad_scaler import GradScaler
+from amp_plugin.scaling.gradients import params_of
 from amp_plugin.scaling.step_log import LoggedStep, StepLog, StepResult
 from amp_plugin.scaling.words import PLAIN, Words
 from amp_plugin.sharding.fully_shard import add_up_in_fp32
@@ -425,7 +426,7 @@ class Session:
 
     def _follow_log(self) -> None:
         if isinstance(self._scaler, GradScaler):
-            self._scaler.core.speak(self.words)
+            self._scaler.core.speak(self.words, scales_all=True)
         log: StepLog = self._scaler.step_log
         if self.options.exact_schedulers:
             log.wait_for()
@@ -466,8 +467,14 @@ class Session:
         """Unscale and step, or skip; then let the loss scale change. Returns what the step returns."""
         if self.is_aside:
             return optimizer.step(*args, **kwargs)
-        output = self.scaler.step(optimizer, *args, **kwargs)
-        self.scaler.update()
+        core, has_closure = self.scaler.core, bool(args or kwargs.get("closure"))
+        if not has_closure and core.awaits_first_loss(params_of(optimizer)):
+            output = optimizer.step(**kwargs)  # no batch has had a loss yet
+            core.note_step(optimizer)
+        else:
+            output = self.scaler.step(optimizer, *args, **kwargs)
+        if core.has_scaled or not self.scaler.is_enabled():
+            self.scaler.update()
         self.count_step()
         if id(optimizer) in self._stepped:
             self._stepped.clear()

@@ -34,6 +34,9 @@ def carries_scale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
     """Return whether an optimizer that a scaler steps has gradients of a scaled loss, not unscaled since."""
     if not scaler.is_enabled() or scaler._scale is None:
         return False
+    if isinstance(scaler, GradScaler):  # its records notice who looks at them
+        known = scaler.core.find(optimizer)
+        return known is None or known.stage is OptState.READY
     state = scaler._per_optimizer_states.get(id(optimizer))
     return state is None or state["stage"] is OptState.READY
 

@@ -65,6 +65,8 @@ def clip_norm(core: ScalerCore, target: Target, clip: NormClip) -> Tensor:
     """Clip as :meth:`amp_plugin.GradScaler.clip_grad_norm_` does."""
     shared = core.shared
     params, states, is_one = _owners(core, target, "clip_grad_norm_")
+    if core.awaits_first_loss(params):
+        return clip.by_torch(params)  # of no gradients: 0
     if wants_torchs_bits(shared):
         if is_one:
             states[0].forget_stale_norm()
@@ -106,7 +108,8 @@ def clip_state(state: OptimizerState, clip: NormClip) -> Tensor:
 def clip_value(core: ScalerCore, target: Target, limit: float) -> None:
     """Clip as :meth:`amp_plugin.GradScaler.clip_grad_value_` does; ``limit`` is checked."""
     params, states, _ = _owners(core, target, "clip_grad_value_")
-    _unscale(core, params, states)
+    if not core.awaits_first_loss(params):
+        _unscale(core, params, states)
     if any(param.grad is not None for param in params):  # torch's fails if there is none
         torch.nn.utils.clip_grad_value_(params, limit)
         for state in states:
@@ -115,11 +118,11 @@ def clip_value(core: ScalerCore, target: Target, limit: float) -> None:
 
 def _owners(core: ScalerCore, target: Any, call: str) -> tuple[list[Tensor], list[OptimizerState], bool]:
     """Return the parameters to clip, whose they are, and whether one optimizer has these and no others."""
-    if core.shared.scales.enabled:
+    params = list(params_of(target)) if isinstance(target, Optimizer) else _params_in(target)
+    if core.shared.scales.enabled and not core.awaits_first_loss(params):
         core.shared.scales.require(call, core.shared.words)
     if isinstance(target, Optimizer):
-        return list(params_of(target)), [core.state(target)], True
-    params = _params_in(target)
+        return params, [core.state(target)], True
     states = core.owners(params)
     wanted = set(map(id, params))
     exactly = [state for state in states if wanted == set(map(id, state.params))]

@@ -60,6 +60,10 @@ class ScalerCore:
         groups = getattr(optimizer, "param_groups", None)
         return next((state for state in self if state.optimizer.param_groups is groups), None)
 
+    def find_by_id(self, key: int) -> OptimizerState | None:
+        """Return the state of the optimizer that has this id."""
+        return self._states.get(key)
+
     def state(self, optimizer: Optimizer) -> OptimizerState:
         """Return an optimizer's state, its parameters looked at again; a new one if it was never met."""
         return self.add([optimizer])[0]
@@ -80,11 +84,8 @@ class ScalerCore:
         key, states = id(optimizer), self._states
         reference = reference_to(optimizer, lambda _: states.pop(key, None))
         state = states[key] = OptimizerState(reference, self.shared)
-        hookable = all(
-            hasattr(optimizer, name) for name in ("_optimizer_step_pre_hooks", "register_step_pre_hook")
-        )
-        if self.shared.scales.enabled and hookable:
-            _guard_steps(state)
+        for stepping in _stepping(optimizer) if self.shared.scales.enabled else ():
+            _guard_steps(state, stepping)
         return state
 
     def refresh(self, states: Iterable[OptimizerState]) -> bool:
@@ -182,9 +183,25 @@ class ScalerCore:
             self._states.clear()
             self._may_delay_update, self.last_backward = [], None
 
-    def speak(self, words: Words) -> None:
-        """Name the calls of a front door in error texts."""
-        self.shared = replace(self.shared, words=words)
+    def switch(self, enabled: bool) -> None:
+        """Switch the loss scale off, or on, as programs do that set torch's ``_enabled``."""
+        if enabled is self.shared.scales.enabled:
+            return
+        self.shared.scales.switch(enabled)
+        for state in self:
+            state.switch(enabled)
+            for stepping in _stepping(state.optimizer) if enabled else ():
+                _guard_steps(state, stepping)
+
+    def speak(self, words: Words, *, scales_all: bool) -> None:
+        """Name the calls of a front door in error texts.
+
+        Args:
+            words: The calls.
+            scales_all: Whether the front door runs all scaled backward passes, so that gradients which
+                came without one are not scaled.
+        """
+        self.shared = replace(self.shared, words=words, scales_all=scales_all)
 
     def parameter_names(self, optimizer: Optimizer) -> list[str]:
         """Return the names of an optimizer's parameters, in the order of its groups."""
@@ -198,6 +215,11 @@ class ScalerCore:
     def has_scaled(self) -> bool:
         """Whether a loss has been scaled yet."""
         return self.shared.scales.enabled and bool(self.shared.scales.materialized())
+
+    def awaits_first_loss(self, params: Iterable[Tensor]) -> bool:
+        """Whether a front door has scaled no loss yet, and none of these parameters has a gradient."""
+        is_first = self.shared.scales_all and self.shared.scales.enabled and not self.has_scaled
+        return is_first and all(param.grad is None for param in params)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -250,6 +272,8 @@ class ScalerCore:
             return StepResult.unscaled(how=how)
         state = self.state(optimizer)
         result = state.end_with(result or StepResult.unscaled(state.norm, how=how))
+        if self.shared.scales.enabled:
+            state.write_stage(OptState.READY)  # no update follows
         self.log.add(state.optimizer, result)
         return result
 
@@ -259,9 +283,16 @@ def is_optimizer(given: object) -> bool:
     return isinstance(getattr(given, "param_groups", None), list | tuple)
 
 
-def _guard_steps(state: OptimizerState) -> None:
-    """Refuse scaled gradients to steps of an optimizer that its newest scaler does not take."""
-    optimizer, known = state.optimizer, weakref.ref(state)
+def _stepping(optimizer: Any) -> list[Any]:
+    """Return an optimizer, and those that it holds, as SAM does: the ones that can be hooked."""
+    hooks = ("_optimizer_step_pre_hooks", "register_step_pre_hook")
+    held = [own for own in getattr(optimizer, "__dict__", {}).values() if isinstance(own, Optimizer)]
+    return [one for one in (optimizer, *held) if all(hasattr(one, name) for name in hooks)]
+
+
+def _guard_steps(state: OptimizerState, optimizer: Optimizer) -> None:
+    """Refuse scaled gradients to steps of an optimizer that the newest scaler of a state does not take."""
+    known = weakref.ref(state)
 
     def refuse(*_: Any) -> None:
         if (state := known()) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -22,14 +23,15 @@ from amp_plugin.options import GradScalerOptions, LossScaleOptions, lists_option
 from amp_plugin.removed import removed_attribute, without_removed_keywords
 from amp_plugin.scaling import clipping
 from amp_plugin.scaling.core import ScalerCore, is_optimizer
+from amp_plugin.scaling.gradients import params_of
 from amp_plugin.scaling.loss_scale import LossScales, is_state, moved, scale_outputs, widened
 from amp_plugin.scaling.optimizer_state import OptimizerState, Shared
 from amp_plugin.scaling.overflows import checked_names
-from amp_plugin.scaling.plans import is_fused
+from amp_plugin.scaling.plans import is_fused, takes_scaler
 from amp_plugin.scaling.ranks import Groups, Ranks
 from amp_plugin.scaling.step_log import StepLog, StepResult, raise_for_nonfinite
 from amp_plugin.scaling.steps import refuse_nothing_checked, take_step, take_step_by
-from amp_plugin.scaling.torch_names import StateView, TorchNames
+from amp_plugin.scaling.torch_names import OptimizerRecords, TorchNames
 from amp_plugin.scaling.updates import Updates
 from amp_plugin.scaling.words import PLAIN
 
@@ -38,9 +40,16 @@ T = TypeVar("T")
 _MAY_BE_OVERRIDDEN: Final = ("step", "unscale_", "_unscale_grads_", "_maybe_opt_step")
 """Methods that a step calls if a subclass or the program has put its own in their place."""
 
+_COLLABORATORS: Final = ("core", "_updates", "_records")
+
 _UNSCALED_TWICE: Final = (
     "unscale_() has already been called on this optimizer since the last update(). "
     "Call it once, or use ensure_unscaled(), which may be repeated."
+)
+
+_PASSED_ITSELF: Final = (
+    "GradScaler passes itself to this optimizer's step(grad_scaler=), a contract that torch gives up: let "
+    "step() read the tensors grad_scale and found_inf, which the scaler sets on the optimizer."
 )
 
 _UNSCALED_LATE: Final = "unscale_() is being called after step(). Call it between backward() and step()."
@@ -117,6 +126,7 @@ class GradScaler(TorchNames):
             log.subscribe(raise_for_nonfinite(max(1.0, options.floor) if options.dynamic else math.inf))
         self.core = ScalerCore(shared, log, device)
         self._updates = Updates(self.core)
+        self._records = OptimizerRecords(self.core)
         if shared.scales.enabled:
             native_core()
 
@@ -251,7 +261,8 @@ class GradScaler(TorchNames):
             return None
 
         def step(state: OptimizerState) -> Any:
-            return self._maybe_opt_step(optimizer, StateView(state), *args, **kwargs)
+            record: Any = self._records[id(state.optimizer)]
+            return self._maybe_opt_step(optimizer, record, *args, **kwargs)
 
         return take_step_by(self.core, optimizer, step)
 
@@ -263,12 +274,13 @@ class GradScaler(TorchNames):
             RuntimeError: Called before ``scale()``.
             ValueError: A gradient is float16.
         """
-        if self.is_enabled():
+        if self.is_enabled() and not self.core.awaits_first_loss(params_of(optimizer)):
             self._state_for("ensure_unscaled", optimizer).unscale_()
 
     def _state_for(self, call: str, optimizer: Optimizer) -> OptimizerState:
         shared = self.core.shared
         shared.scales.require(call, shared.words)
+        self._records.meet(optimizer)
         return self.core.state(optimizer)
 
     @without_removed_keywords
@@ -373,7 +385,7 @@ class GradScaler(TorchNames):
             >>> [round(number.item(), 5) for number in (result.norm, result.clipped_norm, weight[0])]
             [6.0, 1.0, 0.5]
         """
-        if closure is None and any(map(self._is_overridden, _MAY_BE_OVERRIDDEN)):
+        if closure is None and (takes_scaler(optimizer) or any(map(self._is_overridden, _MAY_BE_OVERRIDDEN))):
             if self.is_enabled() and self._state_for("clip_and_step", optimizer).stage is OptState.READY:
                 self.unscale_(optimizer)
             self.clip_grad_norm_(optimizer, max_norm, norm_type, error_if_nonfinite)
@@ -408,6 +420,10 @@ class GradScaler(TorchNames):
         """
         if not (self.is_enabled() or is_optimizer(optimizer)):
             return optimizer.step(*args, **kwargs)  # as torch's: whatever has a step() passes
+        self._records.meet(optimizer)
+        if self.is_enabled() and takes_scaler(optimizer):
+            warnings.warn(_PASSED_ITSELF, FutureWarning, stacklevel=2)
+            kwargs = {**kwargs, "grad_scaler": self}
         stepped = self._step_as_overridden(optimizer, args, kwargs)
         return (stepped or take_step(self.core, optimizer, args, kwargs))[0]
 
@@ -485,6 +501,7 @@ class GradScaler(TorchNames):
         self.core.log.read()
         if shared.scales.enabled:
             shared.scales.require("update", shared.words)
+            self._records.settle(keep=self._updates.requested)
             if new_scale is None:
                 self._updates.request()
             else:
@@ -567,6 +584,7 @@ class GradScaler(TorchNames):
             one_pass=state.pop("_one_pass", True),
             on_nonfinite=state.pop("_on_nonfinite"),
             words=state.pop("_words", PLAIN),
+            scales_all=state.pop("_scales_all", False),
         )
         device, skipped_before = state.pop("_device"), state.pop("_skipped_before", 0)
         self.__dict__.update(state)
@@ -579,7 +597,7 @@ class GradScaler(TorchNames):
         if any(state.ledger.waits() or state.stage is not OptState.READY for state in states):
             raise RuntimeError(_IN_AN_ITERATION)
         self.end_iteration()
-        own = {name: value for name, value in vars(self).items() if name not in {"core", "_updates"}}
+        own = {name: value for name, value in vars(self).items() if name not in _COLLABORATORS}
         return {
             **own,
             "_scales": shared.scales,
@@ -588,6 +606,7 @@ class GradScaler(TorchNames):
             "_one_pass": shared.one_pass,
             "_on_nonfinite": shared.on_nonfinite,
             "_words": shared.words,
+            "_scales_all": shared.scales_all,
             "_skipped_before": self.skipped_steps(),
         }
 

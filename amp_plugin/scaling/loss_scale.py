@@ -28,12 +28,12 @@ class PendingScale(NamedTuple):
     """A loss scale as it was when a loss was multiplied by it; the backward is yet to come."""
 
     loss_scale: LossScale
-    generation: int
+    edition: tuple[int, int]
     value: Tensor  # float32, 0-dim
 
     def change(self) -> Tensor | None:
         """Return the present value divided by the one read, float32, 0-dim; None if it is the same."""
-        unchanged = self.loss_scale.generation == self.generation
+        unchanged = self.loss_scale.edition == self.edition
         return None if unchanged else self.loss_scale.require() / self.value
 
 
@@ -59,6 +59,12 @@ class LossScale:
         self._derived: dict[Any, Tensor] = {}
         self._derived_from: tuple[int, int] | None = None
         self._captured = False
+
+    @property
+    def edition(self) -> tuple[int, int]:
+        """What changes whenever the value may have changed, also by a program that writes to its tensor."""
+        value = self.require()
+        return self.generation, 0 if value.is_inference() else value._version
 
     def materialize(self, device: torch.device | str) -> Tensor:
         """Make the tensors on ``device`` if there are none, and return the scale."""
@@ -90,10 +96,10 @@ class LossScale:
         replayed graph reads the live scale and changes it unseen: from the first capture on nothing is kept.
         """
         value = self.require()
-        state = (self.generation, 0 if value.is_inference() else value._version)
+        edition = self.edition
         self._captured = self._captured or capturing(value.device)
-        if self._captured or state != self._derived_from:
-            self._derived, self._derived_from = {}, state
+        if self._captured or edition != self._derived_from:
+            self._derived, self._derived_from = {}, edition
         device = device or value.device
         key = (inverse, device, stream_number(value.device), stream_number(device))
         if key not in self._derived:
@@ -107,7 +113,7 @@ class LossScale:
 
     def read(self) -> PendingScale:
         """Return what the scale is now, to tell later whether it has changed; no host sync."""
-        return PendingScale(self, self.generation, self.snapshot())
+        return PendingScale(self, self.edition, self.snapshot())
 
     def record(self, found_inf: Tensor) -> None:
         """Record one optimizer's check, for the next update."""
@@ -116,6 +122,12 @@ class LossScale:
             self.found_inf = found_inf
         elif self.found_inf is not found_inf:  # clip and step hand over the same check
             self.found_inf = torch.maximum(self.found_inf, found_inf)
+
+    def replace_checks(self, found_infs: Iterable[Tensor], *, keep: bool) -> None:
+        """Take other checks for the next update than were recorded; ``keep`` those of earlier updates."""
+        self.found_inf = self.found_inf if keep else None
+        for found_inf in found_infs:
+            self.record(found_inf)
 
     def update_(self) -> Tensor | None:
         """Apply the recorded checks, by one op on the device; a constant scale only forgets them."""
@@ -204,6 +216,10 @@ class LossScales:
         self.default = LossScale(options)
         self.named = {name: LossScale(options) for name in names}
         self.updates_requested = 0  # torch forgets there what it knows of optimizers
+
+    def switch(self, enabled: bool) -> None:
+        """Scale losses from now on, or no more."""
+        self.enabled = enabled
 
     def of(self, name: str | None) -> LossScale:
         """Return the scale of a loss; None is the default."""

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -32,18 +32,30 @@ from amp_plugin.scaling.gradients import (
     parameter_layouts,
 )
 from amp_plugin.scaling.ledger import make_ledger
-from amp_plugin.scaling.loss_scale import LossScale, LossScales, moved
+from amp_plugin.scaling.loss_scale import LossScale, LossScales, capturing, moved
 from amp_plugin.scaling.overflows import ParameterNames, report_of
 from amp_plugin.scaling.ranks import Ranks
 from amp_plugin.scaling.step_log import StepResult
 from amp_plugin.scaling.words import PLAIN, Words
 from amp_plugin.weights.one_pass import own_step
 
+_STEP_WITH_OVERFLOW = (
+    "{kind}.step() is called past the scaler, which has found gradients that are not finite: they would make "
+    "the weights nan. Call {step} instead, which skips this step."
+)
+
+_STRAYS = (
+    "{kind}: {count} parameters ({some}) have gradients that no scaled backward pass has made since the last "
+    "step: dividing them by the loss scale would make them vanish. Write {backward} instead of "
+    "loss.backward()."
+)
+
 _OWN_UNSCALING = (
     "gradients of one optimizer carry several loss scales, and _unscale_grads_ was replaced, which divides "
     "all of them by one: use one loss scale, or leave _unscale_grads_ as it is."
 )
 
+_WRITTEN: Final = -1  # instead of a number of updates: a program has written that the stage is READY
 _MOST_KEPT = 16  # measurements of one window, before they are joined
 _numbers = itertools.count(1)
 
@@ -58,6 +70,7 @@ class Shared:
     fp16_gradients: bool = False  # whether they may be unscaled
     one_pass: bool = True  # whether steps may be taken in one pass
     on_nonfinite: str = "skip"
+    scales_all: bool = False  # whether gradients that came without a scaled backward pass are not scaled
 
     @property
     def checks(self) -> bool:
@@ -222,11 +235,27 @@ class OptimizerState:
         collectives write without a trace. After ``unscale_`` and an update only gradients in other memory
         are.
         """
-        default, now = self.shared.scales.default, self.shared.scales.updates_requested
-        if default.value is None or self._used[1] == now:
+        scales, used = self.shared.scales, self._used[1]
+        if scales.default.value is None or not scales.enabled or used == scales.updates_requested:
             return
-        if self.ledger.assume_scaled(default, self._number, now):
+        now = scales.updates_requested if used != _WRITTEN else _WRITTEN
+        if self.ledger.assume_scaled(scales.default, self._number, now):
+            self._refuse_strays()
             self.forget_overflows()  # those of a batch that is gone
+
+    def _refuse_strays(self) -> None:
+        """Raise if gradients came without a scaled backward pass, where a front door scales all losses."""
+        if not self.shared.scales_all or self.is_awaited or not self.ledger.waits():
+            return
+        named = [
+            name
+            for name, param in zip(self.parameter_names(), self.params, strict=True)
+            if param.grad is not None and measured([param], None)[0].norm.item() != 0
+        ]
+        if named:  # zeros are what zero_grad(set_to_none=False) has written
+            kind, backward = type(self.optimizer).__name__, self.shared.words.backward
+            some = ", ".join(named[:3])
+            raise RuntimeError(_STRAYS.format(kind=kind, count=len(named), some=some, backward=backward))
 
     def begin_backward(self, scale: LossScale) -> None:
         """Get ready for gradients of a loss times ``scale``: bring those that are there to that scale."""
@@ -420,8 +449,40 @@ class OptimizerState:
                 self._loss_scales[scale] = None
                 for found in unscale(scale.require()).values():
                     self._find(found)
-        self.ledger.carry_nothing(self._number, self.shared.scales.updates_requested, False)
-        self._use(OptState.UNSCALED)
+        self._use_as(OptState.UNSCALED)
+
+    def write_stage(self, stage: OptState) -> None:
+        """Go to the stage that a program has written into torch's record.
+
+        UNSCALED and STEPPED mean that the gradients carry nothing. READY means that gradients which the
+        optimizer has stepped with count as scaled, as after an update.
+        """
+        if stage is OptState.READY:
+            self._used = (stage, _WRITTEN)
+            return
+        for scale, params, _ in self.parts():
+            if scale is not None and any(param.grad is not None for param in params):
+                self._loss_scales[scale] = None
+        self._use_as(stage)
+
+    def write_found(self, found_inf_per_device: dict[Any, Tensor]) -> None:
+        """Take the overflows that a program has written into torch's record, in place of those found."""
+        self.forget_overflows()
+        self.found_inf_per_device = found_inf_per_device
+
+    def switch(self, enabled: bool) -> None:
+        """Go on with a loss scale that was switched off, or on: without one gradients are as they are."""
+        if not enabled:
+            self.ledger.carry_nothing(0, self.shared.scales.updates_requested, False)
+            self._answered = self.backwards
+        elif self.stage is OptState.STEPPED:
+            self.write_stage(OptState.READY)  # it has stepped without updates
+
+    def _use_as(self, stage: OptState) -> None:
+        """Record that a program has unscaled the gradients, or stepped with them, by itself."""
+        is_step = stage is OptState.STEPPED
+        self.ledger.carry_nothing(self._number, self.shared.scales.updates_requested, is_step)
+        self._use(stage)
 
     def overflowed_before_closure(self, optimizer: Optimizer) -> bool:
         """Unscale what backward passes have left that the optimizer may use before it calls its closure.
@@ -450,13 +511,28 @@ class OptimizerState:
             self.is_stepping = False
 
     def refuse_step_past_scaler(self) -> None:
-        """Raise if the optimizer steps by itself with gradients that are multiplied by the scale."""
-        if self.is_awaited and not self.is_stepping and self.ledger.waits():
-            msg = (
-                f"{type(self.optimizer).__name__}.{MISTAKES['AMP002'].what}: call {self.shared.words.step} "
-                f"instead, or {self.shared.words.unscale} before."
-            )
+        """Raise if the optimizer steps by itself with gradients that are scaled, or known to be not finite.
+
+        The host waits for the device only if the gradients were unscaled and the scaler does not step.
+        """
+        if self.is_stepping:
+            return
+        kind, words = type(self.optimizer).__name__, self.shared.words
+        if self.is_awaited and self.ledger.waits():
+            what = f"{kind}.{MISTAKES['AMP002'].what}"
+            msg = f"{what}: call {words.step} instead, or {words.unscale} before."
             raise RuntimeError(msg)
+        if self._has_overflow():
+            raise RuntimeError(_STEP_WITH_OVERFLOW.format(kind=kind, step=words.step))
+
+    def _has_overflow(self) -> bool:
+        """Whether an overflow was found since the last step that is still in the gradients: a host sync."""
+        found = self.found_inf_per_device.values()
+        return (
+            not any(capturing(flag.device) for flag in found)
+            and any(flag.item() > 0 for flag in found)
+            and any(part.found_inf.item() > 0 for part in measured(self.params, None))
+        )
 
     def close(
         self,

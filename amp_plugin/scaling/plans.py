@@ -1,10 +1,11 @@
-"""The three ways to take an optimizer's step, and which one is chosen.
+"""The four ways to take an optimizer's step, and which one is chosen.
 
 =========== ============================================= ========= ========= ========================
 plan        who divides the gradients by scale and clip   reads     syncs     when
 =========== ============================================= ========= ========= ========================
 `OnePass`   our kernel, which steps and writes ``.grad``  1         none      there is a rule for it
 `Fused`     torch's fused kernel, or in place before      1 or 2    none      ``fused=True``
+`Informed`  the optimizer itself, which asks the scaler   its own   its own   ``step(grad_scaler=)``
 `Plain`     in place before                               2         one       any other optimizer
 =========== ============================================= ========= ========= ========================
 
@@ -89,6 +90,23 @@ class Fused:
 
 
 @dataclass(frozen=True)
+class Informed:
+    """The step of an optimizer that takes the scaler as ``grad_scaler=``; it unscales and skips by itself."""
+
+    _call: Call
+    divides: ClassVar[bool] = True
+
+    def take(self, state: OptimizerState, divisor: Tensor | None, found: Tensor) -> tuple[Any, bool | None]:
+        """As :meth:`OnePass.take`, but the optimizer decides what becomes of the gradients."""
+        del state, divisor
+        return self._call(), HostFlag.at_once(found)
+
+    def __str__(self) -> str:
+        """Say how the step is taken."""
+        return "the optimizer's own step, which asked for the scaler"
+
+
+@dataclass(frozen=True)
 class Plain:
     """The optimizer's own step, on gradients unscaled and clipped in place; the host waits for the flag."""
 
@@ -106,22 +124,25 @@ class Plain:
         return f"the optimizer's own step ({self._why})"
 
 
-Plan = OnePass | Fused | Plain
+Plan = OnePass | Fused | Informed | Plain
 
 
-def choose(optimizer: Optimizer, call: Call, why_not: str) -> Plan:
+def choose(optimizer: Optimizer, call: Call, why_not: str, *, scales: bool) -> Plan:
     """Choose how to take a step by the gradients that are there.
 
     Args:
         optimizer: The optimizer, or one that wraps it.
         call: Calls its own step.
         why_not: What keeps every step of it from being taken in one pass, for people; empty if nothing does.
+        scales: Whether losses are scaled.
     """
     if not why_not:
         collected = one_pass.collect(optimizer)
         if isinstance(collected, OnePassStep):
             return OnePass(collected)
         why_not = collected
+    if scales and takes_scaler(optimizer):
+        return Informed(call)
     if is_fused(optimizer):
         return Fused(call, why_not, divides=has_only_quiet_hooks(optimizer))
     return Plain(call, why_not)
@@ -141,13 +162,17 @@ def why_not_one_pass(state: OptimizerState, optimizer: Optimizer, *, has_argumen
 
 def is_fused(optimizer: Optimizer) -> bool:
     """Whether the optimizer's own step divides by a scale and skips by itself."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and not takes_scaler(optimizer)
+
+
+def takes_scaler(optimizer: Optimizer) -> bool:
+    """Whether ``step`` follows the contract before ``grad_scale`` and ``found_inf``: it wants the scaler."""
     kind: Any = type(optimizer)
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and not takes_scaler(kind)
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and _has_grad_scaler(kind)
 
 
 @cache
-def takes_scaler(kind: type[Optimizer]) -> bool:
-    """Whether ``step`` follows the contract before ``grad_scale`` and ``found_inf``: it wants the scaler."""
+def _has_grad_scaler(kind: Any) -> bool:
     return hasattr(kind, "step") and "grad_scaler" in inspect.signature(kind.step).parameters
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from amp_plugin.scaling import closures
@@ -73,14 +74,29 @@ def take_step(
 
         how = f"the optimizer's own step, with a closure ({why_not})"
         value, result = closures.step(state, optimizer, closure, call_with, how, clip)
-    else:  # torch's own steps of these optimizers begin with the closure
-        value = closures.run(state, closure)
-        if shared.scales.enabled:
-            shared.scales.require("step", shared.words)
-        _, result = _take(state, optimizer, call, why_not, clip)
-        value = None if shared.scales.enabled and result.skipped_if_known() else value
+    else:
+        value, result = _take_after_closure(core, state, closure, call, clip)
     core.log.add(state.optimizer, result)
+    if core.awaits_first_loss(state.params):
+        state.write_stage(OptState.READY)  # no update follows
     return value, result
+
+
+def _take_after_closure(
+    core: ScalerCore,
+    state: OptimizerState,
+    closure: Callable[[], Any],
+    call: Callable[[], Any],
+    clip: NormClip | None,
+) -> tuple[Any, StepResult]:
+    """Run the closure, with which torch's own steps of these optimizers begin, and step in one pass."""
+    value, shared = closures.run(state, closure), core.shared
+    if core.awaits_first_loss(state.params):
+        return value, state.end_with(StepResult.unscaled(how="no step: no loss has been scaled yet"))
+    if shared.scales.enabled:
+        shared.scales.require("step", shared.words)
+    _, result = _take(state, state.optimizer, call, "", clip)
+    return None if shared.scales.enabled and result.skipped_if_known() else value, result
 
 
 def _take(
@@ -90,7 +106,7 @@ def _take(
     state.begin_call()
     if clip is not None and clip.error_if_nonfinite:
         clip.refuse_nonfinite(state.measure(unscale=False, norm_type=clip.norm_type)[0])
-    plan = choose(optimizer, call, why_not)
+    plan = choose(optimizer, call, why_not, scales=state.shared.scales.enabled)
     scales = state.scales_carried()
     unscales = not plan.divides or len(scales) > 1
     norm_type = state.norm_type if clip is None else clip.norm_type

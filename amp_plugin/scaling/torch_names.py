@@ -3,16 +3,19 @@
 Lightning, Accelerate and others check ``isinstance(scaler, torch.amp.GradScaler)`` and touch
 ``_scale``, ``_device``, ``_lazy_init_scale_growth_tracker`` or ``_per_optimizer_states``.
 Nothing of torch's state machine runs: every method that does more than read these is overridden. A program's
-own ``_unscale_grads_`` or ``_maybe_opt_step`` is called where torch.amp calls it.
+own ``_unscale_grads_`` or ``_maybe_opt_step`` is called where torch.amp calls it, and what a program writes
+into ``_per_optimizer_states`` is written into our states.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import copy
+from collections.abc import Iterator, Mapping, MutableMapping
 from operator import attrgetter
-from typing import Any
+from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
@@ -32,10 +35,10 @@ class TorchNames(torch.amp.GradScaler):
     """torch's getters, setters and private names over our loss scales and states."""
 
     core: ScalerCore
+    _records: OptimizerRecords
 
     _enabled = property(
-        lambda self: self.core.shared.scales.enabled,
-        lambda self, enabled: setattr(self.core.shared.scales, "enabled", bool(enabled)),
+        lambda self: self.core.shared.scales.enabled, lambda self, enabled: self.core.switch(bool(enabled))
     )
     _device = property(
         lambda self: self.core.device, lambda self, device: setattr(self.core, "device", device)
@@ -100,10 +103,13 @@ class TorchNames(torch.amp.GradScaler):
             raise TypeError(msg)
         return self.loss_scale
 
-    @property
-    def _per_optimizer_states(self) -> dict[int, Any]:  # type: ignore[override]
-        never_met = {"stage": OptState.READY, "found_inf_per_device": {}}
-        return defaultdict(lambda: never_met, {id(state.optimizer): StateView(state) for state in self.core})
+    @property  # type: ignore[override]
+    def _per_optimizer_states(self) -> OptimizerRecords:
+        return self._records
+
+    @_per_optimizer_states.setter
+    def _per_optimizer_states(self, records: Mapping[int, Mapping[str, Any]]) -> None:
+        self._records.replace(records)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
         self.loss_scale.materialize(dev)
@@ -115,11 +121,178 @@ class TorchNames(torch.amp.GradScaler):
         return state.found_inf_per_device
 
 
-class StateView(dict[str, Any]):
-    """torch's per-optimizer dict over our state: ``"stage"`` and ``"found_inf_per_device"``."""
+_STAGE: Final = "stage"
+_FOUND: Final = "found_inf_per_device"
 
-    def __init__(self, state: OptimizerState) -> None:
-        found = state.found_inf_per_device
-        if state.stage is OptState.STEPPED and state.result is not None:
-            found = {state.result.found_inf.device: state.result.found_inf}
-        super().__init__(stage=state.stage, found_inf_per_device=found)
+
+class OptimizerRecords(dict[int, "OptimizerRecord"]):
+    """torch's ``_per_optimizer_states`` over our states: by the id of an optimizer, its stage and overflows.
+
+    Programs read it, write to it, empty it and put another in its place. As in torch, an update forgets it,
+    and the overflows that it holds then decide about the loss scale.
+    """
+
+    def __init__(self, core: ScalerCore) -> None:
+        super().__init__()
+        self._core = core
+        # What our states do not hold, until the update: by optimizer, and overflows by optimizer and stage.
+        self._own: dict[int, dict[str, Any]] = {}
+        self._found: dict[tuple[int, OptState], dict[Any, Tensor]] = {}
+        self._is_used = False  # by the program, since the last update
+        self._wrapped: dict[int, int] = {}  # by the id of an optimizer: that of the one that it wraps
+
+    def own(self, key: int) -> dict[str, Any]:
+        """Return what a program has written of an optimizer that our state of it does not hold."""
+        self._is_used = True
+        return self._own.setdefault(key, {})
+
+    def state_of(self, key: int) -> OptimizerState | None:
+        """Return our state of an optimizer; None if the scaler has not met it."""
+        return self._core.find_by_id(self._wrapped.get(key, key))
+
+    def found(self, key: int, state: OptimizerState) -> dict[Any, Tensor]:
+        """Return the overflows of an optimizer by device; a program may write to them."""
+        if state.found_inf_per_device or state.stage is OptState.UNSCALED:
+            return state.found_inf_per_device
+        result = state.result if state.stage is OptState.STEPPED else None
+        found = {} if result is None else {result.found_inf.device: result.found_inf}
+        return self._found.setdefault((key, state.stage), found)
+
+    def write_found(self, key: int, state: OptimizerState, found: dict[Any, Tensor]) -> None:
+        """Take overflows that a program has written."""
+        is_stepped = state.stage is OptState.STEPPED
+        state.write_found({} if is_stepped else found)
+        self._found[key, state.stage] = found
+
+    def write_stage(self, key: int, state: OptimizerState, stage: OptState) -> None:
+        """Take a stage that a program has written; overflows stay until the optimizer is unscaled again."""
+        found = self.found(key, state)
+        self._found.pop((key, state.stage), None)
+        state.write_stage(stage)
+        state.write_found(found if stage is OptState.UNSCALED else {})
+        self._found[key, stage] = found
+
+    def meet(self, optimizer: Any) -> None:
+        """Note that an optimizer is used, and take what the program has written of it before."""
+        key = id(optimizer)
+        written = self._own.get(key, {})
+        values = {str(name): written.pop(name) for name in (_FOUND, _STAGE) if name in written}
+        state = self._core.state(optimizer) if values else self._core.find(optimizer)
+        if state is not None and state.optimizer is not optimizer:
+            self._wrapped[key] = id(state.optimizer)
+        self[key].update(values)
+
+    def settle(self, *, keep: bool) -> None:
+        """Let the overflows that the program has looked at count for the update, and forget all.
+
+        Args:
+            keep: Whether those of an update that is still to come count too.
+        """
+        if self._is_used and not self._core.shared.scales.named:
+            for state in self._core:
+                self[id(state.optimizer)]
+            found = [flag for record in self.values() for flag in record[_FOUND].values()]
+            self._core.shared.scales.default.replace_checks(found, keep=keep)
+            for state in self._core:
+                state.forget_overflows()
+        self._own, self._found, self._wrapped, self._is_used = {}, {}, {}, False
+        super().clear()
+
+    def replace(self, records: Mapping[int, Mapping[str, Any]]) -> None:
+        """Take the records that a program puts in the place of these."""
+        given = {key: dict(record) for key, record in records.items()}
+        for state in self._core:
+            self[id(state.optimizer)]
+        self.clear()
+        self.settle(keep=False)
+        for key, record in given.items():
+            self[key].update(record)
+
+    def __missing__(self, key: int) -> OptimizerRecord:
+        """Return a record that is alive, also of an optimizer that the scaler has not met."""
+        record = OptimizerRecord(self, key)
+        super().__setitem__(key, record)
+        return record
+
+    def __setitem__(self, key: int, record: Mapping[str, Any]) -> None:
+        """Take a record that a program has made."""
+        given = dict(record)
+        self.pop(key, None)
+        self[key].update(given)
+
+    def __delitem__(self, key: int) -> None:
+        """Forget what was found, and let the optimizer unscale and step again."""
+        super().__delitem__(key)
+        if (state := self.state_of(key)) is not None:
+            self.write_stage(key, state, OptState.READY)
+            self.write_found(key, state, {})
+        self._own.pop(key, None)
+        self._is_used = True
+
+    def pop(self, key: int, *default: Any) -> Any:
+        """As :meth:`__delitem__`; return what the record was."""
+        if key not in self:
+            return super().pop(key, *default)
+        record = dict(self[key])
+        del self[key]
+        return record
+
+    def popitem(self) -> tuple[int, Any]:
+        """As :meth:`pop` for the last one."""
+        key = next(reversed(self))
+        return key, self.pop(key)
+
+    def clear(self) -> None:
+        """As :meth:`pop` for all."""
+        while self:
+            self.popitem()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[int, dict[str, Any]]:
+        """Copy into dicts, which can be put in the place of the records later."""
+        return {key: copy.deepcopy(dict(record), memo) for key, record in self.items()}
+
+
+class OptimizerRecord(MutableMapping[str, Any]):
+    """torch's record of one optimizer over our state: ``"stage"``, the overflows, what a program adds."""
+
+    def __init__(self, records: OptimizerRecords, key: int) -> None:
+        self._records, self._key = records, key
+
+    def __getitem__(self, name: str) -> Any:
+        """Return the stage, the overflows by device, or what the program has added."""
+        own, state = self._records.own(self._key), self._records.state_of(self._key)
+        if name == _STAGE:
+            return own.get(name, OptState.READY) if state is None else state.stage
+        if name == _FOUND:
+            return own.setdefault(name, {}) if state is None else self._records.found(self._key, state)
+        return own[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Take what a program has written."""
+        own, state = self._records.own(self._key), self._records.state_of(self._key)
+        if state is not None and name == _STAGE:
+            self._records.write_stage(self._key, state, value)
+        elif state is not None and name == _FOUND:
+            self._records.write_found(self._key, state, value)
+        else:
+            own[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        """Remove what the program has added; the stage and the overflows always exist."""
+        del self._records.own(self._key)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter(dict.fromkeys([_STAGE, _FOUND, *self._records.own(self._key)]))
+
+    def __len__(self) -> int:
+        """Return their number."""
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        """Show it as torch's."""
+        return repr(dict(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        """Copy into a dict."""
+        return copy.deepcopy(dict(self), memo)

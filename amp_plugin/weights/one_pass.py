@@ -351,7 +351,7 @@ def _is_step_replaced(optimizer: Optimizer) -> bool:
     """
     on_class: Any = type(optimizer).step
     on_instance = vars(optimizer).get("step", on_class)
-    if getattr(on_instance, "_wrapped_by_lr_sched", False):
+    if getattr(on_instance, "_wrapped_by_lr_sched", False) is True:  # a mock has every attribute
         on_instance = on_instance.__wrapped__
     kinds = type(optimizer).__mro__  # torch puts the step of a base, with hooks, on the class itself
     layer, modules = on_class, {_CONTEXTS, *(kind.__module__ for kind in kinds)}
@@ -361,7 +361,7 @@ def _is_step_replaced(optimizer: Optimizer) -> bool:
             return True
         layer = layer.__wrapped__
     module = getattr(layer, "__globals__", {}).get("__name__")
-    return f"{module}.{layer.__qualname__}" not in names or on_instance is not on_class
+    return f"{module}.{getattr(layer, '__qualname__', '')}" not in names or on_instance is not on_class
 
 
 _CONTEXTS: Final = "torch.utils._contextlib"  # where torch.no_grad makes a function of another

@@ -147,7 +147,7 @@ def test_a_users_grad_scale_is_respected(weights, scale):
     assert one.value == -1.5
 
 
-def test_an_optimizer_that_takes_a_scaler_steps_unscaled_gradients_without_one(weights, scale):
+def test_an_optimizer_that_takes_a_scaler_gets_none_where_nothing_is_scaled(weights):
     class Older(torch.optim.SGD):
         _step_supports_amp_scaling = True
 
@@ -155,7 +155,7 @@ def test_an_optimizer_that_takes_a_scaler_steps_unscaled_gradients_without_one(w
             assert grad_scaler is None
             super().step()
 
-    one, scaler = weights(optimizer=Older), scaler_of(scale)
+    one, scaler = weights(optimizer=Older), scaler_of(None)
     one.train(scaler, 3.0, math.inf)
     assert one.value == -3.0
 

@@ -249,7 +249,8 @@ class TrainerPrecision(PrecisionCore):
                 scaler.core.note_step(optimizer)
                 return output
             self._take(trainer, optimizer, None, **kwargs)
-        scaler.update()
+        if scaler.core.has_scaled:
+            scaler.update()
         return output
 
     def _in_region(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -326,9 +327,10 @@ class TrainerPrecision(PrecisionCore):
             self._scaler.clip_grad_value_(optimizer, clip_val)
 
     def _clips_as_stock(self, optimizer: Optimizer) -> bool:
-        """Whether no loss was scaled yet, or a subclass says what is clipped: gradients are unscaled then."""
-        if self._scaler.is_enabled() and not self._scaler.core.has_scaled:
-            return True
+        """Whether gradients are unscaled: no loss was scaled yet, or a subclass says what is clipped."""
+        core = self._scaler.core
+        if self._scaler.is_enabled() and not core.has_scaled:
+            return not core.awaits_first_loss(params_of(optimizer))  # torch's clip fails without gradients
         if "main_params" not in self._users_methods:
             return False
         self._scaler.ensure_unscaled(optimizer)

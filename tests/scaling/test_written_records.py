@@ -1,0 +1,300 @@
+"""Does what a program writes into torch's ``_per_optimizer_states`` count, as in torch.amp?"""
+
+import copy
+import math
+from collections import defaultdict
+
+import pytest
+import torch
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+
+from amp_plugin import GradScaler
+
+KINDS = [torch.amp.GradScaler, GradScaler]
+VALUES = (1.0, 3.0, math.inf, 2.0, math.inf, 1.0)
+
+
+class Loop:
+    """One weight, its optimizer and a scaler; :attr:`seen` is what happens to weight and scale."""
+
+    def __init__(self, kind):
+        self.kind, self.scaler = kind, kind("cpu", init_scale=64.0, growth_interval=2)
+        self.weight = torch.nn.Parameter(torch.ones(4))
+        self.optimizer = torch.optim.SGD([self.weight], lr=0.25)
+        self.seen = []
+
+    @property
+    def record(self):
+        return self.scaler._per_optimizer_states[id(self.optimizer)]
+
+    def backward(self, value):
+        self.weight.grad = None
+        self.scaler.scale((self.weight * value).sum()).backward()
+
+    def update(self):
+        self.scaler.update()
+        self.note()
+
+    def note(self):
+        self.seen.append((self.weight.tolist(), self.scaler.get_scale()))
+
+
+def first_step_of_sam(loop):
+    """``stage = STEPPED`` stands for SAM's first step, which no scaler takes."""
+    for value in VALUES:
+        loop.backward(value)
+        loop.scaler.unscale_(loop.optimizer)
+        loop.record["stage"] = OptState.STEPPED
+        loop.update()
+        loop.backward(1.0)
+        loop.scaler.step(loop.optimizer)
+        loop.update()
+
+
+def overflow_in_the_first_step_only(loop):
+    for value in VALUES:
+        loop.backward(value)
+        loop.scaler.unscale_(loop.optimizer)
+        loop.record["stage"] = OptState.READY
+        loop.backward(2.0)
+        loop.scaler.unscale_(loop.optimizer)
+        loop.scaler.step(loop.optimizer)
+        loop.update()
+
+
+def stage_ready_and_update_without_step(loop):
+    for value in VALUES:
+        loop.backward(value)
+        loop.scaler.unscale_(loop.optimizer)
+        loop.record["stage"] = OptState.READY
+        loop.update()
+
+
+def dropped_batches(loop):
+    for i, value in enumerate(VALUES):
+        loop.backward(value)
+        loop.scaler.unscale_(loop.optimizer)
+        if i % 2:
+            loop.record["stage"] = OptState.READY
+            loop.record["found_inf_per_device"] = {}
+            continue
+        loop.scaler.step(loop.optimizer)
+        loop.update()
+
+
+def dropped_when_not_finite(loop):
+    for value in VALUES:
+        loop.backward(value)
+        loop.scaler.unscale_(loop.optimizer)
+        if sum(flag.item() for flag in loop.record["found_inf_per_device"].values()):
+            loop.scaler._per_optimizer_states.pop(id(loop.optimizer))
+            continue
+        loop.scaler.step(loop.optimizer)
+        loop.update()
+
+
+def dropped_by(remove):
+    def program(loop):
+        for i, value in enumerate(VALUES):
+            loop.backward(value)
+            loop.scaler.unscale_(loop.optimizer)
+            if i % 3 == 1:
+                remove(loop.scaler, id(loop.optimizer))
+                assert id(loop.optimizer) not in loop.scaler._per_optimizer_states
+                assert loop.record["stage"] is OptState.READY
+                loop.backward(value)
+            loop.scaler.step(loop.optimizer)
+            loop.update()
+
+    program.__name__ = remove.__name__
+    return program
+
+
+def cleared(scaler, key):
+    scaler._per_optimizer_states.clear()
+
+
+def popped(scaler, key):
+    assert scaler._per_optimizer_states.pop(key)["stage"] is OptState.UNSCALED
+    assert scaler._per_optimizer_states.pop(key, None) is None
+
+
+def deleted(scaler, key):
+    del scaler._per_optimizer_states[key]
+
+
+def assigned(scaler, key):
+    scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+
+def kept_and_put_back(loop):
+    """A retry keeps a copy of the records, and puts it in their place."""
+    for value in VALUES:
+        loop.backward(value)
+        loop.scaler.unscale_(loop.optimizer)
+        kept = copy.deepcopy(loop.scaler._per_optimizer_states)
+        loop.scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        loop.scaler._per_optimizer_states = kept
+        loop.scaler.step(loop.optimizer)
+        loop.update()
+
+
+def one_record_put_in(loop):
+    for value in VALUES:
+        loop.backward(value)
+        loop.scaler.unscale_(loop.optimizer)
+        loop.scaler._per_optimizer_states[id(loop.optimizer)] = _refresh_per_optimizer_state()
+        loop.backward(2 * value)
+        loop.scaler.step(loop.optimizer)
+        loop.update()
+
+
+def overflows_mended_by_hand(loop):
+    for value in VALUES:
+        loop.backward(value)
+        loop.scaler.unscale_(loop.optimizer)
+        loop.weight.grad.nan_to_num_(0.0, 0.0, 0.0)
+        for flag in loop.record["found_inf_per_device"].values():
+            flag.zero_()
+        loop.scaler.step(loop.optimizer)
+        loop.update()
+
+
+def overflows_of_others_after_the_step(loop):
+    """Ranks that agree on the scale reduce ``found_inf`` between step and update."""
+    for i, value in enumerate(VALUES):
+        loop.backward(value)
+        loop.scaler.step(loop.optimizer)
+        for flag in loop.record["found_inf_per_device"].values():
+            flag.fill_(float(i % 2))
+        loop.update()
+
+
+def overflows_replaced_after_the_step(loop):
+    for i, value in enumerate(VALUES):
+        loop.backward(value)
+        loop.scaler.step(loop.optimizer)
+        loop.record["found_inf_per_device"] = {torch.device("cpu"): torch.tensor(float(i % 2))}
+        loop.update()
+
+
+def overflows_of_others_before_the_step(loop):
+    for i, value in enumerate(VALUES):
+        loop.backward(value)
+        loop.scaler.unscale_(loop.optimizer)
+        loop.record["found_inf_per_device"][torch.device("cpu")] = torch.tensor(float(i % 3 == 0))
+        if i % 3 == 0 or math.isinf(value):
+            loop.record["found_inf_per_device"] = {torch.device("cpu"): torch.tensor(1.0)}
+        loop.scaler.step(loop.optimizer)
+        loop.update()
+
+
+def two_steps_before_an_update(loop):
+    for value in VALUES:
+        loop.backward(value)
+        loop.scaler.step(loop.optimizer)
+        loop.record["stage"] = OptState.READY
+        loop.backward(1.0)
+        loop.scaler.step(loop.optimizer)
+        loop.update()
+
+
+def read_by_the_id_of_a_wrapper(loop):
+    class Wrapper:
+        def __init__(self, inner):
+            self.param_groups, self.step = inner.param_groups, inner.step
+
+    wrapper = Wrapper(loop.optimizer)
+    for value in VALUES:
+        loop.backward(value)
+        loop.scaler.unscale_(wrapper)
+        record = loop.scaler._per_optimizer_states[id(wrapper)]
+        loop.seen.append(str(record))
+        if value == 3.0:
+            record["found_inf_per_device"][torch.device("cpu")].fill_(1.0)
+        loop.scaler.step(wrapper)
+        loop.seen.append(str(record))
+        loop.update()
+
+
+def unscaled_by_the_program(loop):
+    """The copy of torch's ``unscale_`` that many programs carry; the scaler has not met the optimizer."""
+    for value in VALUES:
+        loop.backward(value)
+        scaler, record = loop.scaler, loop.record
+        scaler._check_scale_growth_tracker("unscale_")
+        assert record["stage"] is OptState.READY
+        inverse = scaler._scale.double().reciprocal().float()
+        found = torch.full((), 0.0)
+        record["found_inf_per_device"] = scaler._unscale_grads_(loop.optimizer, inverse, found, False)
+        record["stage"] = OptState.UNSCALED
+        scaler.step(loop.optimizer)
+        loop.update()
+
+
+def stepped_by_the_program(loop):
+    """``step`` and ``update`` as torch has them, in the program."""
+    for value in VALUES:
+        loop.backward(value)
+        scaler, record = loop.scaler, loop.record
+        if record["stage"] is OptState.READY:
+            scaler.unscale_(loop.optimizer)
+        assert len(record["found_inf_per_device"]) == 1
+        scaler._maybe_opt_step(loop.optimizer, record)
+        record["stage"] = OptState.STEPPED
+        scale, tracker = scaler._check_scale_growth_tracker("update")
+        states = scaler._per_optimizer_states.values()
+        found = [flag for state in states for flag in state["found_inf_per_device"].values()]
+        assert len(found) == 1
+        torch._amp_update_scale_(scale, tracker, found[0], 2.0, 0.5, 2)
+        scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        loop.note()
+
+
+def seen_by_others(loop):
+    """Reading changes nothing; keys, items and what a program adds are as in torch."""
+    key, sight = id(loop.optimizer), []
+    for value in VALUES:
+        loop.backward(value)
+        states = loop.scaler._per_optimizer_states
+        sight.append([key in states, [*states] == [key], len(states)])
+        loop.scaler.unscale_(loop.optimizer)
+        states[key]["mine"] = value
+        sight.extend([*map(str, state.items())] for state in states.values())
+        loop.scaler.step(loop.optimizer)
+        sight.append(str(sorted(states[key])))
+        loop.update()
+        sight.append(str(loop.record))
+    loop.seen.append(sight)
+
+
+PROGRAMS = [
+    first_step_of_sam,
+    overflow_in_the_first_step_only,
+    stage_ready_and_update_without_step,
+    dropped_batches,
+    dropped_when_not_finite,
+    *map(dropped_by, (cleared, popped, deleted, assigned)),
+    kept_and_put_back,
+    one_record_put_in,
+    overflows_mended_by_hand,
+    overflows_of_others_after_the_step,
+    overflows_replaced_after_the_step,
+    overflows_of_others_before_the_step,
+    two_steps_before_an_update,
+    read_by_the_id_of_a_wrapper,
+    unscaled_by_the_program,
+    stepped_by_the_program,
+    seen_by_others,
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_a_written_record_counts_as_in_torch(program):
+    seen = []
+    for kind in KINDS:
+        loop = Loop(kind)
+        program(loop)
+        seen.append(loop.seen)
+        assert loop.seen
+    assert seen[1] == seen[0]
