@@ -14,15 +14,15 @@ from recipes.config import config_errors, config_from_command_line, make_folder
 
 FOLDER = Path(__file__).resolve().parent
 NAMES = (
+    "gradient_penalty",
+    "gradient_penalty_lightning",
+    "several_losses",
     "typical_training",
     "clipping",
     "accumulation",
-    "gradient_penalty",
-    "gradient_penalty_lightning",
     "wgan_gp",
     "wgan_gp_lightning",
     "wgan_gp_accelerate",
-    "several_losses",
     "several_models",
     "several_models_accelerate",
     "custom_functions",

@@ -2,8 +2,13 @@
 
 Each naive version replaces one name of the recipe by what a program without this package would do, and is compared
 with the recipe itself; both in fp16, beside the recipe in fp32.
+
+``PYTHONPATH=. python tests/recipes/test_naive_versions.py FOLDER`` draws two of these comparisons, for
+docs/lab/recipes.md.
 """
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -55,8 +60,11 @@ def scaled_penalty(outputs, inputs, *, scaler):
     return grads.square().sum()
 
 
+PENALTY_OPTIONS = ("steps=60", "loss_scale.init_scale=64", "loss_scale.growth_interval=1000")
+
+
 def test_a_penalty_on_scaled_gradients_stops_the_learning():
-    options = ("steps=60", "loss_scale.init_scale=64", "loss_scale.growth_interval=1000")
+    options = PENALTY_OPTIONS
     measured = (lambda record: mean_of_last(record.losses), "gradient_penalty", scaled_penalty)
     fp32, right, naive = compared(gradient_penalty, options, *measured)
     assert right == pytest.approx(fp32, rel=0.02)
@@ -94,9 +102,13 @@ class TwoScalesOneDivision(TorchScaler):
         return super().get_scale() * (256 if name == "drawing" else 1)
 
 
+SCALES_OPTIONS = ("steps=60", "loss_scale.init_scale=256", "loss_scale.growth_interval=8")
+DRAWING = "drawing loss (squared ink)"
+
+
 def test_two_scales_divided_by_one_weight_the_losses_anew():
-    options = ("steps=60", "loss_scale.init_scale=256", "loss_scale.growth_interval=8")
-    drawing = lambda record: mean_of_last(record.curves["drawing loss (squared ink)"])  # noqa: E731
+    options = SCALES_OPTIONS
+    drawing = lambda record: mean_of_last(record.curves[DRAWING])  # noqa: E731
     fp32, right, naive = compared(several_losses, options, drawing, "GradScaler", TwoScalesOneDivision)
     assert right == pytest.approx(fp32, rel=0.02)
     assert naive < 0.8 * fp32  # its weight was 256 times the one asked for
@@ -122,3 +134,41 @@ def test_an_update_for_each_optimizer_halves_the_gradients_of_the_second():
     fp32, right, naive = compared(several_models, options, losses, "GradScaler", UpdatesEachTime)
     assert right == pytest.approx(fp32, rel=2e-3)
     assert max(abs(a - b) for a, b in zip(naive, fp32, strict=True)) > 0.03 * fp32[0]
+
+
+# -- the pictures -------------------------------------------------------------------------------
+
+
+def draw(path, label, runs):
+    """Draw one line for each of fp32, fp16 with the recipe, and fp16 with the naive version."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8, 3), dpi=100, layout="constrained")
+    names = ("fp32", "fp16, this recipe", "fp16, naive")
+    for name, values, style in zip(names, runs, ("-", "--", "-"), strict=True):
+        axis.plot(values, style, label=name, linewidth=1.5)
+    axis.set_xlabel("optimizer steps")
+    axis.set_ylabel(label)
+    axis.grid(visible=True, alpha=0.3)
+    axis.legend(frameon=False)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    penalties = compared(
+        gradient_penalty, PENALTY_OPTIONS, lambda record: record.losses, "gradient_penalty", scaled_penalty
+    )
+    draw(folder / "gradient_penalty_naive.png", "cross-entropy (nats)", penalties)
+    drawings = compared(
+        several_losses,
+        SCALES_OPTIONS,
+        lambda record: record.curves[DRAWING],
+        "GradScaler",
+        TwoScalesOneDivision,
+    )
+    draw(folder / "several_losses_naive.png", DRAWING, drawings)
