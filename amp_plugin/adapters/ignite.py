@@ -29,7 +29,7 @@ from amp_plugin.options import PluginOptions, between, lists_options, takes, who
 from amp_plugin.scaling.step_log import LoggedStep
 from amp_plugin.scaling.words import Words
 from amp_plugin.weights.ddp import refuse_sharded, sharded_by
-from amp_plugin.weights.weight import HALVES
+from amp_plugin.weights.formats import HALVES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,10 +51,10 @@ from amp_plugin.scaling.words import PLAIN, Words
 from amp_plugin.sharding.fully_shard import add_up_in_fp32
 from amp_plugin.sharding.plan import DtypePlan
 from amp_plugin.sharding.report import check_against_plan
-from amp_plugin.weights.ddp import reduce_in_fp32, sharded_by
+from amp_plugin.weights.ddp import is_sharded_model, reduce_in_fp32
+from amp_plugin.weights.formats import HALVES
 from amp_plugin.weights.optimizer_hooks import add_optimizer
 from amp_plugin.weights.store import convert_to_fp32, is_stored, restore_weights, store_weights
-from amp_plugin.weights.weight import HALVES
 
 if TYPE_CHECKING:
     from amp_plugin.numerics.first_module import ModuleWatch
@@ -320,7 +320,7 @@ class Session:
         if stores:
             store_weights(model, weights=weights, fp32_modules=fp32_modules)
             self._meets_fp32 |= bool(fp32_modules) or any(map(_has_fp32_buffers, model.modules()))
-        elif self.precision != "fp32" and sharded_by(model) is None:  # else none become float32 unasked
+        elif self.precision != "fp32" and not is_sharded_model(model):  # else none become float32 unasked
             if line := convert_to_fp32(model):
                 warn_user(line)
         else:

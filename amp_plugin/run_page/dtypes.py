@@ -15,7 +15,8 @@ from amp_plugin.casting.threads import RegionState, current_state
 from amp_plugin.numerics.module_hooks import ModuleHooks, prefixes
 from amp_plugin.patterns import clean_name
 from amp_plugin.precision import short_name
-from amp_plugin.weights.compressed_state import bytes_of, local_of
+from amp_plugin.weights.compressed_state import bytes_of
+from amp_plugin.weights.shard import local_of
 
 Branch = dict[str, Any]
 """A module as a dict: name, kind, dtypes as text, elements, bytes held, and the modules inside it."""

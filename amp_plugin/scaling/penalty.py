@@ -20,7 +20,7 @@ from torch import Tensor
 
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.loss_scale import LossScale
-from amp_plugin.weights.weight import HALVES
+from amp_plugin.weights.formats import HALVES
 
 
 def grad(

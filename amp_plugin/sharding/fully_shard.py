@@ -13,7 +13,8 @@ from torch.distributed import fsdp
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.sharding.plan import DtypePlan
 from amp_plugin.weights.ddp import refuse_sharded
-from amp_plugin.weights.weight import HALVES
+from amp_plugin.weights.formats import HALVES
+from amp_plugin.weights.store import store_weights
 
 _OVERRIDE = "param_dtype_override_fn"
 
@@ -27,6 +28,9 @@ def fully_shard(
     **options: Any,
 ) -> nn.Module:
     """Shard a model by torch's ``fully_shard``, with the dtypes of a plan; run it under ``autocast``.
+
+    With ``plan.weights`` all weights that are gathered in 16 bits are stored in 16 bits, exactly. For
+    an optimizer with ``state=`` call ``store_weights(model, optimizer, weights=..., state=...)`` afterwards.
 
     Each of ``units`` becomes a unit of its own, as do ``fp32_modules`` with weights of their own where torch
     gathers a unit in one dtype, which it does before 2.15. Modules are sharded from the inside out, the
@@ -45,7 +49,6 @@ def fully_shard(
 
     Raises:
         ValueError: A pattern matches no module, a unit is not in the model, or ``mp_policy`` is given.
-        TypeError: The plan stores weights in 16 bits.
 
     Example:
         >>> import torch.distributed as dist
@@ -60,13 +63,14 @@ def fully_shard(
     """
     chosen = {*units, model}
     _refuse_misfits(model, chosen, root or model, options)
-    refuse_sharded(plan.weights)
     in_fp32 = plan.in_fp32(root or model)
     apply_fp32_modules(root or model, plan.fp32_modules)
     found = [module for module in model.modules() if module in chosen]  # the same order on all ranks
     for module in sorted(found, key=lambda unit: sum(1 for _ in unit.modules())):  # from the inside out
         if not isinstance(module, fsdp.FSDPModule):
             shard_unit(fsdp.fully_shard, module, plan, in_fp32, mp_policy=policy_of(plan), **options)
+    if plan.weights != "fp32":
+        store_weights(model, weights=plan.weights)
     return model
 
 

@@ -28,7 +28,7 @@ class DtypePlan:
         fp32_modules: Names of modules (``"encoder.norm"``, wildcards allowed) or of module classes
             (``"LayerNorm"``) that compute in fp32 and whose weights are gathered in fp32.
         reduce: The dtype gradients are reduced in: ``"fp32"``, or ``"bf16"`` for half the bytes.
-        weights: How trainable weights are stored, as in ``store_weights``; a sharded model stores float32.
+        weights: How trainable weights are stored, as in ``store_weights``; under FSDP1 float32 only.
 
     Raises:
         ValueError: A value is not allowed, or weights are not stored in the dtype computed in.

@@ -24,8 +24,11 @@ from amp_plugin.messages import warn_user
 from amp_plugin.patterns import clean_name
 from amp_plugin.precision import short_name
 from amp_plugin.sharding.plan import DtypePlan
-from amp_plugin.weights.compressed_state import asked_for, bytes_of, local_of
-from amp_plugin.weights.weight import HALVES
+from amp_plugin.weights.compressed_state import asked_for, bytes_of
+from amp_plugin.weights.formats import HALVES
+from amp_plugin.weights.fsdp2 import is_unit, policy_of_weight, weights_of_unit
+from amp_plugin.weights.shard import local_of
+from amp_plugin.weights.weight import half_of
 
 Engine = Literal["fsdp2", "fsdp1", "ddp", "none"]
 Dtypes = tuple[torch.dtype, ...]
@@ -68,10 +71,10 @@ def shard_units(model: nn.Module) -> list[ShardUnit]:
 
 
 def _fsdp_units(model: nn.Module) -> list[ShardUnit]:
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # noqa: PLC0415
+    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415
 
     named = [(clean_name(name), module) for name, module in model.named_modules()]
-    units = [_fsdp2(name, module) for name, module in named if isinstance(module, FSDPModule)]
+    units = [_fsdp2(name, module) for name, module in named if is_unit(module)]
     units += [_fsdp1(name, module) for name, module in named if isinstance(module, FullyShardedDataParallel)]
     return [unit for unit in reversed(units) if unit is not None]
 
@@ -79,11 +82,9 @@ def _fsdp_units(model: nn.Module) -> list[ShardUnit]:
 def _fsdp2(name: str, module: Any) -> ShardUnit | None:
     from amp_plugin.sharding.fully_shard import has_dtypes_by_parameter  # noqa: PLC0415 - loads FSDP
 
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    params = [param for group in groups if group is not None for param in group.fsdp_params]
-    policy = state._mp_policy
-    own = [getattr(param, "mp_policy", policy) for param in params]  # torch 2.15 has dtypes by parameter
+    params = weights_of_unit(module)
+    policy = module._get_fsdp_state()._mp_policy
+    own = [policy_of_weight(module, param) for param in params]
     return _unit(
         name,
         "fsdp2",
@@ -115,7 +116,7 @@ def _unit(
     if not params:
         return None
     trained = [param for param in params if param.requires_grad]
-    stored = (trained or params)[0].dtype
+    stored = half_of((trained or params)[0]).dtype
     dtypes = [*gathered] or [stored]
     return ShardUnit(
         name=name,

@@ -18,10 +18,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import Self
 
 from amp_plugin.kernels.state_codes import decode, draws, encode, encode_exactly, in_memory_order, to_bf16
+from amp_plugin.weights.decoded import DecodedTensor
+from amp_plugin.weights.shard import StoredShard, local_of, with_local
 
 _ATTRIBUTE: Final = "_amp_plugin_state"
 _KEY: Final = "8bit"
@@ -32,8 +34,8 @@ MOMENTS: Final = (*_SIGNED, *_SQUARES)
 """Names of the states that are compressed; others may be weights, and stay as they are."""
 
 
-class CompressedState(Tensor):
-    """A state that is float32 to whoever computes with it, and is kept in fewer bits.
+class CompressedState(DecodedTensor):
+    """A state that is float32 to every op, and is kept in fewer bits.
 
     What is written to it is rounded to nearest; what is written to a view of it is lost.
     """
@@ -85,38 +87,13 @@ class CompressedState(Tensor):
         in_memory_order(value).copy_(decode(self.kept, value.numel(), signed=self.signed))
         return value
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Return a float32 tensor."""
-        return memo.setdefault(id(self), self.decoded())  # type: ignore[no-any-return]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a float32 tensor, which loads without this package."""
-        return self.decoded().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Compute with float32 copies, and compress those that were written."""
-        kwargs = kwargs or {}
-        in_place = kwargs.get("memory_format") in {None, torch.preserve_format}
-        if func in _KEEPING and in_place and kwargs.get("dtype") in {None, torch.float32}:
-            options = {"device": kwargs["device"]} if "device" in kwargs else {}
-            return cls(func(args[0].kept, **options), args[0], signed=args[0].signed)
-        decoded: dict[int, Tensor] = {}
-
-        def widened(value: Any) -> Any:
-            return decoded.setdefault(id(value), value.decoded())
-
-        result = func(*tree_map_only(cls, widened, args), **tree_map_only(cls, widened, kwargs))
-        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
-        for argument in func._schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for written in tree_leaves({**given, **kwargs}.get(argument.name)):
-                    if isinstance(written, cls):
-                        written.rewrite_(decoded[id(written)])
-        same = {id(decoded[id(v)]): v for v in tree_leaves((args, kwargs)) if id(v) in decoded}
-        return tree_map(lambda value: same.get(id(value), value), result)
+    def as_kept(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Copy what is kept, to a device too."""
+        is_copy = func in _COPIES and kwargs.get("memory_format") in {None, torch.preserve_format}
+        if not is_copy or kwargs.get("dtype") not in {None, torch.float32}:
+            return NotImplemented
+        options = {"device": kwargs["device"]} if "device" in kwargs else {}
+        return CompressedState(func(self.kept, **options), self, signed=self.signed)
 
     def rewrite_(self, value: Tensor) -> None:
         """Keep other values, rounded to nearest."""
@@ -124,7 +101,7 @@ class CompressedState(Tensor):
         self.kept.copy_(CompressedState.of(value, self.form, name).kept)
 
 
-_KEEPING: Final = {getattr(torch.ops.aten, op).default for op in ("detach", "clone", "_to_copy")}
+_COPIES: Final = {getattr(torch.ops.aten, op).default for op in ("detach", "clone", "_to_copy")}
 
 
 # -- which parameters ---------------------------------------------------------------------------------
@@ -144,15 +121,17 @@ def asked_for(param: Tensor) -> str | None:
 # -- an optimizer's state ------------------------------------------------------------------------------
 
 
-def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor: of a DTensor its shard, of any other all of it."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
 def bytes_of(values: Any) -> int:
     """Return what this rank holds of all tensors in lists and dicts."""
     parts = [local_of(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-    return sum(map(_bytes_of, (getattr(part, "kept", part) for part in parts)))
+    return sum(_bytes_of(held) for part in parts for held in _held_by(part))
+
+
+def _held_by(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that have the memory of one."""
+    if isinstance(tensor, StoredShard):
+        return tensor.parts()
+    return [tensor.kept] if isinstance(tensor, CompressedState) else [tensor]
 
 
 def _bytes_of(tensor: Tensor) -> int:
@@ -170,16 +149,10 @@ def _bytes_of(tensor: Tensor) -> int:
     return tensor.values().nbytes + sum(place.nbytes for place in places)
 
 
-def _with_local(value: Any, local: Tensor) -> Tensor:
-    """Return a state with other contents: of a DTensor this rank's part."""
-    is_whole = local_of(value) is value
-    return local if is_whole else type(value)(local, value._spec, requires_grad=False)
-
-
 def _decoded(value: Any) -> Any:
     """Return a state, or what else there is, in float32 if it is compressed."""
     local = local_of(value)
-    return _with_local(value, local.decoded()) if isinstance(local, CompressedState) else value
+    return with_local(value, local.decoded()) if isinstance(local, CompressedState) else value
 
 
 def compress(state: Mapping[Any, Any], *, loaded: bool = False) -> list[str]:
@@ -200,7 +173,7 @@ def compress(state: Mapping[Any, Any], *, loaded: bool = False) -> list[str]:
             if name in MOMENTS:
                 step, local = None if loaded else entry.get("step"), local_of(_decoded(value))
                 made = CompressedState.of(local, form, name, step=step, loaded=loaded)
-                entry[name] = _with_local(value, made)
+                entry[name] = with_local(value, made)
             elif value.dim() > 0:
                 left[name] = None
     return list(left)

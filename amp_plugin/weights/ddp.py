@@ -1,4 +1,4 @@
-"""Stored weights in wrapped models: DistributedDataParallel reduces float32, sharded models are refused.
+"""Stored weights in wrapped models: DistributedDataParallel reduces float32; FSDP1 and DeepSpeed are refused.
 
 torch's DDP expects gradients of the parameters' dtype and reduces in it. Here a communication hook reads
 the float32 gradients themselves, the sum of a whole accumulation window, reduces them in float32 and hands
@@ -17,7 +17,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_plugin.messages import warn_user
-from amp_plugin.weights.weight import fp32_shown, stored_params, stored_weight
+from amp_plugin.weights.weight import fp32_shown, is_sharded, stored_params, stored_weight
 
 _DONE = "_amp_plugin_reduces_in_fp32"
 
@@ -115,27 +115,29 @@ def _join_hook(ddp: DistributedDataParallel, **kwargs: Any) -> Any:
     return hook
 
 
-def refuse_sharded(weights: str, setting: str | None = "DtypePlan(compute='bf16')") -> None:
-    """Raise TypeError if weights of a sharded model are to be stored; ``setting`` casts those of one."""
+def refuse_sharded(weights: str, setting: str | None) -> None:
+    """Raise TypeError if weights are to be stored that FSDP1 or DeepSpeed shards; ``setting`` casts them."""
     if weights != "fp32" and setting is not None:
         msg = (
-            f"weights={weights!r} does not work on a sharded model: it stores shards in float32 and gathers "
-            f"them in 16 bits by itself; leave weights='fp32' and use {setting}"
+            f"weights={weights!r} does not work with FSDP1 or DeepSpeed, which keep float32 shards in flat "
+            f"tensors of their own. Shard by FSDP2: {_FSDP2}; or leave weights='fp32' and use {setting}"
         )
         raise TypeError(msg)
 
 
 _FSDP2 = "fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
 _CASTS_BY = {
-    "FSDPModule": _FSDP2,
-    "DTensor": _FSDP2,
     "FullyShardedDataParallel": "FSDP(model, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))",
     "DeepSpeedEngine": 'DeepSpeed\'s config {"bf16": {"enabled": true}}',
 }
 
 
 def sharded_by(model: nn.Module) -> str | None:
-    """Return by which setting an engine that shards a model casts its weights; None if it is whole."""
+    """Return by which setting FSDP1 or DeepSpeed casts the weights of a model; None if neither shards it."""
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    kinds |= {type(param).__name__ for param in model.parameters()}
     return next((setting for kind, setting in _CASTS_BY.items() if kind in kinds), None)
+
+
+def is_sharded_model(model: nn.Module) -> bool:
+    """Whether anything shards a model: FSDP of either version, DeepSpeed, or tensor parallelism."""
+    return sharded_by(model) is not None or any(map(is_sharded, model.parameters()))

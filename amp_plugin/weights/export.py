@@ -16,7 +16,7 @@ from torch import Tensor
 
 from amp_plugin.messages import did_you_mean
 from amp_plugin.precision import DTYPES
-from amp_plugin.weights.weight import FORMATS, HALVES
+from amp_plugin.weights.formats import FORMATS, HALVES
 
 _ENTRY_OF_0_2: Final = "amp_plugin_weights"
 _KEYS: Final = ("state_dict", "model", "model_state_dict")  # Lightning's key, and those of plain loops

@@ -24,7 +24,8 @@ from amp_plugin.kernels.cuda.register import cuda_core
 from amp_plugin.quiet_hooks import has_only_quiet_hooks
 from amp_plugin.weights.compressed_state import CompressedState, asked_for
 from amp_plugin.weights.optimizer_hooks import add_if_late, take_steps_by
-from amp_plugin.weights.weight import remainder_of, stored_params
+from amp_plugin.weights.shard import with_local
+from amp_plugin.weights.weight import half_of, remainder_of, stored_params
 
 _Group = dict[str, Any]
 _Part = tuple[Callable[..., None], list[float], Tensor | None]  # the op, its rule's numbers, lr on a GPU
@@ -320,16 +321,17 @@ def _begin(optimizer: Optimizer, row: _Row) -> None:
         if group.get("dampening"):  # not for the first gradient, which torch takes whole
             continue
         for param in group["params"]:
-            form = None if hasattr(param, "_local_tensor") else asked_for(param)  # DTensors: torch's own step
+            form = asked_for(param)
             counts_here = param.is_cpu or group.get("fused") or group.get("capturable")
             if form is None or param.grad is None or param in optimizer.state or not counts_here:
                 continue
-            zeros = torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
+            zeros = torch.zeros_like(half_of(param), dtype=torch.float32)
             counts = {
                 name: torch.full((), float(name == "mu_product"), device=param.device)
                 for name in row.counters
             }
-            made = {name: CompressedState.of(zeros, form, name) for name in row.rule(group)[1]}
+            names = row.rule(group)[1]
+            made = {name: with_local(param, CompressedState.of(zeros, form, name)) for name in names}
             if counts or made:
                 optimizer.state[param] = {**counts, **made}
 

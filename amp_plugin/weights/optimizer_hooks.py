@@ -25,8 +25,8 @@ from amp_plugin.messages import warn_user
 from amp_plugin.quiet_hooks import register_quiet_hook
 from amp_plugin.weights import compressed_state
 from amp_plugin.weights.export import load_entry_of_0_2
+from amp_plugin.weights.formats import HALVES
 from amp_plugin.weights.weight import (
-    HALVES,
     FrozenParameter,
     hide_fp32,
     is_unstored_half,

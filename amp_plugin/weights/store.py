@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
@@ -18,17 +18,21 @@ from amp_plugin.kernels.build import native_core
 from amp_plugin.patterns import matched_modules, require_matches
 from amp_plugin.precision import StateName, WeightsName, checked_word, stores_all
 from amp_plugin.weights import one_pass  # noqa: F401 - takes bare steps of optimizers with compressed states
-from amp_plugin.weights.compressed_state import ask_for, bytes_of, local_of
+from amp_plugin.weights.compressed_state import ask_for, bytes_of
 from amp_plugin.weights.ddp import refuse_sharded, sharded_by
+from amp_plugin.weights.formats import FORMATS, HALVES
+from amp_plugin.weights.fsdp2 import carry_into_shards, gathered_dtypes, notice_new_shards
 from amp_plugin.weights.optimizer_hooks import add_late_optimizers, add_optimizer
+from amp_plugin.weights.shard import local_of
 from amp_plugin.weights.weight import (
-    HALVES,
     FrozenParameter,
     StoredParameter,
     export_as_is,
     export_fp32,
     forget_way_,
     fp32_shown,
+    half_of,
+    is_sharded,
     is_unstored_half,
     store_,
     store_once_trained_,
@@ -84,7 +88,8 @@ def store_weights(
     are given to ``add`` of what it returns, before they load a state dict, or are found at their first step.
 
     Args:
-        model: float32, bfloat16 or float16; on any device, not sharded.
+        model: float32, bfloat16 or float16; on any device. A model that FSDP2 shards is float32, and what it
+            gathers in 16 bits is stored: norms and embeddings, too.
         *optimizers: Of any class, made before.
         weights: ``"bf16"``: what autocast would cast (Linear, convolutions, attention projections) is stored
             as bfloat16 and 16 bits more, together all bits of float32; norms, embeddings and the rest are
@@ -105,9 +110,10 @@ def store_weights(
 
     Raises:
         ValueError: ``weights`` or ``state`` is unknown, a pattern matches no module, a weight is on the
-            meta device, or an optimizer has state in 16 bits.
-        TypeError: The model is sharded (FSDP): it stores float32 shards by itself. Or an optimizer steps in
-            backward, or was made without ``Optimizer.__init__``.
+            meta device, an optimizer has state in 16 bits, or a sharded model does not gather its weights in
+            16 bits.
+        TypeError: FSDP1 or DeepSpeed shards the model. Or an optimizer steps in backward, or was made
+            without ``Optimizer.__init__``.
         RuntimeError: Something has converted a stored weight.
 
     Example:
@@ -128,9 +134,11 @@ def store_weights(
     if name == "fp32":
         restore_weights(model)
     else:
+        carry_into_shards()
         native_core()  # in plain torch ops a step takes nine times that of float32 weights, not 1.5
         _store(model, name, tuple(fp32_modules), seed)
-    convert_to_fp32(model)
+    if not any(map(is_sharded, model.parameters())):  # shards in 16 bits stay so; their optimizer warns of it
+        convert_to_fp32(model)
     if name != "fp32" or state != "fp32":
         add_late_optimizers()
     ask_for(model.parameters(), state)
@@ -214,23 +222,73 @@ def _store(model: nn.Module, name: str, patterns: tuple[str, ...], seed: int) ->
     if any(param.is_meta for param in model.parameters()):  # to_empty() would leave 16 bits, nothing kept
         msg = f"weights={name!r} for a model on the meta device: give it memory and values first"
         raise ValueError(msg)
-    in_fp32 = {param for module in matched_modules(model, patterns).values() for param in module.parameters()}
-    for module in model.modules():
-        own = module._parameters
-        names = own if stores_all(name) else _cast_names(module)
-        if isinstance(module, _NormBase):  # its statistics are float32, and torch wants one dtype
-            names = ()
-        in_fp32.update(param for key, param in own.items() if param is not None and key not in names)
+    computed_in_16_bits = _computed_in_16_bits(model, name, patterns)
     for param in model.parameters():
-        known = type(param) in {nn.Parameter, FrozenParameter, StoredParameter}
-        fits = known and param.dtype in {torch.float32, *HALVES} and param not in in_fp32
+        fits = param in computed_in_16_bits and _can_be_stored(param)
         if is_unstored_half(param) and not param.requires_grad:
             store_once_trained_(param, name if fits else "fp32", seed=seed)
         elif fits and (param.requires_grad or stored_weight(param) is not None or stores_all(name)):
             store_(param, name, seed=seed)
         elif stored_weight(param) is not None:
             widen_(param)
+    notice_new_shards(model)
     export_fp32(model)
+
+
+def _computed_in_16_bits(model: nn.Module, name: str, patterns: tuple[str, ...]) -> set[Tensor]:
+    """Return the parameters that a model uses in 16 bits: FSDP2 gathers them so, or autocast casts them."""
+    found: set[Tensor] = set()
+    others: set[Tensor] = set()
+    for module in model.modules():
+        own = module._parameters
+        names = own if stores_all(name) else _cast_names(module)
+        if isinstance(module, _NormBase):  # its statistics are float32, and torch wants one dtype
+            names = ()
+        for key, param in own.items():
+            if param is not None:
+                (found if key in names else others).add(param)
+    found -= others  # a tied weight is stored only if all of its uses are cast
+    gathered = gathered_dtypes(model)
+    found -= gathered.keys()
+    found |= {param for param, dtype in gathered.items() if dtype is FORMATS[name].dtype}
+    for module in matched_modules(model, patterns).values():
+        found.difference_update(module.parameters())
+    _refuse_unfit_shards(model, name, found, gathered)
+    return found
+
+
+def _can_be_stored(param: Tensor) -> bool:
+    if is_sharded(param):
+        return param.dtype is torch.float32
+    known = type(param) in {nn.Parameter, FrozenParameter, StoredParameter}
+    return known and param.dtype in {torch.float32, *HALVES}
+
+
+def _refuse_unfit_shards(
+    model: nn.Module, name: str, chosen: set[Tensor], gathered: Mapping[Tensor, torch.dtype]
+) -> None:
+    """Raise ValueError if a sharded model cannot compute with weights that are stored so."""
+    sharded = [param for param in model.parameters() if is_sharded(param)]
+    dtype, msg = FORMATS[name].dtype, ""
+    halves = [param for param in sharded if param.requires_grad and is_unstored_half(param)]
+    if halves:
+        msg = (
+            f"weights={name!r} for a model whose shards are in {halves[0].dtype}: call model.float() before "
+            "fully_shard"
+        )
+    elif gathered and chosen.isdisjoint(gathered):
+        msg = (
+            f"weights={name!r} for a sharded model that gathers no weight in {dtype}: shard it by "
+            f"fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype={dtype}, "
+            "reduce_dtype=torch.float32)), or by amp_plugin.fully_shard(model, plan)"
+        )
+    elif stores_all(name) and any(param not in gathered for param in sharded):
+        msg = (
+            f"weights={name!r} for DTensors that FSDP2 does not gather: only autocast makes 16 bits of them. "
+            f"Use weights={name.removesuffix('-true')!r} under autocast"
+        )
+    if msg:
+        raise ValueError(msg)
 
 
 # -- models that come in 16 bits ---------------------------------------------------------------------
@@ -316,7 +374,7 @@ def weight_bytes(model: nn.Module, *optimizers: Optimizer) -> WeightBytes:
     params = list(model.parameters())
     return WeightBytes(
         parameters=sum(local_of(param).numel() for param in params),
-        weights=bytes_of(params),
+        weights=bytes_of([half_of(param) for param in params]),
         masters=bytes_of([weight.kept for param in params if (weight := stored_weight(param)) is not None]),
         gradients=bytes_of([param.grad for param in params]),
         optimizer_state=bytes_of([dict(optimizer.state) for optimizer in optimizers]),

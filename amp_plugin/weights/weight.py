@@ -5,6 +5,7 @@
     at rest:  param is 16 bits, record.kept what they lack of float32
     shown:    param itself is float32: the same Python object, with the tensor exchanged underneath
     count:    shown at the first of nested requests, stored at the end of the last
+    sharded:  param is a float32 DTensor; its shard is a StoredShard at rest, and a plain tensor when shown
 
 So optimizers, their groups and their state know one parameter, which is float32 whenever they look, while
 autograd and DDP hold the 16-bit tensor. The record is an attribute of the parameter; copies and pickles of a
@@ -13,7 +14,7 @@ parameter are float32 parameters. A parameter that is frozen in 16 bits is store
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -24,87 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from amp_plugin.kernels import ops  # noqa: F401 -- defines the ops
 from amp_plugin.messages import warn_user
-
-HALVES: Final = frozenset({torch.bfloat16, torch.float16})
-_Tensors = Sequence[Tensor]
-
-
-class SplitBf16:
-    """bfloat16 and an int16 low half, together all bits of float32; the base of the other ways.
-
-    Any low half and a weight make a number that rounds to the weight: whoever writes one need not know of it.
-    """
-
-    dtype = torch.bfloat16  # of the weights
-    kept_bytes = 2  # next to a weight
-
-    def split(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weight of a float32 value and what is kept next to it, new tensors."""
-        high, low = torch.empty_like(value, dtype=torch.bfloat16), torch.empty_like(value, dtype=torch.int16)
-        torch.ops.amp_plugin.pack_weights_([value], [high], [low])
-        return high, low
-
-    def join(self, weights: _Tensors, kept: _Tensors) -> list[Tensor]:
-        """Return float32 masters of the weights' strides."""
-        masters = [torch.empty_like(weight, dtype=torch.float32) for weight in weights]
-        torch.ops.amp_plugin.unpack_weights_(weights, kept, masters)
-        return masters
-
-    def store(self, masters: _Tensors, weights: _Tensors, kept: _Tensors, seed: int, step: int) -> None:
-        """Write weights, and what is kept next to them, from masters."""
-        torch.ops.amp_plugin.pack_weights_(masters, weights, kept)
-
-
-class Fp16WithMaster(SplitBf16):
-    """float16 and the float32 master: beyond float16's largest number, 65504, a weight is infinite."""
-
-    dtype = torch.float16
-    kept_bytes = 4
-
-    def split(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return float16, and the value itself."""
-        return value.half(), value.clone(memory_format=torch.preserve_format)
-
-    def join(self, weights: _Tensors, kept: _Tensors) -> list[Tensor]:
-        """Return what is kept, with the elements that somebody else has written."""
-        for weight, master in zip(weights, kept, strict=True):
-            torch.where(master.half() == weight, master, weight.float(), out=master)
-        return list(kept)
-
-    def store(self, masters: _Tensors, weights: _Tensors, kept: _Tensors, seed: int, step: int) -> None:
-        """Write both."""
-        torch._foreach_copy_(list(weights), list(masters))
-        for master, own in zip(masters, kept, strict=True):
-            if (master.data_ptr(), master.stride()) != (own.data_ptr(), own.stride()):
-                own.copy_(master.clone())  # it may be the same memory, transposed
-
-
-class StochasticBf16(SplitBf16):
-    """bfloat16 alone: a step's result is rounded up or down with the probability of its distance."""
-
-    kept_bytes = 0
-
-    def split(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return bfloat16, and nothing."""
-        return value.bfloat16(), value.new_empty(0)
-
-    def join(self, weights: _Tensors, kept: _Tensors) -> list[Tensor]:
-        """Return the weights, widened."""
-        return [weight.float() for weight in weights]
-
-    def store(self, masters: _Tensors, weights: _Tensors, kept: _Tensors, seed: int, step: int) -> None:
-        """Write weights, rounded up or down as seed and step draw it."""
-        torch.ops.amp_plugin.round_weights_(masters, weights, seed, step)
-
-
-FORMATS: Final = {
-    **dict.fromkeys(("bf16", "bf16-true"), SplitBf16()),
-    **dict.fromkeys(("fp16", "fp16-true"), Fp16WithMaster()),
-    "bf16-stochastic": StochasticBf16(),
-}
-
+from amp_plugin.weights.formats import FORMATS, HALVES, SplitBf16
+from amp_plugin.weights.shard import StoredShard, local_of, set_local_, with_local
 
 _ATTRIBUTE: Final = "_amp_plugin_stored"
 _GRAD: Final[Any] = Tensor.grad  # descriptors
@@ -123,8 +46,37 @@ class StoredWeight:
     owner: ref[Tensor]  # torch.utils.swap_tensors, which would take the record away, refuses what has one
     steps: int = 0  # optimizer steps that it has taken
     shows: int = 0  # how many want it in float32 now
-    hidden: nn.Parameter | None = None  # holds the 16-bit tensor meanwhile
+    hidden: Tensor | None = None  # meanwhile: the 16-bit tensor, or the StoredShard
     exported: tuple[str, Callable[[], Any]] = "", bool  # its name in the last state dict, and what is there
+
+    def show(self, param: Tensor, master: Tensor) -> None:
+        """Put float32 in the place of the 16 bits of a parameter."""
+        if is_sharded(param):
+            self.hidden = local_of(param)
+            set_local_(param, master)
+        else:
+            self.hidden = nn.Parameter(master, param.requires_grad)
+            _exchange(param, self.hidden, nn.Parameter)
+
+    def half_like(self, master: Tensor) -> Tensor:
+        """Return the hidden 16 bits, for a master that may have moved or changed its shape meanwhile."""
+        hidden = cast("Tensor", self.hidden)
+        if hidden.device != master.device or hidden.shape != master.shape:
+            if isinstance(hidden, StoredShard):
+                self.hidden = hidden = StoredShard.of(master, self.name)
+                self.kept = hidden.kept
+            else:
+                hidden.data = torch.empty_like(master, dtype=hidden.dtype)
+        return half_of(hidden)
+
+    def hide(self, param: Tensor) -> None:
+        """Put the 16 bits of a parameter back."""
+        hidden, self.hidden = cast("Tensor", self.hidden), None
+        if is_sharded(param):
+            set_local_(param, hidden)
+        else:
+            hidden.requires_grad_(param.requires_grad)
+            _exchange(param, hidden, StoredParameter)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave nothing in a pickle of a parameter that is shown, which is a float32 one there."""
@@ -199,6 +151,17 @@ def stored_params(params: Iterable[Tensor]) -> list[Tensor]:
     return list(dict.fromkeys(param for param in params if param.__dict__.get(_ATTRIBUTE)))
 
 
+def is_sharded(param: Tensor) -> bool:
+    """Whether a parameter is a DTensor, of which this rank holds a part."""
+    return local_of(param) is not param
+
+
+def half_of(param: Tensor) -> Tensor:
+    """Return the 16 bits of a stored parameter at rest, of a sharded one this rank's."""
+    local = local_of(param)
+    return local.weight_16 if isinstance(local, StoredShard) else local.detach()
+
+
 def is_unstored_half(param: Tensor) -> bool:
     """Whether a parameter is in 16 bits with nothing kept next to it: store_weights has not taken it."""
     return param.dtype in HALVES and stored_weight(param) is None
@@ -217,6 +180,10 @@ def store_(param: nn.Parameter, name: str, *, seed: int = 0) -> None:
         widen_(param)
     if name == "fp32":
         return
+    if is_sharded(param):
+        set_local_(param, StoredShard.of(local_of(param), name))
+        record_shard_(param, name, seed=seed)
+        return
     grad, param.grad = param.grad, None
     value, kept = FORMATS[name].split(param.detach().float())
     param.data = value
@@ -225,6 +192,11 @@ def store_(param: nn.Parameter, name: str, *, seed: int = 0) -> None:
     setattr(param, _ATTRIBUTE, StoredWeight(name, FORMATS[name], kept, seed, ref(param)))
     if grad is not None:
         param.grad = grad.float()
+
+
+def record_shard_(param: Tensor, name: str, *, seed: int) -> None:
+    """Note that a sharded parameter, whose shard is a StoredShard, is stored."""
+    setattr(param, _ATTRIBUTE, StoredWeight(name, FORMATS[name], local_of(param).kept, seed, ref(param)))  # type: ignore[attr-defined]
 
 
 def store_once_trained_(param: Tensor, name: str, *, seed: int = 0) -> None:
@@ -245,6 +217,10 @@ def forget_way_(param: Tensor) -> None:
 def widen_(param: Tensor) -> None:
     """Make a parameter in 16 bits an ordinary float32 one, in place: a stored one with all its bits."""
     value, grad = exact_value(param), param.grad
+    if is_sharded(param):
+        set_local_(param, local_of(value))
+        param.__dict__.pop(_ATTRIBUTE, None)
+        return
     param.grad = None
     forget_way_(param)
     if param.__dict__.pop(_ATTRIBUTE, None) is not None:
@@ -262,6 +238,9 @@ def exact_value(param: Tensor) -> Tensor:
     weight = stored_weight(param)
     if weight is None or _settled(param).shows:
         return param.detach().to(torch.float32, copy=True)
+    local = local_of(param)
+    if isinstance(local, StoredShard):
+        return with_local(param, local.decoded())
     device = param.device if has_room(param) else torch.device("cpu")
     (value,) = weight.format.join([param.detach().to(device)], [weight.kept.to(device)])
     return value.clone() if value.data_ptr() == weight.kept.data_ptr() else value
@@ -287,13 +266,15 @@ def remainder_of(param: Tensor) -> Tensor | None:
     with torch.no_grad():  # not as a decorator: most parameters of a step return above
         kept = _settled(param).kept
         if kept.dtype is torch.float32:
-            weight.format.join([param], [kept])  # with what somebody else has written
+            weight.format.join([half_of(param)], [kept])  # with what somebody else has written
     return kept
 
 
 def _settled(param: Tensor) -> StoredWeight:
     """Return the record of a stored parameter, fit for it: it may have moved or been given other data."""
     weight: StoredWeight = param.__dict__[_ATTRIBUTE]
+    if is_sharded(param):
+        return weight if weight.shows else _settled_shard(param, weight)
     wanted = torch.float32 if weight.shows else weight.format.dtype
     if param.dtype is not wanted:
         msg = (
@@ -309,6 +290,16 @@ def _settled(param: Tensor) -> StoredWeight:
     return weight
 
 
+def _settled_shard(param: Tensor, weight: StoredWeight) -> StoredWeight:
+    """Return the record of a sharded parameter at rest; torch may have padded its shard, or replaced it."""
+    shard = local_of(param)
+    if not isinstance(shard, StoredShard):
+        shard = StoredShard.of(shard.float(), weight.name)
+        set_local_(param, shard)
+    weight.kept = shard.kept
+    return weight
+
+
 # -- showing and hiding ------------------------------------------------------------------------------
 
 
@@ -318,10 +309,10 @@ def show_fp32(params: Iterable[Tensor]) -> list[Tensor]:
     """Make stored parameters float32 until :func:`hide_fp32` is called as often; return them, for it."""
     stored = {param: _settled(param) for param in stored_params(params)}
     for alike, weights in _alike({p: weight for p, weight in stored.items() if not weight.shows}):
-        masters = weights[0].format.join(alike, [weight.kept for weight in weights])
+        halves = [half_of(param) for param in alike]
+        masters = weights[0].format.join(halves, [weight.kept for weight in weights])
         for param, weight, master in zip(alike, weights, masters, strict=True):
-            weight.hidden = nn.Parameter(master, param.requires_grad)
-            _exchange(param, weight.hidden, nn.Parameter)
+            weight.show(param, master)
     for weight in stored.values():
         weight.shows += 1
     return list(stored)
@@ -336,15 +327,12 @@ def hide_fp32(params: Iterable[Tensor], *, steps: int = 0) -> None:
         weight.shows -= 1
         weight.steps += steps
     for alike, weights in _alike({p: weight for p, weight in ended.items() if not weight.shows}):
-        halves, kept = [cast("nn.Parameter", w.hidden) for w in weights], [w.kept for w in weights]
-        for param, half in zip(alike, halves, strict=True):
-            if half.device != param.device or half.shape != param.shape:  # it has moved meanwhile
-                half.data = torch.empty_like(param, dtype=half.dtype)
-        weights[0].format.store(alike, halves, kept, weights[0].seed, weights[0].steps)
-        for param, weight, half in zip(alike, weights, halves, strict=True):
-            half.requires_grad_(param.requires_grad)
-            _exchange(param, half, StoredParameter)
-            weight.hidden = None
+        masters = [local_of(param) for param in alike]
+        halves = [weight.half_like(master) for weight, master in zip(weights, masters, strict=True)]
+        kept = [weight.kept for weight in weights]
+        weights[0].format.store(masters, halves, kept, weights[0].seed, weights[0].steps)
+        for param, weight in zip(alike, weights, strict=True):
+            weight.hide(param)
 
 
 @contextmanager
@@ -410,11 +398,19 @@ def export_as_is(model: nn.Module) -> None:
                     del hooks[number]
 
 
+def _at_rest(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Return the stored parameters of a module itself that are not shown, with their names."""
+    for name, param in module._parameters.items():
+        weight = None if param is None else stored_weight(param)
+        if param is not None and weight is not None and not weight.shows:
+            yield name, param
+
+
 def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) -> None:
     """Put float32 in the place of 16 bits; variables (``keep_vars=True``) stay what they are."""
-    for name, param in module._parameters.items():
+    for name, param in _at_rest(module):
         key = prefix + name
-        if isinstance(param, StoredParameter) and not isinstance(state_dict.get(key, param), nn.Parameter):
+        if not isinstance(state_dict.get(key, param), nn.Parameter):
             weight = _settled(param)
             copy = state_dict.get(weight.exported[0])
             if copy is None or copy is not weight.exported[1]():  # else the one copy has another name, too
@@ -433,14 +429,16 @@ def _before_load(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
 ) -> None:
     """Split what a module is about to load; of a value in 16 bits nothing is kept next to it."""
-    for name, param in module._parameters.items():
+    for name, param in _at_rest(module):
         value = state_dict.get(prefix + name)
-        if not (isinstance(param, StoredParameter) and isinstance(value, Tensor)) or value.is_meta:
+        if not isinstance(value, Tensor) or value.is_meta:
             continue
         value = value[0] if (param.dim(), value.dim()) == (0, 1) else value  # as torch loads it
         if value.shape != param.shape:
             continue
         weight, exact = _settled(param), value.detach().float()
+        if is_sharded(param) and not metadata.get("assign_to_params_buffers", False):
+            continue  # a shard stores all bits of what is copied to it
         if metadata.get("assign_to_params_buffers", False):
             made = state_dict[prefix + name] = nn.Parameter(exact, param.requires_grad)
             store_(made, weight.name, seed=weight.seed)

@@ -140,8 +140,10 @@ class TestFullyShard:
             fully_shard(net, DtypePlan(), mp_policy=MixedPrecisionPolicy())
         with pytest.raises(ValueError, match="a Linear among units is not a module of Net"):
             fully_shard(net, DtypePlan(), units=[nn.Linear(1, 1)], mesh=mesh)
-        with pytest.raises(TypeError, match="weights='bf16' does not work on a sharded model"):
-            fully_shard(net, DtypePlan(weights="bf16"), mesh=mesh)
+
+    def test_a_plan_may_store_weights(self, mesh):
+        net = fully_shard(Net(), DtypePlan(fp32_modules=["head"], weights="bf16"), mesh=mesh)
+        assert {unit.name: unit.stored for unit in shard_units(net)} == {"": BF16, "head": FP32}
 
     def test_micro_batches_add_up_in_fp32_without_gradient_sync(self, mesh):
         added = []

@@ -153,8 +153,7 @@ def test_two_ranks_go_on_where_four_have_saved(four, two, keeper):
 
 
 @pytest.mark.parametrize("front", FRONTS)
-@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
-def test_weights_in_16_bits_are_refused_where_fsdp_stores_them(four, front, strategy):
-    for text in found(four, "refusals", f"{front} {strategy}"):
-        assert "weights='bf16' does not work" in text
-        assert "leave weights='fp32'" in text
+def test_fsdp1_refuses_weights_in_16_bits_and_names_fsdp2(four, front):
+    for text in found(four, "refusals", front):
+        assert "weights='bf16' does not work with FSDP1" in text
+        assert "Shard by FSDP2: fully_shard" in text

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_plugin import AmpPrecision, FabricAmpPrecision, GradScaler, autocast, store_weights
-from amp_plugin.weights.compressed_state import local_of
 from amp_plugin.weights.ddp import reduce_in_fp32
+from amp_plugin.weights.shard import local_of
 from tests.adapters.accelerate_pair import ours
 from tests.adapters.lightning_models import Linear, fit, regression
 from tests.process_groups import leave

@@ -11,7 +11,7 @@ from transformers import BertConfig, BertModel
 from typer.testing import CliRunner
 
 from amp_plugin.cli import app
-from amp_plugin.weights.weight import FORMATS
+from amp_plugin.weights.formats import FORMATS
 from tests.adapters.accelerate_pair import ours, reset
 
 

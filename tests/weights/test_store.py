@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_plugin import autocast, restore_weights, store_weights
 from amp_plugin.kernels.build import native_core
+from amp_plugin.weights.formats import FORMATS
 from amp_plugin.weights.store import in_fp32, weight_bytes
-from amp_plugin.weights.weight import FORMATS, has_room, stored_weight
+from amp_plugin.weights.weight import has_room, stored_weight
 from tests.warm_processes import run_program
 from tests.weights.twins import assert_same, exact, give_gradients, network, stepped_twins, train, twins
 
@@ -259,9 +260,11 @@ def test_compiled_models_and_checkpointing_give_float32_gradients():
     torch.testing.assert_close(*grads, rtol=0.05, atol=0.05)
 
 
-def test_a_sharded_model_is_refused():
+def test_fsdp1_is_refused_and_fsdp2_named():
     sharded = type("FullyShardedDataParallel", (nn.Linear,), {})(2, 2)  # the real one needs processes
-    with pytest.raises(TypeError, match=r"weights='bf16' does not work on a sharded model"):
+    with pytest.raises(
+        TypeError, match=r"weights='bf16' does not work with FSDP1.*Shard by FSDP2: fully_shard"
+    ):
         store_weights(sharded)
     store_weights(sharded, weights="fp32")
 

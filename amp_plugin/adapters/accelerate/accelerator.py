@@ -145,7 +145,8 @@ class AmpAccelerator(FrontDoor, Accelerator):
         self._show(session.scaler if precision == "fp16" else None)
         if self.distributed_type == DistributedType.FSDP:
             weights, outputs = session.options.weights, self._options.fp32_outputs
-            refuse_sharded(weights, "FullyShardedDataParallelPlugin(mixed_precision_policy=...)")
+            if self._is_fsdp1:
+                refuse_sharded(weights, "FullyShardedDataParallelPlugin(mixed_precision_policy=...)")
             session.check_sharded()
             if self.native_amp:
                 give_policy(self.state.fsdp_plugin, self.dtype_plan, fp32_outputs=outputs)
@@ -201,6 +202,10 @@ class AmpAccelerator(FrontDoor, Accelerator):
         apart = self.native_amp and self.is_fsdp2
         with fp32_units_apart(models, self.dtype_plan) if apart else nullcontext():
             prepared = super().prepare(*args, **kwargs)
+        for model in (
+            self._models[before:] if self.is_fsdp2 else ()
+        ):  # Accelerate knows weights by their memory
+            self.session.set_up_weights(model, found_patterns(model, self._options.fp32_modules))
         if self.native_amp:
             for model in self._models[before:]:
                 self.session.check_shards(model)
@@ -238,7 +243,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
             require_matches(models, [name for name in wanted if name not in found])
             self.session.formats.require([*self.session.models, *models])
         for model, patterns in matched.items():
-            if trained:
+            if trained and not self.is_fsdp2:
                 self.session.set_up_weights(model, patterns)
             in_fp32 = apply_fp32_modules(model, patterns)
             formats = self.session.formats

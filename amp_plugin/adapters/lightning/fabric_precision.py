@@ -25,7 +25,7 @@ from amp_plugin.options import PluginOptions, lists_options, takes
 from amp_plugin.patches import replaced
 from amp_plugin.scaling.penalty import surround_backward
 from amp_plugin.scaling.words import Words
-from amp_plugin.weights.weight import HALVES
+from amp_plugin.weights.formats import HALVES
 
 
 @lists_options(PluginOptions)

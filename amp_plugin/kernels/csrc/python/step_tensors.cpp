@@ -16,6 +16,7 @@
 #include "../op_calls.h"
 #include "../step_rules.h"
 #include "../tensor_memory.h"
+#include "local_gradient.h"
 #include "tensors.h"
 
 namespace amp_plugin {
@@ -69,8 +70,28 @@ const at::Tensor& tensor_in(PyObject* holder, py::handle name) {
   return THPVariable_Unpack(value);
 }
 
-// What a CompressedState keeps, which holds it; any other state itself.
-const at::Tensor& kept_by(const at::Tensor& state, const at::Tensor& param) {
+// What a step writes of a parameter: of a DTensor this rank's part, of a StoredShard its 16 bits.
+const at::Tensor& memory_of(const at::Tensor& param) {
+  const at::Tensor& local = sharding_of(param) ? local_part(param) : param;
+  if (!is_python(local)) return local;
+  const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(local));
+  return py::hasattr(object, "weight_16") ? THPVariable_Unpack(object.attr("weight_16").ptr()) : local;
+}
+
+// This rank's part of a parameter's gradient, which must be sharded as the parameter is.
+const at::Tensor& gradient_of(const at::Tensor& param, const at::Tensor& grad) {
+  const std::optional<Sharding> own = sharding_of(param);
+  if (!own) return grad;
+  const std::optional<Sharding> other = sharding_of(grad);
+  const bool same = other && (own->spec.is(other->spec) ||
+                              (own->mesh.equal(other->mesh) && own->placements.equal(other->placements)));
+  if (!same) throw Obstacle{"has a gradient that is not sharded as it is"};
+  return local_part(grad);
+}
+
+// What a CompressedState keeps, which holds it; of any other state this rank's part.
+const at::Tensor& kept_by(const at::Tensor& whole, const at::Tensor& param) {
+  const at::Tensor& state = sharding_of(whole) ? local_part(whole) : whole;
   if (!state.key_set().has(c10::DispatchKey::Python)) return state;
   const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(state));
   const bool ordered = param.is_non_overlapping_and_dense() && same_memory_order(param, state);
@@ -99,14 +120,15 @@ class StepTensors {
       if (!grad.defined()) continue;
       try {
         if (!seen.insert(param.unsafeGetTensorImpl()).second) throw Obstacle{"is there twice"};
-        add(param, grad, rests.size() == 0 ? nullptr : &rests[i]);
+        const at::Tensor& own = memory_of(param);
+        add(own, gradient_of(param, grad), rests.size() == 0 ? nullptr : &rests[i]);
         if (states.empty() && counters.empty()) continue;
         PyObject* entry = entry_of(state, params.object(i));
         if (entry == nullptr || !PyDict_Check(entry))
           throw Obstacle{"has no state yet, which torch's own step makes"};
-        add_states(param, entry, states);
+        add_states(own, entry, states);
         for (size_t k = 0; k < counters.size(); ++k)
-          add_counter(param, tensor_in(entry, PyTuple_GET_ITEM(counters.ptr(), k)), k);
+          add_counter(own, tensor_in(entry, PyTuple_GET_ITEM(counters.ptr(), k)), k);
       } catch (const Obstacle& obstacle) {
         throw py::value_error("parameter " + std::to_string(i) + " " + obstacle.text);
       }

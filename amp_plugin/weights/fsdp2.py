@@ -1,0 +1,99 @@
+"""What torch's FSDP2 keeps of each weight that it shards; read here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache, wraps
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from amp_plugin.weights.compressed_state import ask_for, asked_for
+from amp_plugin.weights.formats import FORMATS
+from amp_plugin.weights.shard import StoredShard
+from amp_plugin.weights.weight import is_sharded, record_shard_, stored_weight, widen_
+
+_SHARDS_ONE: Final = "_init_sharded_param"  # torch's method that makes a sharded parameter of a whole one
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether torch's ``fully_shard`` was called for this module."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def weights_of_unit(unit: Any) -> list[Any]:
+    """Return torch's records (``FSDPParam``) of the weights that one unit gathers."""
+    state = unit._get_fsdp_state()
+    # One group before torch 2.12, several later.
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [weight for group in groups if group is not None for weight in group.fsdp_params]
+
+
+def policy_of_weight(unit: Any, weight: Any) -> Any:
+    """Return the policy of one weight; that of its unit before torch 2.15."""
+    return getattr(weight, "mp_policy", unit._get_fsdp_state()._mp_policy)
+
+
+def gathered_dtypes(model: nn.Module) -> dict[Tensor, torch.dtype]:
+    """Return the dtype in which each sharded parameter is gathered.
+
+    Units that are gathered are put back into shards first, so that their parameters are the sharded ones.
+    """
+    return {
+        weight.sharded_param: policy_of_weight(unit, weight).param_dtype or weight.sharded_param.dtype
+        for unit in _units(model)
+        for weight in weights_of_unit(unit)
+    }
+
+
+def notice_new_shards(model: nn.Module) -> None:
+    """Let FSDP2 look at the shards of its weights again, after some have become other tensors."""
+    for unit in _units(model):
+        for weight in weights_of_unit(unit):
+            weight.reset_sharded_param()
+            weight._init_extensions()  # noqa: SLF001 - torch itself does both before the first forward pass
+
+
+@cache
+def carry_into_shards() -> None:
+    """Let ``fully_shard`` store the shards of weights that are stored; any number of calls.
+
+    It makes new parameters. Without this each would be what the model computes with, rounded to 16 bits.
+    """
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed.fsdp._fully_shard import _fsdp_param  # noqa: PLC0415 - half a second
+
+    torchs: Any = _fsdp_param.FSDPParam
+    setattr(torchs, _SHARDS_ONE, _carrying(getattr(torchs, _SHARDS_ONE)))
+
+
+def _carrying(shard: Callable[..., None]) -> Callable[..., None]:
+    """Return torch's method for one parameter, for stored ones too."""
+
+    @wraps(shard)
+    def shard_stored(record: Any, param: Any, *args: Any, **kwargs: Any) -> None:
+        weight, form = stored_weight(param), asked_for(param)
+        if weight is not None and record.mp_policy.param_dtype is not FORMATS[weight.name].dtype:
+            widen_(param)  # it is gathered in another dtype
+            weight = None
+        given = param
+        if weight is not None and not is_sharded(param):
+            both = StoredShard(param.detach(), weight.kept, weight.name)
+            given = nn.Parameter(both, param.requires_grad)
+        shard(record, given, *args, **kwargs)
+        if given is not param:
+            vars(param).update(vars(given))  # torch knows a shared parameter by an attribute
+        if weight is not None:
+            record_shard_(record.sharded_param, weight.name, seed=weight.seed)
+        ask_for([record.sharded_param], form or "fp32")
+
+    return shard_stored
+
+
+def _units(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if is_unit(module):
+            module.reshard()  # type: ignore[operator]
+            yield module

@@ -1,0 +1,289 @@
+"""What each of four processes does in test_stored_shards.py; writes FOLDER/rankN.json.
+
+Each run is made twice: with float32 shards, and with stored ones. Pairs of ranks train FSDP2 beside each other,
+then all four together train HSDP and two-dimensional meshes.
+"""
+
+import json
+import traceback
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from lion_pytorch import Lion
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from amp_plugin import GradScaler, autocast, log_collectives, store_weights
+from amp_plugin.weights.fsdp2 import gathered_dtypes
+from amp_plugin.weights.shard import StoredShard, local_of
+from amp_plugin.weights.store import weight_bytes
+from tests.process_groups import leave
+
+BF16, FP32 = torch.bfloat16, torch.float32
+STEPS, FEW, POISONED = 50, 5, 2
+OPTIMIZERS = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
+    "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+    "Lion": lambda params: Lion(params, lr=1e-3),
+    "ASGD": lambda params: torch.optim.ASGD(params, lr=1e-2),  # no rule: torch's own step
+}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x).to(x.dtype))))
+
+
+class Net(nn.Module):
+    """Uneven shards (5 rows), empty ones (1 row), a tied weight, a frozen layer, and a block that is checkpointed."""
+
+    def __init__(self, seed, *, tied=True):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.inp, self.blocks = nn.Linear(4, 6), nn.ModuleList(Block() for _ in range(2))
+        self.mix, self.again = nn.Linear(6, 6), nn.Linear(6, 6)
+        if tied:
+            self.again.weight = self.mix.weight
+        self.base, self.odd, self.head = (
+            nn.Linear(6, 6).requires_grad_(False),
+            nn.Linear(6, 5),
+            nn.Linear(5, 1),
+        )
+
+    def forward(self, x):
+        y = self.blocks[0](self.inp(x))
+        y = checkpoint(self.blocks[1], y, use_reentrant=False)
+        y = self.again(torch.tanh(self.mix(y))) + self.base(y)
+        return self.head(self.odd(y))
+
+
+@dataclass
+class Layout:
+    """How the ranks are divided.
+
+    Attributes:
+        mesh: Of the ranks that FSDP2 shards over, and replicates over in its first dimension of two.
+        parallel: Of the ranks of tensor parallelism.
+        share: Which rows are this rank's.
+        options: Of ``fully_shard``.
+        before: Whether weights are stored before they are sharded.
+    """
+
+    mesh: object = None
+    parallel: object = None
+    share: int = 0
+    options: dict = field(default_factory=dict)
+    before: bool = False
+
+
+def policy(param_dtype=BF16):
+    return MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=FP32, cast_forward_inputs=param_dtype is BF16
+    )
+
+
+def shard(net, layout):
+    if layout.parallel is not None:
+        ways = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+        parallelize_module(net, layout.parallel, ways)
+    if layout.mesh is None:
+        return net
+    options = {"mesh": layout.mesh, **layout.options}
+    for block in net.blocks:
+        fully_shard(block.norm, mp_policy=policy(FP32), **options)
+        fully_shard(block, mp_policy=policy(), **options)
+    return fully_shard(net, mp_policy=policy(), **options)
+
+
+def batch(step, micro, share):
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + share)
+    x = torch.randn(3, 4, generator=generator)
+    y = x.sum(1, keepdim=True).cos()
+    return (x * torch.inf if (step, micro, share) == (POISONED, 0, 1) else x), y
+
+
+def shards(net):
+    """The exact weights of this rank, whole parameters alike, in one row."""
+    return torch.cat([local_of(value).flatten() for value in net.state_dict().values()])
+
+
+def ties(row):
+    return int(((row.view(torch.int32) & 0xFFFF) == 0x8000).sum())
+
+
+@dataclass
+class Trained:
+    weights: torch.Tensor  # of each step, in rows
+    skipped: list
+    how: str
+    ties: int
+    net: nn.Module
+    optimizer: torch.optim.Optimizer
+    last: Counter  # collectives of the last step
+
+
+def train(layout, make, *, stored, steps, seed, state="fp32", one_pass=True, weights="bf16"):
+    """Train with two micro-batches a step, clipped, with one batch of one rank poisoned."""
+    # The gradients of a tied weight add up in float32 in a whole stored model, under autocast in bfloat16.
+    net = Net(seed, tied=layout.mesh is not None)
+    if stored and layout.before:
+        store_weights(net, weights=weights, state=state)
+    shard(net, layout)
+    optimizer = make([param for param in net.parameters() if param.requires_grad])
+    if (stored and not layout.before) or state != "fp32":
+        store_weights(net, optimizer, weights=weights if stored else "fp32", state=state)
+    scaler = GradScaler("cpu", enabled=False, one_pass=one_pass)
+    rows, skipped = [], []
+    for step in range(steps):
+        optimizer.zero_grad()
+        with log_collectives() as log:
+            for micro in range(2):
+                if layout.mesh is not None:
+                    net.set_requires_gradient_sync(micro == 1)
+                x, y = batch(step, micro, layout.share)
+                with autocast("cpu", dtype=BF16, enabled=layout.mesh is None):
+                    out = net(x)
+                (nn.functional.mse_loss(out.float(), y) / 2).backward()
+            scaler.clip_and_step(optimizer, 0.05)
+        skipped.append(bool(scaler.last_step(optimizer).skipped))
+        rows.append(shards(net))
+    found = torch.stack(rows)
+    calls = Counter((call.op, call.dtype, call.elements, call.bytes) for call in log)
+    return Trained(
+        found, skipped, scaler.last_step(optimizer).how, sum(map(ties, rows)), net, optimizer, calls
+    )
+
+
+def compared(group, layout, name, steps, **options):
+    """Train float32 shards and stored ones; pairs round ties away from zero, so a seed without any is taken."""
+    for seed in range(8):
+        plain = train(layout, OPTIMIZERS[name], stored=False, steps=steps, seed=seed, **options)
+        any_ties = torch.tensor(plain.ties)
+        dist.all_reduce(any_ties, group=group)
+        if not any_ties:
+            break
+    stored = train(layout, OPTIMIZERS[name], stored=True, steps=steps, seed=seed, **options)
+    names = dict(stored.net.named_parameters())
+    return {
+        "ties": int(any_ties),
+        "equal": (plain.weights == stored.weights).all(1).tolist(),
+        "moved": (stored.weights[-1] - stored.weights[0]).abs().max().item(),
+        "skipped": [plain.skipped, stored.skipped],
+        "how": stored.how,
+        "not stored": [key for key, param in names.items() if not isinstance(local_of(param), StoredShard)],
+        "empty": [key for key, param in names.items() if local_of(param).numel() == 0],
+        "collectives": [sum(run.last.values()) for run in (plain, stored)],
+        "carried": [sum(bytes_ * n for (*_, bytes_), n in run.last.items()) for run in (plain, stored)],
+        "dtypes": sorted({dtype for op, dtype, *_ in stored.last if op == "all_gather"}),
+    }
+
+
+def alone_in_pairs(inside, pair):
+    """Cases of two ranks each: one pair has the first half of them, the other pair the rest."""
+    share = inside.get_local_rank()
+    layout = Layout(mesh=inside, share=share)
+    offloaded = Layout(
+        mesh=inside, share=share, options={"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    )
+    in_parallel = Layout(parallel=inside, share=1)
+    cases = [
+        ("AdamW", layout, {"steps": STEPS}),
+        ("own step", layout, {"one_pass": False}),
+        ("before", Layout(mesh=inside, share=share, before=True), {}),
+        ("ASGD", layout, {}),
+        ("8bit", layout, {"state": "8bit"}),
+        ("SGD", layout, {"steps": STEPS}),
+        ("Lion", layout, {"steps": STEPS}),
+        ("offloaded", offloaded, {}),
+        ("tensor parallel", in_parallel, {"steps": STEPS}),
+    ]
+    own = cases[: len(cases) // 2 + 1] if pair == 0 else cases[len(cases) // 2 + 1 :]
+    return [(name, layout, name if name in OPTIMIZERS else "AdamW", options) for name, layout, options in own]
+
+
+def all_together():
+    rank = dist.get_rank()
+    replicated = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    parallel = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "parallel"))
+    two_dimensional = Layout(mesh=parallel["shards"], parallel=parallel["parallel"], share=rank // 2)
+    return [
+        ("hsdp", Layout(mesh=replicated, share=rank), "AdamW", {}),
+        ("two-dimensional", two_dimensional, "AdamW", {}),
+        (
+            "no reshard",
+            Layout(mesh=replicated, share=rank, options={"reshard_after_forward": False}),
+            "SGD",
+            {},
+        ),
+    ]
+
+
+def counted(mesh):
+    """Bytes of one layer of 512 x 512 per parameter, with 8-bit states, after two steps."""
+    net = fully_shard(nn.Linear(512, 512), mesh=mesh, mp_policy=policy())
+    optimizer = torch.optim.AdamW(net.parameters())
+    store_weights(net, optimizer, weights="bf16", state="8bit")
+    for _ in range(2):
+        net(torch.ones(1, 512)).float().sum().backward()
+        optimizer.step()
+    found = weight_bytes(net, optimizer)
+    return {"parameters": found.parameters, **found.per_parameter()}
+
+
+def refusals(mesh):
+    """What is said of sharded models whose weights cannot be stored."""
+    found = {}
+    cases = {
+        "gathered in fp32": (fully_shard(nn.Linear(4, 4), mesh=mesh), "bf16"),
+        "in 16 bits": (fully_shard(nn.Linear(4, 4).bfloat16(), mesh=mesh), "bf16"),
+        "true": (parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel()), "bf16-true"),
+    }
+    for name, (net, weights) in cases.items():
+        try:
+            store_weights(net, weights=weights)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def gathered(mesh):
+    """Whether the parameters that FSDP2 holds are those of the model."""
+    net = shard(Net(0), Layout(mesh=mesh))
+    return set(gathered_dtypes(net)) == set(net.parameters())
+
+
+def main(folder, whole):
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pairs", "inside"))
+    inside, pair = pairs["inside"], pairs.get_local_rank("pairs")
+    report = {}
+    for group, cases in (
+        (inside.get_group(), alone_in_pairs(inside, pair)),
+        (dist.group.WORLD, all_together()),
+    ):
+        for name, layout, optimizer, options in cases:
+            try:
+                options["steps"] = STEPS if whole else options.get("steps", FEW)
+                report[name] = compared(group, layout, optimizer, **options)
+            except Exception:  # noqa: BLE001 -- the test shows it, and the other cases go on
+                report[name] = {"error": traceback.format_exc()}
+    for part in (counted, refusals, gathered):
+        try:
+            report[part.__name__] = part(inside)
+        except Exception:  # noqa: BLE001
+            report[part.__name__] = {"error": traceback.format_exc()}
+    Path(folder, f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
+    leave()
