@@ -596,7 +596,7 @@ def _opened_watch(
 
             require_libraries()
             with only_warning(f"the report {path}", lambda: None):
-                return RunReport(scaler, models, path, options=options).__enter__()
+                return RunReport(scaler.step_log, models, path, options=options).__enter__()
     return ModuleWatch(scaler.step_log, models).__enter__()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -82,20 +82,13 @@ class Errors:
         }
 
 
-class Jump(NamedTuple):
-    """An op by which much more error arrives than before it."""
-
-    module: str
-    op: str
-    before: float  # the largest arriving error of the ops before
-    after: float
-
-    def __str__(self) -> str:
-        where = f" in {self.module}" if self.module else ""
-        return (
-            f"the arriving error jumps from {self.before:.1e} to {self.after:.1e} at {self.op}{where}: "
-            "its inputs need more digits than they have; compute them in fp32"
-        )
+def _told(key: Key, before: float, after: float) -> str:
+    """Return an op by which much more error arrives than before it, in words, with what to do."""
+    where = f" in {key[0]}" if key[0] else ""
+    return (
+        f"the arriving error jumps from {before:.1e} to {after:.1e} at {key[1]}{where}: its inputs need more "
+        "digits than they have; compute them in fp32"
+    )
 
 
 def _mean_relative_error(values: Tensor, exact: Tensor) -> float:
@@ -170,18 +163,21 @@ class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
         """Return the errors of each (module, op, direction), the largest own error first."""
         return dict(sorted(self._errors.items(), key=lambda row: (-row[1].own, -row[1].arriving)))
 
-    def jump(self) -> Jump | None:
+    def jump(self) -> tuple[Key, float] | None:
         """Return the op of the forward pass by which the arriving error grows most; None if none stands out.
 
         Ops are taken in the order in which they first ran, each against the largest error before it.
+
+        Returns:
+            The key of the op in :meth:`errors`, and the largest arriving error of the ops before it.
         """
-        before, found = 0.0, None
-        for (module, op, direction), errors in self._errors.items():
-            if direction == "backward":
+        before, most, found = 0.0, 0.0, None
+        for key, errors in self._errors.items():
+            if key[2] == "backward":
                 continue
             stands_out = before and errors.arriving > max(_JUMP_TO, _JUMP_BY * before)
-            if stands_out and (found is None or errors.arriving / before > found.after / found.before):
-                found = Jump(module, op, before, errors.arriving)
+            if stands_out and (found is None or errors.arriving / before > most):
+                most, found = errors.arriving / before, (key, before)
             if math.isfinite(errors.arriving):
                 before = max(before, errors.arriving)
         return found
@@ -219,8 +215,9 @@ class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
         if self.not_compared():
             notes.append(f"passed on as exact, not measured: {listed(self.not_compared())}")
         if jump := self.jump():
-            notes.append(str(jump))
-            notes += [f"paste: {cure}" for cure in cures_of(*self.tracker.address(jump.module), (), "")]
+            key, before = jump
+            notes.append(_told(key, before, self._errors[key].arriving))
+            notes += [f"paste: {cure}" for cure in cures_of(*self.tracker.address(key[0]), (), "")]
         table.caption = "\n".join(notes) or None
         return table
 

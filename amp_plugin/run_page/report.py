@@ -14,8 +14,8 @@ from dataclasses import fields, is_dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from textwrap import shorten
-from types import SimpleNamespace, TracebackType
-from typing import Any, Final, Protocol
+from types import TracebackType
+from typing import Any, Final
 
 import torch
 from filelock import FileLock, Timeout
@@ -48,14 +48,6 @@ _MOST_GROWTHS: Final = 20  # how often the size of all weights is read, at steps
 _PACKAGES: Final = ("torch", "amp_plugin", "accelerate", "lightning", "pytorch_lightning", "transformers")
 
 
-class HasStepLog(Protocol):
-    """A GradScaler, AmpPrecision, FabricAmpPrecision or AmpAccelerator."""
-
-    @property
-    def step_log(self) -> StepLog:
-        """The log of the steps."""
-
-
 class RunReport:
     """A page that follows a run while its block is open; see ``report``.
 
@@ -68,17 +60,15 @@ class RunReport:
 
     def __init__(
         self,
-        scaler: HasStepLog,
+        log: StepLog,
         models: nn.Module | Sequence[nn.Module],
         path: str | Path,
         *,
-        options: object = None,  # a dataclass to show; None shows the options of the scaler or plugin
+        options: object = None,  # a dataclass to show
     ) -> None:
         require_libraries()
-        self._log = scaler.step_log
+        self._log, self._options = log, options
         self.path = Path(path)
-        own = scaler.loss_scale.options if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
-        self._options = options or own or getattr(getattr(scaler, "session", None), "options", None)
         self.history = History()
         self._growth, self._growth_looks = WeightGrowth(), 0
         self._optimizers: list[Optimizer] = []
@@ -243,7 +233,7 @@ class RunReport:
         return texts
 
 
-def report(scaler: HasStepLog, model: nn.Module, path: str | Path = "run.html") -> RunReport:
+def report(scaler: Any, model: nn.Module, path: str | Path = "run.html") -> RunReport:
     """Write an HTML page about a run's numerics, and keep it up to date while the block is open.
 
     The page shows the loss scale, skipped steps, gradient norms and the loss. It shows how near each module's
@@ -282,7 +272,9 @@ def report(scaler: HasStepLog, model: nn.Module, path: str | Path = "run.html") 
         ...     page.history.steps
         3
     """
-    return RunReport(scaler, model, path)
+    own = scaler.loss_scale.options if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
+    options = own or getattr(getattr(scaler, "session", None), "options", None)
+    return RunReport(scaler.step_log, model, path, options=options)
 
 
 def _claimed(path: Path, stack: ExitStack) -> Path:
@@ -339,8 +331,7 @@ def program_page(path: Path, program: str) -> Iterator[None]:
         made = [log for reference in logs if (log := reference()) is not None]
         if not made:
             opened.callback(register_optimizer_step_pre_hook(before_step).remove)
-        steps: Any = SimpleNamespace(step_log=made[-1]) if made else observer
-        pages.append(RunReport(steps, module, path))
+        pages.append(RunReport(made[-1] if made else observer.step_log, module, path))
         opened.enter_context(pages[0])
 
     try:

@@ -34,10 +34,9 @@ def test_the_jump_is_named_and_its_line_cures():
     torch.manual_seed(0)
     model = Net()
     run = measured(model)
-    jump = run.jump()
-    assert jump.module == "Net.rotary"
-    assert jump.op == "aten::cos.default"
-    assert jump.before < 0.02 < 0.1 < jump.after
+    (module, op, _), before = run.jump()
+    assert (module, op) == ("Net.rotary", "aten::cos.default")
+    assert before < 0.02 < 0.1 < run.errors()[module, op, "forward"].arriving
     caption = run.table().caption
     assert "the arriving error jumps from" in caption
     code = "\n".join(line for line in caption.splitlines() if line.startswith(("import amp", "amp_plugin.")))
