@@ -1,6 +1,10 @@
 // The Python extension: the way in and out of a region, and what steps read of Python's lists.
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <array>
 
 #include "../cast_log.h"
 #include "../install.h"
@@ -16,20 +20,49 @@ void add_step_tensors(py::module_& module);
 
 namespace {
 
+// Runs `body`. A C++ exception becomes torch's Python error for it.
+template <typename Body>
+PyObject* with_errors_of_torch(const Body& body) {
+  try {
+    return body();
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+    return nullptr;
+  }
+}
+
+PyObject* borrowed(bool value) { return value ? Py_True : Py_False; }
+
 // `opening`: device type, dtype, enabled, cache enabled, rules, ... Returns whether a torch function mode
 // is on, and what was found: enabled, dtype, torch's cache flag.
-py::tuple enter(const py::tuple& opening) {
-  const Region region = enter_region(
-      {.device = static_cast<c10::DeviceType>(opening[0].cast<int>()),
-       .dtype = opening[1].cast<at::ScalarType>(),
-       .enabled = opening[2].ptr() == Py_True,
-       .cache_enabled = opening[3].cast<bool>(),
-       .rules = opening[4].cast<int>()});
-  const auto dtype = py::reinterpret_borrow<py::object>(
-      reinterpret_cast<PyObject*>(torch::getTHPDtype(region.previous_dtype)));
-  return py::make_tuple(
-      at::impl::torch_function_mode_enabled(), region.previous_enabled, dtype, region.previous_cache_enabled);
+PyObject* enter(PyObject* /*module*/, PyObject* opening) {
+  return with_errors_of_torch([&] {
+    const auto item = [&](Py_ssize_t place) { return PyTuple_GET_ITEM(opening, place); };
+    const Region region = enter_region(
+        {.device = static_cast<c10::DeviceType>(PyLong_AsLong(item(0))),
+         .dtype = reinterpret_cast<THPDtype*>(item(1))->scalar_type,
+         .enabled = item(2) == Py_True,
+         .cache_enabled = item(3) == Py_True,
+         .rules = static_cast<int>(PyLong_AsLong(item(4)))});
+    return PyTuple_Pack(
+        4, borrowed(at::impl::torch_function_mode_enabled()), borrowed(region.previous_enabled),
+        torch::getTHPDtype(region.previous_dtype), borrowed(region.previous_cache_enabled));
+  });
 }
+
+PyObject* leave(PyObject* /*module*/, PyObject* from_innermost) {
+  return with_errors_of_torch([&] {
+    exit_region(PyLong_AsSize_t(from_innermost));
+    return Py_NewRef(Py_None);
+  });
+}
+
+// Every region calls these two. A call by pybind11 would take longer than the function itself.
+std::array<PyMethodDef, 3> ways_in_and_out{{
+    {"enter", enter, METH_O, "Open a region; return what was found."},
+    {"exit", leave, METH_O, "Close the region that is so many places from the innermost."},
+    {nullptr, nullptr, 0, nullptr},
+}};
 
 c10::DeviceType device_of(int device) { return static_cast<c10::DeviceType>(device); }
 
@@ -73,8 +106,7 @@ void translate(std::exception_ptr error) {
 PYBIND11_MODULE(_region, module) {
   using namespace amp_plugin;
   py::register_local_exception_translator(translate);
-  module.def("enter", enter);
-  module.def("exit", exit_region);
+  if (PyModule_AddFunctions(module.ptr(), ways_in_and_out.data()) != 0) throw py::error_already_set();
   module.def("show_rules", [](int device, int rules) { show_rules(device_of(device), rules); });
   module.def("set_default_rules", [](int device, int rules) { set_default_rules(device_of(device), rules); });
   module.def("set_rules", set_rules);
