@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 from amp_plugin import GradScaler, autocast, store_weights
 from benchmarks.models import ResidualBlock
 from recipes.char_gpt import CharGPT, Config
-from recipes.digits import digits_batches, digits_loaders
+from recipes.shared import digits_batches, digits_loaders
 
 STATES = ("fp32", "bf16", "8bit")
 RATES = (1.0, 0.1, 10.0)

@@ -1,10 +1,10 @@
-"""Bounds of the numbers in a config, given beside their defaults."""
+"""Bounds of the numbers in a config, checked when a configuration is read."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 
@@ -51,16 +51,6 @@ class Bounds:
         return (f"{self.length} numbers, each " if self.length else "") + " and ".join(said)
 
 
-def number(default: float, **bounds: Any) -> Any:
-    """Return a dataclass field with a default and bounds.
-
-    Args:
-        default: an int or a float.
-        **bounds: the attributes of ``Bounds``. A subclass that changes the default keeps them.
-    """
-    return field(default=default, metadata={"bounds": Bounds(**bounds)})
-
-
 def out_of_bounds(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Bounds]]:
     """Yield key, value and bounds of each number in a config that is out of bounds.
 
@@ -82,5 +72,5 @@ def bounds_of(schema: type, key: str) -> Bounds | None:
     for base in schema.__mro__:
         found = base.__dict__.get("__dataclass_fields__", {}).get(key)
         if found is not None and "bounds" in found.metadata:
-            return found.metadata["bounds"]  # type: ignore[no-any-return]
+            return Bounds(**found.metadata["bounds"])
     return None

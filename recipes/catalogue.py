@@ -99,6 +99,4 @@ def run(name: str, arguments: Sequence[str] | None = None) -> None:
         record = recipe.train(config)
     if int(os.environ.get("RANK", "0")):  # under torchrun the first process reports
         return
-    record.print_table()
-    for path in record.save(folder):
-        print(path)
+    record.show(folder)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
@@ -19,11 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from amp_plugin import GradScaler, OpRules, autocast
-from recipes.bounds import number
-from recipes.catalogue import run
-from recipes.config import ConfigError
-from recipes.settings import RecipeConfig
-from recipes.training_record import TrainingRecord
+from recipes.shared import ConfigError, RecipeConfig, TrainingRecord, number
 
 
 @dataclass
@@ -147,4 +144,4 @@ def write(net: CharGPT, text: Tensor, region: torch.autocast, length: int = 100)
 
 
 if __name__ == "__main__":
-    run("char_gpt")
+    train(Config()).show(Path("runs/char_gpt"))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -21,12 +22,17 @@ from torch._dynamo.utils import counters
 from torch.nn.functional import cross_entropy
 
 from amp_plugin import GradScaler, autocast
-from recipes.bounds import number
-from recipes.catalogue import run
-from recipes.config import ConfigError
-from recipes.digits import TRAINING_IMAGES, DigitsNet, accuracy, digits_batches, digits_loaders
-from recipes.settings import RecipeConfig
-from recipes.training_record import TrainingRecord
+from recipes.shared import (
+    TRAINING_IMAGES,
+    ConfigError,
+    DigitsNet,
+    RecipeConfig,
+    TrainingRecord,
+    accuracy,
+    digits_batches,
+    digits_loaders,
+    number,
+)
 
 
 @dataclass
@@ -105,4 +111,4 @@ def ratio_of_times(
 
 
 if __name__ == "__main__":
-    run("compiled")
+    train(Config()).show(Path("runs/compiled"))

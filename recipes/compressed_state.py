@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from rich.progress import track
@@ -21,11 +22,15 @@ from torch.nn.functional import cross_entropy
 
 from amp_plugin import GradScaler, autocast, store_weights
 from amp_plugin.weights.store import weight_bytes
-from recipes.bounds import number
-from recipes.catalogue import run
-from recipes.digits import DigitsNet, digits_batches, digits_loaders
-from recipes.settings import Precision, RecipeConfig
-from recipes.training_record import TrainingRecord
+from recipes.shared import (
+    DigitsNet,
+    Precision,
+    RecipeConfig,
+    TrainingRecord,
+    digits_batches,
+    digits_loaders,
+    number,
+)
 
 STATES = ("fp32", "bf16", "8bit")
 FINAL_STEPS = 20  # the final loss is their mean
@@ -108,4 +113,4 @@ def _mean_and_interval(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 if __name__ == "__main__":
-    run("compressed_state")
+    train(Config()).show(Path("runs/compressed_state"))

@@ -17,13 +17,10 @@ from yaml import YAMLError
 
 from amp_plugin.messages import did_you_mean
 from recipes.bounds import out_of_bounds
+from recipes.shared import ConfigError
 
 Schema = TypeVar("Schema")
 ROOT = Path(__file__).resolve().parent.parent
-
-
-class ConfigError(ValueError):
-    """A config is not valid; the text names the key and what is allowed."""
 
 
 def config_from_command_line(

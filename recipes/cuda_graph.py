@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
+from pathlib import Path
 
 import torch
 from rich.progress import track
@@ -20,12 +21,17 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from amp_plugin import GradScaler, autocast
-from recipes.bounds import number
-from recipes.catalogue import run
-from recipes.config import ConfigError
-from recipes.digits import TRAINING_IMAGES, DigitsNet, accuracy, digits_batches, digits_loaders
-from recipes.settings import RecipeConfig
-from recipes.training_record import TrainingRecord
+from recipes.shared import (
+    TRAINING_IMAGES,
+    ConfigError,
+    DigitsNet,
+    RecipeConfig,
+    TrainingRecord,
+    accuracy,
+    digits_batches,
+    digits_loaders,
+    number,
+)
 
 
 @dataclass
@@ -117,4 +123,4 @@ def _require_cuda(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    run("cuda_graph")
+    train(Config()).show(Path("runs/cuda_graph"))

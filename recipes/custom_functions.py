@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +20,15 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from amp_plugin import GradScaler, autocast, custom_bwd, custom_fwd
-from recipes.bounds import number
-from recipes.catalogue import run
-from recipes.digits import CLASSES, accuracy, digits_batches, digits_loaders
-from recipes.settings import RecipeConfig
-from recipes.training_record import TrainingRecord
+from recipes.shared import (
+    CLASSES,
+    RecipeConfig,
+    TrainingRecord,
+    accuracy,
+    digits_batches,
+    digits_loaders,
+    number,
+)
 
 
 @dataclass
@@ -128,4 +133,4 @@ def train(config: Config) -> TrainingRecord:
 
 
 if __name__ == "__main__":
-    run("custom_functions")
+    train(Config()).show(Path("runs/custom_functions"))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,17 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_plugin import GradScaler, autocast
-from recipes.bounds import number
-from recipes.catalogue import run
-from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
-from recipes.ranks import on_ranks, process_group
-from recipes.settings import RecipeConfig
-from recipes.training_record import TrainingRecord
+from recipes.shared import (
+    DigitsNet,
+    RecipeConfig,
+    TrainingRecord,
+    accuracy,
+    digits_batches,
+    digits_loaders,
+    number,
+    on_ranks,
+    process_group,
+)
 
 
 @dataclass
@@ -78,4 +84,4 @@ def train_rank(config: Config) -> TrainingRecord:
 
 
 if __name__ == "__main__":
-    run("ddp")
+    train(Config()).show(Path("runs/ddp"))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from rich.progress import track
@@ -20,11 +21,15 @@ from torch.nn.functional import cross_entropy
 
 import amp_plugin
 from amp_plugin import GradScaler, OpRules, autocast
-from recipes.bounds import number
-from recipes.catalogue import run
-from recipes.digits import CLASSES, accuracy, digits_batches, digits_loaders
-from recipes.settings import RecipeConfig
-from recipes.training_record import TrainingRecord
+from recipes.shared import (
+    CLASSES,
+    RecipeConfig,
+    TrainingRecord,
+    accuracy,
+    digits_batches,
+    digits_loaders,
+    number,
+)
 
 SIZE = 150.0  # of queries and keys; their products are some 1e5
 ROWS = 8  # of an image; each is a token
@@ -124,4 +129,4 @@ def train(config: Config) -> TrainingRecord:
 
 
 if __name__ == "__main__":
-    run("diagnose")
+    train(Config()).show(Path("runs/diagnose"))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from rich.progress import track
@@ -18,11 +19,15 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from amp_plugin import GradScaler, autocast, run_in
-from recipes.bounds import number
-from recipes.catalogue import run
-from recipes.digits import CLASSES, accuracy, digits_batches, digits_loaders
-from recipes.settings import RecipeConfig
-from recipes.training_record import TrainingRecord
+from recipes.shared import (
+    CLASSES,
+    RecipeConfig,
+    TrainingRecord,
+    accuracy,
+    digits_batches,
+    digits_loaders,
+    number,
+)
 
 SIZE = 30.0  # of the vectors' elements; squared distances are some 1e5
 
@@ -105,4 +110,4 @@ def train(config: Config) -> TrainingRecord:
 
 
 if __name__ == "__main__":
-    run("fp32_module")
+    train(Config()).show(Path("runs/fp32_module"))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from rich.progress import track
@@ -18,11 +19,15 @@ from torch.nn.functional import cross_entropy
 
 from amp_plugin import GradScaler, autocast
 from amp_plugin.scaling import gradient_penalty
-from recipes.bounds import number
-from recipes.catalogue import run
-from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
-from recipes.settings import RecipeConfig
-from recipes.training_record import TrainingRecord
+from recipes.shared import (
+    DigitsNet,
+    RecipeConfig,
+    TrainingRecord,
+    accuracy,
+    digits_batches,
+    digits_loaders,
+    number,
+)
 
 PENALTY = "penalty (squared norm)"
 
@@ -69,4 +74,4 @@ def train(config: Config) -> TrainingRecord:
 
 
 if __name__ == "__main__":
-    run("gradient_penalty")
+    train(Config()).show(Path("runs/gradient_penalty"))

@@ -10,7 +10,8 @@ loss like any other term.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +21,25 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from amp_plugin import AmpPrecision
-from recipes.catalogue import run
-from recipes.digits import DigitsNet, accuracy, digits_loaders
-from recipes.gradient_penalty import PENALTY, Config
-from recipes.quiet_lightning import quiet_lightning
-from recipes.training_record import TrainingRecord
+from recipes.shared import (
+    DigitsNet,
+    RecipeConfig,
+    TrainingRecord,
+    accuracy,
+    digits_loaders,
+    number,
+    quiet_lightning,
+)
 
-__all__ = ["Config", "train"]
+PENALTY = "penalty (squared norm)"
+
+
+@dataclass
+class Config(RecipeConfig):
+    """What a config of this recipe may set."""
+
+    weight: float = number(0.1, least=0)
+    width: int = number(8, least=4, multiple_of=4)
 
 
 class Penalised(LightningModule):
@@ -89,4 +102,4 @@ def train(config: Config) -> TrainingRecord:
 
 
 if __name__ == "__main__":
-    run("gradient_penalty_lightning")
+    train(Config()).show(Path("runs/gradient_penalty_lightning"))

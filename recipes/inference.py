@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from rich.progress import track
@@ -20,11 +21,15 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from amp_plugin import GradScaler, autocast
-from recipes.bounds import number
-from recipes.catalogue import run
-from recipes.digits import DigitsNet, digits_batches, digits_loaders
-from recipes.settings import RecipeConfig
-from recipes.training_record import Share, TrainingRecord
+from recipes.shared import (
+    DigitsNet,
+    RecipeConfig,
+    Share,
+    TrainingRecord,
+    digits_batches,
+    digits_loaders,
+    number,
+)
 
 
 @dataclass
@@ -91,4 +96,4 @@ def answers(
 
 
 if __name__ == "__main__":
-    run("inference")
+    train(Config()).show(Path("runs/inference"))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass
 from enum import Enum
+from pathlib import Path
 
 import torch
 from rich.progress import track
@@ -19,11 +20,15 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from amp_plugin import GradScaler, autocast
-from recipes.bounds import number
-from recipes.catalogue import run
-from recipes.digits import CLASSES, accuracy, digits_batches, digits_loaders
-from recipes.settings import RecipeConfig
-from recipes.training_record import TrainingRecord
+from recipes.shared import (
+    CLASSES,
+    RecipeConfig,
+    TrainingRecord,
+    accuracy,
+    digits_batches,
+    digits_loaders,
+    number,
+)
 
 
 class Scales(Enum):
@@ -113,4 +118,4 @@ def train(config: Config) -> TrainingRecord:
 
 
 if __name__ == "__main__":
-    run("several_losses")
+    train(Config()).show(Path("runs/several_losses"))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 from rich.progress import track
@@ -19,11 +20,7 @@ from torch import Tensor
 from torch.nn.functional import kl_div, nll_loss
 
 from amp_plugin import GradScaler, autocast
-from recipes.bounds import Bounds
-from recipes.catalogue import run
-from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
-from recipes.settings import RecipeConfig
-from recipes.training_record import TrainingRecord
+from recipes.shared import DigitsNet, RecipeConfig, TrainingRecord, accuracy, digits_batches, digits_loaders
 
 DISAGREEMENT = "disagreement (nats)"
 
@@ -33,7 +30,7 @@ class Config(RecipeConfig):
     """What a config of this recipe may set."""
 
     widths: list[int] = field(
-        default_factory=lambda: [4, 8], metadata={"bounds": Bounds(least=4, multiple_of=4, length=2)}
+        default_factory=lambda: [4, 8], metadata={"bounds": {"least": 4, "multiple_of": 4, "length": 2}}
     )
 
 
@@ -84,4 +81,4 @@ def train(config: Config) -> TrainingRecord:
 
 
 if __name__ == "__main__":
-    run("several_models")
+    train(Config()).show(Path("runs/several_models"))

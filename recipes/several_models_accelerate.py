@@ -9,18 +9,34 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 from rich.progress import track
+from torch import Tensor
+from torch.nn.functional import kl_div, nll_loss
 
 from amp_plugin import AmpAccelerator, AmpKwargs
-from recipes.catalogue import run
-from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
-from recipes.several_models import DISAGREEMENT, Config, joint_loss
-from recipes.training_record import TrainingRecord
+from recipes.shared import DigitsNet, RecipeConfig, TrainingRecord, accuracy, digits_batches, digits_loaders
 
-__all__ = ["Config", "train"]
+DISAGREEMENT = "disagreement (nats)"
+
+
+@dataclass
+class Config(RecipeConfig):
+    """What a config of this recipe may set."""
+
+    widths: list[int] = field(
+        default_factory=lambda: [4, 8], metadata={"bounds": {"least": 4, "multiple_of": 4, "length": 2}}
+    )
+
+
+def joint_loss(first: Tensor, second: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss of both models and the part that is their disagreement, from logits ``[B, 10]``."""
+    first, second = (logits.float().log_softmax(dim=1) for logits in (first, second))
+    disagreement = kl_div(first, second, log_target=True, reduction="batchmean")
+    return nll_loss(first, labels) + nll_loss(second, labels) + disagreement, disagreement
 
 
 def train(config: Config) -> TrainingRecord:
@@ -64,4 +80,4 @@ def train(config: Config) -> TrainingRecord:
 
 
 if __name__ == "__main__":
-    run("several_models_accelerate")
+    train(Config()).show(Path("runs/several_models_accelerate"))

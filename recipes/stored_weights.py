@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from pydoc_data.topics import topics
 from tempfile import TemporaryDirectory
 
@@ -24,11 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from amp_plugin import GradScaler, autocast, store_weights
 from amp_plugin.weights.store import in_fp32
-from recipes.bounds import number
-from recipes.catalogue import run
-from recipes.config import ConfigError
-from recipes.settings import Precision, RecipeConfig
-from recipes.training_record import Share, TrainingRecord
+from recipes.shared import ConfigError, Precision, RecipeConfig, Share, TrainingRecord, number
 
 AS_LOADED = "as loaded"
 WAYS = {  # the last one's losses and loss scale are those of the run
@@ -145,4 +142,4 @@ def _windows(codes: Tensor, config: Config) -> Iterator[Tensor]:
 
 
 if __name__ == "__main__":
-    run("stored_weights")
+    train(Config()).show(Path("runs/stored_weights"))

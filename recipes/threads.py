@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from rich.progress import track
@@ -19,11 +20,15 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from amp_plugin import GradScaler, autocast, autocast_module
-from recipes.bounds import number
-from recipes.catalogue import run
-from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
-from recipes.settings import RecipeConfig
-from recipes.training_record import TrainingRecord
+from recipes.shared import (
+    DigitsNet,
+    RecipeConfig,
+    TrainingRecord,
+    accuracy,
+    digits_batches,
+    digits_loaders,
+    number,
+)
 
 
 @dataclass
@@ -90,4 +95,4 @@ def train(config: Config) -> TrainingRecord:
 
 
 if __name__ == "__main__":
-    run("threads")
+    train(Config()).show(Path("runs/threads"))

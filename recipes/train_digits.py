@@ -29,10 +29,15 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from amp_plugin import AmpMonitor, AmpPrecision
 from amp_plugin.kernels.build import native_core
-from recipes.config import ConfigError, config_errors, config_from_command_line, make_folder
-from recipes.digits import CLASSES, DigitsNet, digits_loaders
-from recipes.settings import DigitsProgramConfig
-from recipes.training_record import TrainingRecord
+from recipes.config import config_errors, config_from_command_line, make_folder
+from recipes.shared import (
+    CLASSES,
+    ConfigError,
+    DigitsNet,
+    DigitsProgramConfig,
+    TrainingRecord,
+    digits_loaders,
+)
 
 
 @dataclass

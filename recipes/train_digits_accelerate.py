@@ -25,10 +25,8 @@ from torch.utils.data import DataLoader
 
 from amp_plugin import AmpAccelerator, AmpKwargs
 from amp_plugin.kernels.build import native_core
-from recipes.config import ConfigError, config_errors, config_from_command_line, make_folder
-from recipes.digits import DigitsNet, digits_loaders
-from recipes.settings import DigitsProgramConfig
-from recipes.training_record import TrainingRecord
+from recipes.config import config_errors, config_from_command_line, make_folder
+from recipes.shared import ConfigError, DigitsNet, DigitsProgramConfig, TrainingRecord, digits_loaders
 
 
 @dataclass

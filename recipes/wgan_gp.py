@@ -11,18 +11,26 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 from rich.progress import track
 
 from amp_plugin import GradScaler, autocast
 from amp_plugin.scaling import gradient_penalty
-from recipes.bounds import number
-from recipes.catalogue import run
-from recipes.digits import digits_batches, digits_loaders
-from recipes.digits_gan import Critic, Generator, average_of, between, draw_samples
-from recipes.settings import LossScaleConfig, RecipeConfig
-from recipes.training_record import TrainingRecord
+from recipes.shared import (
+    Critic,
+    Generator,
+    LossScaleConfig,
+    RecipeConfig,
+    TrainingRecord,
+    average_of,
+    between,
+    digits_batches,
+    digits_loaders,
+    draw_samples,
+    number,
+)
 
 DISTANCE = "from real to made (L2 norm)"
 
@@ -101,4 +109,4 @@ def new_record(title: str, config: Config) -> TrainingRecord:
 
 
 if __name__ == "__main__":
-    run("wgan_gp")
+    train(Config()).show(Path("runs/wgan_gp"))

@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
@@ -17,14 +18,42 @@ from torch import Tensor
 from torch.optim import Adam
 
 from amp_plugin import AmpPrecision
-from recipes.catalogue import run
-from recipes.digits import digits_loaders
-from recipes.digits_gan import Critic, Generator, average_of, between, draw_samples
-from recipes.quiet_lightning import quiet_lightning
-from recipes.training_record import TrainingRecord
-from recipes.wgan_gp import DISTANCE, Config, new_record
+from recipes.shared import (
+    Critic,
+    Generator,
+    LossScaleConfig,
+    RecipeConfig,
+    TrainingRecord,
+    average_of,
+    between,
+    digits_loaders,
+    draw_samples,
+    number,
+    quiet_lightning,
+)
 
-__all__ = ["Config", "train"]
+DISTANCE = "from real to made (L2 norm)"
+
+
+@dataclass
+class Config(RecipeConfig):
+    """What a config of this recipe may set; a step is one of the generator."""
+
+    steps: int = 400
+    batch_size: int = 64
+    learning_rate: float = 2e-3
+    loss_scale: LossScaleConfig = field(default_factory=lambda: LossScaleConfig(growth_interval=200))
+    critic_steps: int = number(2, least=1)
+    penalty: float = number(1.0, least=0)
+    latent: int = number(16, least=1)
+    width: int = number(192, least=1)
+
+
+def new_record(title: str, config: Config) -> TrainingRecord:
+    """Return an empty record with the labels of this recipe."""
+    return TrainingRecord(
+        title=f"{title}, {config.precision.value}", loss_label="critic's loss (L2 norm)", log_loss=False
+    )
 
 
 class DigitsGAN(LightningModule):
@@ -110,4 +139,4 @@ def train(config: Config) -> TrainingRecord:
 
 
 if __name__ == "__main__":
-    run("wgan_gp_lightning")
+    train(Config()).show(Path("runs/wgan_gp_lightning"))

@@ -4,6 +4,7 @@
 1e-3 on another machine; fp16 and bf16 within their rounding, see ``TOLERANCE``).
 """
 
+import importlib
 import json
 import re
 import sys
@@ -16,8 +17,8 @@ import yaml
 
 from recipes import catalogue
 from recipes.bounds import bounds_of
-from recipes.config import ConfigError, load_config
-from recipes.settings import Precision
+from recipes.config import load_config
+from recipes.shared import ConfigError, Precision
 from tests import warm_processes
 from tests.recipes.command_line import on_the_command_line, train_and_print
 
@@ -294,6 +295,26 @@ def test_list_and_run_from_the_command_line(tmp_path):
 def test_a_wrong_name_is_answered_with_the_nearest():
     with pytest.raises(ValueError, match=r"no recipe 'cliping'; did you mean clipping\? .*typical_training"):
         catalogue.load("cliping")
+
+
+@pytest.mark.parametrize("name", catalogue.NAMES)
+def test_a_recipe_needs_one_file_next_to_it(name):
+    text = (ROOT / f"recipes/{name}.py").read_text()
+    assert set(re.findall(r"^(?:from|import) (recipes[.\w]*)", text, re.MULTILINE)) == {"recipes.shared"}
+
+
+def test_a_recipe_runs_where_it_was_taken(tmp_path, monkeypatch):
+    for name in ("shared", "gradient_penalty"):
+        text = (ROOT / f"recipes/{name}.py").read_text()
+        (tmp_path / f"{name}.py").write_text(text.replace("from recipes.shared import", "from shared import"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name in ("shared", "gradient_penalty"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    taken = importlib.import_module("gradient_penalty")
+    taken.train(taken.Config(steps=2)).show(tmp_path / "runs")
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"result.json", "training.png"}
+    assert not [name for name in vars(taken) if name.startswith("recipes")]
 
 
 def test_each_recipe_is_short_and_says_in_one_line_what_it_shows():

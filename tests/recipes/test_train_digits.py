@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from recipes import demo
-from recipes.config import ConfigError, load_config
-from recipes.digits import digits_loaders
-from recipes.settings import LossScaleConfig, Precision
+from recipes.config import load_config
+from recipes.shared import ConfigError, LossScaleConfig, Precision, TrainingRecord, digits_loaders
 from recipes.train_digits import DigitsConfig, main, train
-from recipes.training_record import TrainingRecord
 from tests import warm_processes
 from tests.recipes.command_line import digits_as_script_and_as_module
 

@@ -5,8 +5,8 @@ import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
-from recipes.config import ROOT, ConfigError, load_config
-from recipes.settings import Precision
+from recipes.config import ROOT, load_config
+from recipes.shared import ConfigError, Precision
 from recipes.train_digits_accelerate import DigitsConfig, train
 from tests.adapters.commands import launch
 

@@ -54,12 +54,12 @@ def test_four_of_six_kinds_of_models_save_bytes_at_no_more_error():
 def test_an_overflow_is_cured_and_training_equals_fp32(monkeypatch):
     """The recipe `diagnose`, whose attention overflows in fp16: without a hint, tune finds the op."""
     from recipes import diagnose as overflowing
-    from recipes import digits
+    from recipes.shared import digits_batches, digits_loaders
 
     config = config_of("diagnose")
     torch.manual_seed(config.seed)
     model = overflowing.Classifier(config.width)
-    batches = list(digits.digits_batches(digits.digits_loaders(batch_size=64, seed=0), steps=3, device="cpu"))
+    batches = list(digits_batches(digits_loaders(batch_size=64, seed=0), steps=3, device="cpu"))
 
     def step(batch):
         images, labels = batch

@@ -1,0 +1,710 @@
+"""What recipes share: settings, the digits and models of them, and the record of a run with its plots.
+
+A recipe needs this file and nothing else of this folder. To take a recipe away, copy both files into one
+folder, and write ``from shared import`` in place of ``from recipes.shared import``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from itertools import chain, islice, repeat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from sklearn.neighbors import KNeighborsClassifier
+from torch import Tensor, nn
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.nn.functional import one_hot
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, TensorDataset
+
+from amp_plugin.kernels.build import native_core
+from amp_plugin.kernels.cuda.register import cuda_core
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from torch.optim import Optimizer
+
+    from amp_plugin import GradScaler
+
+Config = TypeVar("Config")
+Result = TypeVar("Result")
+
+# -- settings: the keys that the configurations of recipes share ----------------------------------
+
+
+class ConfigError(ValueError):
+    """A configuration is not valid; the text names the key and what is allowed."""
+
+
+def number(default: float, **bounds: Any) -> Any:
+    """Return a dataclass field with a default and bounds, which ``python -m recipes`` checks.
+
+    Args:
+        default: an int or a float.
+        **bounds: ``least``, ``most``, ``above``, ``below`` and ``multiple_of``; see ``recipes/bounds.py``. A
+            subclass that changes the default keeps them.
+    """
+    return field(default=default, metadata={"bounds": bounds})
+
+
+class Precision(Enum):
+    """Precisions a config may name."""
+
+    fp16 = "fp16"
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that matrix products run in."""
+        return {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[self.value]
+
+    @property
+    def mixed(self) -> bool:
+        """Whether autocast is on."""
+        return self is not Precision.fp32
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the loss is scaled: many gradients are too small for fp16."""
+        return self is Precision.fp16
+
+
+@dataclass
+class LossScaleConfig:
+    """How the loss scale changes; fp16 only."""
+
+    init_scale: float = number(2.0**16, above=0, most=torch.finfo(torch.float32).max)
+    growth_factor: float = number(2.0, above=1)
+    backoff_factor: float = number(0.5, above=0, below=1)
+    growth_interval: int = number(40, least=1)
+
+
+@dataclass
+class DigitsProgramConfig:
+    """The keys that ``train_digits.py`` and ``train_digits_accelerate.py`` share."""
+
+    name: str = "digits"
+    precision: Precision = Precision.fp16
+    threads: int = number(1, least=1)
+    seed: int = number(0, least=0, most=2**32 - 1)
+    epochs: int = number(20, least=1)
+    batch_size: int = number(64, least=1)
+    accumulate: int = number(1, least=1)
+    learning_rate: float = number(1e-2, above=0)
+    weight_decay: float = number(1e-2, least=0)
+    clip_norm: float = number(1.0, above=0)
+    width: int = number(16, least=4, multiple_of=4)
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    output: str = "runs"
+
+
+@dataclass
+class RecipeConfig:
+    """The keys of every recipe; the ``Config`` of a recipe adds its own."""
+
+    precision: Precision = Precision.fp16
+    device: str = "cpu"
+    threads: int = number(1, least=1)
+    seed: int = number(0, least=0, most=2**32 - 1)
+    steps: int = number(200, least=1)
+    batch_size: int = number(64, least=1)
+    learning_rate: float = number(3e-3, above=0)
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    output: str = "runs"
+
+    def start(self) -> None:
+        """Set the number of threads and the seed, and load the native core.
+
+        Called before the training is timed, since the core may have to be compiled first.
+
+        Raises:
+            ConfigError: this machine does not have the device.
+        """
+        kind = self.device.partition(":")[0]
+        if kind != "cpu" and not getattr(getattr(torch, kind, None), "is_available", bool)():
+            found = f"torch {torch.__version__} finds no such device here"
+            msg = f"device={self.device}, but {found}; use device=cpu"
+            raise ConfigError(msg)
+        if kind == "cuda":
+            cuda_core()
+        native_core()
+        torch.set_num_threads(self.threads)
+        torch.manual_seed(self.seed)
+
+
+# -- the digits, and a classifier of them ----------------------------------------------------------
+
+CLASSES = 10
+TRAINING_IMAGES = 1257  # of the 1797
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DigitsLoaders:
+    """The 1797 8x8 images of scikit-learn, split 70/10/20, each class in proportion.
+
+    Batches are ``(images, labels)``: fp32 ``[B, 1, 8, 8]`` in ``[0, 1]`` and int64 ``[B]``.
+    """
+
+    train: DataLoader[tuple[Tensor, ...]]
+    validation: DataLoader[tuple[Tensor, ...]]
+    test: DataLoader[tuple[Tensor, ...]]
+
+
+def digits_loaders(
+    *, batch_size: int, seed: int, shift: bool = True, drop_last: bool = False
+) -> DigitsLoaders:
+    """Load the digits; the order of the training batches depends on ``seed`` alone.
+
+    Args:
+        batch_size: images a batch; the last batch of an epoch may be smaller.
+        seed: seed of the split and of the shuffling.
+        shift: move each training image by up to one pixel.
+        drop_last: leave out an epoch's last training batch if it is smaller.
+    """
+    digits = load_digits()
+    images = torch.from_numpy(digits.images).float().div_(16).unsqueeze_(1)
+    labels = torch.from_numpy(digits.target).long()
+    rest, test = train_test_split(range(len(labels)), test_size=0.2, random_state=seed, stratify=labels)
+    train, validation = train_test_split(rest, test_size=0.125, random_state=seed, stratify=labels[rest])
+
+    def subset(index: list[int]) -> TensorDataset:
+        return TensorDataset(images[index], labels[index])
+
+    order = torch.Generator().manual_seed(seed)
+    collate = ShiftImages(seed=seed) if shift else None
+    return DigitsLoaders(
+        train=DataLoader(
+            subset(train),
+            batch_size=batch_size,
+            shuffle=True,
+            generator=order,
+            collate_fn=collate,
+            drop_last=drop_last,
+        ),
+        validation=DataLoader(subset(validation), batch_size=256),
+        test=DataLoader(subset(test), batch_size=256),
+    )
+
+
+def digits_batches(
+    loaders: DigitsLoaders, *, steps: int, device: str = "cpu"
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield that many training batches, epoch after epoch.
+
+    Args:
+        loaders: the data.
+        steps: batches in all.
+        device: where images and labels go.
+    """
+    epochs = chain.from_iterable(repeat(loaders.train))
+    for images, labels in islice(epochs, steps):
+        yield images.to(device), labels.to(device)
+
+
+@torch.no_grad()
+def accuracy(
+    model: nn.Module,
+    loader: DataLoader[tuple[Tensor, ...]],
+    *,
+    region: AbstractContextManager[object] | None = None,
+    device: str = "cpu",
+) -> float:
+    """Return the share of right answers, in [0, 1].
+
+    Args:
+        model: returns logits, ``[B, 10]``, of images ``[B, 1, 8, 8]``.
+        loader: the images and labels.
+        region: the autocast region to run the model in, one that may be entered again.
+        device: where the model is.
+    """
+    right = []
+    for images, labels in loader:
+        with region or nullcontext():
+            right.append(model(images.to(device)).argmax(dim=1) == labels.to(device))
+    return float(torch.cat(right).double().mean())
+
+
+class ShiftImages:
+    """Collate a batch, each image moved by up to one pixel in both directions.
+
+    Args:
+        seed: seed of the moves.
+    """
+
+    def __init__(self, *, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, examples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Return the images, ``[B, 1, 8, 8]``, moved, and their labels, ``[B]``."""
+        images, labels = (torch.stack(column) for column in zip(*examples, strict=True))
+        size = images.shape[-1]
+        top, left = torch.randint(0, 3, (2, len(images), 1), generator=self.generator)
+        rows, columns = top + torch.arange(size), left + torch.arange(size)
+        batch = torch.arange(len(images))[:, None, None]
+        moved = nn.functional.pad(images, (1, 1, 1, 1))[batch, 0, rows[:, :, None], columns[:, None, :]]
+        return moved.unsqueeze(1), labels
+
+
+class DigitsNet(nn.Module):
+    """Classify 8x8 images: three convolutions, global mean, one linear layer.
+
+    Args:
+        width: channels of the first convolution; the later ones have twice as many.
+    """
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, width, 3, padding=1),
+            nn.GroupNorm(4, width),
+            nn.ReLU(),
+            nn.Conv2d(width, 2 * width, 3, padding=1, stride=2),
+            nn.GroupNorm(4, 2 * width),
+            nn.ReLU(),
+            nn.Conv2d(2 * width, 2 * width, 3, padding=1),
+            nn.GroupNorm(4, 2 * width),
+            nn.ReLU(),
+            nn.Flatten(),
+        )
+        self.classifier = nn.Linear(2 * width * 16, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits, ``[B, 10]``, of fp32 images ``[B, 1, 8, 8]``."""
+        return self.classifier(self.features(images))
+
+
+# -- a generator and a critic of digits -------------------------------------------------------------
+
+PIXELS = 64
+
+
+class Conditioned(nn.Module):
+    """Three linear layers over a vector ``[B, inputs]`` and a label ``[B]``."""
+
+    def __init__(self, inputs: int, width: int, outputs: int) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.layers = nn.Sequential(
+            nn.Linear(inputs + CLASSES, width), nn.LeakyReLU(0.2),
+            nn.Linear(width, width), nn.LeakyReLU(0.2),
+            nn.Linear(width, outputs),
+        )  # fmt: skip
+
+    def forward(self, vectors: Tensor, labels: Tensor) -> Tensor:
+        """Return ``[B, outputs]``, fp32."""
+        return self.layers(torch.cat([vectors, 4.0 * one_hot(labels, CLASSES)], dim=1)).float()
+
+
+class Critic(Conditioned):
+    """Score images given as vectors ``[B, 64]``: high for real ones; returns ``[B, 1]``."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(PIXELS, width, 1)
+
+
+class Generator(Conditioned):
+    """Draw the digits that ``labels [B]`` name, from noise."""
+
+    def __init__(self, latent: int, width: int) -> None:
+        super().__init__(latent, width, PIXELS)
+
+    def forward(self, labels: Tensor) -> Tensor:  # type: ignore[override]
+        """Return images as vectors, fp32 ``[B, 64]`` in ``[0, 1]``."""
+        noise = torch.randn(len(labels), self.inputs, device=labels.device)
+        return super().forward(noise, labels).sigmoid()
+
+
+def between(real: Tensor, made: Tensor) -> Tensor:
+    """Return a random point between each two images; the points require grad."""
+    mix = torch.rand(len(real), 1, device=real.device)
+    return (mix * real + (1 - mix) * made).requires_grad_()
+
+
+def average_of(generator: Generator) -> AveragedModel:
+    """Return a running mean of the weights, which draws better than the latest ones."""
+    return AveragedModel(generator, multi_avg_fn=get_ema_multi_avg_fn(0.99))
+
+
+def draw_samples(
+    generator: nn.Module, region: torch.autocast, loaders: DigitsLoaders, record: TrainingRecord
+) -> None:
+    """Draw ten samples of each digit; count those that a nearest-neighbour classifier reads as asked."""
+    asked = torch.arange(CLASSES).repeat(CLASSES)
+    with torch.no_grad(), region:
+        samples = generator(asked.to(next(generator.parameters()).device)).cpu()
+    record.pictures["samples"] = samples.view(CLASSES, CLASSES, 8, 8)
+    images, labels = next(iter(loaders.test))
+    read = KNeighborsClassifier(5).fit(images.flatten(1).numpy(), labels.numpy()).predict(samples.numpy())
+    record.results["samples read as the digit asked for"] = Share((read == asked.numpy()).mean())
+
+
+# -- the record of a run: its table and its plots ----------------------------------------------------
+
+
+class Share(float):
+    """A number in ``[0, 1]`` that tables show in per cent."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainingRecord:
+    """The history of one run; step ``i`` is entry ``i`` of each list.
+
+    Attributes:
+        title: heading of the table and the plot.
+        losses: training loss of each optimizer step.
+        loss_scales: loss scale each step was taken with; empty where nothing is scaled.
+        final_loss_scale: loss scale after the last update; None where nothing is scaled.
+        skipped: the steps (from 0) that overflowed and changed nothing.
+        skips: how often an optimizer has skipped a step so far, as the scaler counts.
+        accuracies: ``(steps done, validation accuracy in [0, 1])``.
+        test_accuracy: accuracy on the test images, in [0, 1]; None where nothing is classified.
+        seconds: wall time of training and validation.
+        loss_label: what the loss is, with its unit.
+        log_loss: draw the loss on a logarithmic axis.
+        results: further rows of the table, ``{name: value}``.
+        curves: further plots, ``{name with its unit: one value a step}``.
+        compared: further plots of one line for each of several runs, ``{name with its unit: {run: values}}``.
+        half_widths: of intervals around such lines, drawn as bands, ``{name with its unit: {run: values}}``.
+        pictures: grey images, ``{file name: [rows, columns, height, width] in [0, 1]}``.
+        histograms: further plots, ``{file name: (what the numbers are, numbers)}``, on a logarithmic axis.
+    """
+
+    title: str
+    losses: list[float] = field(default_factory=list)
+    loss_scales: list[float] = field(default_factory=list)
+    final_loss_scale: float | None = None
+    skipped: list[int] = field(default_factory=list)
+    skips: int = 0
+    accuracies: list[tuple[int, float]] = field(default_factory=list)
+    test_accuracy: float | None = None
+    seconds: float = 0.0
+    loss_label: str = "cross-entropy (nats)"
+    log_loss: bool = True
+    results: dict[str, float | int | str] = field(default_factory=dict)
+    curves: dict[str, list[float]] = field(default_factory=dict)
+    compared: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    half_widths: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    pictures: dict[str, Tensor] = field(default_factory=dict)
+    histograms: dict[str, tuple[str, list[float]]] = field(default_factory=dict)
+
+    def add_step(self, *, loss: float, loss_scale: float | None, skipped: bool) -> None:
+        """Record one optimizer step, taken or skipped."""
+        if skipped:
+            self.skipped.append(len(self.losses))
+        self.losses.append(loss)
+        if loss_scale is not None:
+            self.loss_scales.append(loss_scale)
+
+    def add_scaled_step(self, loss: Tensor, scaler: GradScaler | None, optimizer: Optimizer) -> None:
+        """Record one step of a plain loop, after ``scaler.update()``.
+
+        Args:
+            loss: the unscaled loss, 0-dim.
+            scaler: what scaled it; None or a disabled one records no loss scale.
+            optimizer: the one whose loss scale is drawn. The step counts as skipped if any optimizer
+                has skipped one since the last call.
+        """
+        if scaler is None or not scaler.is_enabled():
+            self.add_step(loss=loss.item(), loss_scale=None, skipped=False)
+            return
+        before, self.skips = self.skips, scaler.skipped_steps()
+        scale = scaler.last_step(optimizer).scale_before
+        self.add_step(loss=loss.item(), loss_scale=scale, skipped=self.skips > before)
+        self.final_loss_scale = scaler.get_scale()
+
+    def add_to_curve(self, name: str, value: float | Tensor) -> None:
+        """Add a step's value to a further plot."""
+        self.curves.setdefault(name, []).append(value if isinstance(value, float) else value.item())
+
+    def compare(
+        self, name: str, run: str, values: list[float], half_widths: list[float] | None = None
+    ) -> None:
+        """Add a run's values, one per step, to a further plot that compares runs, with a band around them."""
+        self.compared.setdefault(name, {})[run] = values
+        if half_widths is not None:
+            self.half_widths.setdefault(name, {})[run] = half_widths
+
+    def add_accuracy(self, accuracy: float) -> None:
+        """Record a validation after the steps done so far."""
+        self.accuracies.append((len(self.losses), accuracy))
+
+    def print_table(self) -> None:
+        """Print the result of the run."""
+        table = Table(title=self.title, show_header=False)
+        if self.test_accuracy is not None:
+            table.add_row("test accuracy", f"{self.test_accuracy:.2%}")
+        for name, value in self.results.items():
+            table.add_row(name, _shown(value))
+        table.add_row("optimizer steps taken", str(len(self.losses) - len(self.skipped)))
+        table.add_row("optimizer steps skipped", str(len(self.skipped)))
+        final = "none needed" if self.final_loss_scale is None else f"{self.final_loss_scale:,.0f}"
+        table.add_row("final loss scale", final)
+        table.add_row("training time", f"{self.seconds:.1f} s")
+        Console().print(table)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the numbers of the run, ready for JSON: None for inf and nan, which JSON has no word for."""
+        return {
+            "title": self.title,
+            "test_accuracy": self.test_accuracy,
+            "results": self.results,
+            "losses": [_finite(loss) for loss in self.losses],
+            "loss_scales": self.loss_scales,
+            "final_loss_scale": self.final_loss_scale,
+            "skipped": self.skipped,
+            "curves": {name: [_finite(value) for value in curve] for name, curve in self.curves.items()},
+            "compared": {
+                name: {run: [_finite(value) for value in values] for run, values in runs.items()}
+                for name, runs in self.compared.items()
+            },
+            "seconds": self.seconds,
+        }
+
+    def show(self, folder: Path) -> None:
+        """Print the table, write what ``save`` writes, and print where it is."""
+        self.print_table()
+        for path in self.save(folder):
+            print(path)
+
+    def save(self, folder: Path) -> list[Path]:
+        """Write ``result.json``, ``training.png`` and the pictures; return their paths.
+
+        Args:
+            folder: is made.
+        """
+        self.save_plot(folder / "training.png")
+        for name, images in self.pictures.items():
+            _save_grid(images, folder / f"{name}.png")
+        for name, (what, values) in self.histograms.items():
+            _save_histogram(what, values, folder / f"{name}.png")
+        (folder / "result.json").write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        return [
+            folder / "result.json",
+            folder / "training.png",
+            *(folder / f"{name}.png" for name in (*self.pictures, *self.histograms)),
+        ]
+
+    def save_plot(self, path: Path) -> None:
+        """Draw loss, accuracy, loss scale and further curves over the optimizer steps.
+
+        Args:
+            path: PNG file; its folder is made.
+        """
+        panels: list[Callable[[Axes], None]] = [self._draw_loss]
+        panels += [self._draw_accuracy] if self.accuracies else []
+        panels += [self._draw_scale] if self.loss_scales else []
+        panels += [partial(self._draw_curve, name) for name in self.curves]
+        panels += [partial(self._draw_compared, name) for name in self.compared]
+        size = (8, 2.3 * len(panels) + 0.5)
+        figure, axes = _figure(len(panels), 1, sharex=True, figsize=size, dpi=100, layout="constrained")
+        accuracy = "" if self.test_accuracy is None else f": test accuracy {self.test_accuracy:.2%}"
+        figure.suptitle(f"{self.title}{accuracy}")
+        for axis, draw in zip(axes[:, 0], panels, strict=True):
+            draw(axis)
+            axis.grid(visible=True, alpha=0.3)
+            if axis.get_legend_handles_labels()[0]:  # above the panel, where it covers nothing
+                axis.legend(loc="lower right", bbox_to_anchor=(1, 0.98), ncols=2, fontsize=9, frameon=False)
+        axes[-1, 0].set_xlabel("optimizer steps")
+        axes[-1, 0].set_xlim(0, max(1, len(self.losses)))
+        _write(figure, path)
+
+    def _draw_loss(self, axis: Axes) -> None:
+        axis.plot(self.losses, linewidth=1, zorder=3, label="loss of the batch")
+        if self.log_loss:
+            _logarithmic(axis)
+        axis.set_ylabel(self.loss_label)
+        self._mark_skips(axis, label="skipped step")
+
+    def _draw_accuracy(self, axis: Axes) -> None:
+        steps, accuracies = zip(*self.accuracies, strict=True) if self.accuracies else ((), ())
+        percent = [100 * value for value in accuracies]
+        axis.plot(steps, percent, marker="o", markersize=3, color="tab:green", clip_on=False, zorder=3)
+        axis.set_ylabel("validation accuracy (%)")
+
+    def _draw_scale(self, axis: Axes) -> None:
+        scales = [*self.loss_scales, self.loss_scales[-1]]  # the last step ends, too
+        axis.step(range(len(scales)), scales, where="post", color="tab:orange", zorder=3)
+        axis.set_yscale("log", base=2)
+        axis.set_ylabel("loss scale (factor)")
+        self._mark_skips(axis)
+
+    def _draw_curve(self, name: str, axis: Axes) -> None:
+        axis.plot(self.curves[name], linewidth=1, color="tab:purple", zorder=3)
+        if "loss scale" in name:
+            axis.set_yscale("log", base=2)
+        axis.set_ylabel(name)
+        self._mark_skips(axis)
+
+    def _draw_compared(self, name: str, axis: Axes) -> None:
+        widths = range(len(self.compared[name]), 0, -1)  # lines that lie on each other are all seen
+        for (run, values), width in zip(self.compared[name].items(), widths, strict=True):
+            (line,) = axis.plot(values, linewidth=width, alpha=0.8, label=run)
+            if half_widths := self.half_widths.get(name, {}).get(run):
+                bands = [
+                    (value - half, value + half) for value, half in zip(values, half_widths, strict=True)
+                ]
+                lower, upper = zip(*bands, strict=True)
+                axis.fill_between(
+                    range(len(values)), lower, upper, color=line.get_color(), alpha=0.2, linewidth=0
+                )
+        axis.set_ylabel(name)
+
+    def _mark_skips(self, axis: Axes, label: str | None = None) -> None:
+        for number, step in enumerate(self.skipped):
+            first = label if number == 0 else None
+            axis.axvline(step, color="tab:red", linewidth=0.8, alpha=0.5, zorder=1, label=first)
+
+
+def _shown(value: float | str) -> str:
+    if isinstance(value, Share):
+        return f"{value:.2%}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _save_grid(images: Tensor, path: Path) -> None:
+    rows, columns = images.shape[:2]
+    figure, axes = _figure(
+        rows, columns, figsize=(0.48 * columns, 0.48 * rows), dpi=100, layout="constrained"
+    )
+    for axis, image in zip(axes.flat, images.flatten(0, 1), strict=True):
+        axis.imshow(image.cpu().numpy(), cmap="gray_r", vmin=0, vmax=1, interpolation="bicubic")
+        axis.set_axis_off()
+    _write(figure, path)
+
+
+def _save_histogram(name: str, values: list[float], path: Path) -> None:
+    figure, axes = _figure(1, 1, figsize=(8, 3), dpi=100, layout="constrained")
+    axis = axes[0, 0]
+    smallest = 1e-8  # of a decade more than fp32 resolves near 1; what is smaller is drawn there
+    decades = [smallest * 10 ** (tenth / 5) for tenth in range(41)]
+    axis.hist([max(value, smallest) for value in values], bins=decades, color="tab:purple")
+    axis.set_xscale("log")
+    axis.set_xlabel(name)
+    axis.set_ylabel("how many")
+    axis.grid(visible=True, alpha=0.3)
+    _write(figure, path)
+
+
+def _figure(rows: int, columns: int, **options: Any) -> tuple[Figure, Any]:
+    import matplotlib as mpl  # noqa: PLC0415 - slow to import, needed once at the end
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    return plt.subplots(rows, columns, squeeze=False, **options)
+
+
+def _logarithmic(axis: Axes) -> None:
+    from matplotlib.ticker import LogFormatter  # noqa: PLC0415
+
+    axis.set_yscale("log")
+
+    class Plain(LogFormatter):
+        """0.3 and not 3e-01."""
+
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return f"{x:g}" if super().__call__(x, pos) else ""
+
+    axis.yaxis.set_major_formatter(Plain())
+    axis.yaxis.set_minor_formatter(Plain(labelOnlyBase=False, minor_thresholds=(2, 0.4)))
+
+
+def _write(figure: Figure, path: Path) -> None:
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+    from PIL import Image  # noqa: PLC0415
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.canvas.draw()
+    canvas: Any = figure.canvas
+    image = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).convert("RGB")
+    image.quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)  # a third of the bytes
+    plt.close(figure)
+
+
+# -- several processes, and Lightning without its notes -------------------------------------------------
+
+
+def on_ranks(function: Callable[[Config], Result], config: Config, processes: int) -> Result:
+    """Call a function on several processes and return the result of rank 0.
+
+    Under torchrun the processes are there already: the function is called here, and its result returned.
+
+    Args:
+        function: what each process calls; defined at the top of a module.
+        config: its argument.
+        processes: how many to start; 1: run in this process. Not used under torchrun.
+    """
+    if "RANK" in os.environ or processes == 1:
+        return function(config)
+    launch = LaunchConfig(
+        run_id="recipe",
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        start_method="spawn",
+        max_restarts=0,
+    )
+    return elastic_launch(launch, function)(config)[0]  # type: ignore[no-any-return]
+
+
+@contextmanager
+def process_group(device: str) -> Iterator[tuple[int, int]]:
+    """Join the process group, gloo on the CPU and nccl on GPUs; yield rank and number of ranks.
+
+    Args:
+        device: device type of the tensors.
+    """
+    backend = "nccl" if device == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.get_rank(), dist.get_world_size()
+        if backend == "gloo":
+            dist.barrier()
+            # gloo's threads need the GIL to drop their last work, and destroy_process_group holds it while it
+            # waits for them: give them time before.
+            time.sleep(0.1)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """Silence notes on devices, data loader workers and deprecated calls of Lightning's own."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        for note in (".*does not have many workers.*", ".*LeafSpec.*is deprecated", ".*GPU available.*"):
+            warnings.filterwarnings("ignore", message=note)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
