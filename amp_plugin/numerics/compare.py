@@ -142,7 +142,7 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
         """Take the inputs' fingerprints."""
         if self.tracker.steps < self._most:
             super().before(call)
-            call.read = tuple(self._reads(call))
+            call.keep_fingerprints(self._reads(call))
 
     def after(self, call: Call, output: Any) -> None:
         """Record the results."""

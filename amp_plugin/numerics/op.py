@@ -218,8 +218,16 @@ class Call:
     def __init__(self, func: OpOverload, args: Any, kwargs: Mapping[str, Any], region: Region) -> None:
         self._func, self._args, self._kwargs, self._region = func, args, kwargs, region
         self.node = torch._C._current_autograd_node()  # that runs it; None in a forward pass
-        self.kept: Any = None  # what an observer notes before the op runs, for afterwards
+        self.kept: Any = None  # by an observer before the op runs, for afterwards
         self.read: tuple[Any, ...] = ()  # fingerprints of its inputs, in a recorded run
+
+    def keep(self, note: Any) -> None:
+        """Keep what an observer notes before the op runs, for afterwards."""
+        self.kept = note
+
+    def keep_fingerprints(self, read: Iterator[Any]) -> None:
+        """Keep the fingerprints of the inputs, which the op may write over."""
+        self.read = tuple(read)
 
     @property
     def traits(self) -> OpTraits:

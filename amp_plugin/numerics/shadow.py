@@ -118,7 +118,7 @@ class WideRun(Region):  # type: ignore[no-untyped-call]
             return wide.clone() if copy else wide
 
         exact = partial(shadows.plain, copy=copy)
-        call.kept = [call.changed(change, shadows.dtype) for change in (exact, arriving)]
+        call.keep([call.changed(change, shadows.dtype) for change in (exact, arriving)])
 
     def after(self, call: Call, output: Any) -> None:
         """Run the op on both wide sides, take what they make, and write the results' shadows."""

@@ -188,7 +188,7 @@ class Watch:
             if argument.name in call.traits.written or storage_address(argument.tensor) in written:
                 argument.keep(is_read=argument.name not in call.traits.overwritten)
         if written and self._may_overflow_in_place(call):
-            call.kept = call.changed(lambda tensor: self._widened(tensor).clone(), torch.float64)
+            call.keep(call.changed(lambda tensor: self._widened(tensor).clone(), torch.float64))
 
     def _may_overflow_in_place(self, call: Call) -> bool:
         """Return whether an op writes over what its overflow could be judged by afterwards."""
