@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from amp_plugin.sharding.report import log_collectives as log_collectives
     from amp_plugin.testing.assertions import assert_same_numerics as assert_same_numerics
     from amp_plugin.testing.assertions import assert_trains_like as assert_trains_like
+    from amp_plugin.tuning.rehearsal import rehearse as rehearse
     from amp_plugin.tuning.tune import tune as tune
     from amp_plugin.weights.store import restore_weights as restore_weights
     from amp_plugin.weights.store import store_weights as store_weights
@@ -71,6 +72,7 @@ _NAMES = {  # by the module they live in
     "sharding.plan": ("DtypePlan",),
     "sharding.report": ("dtype_report", "log_collectives"),
     "testing.assertions": ("assert_same_numerics", "assert_trains_like"),
+    "tuning.rehearsal": ("rehearse",),
     "tuning.tune": ("tune",),
     "weights.store": ("restore_weights", "store_weights"),
 }

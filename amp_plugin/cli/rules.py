@@ -16,6 +16,7 @@ from amp_plugin.cli.arguments import Arguments, AsJson, AsModule, Device, Script
 
 if TYPE_CHECKING:
     from amp_plugin.casting.rules import OpRules
+    from amp_plugin.tuning.rehearsal import Rehearsal
     from amp_plugin.tuning.tune import Tuning
 
 
@@ -100,7 +101,10 @@ def _share(given: str) -> float:
     return float(number[1]) / (100 if number[2] else 1)
 
 
-Output = Annotated[Path, typer.Option("-o", "--output", help="The rules file to write.")]
+Output = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", help="The file to write: rules.yaml, or formats.yaml with --formats."),
+]
 Goal = Annotated[Literal["memory", "casts", "accuracy"], typer.Option("--for", help="What to improve.")]
 Reference = Annotated[Literal["fp64", "fp32"], typer.Option(help="What to compare gradients with.")]
 Budget = Annotated[
@@ -117,12 +121,20 @@ def tune(
     script: Script,
     arguments: Arguments = None,
     as_module: AsModule = False,
-    output: Output = Path("rules.yaml"),
+    output: Output = None,
     goal: Goal = "memory",
     budget: Budget = 0.05,
     batches: Annotated[int, typer.Option(min=1, help="Backward passes to run and measure.")] = 4,
     device: Device = None,
     reference: Reference = "fp64",
+    formats: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Place Linear layers in formats instead: nvfp4,mxfp8,fp8,bf16. The budget is then the error "
+            "of the gradients.",
+        ),
+    ] = "",
     plot: Annotated[Path | None, typer.Option(help="Draw what was tried into this file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
     as_json: AsJson = False,
@@ -131,11 +143,17 @@ def tune(
 
     The script runs about fifty times, up to its first backward passes, in a copy of this folder. Its output
     is dropped. Its autocast blocks must not set rules themselves.
+
+    With --formats it emulates each Linear layer in each format, on any machine. It prints what each layer
+    loses, and writes a placement for amp_plugin, for torchao and for TransformerEngine.
     """
+    output = output or Path("formats.yaml" if formats else "rules.yaml")
+    if formats and (goal != "memory" or plot is not None):
+        fail("--formats places layers; leave --for and --plot out", code=2)
     for file in filter(None, (output, plot)):
         _require_target(file, force=force)
     from amp_plugin.hardware import default_device  # noqa: PLC0415 - loads torch
-    from amp_plugin.tuning import tune, workload  # noqa: PLC0415 - loads torch
+    from amp_plugin.tuning import rehearsal, tune, workload  # noqa: PLC0415 - loads torch
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler prints its start and end
     program = program_of(script, as_module=as_module, core_for="tune")
@@ -143,6 +161,13 @@ def tune(
         if plot is not None:
             tune.require_plots(plot)
         with closing(workload.Script(program, arguments or [], batches=batches)) as tuned:
+            if formats:
+                names = [name.strip() for name in formats.split(",")]
+                found = rehearsal.rehearsed(
+                    tuned, device or default_device(), formats=names, budget=budget, progress=not as_json
+                )
+                _print_placement(found, found.save(output), as_json=as_json)
+                return
             tuning = tune.tuned(
                 tuned,
                 device or default_device(),
@@ -162,6 +187,15 @@ def tune(
     print(tuning.headline)
     show(tuning.table())
     print(f"{output} {'changes no rule' if tuning.keeps_default else 'holds the rules'}")
+
+
+def _print_placement(found: Rehearsal, files: list[Path], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"files": [str(file) for file in files], **found.to_dict()}))
+        return
+    show(found.table())
+    print(found.limits)
+    print(f"{files[0]} is for formats=, {files[1]} for torchao, {files[2]} for TransformerEngine")
 
 
 def _require_target(file: Path, *, force: bool) -> None:

@@ -183,8 +183,10 @@ def _batches_followed(on_batch: OnBatch) -> Iterator[None]:
         if param is not None:
             names.setdefault(param, f"{type(module).__name__}.{name} (number {len(names)})")
 
-    def called(*_: Any) -> None:
+    def called(module: nn.Module, *_: Any) -> None:
         if not begun:
+            for name, param in module.named_parameters():  # copies of modules register none
+                registered(module, name, param)
             begun.append(time.perf_counter())
 
     def backward(*args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,458 @@
+"""Rehearse formats below 16 bits on any machine: what each Linear layer loses in each, and a placement.
+
+One run measures each layer alone, on the numbers that it gets in float32: the error of its output and of its
+gradients, by torchao's quantizers. Then one run for each layer and format emulates that layer alone. It
+measures what the layer's rounding does to the gradients of all parameters. By these errors,
+:mod:`amp_plugin.tuning.placement` places the layers. Runs of whole placements verify it.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.module import (
+    register_module_forward_pre_hook,
+    register_module_module_registration_hook,
+)
+
+from amp_plugin.formats.layers import FORMATS, LayerFormats
+from amp_plugin.formats.quantizers import Rounded, products, quantize
+from amp_plugin.messages import OptionError
+from amp_plugin.numerics.values import as_json
+from amp_plugin.patches import replaced
+from amp_plugin.tuning.measure import Trials, rules_without_16_bits
+from amp_plugin.tuning.placement import SPEED, cost_of, place
+from amp_plugin.tuning.workload import StepFunction, Workload
+
+_ROUNDS: Final = 4  # placements that are run to meet the budget
+_FRAMEWORKS: Final = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "torch")
+
+
+@dataclass(slots=True)
+class FormatLoss:
+    """What a layer loses in a format.
+
+    Attributes:
+        output: norm of the difference of the output, over the norm of the output in float32.
+        gradient: the same of the gradients of input and weight, the worse of both.
+        underflow: share of the numbers of the input that become 0.
+        whole: error of the gradients of all parameters if this layer alone is in the format.
+    """
+
+    output: float = 0.0
+    gradient: float = 0.0
+    underflow: float = 0.0
+    whole: float = math.inf
+
+
+@dataclass(slots=True)
+class Layer:
+    """A Linear layer of the program.
+
+    Attributes:
+        name: as in ``model.named_modules()``.
+        sides: out_features and in_features.
+        rows: of its inputs, all calls of a batch together.
+        largest: the largest magnitude of its inputs.
+        losses: format -> what is lost in it; formats that its sides or rows do not fit are absent.
+    """
+
+    name: str
+    sides: tuple[int, int]
+    rows: int = 0
+    largest: float = 0.0
+    losses: dict[str, FormatLoss] = field(default_factory=dict)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of a batch: three matrix products, forward and backward."""
+        return 6.0 * self.rows * self.sides[0] * self.sides[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """What was measured, and the placement.
+
+    Attributes:
+        layers: the Linear layers, in the order in which they first ran.
+        placement: name of a layer -> format.
+        formats: those that were tried.
+        budget: the error of the gradients that was allowed.
+        error: that of the placement, measured on all batches.
+        error_in_bf16: that with all layers in bf16.
+        batches: how many were measured.
+    """
+
+    layers: tuple[Layer, ...]
+    placement: dict[str, str]
+    formats: tuple[str, ...]
+    budget: float
+    error: float
+    error_in_bf16: float
+    batches: int
+
+    @property
+    def cost(self) -> float:
+        """The cost of the placement, FLOPs over speed, over that of all layers in bf16."""
+        costs = _costs(self.layers)
+        in_bf16 = cost_of({layer.name: "bf16" for layer in self.layers}, costs)
+        return cost_of(self.placement, costs) / in_bf16
+
+    @property
+    def headline(self) -> str:
+        """What was found, in a line."""
+        moved = sum(name != "bf16" for name in self.placement.values())
+        if self.error > self.budget:
+            return (
+                f"all layers stay in bf16; its own error of the gradients, {self.error:.2%}, is more than "
+                f"the budget of {self.budget:.2%}"
+            )
+        return (
+            f"{moved} of {len(self.layers)} layers go below 16 bits, at {self.cost:.0%} of the cost of bf16; "
+            f"gradient error {self.error:.2%}, in bf16 {self.error_in_bf16:.2%}, budget {self.budget:.2%}"
+        )
+
+    def table(self) -> Table:
+        """Return a rich table: for each layer the losses in each format, and its placement."""
+        table = Table(title=self.headline, box=None, pad_edge=False, title_justify="left")
+        for column in _COLUMNS:
+            table.add_column(column, justify="left" if column in {"layer", "format"} else "right")
+        whole = sum(layer.flops for layer in self.layers) or 1.0
+        for layer in self.layers:
+            chosen = self.placement[layer.name]
+            for place_in_layer, (name, loss) in enumerate(layer.losses.items()):
+                first = place_in_layer == 0
+                cells = (
+                    layer.name if first else "",
+                    f"{layer.sides[0]} x {layer.sides[1]}" if first else "",
+                    f"{layer.flops / whole:.0%}" if first else "",
+                    f"{layer.largest:.1e}" if first else "",
+                    f"{name} <-" if name == chosen else name,
+                    f"{loss.output:.1e}",
+                    f"{loss.gradient:.1e}",
+                    f"{loss.underflow:.1%}",
+                    f"{loss.whole:.1e}",
+                )
+                table.add_row(*cells)
+        return table
+
+    @property
+    def limits(self) -> str:
+        """What the columns of the table mean, the cost model, and what is not emulated."""
+        return _LIMITS
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON's values."""
+        numbers = ("budget", "error", "error_in_bf16", "cost", "batches", "placement")
+        layers = [{**asdict(layer), "flops": layer.flops} for layer in self.layers]
+        return as_json({**{name: getattr(self, name) for name in numbers}, "layers": layers})  # type: ignore[no-any-return]
+
+    def to_yaml(self) -> str:
+        """Return the filter for our front doors: ``AmpPrecision("bf16", formats="formats.yaml")``."""
+        lines = [*self._evidence(), *(f"{name}: {chosen}" for name, chosen in self.placement.items())]
+        return "\n".join(lines) + "\n"
+
+    def to_torchao(self) -> str:
+        """Return a Python file with the filter for torchao's ``quantize_``."""
+        rows = "".join(f"    {name!r}: {chosen!r},\n" for name, chosen in self.placement.items())
+        comments = "\n".join(self._evidence())
+        return _TORCHAO.format(comments=comments, rows=rows)
+
+    def to_transformer_engine(self) -> str:
+        """Return a configuration of TransformerEngine's debug features that keeps the bf16 layers in bf16."""
+        in_bf16 = [re.escape(name) for name, chosen in self.placement.items() if chosen == "bf16"]
+        comments = "\n".join(self._evidence())
+        if not in_bf16:
+            return f"{comments}\n# No layer stays in bf16.\n"
+        return _TRANSFORMER_ENGINE.format(comments=comments, pattern=f"^(.*\\.)?({'|'.join(in_bf16)})$")
+
+    def save(self, path: str | Path) -> list[Path]:
+        """Write the three filters: ``formats.yaml``, ``formats_torchao.py``, ``formats_te.yaml``."""
+        file = Path(path)
+        texts = {
+            file: self.to_yaml(),
+            file.with_name(f"{file.stem}_torchao.py"): self.to_torchao(),
+            file.with_name(f"{file.stem}_te.yaml"): self.to_transformer_engine(),
+        }
+        for target, text in texts.items():
+            target.write_text(text, encoding="utf-8")
+        return [*texts]
+
+    def _evidence(self) -> list[str]:
+        version, today = vars(sys.modules["amp_plugin"])["__version__"], datetime.now(timezone.utc).date()
+        made_by = f"amp_plugin {version}, torch {torch.__version__}, {platform.machine()}, {today}"
+        return [f"# {line}" for line in (self.headline, f"{self.batches} batches, {made_by}")]
+
+
+_COLUMNS: Final = ("layer", "sides", "cost", "amax", "format", "output", "gradient", "underflow", "all")
+_LIMITS: Final = """\
+output, gradient: error of the layer alone, relative to float32.
+all: error of all gradients if only this layer is in the format.
+cost: FLOPs by shape, 6 x rows x sides, over the speed of the format: bf16 1, 8 bits 2, 4 bits 4.
+Time to quantize is not counted. nvfp4 is emulated without stochastic rounding and 16x16 tiles."""
+_TORCHAO: Final = '''{comments}
+"""Filters for torchao: quantize_(model, config, filter_fn=is_in("mxfp8")) or, for fp8,
+convert_to_float8_training(model, module_filter_fn=is_in("fp8"))."""
+
+FORMATS = {{
+{rows}}}
+
+
+def is_in(format_name):
+    """Return a filter that is True for the layers of a format."""
+    return lambda module, name: FORMATS.get(name) == format_name
+'''
+_TRANSFORMER_ENGINE: Final = """{comments}
+# For nvdlfw_inspect.api.initialize(config_file=...). The other layers run in the recipe of te.autocast.
+# Before TransformerEngine 2.12 the feature is called DisableFP8Layer.
+layers_in_bf16:
+  enabled: True
+  layers:
+    layer_name_regex_pattern: '{pattern}'
+  transformer_engine:
+    DisableQuantizationLayer:
+      enabled: True
+"""
+
+
+# -- the layers of a program ----------------------------------------------------------------------
+
+
+@contextmanager
+def _linears_followed(
+    model: nn.Module | None, compute: Callable[[str, nn.Linear, Tensor], Tensor]
+) -> Iterator[None]:
+    """Let a function compute each Linear layer, by its name in the model.
+
+    Without a model, the name of a layer begins at the outermost module that the program has made around it.
+    Modules of frameworks around a model do not count.
+    """
+    parents: dict[nn.Module, nn.Module] = {}
+    names: dict[nn.Module, str] = {}
+
+    def registered(parent: nn.Module, _: str, child: nn.Module | None) -> None:
+        if (child is not None and type(parent).__module__.partition(".")[0] not in _FRAMEWORKS) or (
+            child is not None and type(parent).__module__.startswith("torch.nn.modules")
+        ):
+            parents.setdefault(child, parent)
+
+    def called(module: nn.Module, _: Any) -> None:
+        if module in names:
+            return
+        root = module
+        while root in parents:
+            root = parents[root]
+        for name, child in root.named_modules():
+            names.setdefault(child, name)
+
+    def forward(layer: nn.Linear, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        return compute(names.get(layer, ""), layer, input)
+
+    if model is not None:
+        names |= {module: name for name, module in model.named_modules()}
+    with ExitStack() as stack, replaced(nn.Linear, "forward", forward):
+        stack.callback(register_module_module_registration_hook(registered).remove)
+        stack.callback(register_module_forward_pre_hook(called).remove)
+        yield
+
+
+@contextmanager
+def emulated(model: nn.Module | None, placement: Mapping[str, str]) -> Iterator[None]:
+    """Emulate Linear layers in their formats while the block runs; others are as they are."""
+
+    def compute(name: str, layer: nn.Linear, x: Tensor) -> Tensor:
+        chosen = placement.get(name)
+        if chosen is None:
+            return functional.linear(x, layer.weight, layer.bias)
+        output: Tensor = Rounded.apply(x, layer.weight, chosen)  # type: ignore[no-untyped-call]
+        return output if layer.bias is None else output + layer.bias.to(output.dtype)
+
+    with _linears_followed(model, compute):
+        yield
+
+
+class _Layers:
+    """Measures each layer alone, while a program runs in float32."""
+
+    def __init__(self, formats: Sequence[str]) -> None:
+        self._formats = formats
+        self.found: dict[str, Layer] = {}
+
+    def compute(self, name: str, layer: nn.Linear, x: Tensor) -> Tensor:
+        """Run a layer as it is, and measure it when the gradient of its output arrives."""
+        output = functional.linear(x, layer.weight, layer.bias)
+        if name and output.requires_grad:
+            self.found.setdefault(name, Layer(name, (layer.out_features, layer.in_features)))
+            measure = partial(self._measure, name, x.detach(), layer.weight.detach())
+            output.register_hook(measure)  # type: ignore[no-untyped-call]
+        return output
+
+    @torch.no_grad()
+    def _measure(self, name: str, x: Tensor, weight: Tensor, grad: Tensor) -> None:
+        x, weight = x.reshape(-1, x.shape[-1]).float(), weight.float()
+        grad = grad.reshape(-1, grad.shape[-1]).float()
+        layer = self.found[name]
+        layer.rows += x.shape[0]
+        layer.largest = max(layer.largest, float(x.abs().max()))
+        with torch.autocast(x.device.type, enabled=False):
+            exact = (x @ weight.t(), grad @ weight, grad.t() @ x)
+            for chosen in self._formats:
+                if not _fits(chosen, weight, x.shape[0]):
+                    layer.losses.pop(chosen, None)
+                    continue
+                rounded: Any = products(chosen, x, weight, grad)
+                output, *gradients = map(_relative, rounded, exact)
+                lost = (quantize(x.contiguous(), chosen).rounded == 0) & (x != 0)
+                loss = layer.losses.setdefault(chosen, FormatLoss())
+                loss.output, loss.gradient = max(loss.output, output), max(loss.gradient, *gradients)
+                loss.underflow = max(loss.underflow, float(lost.float().mean()))
+
+
+def _fits(name: str, weight: Tensor, rows: int) -> bool:
+    if name not in FORMATS:
+        return True
+    side = FORMATS[name].side
+    return not (weight.shape[0] % side or weight.shape[1] % side or rows % FORMATS[name].rows)
+
+
+def _relative(rounded: Tensor, exact: Tensor) -> float:
+    norm = exact.double().norm()
+    return float((rounded.double() - exact.double()).norm() / norm) if norm else 0.0
+
+
+# -- the search -------------------------------------------------------------------------------------
+
+
+def rehearse(
+    step: Callable[[Any], object],
+    *,
+    model: nn.Module,
+    batches: Sequence[Any],
+    formats: Sequence[str] = ("nvfp4", "mxfp8", "fp8", "bf16"),
+    budget: float = 0.01,
+    device_type: str = "",
+    progress: bool = False,
+) -> Rehearsal:
+    """Emulate each Linear layer in each format, and place the layers within an error of the gradients.
+
+    It runs on any machine. ``step`` runs once for each layer and format on the first batch, and a few times
+    on all batches, always with the weights and random numbers of now. A layer is not placed in a format whose
+    hardware does not take its sides or rows.
+
+    Args:
+        step: runs forward and backward on a batch, and leaves the optimizer out.
+        model: its gradients are compared; its weights stay as they are.
+        batches: what ``step`` takes.
+        formats: which to try: ``"bf16"``, ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"``, ``"nvfp4"``.
+        budget: the error of the gradients that is allowed: norm of the difference to a run in float32, over
+            the norm of that run's, all parameters together.
+        device_type: where the model runs; default: that of its parameters.
+        progress: show what is running.
+
+    Returns:
+        Losses and placement: ``table()``, ``placement``, ``save("formats.yaml")``.
+
+    Raises:
+        OptionError: a format or the budget is not allowed.
+        ValueError: the step changes a weight or gives no gradients, or no Linear layer runs.
+        ImportError: torchao is not installed.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+        >>> def step(batch):
+        ...     model(batch).square().mean().backward()
+        >>> batches = [torch.randn(32, 32)]
+        >>> found = rehearse(step, model=model, batches=batches, formats=["fp8", "bf16"], budget=0.2)
+        >>> found.placement
+        {'0': 'fp8', '2': 'fp8'}
+    """
+    device = device_type or next((param.device.type for param in model.parameters()), "cpu")
+    workload = StepFunction(step, model, batches)
+    return rehearsed(workload, device, formats=formats, budget=budget, progress=progress)
+
+
+def rehearsed(
+    workload: Workload, device_type: str, *, formats: Sequence[str], budget: float, progress: bool
+) -> Rehearsal:
+    """Rehearse a workload; the arguments are those of :func:`rehearse`."""
+    tried = _checked(formats, budget)
+    rules = rules_without_16_bits(device_type)
+    with Console(file=sys.stderr, quiet=not progress).status("") as status:
+        status.update("running in float32")
+        trials = Trials(workload, device_type, reference=torch.float32)
+        alone = _Layers(tried)
+        with _linears_followed(workload.model, alone.compute):
+            trials.measure(rules, batches=1)
+        layers = [layer for layer in alone.found.values() if layer.losses]
+        if not layers:
+            msg = "no Linear layer gave its weight a gradient; rehearse emulates nn.Linear and its subclasses"
+            raise ValueError(msg)
+
+        def error(placement: Mapping[str, str], *, batches: int | None = None) -> float:
+            with emulated(workload.model, placement):
+                return trials.measure(rules, batches=batches).error
+
+        for layer in layers:
+            for name, loss in layer.losses.items():
+                status.update(f"{layer.name} in {name}")
+                loss.whole = error({layer.name: name}, batches=1)
+        status.update("running placements")
+        placement, found, in_bf16 = _verified(layers, error, budget)
+    return Rehearsal(
+        layers=tuple(layers),
+        placement=placement,
+        formats=tried,
+        budget=budget,
+        error=found,
+        error_in_bf16=in_bf16,
+        batches=trials.batches,
+    )
+
+
+def _verified(
+    layers: Sequence[Layer], error: Callable[[Mapping[str, str]], float], budget: float
+) -> tuple[dict[str, str], float, float]:
+    """Return the cheapest placement whose measured error is within the budget, its error, and bf16's."""
+    costs = _costs(layers)
+    errors = {layer.name: {name: loss.whole for name, loss in layer.losses.items()} for layer in layers}
+    best = {layer.name: "bf16" for layer in layers}
+    in_bf16 = found = error(best)
+    allowed, seen = budget, [best]
+    for _ in range(_ROUNDS):
+        placement = place(costs, errors, allowed)
+        if placement in seen:
+            break
+        seen.append(placement)
+        measured = error(placement)
+        if measured <= budget and cost_of(placement, costs) < cost_of(best, costs):
+            best, found = placement, measured
+        allowed *= min(max(budget / max(measured, 1e-30), 0.25), 4.0)
+    return best, found, in_bf16
+
+
+def _costs(layers: Sequence[Layer]) -> dict[str, dict[str, float]]:
+    return {layer.name: {name: layer.flops / SPEED[name] for name in layer.losses} for layer in layers}
+
+
+def _checked(formats: Sequence[str], budget: float) -> tuple[str, ...]:
+    """Return the formats, with bf16, which is always there to fall back on."""
+    LayerFormats(patterns={f"format {number}": name for number, name in enumerate(formats)})
+    if not (isinstance(budget, int | float) and 0 < budget < 1):
+        allowed = "a share between 0 and 1: 0.01 for 1 %"
+        raise OptionError(option="budget", value=budget, allowed=allowed)
+    return tuple(dict.fromkeys([*formats, "bf16"]))
