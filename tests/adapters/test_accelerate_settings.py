@@ -69,6 +69,7 @@ class TestPrecedence:
             "state": "bf16",
             "reduce": "bf16",
             "eval_precision": "bf16-mixed",
+            "emulate": "true",
         }
         environment = {
             f"AMP_PLUGIN_{name.upper()}": text.get(name, "16") for name in OPTIONS if name != "rules"
