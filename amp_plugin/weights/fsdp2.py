@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from amp_plugin.weights.compressed_state import ask_for, asked_for
 from amp_plugin.weights.formats import FORMATS
 from amp_plugin.weights.shard import StoredShard
-from amp_plugin.weights.weight import is_sharded, record_shard_, stored_weight, widen_
+from amp_plugin.weights.weight import is_sharded, stored_weight, widen_
 
 _SHARDS_ONE: Final = "_init_sharded_param"  # torch's method that makes a sharded parameter of a whole one
 
@@ -80,13 +80,11 @@ def _carrying(shard: Callable[..., None]) -> Callable[..., None]:
             weight = None
         given = param
         if weight is not None and not is_sharded(param):
-            both = StoredShard(param.detach(), weight.kept, weight.name)
+            both = StoredShard(param.detach(), weight.kept, weight.name, weight.seed)
             given = nn.Parameter(both, param.requires_grad)
         shard(record, given, *args, **kwargs)
         if given is not param:
             vars(param).update(vars(given))  # torch knows a shared parameter by an attribute
-        if weight is not None:
-            record_shard_(record.sharded_param, weight.name, seed=weight.seed)
         ask_for([record.sharded_param], form or "fp32")
 
     return shard_stored

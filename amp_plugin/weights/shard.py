@@ -46,20 +46,21 @@ class StoredShard(DecodedTensor):
     weight_16: Tensor  # what the model computes with
     kept: Tensor  # what it lacks of float32, of the same shape; empty for stochastic rounding
     form: str  # a key of FORMATS
+    seed: int  # of stochastic rounding
 
     @staticmethod
-    def __new__(cls, half: Tensor, kept: Tensor, form: str) -> Self:
+    def __new__(cls, half: Tensor, kept: Tensor, form: str, seed: int = 0) -> Self:
         """Make one of both parts, without a copy."""
         options: dict[str, Any] = {"strides": half.stride(), "dtype": torch.float32, "device": half.device}
         # FSDP2 asks where its memory is, which torch refuses to say of a storage that claims to have some.
         made: Self = Tensor._make_wrapper_subclass(cls, half.size(), storage_size=0, **options)
-        made.weight_16, made.kept, made.form = half, kept, form
+        made.weight_16, made.kept, made.form, made.seed = half, kept, form, seed
         return made
 
     @staticmethod
-    def of(value: Tensor, form: str) -> StoredShard:
+    def of(value: Tensor, form: str, seed: int = 0) -> StoredShard:
         """Store a float32 tensor as ``FORMATS[form]`` says."""
-        return StoredShard(*FORMATS[form].split(value.detach()), form)
+        return StoredShard(*FORMATS[form].split(value.detach()), form, seed)
 
     @property
     def format(self) -> SplitBf16:
@@ -102,7 +103,7 @@ class StoredShard(DecodedTensor):
             own.copy_(new)
 
     def _of_parts(self, half: Tensor, kept: Tensor | None = None) -> StoredShard:
-        return StoredShard(half, half.new_empty(0) if kept is None else kept, self.form)
+        return StoredShard(half, half.new_empty(0) if kept is None else kept, self.form, self.seed)
 
     # -- what FSDP2 asks of a shard, as torchao's float8 weights answer it ------------------------------
 

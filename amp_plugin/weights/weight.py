@@ -43,7 +43,9 @@ class StoredWeight:
     format: SplitBf16
     kept: Tensor  # what its 16 bits lack; on its device from the next use on
     seed: int  # of stochastic rounding
-    owner: ref[Tensor]  # torch.utils.swap_tensors, which would take the record away, refuses what has one
+    owner: (
+        ref[Tensor] | None
+    )  # torch.utils.swap_tensors, which would take the record away, refuses what has one
     steps: int = 0  # optimizer steps that it has taken
     shows: int = 0  # how many want it in float32 now
     hidden: Tensor | None = None  # meanwhile: the 16-bit tensor, or the StoredShard
@@ -63,7 +65,7 @@ class StoredWeight:
         hidden = cast("Tensor", self.hidden)
         if hidden.device != master.device or hidden.shape != master.shape:
             if isinstance(hidden, StoredShard):
-                self.hidden = hidden = StoredShard.of(master, self.name)
+                self.hidden = hidden = StoredShard.of(master, self.name, self.seed)
                 self.kept = hidden.kept
             else:
                 hidden.data = torch.empty_like(master, dtype=hidden.dtype)
@@ -143,12 +145,19 @@ class FrozenParameter(nn.Parameter):
 
 def stored_weight(param: Tensor) -> StoredWeight | None:
     """Return the record of a parameter; None if it is stored as it is."""
-    return param.__dict__.get(_ATTRIBUTE) or None
+    known: StoredWeight | None = param.__dict__.get(_ATTRIBUTE) or None
+    if (
+        known is None
+        and type(param) is not nn.Parameter
+        and isinstance(shard := local_of(param), StoredShard)
+    ):
+        known = record_shard_(param, shard)
+    return known
 
 
 def stored_params(params: Iterable[Tensor]) -> list[Tensor]:
     """Return those that are stored in 16 bits, each once."""
-    return list(dict.fromkeys(param for param in params if param.__dict__.get(_ATTRIBUTE)))
+    return list(dict.fromkeys(param for param in params if stored_weight(param) is not None))
 
 
 def is_sharded(param: Tensor) -> bool:
@@ -181,8 +190,9 @@ def store_(param: nn.Parameter, name: str, *, seed: int = 0) -> None:
     if name == "fp32":
         return
     if is_sharded(param):
-        set_local_(param, StoredShard.of(local_of(param), name))
-        record_shard_(param, name, seed=seed)
+        shard = StoredShard.of(local_of(param), name, seed)
+        set_local_(param, shard)
+        record_shard_(param, shard)
         return
     grad, param.grad = param.grad, None
     value, kept = FORMATS[name].split(param.detach().float())
@@ -194,9 +204,12 @@ def store_(param: nn.Parameter, name: str, *, seed: int = 0) -> None:
         param.grad = grad.float()
 
 
-def record_shard_(param: Tensor, name: str, *, seed: int) -> None:
-    """Note that a sharded parameter, whose shard is a StoredShard, is stored."""
-    setattr(param, _ATTRIBUTE, StoredWeight(name, FORMATS[name], local_of(param).kept, seed, ref(param)))  # type: ignore[attr-defined]
+def record_shard_(param: Tensor, shard: StoredShard) -> StoredWeight:
+    """Note that a sharded parameter is stored, and return its record."""
+    # Without an owner: Module.to() swaps DTensors, and the record is made again from what it brings.
+    weight = StoredWeight(shard.form, shard.format, shard.kept, shard.seed, None)
+    setattr(param, _ATTRIBUTE, weight)
+    return weight
 
 
 def store_once_trained_(param: Tensor, name: str, *, seed: int = 0) -> None:
@@ -272,7 +285,7 @@ def remainder_of(param: Tensor) -> Tensor | None:
 
 def _settled(param: Tensor) -> StoredWeight:
     """Return the record of a stored parameter, fit for it: it may have moved or been given other data."""
-    weight: StoredWeight = param.__dict__[_ATTRIBUTE]
+    weight = cast("StoredWeight", stored_weight(param))
     if is_sharded(param):
         return weight if weight.shows else _settled_shard(param, weight)
     wanted = torch.float32 if weight.shows else weight.format.dtype
@@ -294,7 +307,7 @@ def _settled_shard(param: Tensor, weight: StoredWeight) -> StoredWeight:
     """Return the record of a sharded parameter at rest; torch may have padded its shard, or replaced it."""
     shard = local_of(param)
     if not isinstance(shard, StoredShard):
-        shard = StoredShard.of(shard.float(), weight.name)
+        shard = StoredShard.of(shard.float(), weight.name, weight.seed)
         set_local_(param, shard)
     weight.kept = shard.kept
     return weight

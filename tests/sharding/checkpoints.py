@@ -26,7 +26,12 @@ SCALING = {"init_scale": 2.0**10, "growth_interval": 3}
 
 def options_of(strategy):
     """FSDP1 gathers in 16 bits only without modules in fp32; its micro-batches are to add up in fp32 then too."""
-    return {"fp32_modules": () if strategy == "fsdp1" else IN_FP32, **SCALING}
+    return {"fp32_modules": () if strategy == "fsdp1" else IN_FP32, **SCALING, **stored_by(strategy)}
+
+
+def stored_by(strategy):
+    """Of FSDP2 with weights stored in 16 bits."""
+    return {"weights": "fp16"} if strategy == "stored" else {}
 
 
 def own_shares():
@@ -115,7 +120,7 @@ class Module(LightningModule):
         self.net, self.strategy, self.losses, self.scale = Net(), strategy, [], None
 
     def configure_model(self):
-        if self.strategy == "fsdp2" and not hasattr(self.net, "unshard"):
+        if self.strategy != "fsdp1" and not hasattr(self.net, "unshard"):
             shard(self.net, self.trainer.precision_plugin.dtype_plan, "fsdp2")
 
     def training_step(self, batch, index):
@@ -223,7 +228,12 @@ class ByAccelerate(Keeper):
     def __init__(self, folder, strategy):
         self.path = folder / f"accelerate {strategy}"
         self.accelerator = accelerator_of(
-            strategy, "fp16", state_dict_type="SHARDED_STATE_DICT", micro_batches=len(own_shares()), **SCALING
+            strategy.replace("stored", "fsdp2"),
+            "fp16",
+            state_dict_type="SHARDED_STATE_DICT",
+            micro_batches=len(own_shares()),
+            **SCALING,
+            **stored_by(strategy),
         )
         self.net = Net()
         self.model, self.optimizer = self.accelerator.prepare(self.net, optimizer_of(self.net.parameters()))
@@ -253,7 +263,7 @@ KEEPERS = {
     **{
         f"{name} {strategy}": (kind, strategy)
         for name, kind in (("trainer", ByTrainer), ("fabric", ByFabric), ("accelerate", ByAccelerate))
-        for strategy in ("fsdp1", "fsdp2")
+        for strategy in ("fsdp1", "fsdp2", "stored")
     },
 }
 

@@ -4,17 +4,26 @@ Each run is made twice: with float32 shards, and with stored ones. Pairs of rank
 then all four together train HSDP and two-dimensional meshes.
 """
 
+import itertools
 import json
 import traceback
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from lion_pytorch import Lion
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -263,6 +272,60 @@ def gathered(mesh):
     return set(gathered_dtypes(net)) == set(net.parameters())
 
 
+def checkpoints(folder, inside):
+    """Four ranks save a stored run and a float32 one; each pair of ranks loads both into both kinds and goes on."""
+    everybody = init_device_mesh("cpu", (4,))
+    share, saved = dist.get_rank(), {}
+    for stored in (False, True):
+        run = train(Layout(mesh=everybody, share=share), OPTIMIZERS["AdamW"], stored=stored, steps=3, seed=0)
+        path = Path(folder, f"stored {stored}")
+        model, optimizer = get_state_dict(run.net, run.optimizer)
+        dtypes = {str(value.dtype) for value in model.values()}
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+        full = {name: value.full_tensor() for name, value in model.items()}
+        saved[stored] = path, whole(run.net), full
+    report = {
+        "dtypes": sorted(dtypes),
+        "equal": torch.equal(saved[True][1], saved[False][1]),
+        "loaded": [],
+        "full": [],
+    }
+    ends = []
+    for of_stored, into_stored in itertools.product((False, True), repeat=2):
+        path, weights, full = saved[of_stored]
+        layout = Layout(mesh=inside, share=inside.get_local_rank())
+        run = train(layout, OPTIMIZERS["AdamW"], stored=into_stored, steps=1, seed=5)
+        model, optimizer = get_state_dict(run.net, run.optimizer)
+        state = {"model": model, "optimizer": optimizer}
+        dcp.load(state, checkpoint_id=path, process_group=inside.get_group())
+        set_state_dict(
+            run.net, run.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        report["loaded"].append(torch.equal(whole(run.net), weights))
+        ends.append(go_on(run, layout))
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(run.net, full, options=options)
+        report["full"].append(torch.equal(whole(run.net), weights))
+        is_stored = {isinstance(local_of(param), StoredShard) for param in run.net.inp.parameters()}
+        report.setdefault("still stored", []).append(is_stored == {into_stored})
+    report["ends"] = [torch.equal(end, ends[0]) for end in ends]
+    return report
+
+
+def whole(net):
+    return torch.cat([value.full_tensor().flatten() for value in net.state_dict().values()])
+
+
+def go_on(run, layout):
+    """Take three more steps."""
+    for step in range(10, 13):
+        run.optimizer.zero_grad()
+        x, y = batch(step, 0, layout.share)
+        nn.functional.mse_loss(run.net(x).float(), y).backward()
+        run.optimizer.step()
+    return whole(run.net)
+
+
 def main(folder, whole):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -280,10 +343,11 @@ def main(folder, whole):
                 report[name] = compared(group, layout, optimizer, **options)
             except Exception:  # noqa: BLE001 -- the test shows it, and the other cases go on
                 report[name] = {"error": traceback.format_exc()}
-    for part in (counted, refusals, gathered):
+    parts = {part.__name__: partial(part, inside) for part in (counted, refusals, gathered)}
+    for name, part in {**parts, "checkpoints": partial(checkpoints, folder, inside)}.items():
         try:
-            report[part.__name__] = part(inside)
+            report[name] = part()
         except Exception:  # noqa: BLE001
-            report[part.__name__] = {"error": traceback.format_exc()}
+            report[name] = {"error": traceback.format_exc()}
     Path(folder, f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
     leave()

@@ -153,6 +153,15 @@ def test_two_ranks_go_on_where_four_have_saved(four, two, keeper):
 
 
 @pytest.mark.parametrize("front", FRONTS)
+def test_stored_weights_are_those_of_float32_shards(four, front):
+    for report in found(four, "stored", front):
+        assert report["equal"]
+        assert report["losses"]
+        stored = {dtype for name, dtype in report["stored"].items() if not name.endswith("norm")}
+        assert stored == {"torch.bfloat16"}
+
+
+@pytest.mark.parametrize("front", FRONTS)
 def test_fsdp1_refuses_weights_in_16_bits_and_names_fsdp2(four, front):
     for text in found(four, "refusals", front):
         assert "weights='bf16' does not work with FSDP1" in text

@@ -115,3 +115,27 @@ def test_models_whose_weights_cannot_be_stored(ranks, case, text):
 
 def test_parameters_of_fsdp2_are_those_of_the_model(ranks):
     assert all(rank["gathered"] is True for rank in ranks)
+
+
+class TestCheckpoints:
+    """Runs of four ranks, stored and float32, each loaded by two ranks into both kinds."""
+
+    @pytest.fixture
+    def reports(self, ranks):
+        for rank in ranks:
+            assert "error" not in rank["checkpoints"], rank["checkpoints"]["error"]
+        return [rank["checkpoints"] for rank in ranks]
+
+    def test_they_hold_exact_float32(self, reports):
+        for report in reports:
+            assert report["dtypes"] == ["torch.float32"]
+            assert report["equal"] is True
+
+    @pytest.mark.parametrize("way", ["loaded", "full", "still stored"])
+    def test_each_kind_of_run_loads_each_kind_to_the_bit(self, reports, way):
+        for report in reports:
+            assert report[way] == [True] * 4
+
+    def test_all_go_on_alike(self, reports):
+        for report in reports:
+            assert report["ends"] == [True] * 4
