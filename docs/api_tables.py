@@ -38,7 +38,7 @@ OPTION_TABLES: dict[str, tuple[type, type | None]] = {
     "Accelerate": (AccelerateOptions, PrecisionOptions),
 }
 _SECTION = re.compile(r"^(## .+)\n\n(?:\|.*\n)*\n*", re.MULTILINE)
-_ENTRY = re.compile(r"^<!-- ::: ([\w.]+) -->$", re.MULTILINE)
+_ENTRY = re.compile(r"^<!--\s*:::\s*([\w.]+)\s*-->$", re.MULTILINE)
 _IS_MARKUP = re.compile(r":\w+:`~?([^`]+)`")
 
 

@@ -88,7 +88,7 @@ def headings(page: Path) -> set[str]:
 
 def test_every_name_that_users_import_has_a_section_in_the_reference() -> None:
     sections = re.findall(
-        r"^<!-- ::: ([\w.]+) -->$", (ROOT / "docs/reference/api.md").read_text(), re.MULTILINE
+        r"^<!--\s*:::\s*([\w.]+)\s*-->$", (ROOT / "docs/reference/api.md").read_text(), re.MULTILINE
     )
     described = [section.rpartition(".")[2] for section in sections]
     assert len(described) == len(set(described))
