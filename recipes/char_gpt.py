@@ -25,7 +25,7 @@ from recipes.shared import ConfigError, RecipeConfig, TrainingRecord, number
 
 @dataclass
 class Config(RecipeConfig):
-    """What a config of this recipe may set."""
+    """The keys of this recipe, beyond those of every recipe."""
 
     steps: int = 600
     batch_size: int = 4
@@ -77,13 +77,13 @@ class CharGPT(nn.Module):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train on nine tenths of the text, measure on the rest, write a little, return what happened.
+    """Train on nine tenths of the text, measure on the rest, write a little, return the record of the run.
 
     Args:
         config: a checked config.
 
     Raises:
-        ConfigError: the heads cannot share the width, or the text is shorter than a window.
+        ConfigError: the width is not a multiple of the number of heads, or the text is shorter than a window.
     """
     if config.width % config.heads:
         msg = f"width={config.width} is not allowed; it must be a multiple of heads={config.heads}"

@@ -37,7 +37,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """What a config of this recipe may set."""
+    """The keys of this recipe, beyond those of every recipe."""
 
     batch_size: int = number(64, least=1, most=TRAINING_IMAGES)  # smaller batches are left out
     backend: str = "inductor"
@@ -45,7 +45,7 @@ class Config(RecipeConfig):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train a digits classifier, test it, and return what happened.
+    """Train a digits classifier, test it, and return the record of the run.
 
     Args:
         config: a checked config.

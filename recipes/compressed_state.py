@@ -38,7 +38,7 @@ FINAL_STEPS = 20  # the final loss is their mean
 
 @dataclass
 class Config(RecipeConfig):
-    """What a config of this recipe may set."""
+    """The keys of this recipe, beyond those of every recipe."""
 
     precision: Precision = Precision.bf16
     steps: int = number(150, least=1)

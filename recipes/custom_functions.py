@@ -33,7 +33,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """What a config of this recipe may set."""
+    """The keys of this recipe, beyond those of every recipe."""
 
     steps: int = 800
     learning_rate: float = 1e-2
@@ -101,7 +101,7 @@ class Classifier(nn.Module):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train a digits classifier, test it, and return what happened.
+    """Train a digits classifier, test it, and return the record of the run.
 
     Args:
         config: a checked config.

@@ -36,14 +36,14 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """What a config of this recipe may set."""
+    """The keys of this recipe, beyond those of every recipe."""
 
     processes: int = number(2, least=1)
     width: int = number(8, least=4, multiple_of=4)
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train a digits classifier on several processes, test it, and return what happened.
+    """Train a digits classifier on several processes, test it, and return the record of the run.
 
     Args:
         config: a checked config.

@@ -37,7 +37,7 @@ ROWS = 8  # of an image; each is a token
 
 @dataclass
 class Config(RecipeConfig):
-    """What a config of this recipe may set."""
+    """The keys of this recipe, beyond those of every recipe."""
 
     steps: int = 400
     width: int = number(32, least=1)
@@ -88,13 +88,13 @@ def rules_for(model: nn.Module, images: Tensor, labels: Tensor, config: Config) 
 
 
 def region_of(config: Config, rules: OpRules) -> AbstractContextManager[object]:
-    """Return the region of the config's precision, by these rules."""
+    """Return a region in the precision of the config, with these rules."""
     device, precision = config.device.partition(":")[0], config.precision
     return autocast(device, precision.dtype, enabled=precision.mixed, rules=rules)
 
 
 def train(config: Config) -> TrainingRecord:
-    """Look for an overflow, cure it, train a digits classifier, test it, and return what happened.
+    """Look for an overflow, cure it, train a digits classifier, test it, and return the record of the run.
 
     Args:
         config: a checked config.

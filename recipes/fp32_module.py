@@ -34,7 +34,7 @@ SIZE = 30.0  # of the vectors' elements; squared distances are some 1e5
 
 @dataclass
 class Config(RecipeConfig):
-    """What a config of this recipe may set."""
+    """The keys of this recipe, beyond those of every recipe."""
 
     steps: int = 800
     learning_rate: float = 1e-2
@@ -78,7 +78,7 @@ class Classifier(nn.Module):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train a digits classifier, test it, and return what happened.
+    """Train a digits classifier, test it, and return the record of the run.
 
     Args:
         config: a checked config.

@@ -37,7 +37,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """What a config of this recipe may set."""
+    """The keys of this recipe, beyond those of every recipe."""
 
     processes: int = number(2, least=1)
     max_norm: float = number(1.0, above=0)
@@ -45,7 +45,7 @@ class Config(RecipeConfig):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train a digits classifier on several processes, test it, and return what happened.
+    """Train a digits classifier on several processes, test it, and return the record of the run.
 
     Args:
         config: a checked config.
@@ -61,7 +61,7 @@ def train_rank(config: Config) -> TrainingRecord:
         loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)
         net = DigitsNet(config.width).to(config.device)
         mesh = init_device_mesh(config.device, (ranks,))
-        fully_shard(net.classifier, mesh=mesh)  # a unit of its own, as a block of a large model
+        fully_shard(net.classifier, mesh=mesh)  # a unit of its own, like one block of a large model
         model = fully_shard(net, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate)
 

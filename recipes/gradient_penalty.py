@@ -1,4 +1,4 @@
-"""Gradient penalty: add the squared norm of gradients to the loss, in true units.
+"""Gradient penalty: add the squared norm of the unscaled gradients to the loss.
 
     python -m recipes run gradient_penalty [precision=bf16] [key=value ...]
 
@@ -34,14 +34,14 @@ PENALTY = "penalty (squared norm)"
 
 @dataclass
 class Config(RecipeConfig):
-    """What a config of this recipe may set."""
+    """The keys of this recipe, beyond those of every recipe."""
 
     weight: float = number(0.1, least=0)
     width: int = number(8, least=4, multiple_of=4)
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train a digits classifier, test it, and return what happened.
+    """Train a digits classifier, test it, and return the record of the run.
 
     Args:
         config: a checked config.

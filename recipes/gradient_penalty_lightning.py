@@ -36,7 +36,7 @@ PENALTY = "penalty (squared norm)"
 
 @dataclass
 class Config(RecipeConfig):
-    """What a config of this recipe may set."""
+    """The keys of this recipe, beyond those of every recipe."""
 
     weight: float = number(0.1, least=0)
     width: int = number(8, least=4, multiple_of=4)
@@ -71,7 +71,7 @@ class Penalised(LightningModule):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train a digits classifier, test it, and return what happened.
+    """Train a digits classifier, test it, and return the record of the run.
 
     Args:
         config: a checked config.

@@ -34,13 +34,13 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """What a config of this recipe may set."""
+    """The keys of this recipe, beyond those of every recipe."""
 
     width: int = number(8, least=4, multiple_of=4)
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train a digits classifier, test it, and return what happened.
+    """Train a digits classifier, test it, and return the record of the run.
 
     Args:
         config: a checked config.

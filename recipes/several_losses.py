@@ -40,7 +40,7 @@ class Scales(Enum):
 
 @dataclass
 class Config(RecipeConfig):
-    """What a config of this recipe may set."""
+    """The keys of this recipe, beyond those of every recipe."""
 
     steps: int = 800
     learning_rate: float = 1e-2
@@ -71,7 +71,7 @@ class TwoHeads(nn.Module):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train on both losses, test the naming, and return what happened.
+    """Train on both losses, test the naming, and return the record of the run.
 
     Args:
         config: a checked config.

@@ -25,7 +25,7 @@ DISAGREEMENT = "disagreement (nats)"
 
 @dataclass
 class Config(RecipeConfig):
-    """What a config of this recipe may set."""
+    """The keys of this recipe, beyond those of every recipe."""
 
     widths: list[int] = field(
         default_factory=lambda: [4, 8], metadata={"bounds": {"least": 4, "multiple_of": 4, "length": 2}}
@@ -40,7 +40,7 @@ def joint_loss(first: Tensor, second: Tensor, labels: Tensor) -> tuple[Tensor, T
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train two digits classifiers, test them, and return what happened.
+    """Train two digits classifiers, test them, and return the record of the run.
 
     Args:
         config: a checked config.

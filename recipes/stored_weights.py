@@ -38,7 +38,7 @@ MOVED = "weights moved"
 
 @dataclass
 class Config(RecipeConfig):
-    """What a config of this recipe may set."""
+    """The keys of this recipe, beyond those of every recipe."""
 
     precision: Precision = Precision.bf16
     steps: int = 150
@@ -51,7 +51,7 @@ class Config(RecipeConfig):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Fine-tune the same model once for each way to store its weights; return what happened.
+    """Fine-tune the same model once for each way to store its weights; return the record of the run.
 
     Args:
         config: a checked config.

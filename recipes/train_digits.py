@@ -42,7 +42,7 @@ from recipes.shared import (
 
 @dataclass
 class DigitsConfig(DigitsProgramConfig):
-    """What a config of this recipe may set."""
+    """The keys of this recipe, beyond those of every recipe."""
 
     accelerator: str = "auto"
 
@@ -105,7 +105,7 @@ class Recorder(Callback):
 
 
 def train(config: DigitsConfig, page: Path | None = None) -> TrainingRecord:
-    """Train, test, and return what happened.
+    """Train, test, and return the record of the run.
 
     Args:
         config: a checked config.

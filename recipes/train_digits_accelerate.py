@@ -31,14 +31,14 @@ from recipes.shared import ConfigError, DigitsNet, DigitsProgramConfig, Training
 
 @dataclass
 class DigitsConfig(DigitsProgramConfig):
-    """What a config of this recipe may set."""
+    """The keys of this recipe, beyond those of every recipe."""
 
     name: str = "digits_accelerate"
     precision: str | None = None  # as Accelerate spells it; None: the launch file's
 
 
 def train(config: DigitsConfig) -> TrainingRecord:
-    """Train, test, and return what happened.
+    """Train, test, and return the record of the run.
 
     Args:
         config: a checked config.

@@ -37,7 +37,7 @@ DISTANCE = "from real to made (L2 norm)"
 
 @dataclass
 class Config(RecipeConfig):
-    """What a config of this recipe may set; a step is one of the generator."""
+    """The keys of this recipe; ``steps`` counts steps of the generator."""
 
     steps: int = 400
     batch_size: int = 64
@@ -50,7 +50,7 @@ class Config(RecipeConfig):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train the two, draw ten samples of each digit, and return what happened.
+    """Train the two, draw ten samples of each digit, and return the record of the run.
 
     Args:
         config: a checked config.
