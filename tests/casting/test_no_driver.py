@@ -5,7 +5,7 @@ import subprocess
 import pytest
 import torch
 
-from tests.cuda_emulation.emulated_kernels import compiler, torch_headers, torch_libraries
+from tests.host_device.emulation.emulated_kernels import compiler, torch_headers, torch_libraries
 from tests.warm_processes import run_program
 
 # As torch's own _ensureCUDADeviceGuardSet() does, which builds without CUDA leave out.

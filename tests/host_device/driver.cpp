@@ -1,5 +1,5 @@
 // The CUDA driver of the device, under its name: what the package asks of libcuda.so.1. Machine code is the
-// path of a kernel that was compiled for the CPU; see tests/cuda_emulation.
+// path of a kernel that was compiled for the CPU; see tests/host_device/emulation.
 #include <dlfcn.h>
 #include <torch/library.h>
 

@@ -26,7 +26,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from amp_plugin.kernels.cuda import SOURCES, Kernel, Tuning, all_kernels, tuning_of
-from tests.cuda_emulation.emulated_kernels import (
+from tests.host_device.emulation.emulated_kernels import (
     build,
     compiler,
     object_folder,

@@ -20,7 +20,7 @@ from amp_plugin import log_casts
 from amp_plugin.kernels import build, build_cache
 from amp_plugin.kernels.build import build_core, core_name, native_core, require_native
 from amp_plugin.kernels.build_cache import obtain
-from tests.cuda_emulation.emulated_kernels import object_folder, torch_headers
+from tests.host_device.emulation.emulated_kernels import object_folder, torch_headers
 from tests.warm_processes import WarmProcess, call
 
 SOURCES = build.SOURCES

@@ -9,7 +9,7 @@ pytest.importorskip("cuda.core", reason="needs cuda-core")
 
 from amp_plugin.kernels.cuda import all_kernels, tuning_of
 from amp_plugin.kernels.cuda.compile import all_cubins, identity_of
-from tests.cuda_emulation.emulated_kernels import HERE, compiler
+from tests.host_device.emulation.emulated_kernels import HERE, compiler
 from tests.warm_processes import run_program
 
 pytestmark = [

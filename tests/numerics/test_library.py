@@ -3,13 +3,13 @@
 import pytest
 
 from amp_plugin.casting.rules import is_older, torch_release
-from tests.numerics import (  # noqa: F401 - they register; the fresh ones were written without a look at diagnose
+from tests.numerics.corpus import (  # noqa: F401 - they register; the fresh ones were written without a look at diagnose
     broken_programs,
     fresh_broken_programs,
     fresh_healthy_programs,
     healthy_programs,
 )
-from tests.numerics.programs import BROKEN, HEALTHY, Program, findings_of, wrong_cure, wrong_verdict
+from tests.numerics.corpus.programs import BROKEN, HEALTHY, Program, findings_of, wrong_cure, wrong_verdict
 
 NAMES = [program.run.__name__ for program in BROKEN]
 WRONG_VERDICT = {

@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.numerics.programs import FP16, broken, train_in
+from tests.numerics.corpus.programs import FP16, broken, train_in
 
 
 def leaf(*values: float) -> torch.Tensor:

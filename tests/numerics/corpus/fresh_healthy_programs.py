@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.numerics.programs import FP16, healthy, train, train_in
+from tests.numerics.corpus.programs import FP16, healthy, train, train_in
 
 
 def fresh_a_causal_mask_of_infinities_in_a_buffer():

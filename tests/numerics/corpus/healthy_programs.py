@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tests.numerics.programs import healthy, healthy_losses, train, train_in
+from tests.numerics.corpus.programs import healthy, healthy_losses, train, train_in
 
 BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.numerics.programs import FP16, broken, train, train_in
+from tests.numerics.corpus.programs import FP16, broken, train, train_in
 
 
 @broken("data", cure=r"row|batch|sample|data")
