@@ -1,4 +1,4 @@
-"""Faults that hard use found in release 0.1: numbers that were wrong without a word, errors that were none."""
+"""Do steps stay right if parameters join late, are swapped, or gradients change between two calls?"""
 
 import copy
 import math
