@@ -54,7 +54,7 @@ class Models(Section):
     key = "models"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield each model, with the fp32 model beside."""
+        """Yield each model, and next to it the same model in fp32."""
         for name, make in MODELS.items():
             model = make(setting)
             calls = variants(setting, model)
