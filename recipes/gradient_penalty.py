@@ -4,7 +4,7 @@
 
 ``gradient_penalty`` differentiates the scaled loss, so that small gradients survive, and divides by the
 scale before it squares; the sum of loss and penalty is then scaled as any loss is. Here the gradients are
-those with respect to the images (Drucker and LeCun 1992): the answer should not hang on a single pixel.
+those with respect to the images (Drucker and LeCun 1992): the answer should not depend on a single pixel.
 """
 
 from __future__ import annotations

@@ -462,7 +462,7 @@ class TrainingRecord:
         Console().print(table)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the numbers of the run, ready for JSON: None for inf and nan, which JSON has no word for."""
+        """Return the numbers of the run, ready for JSON. inf and nan become None, because JSON cannot express them."""
         return {
             "title": self.title,
             "test_accuracy": self.test_accuracy,
@@ -555,7 +555,7 @@ class TrainingRecord:
         self._mark_skips(axis)
 
     def _draw_compared(self, name: str, axis: Axes) -> None:
-        widths = range(len(self.compared[name]), 0, -1)  # lines that lie on each other are all seen
+        widths = range(len(self.compared[name]), 0, -1)  # so that lines on top of each other all show
         for (run, values), width in zip(self.compared[name].items(), widths, strict=True):
             (line,) = axis.plot(values, linewidth=width, alpha=0.8, label=run)
             if half_widths := self.half_widths.get(name, {}).get(run):
