@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from amp_plugin.hardware import choose_precision as choose_precision
     from amp_plugin.messages import OptionError as OptionError
     from amp_plugin.numerics.diagnose import diagnose as diagnose
+    from amp_plugin.numerics.formats import log_formats as log_formats
     from amp_plugin.numerics.shadow import shadow_run as shadow_run
     from amp_plugin.run_page.report import report as report
     from amp_plugin.scaling.grad_scaler import GradScaler as GradScaler
@@ -65,6 +66,7 @@ _NAMES = {  # by the module they live in
     "hardware": ("choose_precision",),
     "messages": ("OptionError",),
     "numerics.diagnose": ("diagnose",),
+    "numerics.formats": ("log_formats",),
     "numerics.shadow": ("shadow_run",),
     "run_page.report": ("report",),
     "scaling.grad_scaler": ("GradScaler",),

@@ -98,12 +98,14 @@ def casts(
     from torch._dynamo.utils import counters  # noqa: PLC0415 - loads torch
 
     from amp_plugin.casting.cast_log import cast_table, grouped, log_casts  # noqa: PLC0415 - loads torch
+    from amp_plugin.numerics.formats import log_formats  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.values import as_json as as_values  # noqa: PLC0415 - loads torch
 
     program = program_of(script, as_module=as_module, core_for="casts")
     log = log_casts()
     counters["stats"]["unique_graphs"] = 0
-    code, failed = run_script(program, arguments, log, as_json=as_json)
+    with log_formats() as formats:
+        code, failed = run_script(program, arguments, log, as_json=as_json)
     graphs = int(counters["stats"]["unique_graphs"])
     made = log.records()
     if not every:
@@ -111,11 +113,15 @@ def casts(
     if as_json:
         groups = grouped(made, lambda cast: tuple((name, getattr(cast, name)) for name in _FIELDS[by]))
         rows = as_values([dict(key) | asdict(totals) for key, totals in groups.items()])
-        print(json.dumps({"script": script, "by": by, "compiled_graphs": graphs, "rows": rows}))
+        below = formats.to_dict()
+        answer = {"script": script, "by": by, "compiled_graphs": graphs, "rows": rows, "formats": below}
+        print(json.dumps(answer))
     elif made or graphs:
         show(cast_table(made, by))
         if graphs:
             print(f"{graphs} compiled graphs: their casts are inside them and not in this table")
     elif not failed:
         print(f"autocast made no cast in {script}: open torch.autocast(device) around its forward pass")
+    if formats.ranges() and not as_json:
+        show(formats.table())
     raise typer.Exit(code)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from amp_plugin.numerics.finding import Finding, NonFiniteError
+from amp_plugin.numerics.formats import FormatLog
 from amp_plugin.numerics.learning import Learning
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Call, Region, listed
@@ -44,8 +45,9 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         tracker = Tracker(model)
         self._watch = Watch(tracker, self._found, strict=strict, patience=patience)
         self._learning = Learning(tracker)
+        self._formats = FormatLog(tracker)
         self._refused: Refused | None = None  # the last op that torch refused for its dtypes
-        super().__init__(tracker, self._watch, self._learning, self)
+        super().__init__(tracker, self._watch, self._learning, self._formats, self)
 
     def open(self, stack: ExitStack) -> None:
         """Watch the clips of torch's, too."""
@@ -74,11 +76,13 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
 
     def report(self) -> str:
         """Return all findings as text; else that there is none, and what could not be seen."""
+        below = [f"{layer}, {operand}: {found}" for (layer, operand), found in self._formats.ranges().items()]
         if self.findings:
-            return "\n\n".join(map(str, self.findings))
+            return "\n\n".join([*map(str, self.findings), *filter(None, ["\n".join(below)])])
         lines = ["every number that mattered was finite"]
         if self.read:
             lines = ["every number that reached a loss, a gradient or a weight was finite", *self.notes()]
+        lines += below
         if unseen := self.unseen:
             lines.append(f"not looked into, or not in a wider dtype: {listed(unseen)}")
         if self.has_compiled:

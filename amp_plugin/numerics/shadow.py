@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from amp_plugin.hardware import in_widest_float
 from amp_plugin.numerics.advise import cures_of
+from amp_plugin.numerics.formats import FormatLog
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Call, Region, listed
 from amp_plugin.numerics.values import ShadowValues, as_json, distance, is_low_precision, unwatched
@@ -105,7 +106,9 @@ class WideRun(Region):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module | None, dtype: torch.dtype) -> None:
         self.shadows = ShadowValues(dtype)  # what the program's tensors would hold without rounding
-        super().__init__(Tracker(model), self)
+        tracker = Tracker(model)
+        self.formats = FormatLog(tracker)  # of layers below 16 bits
+        super().__init__(tracker, self.formats, self)
 
     def before(self, call: Call) -> None:
         """Widen the arguments: with the program's own values, and with those of the other run."""
@@ -212,6 +215,8 @@ class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
         notes = [f"{hidden} rows with smaller errors"] if hidden else []
         if not errors:
             notes = ["no op returned a 16-bit result: was the code in an autocast block?"]
+        below = [f"{layer}, {operand}: {found}" for (layer, operand), found in self.formats.ranges().items()]
+        notes += below[:rows]
         if self.not_compared():
             notes.append(f"passed on as exact, not measured: {listed(self.not_compared())}")
         if jump := self.jump():
@@ -227,7 +232,8 @@ class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
             {"module": module, "op": op, "pass": direction, "headroom": errors.headroom, **as_json(errors)}
             for (module, op, direction), errors in self.errors().items()
         ]
-        return {"rows": as_json(rows), "not_compared": self.not_compared()}
+        below = self.formats.to_dict()
+        return {"rows": as_json(rows), "not_compared": self.not_compared(), "formats": below}
 
 
 def shadow_run(model: nn.Module | None = None, *, dtype: torch.dtype = torch.float32) -> ShadowRun:

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from amp_plugin.casting.threads import RegionState, current_state
+from amp_plugin.formats.layers import format_of
+from amp_plugin.numerics.formats import OperandRange, input_range
 from amp_plugin.numerics.module_hooks import ModuleHooks, prefixes
 from amp_plugin.patterns import clean_name
 from amp_plugin.precision import short_name
@@ -30,6 +32,7 @@ class Survey:
         self._hooks = ModuleHooks(models, self._note)
         self._states: tuple[RegionState, ...] = ()
         self._computes: dict[str, torch.dtype] = {}
+        self._formats: dict[str, OperandRange] = {}  # of the inputs of layers below 16 bits
         self._gradients: dict[Tensor, tuple[torch.dtype, int]] = {}
         self._is_over = False
 
@@ -43,6 +46,8 @@ class Survey:
             leaf.dtype for leaf in tree_leaves(made) if isinstance(leaf, Tensor) and leaf.is_floating_point()
         ]
         self._computes.update({name: floats[0]} if floats else {})
+        if (chosen := format_of(module)) and name not in self._formats:
+            self._formats[name] = input_range(chosen, tree_leaves(given))
 
     def close(self) -> None:
         """Stop following. A second call does nothing."""
@@ -70,7 +75,7 @@ class Survey:
         grads = [self._gradients[param] for param in params if param in self._gradients]
         entries = [entry for param in params for entry in state.get(param, {}).values()]
         kept = [tensor for tensor in entries if isinstance(tensor, Tensor)]
-        computes = self._computes.get(clean_name(path))
+        computes, below = self._computes.get(clean_name(path)), self._formats.get(clean_name(path))
         inside = [
             self._branch(f"{path}.{inner}".lstrip("."), child, state)
             for inner, child in module.named_children()
@@ -79,7 +84,8 @@ class Survey:
             "name": path.rpartition(".")[2] or "(model)",
             "kind": type(module).__name__,
             "weights": _named(param.dtype for param in params),
-            "computes": "" if computes is None else short_name(computes),
+            "computes": below.format if below else "" if computes is None else short_name(computes),
+            "numbers": str(below or ""),
             "gradients": _named(dtype for dtype, _ in grads),
             "state": _named(tensor.dtype for tensor in kept if tensor.dim()),
             "parameters": sum(local_of(param).numel() for param in params)
