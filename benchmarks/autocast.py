@@ -180,7 +180,7 @@ def kept_casts(setting: Setting) -> Iterator[Comparison]:
 
 
 def uses_of_one_weight(setting: Setting) -> dict[str, dict[str, Call]]:
-    """Return what uses a weight 200 times, by front door and by whose kernels."""
+    """Return calls that use a weight 200 times: in our region, and in torch's on both sets of kernels."""
     weight = torch.nn.Parameter(torch.randn(512, 512, device=setting.device))
     inputs = torch.randn(4, 512, device=setting.device)
     uses = setting.sized(200, 2)
@@ -219,7 +219,7 @@ def installed(setting: Setting) -> Iterator[None]:
 
 
 def _settle(setting: Setting) -> None:
-    """Run other ops until what changing the dispatcher left in the caches is gone."""
+    """Run other ops, so that the caches no longer hold what the change of the dispatcher used."""
     x = torch.ones(4, 4, device=setting.device)
     for _ in range(setting.sized(5000, 2)):
         x.mm(x)

@@ -42,7 +42,7 @@ class Clock(Protocol):
 def waited() -> float:
     """Return the seconds that this process's threads have waited for a processor that others held.
 
-    The kernel's count, of all threads there are; always 0 where it keeps none.
+    The count comes from the kernel, for all threads. It is 0 if the kernel keeps none.
     """
     nanoseconds = 0
     for task in Path("/proc/self/task").glob("*/schedstat"):
@@ -89,7 +89,7 @@ def event_time(
 ) -> Sample:
     """Time from before the first to after the last launch, on an idle GPU whose L2 was flushed.
 
-    Host time counts where it is what one waits for.
+    Host time counts if the device waits for the host.
     """
     return _events(call, repeat, prepare, around, torch.cuda.synchronize)
 

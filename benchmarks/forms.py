@@ -15,7 +15,7 @@ from benchmarks.setting import Section, Setting
 
 NUMEL = 2**27
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-BLOCK = 128  # elements that share the unit of their 8-bit codes, a float32 beside them
+BLOCK = 128  # elements whose 8-bit codes share a block scale, which is a float32 number
 # How a state is stored: its dtype, and bytes an element.
 STATES = {
     "fp32": (torch.float32, 4.0),

@@ -91,7 +91,7 @@ class Gate:
     Attributes:
         limit: In the terms of the measure.
         measure: A key of ``MEASURES``.
-        against: The variant that ours is compared with; ours itself for the measure ``"ours"``.
+        against: The variant that ours is compared with, or ours itself for the measure ``"ours"``.
     """
 
     limit: float
@@ -142,7 +142,7 @@ class Comparison:
     Attributes:
         name: Row of the table.
         samples: Label -> one sample in ``unit``; the first is ours, or the first of ours.
-        table: Comparisons with the same table stand in one, and must have the same labels.
+        table: Comparisons with the same name of a table share it, and must have the same labels.
         unit: ``"us"``, ``"bytes"`` or what else one sample returns.
         rounds: How often each variant runs, after one round to warm up.
         warm_up: Rounds not counted.

@@ -68,7 +68,7 @@ class Report:
 
     @classmethod
     def here(cls, device: str) -> Report:
-        """Describe this machine, with no section yet."""
+        """Return a report of this machine that has no section yet."""
         return cls(
             device=device,
             machine=torch.cuda.get_device_name() if device == "cuda" else processor(),

@@ -44,7 +44,7 @@ class Setting:
 
     @property
     def device_clock(self) -> Clock:
-        """For the device's work alone, without what starting it takes."""
+        """Times the work of the device alone, without the time to start it."""
         return wall_time if self.device == "cpu" else device_time
 
     def sized(self, usual: T, tiny: T) -> T:

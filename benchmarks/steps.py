@@ -64,7 +64,7 @@ class Steps(Section):
     timing = "wall time"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield each set with fused AdamW, ResNet-50's with others, and with weights in 16 bits."""
+        """Yield each set of gradients with fused AdamW, ResNet-50 with others too, and 16-bit weights."""
         names = ("ResNet-50", "GPT-2 124M", "1000 x 100 KB", "1000 x 1 KB")
         cases = [(name, "fused AdamW") for name in names]
         for name, optimizer in [*cases, *(("ResNet-50", other) for other in OTHERS)]:

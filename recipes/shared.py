@@ -462,7 +462,7 @@ class TrainingRecord:
         Console().print(table)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the numbers of the run, ready for JSON. inf and nan become None, because JSON cannot express them."""
+        """Return the numbers of the run for JSON. inf and nan become None, because JSON lacks them."""
         return {
             "title": self.title,
             "test_accuracy": self.test_accuracy,

@@ -1,4 +1,4 @@
-"""SFT, DPO and GRPO of TRL, unmodified, in fp16, bf16 or bf16 weights: how far are rollout and training apart?
+"""SFT, DPO and GRPO of TRL, unmodified: how far are sampling and training apart in fp16 and in bf16?
 
 A policy samples with a cache of keys, and is trained on all tokens at once: the same numbers up to rounding.
 So each token's log-probability differs between the two. fp16 has three bits more than bf16: a smaller gap::
