@@ -240,7 +240,8 @@ class LayerFormats:
             layer: Any = model.get_submodule(name)
             made = FORMATS[chosen].convert(layer, self._configs[chosen])
             made.train(layer.training)
-            made.register_forward_pre_hook(RowCheck(name, chosen, self._rows(chosen)))
+            casts = chosen == "mxfp8" and _emulates(self._configs[chosen])
+            made.register_forward_pre_hook(LayerInput(name, chosen, self._rows(chosen), casts))
             setattr(model.get_submodule(parent), child, made)
         return formats
 
@@ -330,26 +331,34 @@ def leave_out(recipe: Any, model: nn.Module, names: Collection[str]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class RowCheck:
-    """A hook before a converted layer's forward: raises where its weight's gradient could not be computed."""
+class LayerInput:
+    """A hook before a converted layer's forward.
+
+    It raises where the gradient of the weight could not be computed. In emulated mxfp8 it also gives the layer
+    its input in the dtype of the weight: torchao multiplies both in their own dtypes there, and its quantizer
+    rounds a bfloat16 number and the same number in float32 alike.
+    """
 
     layer: str
     format_name: str
     multiple: int
+    casts: bool
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Raise ValueError if the rows of the input are no multiple, in training."""
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Raise ValueError if the rows of the input are no multiple, in training; return the cast input."""
         x = args[0] if args else None
-        if not isinstance(x, Tensor) or not (torch.is_grad_enabled() and module.training):
-            return
+        if not isinstance(x, Tensor):
+            return None
         rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
-        if rows % self.multiple:
+        if rows % self.multiple and torch.is_grad_enabled() and module.training:
             msg = (
                 f"{self.layer} gets {rows} rows, and {self.format_name} trains on a multiple of "
                 f"{self.multiple}, batch times sequence: change the batch size, pad the batch, or drop the "
                 f"last one; or give this layer 'bf16' by formats={{{self.layer!r}: 'bf16'}}"
             )
             raise ValueError(msg)
+        weight: Any = module.weight
+        return (x.to(weight.dtype), *args[1:]) if self.casts and x.dtype != weight.dtype else None
 
 
 def read_formats(given: Mapping[str, str] | str | Path | None) -> dict[str, str]:

@@ -190,6 +190,23 @@ def test_torchaos_quantize_of_mxfp8_trains_alike_without_a_bias_and_drops_one():
             torch.testing.assert_close(ours[0].weight.grad, theirs[0].weight.grad, rtol=0, atol=0)
 
 
+@needs_torchao
+@pytest.mark.parametrize("precision", ["fp8", "fp8-rowwise", "mxfp8", "nvfp4"])
+def test_an_input_in_bfloat16_is_rounded_as_the_same_numbers_in_float32(precision):
+    """Attention hands bfloat16 on under autocast; torchao's emulated mxfp8 refuses it next to float32 weights."""
+    torch.manual_seed(0)
+    net = amp_plugin.convert(nn.Sequential(nn.Linear(128, 128, bias=False)), precision, emulate=True)
+    x, outputs = torch.randn(128, 128).bfloat16(), []
+    for given in (x, x.float()):
+        leaf = given.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs.append(net(leaf))
+        outputs[-1].float().sum().backward()
+        assert leaf.grad.dtype is given.dtype
+    tolerance = 0 if precision == "mxfp8" else 2**-7
+    torch.testing.assert_close(outputs[0].float(), outputs[1].float(), rtol=tolerance, atol=tolerance)
+
+
 # -- which layers -------------------------------------------------------------------------------
 
 
