@@ -1,8 +1,8 @@
 """IgnitePrecision: mixed precision for the engines of pytorch-ignite.
 
-ignite's own mixed precision is an update function with a GradScaler in it. This one adds clipping, skipped
-steps that schedulers sit out, weights in 16 bits, op rules, a checkpoint of the loss scale, and metrics for
-its loggers.
+ignite's own mixed precision is an update function with a GradScaler. This one also clips, holds schedulers
+back after skipped steps, stores weights in 16 bits, follows op rules, saves the loss scale in checkpoints,
+and gives metrics to ignite's loggers.
 """
 
 from __future__ import annotations
@@ -122,12 +122,13 @@ class IgnitePrecision(FrontDoor):
         """Return a trainer, as ``ignite.engine.create_supervised_trainer`` does.
 
         Args:
-            model: what to train; it is not moved.
-            optimizer: steps its parameters.
-            loss_fn: is given the model's output and the targets, under autocast.
-            device: where batches are moved to.
-            prepare_batch: returns inputs and targets of a batch, as in ignite.
-            output_transform: makes the engine's output of inputs, targets, the model's output and the loss.
+            model: the model to train. It is not moved to another device.
+            optimizer: the optimizer of its parameters.
+            loss_fn: a function of the model's output and the targets. It runs under autocast.
+            device: the device to which batches are moved.
+            prepare_batch: a function that returns the inputs and targets of a batch, as in ignite.
+            output_transform: a function of inputs, targets, the model's output and the loss. It returns the
+                engine's output.
         """
         prepare, every = prepare_batch or convert_tensor, self.options.gradient_accumulation_steps
 
@@ -150,7 +151,7 @@ class IgnitePrecision(FrontDoor):
         return trainer
 
     def attach(self, engine: Engine, model: nn.Module, optimizer: Optimizer) -> None:
-        """Begin and end the run with an engine, whose update calls :meth:`backward` and :meth:`step`."""
+        """Begin and end the run with an engine. Its update must call :meth:`backward` and :meth:`step`."""
         engine.add_event_handler(Events.STARTED, self._on_started, model, optimizer)
         engine.add_event_handler(Events.ITERATION_COMPLETED, self._on_iteration, optimizer)
         engine.add_event_handler(Events.COMPLETED | Events.TERMINATE, self.end)
@@ -172,7 +173,7 @@ class IgnitePrecision(FrontDoor):
         self.skipped_steps += step.result.skipped
 
     def _on_iteration(self, engine: Engine, optimizer: Optimizer) -> None:
-        """Show what became of the newest step: numbers that the host knows, and tensors of the device."""
+        """Put the result of the newest step into the engine's metrics, without waiting for the device."""
         result, scale = self.result_of(optimizer), self._scaler.loss_scale.value
         if result is not None:
             shown = {
@@ -183,16 +184,17 @@ class IgnitePrecision(FrontDoor):
             engine.state.metrics |= {name: value for name, value in shown.items() if value is not None}
 
     def end(self, *_: Any) -> None:
-        """End the run: weights become float32, and op rules those before it; the loss scale stays."""
+        """End the run: weights become float32, and the op rules from before the run apply again."""
         self.session.end(warn=warn_user)
         self.step_log.unsubscribe(self._count)
 
     # -- one step --------------------------------------------------------------------------------
 
     def model_fn(self, model: nn.Module, x: Any) -> Any:
-        """Run a model in the precision of its mode; in ``eval()`` mode its outputs come back as float32.
+        """Run a model in the training or evaluation precision, whichever mode it is in.
 
-        An evaluator takes it: ``ignite.engine.create_supervised_evaluator(model, model_fn=amp.model_fn)``.
+        In ``eval()`` mode its outputs are float32. Pass this method to an evaluator:
+        ``ignite.engine.create_supervised_evaluator(model, model_fn=amp.model_fn)``.
         """
         session = self.session
         if session.replaces_autocast and model in session.models:
@@ -228,11 +230,11 @@ class IgnitePrecision(FrontDoor):
     # -- checkpoints -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loss scale, torch's keys among it; empty where nothing is scaled."""
+        """Return the state of the loss scale, with torch's keys; empty if no loss is scaled."""
         return self.session.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a loss scale, ours or torch's; warn if it is of no use here."""
+        """Load the state of a loss scale, ours or torch's; warn if no loss is scaled here."""
         if told := self.session.load_state_dict(state_dict):
             warn_user(f"IgnitePrecision: {told}")
 

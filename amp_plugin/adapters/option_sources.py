@@ -1,4 +1,4 @@
-"""Where options come from that a program does not state: variables of the environment, then a YAML file."""
+"""Reads the options that a program does not set: first from environment variables, then from a YAML file."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ def resolved(
     *,
     door: str = "",
 ) -> tuple[Options, dict[str, str]]:
-    """Return the options of a front door, checked, and option -> what has set it.
+    """Return the checked options of a front door, and option -> source.
 
     Args:
         kind: the class of the options.
-        stated: what the program states, as layers of which the first decides: source, option -> value.
-        environment: sets what the program leaves open.
-        door: the framework, for the warning of an option that has no effect in it.
+        stated: the options that the program sets, as pairs of a source and option -> value. If several set
+            the same option, the first one wins.
+        environment: the environment variables, for options that the program does not set.
+        door: the name of the framework, for the warning about an option that has no effect in it.
 
     Raises:
         OptionError: a value is not allowed; its source is named.
@@ -52,7 +53,7 @@ def resolved(
 
 
 def decided(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return option -> value and option -> what set it, of layers of which the first decides."""
+    """Return option -> value and option -> source. If several layers set an option, the first one wins."""
     given: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for source, values in reversed([*layers]):
@@ -62,7 +63,7 @@ def decided(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[dict[str, 
 
 
 def outside_program(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
-    """Return what the environment and the file it names set, as layers: source, option -> value."""
+    """Return the options that the environment and its YAML file set: pairs of source and option -> value."""
     known = {PREFIX + name.upper(): name for name in OPTIONS}
     for variable, hint in unknown_variables(environment).items():
         allowed = f"; allowed are {', '.join([*known, CONFIG])}; unset it"
@@ -74,7 +75,7 @@ def outside_program(environment: Mapping[str, str]) -> list[tuple[str, dict[str,
 
 
 def read_all(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options, which may be text, as their types; what does not fit is left to its check."""
+    """Convert options given as text to their types. A value that does not fit stays, and its check raises."""
     return {name: _read(name, value) for name, value in given.items()}
 
 

@@ -1,4 +1,4 @@
-"""The scaler of an adapter: what may replace it, what it names, whose gradients it scaled, endless skips."""
+"""Helps adapters with their scaler: names of parameters, groups of ranks, and which gradients are scaled."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
 from amp_plugin.scaling.words import Words
 
-_ANOMALY: Final = "returned nan values in its"  # of torch's error
+_ANOMALY: Final = "returned nan values in its"  # a part of torch's error text
 _WRAPPERS: Final = {"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"}
 
 
 def torch_optimizer(optimizer: Any) -> Optimizer:
-    """Return the optimizer that a framework has wrapped, or the one given."""
+    """Return the optimizer inside a framework's wrapper; without a wrapper, the optimizer itself."""
     while any(kind.__name__ in _WRAPPERS for kind in type(optimizer).__mro__):
         optimizer = optimizer.optimizer
     return optimizer  # type: ignore[no-any-return]
 
 
 def register(scaler: GradScaler, optimizers: Iterable[Optimizer], models: Sequence[nn.Module]) -> None:
-    """Register optimizers, with the names of their parameters in these models: ``Critic[1].layer.weight``."""
+    """Register optimizers with the names that their parameters have in these models.
+
+    With several models a name looks like ``Critic[1].layer.weight``.
+    """
     named: dict[str, Tensor] = {}
     for place, model in enumerate(models):
         prefix = f"{type(model).__name__}[{place}]." if len(models) > 1 else ""
@@ -53,10 +56,10 @@ def scaler_groups(*models: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def anomalies_explained(scaler: Any) -> Iterator[None]:
-    """Say of an error of torch's anomaly detection that the loss scale may be all there is to it.
+    """Add to an error of torch's anomaly detection that the loss scale may be its only cause.
 
-    A dynamic loss scale is found by gradients that overflow. Anomaly detection takes the first of them for a
-    fault of the program, and ends a run that is sound.
+    A dynamic loss scale is found by letting gradients overflow. Anomaly detection treats the first overflow
+    as a fault of the program, and ends a healthy run.
     """
     try:
         yield
@@ -72,28 +75,31 @@ def anomalies_explained(scaler: Any) -> Iterator[None]:
 
 
 class GradientOrigins:
-    """Knows by hooks whether gradients were made by a backward pass :meth:`inside`, or by another."""
+    """Tells, by hooks, whether a gradient was made by a backward pass within :meth:`inside`."""
 
     def __init__(self) -> None:
-        self._reached: list[Tensor] | None = None  # by the pass inside; None: none runs
-        self._inside: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # gradients with their versions
+        # The parameters that the pass inside has reached; None while no pass runs.
+        self._reached: list[Tensor] | None = None
+        # Gradients that a pass inside made, with their versions.
+        self._inside: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._outside: dict[int, weakref.ref[Tensor]] = {}
         self._handles: list[RemovableHandle] = []
-        self._looked_at: tuple[int, int] = (0, 0)  # models, optimizers
+        self._looked_at: tuple[int, int] = (0, 0)  # number of models and of optimizers
 
     def watch(self, params: Iterable[Tensor]) -> None:
-        """Watch these parameters, and no others any more."""
+        """Watch these parameters and no others."""
         self.unwatch()
         distinct: dict[int, Any] = {id(param): param for param in params if param.requires_grad}
-        with torch._C.DisableTorchFunctionSubclass():  # which refuses hooks on lazy parameters
+        with torch._C.DisableTorchFunctionSubclass():  # it would refuse hooks on lazy parameters
             hook = self._note
             self._handles = [param.register_post_accumulate_grad_hook(hook) for param in distinct.values()]
 
     @contextmanager
     def watching(self, models: Sequence[nn.Module], scaler: GradScaler, words: Words) -> Iterator[None]:
-        """Take a backward pass for a scaled one; watch the parameters that no known optimizer steps.
+        """Treat backward passes in the block as scaled; watch the parameters that no known optimizer steps.
 
-        An optimizer that the scaler does not know is refused these gradients. Most programs have none.
+        If an optimizer that the scaler does not know steps such a parameter, an error is raised. Most
+        programs have no such optimizer.
         """
         optimizers = scaler.core.optimizers
         if self._looked_at != (len(models), len(optimizers)):
@@ -108,7 +114,7 @@ class GradientOrigins:
             yield
 
     def unwatch(self) -> None:
-        """Watch no parameter and no optimizer any more."""
+        """Stop watching parameters and optimizers."""
         while self._handles:
             self._handles.pop().remove()
         self._inside.clear()
@@ -123,29 +129,29 @@ class GradientOrigins:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Take what is made within for gradients of a scaled loss."""
+        """Treat gradients that are made in the block as gradients of a scaled loss."""
         before, self._reached = self._reached, []
         try:
             yield
         finally:
             reached, self._reached = self._reached, before
-            for param in reached:  # now, since DDP writes to gradients after the hook
+            for param in reached:  # only now, because DDP writes to gradients after the hook
                 if param.grad is not None:
                     self._inside[id(param)] = weakref.ref(param.grad), param.grad._version
 
     def is_scaled(self, param: Tensor) -> bool:
-        """Whether a pass inside has made its gradient, and nobody has written to it since."""
+        """Whether a pass inside made this parameter's gradient, and nothing was written to it since."""
         made, version = self._inside.get(id(param), (None, 0))
         grad = param.grad
         return made is not None and grad is not None and made() is grad and version == grad._version
 
     def is_from_outside(self, param: Tensor) -> bool:
-        """Whether a pass outside has made or added to its gradient."""
+        """Whether a pass outside made this parameter's gradient or added to it."""
         made = self._outside.get(id(param))
         return made is not None and param.grad is not None and made() is param.grad
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle without what is watched: it belongs to this process."""
+        """Copy and pickle without the watched parameters, which belong to this process."""
         return type(self), ()
 
 
@@ -156,7 +162,7 @@ def _refuse_unknown(
     optimizer: Optimizer,
     *_: Any,
 ) -> None:
-    """Raise RuntimeError before a step by an optimizer that was not prepared, if its gradients are scaled."""
+    """Raise RuntimeError before the step of an optimizer that was not prepared and has scaled gradients."""
     made, known = origins(), scaler()
     if made is None or known is None or any(other is optimizer for other in known.core.optimizers):
         return

@@ -4,10 +4,10 @@ A front door translates the calls of its framework into calls of its session, an
 
     Session(options, words=...)        what the user has asked for, and how the user spells it
     set_up_weights(model)              before the model is wrapped or moved
-    begin(device, groups)              once the device is known: op rules, the scaler's place, warnings
-    add(models, optimizers)            the names of parameters, the dtypes of optimizers
+    begin(device, groups)              once the device is known: op rules, the scaler's device, warnings
+    add(models, optimizers)            the names of parameters, the dtypes of optimizer states
     region(), backward(), step()       one optimizer step
-    end()                              weights, op rules and the page are given back
+    end()                              float32 weights and the earlier op rules; the page ends
 """
 
 from __future__ import annotations
@@ -74,25 +74,25 @@ class Session:
         precision: ``"fp16"``, ``"bf16"``, ``"fp32"``, ``"auto"``, or a format below 16 bits. ``"fp32"``
             where another engine computes.
         words: how the user of the front door spells its calls.
-        sources: option -> what has set it; an option that nothing has set is absent.
-        enabled: False scales no loss, in fp16 too.
+        sources: option -> where it was set. Options with their default are absent.
+        enabled: False scales no loss, not even in fp16.
 
     Attributes:
         options: as given.
-        precision: as given; what it stands for if ``"auto"`` was given.
+        precision: as given; if that was ``"auto"``, the precision that was chosen.
         words: as given.
         sources: as given.
         device: the type of the device; empty until the run begins.
         models: the models whose weights were set up, in order.
-        growth: of the weights, for the error of a run that only skips.
-        origins: knows which backward passes have made gradients.
-        at_end: what :meth:`end` undoes.
-        measures_norms: whether gradients that no clip measures are measured.
-        attempted_steps: optimizer steps so far, skipped ones counted.
-        is_aside: whether steps are left to the optimizers.
+        growth: the growth of the weights, for the error of a run that skips all steps.
+        origins: tells which gradients were made by scaled backward passes.
+        at_end: what :meth:`end` has to undo.
+        measures_norms: True if gradient norms are measured even without clipping.
+        attempted_steps: the number of optimizer steps so far, skipped ones included.
+        is_aside: True while optimizers step without the scaler.
     """
 
-    _in_force = ExitStack()  # gives the op rules of the run that began last back
+    _in_force = ExitStack()  # restores the op rules from before the run that began last
 
     def __init__(
         self,
@@ -119,8 +119,8 @@ class Session:
         self._seen: list[
             weakref.ref[StepResult]
         ] = []  # by new_norms; weakly, since a result holds parameters
-        self._stepped: set[int] = set()  # the optimizers that have stepped in this iteration
-        self.growth = WeightGrowth()  # of the weights, where endless skips end the run
+        self._stepped: set[int] = set()  # ids of the optimizers that have stepped in this iteration
+        self.growth = WeightGrowth()  # read if the run ends because all steps are skipped
         self._enabled = enabled
         self.formats = LayerFormats()
         if isinstance(options, PluginOptions):
@@ -138,7 +138,7 @@ class Session:
         return own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Look at the steps of the copied scaler, whose log is empty."""
+        """Subscribe to the log of the copied scaler, which is empty."""
         self.__dict__.update(state)
         self.models = weakref.WeakKeyDictionary()
         if self._scaler is not None:
@@ -148,7 +148,7 @@ class Session:
 
     @property
     def eval_precision(self) -> PrecisionName:
-        """The precision of models in evaluation."""
+        """The precision of evaluation."""
         return cast("PrecisionName", self.options.eval_precision or self.precision)
 
     @property
@@ -182,15 +182,16 @@ class Session:
         )
 
     def compute_in(self, precision: str, *, named: str, converts: bool = True) -> None:
-        """Learn the precision, where the framework decides it after the options.
+        """Set the precision, if the framework decides it after the options are known.
 
         Args:
-            precision: as for the constructor.
-            named: the framework's word for it.
-            converts: whether we convert Linear layers to a precision below 16 bits, and not the framework.
+            precision: the precision, as for the constructor.
+            named: the framework's name for it.
+            converts: True if amp_plugin, and not the framework, converts Linear layers to a format below 16
+                bits.
 
         Raises:
-            OptionError: weights are to be stored in another dtype than the one that models compute in.
+            OptionError: weights would be stored in another dtype than the one that models compute in.
         """
         with naming(self.sources):
             refuse_other_precision(self.options.weights, precision, named=named)
@@ -198,7 +199,7 @@ class Session:
         self._read_formats(precision if converts else "bf16")
 
     def _read_formats(self, precision: str) -> None:
-        """Learn which Linear layers take which format."""
+        """Read which Linear layers are converted to which format."""
         with naming(self.sources):
             patterns = read_formats(self.options.formats)
             if patterns and self.training_dtype is not torch.bfloat16:
@@ -221,13 +222,13 @@ class Session:
         follows_default: bool = False,
         is_first_rank: bool = True,
     ) -> None:
-        """Begin a run on a device: its op rules hold in the process, and end those of an earlier run.
+        """Begin a run on a device. Its op rules apply to the whole process, and replace an earlier run's.
 
         Args:
-            device: its type.
-            groups: the ranks that step together, as ``scaler_groups`` finds them.
-            follows_default: whether ``torch.autocast`` blocks follow our kernels where no rules were given.
-            is_first_rank: whether this process warns.
+            device: the device type.
+            groups: the ranks that step together, as ``scaler_groups`` returns them.
+            follows_default: True if ``torch.autocast`` blocks run on our kernels even if no rules were given.
+            is_first_rank: True if this process gives the warnings.
         """
         asked = self._asked_device
         if asked not in {None, device}:
@@ -265,7 +266,7 @@ class Session:
             self.scaler.step_log.wait_for()
 
     def follow(self, rules: OpRules | None) -> None:
-        """Make the process follow op rules until this run ends or another begins; end an earlier run's."""
+        """Put op rules in force until this run ends or another one begins; remove those of an earlier run."""
         Session.forget_rules()
         Session._in_force = own = ExitStack()
         if rules is not None:
@@ -274,15 +275,15 @@ class Session:
 
     @staticmethod
     def forget_rules() -> None:
-        """Take off the op rules of the run that began last, if it has not ended."""
+        """Remove the op rules of the run that began last, if it has not ended."""
         Session._in_force.close()
 
     def end(self, *, warn: Callable[[str], object] | None, error: BaseException | None = None) -> None:
-        """End the run: weights become float32, and op rules those before it; the scale and counts stay.
+        """End the run. Weights become float32 and earlier op rules apply again; scale and counts stay.
 
         Args:
-            warn: is called if all of the run's steps were skipped; None: nobody is told.
-            error: what has ended the run.
+            warn: a function that is called with a text if all steps of the run were skipped; None warns not.
+            error: the error that ended the run, if one did.
         """
         self.end_watch(error)
         self.origins.unwatch()
@@ -296,18 +297,22 @@ class Session:
 
     @property
     def are_all_stored(self) -> bool:
-        """Whether all weights are stored in 16 bits, and activations are in 16 bits too."""
+        """Whether all weights are stored in 16 bits, so that activations are in 16 bits too."""
         return stores_all(self.options.weights)
 
     @property
     def replaces_autocast(self) -> bool:
-        """Whether models compute in 16 bits without autocast: all that they hold is in 16 bits."""
+        """Whether models need no autocast, because all their weights and buffers are in 16 bits."""
         return self.are_all_stored and not self._meets_fp32
 
     def set_up_weights(self, model: nn.Module, fp32_modules: Sequence[str] = ()) -> bool:
-        """Store a model's weights as asked, before it is wrapped or moved; again once they are given back.
+        """Store a model's weights as the options say, before the model is wrapped or moved.
 
-        Returns whether weights in 16 bits became exact ones: a checkpoint loaded before was rounded.
+        It may be called again after a run has made the weights float32.
+
+        Returns:
+            True if plain 16-bit weights became stored ones. Then a checkpoint that was loaded earlier was
+            rounded to 16 bits.
         """
         weights = self.options.weights
         stores = weights != "fp32"
@@ -320,7 +325,8 @@ class Session:
         if stores:
             store_weights(model, weights=weights, fp32_modules=fp32_modules)
             self._meets_fp32 |= bool(fp32_modules) or any(map(_has_fp32_buffers, model.modules()))
-        elif self.precision != "fp32" and not is_sharded_model(model):  # else none become float32 unasked
+        # In fp32, and for sharded models, weights are not converted to float32 unasked.
+        elif self.precision != "fp32" and not is_sharded_model(model):
             if line := convert_to_fp32(model):
                 warn_user(line)
         else:
@@ -328,7 +334,7 @@ class Session:
         return came_narrow
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Put the modules named by ``fp32_modules`` under fp32; convert Linear layers to their formats."""
+        """Make the modules in ``fp32_modules`` compute in fp32; convert Linear layers to their formats."""
         in_fp32 = apply_fp32_modules(model, self.options.fp32_modules)
         self.formats.require([model])
         self.formats.convert(model, in_fp32)
@@ -337,12 +343,14 @@ class Session:
     def add(
         self, models: Iterable[nn.Module], optimizers: Sequence[Optimizer], named: Sequence[nn.Module] = ()
     ) -> None:
-        """Make optimizers known: how they keep state, and the names of their parameters; may be repeated.
+        """Register optimizers: the dtype of their states, and the names of their parameters.
+
+        It may be called several times.
 
         Args:
-            models: their gradients are reduced in float32, if DistributedDataParallel reduces them.
-            optimizers: the framework's or torch's.
-            named: the models whose names the parameters have.
+            models: the models. If DistributedDataParallel reduces their gradients, it does so in float32.
+            optimizers: the framework's optimizers or torch's.
+            named: the models from which parameters take their names.
         """
         for model in models:
             reduce_in_fp32(model)
@@ -356,7 +364,7 @@ class Session:
     # -- models that are sharded -----------------------------------------------------------------
 
     def check_sharded(self) -> None:
-        """Raise OptionError if a model that FSDP shards is to be evaluated in another precision."""
+        """Raise OptionError if a model that FSDP shards would be evaluated in another precision."""
         in_eval, precision = self.eval_precision, self.precision
         if in_eval != precision != "fp32":
             msg = (
@@ -367,7 +375,7 @@ class Session:
                 raise OptionError(option="eval_precision", value=in_eval, allowed=repr(precision), text=msg)
 
     def check_shards(self, model: nn.Module, *, warn: Callable[[str], Any] = warn_user) -> None:
-        """Compare what shards a model with the plan; warn of ``reduce`` where nothing does."""
+        """Compare the dtypes of a sharded model with the plan; warn if ``reduce`` has no effect."""
         reduce = self.options.reduce
         if check_against_plan(model, self.dtype_plan):
             self.check_sharded()
@@ -382,9 +390,9 @@ class Session:
 
     @property
     def scaler(self) -> GradScaler:
-        """The scaler that is called; a disabled one where nothing is scaled, so that steps are counted there.
+        """The scaler in use. If no loss is scaled, it is a disabled one that only counts steps.
 
-        It is made when it is first used, since the native core is loaded for it.
+        It is made at its first use, because making it loads the native core.
         """
         if self._scaler is None:
             self._scaler = self.new_scaler(enabled=self.scales_loss)
@@ -392,20 +400,20 @@ class Session:
         return cast("GradScaler", self._scaler)
 
     def new_scaler(self, *, enabled: bool, device: str = "") -> GradScaler:
-        """Return a scaler with these options; a disabled one scales nothing, and still logs steps."""
+        """Return a new scaler with the session's options. A disabled one scales no loss, but logs steps."""
         options = {name: getattr(self.options, name) for name in option_names(LossScaleOptions)}
         return GradScaler(device or self.device or "cpu", enabled=enabled and self._enabled, **options)
 
     def replace_scaler(self, given: Any, name: str) -> None:
-        """Call another scaler, which a user has given as the attribute ``name``.
+        """Use another scaler, which the user has assigned to the attribute ``name``.
 
         Args:
-            given: a ``torch.amp.GradScaler`` gives a scaler of ours its options and state; None scales no
-                loss; an object that has our scaler's methods is called as it is.
-            name: the attribute, for the error.
+            given: a ``torch.amp.GradScaler``, whose options and state a scaler of ours takes over; or None,
+                which scales no loss; or an object with our scaler's methods, which is used itself.
+            name: the name of the attribute, for the error.
 
         Raises:
-            TypeError: it is something else.
+            TypeError: ``given`` is something else.
         """
         if given is None:
             given = self.new_scaler(enabled=False)
@@ -418,7 +426,7 @@ class Session:
         self.take_scaler(given)
 
     def take_scaler(self, scaler: Any) -> None:
-        """Call another scaler, and look at its steps."""
+        """Use another scaler, and subscribe to its steps."""
         if self._scaler is not None:
             self._scaler.step_log.unsubscribe(self._look)
         self._scaler = scaler
@@ -435,11 +443,11 @@ class Session:
 
     @property
     def _max_skips(self) -> int:
-        """Skipped steps in a row that end the run; 0: none do, or the door has no such option."""
+        """The number of skipped steps in a row that ends the run; 0 if skipped steps never end it."""
         return getattr(self.options, "max_skips_in_a_row", 0)
 
     def _look(self, step: LoggedStep) -> None:
-        """End a run that only skips."""
+        """Raise if too many steps in a row were skipped."""
         if step.in_a_row == self._max_skips:
             raise endless_skips(step, self.words, self.growth)
 
@@ -460,16 +468,16 @@ class Session:
         return autocast(self.device, enabled=False)
 
     def watching(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
-        """Learn which gradients a backward pass brings to parameters that no known optimizer steps."""
+        """Watch which backward passes reach parameters that no known optimizer steps."""
         return self.origins.watching(list(models), self.scaler, self.words)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale and step, or skip; then let the loss scale change. Returns what the step returns."""
+        """Unscale, then step or skip, then update the loss scale; return the result of the step."""
         if self.is_aside:
             return optimizer.step(*args, **kwargs)
         core, has_closure = self.scaler.core, bool(args or kwargs.get("closure"))
         if not has_closure and core.awaits_first_loss(params_of(optimizer)):
-            output = optimizer.step(**kwargs)  # no batch has had a loss yet
+            output = optimizer.step(**kwargs)  # no batch has had a loss so far
             core.note_step(optimizer)
         else:
             output = self.scaler.step(optimizer, *args, **kwargs)
@@ -482,7 +490,10 @@ class Session:
         return output
 
     def was_skipped(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer's step was skipped in this iteration, which ends where one steps again."""
+        """Whether an optimizer's step was skipped in this iteration.
+
+        An iteration ends when an optimizer steps a second time.
+        """
         return id(optimizer) in self._stepped and self.scaler.step_log.holds_schedulers(optimizer)
 
     @contextmanager
@@ -498,11 +509,11 @@ class Session:
             self.is_aside = before
 
     def count_step(self) -> None:
-        """Count a step that the front door has taken itself."""
+        """Count an optimizer step that the front door has taken."""
         self.attempted_steps += 1
 
     def measure_norms(self, *, wanted: bool) -> None:
-        """Measure gradients that no clip measures too, or no longer."""
+        """Switch the measuring of gradient norms that no clip measures on or off."""
         self.measures_norms = wanted
 
     def step_scheduler(self, scheduler: Any, *args: Any) -> bool:
@@ -519,10 +530,11 @@ class Session:
         return True
 
     def new_norms(self, optimizers: Iterable[Any]) -> dict[str, Tensor] | None:
-        """Return the norms of unscaled gradients, before clipping, of steps taken since this was last called.
+        """Return the gradient norms of the steps since the last call: unscaled, before clipping.
 
         Returns:
-            ``grad_norm``, or of several optimizers ``grad_norm/0``, ...: float32, 0-dim; None: none stepped.
+            ``grad_norm`` -> norm (float32, 0-dim). With several optimizers the keys are ``grad_norm/0``,
+            ``grad_norm/1`` and so on. None if no optimizer has stepped.
         """
         last = [self.scaler.core.result_of(torch_optimizer(optimizer)) for optimizer in optimizers]
         before = [seen() for seen in self._seen]
@@ -535,7 +547,7 @@ class Session:
     # -- what a framework shows or saves ---------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loss scale, torch's keys among it; empty where nothing is scaled."""
+        """Return the state of the loss scale, with torch's keys; empty if no loss is scaled."""
         if not self.scaler.is_enabled():
             return {}
         taken = self.attempted_steps - self.scaler.skipped_steps()
@@ -544,7 +556,9 @@ class Session:
     def load_state_dict(self, state: Mapping[str, Any]) -> str:
         """Load the state of a loss scale: ours, torch's or a stock plugin's.
 
-        Returns what to warn of: the state is of no use in this precision; empty if it is.
+        Returns:
+            A warning if no loss is scaled in this precision, so that the state is not used; else an empty
+            text.
         """
         if self.scales_loss and state:
             self.scaler.load_state_dict(dict(state))
@@ -558,13 +572,13 @@ class Session:
         return f"the checkpoint was written in another precision; {kept}"
 
     def watch(self, models: Sequence[nn.Module], path: str | Path | None) -> Path | None:
-        """Name the module at which a step goes wrong, and draw the run on a page if ``path`` says where.
+        """Watch the modules, to name the one at which a step goes wrong; with ``path``, write a page too.
 
-        It ends with :meth:`end_watch`, or with the process. Called again, it follows these models. What
-        fails is one warning.
+        The watch ends with :meth:`end_watch` or with the process. A second call makes it follow these models.
+        If the watch fails, it gives one warning and ends.
 
         Returns:
-            Where the page lies; None if there is none.
+            The path of the page; None if there is none.
 
         Raises:
             ImportError: The packages of the extra ``report`` are missing.
@@ -586,7 +600,7 @@ class Session:
 def _opened_watch(
     scaler: Any, models: Sequence[nn.Module], path: str | Path | None, options: object
 ) -> RunReport | ModuleWatch:
-    """Return a page, or where none is wanted or none can be opened a watch of modules."""
+    """Return an open page; if none is wanted, or none can be opened, return a watch of modules."""
     from amp_plugin.numerics.first_module import ModuleWatch  # noqa: PLC0415 - only where somebody watches
 
     if path is not None:
@@ -606,23 +620,23 @@ def _end_watch(watch: RunReport | ModuleWatch, error: BaseException | None = Non
 
 
 class FrontDoor:
-    """What every front door answers by its session; mixed into plugins and accelerators.
+    """The methods that all front doors share. Plugins and accelerators inherit from it.
 
     Attributes:
         words: how the user of this front door spells its calls.
-        session: the run, for what belongs to the front door: optimizers, callbacks.
+        session: the session, which the parts of the front door use.
     """
 
     words = PLAIN
     session: Session
 
     def _open_session(self, options: PrecisionOptions, precision: str = "fp32", **given: Any) -> None:
-        """Hold a session in the words of this front door; the arguments are those of Session."""
+        """Make the session, with the words of this front door. The arguments are those of Session."""
         self.session = Session(options, precision, words=self.words, **given)
 
     @property
     def _scaler(self) -> GradScaler:
-        """The scaler that is called; a disabled one where nothing is scaled."""
+        """The scaler in use; a disabled one if no loss is scaled."""
         return self.session.scaler
 
     @property
@@ -636,13 +650,14 @@ class FrontDoor:
         return self._scaler.step_log
 
     def last_step(self, optimizer: Optimizer) -> StepResult:
-        """Return what became of an optimizer's last step: skipped, norm, scale, which parameters overflowed.
+        """Return the result of an optimizer's last step: skipped, norm, scale, parameters that overflowed.
 
-        Without a loss scale both scales are 1. ``norm`` is of unscaled gradients, before clipping: None
-        without any, and with ``on_nonfinite="ignore"`` unless AmpMonitor or a clip has measured it.
+        Without a loss scale both scales are 1. ``norm`` is that of unscaled gradients before clipping. It is
+        None if there were no gradients. With ``on_nonfinite="ignore"`` it is also None unless AmpMonitor or a
+        clip has measured it.
 
         Args:
-            optimizer: the framework's or torch's.
+            optimizer: the framework's optimizer or torch's.
 
         Raises:
             RuntimeError: the optimizer has not stepped yet; or another engine steps (DeepSpeed, ...).
@@ -669,20 +684,20 @@ class FrontDoor:
         """Return a penalty to add to the loss; see :func:`amp_plugin.scaling.gradient_penalty`.
 
         Args:
-            outputs: what to differentiate, e.g. a critic's scores.
-            inputs: with respect to what.
-            **options: ``kind="l2"`` or ``"wgan-gp"``, ``target``.
+            outputs: the tensors to differentiate, such as a critic's scores.
+            inputs: the tensors to differentiate with respect to.
+            **options: ``kind="l2"`` or ``"wgan-gp"``, and ``target``.
 
         Returns:
-            float32, 0-dim, unscaled: ``loss + 10 * penalty`` is what goes backward.
+            The penalty, unscaled (float32, 0-dim). Call backward on ``loss + 10 * penalty``, for example.
         """
         return penalty.gradient_penalty(outputs, inputs, scaler=self._scaler, **options)
 
 
 def endless_skips(step: LoggedStep, words: Words, growth: WeightGrowth) -> RuntimeError:
-    """Return the error that ends a run that only skips: parameters, advice, what finds the op.
+    """Return the error for a run that skips all steps. It names parameters, a cure, and a command.
 
-    If the weights have grown, the learning rate is the cure, and a wider dtype would only delay the end.
+    If the weights have grown, the cure is a lower learning rate: a wider dtype would only delay the end.
     """
     if advice := growth.advice():
         return RuntimeError(f"{step.run_of_skips()} {advice}")

@@ -1,8 +1,8 @@
-"""Scalers of a program that is not edited: ours while it runs, and torch's wherever they are stored.
+"""Takes over the scalers of a program that is not edited. While it runs they are ours; in files, torch's.
 
-A scaler that was taken over is pickled as the class that the program knows, with the state of torch's scaler.
-So a file that is written under ``amp-plugin run`` loads where amp_plugin is not installed. Under ``amp-plugin
-run`` a pickled scaler of torch's becomes ours when it is loaded.
+A scaler that was taken over is pickled as torch's class with torch's state. Therefore a file written under
+``amp-plugin run`` can be loaded without amp_plugin. When such a file is loaded under ``amp-plugin run``, the
+scaler becomes ours again.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def scalers_taken(
     arguments: Callable[[Sequence[Any], dict[str, Any]], dict[str, Any]],
     made: Callable[[Any], object],
 ) -> Iterator[None]:
-    """Make each scaler of torch's that a program makes or loads one of ours.
+    """Make each of torch's scalers that a program makes or loads one of ours.
 
-    ``may_take`` tells whether a class may be taken over, ``arguments`` returns what ours is made with, and
-    ``made`` is told of each.
+    ``may_take`` says whether a class is taken over. ``arguments`` returns the arguments for our scaler.
+    ``made`` is called with each scaler.
     """
     taken: weakref.WeakSet[Any] = weakref.WeakSet()
     set_state, reduce = _TORCHS.__setstate__, GradScaler.__reduce_ex__
@@ -70,7 +70,7 @@ def scalers_taken(
     def reduce_as_torchs(scaler: Any, protocol: Any) -> Any:
         if scaler not in taken:
             return reduce(scaler, protocol)
-        GradScaler.__getstate__(scaler)  # raises in the midst of an iteration
+        GradScaler.__getstate__(scaler)  # raises in the middle of an iteration
         kind = _TORCHS if type(scaler) is GradScaler else type(scaler).__bases__[0]
         made_empty = copyreg._reconstructor, (kind, object, None)  # type: ignore[attr-defined]
         return *made_empty, _state_of_torchs(scaler)
@@ -84,7 +84,7 @@ def scalers_taken(
 
 
 def _state_of_torchs(scaler: Any) -> dict[str, Any]:
-    """Return the attributes of torch's scaler with these numbers, and those that the program has set."""
+    """Return the attributes of torch's scaler in this state, and the attributes that the program has set."""
     device = scaler.core.device
     state: dict[str, Any] = {"_device": device, "_enabled": scaler.is_enabled()}
     if scaler.is_enabled():

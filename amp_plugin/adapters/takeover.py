@@ -1,8 +1,9 @@
-"""A program that is not edited, on amp_plugin: torch.amp's names, Accelerate and Lightning while it runs.
+"""Runs a program on amp_plugin without editing it: torch.amp, Accelerate, Lightning and Fabric use ours.
 
-``amp-plugin run`` begins a :class:`Takeover`, which waits until the program imports torch and ends with the
-process: threads and handlers of ``atexit`` run after the program's last line. It tells the processes that the
-program starts by ``AMP_PLUGIN_TAKEOVER``, which is read when they import torch (``amp_plugin_autoload``).
+``amp-plugin run`` begins a :class:`Takeover`. It starts when the program imports torch, and ends with the
+process, because threads and ``atexit`` handlers run after the program's last line. Processes that the program
+starts learn of it by the variable ``AMP_PLUGIN_TAKEOVER``. They read it when they import torch
+(``amp_plugin_autoload``).
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ _NAMES: Final = (
 
 
 class Takeover:
-    """Let a program compute by amp_plugin while the region is open, and say what it used.
+    """Make a program use amp_plugin while the block is open, and print at the end what it used.
 
-    Blocks of ``torch.autocast`` follow our kernels, and the rules of a file on their device. Scalers,
-    Accelerators, Trainers and Fabrics become ours when they are made, in ``precision`` where the program
-    chooses none. ``page`` is a file that the run is drawn into.
+    Blocks of ``torch.autocast`` run on our kernels, with the rules of a file if one is given. New scalers,
+    Accelerators, Trainers and Fabrics are ours. They use ``precision`` if the program chooses none. ``page``
+    is the path of the page of the run.
     """
 
     def __init__(
@@ -65,17 +66,18 @@ class Takeover:
         self._rules_file, self._page = rules, page
         ranks, local = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_RANK", "0")
         self._rank = f" [rank {os.environ.get('RANK', local)} of {ranks}]" if ranks != "1" else ""
-        self._made: dict[str, None] = {}  # what the program made of ours, in order
-        self._uses_ours = False  # a scaler of ours was made, by whatever name
-        self._scales = False  # a scaler that is enabled was made, or a framework that sees to it
+        self._made: dict[str, None] = {}  # names of the objects of ours that the program made, in order
+        self._uses_ours = False  # True once a scaler of ours was made, by any name
+        self._scales = False  # True once an enabled scaler was made, or a framework that makes one if needed
         self._uses_framework = False
         self._blocks: Counter[tuple[str, torch.dtype]] = Counter()
-        self._defaults: Pushed | None = None  # the default rules, which know whether a region read them
+        # The default rules; their entry says whether a region has read them.
+        self._defaults: Pushed | None = None
         self._failed = False
         self._begun, self._undo = ExitStack(), ExitStack()
 
     def begin(self) -> None:
-        """Take over as soon as torch is imported, until the process ends."""
+        """Take over from the import of torch until the process ends."""
         _BOUND.append(self)
         self._set_variables(self._begun)
         util.register_after_fork(self, Takeover._forked)
@@ -83,21 +85,21 @@ class Takeover:
         self._begun.enter_context(when_imported({"torch": lambda _: self}))
 
     def program_failed(self) -> None:
-        """Note that the program ended in an error, which says more than what it used."""
+        """Note that the program ended with an error, which matters more than the summary."""
         self._failed = True
 
     def _end_with_process(self) -> None:
-        """End last of all; children of multiprocessing run none of the handlers of atexit."""
+        """End after everything else. Children of multiprocessing do not run atexit handlers."""
         self.end = util.Finalize(None, self._ended, exitpriority=0)
 
     def _ended(self) -> None:
         error = RuntimeError(f"{self._program} failed") if self._failed else None
         self._begun.__exit__(type(error) if error else None, error, None)
-        if "torch" not in sys.modules:  # it was never entered
+        if "torch" not in sys.modules:  # the takeover never started
             self._say_what_was_used()
 
     def __enter__(self) -> Self:
-        """Take the names over, and say so."""
+        """Take over, and print a line that says so."""
         from amp_plugin.adapters.taken_scalers import scalers_taken  # noqa: PLC0415 - loads torch
         from amp_plugin.numerics.scaled_clips import ScaledClips  # noqa: PLC0415
         from amp_plugin.precision import DTYPES  # noqa: PLC0415
@@ -133,13 +135,13 @@ class Takeover:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give all back, and say what the program used."""
+        """Undo the takeover, and print what the program used."""
         self._undo.__exit__(kind, error, trace)
         self._failed = self._failed or not (kind is None or issubclass(kind, SystemExit))
         self._say_what_was_used()
 
     def _choose(self) -> None:
-        """Choose a precision for "auto", now that torch can tell of the hardware; say which and why."""
+        """Choose the precision for "auto", which needs torch; print the choice and its reason."""
         if self._precision != "auto":
             return
         from amp_plugin.hardware import auto_precision  # noqa: PLC0415 - loads torch
@@ -149,7 +151,7 @@ class Takeover:
         self._say(f"--precision auto is {choice.precision}: {choice.reason}")
 
     def _rules(self) -> OpRules | None:
-        """Return the rules of the file; if they cannot be used, say why and end the process."""
+        """Return the rules of the file; if they cannot be used, print why and end the process."""
         if self._rules_file is None:
             return None
         from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
@@ -198,7 +200,7 @@ class Takeover:
         return self._defaults is not None and self._defaults.was_read
 
     def _opened_first(self, device_type: str, dtype: torch.dtype) -> None:
-        """Say at the first block on a device whether its dtype is slow there."""
+        """Print a line at the first block on a device if its dtype is slow there."""
         from amp_plugin.hardware import speed_advice  # noqa: PLC0415 - loads torch
         from amp_plugin.precision import short_name  # noqa: PLC0415 - loads torch
 
@@ -207,13 +209,13 @@ class Takeover:
             self._say(f"{advice}; convolutions may take up to 100 times as long")
 
     def _forked(self) -> None:
-        """Let a child that multiprocessing forks say what it used itself."""
+        """Make a forked child of multiprocessing print what it used itself."""
         self._blocks.clear()
         self._made.clear()
         self._end_with_process()
 
     def _set_variables(self, undo: ExitStack) -> None:
-        """Set the variables of the program and of the processes that it starts."""
+        """Set environment variables for the program and the processes that it starts."""
         given: dict[str, str] = {VARIABLE: self._precision or _AS_WRITTEN}
         if self._rules_file is not None:
             given["AMP_PLUGIN_RULES"] = str(self._rules_file.absolute())
@@ -228,7 +230,7 @@ class Takeover:
         os.environ.update(given)
 
     def _scaling_noted(self, kind: Any) -> AbstractContextManager[object]:
-        """Note whether a scaler of ours that scales is made, by whatever name."""
+        """Note whether an enabled scaler of ours is made, by any name."""
         original = kind.__init__
 
         @functools.wraps(original)
@@ -240,7 +242,7 @@ class Takeover:
         return replaced(kind, "__init__", init)
 
     def _may_take(self, kind: type) -> bool:
-        """Whether a class of scalers is to be ours: none that overrides torch's private steps, as FSDP1's."""
+        """Whether a class of scalers is taken over. One that overrides torch's private methods is not."""
         import torch  # noqa: PLC0415
 
         torchs = torch.amp.GradScaler
@@ -251,7 +253,7 @@ class Takeover:
         return True
 
     def _frameworks(self) -> dict[str, Callable[[ModuleType], AbstractContextManager[object]]]:
-        """Return module -> what to enter once it is imported."""
+        """Return module name -> the context to enter once the module is imported."""
         from amp_plugin.adapters import lightning  # noqa: PLC0415
 
         ours = partial(lightning.plugin_in_place_of_stock, precision=self._precision, made=self._note)
@@ -275,18 +277,18 @@ class Takeover:
         return undo
 
     def _tell_of_clip(self, finding: Finding) -> None:
-        """Name the line that clips gradients of a scaled loss, with its cure."""
+        """Print the line that clips gradients of a scaled loss, and the cure."""
         self._say(f"{finding.headline}, at {finding.caller or finding.place}: {finding.advice}")
 
     def _note(self, made: str) -> None:
-        """Note an Accelerator, Trainer or Fabric, which scales where it has to."""
+        """Note an Accelerator, Trainer or Fabric, which makes a scaler if it needs one."""
         self._made[made], self._scales, self._uses_framework = None, True, True
 
     def _note_scaler(self, scaler: Any) -> None:
         self._made[type(scaler).__name__ + ("" if scaler.is_enabled() else " (disabled)")] = None
 
     def _say(self, text: str, *, in_children: bool = False) -> None:
-        """Print a line; children of multiprocessing, a loader's workers for instance, say what they used."""
+        """Print a line. Children of multiprocessing, such as a loader's workers, print only their summary."""
         # a spawned one has no parent yet while it imports the main module
         is_importing = getattr(multiprocessing.current_process(), "_inheriting", False)
         if not in_children and (is_importing or multiprocessing.parent_process() is not None):
@@ -295,7 +297,7 @@ class Takeover:
 
 
 def _with_environment(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a scaler, with options of the environment where they are torch's defaults."""
+    """Return the arguments of a scaler. Arguments with torch's defaults are taken from the environment."""
     from amp_plugin.adapters.option_sources import decided, outside_program  # noqa: PLC0415
     from amp_plugin.options import GradScalerOptions, LossScaleOptions, option_defaults, option_names  # noqa: PLC0415
 
@@ -311,7 +313,7 @@ def _with_environment(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, 
 def when_imported(
     actions: Mapping[str, Callable[[ModuleType], AbstractContextManager[object]]],
 ) -> Iterator[None]:
-    """Enter what is to stand around modules as each is imported, or now if it is; leave all at the end."""
+    """Enter a context for each module when it is imported, or now if it already is; leave all at the end."""
     with ExitStack() as undo:
 
         def act(module: ModuleType) -> None:
@@ -320,13 +322,13 @@ def when_imported(
         finder = _finder(actions.keys(), act)
         sys.meta_path.insert(0, finder)
         undo.callback(sys.meta_path.remove, finder)
-        for name in [name for name in actions if name in sys.modules]:  # acting imports others
+        for name in [name for name in actions if name in sys.modules]:  # an action may import others
             act(sys.modules[name])
         yield
 
 
 def _finder(names: Collection[str], act: Callable[[ModuleType], None]) -> Any:
-    """Return a finder that finds modules as Python does, and acts on some of them when they have run."""
+    """Return an import finder that finds modules as Python does, and calls ``act`` after some have run."""
 
     def find_spec(name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in names:
@@ -349,20 +351,23 @@ def _finder(names: Collection[str], act: Callable[[ModuleType], None]) -> Any:
 
 # -- processes that a program starts --------------------------------------------------------------
 
-_BOUND: Final[list[Takeover]] = []  # that of the whole process
+_BOUND: Final[list[Takeover]] = []  # the takeover of the whole process
 
 
 def end_runs() -> None:
-    """End what :meth:`Takeover.begin` has begun now, and not with the process."""
+    """End the takeover of the process now, instead of at the end of the process."""
     while _BOUND:
         _BOUND.pop().end()
 
 
 def bind_environment() -> None:
-    """Do for the whole process what the environment says; ``import torch`` calls it.
+    """Apply the environment's settings to the whole process. ``import torch`` calls this.
 
-    ``AMP_PLUGIN_RULES`` names op rules, and ``AMP_PLUGIN_TAKEOVER`` is what ``amp-plugin run`` has told the
-    processes that its program starts. An OptionError says which of them is wrong.
+    ``AMP_PLUGIN_RULES`` names op rules. ``AMP_PLUGIN_TAKEOVER`` comes from ``amp-plugin run``, for the
+    processes that its program starts.
+
+    Raises:
+        OptionError: one of the two variables is wrong; the text names it.
     """
     if _BOUND or is_launcher():
         return
@@ -375,5 +380,5 @@ def bind_environment() -> None:
         allowed = f"allowed are {', '.join(known)}"
         text = f"{VARIABLE}={given} is unknown; {allowed}; amp-plugin run sets it, unset it"
         raise OptionError(VARIABLE, given, allowed, text)
-    name = Path(sys.argv[0]).name.removeprefix("-c")  # that of a fork server
+    name = Path(sys.argv[0]).name.removeprefix("-c")  # a fork server's argv[0] is "-c"
     Takeover(name or "this process", precision=None if given == _AS_WRITTEN else given).begin()

@@ -53,25 +53,28 @@ _SIGNATURE = inspect.signature(Accelerator.__init__)
 class AmpAccelerator(FrontDoor, Accelerator):
     """A drop-in for ``accelerate.Accelerator``: change the import, nothing else.
 
-    ``mixed_precision="fp16"`` is float16 with a loss scale on every device, the CPU included; names such
-    as ``"fp32"`` (for ``"no"``) and ``"16-mixed"`` are understood. Clipping is right for any parameters, any
-    number of times, and does nothing within an accumulation window; several optimizers, closures and
-    optimizers without gradients work. Processes started by torchrun without a GPU form a group on the CPU.
-    DeepSpeed gets our options in its own keys. Megatron-LM and XLA, but for ``"no"``, and fp8 by other means
-    than torchao are refused.
+    ``mixed_precision="fp16"`` means float16 with a loss scale on every device, including the CPU. Names such
+    as ``"fp32"`` (for ``"no"``) and ``"16-mixed"`` are understood.
+
+    Clipping is right for any parameters and any number of calls. Within an accumulation window it does
+    nothing. Several optimizers, closures, and optimizers without gradients work. Processes that torchrun
+    starts without a GPU form a group on the CPU.
+
+    DeepSpeed gets our options in its own keys. These raise an error: Megatron-LM and XLA with a precision
+    other than ``"no"``, and fp8 by other means than torchao.
 
     Args:
-        *args: Accelerator's.
-        **kwargs: Accelerator's; ``kwargs_handlers`` may hold AmpKwargs.
+        *args: the arguments of Accelerator.
+        **kwargs: the arguments of Accelerator. ``kwargs_handlers`` may contain AmpKwargs.
 
     Attributes:
-        scaler: the ``amp_plugin.GradScaler``; None unless fp16. Another one may be put in its place; torch's
-            gives its options and state, None scales no loss.
+        scaler: the ``amp_plugin.GradScaler``; None unless fp16. It can be replaced. If torch's scaler is
+            assigned, ours takes over its options and state. If None is assigned, no loss is scaled.
 
     Raises:
         TypeError: an argument is unknown.
-        ValueError: an option or ``mixed_precision`` has a bad value; the text names its source. Or another
-            engine computes, that casts and scales by itself.
+        ValueError: an option or ``mixed_precision`` has a bad value (the text names its source), or another
+            engine casts and scales itself.
 
     Example:
         >>> accelerator = AmpAccelerator(mixed_precision="fp16", cpu=True)
@@ -111,7 +114,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
         self._format = format_asked(given.get("mixed_precision"), os.environ)
         options, sources, enabled = take_options(given, os.environ)
         self._open_session(options, sources=sources, enabled=enabled)
-        self._shown: Any = None  # the public attribute scaler
+        self._shown: Any = None  # the value of the public attribute ``scaler``
         super().__init__(**given)
         is_other = refuse_other_engine(
             self.distributed_type, self.mixed_precision, self.ao_recipe_handler, sources
@@ -130,7 +133,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
         self.register_load_state_pre_hook(self._load_scale)
 
     def _engage(self) -> None:
-        """Replace Accelerate's scaler by ours and let autocast blocks follow our rules."""
+        """Replace Accelerate's scaler by ours, and put our op rules in force."""
         session, device, precision = self.session, self.device.type, self.mixed_precision
         asked, recipe = self._format or precision, self.ao_recipe_handler
         session.compute_in(
@@ -153,11 +156,11 @@ class AmpAccelerator(FrontDoor, Accelerator):
 
     @property
     def _engaged(self) -> bool:
-        """Whether models compute, and optimizers step, by us and not by another engine."""
+        """Whether we cast and step. False if another engine, such as DeepSpeed, does."""
         return bool(self.session.device)
 
     def _show(self, scaler: Any) -> None:
-        """Show a scaler as the public attribute, and to prepared optimizers; None where nothing is scaled."""
+        """Set the public attribute ``scaler``, and the scaler of prepared optimizers; None scales no loss."""
         self._shown = scaler
         for optimizer in self._optimizers:
             optimizer.scaler = scaler
@@ -168,13 +171,13 @@ class AmpAccelerator(FrontDoor, Accelerator):
 
     @property
     def scaler(self) -> Any:
-        """The scaler; None where nothing is scaled.
+        """The scaler; None if no loss is scaled.
 
-        It may be replaced by another one, or by an object that has all of its methods. A
-        ``torch.amp.GradScaler`` gives the accelerator's own scaler its options and state.
+        It can be replaced by another one, or by an object with all of its methods. If a
+        ``torch.amp.GradScaler`` is assigned, the accelerator's own scaler takes over its options and state.
 
         Raises:
-            TypeError: what replaces it is something else.
+            TypeError: the assigned value is something else.
         """
         return self._shown
 
@@ -204,7 +207,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
             prepared = super().prepare(*args, **kwargs)
         for model in (
             self._models[before:] if self.is_fsdp2 else ()
-        ):  # Accelerate knows weights by their memory
+        ):  # Accelerate matches weights by their memory addresses
             self.session.set_up_weights(model, found_patterns(model, self._options.fp32_modules))
         if self.native_amp:
             for model in self._models[before:]:
@@ -214,9 +217,10 @@ class AmpAccelerator(FrontDoor, Accelerator):
         return prepared
 
     def _prepare_engine(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare by another engine; DeepSpeed's is then stepped, or observed, by a scaler of ours."""
+        """Prepare with another engine. A scaler of ours then steps DeepSpeed's optimizer, or observes it."""
         for optimizer in args:
-            if isinstance(optimizer, Optimizer):  # DeepSpeedOptimizerWrapper looks for it when it is made
+            # DeepSpeedOptimizerWrapper looks for the attribute when it is made.
+            if isinstance(optimizer, Optimizer):
                 optimizer.overflow = False  # type: ignore[attr-defined]
         prepared = super().prepare(*args, **kwargs)
         engine = getattr(getattr(self, "deepspeed_engine_wrapped", None), "engine", None)
@@ -229,13 +233,16 @@ class AmpAccelerator(FrontDoor, Accelerator):
         return prepared
 
     def _follow_on_page(self) -> None:
-        """Draw the run from its first prepared model to ``end_training``, or to the end of the process."""
+        """Write the page, from the first prepared model until ``end_training`` or the end of the process."""
         path = self._options.report
         if path is not None and self._models:
             self.session.watch([self.unwrap_model(model) for model in self._models], path)
 
     def _set_up(self, models: Sequence[nn.Module], *, trained: bool = True) -> None:
-        """Store weights, put ``fp32_modules`` under fp32 and forwards under autocast; may be repeated."""
+        """Store weights, make ``fp32_modules`` compute in fp32, and put forwards under autocast.
+
+        It may be called several times.
+        """
         wanted = self._options.fp32_modules
         matched = {model: found_patterns(model, wanted) for model in models}
         found = {name for model in self.session.models for name in found_patterns(model, wanted)}
@@ -263,12 +270,12 @@ class AmpAccelerator(FrontDoor, Accelerator):
                 ).put_on()
 
     def set_up_weights(self, model: nn.Module) -> None:
-        """Store a model's weights before it is prepared, for a checkpoint that is loaded before."""
+        """Store a model's weights before it is prepared, so that a checkpoint can be loaded exactly."""
         if self._engaged and not getattr(model, "_is_accelerate_prepared", False):
             self.session.set_up_weights(model, found_patterns(model, self._options.fp32_modules))
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Prepare a model: its forward runs in the region and returns fp32."""
+        """Prepare a model: its forward runs under autocast and returns fp32."""
         if self._engaged and not getattr(model, "_is_accelerate_prepared", False):
             evaluated = kwargs.get("evaluation_mode", len(args) > 1 and args[1])
             self._set_up([model], trained=not evaluated)
@@ -279,7 +286,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
         return prepared
 
     def _region(self, precision: str, of_block: AutocastKwargs | None = None) -> RegionState:
-        """Return in which region models compute in a precision of Accelerate's or ours, or a block does."""
+        """Return the autocast state for models, or for a block with a handler of its own, in a precision."""
         handler = of_block or self.autocast_handler or AutocastKwargs()
         mixed = precision in {"fp16", "bf16", "fp8"}
         runs = of_block is not None or (mixed and not self.session.replaces_autocast)
@@ -296,7 +303,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
         if not self._engaged or isinstance(prepared, AmpOptimizer) or steps_in_backward(prepared.optimizer):
             return prepared
         prepared.__class__, prepared.session = AmpOptimizer, self.session
-        if not self.is_fsdp2:  # its parameters are yet to be replaced there
+        if not self.is_fsdp2:  # under FSDP2 its parameters will still be replaced
             self.session.add(self._models, [prepared.optimizer])
         return prepared
 
@@ -313,7 +320,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
     ) -> nn.Module:
         """Return the model without its distributed wrapper.
 
-        Without ``keep_fp32_wrapper`` it is an ordinary float32 model again, which ends training under DDP.
+        With ``keep_fp32_wrapper=False`` it becomes an ordinary float32 model. That ends training under DDP.
         """
         inner: nn.Module = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
         if not keep_fp32_wrapper:
@@ -332,7 +339,8 @@ class AmpAccelerator(FrontDoor, Accelerator):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Scale the loss and run backward, as Accelerator does.
 
-        Optimizers of the models that were not prepared are refused its gradients: they carry the loss scale.
+        If an optimizer of these models was not prepared, its step raises an error, because its gradients
+        carry the loss scale.
         """
         if self._engaged and not self._scaler.is_enabled():
             self._scaler.step_log.note_loss(loss.detach() / self.gradient_accumulation_steps)
@@ -350,7 +358,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """Run one micro-batch; the last one of a window ends the iteration: the loss scale may change."""
+        """Run one micro-batch. After the last one of an accumulation window the loss scale may change."""
         with super().accumulate(*models):
             yield
         if self.sync_gradients:
@@ -360,7 +368,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
 
     @outside_graphs
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Unscale the gradients of the given optimizers, of all by default; may be repeated."""
+        """Unscale the gradients of the given optimizers, by default of all. A second call does nothing."""
         given: Any = self._optimizers if optimizer is None else optimizer
         for prepared in given if isinstance(given, list | tuple) else [given]:
             if self._engaged:
@@ -371,13 +379,13 @@ class AmpAccelerator(FrontDoor, Accelerator):
         """Clip the norm of unscaled gradients, at the end of an accumulation window only.
 
         Args:
-            parameters: parameters, of one optimizer or of several, or a prepared optimizer.
-            max_norm: largest norm.
-            norm_type: the p of the norm.
+            parameters: the parameters of one or several optimizers, or a prepared optimizer.
+            max_norm: the largest norm.
+            norm_type: the p of the p-norm.
 
         Returns:
-            The norm before clipping, 0-dim, fp32; within a window, where nothing is clipped, that of
-            the gradients so far (under FSDP nan: they are not reduced yet).
+            The norm before clipping (fp32, 0-dim). Within a window nothing is clipped, and it is the norm of
+            the gradients so far; under FSDP it is nan there, since gradients are not reduced yet.
         """
         params = _parameters_of(parameters)
         if not self._engaged:
@@ -402,7 +410,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
 
         Args:
             parameters: as for :meth:`clip_grad_norm_`.
-            clip_value: largest absolute value.
+            clip_value: the largest absolute value.
         """
         params = _parameters_of(parameters)
         if not self._engaged or self.distributed_type == DistributedType.FSDP:
@@ -413,27 +421,29 @@ class AmpAccelerator(FrontDoor, Accelerator):
     # -- what became of steps --------------------------------------------------------------------
 
     def amp_metrics(self) -> dict[str, float | int]:
-        """Return ``loss_scale`` and ``skipped_steps`` for ``accelerator.log``: a host sync.
+        """Return ``loss_scale`` and ``skipped_steps`` for ``accelerator.log``. The host waits for the device.
 
-        1.0 and 0 where nothing is scaled.
+        If no loss is scaled, they are 1.0 and 0.
         """
         return {"loss_scale": self._scaler.get_scale(), "skipped_steps": self._scaler.skipped_steps()}
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Log to all trackers as Accelerator does, after optimizer steps the loss scale, skips and norms too.
+        """Log to all trackers as Accelerator does. After optimizer steps, add loss scale, skips and norms.
 
         Args:
-            values: what to log; its own ``loss_scale``, ``skipped_steps`` and ``grad_norm`` are kept.
-            *args: Accelerator's.
-            **kwargs: Accelerator's.
+            values: the values to log. Values under ``loss_scale``, ``skipped_steps`` and ``grad_norm`` are
+                kept.
+            *args: further arguments of Accelerator.
+            **kwargs: further arguments of Accelerator.
         """
         return super().log({**self.metrics_since_log(), **values}, *args, **kwargs)
 
     def metrics_since_log(self) -> dict[str, float | int]:
-        """Return :meth:`amp_metrics` and ``grad_norm`` after new optimizer steps, else nothing: a host sync.
+        """Return :meth:`amp_metrics` and ``grad_norm`` if optimizers have stepped since the last call.
 
-        With several optimizers that have stepped there is a ``grad_norm/0``, ``grad_norm/1``, ... each, in
-        the order they were prepared in. Before clipping, unscaled.
+        The norm is that of unscaled gradients before clipping. With several optimizers the keys are
+        ``grad_norm/0``, ``grad_norm/1`` and so on, in the order of preparation. The host waits for the
+        device. Without new steps the result is empty.
         """
         norms = self.session.new_norms(self._optimizers)
         if norms is None:
@@ -443,18 +453,18 @@ class AmpAccelerator(FrontDoor, Accelerator):
     # -- checkpoints and the end -----------------------------------------------------------------
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as Accelerator does; no optimizer is stepped for it through the scaler."""
+        """Save as Accelerator does. Steps that it takes to make optimizer state do not use the scaler."""
         with self.session.aside():
             return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Load as Accelerator does; a checkpoint without a loss scale warns and keeps the present one."""
+        """Load as Accelerator does. If the checkpoint has no loss scale, warn and keep the present one."""
         # load_accelerator_state: "if scaler is not None:" it reads scaler.pt, whether there is one or not
         with self.session.aside(), replaced(self, "_shown", None):
             super().load_state(*args, **kwargs)
 
     def _load_scale(self, _: list[Any], folder: str) -> None:
-        """Load the loss scale from the folder that ``load_state`` has settled on; a hook of Accelerate's."""
+        """Load the loss scale from the folder that ``load_state`` has chosen. Accelerate calls this hook."""
         file = Path(folder, SCALER_NAME)
         if self._scaler.is_enabled() and file.is_file():
             self._scaler.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
@@ -471,9 +481,9 @@ class AmpAccelerator(FrontDoor, Accelerator):
             )
 
     def end_training(self) -> None:
-        """End the run: models are float32, torch.autocast blocks in the process torch's again.
+        """End the run: models become float32, and torch.autocast blocks run on torch's kernels again.
 
-        Warns if all of its steps were skipped.
+        Warns if all steps were skipped.
         """
         if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
             # Its threads need the GIL to drop the last tensors. torch holds it while it waits for them, and a

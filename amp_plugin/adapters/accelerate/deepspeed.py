@@ -1,7 +1,8 @@
-"""DeepSpeed under Accelerate: options in its own keys, and its steps in our log.
+"""DeepSpeed under Accelerate: translates our options to its keys, and logs its steps.
 
-Without a ZeRO stage, fp16 and bf16 our GradScaler stands where the engine has torch's, or none. Elsewhere the
-engine scales and skips, and EngineScaler observes. DeepSpeed is never imported here.
+If the config has no ZeRO stage, no fp16 and no bf16, our GradScaler takes the place of torch's in the engine.
+Otherwise the engine scales and skips itself, and EngineScaler observes it. This module never imports
+DeepSpeed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.overflows import OverflowReport
 from amp_plugin.scaling.step_log import LoggedStep, StepResult
 
-# What becomes of each option; a test compares these five tables with the options of AmpKwargs.
+# How each option is handled. A test compares these five tables with the options of AmpKwargs.
 
 INSTEAD: Final = {
     "weights": "'fp16_master_weights_and_grads' of 'fp16' or 'bf16_master_weights_and_grads' of 'bf16'",
@@ -33,7 +34,7 @@ INSTEAD: Final = {
     "fp32_outputs": "'auto_cast' of 'fp16' for inputs; outputs keep their dtype",
     "fp16_gradients": "'fp16_master_weights_and_grads' of 'fp16'",
 }
-"""Options that cannot act, and what says the same to DeepSpeed."""
+"""Options that have no effect here -> the setting of DeepSpeed that does the same."""
 FP16_KEYS: Final[dict[str, tuple[str, Callable[[Any], Any], str]]] = {
     "init_scale": ("initial_scale_power", lambda scale: _whole(math.log2(scale)), "powers of 2"),
     "growth_interval": ("loss_scale_window", int, ""),
@@ -41,11 +42,11 @@ FP16_KEYS: Final[dict[str, tuple[str, Callable[[Any], Any], str]]] = {
     "hysteresis": ("hysteresis", int, ""),
     "hysteresis_mode": ("consecutive_hysteresis", {"apex": True, "deepspeed": False}.get, "apex, deepspeed"),
 }
-"""Options of the loss scale: key of the section fp16, its value (None: there is none), and what it takes."""
+"""Options of the loss scale -> key in the section fp16, function of its value, and a description of it."""
 FIXED: Final = {"growth_factor": 2.0, "backoff_factor": 0.5, "max_scale": None, "on_min_scale": "raise"}
-"""Options of the loss scale without a key there, and the value that they always have."""
+"""Options of the loss scale without a key in DeepSpeed -> the value that they always have there."""
 IN_AUTOCAST: Final = ("rules", "fp32_modules")
-"""Options that act in DeepSpeed's autocast."""
+"""Options that take effect in DeepSpeed's autocast."""
 ELSEWHERE: Final = {
     "dynamic": "loss_scale of the section fp16, or its absence",
     "on_nonfinite": "check_grad_overflow of the section bf16",
@@ -54,7 +55,7 @@ ELSEWHERE: Final = {
     "max_skips_in_a_row": "our log of the engine's steps",
     "report": "our log of the engine's steps",
 }
-"""Options that act in another way."""
+"""Options that take effect in another way."""
 
 _SCALED_IN_ZERO: Final = (
     "DeepSpeed 0.19 clips gradients still multiplied by the loss scale under 'torch_autocast' in float16 "
@@ -67,7 +68,7 @@ _CLIPPED_IN_UNFUSED: Final = (
 
 
 def translate(session: Session, config: dict[str, Any]) -> None:
-    """Write the options that are set into DeepSpeed's config; refuse what it cannot do, or says otherwise."""
+    """Write the given options into DeepSpeed's config; raise if it cannot follow one or contradicts it."""
     options, autocast = session.options, _is_on(config, "torch_autocast")
     defaults = option_defaults(type(options))
     for name in session.sources:
@@ -91,7 +92,7 @@ def _translate_checks(session: Session, config: dict[str, Any]) -> None:
 
 
 def _translate_scale(session: Session, name: str, config: dict[str, Any]) -> None:
-    """Write an option of the loss scale into the section fp16; in bf16 it has no effect."""
+    """Write an option of the loss scale into the section fp16. In bf16 it has no effect."""
     given = getattr(session.options, name)
     if not _is_on(config, "fp16"):
         if config.get("torch_autocast", {}).get("dtype") == "float16":
@@ -136,18 +137,19 @@ def _is_on(config: Mapping[str, Any], section: str) -> bool:
 
 
 def is_ours(config: Mapping[str, Any]) -> bool:
-    """Whether the engine steps torch's optimizer, so that our scaler can stand in its place."""
+    """Whether the engine steps torch's optimizer, so that our scaler can take the place of torch's."""
     stage = config.get("zero_optimization", {}).get("stage", 0)
     return not (stage or _is_on(config, "fp16") or _is_on(config, "bf16"))
 
 
 def scaler_for_engine(engine: Any, session: Session, config: Mapping[str, Any]) -> GradScaler:
-    """Return a scaler that stands in an engine's place, or one that observes what the engine does."""
+    """Return a scaler that the engine uses, or one that observes the engine."""
     apply_fp32_modules(engine.module, found_patterns(engine.module, session.options.fp32_modules))
     if is_ours(config):
         scales = engine.torch_autocast_z0_gradscaler is not None
         scaler = session.new_scaler(enabled=scales, device=engine.device.type)
-        if not scaler.is_enabled():  # the engine calls it before it clips: the norm is of unclipped gradients
+        # The engine calls it before it clips, so the norm is that of unclipped gradients.
+        if not scaler.is_enabled():
             scaler.unscale_ = scaler.core.measure  # type: ignore[method-assign, assignment]
         engine.torch_autocast_z0_gradscaler = scaler
         scaler.step_log.wait_for()
@@ -164,12 +166,13 @@ def _show_overflow(step: LoggedStep) -> None:
 
 
 class EngineScaler(GradScaler):
-    """Answers for an engine that scales and steps by itself: its loss scale, its skips, its norms."""
+    """Shows the loss scale, skips and norms of an engine that scales and steps itself."""
 
     def __init__(self, engine: Any, options: LossScaleOptions) -> None:
         floor, checks = options.min_scale, options.on_nonfinite
         super().__init__("cpu", enabled=False, on_nonfinite=checks, min_scale=floor)
-        self._engine, self._seen = engine, (engine.global_steps, engine.skipped_steps)  # steps, skips
+        # The numbers of steps and skips.
+        self._engine, self._seen = engine, (engine.global_steps, engine.skipped_steps)
         self._torchs: Any = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
         if self._torchs is not None:
             warn_user(_SCALED_IN_ZERO)
@@ -178,7 +181,7 @@ class EngineScaler(GradScaler):
         self._scale_now = self.get_scale()
 
     def get_scale(self, name: str | None = None) -> float:
-        """Return the engine's loss scale; 1.0 where it scales nothing."""
+        """Return the engine's loss scale; 1.0 if it scales no loss."""
         del name
         optimizer = self._engine.optimizer
         if self._torchs is not None:
@@ -186,7 +189,7 @@ class EngineScaler(GradScaler):
         return float(getattr(getattr(optimizer, "loss_scale_config", optimizer), "cur_scale", None) or 1.0)
 
     def observe(self) -> None:
-        """Log the step that the engine has taken or skipped, if it has."""
+        """Log the engine's newest step, if there is a new one."""
         engine, before = self._engine, self._scale_now
         self._scale_now = self.get_scale()
         steps, skips = self._seen
@@ -196,7 +199,7 @@ class EngineScaler(GradScaler):
         self._seen = engine.global_steps, engine.skipped_steps
         norm, tensor = engine.get_global_grad_norm(), partial(torch.tensor, dtype=torch.float32)
         if norm is not None and self._torchs is not None:
-            norm = norm / before  # ZeRO's is of scaled gradients there
+            norm = norm / before  # here ZeRO's norm is that of scaled gradients
         result = StepResult(
             norm=None if norm is None else tensor(float(norm)),
             found_inf=tensor(float(skipped)),

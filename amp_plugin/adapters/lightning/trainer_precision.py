@@ -46,7 +46,7 @@ from amp_plugin.weights.ddp import refuse_sharded, sharded_by
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 
-# Where the stock plugins keep the loss scale's state; the last is that of Lightning before 1.6.
+# The keys under which stock plugins save the loss scale; the last one is from Lightning before 1.6.
 STOCK_KEYS = ("MixedPrecision", "FSDPPrecision", "native_amp_scaling_state")
 
 
@@ -74,9 +74,9 @@ class TrainerPrecision(PrecisionCore):
         __getattr__ = removed_attribute
 
     checkpoint_key: str = "MixedPrecision"
-    """Where a checkpoint holds the loss scale."""
+    """The key under which a checkpoint holds the loss scale."""
     _after_closure: Callable[[Any, Optimizer], None]
-    shares_casts = False  # a whole training_step is one region, and the stock plugin shares none either
+    shares_casts = False  # a whole training_step is one region, as with the stock plugin
 
     words = Words(
         backward="self.manual_backward(loss)",
@@ -92,10 +92,10 @@ class TrainerPrecision(PrecisionCore):
     @takes(PluginOptions, by_position=1)
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self._schedulers: list[Scheduled] = []  # which sit out skipped steps
-        self._landed_steps = 0  # as schedulers count them: a GPU's host learns of a skip one step later
-        self._trainer: Any = None  # of the present run
-        self._loads_again = False  # whether weights that were loaded before set-up were rounded
+        self._schedulers: list[Scheduled] = []  # schedulers that do not step after skipped steps
+        self._landed_steps = 0  # as schedulers count them; on a GPU the host learns of a skip one step later
+        self._trainer: Any = None  # the Trainer of the present run
+        self._loads_again = False  # True if weights that were loaded before the set-up were rounded
         self._users_methods: frozenset[str] = frozenset()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class TrainerPrecision(PrecisionCore):
 
     @property
     def _fits(self) -> bool:
-        """Whether the run is ``trainer.fit``, or none has begun."""
+        """Whether the run is ``trainer.fit``; also True before a run has begun."""
         return self._trainer is None or self._trainer.state.fn == "fit"
 
     @property
@@ -114,7 +114,7 @@ class TrainerPrecision(PrecisionCore):
     # -- set-up -------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Refuse strategies with a precision of their own; put ``fp32_modules`` under fp32."""
+        """Refuse strategies with a precision of their own; make ``fp32_modules`` compute in fp32."""
         trainer: Any = getattr(module, "_trainer", None)
         if trainer is None:
             msg = (
@@ -124,7 +124,7 @@ class TrainerPrecision(PrecisionCore):
         self._trainer = trainer
         self._refuse_strategy(trainer.strategy)
         if self._fits or self.session.are_all_stored:
-            is_sharded = hasattr(trainer.strategy, "mixed_precision_config")  # later, by FSDP
+            is_sharded = hasattr(trainer.strategy, "mixed_precision_config")  # FSDP does it later
             setting = "the strategy's mixed_precision" if is_sharded else sharded_by(module)
             refuse_sharded(self.settings.weights, setting)
             self._loads_again = self.session.set_up_weights(module, self.settings.fp32_modules)
@@ -140,7 +140,7 @@ class TrainerPrecision(PrecisionCore):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[LRSchedulerConfig]
     ) -> tuple[nn.Module, list[Optimizer], list[LRSchedulerConfig]]:
-        """Learn the device, register the optimizers and take charge of step-interval schedulers."""
+        """Learn the device, register the optimizers, and control schedulers of interval "step"."""
         self._start(self._trainer.strategy.root_device.type, scaler_groups(model))
         is_fsdp1 = isinstance(model, FullyShardedDataParallel)
         self.checkpoint_key = "FSDPPrecision" if is_fsdp1 else "MixedPrecision"
@@ -154,7 +154,7 @@ class TrainerPrecision(PrecisionCore):
         return model, optimizers, lr_schedulers
 
     def _take_schedulers(self, configs: Sequence[LRSchedulerConfig]) -> None:
-        """Take charge of the Trainer's schedulers, and of no others any more."""
+        """Control the Trainer's schedulers and no others."""
         release_schedulers(self._schedulers)
         self._schedulers = scheduled_after_steps(configs, self.step_log)
 
@@ -166,7 +166,7 @@ class TrainerPrecision(PrecisionCore):
 
     @property
     def measures_norms(self) -> bool:
-        """Whether gradients that no clip measures are measured."""
+        """Whether gradient norms are measured even without clipping."""
         return self.session.measures_norms
 
     # -- the autocast region ------------------------------------------------------------------
@@ -199,7 +199,7 @@ class TrainerPrecision(PrecisionCore):
 
     @outside_graphs
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        """Show ``on_before_backward`` the loss, then scale it."""
+        """Call ``on_before_backward`` with the loss, then scale the loss."""
         with self._outside_region():
             loss: Tensor = self._plain.pre_backward(self, tensor, module)
             return self._scaler.scale(loss)
@@ -222,29 +222,29 @@ class TrainerPrecision(PrecisionCore):
     def optimizer_step(
         self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run the closure, unscale, call the hooks, clip, then step or skip; return what the closure did."""
-        if self._is_in_region():  # of a manual training_step, which the step leaves
+        """Run the closure, unscale, call hooks, clip, then step or skip; return the closure's result."""
+        if self._is_in_region():  # in a manual training_step; the step runs outside its region
             closure = self._in_region(closure)
         closure = partial(self._closure_and_hooks, optimizer, model, closure)
         with self._outside_region():
             output = self._step(model.trainer, optimizer, closure, **kwargs)
-            self.session.count_step()  # not if the closure has raised
+            self.session.count_step()  # not reached if the closure raised
             hold_schedulers(self._schedulers, optimizer, self.step_log)
             self._landed_steps += self.landed(optimizer, wait=False)
             return output
 
     def _step(self, trainer: Any, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Let the optimizer call the closure if it may do so several times, else call it before the step."""
+        """Call the closure before the step, unless the optimizer may call it several times itself."""
         scaler = self._scaler
         if not scaler.is_enabled():
             return self._take(trainer, optimizer, closure, **kwargs)
         if calls_closure_again(optimizer):
             if scaler.core.overflowed_before_closure(optimizer):
-                closure()  # which the step would not call, and the Trainer counts on each batch being run
+                closure()  # the step would not call it, but the Trainer expects each batch to run
             output = self._take(trainer, optimizer, closure, **kwargs)
         else:
             output = closure()
-            if not scaler.core.has_scaled:  # the first training_step has returned None
+            if not scaler.core.has_scaled:  # the first training_step returned None
                 optimizer.step(**kwargs)
                 scaler.core.note_step(optimizer)
                 return output
@@ -263,7 +263,7 @@ class TrainerPrecision(PrecisionCore):
     def _take(
         self, trainer: Any, optimizer: Optimizer, closure: Callable[[], Any] | None, **kwargs: Any
     ) -> Any:
-        """Step, and clip in the same pass if the Trainer clips and nobody looks in between."""
+        """Step; clip in the same pass if the Trainer clips and no user code runs in between."""
         max_norm = self._max_norm_of_step(trainer)
         if max_norm is None:
             return self._scaler.step(optimizer, **({} if closure is None else {"closure": closure}), **kwargs)
@@ -273,7 +273,7 @@ class TrainerPrecision(PrecisionCore):
         return outputs[-1] if outputs else None
 
     def _max_norm_of_step(self, trainer: Any) -> float | None:
-        """Return the norm that the step clips to; None if it does not clip."""
+        """Return the largest norm, if the step itself clips; else None."""
         is_by_norm = trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value"
         if self._is_manual or not is_by_norm or not self._users_methods <= NOT_AFTER_CLIPPING:
             return None
@@ -282,7 +282,7 @@ class TrainerPrecision(PrecisionCore):
         return float(trainer.gradient_clip_val)
 
     def _closure_and_hooks(self, optimizer: Optimizer, model: Any, closure: Callable[[], Any]) -> Any:
-        """Run forward and backward, then let hooks and clipping see unscaled gradients."""
+        """Run forward and backward; then run hooks and clipping on unscaled gradients."""
         result = closure()
         scaler, trainer, is_seen = self._scaler, model.trainer, bool(self._users_methods)
         if scaler.is_enabled():
@@ -327,7 +327,7 @@ class TrainerPrecision(PrecisionCore):
             self._scaler.clip_grad_value_(optimizer, clip_val)
 
     def _clips_as_stock(self, optimizer: Optimizer) -> bool:
-        """Whether gradients are unscaled: no loss was scaled yet, or a subclass says what is clipped."""
+        """Whether Lightning's own clip is used: no loss was scaled so far, or a subclass decides."""
         core = self._scaler.core
         if self._scaler.is_enabled() and not core.has_scaled:
             return not core.awaits_first_loss(params_of(optimizer))  # torch's clip fails without gradients
@@ -350,8 +350,8 @@ class TrainerPrecision(PrecisionCore):
             checkpoint[self.checkpoint_key] = payload
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load the loss scale of a checkpoint, whichever plugin wrote it, to go on training."""
-        if self._loads_again:  # into a model that is float32 or stored by now
+        """Load the loss scale of a checkpoint that any precision plugin has written, to resume training."""
+        if self._loads_again:  # by now the model is float32 or stored, so nothing is rounded
             trainer, self._loads_again = self._trainer, False
             module = trainer.lightning_module
             trainer.strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)

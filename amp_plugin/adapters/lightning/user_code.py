@@ -1,4 +1,4 @@
-"""What a Trainer's user brings: methods around a step, backward calls, closures, averages, schedulers."""
+"""Handles the user's code around a Trainer's step: hooks, backward calls, closures, averages, schedulers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _OF_PLUGINS: Final = {
     *("main_params", "optimizer_step"),
 }
 NOT_AFTER_CLIPPING: Final = frozenset({"optimizer_step", _HOOK})
-"""Methods in which no code of the user runs between Lightning's clipping and the step."""
-_NEVER: Final = sys.maxsize  # batches; no batch index reaches it
+"""Methods that run no user code between Lightning's clipping and the step."""
+_NEVER: Final = sys.maxsize  # a frequency in batches that no batch index reaches
 
 
 def users_methods(module: Any, plugin: object, is_overridden: Callable[[str, Any], bool]) -> frozenset[str]:
-    """Return the methods around a step that are the user's own, and may look at gradients."""
+    """Return the names of the methods around a step that the user has overridden; they may read gradients."""
     kind = type(plugin)
     ours = next(base for base in kind.__mro__ if base.__module__.startswith("amp_plugin."))
     of_module = {method for method in _OF_MODULES if is_overridden(method, module)}
@@ -39,9 +39,9 @@ def users_methods(module: Any, plugin: object, is_overridden: Callable[[str, Any
 
 
 def refuse_strays(origins: GradientOrigins, optimizer: Optimizer, scaler: Any) -> None:
-    """Raise RuntimeError if gradients of an optimizer are not from ``self.manual_backward()``.
+    """Raise RuntimeError if gradients of an optimizer were not made by ``self.manual_backward()``.
 
-    The loss of those gradients was not scaled.
+    The loss of such gradients was not scaled.
     """
     never_scaled = not scaler.core.has_scaled
 
@@ -68,8 +68,9 @@ def _needs_closure(kind: Any) -> bool:
 def calls_closure_again(optimizer: Optimizer) -> bool:
     """Return whether an optimizer may call its closure several times, or change weights before it.
 
-    What cannot step without a closure does (LBFGS), and what says so by ``calls_closure_again = True`` (SAM).
-    Others call it once, before anything else, so it may as well run before ``step()``.
+    An optimizer that cannot step without a closure does so (LBFGS), and one with the attribute
+    ``calls_closure_again = True`` (SAM). All others call it once, before anything else, so that the closure
+    can run before ``step()``.
     """
     kind: Any = type(optimizer)
     declared = getattr(optimizer, "calls_closure_again", None)
@@ -77,9 +78,9 @@ def calls_closure_again(optimizer: Optimizer) -> bool:
 
 
 def averages_in_fp32(callbacks: Iterable[Any], package: Any, undo: ExitStack) -> None:
-    """Show averaging callbacks (EMA, SWA) the model in float32, until ``undo`` is closed.
+    """Make averaging callbacks (EMA, SWA) see the model in float32, until ``undo`` is closed.
 
-    Copies that they have taken before the model's set-up become float32 too.
+    Copies that they made before the model's set-up become float32 too.
     """
     kinds = (package.callbacks.WeightAveraging, package.callbacks.StochasticWeightAveraging)
     hooks = [name for name in dir(package.Callback) if name.startswith(("on_train_", "on_validation_"))]
@@ -99,9 +100,9 @@ def _with_model_in_fp32(hook: Callable[..., Any], trainer: Any, module: nn.Modul
 
 
 def _after_landed_steps(should_update: Callable[..., bool], landed: Callable[[], int]) -> Callable[..., bool]:
-    """Return a method that asks an averaging callback only if a step has landed since it was last asked.
+    """Return a method that asks an averaging callback only if a step has landed since the last question.
 
-    Lightning counts a step whether it was skipped or not, and would average the same weights again.
+    Lightning also counts skipped steps, and would average the same weights again.
 
     Args:
         should_update: The callback's own method.
@@ -124,7 +125,7 @@ def _after_landed_steps(should_update: Callable[..., bool], landed: Callable[[],
 def average_landed_steps(
     callbacks: Iterable[Any], package: Any, landed: Callable[[], int], undo: ExitStack
 ) -> None:
-    """Let Lightning's averages of weights (EMA among them) follow landed steps, until ``undo`` is closed."""
+    """Make Lightning's averages of weights, such as EMA, follow landed steps, until ``undo`` is closed."""
     for callback in callbacks:
         if isinstance(callback, package.callbacks.WeightAveraging):
             callback.should_update = _after_landed_steps(callback.should_update, landed)
@@ -134,32 +135,33 @@ def average_landed_steps(
 Scheduled = tuple[Any, int]
 """An LRSchedulerConfig of the Trainer, and its own frequency.
 
-The Trainer steps a scheduler where ``(batch_idx + 1) % config.frequency == 0``: a frequency that no batch
-index reaches holds it back. Nothing is set on the scheduler itself, whose ``state_dict()`` is saved.
+The Trainer steps a scheduler if ``(batch_idx + 1) % config.frequency == 0``. A frequency that no batch index
+reaches holds the scheduler back. Nothing is set on the scheduler itself, since its ``state_dict()`` is saved.
 """
 
 
 def scheduled_after_steps(configs: Iterable[Any], log: StepLog) -> list[Scheduled]:
-    """Return those of the Trainer's configs that it steps after optimizer steps."""
+    """Return the configs whose schedulers the Trainer steps after optimizer steps."""
     scheduled = [
         (config, config.frequency)
         for config in configs
         if config.interval == "step" and not config.reduce_on_plateau
     ]
     for config, frequency in scheduled:
-        if frequency != 1:  # after some steps only, whose fate is to be known then
+        # It steps after some steps only, and must know then whether that step was skipped.
+        if frequency != 1:
             log.wait_for(config.scheduler.optimizer)
     return scheduled
 
 
 def hold_schedulers(scheduled: Iterable[Scheduled], optimizer: Optimizer, log: StepLog) -> None:
-    """After an optimizer's step, hold its schedulers back if the step was skipped; else let them go."""
+    """After an optimizer step, hold its schedulers back if the step was skipped, else release them."""
     for config, frequency in scheduled:
         if config.scheduler.optimizer is optimizer:
             config.frequency = _NEVER if log.holds_schedulers(optimizer) else frequency
 
 
 def release_schedulers(scheduled: Iterable[Scheduled]) -> None:
-    """Let all schedulers go."""
+    """Release all schedulers."""
     for config, frequency in scheduled:
         config.frequency = frequency
