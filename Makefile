@@ -172,4 +172,6 @@ $(READY): pyproject.toml constraints.txt | asked-python
 	@echo "installing torch $(TORCH) and the pinned tools into .venv (a few minutes the first time)"
 	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --disable-pip-version-check \
 		"torch==$(firstword $(TORCH))" --editable ".[dev]"
+	@# timm without its torchvision: that of PyPI does not load beside a CPU build of torch. Tests take its optimizers alone.
+	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --disable-pip-version-check -q --no-deps timm
 	@touch $@

@@ -22,6 +22,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.cuda.register import cuda_core
 from amp_plugin.quiet_hooks import has_only_quiet_hooks
+from amp_plugin.weights import muon
 from amp_plugin.weights.compressed_state import CompressedState, asked_for
 from amp_plugin.weights.optimizer_hooks import add_if_late, take_steps_by
 from amp_plugin.weights.shard import with_local
@@ -83,7 +84,7 @@ def collect(optimizer: Optimizer) -> OnePassStep | str:
                     rule, len(numbers), params, remainders, optimizer.state, states, row.counters
                 )
                 if len(tensors) > 0:
-                    parts.append((tensors.step_, numbers, _lr_on_device(group)))
+                    parts.append((row.call(tensors, group), numbers, _lr_on_device(group)))
         except ValueError as error:
             return str(error)
     return OnePassStep(optimizer, parts, changed) if parts else "it has no gradients"
@@ -168,6 +169,9 @@ class _Row:
         schedule: Takes a group. Returns what a step changes in it, and other numbers that follow. The host
             must know at once whether a step was skipped, so the step is taken on the CPU only. A ValueError
             says why a step cannot be taken.
+        call: Takes the tensors and the group. Returns what steps them: one op, or several with torch's own
+            computations between them.
+        why_not: Returns why no step of the class can be taken in one pass with this torch; empty if they can.
     """
 
     rule: Callable[[_Group], tuple[str, tuple[str, ...]]]
@@ -176,21 +180,23 @@ class _Row:
     fixed: Mapping[str, Any] | None = None
     ignored: tuple[str, ...] = ()
     schedule: Callable[[_Group], _Group] | None = None
+    call: Callable[[Any, _Group], Callable[..., None]] = lambda tensors, _: tensors.step_
+    why_not: Callable[[], str] = str
 
     def unfit(self, optimizer: Optimizer) -> str:
         """Return which option of an optimizer the rule does not have; empty if it has all.
 
         A later release of a package may add options, which change its step.
         """
-        if self.fixed is None:  # a class of torch, whose options are known
-            return ""
+        if self.why_not() or self.fixed is None:  # a class of torch, whose options are known
+            return self.why_not()
         known = {*(name.partition(".")[0] for name in self.numbers), *self.fixed, *self.ignored}
         for name in optimizer.defaults.keys() - known:
             return f"its option {name} is not known"
         for name, value in self.fixed.items():
             holders: Any = [vars(optimizer)] if name.startswith(".") else optimizer.param_groups
             given = [holder[name.lstrip(".")] for holder in holders if name.lstrip(".") in holder]
-            own = getattr(sys.modules[type(optimizer).__module__], name.lstrip("."), None)
+            own = getattr(sys.modules.get(type(optimizer).__module__), name.lstrip("."), None)
             if any(number != (own if value is _OWN else value) for number in given):
                 return f"{name.lstrip('.')}={given[0]!r}"
         return ""
@@ -217,6 +223,14 @@ def _rmsprop(group: _Group) -> tuple[str, tuple[str, ...]]:
 
 def _named(rule: str, *states: str) -> Callable[[_Group], tuple[str, tuple[str, ...]]]:
     return lambda _: (rule, states)
+
+
+def _count(group: _Group) -> _Group:
+    """Return what a step changes in a group that counts its steps."""
+    if "step" not in group:
+        msg = "a group has no count of its steps yet, which its own step makes"
+        raise ValueError(msg)
+    return {"step": group["step"] + 1}
 
 
 def _schedule(group: _Group) -> _Group:
@@ -261,6 +275,14 @@ RULES: Final = {
         numbers=("lr", "betas.0", "betas.1", "eps", "weight_decay", "maximize"),
         counters=_COUNTS,
     ),
+    "torch.optim._muon.Muon": _Row(
+        rule=_named("muon_momentum", "momentum_buffer"),
+        numbers=("lr", "momentum", "nesterov"),
+        fixed={},
+        ignored=("weight_decay", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
+        call=lambda tensors, group: muon.MuonStep(tensors, group).step_,
+        why_not=muon.why_not,
+    ),
     "schedulefree.adamw_schedulefree.AdamWScheduleFree": _Row(
         rule=_named("schedule_free", "exp_avg_sq", "z"),
         numbers=_SCHEDULE_FREE,
@@ -286,6 +308,16 @@ RULES: Final = {
         fixed={"caution": False, "corrected_weight_decay": False},
         ignored=("max_lr_snapshot", "foreach"),
     ),
+    "pytorch_optimizer.optimizer.lion.Lion": _Row(
+        rule=_named("lion", "exp_avg"),
+        numbers=_LION,
+        schedule=_count,
+        fixed={
+            "weight_decouple": True,
+            **dict.fromkeys(("fixed_decay", "use_gc", "adanorm", "cautious", ".maximize"), False),
+        },
+        ignored=("foreach", "step"),
+    ),
 }
 """The classes whose step is taken in one pass, by module and name."""
 OPTIMIZERS: Final = tuple(name.rpartition(".")[2] for name in RULES)
@@ -293,7 +325,12 @@ OPTIMIZERS: Final = tuple(name.rpartition(".")[2] for name in RULES)
 
 
 def _class_of(optimizer: Optimizer) -> str:
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    return f"{_module_of(type(optimizer))}.{type(optimizer).__qualname__}"
+
+
+def _module_of(kind: type) -> str:
+    """Return the module in which a class is written: torch shows another one for Muon."""
+    return "torch.optim._muon" if kind is torch.optim.Muon else kind.__module__
 
 
 def _number(group: _Group, option: str) -> float:
@@ -356,8 +393,8 @@ def _is_step_replaced(optimizer: Optimizer) -> bool:
     if getattr(on_instance, "_wrapped_by_lr_sched", False) is True:  # a mock has every attribute
         on_instance = on_instance.__wrapped__
     kinds = type(optimizer).__mro__  # torch puts the step of a base, with hooks, on the class itself
-    layer, modules = on_class, {_CONTEXTS, *(kind.__module__ for kind in kinds)}
-    names = {f"{kind.__module__}.{kind.__qualname__}.step" for kind in kinds}
+    layer, modules = on_class, {_CONTEXTS, *map(_module_of, kinds)}
+    names = {f"{_module_of(kind)}.{kind.__qualname__}.step" for kind in kinds}
     while hasattr(layer, "__wrapped__"):
         if getattr(layer, "__globals__", {}).get("__name__") not in modules:
             return True

@@ -138,6 +138,10 @@ class StepTensors {
   }
 
   size_t size() const { return params_.size(); }
+  const Column& params() const { return params_; }
+  const Column& grads() const { return grads_; }
+  const Column& states() const { return states_[0]; }
+  const Column& remainders() const { return remainders_; }
 
   void step_(
       const std::vector<double>& numbers, const Number& lr, const Number& grad_scale,
@@ -148,6 +152,12 @@ class StepTensors {
         "amp_plugin::step_", params_, grads_, states_[0], counters_[0], remainders_, rule_.name, numbers, lr,
         grad_scale, found_inf);
     round_masters();
+  }
+
+  // The model computes with rounded values where the op steps masters. A step that was skipped has left
+  // those.
+  void round_masters() const {
+    if (!rounded_.empty()) at::_foreach_copy_(rounded_, params_);
   }
 
  private:
@@ -172,11 +182,6 @@ class StepTensors {
     refuse_if(!(is_master || is_half) || !fits(beside, param), "is kept with a tensor that ", beside);
     params_.push_back(is_master ? beside : param);
     (is_master ? rounded_ : remainders_).push_back(is_master ? param : beside);
-  }
-
-  // A step that was skipped has left the masters, whose rounded values these are.
-  void round_masters() const {
-    if (!rounded_.empty()) at::_foreach_copy_(rounded_, params_);
   }
 
   // The format of a parameter's states is that of the first; weights among them are float32.
@@ -232,6 +237,11 @@ void add_step_tensors(py::module_& module) {
               const std::string&, size_t, const py::list&, const py::list&, const py::dict&, const py::tuple&,
               const py::tuple&>())
       .def("__len__", &StepTensors::size)
+      .def_property_readonly("params", &StepTensors::params)
+      .def_property_readonly("grads", &StepTensors::grads)
+      .def_property_readonly("states", &StepTensors::states)
+      .def_property_readonly("remainders", &StepTensors::remainders)
+      .def("round_masters", &StepTensors::round_masters)
       .def("step_", &StepTensors::step_);
 }
 

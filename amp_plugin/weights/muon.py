@@ -1,0 +1,74 @@
+"""A step of torch's Muon: our ops before and after its matrix products, which stay torch's.
+
+::
+
+    muon_momentum   divides the gradient, moves momentum_buffer, writes what the products take
+    products        torch's Newton-Schulz iteration, in bfloat16
+    muon_update     decays the parameter, and subtracts the products from it
+
+Gradients are read once. One matrix is stepped after the other, so that memory is needed for one of them only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim import _muon
+
+from amp_plugin.kernels import ops  # noqa: F401 -- defines the ops
+
+_products: Final = getattr(_muon, "_zeropower_via_newtonschulz", None)
+_adjust_lr: Final = getattr(_muon, "_adjust_lr", None)
+
+
+class MuonStep:
+    """The step of one parameter group."""
+
+    def __init__(self, tensors: Any, group: dict[str, Any]) -> None:
+        """Take what the step needs.
+
+        Args:
+            tensors: The extension's ``StepTensors`` of the group.
+            group: The parameter group.
+        """
+        self._tensors, self._group = tensors, group
+
+    @torch.no_grad()
+    def step_(
+        self, numbers: list[float], lr: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        """Step as the extension's ``StepTensors.step_`` does; ``numbers`` are those of muon_momentum."""
+        tensors, skipped = self._tensors, found_inf is not None and found_inf.is_cpu and found_inf.item() > 0
+        for i, (param, grad, buffer) in enumerate(
+            zip(tensors.params, tensors.grads, tensors.states, strict=True)
+        ):
+            made = torch.empty_like(grad, dtype=torch.float32)
+            late = {"grad_scale": grad_scale, "found_inf": found_inf}
+            torch.ops.amp_plugin.step_([made], [grad], [buffer], [], [], "muon_momentum", numbers, **late)
+            if not skipped:
+                self._update(param, tensors.remainders[i : i + 1], made, lr, found_inf)
+        tensors.round_masters()
+
+    def _update(
+        self,
+        param: Tensor,
+        remainder: list[Tensor],
+        made: Tensor,
+        lr: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        """Compute the products of a matrix, and step its parameter."""
+        group = self._group
+        products = _products(made, group["ns_coefficients"], group["ns_steps"], group["eps"])  # type: ignore[misc]
+        ratio = _adjust_lr(1.0, group["adjust_lr_fn"], param.shape)  # type: ignore[misc]
+        numbers = [0.0 if lr is not None else float(group["lr"]), group["weight_decay"], ratio]
+        late = {"lr": lr, "found_inf": found_inf}
+        torch.ops.amp_plugin.step_([param], [products], [], [], remainder, "muon_update", numbers, **late)
+
+
+def why_not() -> str:
+    """Return why no step of Muon is taken in one pass; empty if they can be."""
+    known = _products is not None and _adjust_lr is not None
+    return "" if known else "torch.optim.Muon of this torch computes its products in another way"
