@@ -446,6 +446,23 @@ def _adagrad(
     return param - rate * grad / (total.sqrt() + n.eps), total
 
 
+def _adadelta(
+    param: Tensor, grad: Tensor, states: list[Tensor], _: list[Tensor], n: SimpleNamespace
+) -> tuple[Tensor, ...]:
+    """Adadelta (Zeiler, 2012)::
+
+    grad += weight_decay * param
+    square_avg = rho * square_avg + (1 - rho) * grad^2
+    delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * grad
+    acc_delta = rho * acc_delta + (1 - rho) * delta^2
+    param -= lr * delta
+    """  # noqa: D415 - the formula belongs to the sentence
+    grad = _decayed(param, grad, n)
+    square_avg = n.rho * states[0] + (1 - n.rho) * grad * grad
+    delta = ((states[1] + n.eps) / (square_avg + n.eps)).sqrt() * grad
+    return param - n.lr * delta, square_avg, n.rho * states[1] + (1 - n.rho) * delta * delta
+
+
 def _moments(
     param: Tensor, grad: Tensor, states: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -583,6 +600,12 @@ RULES: Final = {
         numbers=("lr", "lr_decay", "eps", "weight_decay", "maximize"),
         states=("square",),
         apply=_adagrad,
+        counters=1,
+    ),
+    "adadelta": Rule(
+        numbers=("lr", "rho", "eps", "weight_decay", "maximize"),
+        states=("square", "square"),
+        apply=_adadelta,
         counters=1,
     ),
     "nadam": Rule(

@@ -266,6 +266,11 @@ RULES: Final = {
         numbers=("lr", "lr_decay", "eps", "weight_decay", "maximize"),
         counters=_COUNTS,
     ),
+    "torch.optim.adadelta.Adadelta": _Row(
+        rule=_named("adadelta", "square_avg", "acc_delta"),
+        numbers=("lr", "rho", "eps", "weight_decay", "maximize"),
+        counters=_COUNTS,
+    ),
     "torch.optim.nadam.NAdam": _Row(
         rule=_named("nadam", *_MOMENTS), numbers=(*_ADAM, "momentum_decay"), counters=(*_COUNTS, "mu_product")
     ),

@@ -22,6 +22,7 @@ NUMBERS = {
     "dampening": 0.1,
     "nesterov": 1.0,
     "alpha": 0.95,
+    "rho": 0.9,
     "lr_decay": 0.02,
     "momentum_decay": 4e-3,
     "correction2": 0.4,

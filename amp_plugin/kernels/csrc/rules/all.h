@@ -1,6 +1,7 @@
 // All rules. Include csrc/step_arithmetic.h or cuda/arithmetic.cuh before.
 #pragma once
 
+#include "adadelta.h"
 #include "adagrad.h"
 #include "adam.h"
 #include "adam_kin.h"
@@ -22,6 +23,7 @@
   RULE(rmsprop_centered, Rmsprop<true>)                  \
   RULE(rmsprop_centered_momentum, RmspropMomentum<true>) \
   RULE(adagrad, Adagrad)                                 \
+  RULE(adadelta, Adadelta)                               \
   RULE(nadam, Nadam)                                     \
   RULE(radam, Radam)                                     \
   RULE(adamax, Adamax)                                   \
