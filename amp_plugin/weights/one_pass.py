@@ -24,9 +24,16 @@ from amp_plugin.kernels.cuda.register import cuda_core
 from amp_plugin.quiet_hooks import has_only_quiet_hooks
 from amp_plugin.weights import muon
 from amp_plugin.weights.compressed_state import CompressedState, asked_for
-from amp_plugin.weights.optimizer_hooks import add_if_late, take_steps_by
+from amp_plugin.weights.optimizer_hooks import add_if_late, count_steps, take_steps_by
 from amp_plugin.weights.shard import with_local
-from amp_plugin.weights.weight import half_of, remainder_of, stored_params
+from amp_plugin.weights.weight import (
+    half_of,
+    is_kept_alone,
+    masters_of,
+    remainder_of,
+    store_masters_,
+    stored_params,
+)
 
 _Group = dict[str, Any]
 _Part = tuple[Callable[..., None], list[float], Tensor | None]  # the op, its rule's numbers, lr on a GPU
@@ -84,7 +91,10 @@ def collect(optimizer: Optimizer) -> OnePassStep | str:
                     rule, len(numbers), params, remainders, optimizer.state, states, row.counters
                 )
                 if len(tensors) > 0:
-                    parts.append((row.call(tensors, group), numbers, _lr_on_device(group)))
+                    call = row.call(tensors, group)
+                    if is_kept_alone(params[0]):
+                        call = _and_rounded(call, optimizer, params, remainders)
+                    parts.append((call, numbers, _lr_on_device(group)))
         except ValueError as error:
             return str(error)
     return OnePassStep(optimizer, parts, changed) if parts else "it has no gradients"
@@ -379,13 +389,33 @@ def _begin(optimizer: Optimizer, row: _Row) -> None:
 
 
 def _by_storage(params: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield parameters that are stored as they are, then pairs with their low halves by dtype."""
+    """Yield parameters and what is kept next to them: float32, pairs by dtype, then those kept alone."""
     stored = stored_params(params)
+    alone = [param for param in stored if param.grad is not None and is_kept_alone(param)]
     kept = [remainder_of(param) for param in stored]
     pairs = {param: remainder for param, remainder in zip(stored, kept, strict=True) if remainder is not None}
-    yield [param for param in params if param not in pairs] if pairs else list(params), []
+    in_16_bits = {*pairs, *filter(is_kept_alone, stored)}
+    yield [param for param in params if param not in in_16_bits] if in_16_bits else list(params), []
     for dtype in {remainder.dtype for remainder in pairs.values()}:  # bf16's are integers, fp16's masters
         yield [p for p in pairs if pairs[p].dtype is dtype], [r for r in pairs.values() if r.dtype is dtype]
+    if alone:
+        yield alone, masters_of(alone)
+
+
+def _and_rounded(
+    call: Callable[..., None], optimizer: Optimizer, params: list[Tensor], masters: list[Tensor]
+) -> Callable[..., None]:
+    """Return a call that steps float32 masters of this step alone, and rounds them at random."""
+
+    def run(
+        numbers: list[float], lr: Tensor | None, divisor: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        count_steps(optimizer, params)  # before the step counts itself
+        call(numbers, lr, divisor, found_inf)
+        if found_inf is None or not found_inf.is_cpu or found_inf.item() == 0:
+            store_masters_(params, masters)  # nothing is drawn for a step that the host knows is skipped
+
+    return run
 
 
 def _is_step_replaced(optimizer: Optimizer) -> bool:

@@ -167,7 +167,7 @@ class OptimizerHooks:
         has_closure = callable(kwargs.get("closure")) or (len(args) > 1 and callable(args[1]))
         if self._is_widened and not has_closure and self._take_in_one_pass(optimizer):
             return None
-        _count_steps(optimizer, params)
+        count_steps(optimizer, params)
         self._show(params)
         run = partial(partial, self._run_as_kept, optimizer, params)
         if callable(kwargs.get("closure")):
@@ -238,7 +238,7 @@ def _load_shown(load: Callable[..., Any], state_dict: dict[str, Any], *args: Any
         hooks.after_load(optimizer)
 
 
-def _count_steps(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
+def count_steps(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
     """Let stochastic rounding go on where the optimizer's own count, which it saves, says."""
     for param in params:
         weight = stored_weight(param)

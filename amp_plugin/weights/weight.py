@@ -269,18 +269,40 @@ def has_room(param: Tensor) -> bool:
 
 
 def remainder_of(param: Tensor) -> Tensor | None:
-    """Return what a parameter lacks of float32, or None; raise ValueError if no op steps it."""
+    """Return what a parameter lacks of float32 and is kept next to it; None if nothing is."""
     weight = stored_weight(param)
-    if weight is None or weight.shows:
+    if weight is None or weight.shows or not weight.format.kept_bytes:
         return None
-    if not weight.format.kept_bytes:
-        msg = f"a weight is stored with weights={weight.name!r}"
-        raise ValueError(msg)
     with torch.no_grad():  # not as a decorator: most parameters of a step return above
         kept = _settled(param).kept
         if kept.dtype is torch.float32:
             weight.format.join([half_of(param)], [kept])  # with what somebody else has written
     return kept
+
+
+def is_kept_alone(param: Tensor) -> bool:
+    """Whether a parameter is in 16 bits now, and nothing is kept next to it: it is rounded at random."""
+    weight = stored_weight(param)
+    return weight is not None and not weight.shows and not weight.format.kept_bytes
+
+
+@torch.no_grad()
+def masters_of(params: list[Tensor]) -> list[Tensor]:
+    """Return float32 copies of parameters that are kept alone; :func:`store_masters_` stores them."""
+    records = [_settled(param) for param in params]
+    return records[0].format.join([half_of(param) for param in params], [record.kept for record in records])
+
+
+@torch.no_grad()
+def store_masters_(params: list[Tensor], masters: list[Tensor]) -> None:
+    """Store what an optimizer step has made of :func:`masters_of`."""
+    made = dict(zip(params, masters, strict=True))
+    records = {param: _settled(param) for param in params}
+    for record in records.values():
+        record.steps += 1
+    for alike, group in _alike(records):
+        halves, kept = [half_of(param) for param in alike], [record.kept for record in group]
+        group[0].format.store([made[p] for p in alike], halves, kept, group[0].seed, group[0].steps)
 
 
 def _settled(param: Tensor) -> StoredWeight:

@@ -187,14 +187,49 @@ def test_stored_weights_are_stepped_as_they_are(kind, weights, scale):
     assert our_state == their_state
 
 
-def test_stored_weights_without_a_rest_are_left_to_the_optimizer():
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    store_weights(model, optimizer, weights="bf16-stochastic")
-    scaler = GradScaler("cpu")
-    scaler.scale(model(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum()).backward()
-    scaler.step(optimizer)
-    assert "stored with weights='bf16-stochastic'" in scaler.last_step(optimizer).how
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_weights_that_are_kept_alone_are_rounded_as_by_the_own_step(make):
+    """With the same draws; a step that is skipped draws nothing."""
+    ends = {}
+    for one_pass in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(300, 7)
+        optimizer = make(model.parameters(), lr=1e-4)
+        store_weights(model, optimizer, weights="bf16-stochastic")
+        scaler = GradScaler("cpu", init_scale=8.0, one_pass=one_pass)
+        for number in range(6):
+            optimizer.zero_grad()
+            inputs = torch.full((2, 300), float("inf") if number == 3 else 1.0, dtype=torch.bfloat16)
+            before = [param.clone() for param in model.parameters()]
+            scaler.scale(model(inputs).float().sum()).backward()
+            scaler.step(optimizer)
+            assert scaler.last_step(optimizer).skipped == (number == 3)
+            same = all(map(torch.equal, before, model.parameters()))
+            assert same == (number == 3)
+            scaler.update()
+        assert scaler.last_step(optimizer).one_pass is one_pass
+        ends[one_pass] = [param.detach().float() for param in model.parameters()]
+    for ours, right in zip(*ends.values(), strict=True):
+        assert (ours == right).float().mean() > 0.99, "the others: a last place of the step"
+
+
+def test_rounding_at_random_in_one_pass_is_unbiased():
+    """Each draw from the same start: the mean is what float32 would be."""
+    moved = []
+    for seed in range(20):
+        model = torch.nn.Linear(4096, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-10)  # a quarter of what bfloat16 tells apart
+        store_weights(model, optimizer, weights="bf16-stochastic", seed=seed)
+        scaler = GradScaler("cpu", enabled=False)
+        model.weight.grad = torch.ones(1, 4096)
+        scaler.step(optimizer)
+        assert scaler.last_step(optimizer).one_pass
+        moved.append(1 - model.weight.detach().float())
+    moved = torch.stack(moved)
+    assert set(moved.unique().tolist()) == {0.0, 2.0**-8}
+    assert moved.mean().item() == pytest.approx(2.0**-10, rel=0.02)
+    assert (moved.mean(0) / 2.0**-10 - 1).abs().mean() < 0.5, "no element stands still"
 
 
 OTHER = type("OtherSGD", (torch.optim.SGD,), {})
@@ -215,7 +250,7 @@ def changed_sgd(change):
     ("make", "text"),
     [
         (OTHER, "there is no rule for the class "),
-        (torch.optim.Adadelta, "there is no rule for the class torch.optim.adadelta.Adadelta"),
+        (torch.optim.Rprop, "there is no rule for the class torch.optim.rprop.Rprop"),
         (lambda params: torch.optim.SGD(params, lr=0.1, differentiable=True), "differentiable=True"),
         (changed_sgd(lambda o: o.register_step_pre_hook(lambda *_: None)), "a hook runs before its step"),
         (changed_sgd(lambda o: setattr(o, "step", lambda *_: None)), "its step was replaced"),
