@@ -1,5 +1,6 @@
 """The operators of torch's own test database beside torch.autocast: bit for bit, or by dtype on fake tensors."""
 
+import functools
 import itertools
 from types import SimpleNamespace
 
@@ -115,6 +116,24 @@ def test_an_order_of_additions_is_an_excuse_only_where_torch_says_so():
     assert not same_but_for_order([ones], [ones * (1 + 2**-5)])
     assert not same_but_for_order([ones], [ones.float()])
     assert not same_but_for_order([ones], ["an error"])
+
+
+def test_the_order_of_additions_changes_the_gradient_of_grid_sample():
+    """What a GPU adds by atomics, added here one term after the other: forwards, backwards and shuffled."""
+    (info,) = (
+        info for info in torchs_own("common_methods_invocations").op_db if info.name == "grid_sampler_2d"
+    )
+    for sample in itertools.islice(samples_of(info, torch.float16), SAMPLES):
+        image = sample.input.float().requires_grad_()
+        pixels = info.op(image, *(a.float() if isinstance(a, torch.Tensor) else a for a in sample.args))
+        terms = [
+            torch.autograd.grad(pixels[batch, :, row, column].sum(), image, retain_graph=True)[0].half()
+            for batch, row, column in itertools.product(*map(range, (pixels.shape[0], *pixels.shape[2:])))
+        ]
+        orders = [terms, terms[::-1], [terms[i] for i in torch.randperm(len(terms)).tolist()]]
+        first, *others = [functools.reduce(torch.add, order) for order in orders]
+        assert not all(torch.equal(first, other) for other in others), "an excuse must have a reason"
+        assert all(same_but_for_order([first], [other]) for other in others)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
