@@ -14,6 +14,13 @@ RIVALS = ("torch", "stock")
 RATE = "GB/s"
 """The unit in which more is better."""
 
+OLD_WAY = "folded"
+OLD_WAY_NOTE = (
+    '*Rows named "folded" are of release 0.3, where a clip left its factor to the next optimizer step. '
+    "That way is gone. `clip_and_step` clips within the step now; its rows replace these when the benchmarks "
+    "run again.*"
+)
+
 UNITS: Mapping[str, Sequence[tuple[float, str]]] = {
     "us": ((1e6, "s"), (1e3, "ms"), (1.0, "µs"), (1e-3, "ns")),
     "bytes": ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes")),
@@ -90,6 +97,11 @@ def markdown(table: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *rows))
 
 
+def with_note(text: str) -> str:
+    """Explain the rows of a way that is gone below a table that has some."""
+    return f"{text}\n\n{OLD_WAY_NOTE}" if f", {OLD_WAY}" in text else text
+
+
 def caption(report: Report, record: SectionRecord) -> str:
     """Say what the figures of a section were measured on, how and when."""
     count = f"{record.threads} thread{'' if record.threads == 1 else 's'}"
@@ -105,7 +117,7 @@ def section(report: Report, key: str, figures: Sequence[str] = ()) -> str:
     parts = []
     for name, rows in grouped(record.outcomes).items():
         parts += [f"**{name}**", markdown(cells(rows))]
-    return "\n\n".join([*parts, *figures, caption(report, record)])
+    return with_note("\n\n".join([*parts, *figures, caption(report, record)]))
 
 
 def losses(report: Report) -> str:
@@ -132,7 +144,7 @@ def missed(report: Report) -> str:
                 spread = outcome.ratios.get(verdict.against)
                 compared = ratio(spread) if spread else quantity(verdict.value, outcome.unit)
                 rows.append([f"{outcome.table}: {outcome.name}", verdict.against, compared, verdict.promise])
-    return markdown(rows) if len(rows) > 1 else "None in this run."
+    return with_note(markdown(rows)) if len(rows) > 1 else "None in this run."
 
 
 def parts(report: Report) -> str:
@@ -156,7 +168,7 @@ def summary(report: Report, most: int = 10) -> str:
     ]
     chosen = sorted(ranked, key=lambda entry: entry[:2])[:most]
     rows = [row for _, _, row in sorted(chosen, key=lambda entry: (entry[1], entry[0]))]
-    return markdown([["", "against", "ours / theirs", "promised"], *rows])
+    return with_note(markdown([["", "against", "ours / theirs", "promised"], *rows]))
 
 
 def _promised(record: SectionRecord) -> list[list[str]]:

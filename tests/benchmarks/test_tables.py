@@ -105,3 +105,11 @@ def test_all_losses_are_listed(report):
     listed = tables.losses(report)
     assert "| Models: slow | torch | 2.00 |" in listed
     assert listed.count("\n") == 2
+
+
+def test_rows_of_a_way_that_is_gone_are_explained_below_their_table(report):
+    assert tables.OLD_WAY_NOTE not in tables.section(report, "models")
+    (table,) = (outcome.table for outcome in report.sections["kernels"].outcomes)
+    old = record(outcome("ResNet-50, folded", table, 3.0, 2.0, label="limit"))
+    changed = replace(report, sections={**report.sections, "kernels": old})
+    assert tables.section(changed, "kernels").endswith(tables.OLD_WAY_NOTE)
