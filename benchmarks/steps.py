@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import lion_pytorch
+import schedulefree
 import torch
 from torch import Tensor
 
@@ -26,10 +28,23 @@ TABLE = "Unscale + clip + step + update, each after a backward"
 TABLE_WITHOUT_SCALE = "Clip + step where nothing is scaled, each after a backward"
 TABLE_16_BITS = "The same step of weights stored in bf16, beside float32 weights"
 TABLE_8_BITS = "The same step of weights stored in bf16 with 8-bit state, one thread, beside float32 state"
-OTHERS = (
-    *("foreach AdamW", "fused SGD with momentum", "fused Adagrad", "foreach RMSprop with momentum"),
-    *("foreach NAdam", "foreach RAdam", "foreach Adamax", "Lion"),
-)
+TABLE_FUSED = "The same step with optimizers that torch has fused, beside its fused and its foreach step"
+TABLE_FOREACH = "The same step with optimizers that are not fused, beside their own step"
+FUSED = {"Adam": 2, "AdamW": 2, "SGD with momentum": 1, "Adagrad": 1}
+"""Optimizers, and how many states each parameter has."""
+NOT_FUSED = {
+    "RMSprop with momentum": 2,
+    "Adadelta": 2,
+    "NAdam": 2,
+    "RAdam": 2,
+    "Adamax": 2,
+    "Lion": 1,
+    "AdamWScheduleFree": 2,
+}
+ON_THE_CPU = ("AdamWScheduleFree", "Adagrad")  # torch 2.11 has no fused Adagrad for CUDA
+MATRICES = [(512, 2048)] * 4  # for Muon, whose products take nearly all of its time
+FOREACH = "torch, foreach"
+LIMIT = "copying as many bytes"
 MAX_NORM = 0.1
 SCALE = 2.0**10
 PROMISED = {
@@ -66,9 +81,13 @@ class Steps(Section):
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
         """Yield each set of gradients with fused AdamW, ResNet-50 with others too, and 16-bit weights."""
         names = ("ResNet-50", "GPT-2 124M", "1000 x 100 KB", "1000 x 1 KB")
-        cases = [(name, "fused AdamW") for name in names]
-        for name, optimizer in [*cases, *(("ResNet-50", other) for other in OTHERS)]:
-            yield whole_step(setting, name, optimizer)
+        for name in names:
+            yield whole_step(setting, name, "fused AdamW")
+        for name, optimizer in itertools.product(names[:2], (*FUSED, *NOT_FUSED)):
+            if setting.device == "cpu" or optimizer not in ON_THE_CPU:
+                yield beside_its_limit(setting, name, shapes_of(name, setting), optimizer)
+        matrices = setting.sized(MATRICES, [(8, 16)])
+        yield beside_its_limit(setting, "4 matrices of 512 x 2048", matrices, "Muon")
         if setting.device == "cpu":
             yield in_16_bits(setting)
             yield in_8_bits(setting)
@@ -94,6 +113,43 @@ def whole_step(setting: Setting, name: str, optimizer: str) -> Comparison:
         rounds=setting.rounds(9 if name == "GPT-2 124M" else 21),
         gates=gates_of(name, optimizer, setting),
     )
+
+
+def beside_its_limit(setting: Setting, name: str, shapes: Shapes, optimizer: str) -> Comparison:
+    """Compare a whole step with torch's and with a copy of the bytes that the step cannot do without.
+
+    These are, of an element: 4 to measure the gradient; 8 each for gradient, parameter and states.
+    """
+    best = f"fused {optimizer}" if optimizer in FUSED else optimizer
+    trained = Trained(shapes, setting.device, best)
+    calls: dict[str, tuple[Trained, bool]] = {OURS: (trained, True), "torch": (trained, False)}
+    if optimizer in FUSED:
+        calls[FOREACH] = (Trained(shapes, setting.device, f"foreach {optimizer}"), False)
+    states = {**FUSED, **NOT_FUSED, "Muon": 1}[optimizer]
+    moved = sum(param.numel() for param in trained.params) * (4 + 8 * (2 + states))
+    samples = {
+        label: setting.memory_clock(
+            side.step_ours if ours else side.step_theirs,
+            prepare=partial(side.backward, side.ours if ours else side.theirs),
+        )
+        for label, (side, ours) in calls.items()
+    }
+    limit = 1.5 if optimizer in FUSED else 2.0
+    return Comparison(
+        name=f"{name}, {optimizer}",
+        table=TABLE_FUSED if optimizer in FUSED else TABLE_FOREACH,
+        samples={**samples, LIMIT: copy_of(moved, setting)},
+        rounds=setting.rounds(5 if name == "GPT-2 124M" else 11),
+        gates=() if optimizer == "Muon" else (Gate(limit=limit, measure="theirs / ours"),),
+    )
+
+
+def copy_of(moved: int, setting: Setting) -> Sample:
+    """Return a sample of the time in which ``copy_`` reads and writes so many bytes."""
+    source = torch.zeros(setting.sized(2**26, 2**10), device=setting.device)
+    target = torch.zeros_like(source)
+    copy = setting.memory_clock(lambda: target.copy_(source))
+    return lambda: copy() * moved / (2 * source.nbytes)
 
 
 def gates_of(name: str, optimizer: str, setting: Setting) -> tuple[Gate, ...]:
@@ -177,11 +233,20 @@ def without_scale(setting: Setting, name: str, optimizer: str) -> Comparison:
 
 
 def optimizer_of(description: str, params: list[Tensor]) -> Any:
-    """Return an optimizer of a row: ``"fused AdamW"``, ``"foreach RMSprop with momentum"``, ``"Lion"``."""
+    """Return an optimizer of a row: ``"fused AdamW"``, ``"RMSprop with momentum"``, ``"Lion"``.
+
+    On a GPU it counts its steps there, as a step in one pass needs.
+    """
     *kind, name = description.removesuffix(" with momentum").split()
     if name == "Lion":
         return lion_pytorch.Lion(params, lr=1e-9)
-    options = {"momentum": 0.9} if description.endswith(" with momentum") else {}
+    if name == "AdamWScheduleFree":
+        made = schedulefree.AdamWScheduleFree(params, lr=1e-9)
+        made.train()
+        return made
+    options: dict[str, Any] = {"momentum": 0.9} if description.endswith(" with momentum") else {}
+    if name != "Muon" and not kind:
+        options |= {"foreach": True, "capturable": params[0].is_cuda}
     return getattr(torch.optim, name)(params, lr=1e-9, **dict.fromkeys(kind, True), **options)
 
 
