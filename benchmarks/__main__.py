@@ -151,6 +151,7 @@ def arguments(device: str, words: Sequence[str] | None) -> argparse.Namespace:
     what.add_argument("--keep", action="store_true", help="measure, keep the figures, write no page")
     what.add_argument("--draw", action="store_true", help="measure nothing, write the documentation")
     what.add_argument("--promises", action="store_true", help="measure nothing, show what was promised")
+    parser.add_argument("--tiny", action="store_true", help="sizes that only show that a section runs")
     parser.add_argument(
         "--figures", type=Path, metavar="FILE", help="for --draw and --promises: not this machine's figures"
     )
@@ -187,7 +188,7 @@ def main(words: Sequence[str] | None = None) -> int:
     report = kept_report(options.device)
     outcomes: list[Outcome] = []
     for key in sorted(options.only, key=keys(options.device).index):
-        record = run(section(key), Setting(device=options.device), gated=options.check)
+        record = run(section(key), Setting(device=options.device, tiny=options.tiny), gated=options.check)
         show(record)
         outcomes += record.outcomes
         report.sections[key] = record

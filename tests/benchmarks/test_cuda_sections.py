@@ -17,7 +17,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.native]
 ONLY_ON_A_DEVICE = {
     "launches": "a profiler of launches",
     "diagnosis": "tensors that take the storage of others",
-    "memory": "a count of the most memory taken",
     "lightning": "the time for it",
     "accelerate": "the time for it",
 }

@@ -21,7 +21,7 @@ thread_local c10::DeviceIndex current_index = 0;
 
 namespace {
 
-std::atomic<int64_t> bytes_in_use{0};
+std::atomic<int64_t> bytes_in_use{0}, most_in_use{0};
 std::atomic<int64_t> unsafe_allocations{0};  // of pinned memory, which would break another thread's capture
 std::atomic<int64_t> debug_mode{0};  // of torch.cuda.set_sync_debug_mode: 1 warns, 2 is an error
 
@@ -135,7 +135,9 @@ struct Memory final : c10::DeviceAllocator {
     if (bytes == 0) return {nullptr, device_at(-1)};
     void* memory = std::aligned_alloc(512, (bytes + 511) / 512 * 512);
     std::memset(memory, 0xAB, bytes);
-    bytes_in_use += int64_t(bytes);
+    const int64_t in_use = bytes_in_use += int64_t(bytes);
+    for (int64_t most = most_in_use; most < in_use && !most_in_use.compare_exchange_weak(most, in_use);) {
+    }
     return device_memory(memory, bytes, device_at(-1), [memory, bytes] {
       bytes_in_use -= int64_t(bytes);
       std::free(memory);
@@ -215,6 +217,8 @@ TORCH_LIBRARY(host_device, library) {
   library.def("card_is_full(bool on) -> ()", [](bool on) { card_is_full = on; });
   library.def("unsafe_allocations() -> int", [] { return unsafe_allocations.load(); });
   library.def("memory_allocated() -> int", [] { return bytes_in_use.load(); });
+  library.def("max_memory_allocated() -> int", [] { return most_in_use.load(); });
+  library.def("reset_peak_memory_stats() -> ()", [] { most_in_use = bytes_in_use.load(); });
   library.def(
       "copy_of(Storage storage, Device device) -> Tensor",
       [](const c10::Storage& storage, at::Device device) {

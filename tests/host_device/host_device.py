@@ -119,6 +119,7 @@ def install_if_loaded(*, kernels: bool = True) -> None:
         ours.nvrtc_version = lambda: "of g++"
         ours.identity_of = lambda *_: 1
         ours.all_cubins = _all_objects
+        ours.build_ahead = lambda *_: None
         sys.modules[COMPILER] = ours
     torch.version.cuda = "13.0"
     for name, value in _namespace(device).items():
@@ -201,10 +202,10 @@ def _namespace(device: Any) -> dict[str, Any]:
         "set_sync_debug_mode": set_sync_debug_mode,
         "is_current_stream_capturing": device.capturing,
         "memory_allocated": lambda *_: device.memory_allocated(),
-        "max_memory_allocated": lambda *_: device.memory_allocated(),
+        "max_memory_allocated": lambda *_: device.max_memory_allocated(),
         "mem_get_info": lambda *_: (2**30 - device.driver_bytes(), 2**30),
         "empty_cache": lambda: None,
-        "reset_peak_memory_stats": lambda *_: None,
+        "reset_peak_memory_stats": lambda *_: device.reset_peak_memory_stats(),
         "manual_seed": lambda seed: None,
         "manual_seed_all": lambda seed: None,
         "get_rng_state": lambda *_: torch.empty(0, dtype=torch.uint8),
