@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import _muon
 
 from amp_plugin.kernels import ops  # noqa: F401 -- defines the ops
+from amp_plugin.weights.shard import local_of
 
 _products: Final = getattr(_muon, "_zeropower_via_newtonschulz", None)
 _adjust_lr: Final = getattr(_muon, "_adjust_lr", None)
@@ -32,7 +33,13 @@ class MuonStep:
         Args:
             tensors: The extension's ``StepTensors`` of the group.
             group: The parameter group.
+
+        Raises:
+            ValueError: The matrices are sharded, so that the products of a rank's parts are not theirs.
         """
+        if any(local_of(param) is not param for param in group["params"]):
+            msg = "its products take whole matrices, and its parameters are sharded"
+            raise ValueError(msg)
         self._tensors, self._group = tensors, group
 
     @torch.no_grad()

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from amp_plugin import GradScaler, store_weights
 from amp_plugin.weights.compressed_state import fp32_state_dict
+from amp_plugin.weights.muon import MuonStep
 from amp_plugin.weights.one_pass import RULES, why_not
 
 pytestmark = pytest.mark.native
@@ -270,6 +271,13 @@ def test_a_class_that_changes_the_step_is_not_taken_for_its_base(monkeypatch):
     assert why_not(other) == "its option cautious_factor is not known"
     monkeypatch.setattr(cls, "step", lambda self, closure=None: None)
     assert why_not(cls(params)) == "its step was replaced"
+
+
+def test_muon_leaves_sharded_matrices_to_the_own_step():
+    """The products of a part of a matrix are not a part of its products."""
+    group = {"params": [types.SimpleNamespace(_local_tensor=torch.ones(2, 2))]}
+    with pytest.raises(ValueError, match="its products take whole matrices"):
+        MuonStep(None, group)
 
 
 MODIFIED = {
