@@ -1,4 +1,4 @@
-"""A prepared model: its forward under autocast with outputs in fp32, and the dtypes that FSDP is given."""
+"""The forward of a prepared model, under autocast and with fp32 outputs; and the dtypes that FSDP gets."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from amp_plugin.sharding.plan import DtypePlan
 
 @dataclass(kw_only=True, eq=False)
 class MixedForward:
-    """Stands in for ``module.forward``; pickled, copied and compiled with its module."""
+    """Takes the place of ``module.forward``. It is pickled, copied and compiled with its module."""
 
     module: nn.Module
     training: RegionState
     evaluation: RegionState
     fp32_outputs: bool = True
-    inputs: torch.dtype | None = None  # of floating-point inputs, where all weights are stored in it
+    inputs: torch.dtype | None = None  # dtype of floating-point inputs if all weights are stored in it
     own: Callable[..., Any] | None = field(init=False)  # a forward that was set on the instance
 
     def __post_init__(self) -> None:
         self.own = vars(self.module).get("forward")
 
     def put_on(self) -> None:
-        """Give the module this forward; nothing happens if it has such a one."""
+        """Set this as the module's forward, unless it has a MixedForward already."""
         if not isinstance(self.own, MixedForward):
             # extract_model_from_parallel: "if original_forward is not None:" it follows __wrapped__ to it
             self.module._original_forward = self.__wrapped__  # type: ignore[assignment]
@@ -56,14 +56,14 @@ class MixedForward:
         return inspect.signature(self.own or type(self.module).forward.__get__(self.module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward in the region."""
+        """Run the module's own forward under autocast."""
         state = self.training if self.module.training else self.evaluation
         if self.inputs is not None:
             args, kwargs = recursively_apply(self._cast, (args, kwargs))
         with state.region():
             if self.own is not None:
                 output = self.own(*args, **kwargs)
-            else:  # not bound first: no Dynamo before torch 2.13 can trace that
+            else:  # called unbound, because Dynamo before torch 2.13 cannot trace a bound one
                 output = type(self.module).forward(self.module, *args, **kwargs)
         return convert_to_fp32(output) if self.fp32_outputs else output
 
@@ -76,7 +76,7 @@ def _without_module(forward: Callable[..., Any], _: nn.Module, *args: Any, **kwa
 
 
 def give_policy(plugin: FullyShardedDataParallelPlugin, plan: DtypePlan, *, fp32_outputs: bool) -> None:
-    """Replace Accelerate's policy for FSDP, which reduces gradients in 16 bits; not the user's own."""
+    """Replace Accelerate's own policy for FSDP, which reduces gradients in 16 bits. Keep a user's policy."""
     dtype = plan.compute_dtype
     if plugin.mixed_precision_policy == fsdp.MixedPrecision(dtype, dtype, dtype):  # FSDP1's
         plugin.mixed_precision_policy = fsdp1_policy(plan)
@@ -86,7 +86,7 @@ def give_policy(plugin: FullyShardedDataParallelPlugin, plan: DtypePlan, *, fp32
 
 @contextmanager
 def fp32_units_apart(models: Sequence[nn.Module], plan: DtypePlan) -> Iterator[None]:
-    """Let ``fully_shard``, which gathers each unit in one dtype, give modules in fp32 units of their own."""
+    """Make ``fully_shard`` wrap each fp32 module on its own, because it gathers each unit in one dtype."""
     own = fsdp.fully_shard
     in_fp32: set[nn.Module] = set()
     for model in models:

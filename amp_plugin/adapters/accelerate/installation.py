@@ -1,4 +1,4 @@
-"""install(): make every Accelerator of the process one of ours, whoever creates it."""
+"""``install()`` makes each new Accelerator of the process one of ours, whichever code creates it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _installed = ExitStack()
 
 
 def install(options: AmpKwargs | None = None, *, made: Callable[[AmpAccelerator], object] = id) -> None:
-    """Turn each ``accelerate.Accelerator`` made from now on into an AmpAccelerator.
+    """Make each new ``accelerate.Accelerator`` an AmpAccelerator.
 
-    For code that makes its own, such as ``transformers.Trainer``; subclasses of Accelerator keep
-    their methods. Accelerators that exist stay as they are, with a warning. A child process that
-    ``multiprocessing`` spawns imports the main module again: call this at its top level. May be repeated; the
-    last options hold.
+    Use it for code that makes its own Accelerator, such as ``transformers.Trainer``. Subclasses of
+    Accelerator keep their methods. Accelerators that exist already do not change; a warning names them. Call
+    this at the top level of the main module, because spawned child processes import that module again. It may
+    be called again; the last options apply.
 
     Args:
-        options: used where the Accelerator's own ``kwargs_handlers`` have no AmpKwargs.
-        made: called with each Accelerator that was turned.
+        options: the options for Accelerators whose ``kwargs_handlers`` contain no AmpKwargs.
+        made: a function that is called with each new Accelerator.
 
     Example:
         >>> import accelerate
@@ -56,12 +56,12 @@ def install(options: AmpKwargs | None = None, *, made: Callable[[AmpAccelerator]
 
 
 def uninstall() -> None:
-    """Let ``accelerate.Accelerator`` make Accelerate's own again; those that exist keep running."""
+    """Undo ``install()``. Accelerators that exist keep working."""
     _installed.close()
 
 
 def _warn_of_earlier_ones() -> None:
-    """Warn where the process has an Accelerator that is not ours: it trains without amp_plugin."""
+    """Warn if the process already has an Accelerator that is not ours, since it trains without amp_plugin."""
     kinds = {type(instance) for instance in gc.get_objects()} if AcceleratorState._shared_state else set()
     for kind in kinds:
         if issubclass(kind, Accelerator) and not issubclass(kind, AmpAccelerator):
@@ -73,7 +73,7 @@ def _warn_of_earlier_ones() -> None:
 
 
 def _set_weights_up_before_transformers_loads() -> None:
-    """Let transformers set weights up before it loads a checkpoint, which else a model in 16 bits rounds."""
+    """Make transformers store weights before it loads a checkpoint, so that the checkpoint is not rounded."""
     trainer: Any = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     if trainer is None or hasattr(trainer._load_from_checkpoint, "sets_up_weights"):
         return

@@ -13,9 +13,9 @@ from amp_plugin.kernels.tracers import outside_graphs
 
 
 class AmpOptimizer(AcceleratedOptimizer):
-    """What ``AmpAccelerator.prepare`` makes of an optimizer.
+    """A prepared optimizer of ``AmpAccelerator``.
 
-    ``step`` does nothing within an accumulation window; at its end it unscales, and steps or skips.
+    Within an accumulation window ``step`` does nothing. At its end ``step`` unscales, then steps or skips.
     """
 
     session: Session
@@ -25,8 +25,8 @@ class AmpOptimizer(AcceleratedOptimizer):
         """Step or skip at the end of an accumulation window.
 
         Args:
-            closure: runs forward and ``accelerator.backward``, returns the loss; may be called more
-                than once (LBFGS). Its gradients are unscaled before the optimizer sees them.
+            closure: a function that runs forward and ``accelerator.backward`` and returns the loss. It may be
+                called several times (LBFGS). Its gradients are unscaled before the optimizer sees them.
 
         Returns:
             What the optimizer's ``step`` returns; None within a window or if the step was skipped.
@@ -43,17 +43,17 @@ class AmpOptimizer(AcceleratedOptimizer):
     def step_was_skipped(self) -> bool:
         """Whether this optimizer's step was skipped in the present iteration.
 
-        Of a fused optimizer on a GPU the host learns it one step later, unless ``exact_schedulers``. As in
-        Accelerate, code that steps elsewhere sets ``_is_overflow`` to say that its step was skipped.
+        With a fused optimizer on a GPU the host learns it one step later, unless ``exact_schedulers`` is on.
+        As in Accelerate, other code that steps may set ``_is_overflow`` if its step was skipped.
         """
         return self.session.was_skipped(self.optimizer) or bool(self._is_overflow)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Start with no steps taken, the optimizer known to the scaler."""
+        """Restore with no steps taken, and register the optimizer with the scaler."""
         self.__dict__.update(state)
         self.session.scaler.register(self.optimizer)
 
 
 def steps_in_backward(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is LOMO, which steps in ``backward``: its ``step`` does nothing."""
+    """Return whether an optimizer is LOMO, which steps in ``backward`` and whose ``step`` does nothing."""
     return any(kind.__module__.partition(".")[0] == "lomo_optim" for kind in type(optimizer).__mro__)

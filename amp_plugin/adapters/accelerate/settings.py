@@ -1,6 +1,6 @@
-"""AmpKwargs: what a user may set, and where each value comes from.
+"""AmpKwargs: the options for Accelerate, and where each value comes from.
 
-One order of precedence; the first source that names an option decides it::
+The first of these sources that sets an option wins::
 
     AmpKwargs(...) in kwargs_handlers          the program
     GradScalerKwargs(...) in kwargs_handlers
@@ -43,11 +43,11 @@ PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 
 @lists_options(AccelerateOptions)
 class AmpKwargs(KwargsHandler, SimpleNamespace):
-    """Options of AmpAccelerator, for ``kwargs_handlers``; None leaves an option to the next source.
+    """The options of AmpAccelerator, for ``kwargs_handlers``. None leaves an option to the next source.
 
-    Each is also a variable of the environment (``AMP_PLUGIN_INIT_SCALE=1024``) and a key of the
-    YAML file that ``AMP_PLUGIN_CONFIG`` names. Those of the loss scale are checked in any precision and have
-    an effect in fp16 only. In text ``fp32_modules`` is ``"LayerNorm,head.*"``.
+    Each option is also an environment variable (``AMP_PLUGIN_INIT_SCALE=1024``), and a key of the YAML file
+    that ``AMP_PLUGIN_CONFIG`` names. Options of the loss scale are checked in each precision, but take effect
+    in fp16 only. In an environment variable ``fp32_modules`` is written ``"LayerNorm,head.*"``.
 
     Args:
         {options}
@@ -89,7 +89,7 @@ def accelerators_arguments(
     deepspeed_plugins: Any = None,
     parallelism_config: Any = None,
 ) -> None:
-    """State Accelerator's arguments for type checkers: Accelerate has no marker ``py.typed``."""
+    """State Accelerator's arguments for type checkers, because Accelerate has no ``py.typed`` file."""
 
 
 def refuse_misplaced(owner: str, names: Iterable[str]) -> None:
@@ -103,7 +103,7 @@ def refuse_misplaced(owner: str, names: Iterable[str]) -> None:
 def refuse_other_engine(
     kind: DistributedType, precision: str, float8_recipe: Any, sources: Mapping[str, str]
 ) -> bool:
-    """Return whether another engine trains than ours or DeepSpeed; raise ValueError if we had to cast."""
+    """Return whether an engine other than ours or DeepSpeed trains; raise ValueError if we had to cast."""
     engine = {DistributedType.MEGATRON_LM: "Megatron-LM", DistributedType.XLA: "XLA"}.get(kind)
     if engine is None and precision == "fp8" and float8_recipe is None:
         engine = "fp8 training by TransformerEngine or MS-AMP"
@@ -122,9 +122,10 @@ def refuse_other_engine(
 def resolve(
     handlers: Sequence[KwargsHandler], environment: Mapping[str, str]
 ) -> tuple[AccelerateOptions, dict[str, str], bool]:
-    """Decide each option by the order of precedence above; of several AmpKwargs the first that names it.
+    """Take each option from the first source that sets it; of several AmpKwargs, from the first one.
 
-    Returns the options, option -> what has set it, and whether a loss may be scaled at all.
+    Returns:
+        The options, option -> source, and whether a loss may be scaled at all.
     """
     layers = [
         ("AmpKwargs", read_all(given.to_kwargs())) for given in handlers if isinstance(given, AmpKwargs)
@@ -138,7 +139,7 @@ def resolve(
 def take_options(
     given: dict[str, Any], environment: Mapping[str, str]
 ) -> tuple[AccelerateOptions, dict[str, str], bool]:
-    """Return what :func:`resolve` does, and leave Accelerate's arguments, in its words, in ``given``."""
+    """Return the same as :func:`resolve`; leave Accelerate's arguments, in its own words, in ``given``."""
     handlers = list(given.get("kwargs_handlers") or ())
     given["kwargs_handlers"] = [other for other in handlers if not isinstance(other, AmpKwargs)]
     # Without a GPU, Accelerate lets each process of a launcher train alone, unless it is told cpu=True.
@@ -151,19 +152,19 @@ def take_options(
 
 
 def format_asked(argument: Any, environment: Mapping[str, str]) -> str:
-    """Return the format that we convert layers to; empty for ``"fp8"``, which Accelerate converts to."""
+    """Return the format that we convert layers to; empty for ``"fp8"``, which Accelerate does itself."""
     given = environment.get(PRECISION_VARIABLE, "no").lower() if argument is None else argument
     return given if given in BELOW_16_BITS and given != "fp8" else ""
 
 
 def _precision_for_accelerate(argument: Any, environment: Mapping[str, str], device: str) -> Any:
-    """Return ``mixed_precision`` in Accelerate's words, checked; None leaves it to the environment."""
+    """Return the checked ``mixed_precision`` in Accelerate's words; None leaves it to the environment."""
     from_environment = argument is None and not AcceleratorState._shared_state
     given = environment.get(PRECISION_VARIABLE, "no").lower() if from_environment else argument
     if given is None or str(given) in (words := PrecisionType.list()):
-        return given  # not the argument: Accelerate takes what the environment says as it is written
+        return given  # the environment's spelling, not the argument: Accelerate reads the variable itself
     if given in BELOW_16_BITS:
-        return "bf16"  # around the layers that the session converts
+        return "bf16"  # bf16 outside the layers that the session converts
     if given == "auto":
         chosen = auto_precision(device).precision
         return "no" if chosen == "fp32" else chosen

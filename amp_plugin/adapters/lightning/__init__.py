@@ -1,9 +1,9 @@
 """Precision plugins for Lightning's Trainer and Fabric.
 
-Lightning comes as two packages with classes of their own: ``lightning`` (with
-``lightning.pytorch`` and ``lightning.fabric``) and ``pytorch_lightning`` (with
-``lightning_fabric``). The names here are those of the one the program has imported,
-of ``lightning`` if both or none; :func:`classes_for` gives either.
+Lightning comes as two packages, each with its own classes: ``lightning`` (with ``lightning.pytorch`` and
+``lightning.fabric``) and ``pytorch_lightning`` (with ``lightning_fabric``). The names in this module belong to
+the package that the program has imported, or to ``lightning`` if it has imported both or none.
+:func:`classes_for` returns the classes for either one.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ def classes_for(package: str) -> ModuleType:
     """Return the module with AmpPrecision, FabricAmpPrecision and AmpMonitor for a package.
 
     Args:
-        package: ``"lightning"`` or ``"pytorch_lightning"``, or the part that a program imports, such as
-            ``"lightning.fabric"``.
+        package: ``"lightning"``, ``"pytorch_lightning"``, or a part such as ``"lightning.fabric"``.
 
     Raises:
-        ValueError: another name.
+        ValueError: the name is unknown.
         ImportError: the package is not installed.
 
     Example:
@@ -51,7 +50,7 @@ def classes_for(package: str) -> ModuleType:
 
 
 def __getattr__(name: str) -> Any:
-    """Load a class for the Lightning package that this program uses."""
+    """Load a class for the Lightning package that the program uses."""
     if name not in __all__:
         msg = f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}"
         raise AttributeError(msg)
@@ -63,7 +62,7 @@ def __getattr__(name: str) -> Any:
 
 _TRAINER: Final = ("Trainer", "_AcceleratorConnector", "_precision_flag", "_precision_plugin_flag")
 _FABRIC: Final = ("Fabric", "_Connector", "_precision_input", "_precision_instance")
-# Lightning's modules that decide which plugin a Trainer or Fabric gets.
+# The modules of Lightning that choose the plugin of a Trainer or Fabric.
 CONNECTORS: Final = {
     "lightning.pytorch.trainer.connectors.accelerator_connector": _TRAINER,
     "lightning.fabric.connector": _FABRIC,
@@ -77,9 +76,10 @@ _MIXED: Final = ("16-mixed", "bf16-mixed")
 def plugin_in_place_of_stock(
     module: Any, precision: str | None, made: Callable[[str], object]
 ) -> Iterator[None]:
-    """Give each Trainer or Fabric that is made while the block runs our plugin for mixed precision.
+    """Give each Trainer or Fabric that is made in the block our plugin for mixed precision.
 
-    ``precision`` takes the place of Lightning's default, 32; ``made`` is told ``"Trainer(precision=...)"``.
+    ``precision`` replaces Lightning's default, 32. ``made`` is called with a text such as
+    ``"Trainer(precision=...)"``.
     """
     from amp_plugin.adapters.lightning.precision_core import has_own_precision  # noqa: PLC0415 - loads torch
     from amp_plugin.precision import STOCK_NAMES  # noqa: PLC0415
@@ -102,7 +102,7 @@ def plugin_in_place_of_stock(
                 return take(asked)
         stock = decide(connector)
         is_stock = type(stock) in {module.MixedPrecision, module.FSDPPrecision}
-        if is_stock and stock.precision in _MIXED:  # the program made it
+        if is_stock and stock.precision in _MIXED:  # the program made the stock plugin itself
             options = {} if getattr(stock, "scaler", None) is None else {"scaler": stock.scaler}
             return take(stock.precision, **options)
         return stock

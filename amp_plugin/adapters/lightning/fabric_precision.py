@@ -1,7 +1,7 @@
-"""FabricAmpPrecision: what it does at each call of Lightning's Fabric.
+"""FabricAmpPrecision translates the calls of Lightning's Fabric into calls of its session.
 
-Fabric does not tell a plugin its device or the end of an iteration: the device is that of the strategy, once
-a module is set up; a requested update waits for the next loss.
+Fabric tells a plugin neither its device nor the end of an iteration. So the device is taken from the strategy
+when a module is set up, and a requested update of the loss scale is applied at the next loss.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from amp_plugin.weights.formats import HALVES
 class FabricPrecision(PrecisionCore):
     """Mixed precision for ``lightning.fabric.Fabric(plugins=[...])``, under any of its strategies.
 
-    Inputs keep their dtypes, half-precision outputs come back as fp32.
-    ``fabric.save(path, {..., "precision": plugin})`` keeps the loss scale.
+    Inputs keep their dtypes. Outputs in 16 bits are converted to fp32.
+    ``fabric.save(path, {..., "precision": plugin})`` saves the loss scale.
 
     Args:
         {options}
 
     Raises:
         ValueError: an argument is not one of the allowed values.
-        TypeError: when a module is set up, under DeepSpeed and on XLA devices.
+        TypeError: a module is set up under DeepSpeed or on an XLA device.
 
     Example:
         >>> import torch
@@ -68,12 +68,12 @@ class FabricPrecision(PrecisionCore):
     # -- set-up -------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Put ``fp32_modules`` under fp32; let DataParallel's threads run replicas in our region."""
+        """Make ``fp32_modules`` compute in fp32, and DataParallel's replicas run under autocast."""
         self.session.set_up_weights(module, self.settings.fp32_modules)
         return autocast_module(super().convert_module(module))
 
     def note_wrapped(self, module: Any, strategy: Any) -> None:
-        """Learn how and where a module that was set up runs, and refuse what this plugin cannot do there."""
+        """Read the device and wrapper of a module that was set up; raise if they are not supported."""
         self._refuse_strategy(strategy)
         self._check_shards(module)
         self._groups = self._groups or scaler_groups(module)
@@ -82,13 +82,13 @@ class FabricPrecision(PrecisionCore):
         self.session.add([module], optimizers, list(self.session.models))
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Make an optimizer known, so that its gradients follow the scale before its first step too."""
+        """Register an optimizer, so that its gradients follow the loss scale even before its first step."""
         self.session.add([], [optimizer], list(self.session.models))
 
     # -- forward ------------------------------------------------------------------------------
 
     def convert_output(self, data: Any) -> Any:
-        """Return fp16 and bf16 outputs as fp32, for losses outside the module; others as they are."""
+        """Convert fp16 and bf16 outputs to fp32, for losses outside the module; keep others."""
         if self.session.training_dtype is torch.float32:
             return data
         return apply_to_collection(data, Tensor, lambda t: t.float() if t.dtype in HALVES else t)
@@ -107,12 +107,12 @@ class FabricPrecision(PrecisionCore):
 
     @outside_graphs
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Unscale and step, or skip; closures too."""
+        """Unscale, then step or skip. Closures work too."""
         return self.session.step(torch_optimizer(optimizer), **kwargs)
 
     @outside_graphs
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Unscale before Fabric clips; any number of times."""
+        """Unscale before Fabric clips. A second call does nothing."""
         self._scaler.ensure_unscaled(torch_optimizer(optimizer))
 
     @outside_graphs
@@ -120,23 +120,23 @@ class FabricPrecision(PrecisionCore):
         """Clip unscaled gradients; an overflow gives an infinite norm, and the step is skipped.
 
         Args:
-            optimizer: its gradients are clipped, the optimizer of ``fabric.setup`` or its own.
-            max_norm: largest total norm.
-            norm_type: the p of the norm.
+            optimizer: the optimizer whose gradients are clipped: the one from ``fabric.setup``, or torch's.
+            max_norm: the largest total norm.
+            norm_type: the p of the p-norm.
 
         Returns:
-            The norm before clipping, float32, 0-dim.
+            The norm before clipping (float32, 0-dim).
         """
         return self._scaler.clip_grad_norm_(torch_optimizer(optimizer), max_norm, norm_type)
 
     @classmethod
     def backward_allowed(cls) -> AbstractContextManager[None]:
-        """Let ``torch.autograd.grad`` through, which Fabric takes for a forgotten fabric.backward."""
+        """Allow ``torch.autograd.grad``, which Fabric would report as a missing ``fabric.backward``."""
         return replaced(cls.package.wrappers, "_in_fabric_backward", value=True)
 
 
 def join_fabric(plugin: type[FabricPrecision]) -> None:
-    """Have Fabric's wrappers, which know the plugin, report what they wrap to it; let penalties through."""
+    """Make Fabric's wrappers report what they wrap to the plugin, and allow gradient penalties."""
     surround_backward(plugin.backward_allowed)
     wrappers = plugin.package.wrappers
     for wrapper in (wrappers._FabricOptimizer, wrappers._FabricModule):

@@ -1,4 +1,4 @@
-"""AmpPrecision and its companions for ``lightning.pytorch`` and ``lightning.fabric``."""
+"""AmpPrecision, FabricAmpPrecision and AmpMonitor for ``lightning.pytorch`` and ``lightning.fabric``."""
 
 from __future__ import annotations
 

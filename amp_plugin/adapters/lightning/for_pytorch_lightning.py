@@ -1,4 +1,4 @@
-"""AmpPrecision and its companions for ``pytorch_lightning`` and ``lightning_fabric``."""
+"""AmpPrecision, FabricAmpPrecision and AmpMonitor for ``pytorch_lightning`` and ``lightning_fabric``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AmpMonitor: show the loss scale and what it does, and stop a run that only skips."""
+"""AmpMonitor logs the loss scale, skipped steps and gradient norms, and ends a run that skips all steps."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ if TYPE_CHECKING:
 
 
 class Monitor:
-    """Log the loss scale, the skipped steps and the gradient norm; stop a run that only skips.
+    """Log loss scale, skipped steps and gradient norm; end a run that skips all steps.
 
-    The progress bar and any logger get ``loss_scale``, ``skipped_steps`` and ``grad_norm``, the norm of
-    the unscaled gradients before clipping; with several optimizers one each: ``grad_norm/0``,
-    ``grad_norm/1``, in the order of ``configure_optimizers``. In bf16 and fp32, where nothing is scaled, they
-    get ``grad_norm``, and ``skipped_steps`` from the first skip on.
-    The error that stops a run names the parameters, and the command that finds the op and its line.
-    On a GPU the device is read every few steps only, so the error comes that much later.
+    The progress bar and all loggers get ``loss_scale``, ``skipped_steps`` and ``grad_norm``, the norm of the
+    unscaled gradients before clipping. With several optimizers there is one norm for each, ``grad_norm/0``,
+    ``grad_norm/1`` and so on, in the order of ``configure_optimizers``. In bf16 and fp32 there is no loss
+    scale. Then they get ``grad_norm``, and from the first skipped step on ``skipped_steps``.
+
+    The error that ends a run names the parameters, and the command that finds the op and its line. On a GPU
+    the device is read only every few steps, so the error may come a few steps later.
 
     Args:
-        max_skips_in_a_row: Skipped steps in a row of one optimizer that end the run.
-        every_n_steps: Optimizer steps between two reads of the device, on a GPU; None: the Trainer's
+        max_skips_in_a_row: The number of skipped steps in a row of one optimizer that ends the run.
+        every_n_steps: The number of optimizer steps between two reads of a GPU; None means the Trainer's
             ``log_every_n_steps``.
-        report: A page of the run, rewritten while it goes on: ``amp_plugin.report``. It waits for each step.
+        report: The path of a page of the run, as by ``amp_plugin.report``. The page waits for each step.
 
     Raises:
         ValueError: an argument is not a whole number of at least 1.
-        TypeError: when training starts, if the Trainer has no AmpPrecision.
-        RuntimeError: while training, after ``max_skips_in_a_row`` skips; it names the parameters.
+        TypeError: training starts and the Trainer has no AmpPrecision.
+        RuntimeError: ``max_skips_in_a_row`` steps in a row were skipped; the text names the parameters.
 
     Example:
         >>> from amp_plugin import AmpMonitor
@@ -46,10 +47,10 @@ class Monitor:
     """
 
     skipped_steps: int = 0
-    """Optimizer steps skipped so far, as far as they are read."""
+    """The number of skipped optimizer steps that were read so far."""
 
     weight_bytes: WeightBytes | None = None
-    """Bytes per parameter after the first step that was taken, which a line of the log gives too."""
+    """Bytes per parameter after the first step that was taken. They are also logged once."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class Monitor:
         self._has_failed = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Ask the Trainer's AmpPrecision to report each optimizer step."""
+        """Subscribe to the optimizer steps of the Trainer's AmpPrecision."""
         plugin = trainer.precision_plugin
         if not isinstance(plugin, TrainerPrecision):
             msg = (
@@ -90,7 +91,7 @@ class Monitor:
         self.teardown(trainer, pl_module, "")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Go on counting where a resumed run has stopped."""
+        """Continue the counts of a resumed run."""
         self.skipped_steps = trainer.precision_plugin.skipped_steps
         self._read.clear()
         self._new_norms(trainer)
@@ -104,7 +105,7 @@ class Monitor:
             plugin.package.utilities.rank_zero_info(f"the run is drawn in {path}")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Read what the last optimizer steps have left."""
+        """Read the results of the last optimizer steps."""
         trainer.precision_plugin.step_log.read(wait=True)
         self._look(trainer, pl_module)
         trainer.precision_plugin.session.end_watch()
@@ -127,14 +128,15 @@ class Monitor:
         log = partial(pl_module.log, prog_bar=True, batch_size=1)
         for name, norm in norms.items():
             log(name, norm)
-        scale = trainer.precision_plugin.current_scale()  # a result's scale_after waits for the device
+        # Reading a result's scale_after would wait for the device.
+        scale = trainer.precision_plugin.current_scale()
         if scale is not None:
             log("loss_scale", scale.clone())
         if scale is not None or self.skipped_steps:
             log("skipped_steps", float(self.skipped_steps))
 
     def _fail(self) -> None:
-        """Log nothing any more; a run that only skips is still ended."""
+        """Stop logging. A run that skips all steps still ends."""
         self._has_failed = True
 
     def _new_norms(self, trainer: Any) -> dict[str, Tensor] | None:
@@ -142,13 +144,13 @@ class Monitor:
         return norms
 
     def _look(self, trainer: Any, pl_module: Any) -> None:
-        """Count the skips that the host has learned of, and end a run that only skips."""
+        """Count the skipped steps that the host knows, and raise if too many in a row were skipped."""
         plugin = trainer.precision_plugin
         read, self._read[:] = list(self._read), []
         for step in read:
             self.skipped_steps += step.result.skipped
             if not step.result.skipped and self.weight_bytes is None and not self._has_failed:
-                with only_warning("AmpMonitor", self._fail):  # a skipped step makes no state
+                with only_warning("AmpMonitor", self._fail):  # a skipped step makes no optimizer state
                     self.weight_bytes = weight_bytes(pl_module, *trainer.strategy.optimizers)
                     plugin.package.utilities.rank_zero_info(f"training holds {self.weight_bytes}")
             if step.in_a_row == self.max_skips_in_a_row:

@@ -1,4 +1,4 @@
-"""What the plugins for Trainer and Fabric share: settings, strategies, regions, the loss scale, its state."""
+"""Shared by the plugins for Trainer and Fabric: settings, strategies, regions, the loss scale."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _OWN_PRECISION: Final = {"DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStr
 
 
 def has_own_precision(strategy: object) -> bool:
-    """Whether a strategy does mixed precision itself and asks no plugin; its package may be missing."""
+    """Whether a strategy does mixed precision itself. The package of the strategy may be missing."""
     return any(kind.__name__ in _OWN_PRECISION for kind in type(strategy).__mro__)
 
 
 def _checked_options(owner: str, given: Mapping[str, Any]) -> PluginOptions:
-    """Check the arguments of a plugin, ``owner``; the environment sets what they leave out."""
-    defaults = option_defaults(PluginOptions)  # LightningCLI gives them too
+    """Return the checked options of a plugin. Arguments that were not given come from the environment."""
+    defaults = option_defaults(PluginOptions)  # LightningCLI also passes the defaults
     doubled = [
         name for name in option_names(LossScaleOptions) if given.get(name, defaults[name]) != defaults[name]
     ]
@@ -41,17 +41,17 @@ def _checked_options(owner: str, given: Mapping[str, Any]) -> PluginOptions:
             f"would win; give amp_plugin.GradScaler({listed}) as scaler=, or leave scaler= out"
         )
         raise TypeError(msg)
-    # a plugin follows the rules of AMP_PLUGIN_RULES where it learns its device
+    # A plugin reads AMP_PLUGIN_RULES later, when it learns its device.
     environment = {name: value for name, value in os.environ.items() if name != RULES_VARIABLE}
     stated = {name: value for name, value in given.items() if name != "scaler"}
     return resolved(PluginOptions, [("argument", stated)], environment, door="Lightning")[0]
 
 
 class PrecisionCore(FrontDoor):
-    """State and services that do not depend on the framework."""
+    """The parts of a plugin that Trainer and Fabric share."""
 
     package: Any
-    """The framework: the module ``lightning.pytorch``, ``lightning.fabric``, or their like."""
+    """The framework's module, such as ``lightning.pytorch`` or ``lightning_fabric``."""
     shares_casts = True
     """Whether all uses of a weight in a region share one cast; their gradients then add up in 16 bits."""
 
@@ -77,7 +77,7 @@ class PrecisionCore(FrontDoor):
         return f"{type(self).__name__}({self.settings.precision!r}{weights})"
 
     def __format__(self, spec: str) -> str:
-        """Say what to do too: Lightning's errors of two precisions or a wrong plugin hold ``f"{plugin}"``."""
+        """Add advice, because Lightning's errors about precisions and plugins contain ``f"{plugin}"``."""
         package = self.package.__name__
         other = "The Trainer takes " if "fabric" in package else "Fabric takes Fabric"
         text = (
@@ -91,12 +91,12 @@ class PrecisionCore(FrontDoor):
     def scaler(self) -> Any:
         """The ``amp_plugin.GradScaler`` of this plugin; None unless fp16.
 
-        It may be replaced before or between runs: by another one, or by an object that has all of its
-        methods. A ``torch.amp.GradScaler`` gives the plugin's own scaler its options and state; None scales
-        no loss.
+        Before or between runs it can be replaced by another one, or by an object with all of its methods. If
+        a ``torch.amp.GradScaler`` is assigned, the plugin's own scaler takes over its options and state. If
+        None is assigned, no loss is scaled.
 
         Raises:
-            TypeError: what replaces it is something else, or nothing is scaled in this precision.
+            TypeError: the assigned value is something else, or this precision scales no loss.
         """
         return self._scaler if self._scaler.is_enabled() else None
 
@@ -124,7 +124,7 @@ class PrecisionCore(FrontDoor):
         return fsdp1_policy(self.session.dtype_plan)
 
     def _check_shards(self, model: nn.Module) -> None:
-        """Compare what shards a model with the plan, and refuse to store weights of one that is sharded."""
+        """Compare the dtypes of a sharded model with the plan; raise if it cannot store weights."""
         refuse_sharded(self.settings.weights, sharded_by(model))
         self.session.check_shards(model, warn=self._warn)
 
@@ -133,9 +133,9 @@ class PrecisionCore(FrontDoor):
         self.package.utilities.rank_zero_only(warn_user)(text)
 
     def current_scale(self) -> Tensor | None:
-        """Return the loss scale on its device, float32, 0-dim, without a host sync.
+        """Return the loss scale on its device (float32, 0-dim), without a host sync.
 
-        None before the first loss, and where nothing is scaled.
+        It is None before the first loss, and if no loss is scaled.
         """
         return self._scaler.loss_scale.value
 
@@ -152,22 +152,23 @@ class PrecisionCore(FrontDoor):
             raise TypeError(msg)
 
     def _start(self, device_type: str, groups: Mapping[str, Any]) -> None:
-        """Make what depends on the device and on FSDP's groups, once they are known."""
+        """Begin the run, once the device and FSDP's groups are known."""
         is_first_rank = self.package.utilities.rank_zero_only.rank == 0
         self.session.begin(device_type, groups, is_first_rank=is_first_rank)
 
     def teardown(self) -> None:
-        """End the run: give float32 weights and the rules back; the loss scale stays."""
+        """End the run: weights become float32, and earlier op rules apply again; the loss scale stays."""
         self.session.end(warn=None)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Put the modules named by ``fp32_modules`` under fp32; in fp8 convert Linear layers; in place."""
+        """Make ``fp32_modules`` compute in fp32, and convert Linear layers to their formats, in place."""
         return self.session.convert(module)
 
     def convert_input(self, data: Any) -> Any:
-        """Return the batch as it is: autocast casts what each op needs, labels and fp64 stay.
+        """Return the batch unchanged, because autocast casts the arguments of each op.
 
-        Where all weights are stored in 16 bits, floating-point tensors become such, as in Lightning.
+        If all weights are stored in 16 bits, floating-point tensors are converted to that dtype, as in
+        Lightning.
         """
         if not self.session.replaces_autocast:
             return data
@@ -175,11 +176,11 @@ class PrecisionCore(FrontDoor):
         return apply_to_collection(data, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
     def convert_output(self, data: Any) -> Any:
-        """Return outputs as they are."""
+        """Return outputs unchanged."""
         return data
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Create tensors and modules as usual: weights are fp32."""
+        """Return a context that changes nothing: new weights are fp32."""
         return nullcontext()
 
     module_init_context = tensor_init_context
@@ -191,7 +192,7 @@ class PrecisionCore(FrontDoor):
         return self.autocast_context_manager()
 
     def autocast_context_manager(self) -> torch.autocast:
-        """Return a new autocast region of the training precision; where all weights are stored, none."""
+        """Return a new autocast region of the training precision; none if all weights are stored."""
         if not self.device:
             msg = (
                 f"{self!r} does not know its device yet: trainer.fit, or in Fabric fabric.setup with a "
@@ -203,18 +204,18 @@ class PrecisionCore(FrontDoor):
     # -- steps --------------------------------------------------------------------------------
 
     def step_scheduler(self, scheduler: Any, *args: Any) -> bool:
-        """Step a scheduler by hand, unless its optimizer's step was skipped: manual optimization, Fabric.
+        """Step a scheduler unless its optimizer's step was skipped. For manual optimization and Fabric.
 
         Call it after each ``optimizer.step()`` that the scheduler counts. With a fused optimizer on a GPU the
-        host learns of a skip one step later, and the scheduler misses that later step instead, unless
-        ``exact_schedulers``.
+        host learns of a skipped step one step later. Then the scheduler misses the later step instead, unless
+        ``exact_schedulers`` is on.
 
         Args:
-            scheduler: any that has an attribute ``optimizer``, as torch's.
-            *args: for ``scheduler.step``, such as the metric of ReduceLROnPlateau.
+            scheduler: a scheduler with an attribute ``optimizer``, as torch's have.
+            *args: arguments for ``scheduler.step``, such as the metric of ReduceLROnPlateau.
 
         Returns:
-            Whether it was stepped.
+            True if the scheduler was stepped.
 
         Raises:
             RuntimeError: its optimizer has not stepped yet.
@@ -223,24 +224,24 @@ class PrecisionCore(FrontDoor):
 
     @property
     def skipped_steps(self) -> int:
-        """Optimizer steps skipped so far, of all optimizers: a host sync."""
+        """The number of skipped steps of all optimizers so far. The host waits for the device."""
         return self._scaler.skipped_steps()
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps taken so far, of all optimizers, skipped ones not counted: a host sync.
+        """The number of steps that all optimizers have taken so far. The host waits for the device.
 
-        Goes on counting in a resumed fp16 run; without a loss scale nothing is saved.
+        A resumed fp16 run continues the count. Without a loss scale the count is not saved.
         """
         return self.session.attempted_steps - self.skipped_steps
 
     # -- checkpoints --------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loss scale, torch's keys among it; empty where nothing is scaled."""
+        """Return the state of the loss scale, with torch's keys; empty if no loss is scaled."""
         return self.session.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a loss scale: ours, torch's or a stock plugin's; warn if it is of no use here."""
+        """Load the state of a loss scale: ours, torch's or a stock plugin's; warn if no loss is scaled."""
         if told := self.session.load_state_dict(state_dict):
             self._warn(f"{self!r}: {told}")
