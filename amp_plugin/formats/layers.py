@@ -334,7 +334,7 @@ def leave_out(recipe: Any, model: nn.Module, names: Collection[str]) -> None:
 class LayerInput:
     """A hook before a converted layer's forward.
 
-    It raises where the gradient of the weight could not be computed. In emulated mxfp8 it also gives the layer
+    It raises if the gradient of the weight could not be computed. In emulated mxfp8 it also gives the layer
     its input in the dtype of the weight: torchao multiplies both in their own dtypes there, and its quantizer
     rounds a bfloat16 number and the same number in float32 alike.
     """

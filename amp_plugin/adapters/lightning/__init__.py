@@ -1,8 +1,8 @@
 """Precision plugins for Lightning's Trainer and Fabric.
 
 Lightning comes as two packages, each with its own classes: ``lightning`` (with ``lightning.pytorch`` and
-``lightning.fabric``) and ``pytorch_lightning`` (with ``lightning_fabric``). The names in this module belong to
-the package that the program has imported, or to ``lightning`` if it has imported both or none.
+``lightning.fabric``) and ``pytorch_lightning`` (with ``lightning_fabric``). The names in this module belong
+to the package that the program has imported, or to ``lightning`` if it has imported both or none.
 :func:`classes_for` returns the classes for either one.
 """
 
