@@ -172,6 +172,8 @@ $(READY): pyproject.toml constraints.txt | asked-python
 	@echo "installing torch $(TORCH) and the pinned tools into .venv (a few minutes the first time)"
 	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --disable-pip-version-check \
 		"torch==$(firstword $(TORCH))" --editable ".[dev]"
-	@# timm without its torchvision: that of PyPI does not load beside a CPU build of torch. Tests take its optimizers alone.
-	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --disable-pip-version-check -q --no-deps timm
+	@# timm needs a torchvision that loads beside a CPU build of torch. Tests read only its optimizers, so it lies
+	@# where nothing imports it: accelerate's command imports a timm that is installed, and would fail.
+	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --disable-pip-version-check -q --no-deps \
+		--upgrade --target .venv/apart timm
 	@touch $@
