@@ -10,7 +10,6 @@ from pathlib import Path
 from types import ModuleType
 
 from amp_plugin.messages import did_you_mean
-from recipes.config import config_errors, config_from_command_line, make_folder
 
 FOLDER = Path(__file__).resolve().parent
 NAMES = (
@@ -85,6 +84,9 @@ def run(name: str, arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: the config is not valid, or this machine lacks what the recipe needs.
     """
+    # A machine that only asks for the names may lack omegaconf.
+    from recipes.config import config_errors, config_from_command_line, make_folder  # noqa: PLC0415
+
     recipe = load(name)
     program = f"python -m recipes run {name}"
     config = config_from_command_line(

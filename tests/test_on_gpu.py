@@ -124,6 +124,15 @@ def test_a_package_named_tests_elsewhere_on_the_path_is_not_taken(tmp_path):
     assert done.stdout.strip() == str(ROOT / "tests"), done.stderr
 
 
+def test_it_needs_no_package_of_the_recipes(tmp_path):
+    """A machine with a GPU may have torch and pytest alone; recipes are left out there."""
+    (tmp_path / "omegaconf.py").write_text("raise ModuleNotFoundError('no omegaconf here')")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-c", "import tests.on_gpu as it; print(len(it.steps()))"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == str(len(steps())), done.stderr
+
+
 def test_only_a_step_that_runs_alone_compares_the_free_memory_of_the_card():
     told = {step.name for step in steps() if ("ALONE_ON_THE_GPU", "1") in step.environment}
     assert "first-graphs" in told
