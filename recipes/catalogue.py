@@ -36,6 +36,7 @@ NAMES = (
     "char_gpt",
     "stored_weights",
     "compressed_state",
+    "below_16_bits",
     "inference",
 )  # fmt: skip
 FRAMEWORKS = ("_lightning", "_accelerate")  # endings of a recipe's forms in a framework

@@ -16,11 +16,11 @@ from pydoc_data.topics import topics
 
 import torch
 from rich.progress import track
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from amp_plugin import GradScaler, OpRules, autocast
-from recipes.shared import ConfigError, RecipeConfig, TrainingRecord, number
+from recipes.shared import CharGPT, ConfigError, RecipeConfig, TrainingRecord, number
 
 
 @dataclass
@@ -38,42 +38,6 @@ class Config(RecipeConfig):
     layers: int = number(2, least=1)
     compile: bool = False
     rules: str = ""
-
-
-class Block(nn.Module):
-    """Causal self-attention and a two-layer network, each behind a LayerNorm."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.before_attention, self.before_network = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.queries_keys_values, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``[B, T, width]`` for ``x`` of that shape."""
-        mixed = self.queries_keys_values(self.before_attention(x))
-        q, k, v = mixed.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.project(attended.transpose(1, 2).flatten(2))
-        return x + self.network(self.before_network(x))
-
-
-class CharGPT(nn.Module):
-    """Predict the next character."""
-
-    def __init__(self, characters: int, config: Config) -> None:
-        super().__init__()
-        self.context = config.context
-        self.character = nn.Embedding(characters, config.width)
-        self.position = nn.Embedding(config.context, config.width)
-        self.blocks = nn.Sequential(*(Block(config.width, config.heads) for _ in range(config.layers)))
-        self.head = nn.Sequential(nn.LayerNorm(config.width), nn.Linear(config.width, characters))
-
-    def forward(self, text: Tensor) -> Tensor:
-        """Return logits ``[B, T, characters]`` for ``text``, int64 ``[B, T]``."""
-        places = torch.arange(text.shape[1], device=text.device)
-        return self.head(self.blocks(self.character(text) + self.position(places)))
 
 
 def train(config: Config) -> TrainingRecord:

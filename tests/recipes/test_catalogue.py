@@ -40,6 +40,7 @@ FINAL = {  # what a run reaches, from what to what, and how far fp16 and bf16 ma
     "wgan_gp": ("samples read as the digit asked for", (0.75, 1), 0.15),
     "char_gpt": ("bits per character, held out", (1.5, 3.0), 0.1),
     "stored_weights": ("weights moved, fp32", (0.99, 1), 0.005),
+    "below_16_bits": ("loss of the digits, mxfp8", (0.9, 1.05), 0.001),
     "compressed_state": ("bytes per parameter, state=8bit", (10, 10.5), 0.001),
 }
 ON_CPU = [name for name in catalogue.NAMES if name not in WITHOUT_CPU]
