@@ -30,6 +30,7 @@ NAMES = (
     "threads",
     "ddp",
     "fsdp2",
+    "fsdp2_exact_bf16",
     "lbfgs",
     "compiled",
     "cuda_graph",

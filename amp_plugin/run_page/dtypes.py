@@ -19,6 +19,7 @@ from amp_plugin.patterns import clean_name
 from amp_plugin.precision import short_name
 from amp_plugin.weights.compressed_state import bytes_of
 from amp_plugin.weights.shard import local_of
+from amp_plugin.weights.weight import half_of
 
 Branch = dict[str, Any]
 """A module as a dict: name, kind, dtypes as text, elements, bytes held, and the modules inside it."""
@@ -83,7 +84,7 @@ class Survey:
         return {
             "name": path.rpartition(".")[2] or "(model)",
             "kind": type(module).__name__,
-            "weights": _named(param.dtype for param in params),
+            "weights": _named(half_of(param).dtype for param in params),
             "computes": below.format if below else "" if computes is None else short_name(computes),
             "numbers": str(below or ""),
             "gradients": _named(dtype for dtype, _ in grads),

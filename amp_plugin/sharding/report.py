@@ -41,12 +41,13 @@ class ShardUnit:
     Attributes:
         name: Of the module that was sharded; ``""`` is the model.
         engine: What shards it: ``"fsdp2"``, ``"fsdp1"``, ``"ddp"`` (whole on each rank), or ``"none"``.
-        stored: Dtype of its trainable weights between steps; of its first weight if all are frozen.
+        stored: Dtype of its trainable weights between steps; of its first weight if all are frozen. A weight
+            that is stored in 16 bits has that dtype.
         gathered: Dtype in which its weights are gathered, and are in its forward; ``torch.uint8`` if several
             dtypes travel together, as bytes.
         reduced: Dtype in which its gradients are reduced; None if nothing in it is trained.
         parameters: Elements, of the whole unit (under tensor parallelism: of this rank's part of it).
-        local_bytes: Of what this rank stores of its weights.
+        local_bytes: Of what this rank stores of its weights, the remainders of sharded ones too.
         state: How optimizers keep the moments of its trainable weights: ``"fp32"``, ``"bf16"`` or ``"8bit"``.
     """
 

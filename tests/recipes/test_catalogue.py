@@ -27,12 +27,19 @@ GOLDEN = ROOT / "tests/assets/golden_losses.json"
 TEXT = ROOT / "LICENSE"
 PRECISIONS = [precision.value for precision in Precision]
 TOLERANCE = {"fp32": 1e-3, "fp16": 1e-2, "bf16": 5e-2}  # relative, over three steps
-QUICK = {"compiled": ["backend=aot_eager"], "ddp": ["processes=1"], "fsdp2": ["processes=1"]}
+QUICK = {
+    "compiled": ["backend=aot_eager"],
+    "ddp": ["processes=1"],
+    "fsdp2": ["processes=1"],
+    "fsdp2_exact_bf16": ["processes=1"],
+}
 WITHOUT_CPU = {"cuda_graph"}
-SEVERAL = ("ddp", "fsdp2")
+SEVERAL = ("ddp", "fsdp2", "fsdp2_exact_bf16")
 LEARNT, NEARLY = ("test_accuracy", (0.92, 1), 0.03), ("test_accuracy", (0.90, 1), 0.04)
 FINAL = {  # what a run reaches, from what to what, and how far fp16 and bf16 may be from fp32
-    **dict.fromkeys(["typical_training", "accumulation", "threads", "ddp", "fsdp2"], LEARNT),
+    **dict.fromkeys(
+        ["typical_training", "accumulation", "threads", "ddp", "fsdp2", "fsdp2_exact_bf16"], LEARNT
+    ),
     **dict.fromkeys(["compiled", "inference"], LEARNT),
     **dict.fromkeys(["clipping", "gradient_penalty", "several_losses", "several_models"], NEARLY),
     **dict.fromkeys(["custom_functions", "fp32_module", "lbfgs"], NEARLY),

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from amp_plugin import GradScaler, autocast, log_collectives, store_weights
+from amp_plugin import GradScaler, autocast, dtype_report, log_collectives, store_weights
 from amp_plugin.weights.fsdp2 import gathered_dtypes
 from amp_plugin.weights.shard import StoredShard, local_of
 from amp_plugin.weights.store import weight_bytes
@@ -247,7 +247,13 @@ def counted(mesh):
         net(torch.ones(1, 512)).float().sum().backward()
         optimizer.step()
     found = weight_bytes(net, optimizer)
-    return {"parameters": found.parameters, **found.per_parameter()}
+    (unit,) = dtype_report(net).units
+    return {
+        "parameters": found.parameters,
+        **found.per_parameter(),
+        "stored": str(unit.stored),
+        "local_bytes": unit.local_bytes,
+    }
 
 
 def refusals(mesh):

@@ -97,6 +97,8 @@ def test_a_parameter_takes_ten_bytes_on_one_rank(ranks):
             "gradients": 4.0,
             "optimizer_state": pytest.approx(2.0625, rel=1e-3),
             "total": pytest.approx(10.0625, rel=1e-3),
+            "stored": "torch.bfloat16",
+            "local_bytes": 4 * (512 * 512 + 512) // 2,
         }
 
 

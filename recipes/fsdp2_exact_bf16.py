@@ -1,0 +1,128 @@
+"""FSDP2 with bfloat16 shards that train as float32 ones, next to float32 shards and to plain bfloat16 ones.
+
+    python -m recipes run fsdp2_exact_bf16 [precision=fp16] [key=value ...]
+    torchrun --nproc-per-node 2 -m recipes run fsdp2_exact_bf16 [key=value ...]
+
+A model that is sharded in bfloat16 loses small updates. Float32 shards keep them, and FSDP2 casts each shard
+before it is gathered. With ``weights="bf16"`` a shard is the bfloat16 that travels and the 16 bits that it
+lacks of float32: nothing is lost and nothing is cast. With ``state="8bit"`` the moments of the optimizer take
+a quarter of their memory, and are rounded.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.progress import track
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import cross_entropy
+
+from amp_plugin import DtypePlan, GradScaler, autocast, fully_shard, store_weights
+from amp_plugin.precision import StateName
+from amp_plugin.weights.store import weight_bytes
+from recipes.shared import (
+    DigitsNet,
+    Precision,
+    RecipeConfig,
+    TrainingRecord,
+    accuracy,
+    digits_batches,
+    digits_loaders,
+    number,
+    on_ranks,
+    process_group,
+)
+
+IN_16_BITS, IN_FP32, EXACT = "16-bit shards", "float32 shards", "exact 16-bit shards"
+COMPRESSED = f"{EXACT}, 8-bit moments"
+WAYS = {  # the last one's losses and loss scale are those of the run
+    Precision.bf16: (IN_16_BITS, IN_FP32, EXACT, COMPRESSED),
+    Precision.fp16: (
+        IN_FP32,
+        EXACT,
+        COMPRESSED,
+    ),  # a scaler refuses fp16 gradients, which plain fp16 shards have
+    Precision.fp32: (IN_FP32,),
+}
+
+
+@dataclass
+class Config(RecipeConfig):
+    """What a config of this recipe may set."""
+
+    precision: Precision = Precision.bf16
+    processes: int = number(2, least=1)
+    max_norm: float = number(1.0, above=0)
+    width: int = number(16, least=4, multiple_of=4)
+
+
+def train(config: Config) -> TrainingRecord:
+    """Train a digits classifier on several processes once for each way to store its shards.
+
+    Args:
+        config: a checked config.
+    """
+    return on_ranks(train_rank, config, config.processes)
+
+
+def train_rank(config: Config) -> TrainingRecord:
+    """Train as one of the processes; all of them return the same losses."""
+    config.start()
+    with process_group(config.device) as (_, ranks):
+        record = TrainingRecord(title=f"exact shards, {ranks} processes, {config.precision.value}")
+        start, ways = time.perf_counter(), WAYS[config.precision]
+        for way in ways:
+            _train(way, config, record, is_last=way == ways[-1])
+        record.seconds = time.perf_counter() - start
+    return record
+
+
+def _train(way: str, config: Config, record: TrainingRecord, *, is_last: bool) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(config.seed)
+    loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)
+    net = DigitsNet(config.width).to(config.device)
+    if way == IN_16_BITS:
+        net.to(config.precision.dtype)
+    mesh = init_device_mesh(config.device, (ranks,))
+    plan = DtypePlan(compute=config.precision.value)
+    fully_shard(net, plan, units=[net.classifier], mesh=mesh)  # a unit, as a block of a large model
+    optimizer = torch.optim.AdamW(net.parameters(), config.learning_rate)
+    if way.startswith(EXACT):
+        state: StateName = "8bit" if way == COMPRESSED else "fp32"
+        store_weights(net, optimizer, weights=config.precision.value, state=state)
+
+    region = autocast(config.device, config.precision.dtype, enabled=config.precision.mixed)
+    scaler = GradScaler(config.device, **asdict(config.loss_scale), enabled=config.precision.scaled)
+    losses: list[Tensor] = []
+    batches = digits_batches(loaders, steps=config.steps, device=config.device)
+    for images, labels in track(batches, way, total=config.steps, disable=rank > 0):
+        optimizer.zero_grad()
+        share = ranks / len(images)
+        with region:
+            logits = net(images[rank::ranks])
+            loss = share * cross_entropy(logits.float(), labels[rank::ranks], reduction="sum")
+        scaler.scale(loss).backward()
+        scaler.clip_and_step(optimizer, config.max_norm)
+        scaler.update()
+        mean = loss.detach() / ranks
+        dist.all_reduce(mean)
+        losses.append(mean)
+        if is_last:
+            record.add_scaled_step(mean, scaler, optimizer)
+    held = weight_bytes(net, optimizer)
+    record.compare("loss of each way", way, [loss.item() for loss in losses])
+    record.results[f"bytes per parameter of a rank, {way}"] = held.total / held.parameters
+    last = losses[-20:]
+    record.results[f"loss, {way}"] = torch.stack(last).mean().item()
+    if is_last:
+        record.test_accuracy = accuracy(net, loaders.test, region=region, device=config.device)
+
+
+if __name__ == "__main__":
+    train(Config()).show(Path("runs/fsdp2_exact_bf16"))
