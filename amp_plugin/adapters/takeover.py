@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from amp_plugin.casting import bound_rules
 from amp_plugin.casting.bound_rules import bound_autocast, is_launcher, ours_by_default
-from amp_plugin.messages import OptionError
+from amp_plugin.messages import OptionError, only_warning
 from amp_plugin.patches import replaced
 
 if TYPE_CHECKING:
@@ -84,9 +84,16 @@ class Takeover:
         self._end_with_process()
         self._begun.enter_context(when_imported({"torch": lambda _: self}))
 
-    def program_failed(self) -> None:
-        """Note that the program ended with an error, which matters more than the summary."""
+    def program_failed(self, error: BaseException | None) -> None:
+        """Note that the program ended with an error; if torch refused dtypes, print what helps."""
         self._failed = True
+        if error is None or "torch" not in sys.modules:
+            return
+        from amp_plugin.numerics.refusals import finding_in_trace  # noqa: PLC0415 - loads torch
+
+        with only_warning("the finding of this error", lambda: None):
+            if (finding := finding_in_trace(error)) is not None:
+                self._say(str(finding), in_children=True)
 
     def _end_with_process(self) -> None:
         """End after everything else. Children of multiprocessing do not run atexit handlers."""

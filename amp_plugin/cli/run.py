@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -55,10 +56,21 @@ def run(
             fail(str(error), code=1)
     takeover = Takeover(Path(program.name).name, precision=precision, rules=rules, page=page)
     takeover.begin()
-    code, failed = run_program(program, arguments or [], nullcontext())
+    errors: list[BaseException] = []
+    code, failed = run_program(program, arguments or [], _noted(errors))
     if failed:
-        takeover.program_failed()
+        takeover.program_failed(next(iter(errors), None))
     raise typer.Exit(code)
+
+
+@contextmanager
+def _noted(errors: list[BaseException]) -> Iterator[None]:
+    """Note the error that leaves the block."""
+    try:
+        yield
+    except BaseException as error:
+        errors.append(error)
+        raise
 
 
 def report(

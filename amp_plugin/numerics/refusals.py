@@ -35,6 +35,8 @@ _ADVICE: Final = {
     "amp_plugin.custom_bwd; with custom_fwd(cast_inputs=torch.float32) it computes in fp32.",
     "line": "torch checked the dtypes in this line before it called an op: call .to(dtype) or float() on the "
     "inputs, or run the module in fp32.",
+    "trace": "call .to(dtype) or float() on what this line reads so that the dtypes agree, or run the module "
+    "in fp32; `amp-plugin diagnose` instead of `amp-plugin run` names the op, and a rule for it.",
 }
 # Texts by which torch refuses dtypes before it calls an op.
 _REFUSES: Final = re.compile(
@@ -42,6 +44,10 @@ _REFUSES: Final = re.compile(
     r"[Tt]ype promoting not supported|expected scalar type|must be either float or double"
 )
 
+# Words in the errors of ops that refuse dtypes, where the op cannot run again in others.
+_OF_DTYPES: Final = re.compile(
+    rf"{_REFUSES.pattern}|\bdtypes?\b|scalar type|\b(Half|BFloat16|b?float16)\b|HalfTensor|BFloat16Type"
+)
 
 Refused = tuple[BaseException, Finding]
 """An error for the dtypes of an op, and what to report if the program ends by it."""
@@ -132,6 +138,34 @@ def findings_at_end(tracker: Tracker, last: Refused | None, error: BaseException
             when=tracker.now(),
             reached=str(error).partition("\n")[0],
         )
+
+
+def finding_in_trace(error: BaseException) -> Finding | None:
+    """Return why an error ended a program if it is for dtypes that torch refused, from the traceback alone.
+
+    Nothing was watched while the program ran, so the line and the module stand for the op.
+    """
+    if not isinstance(error, (RuntimeError, TypeError, ValueError)) or not _OF_DTYPES.search(str(error)):
+        return None
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [held for frame in frames if isinstance(held := frame.f_locals.get("self"), nn.Module)]
+    place, caller = raised_from(error.__traceback__)
+    names = {module: name for name, module in modules[0].named_modules()} if modules else {}
+    path = next((names[module] for module in reversed(modules) if module in names), "")
+    model = type(modules[0]).__name__ if modules else ""
+    inner = frames[-1].f_locals.values() if frames else ()
+    seen = {held.dtype: None for held in inner if isinstance(held, torch.Tensor) and held.is_floating_point()}
+    return Finding(
+        kind="dtype",
+        cause="dtype",
+        module=f"{model}.{path}".rstrip("."),
+        place=place,
+        caller=caller,
+        advice=_ADVICE["trace"],
+        cures=cures_of(model, path, (), ""),
+        lesson=" and ".join(map(short_name, seen)) if len(seen) > 1 else "",
+        reached=str(error).partition("\n")[0],
+    )
 
 
 def _module_of(tracker: Tracker, trace: TracebackType | None) -> str:

@@ -9,6 +9,8 @@ from torch.nn import functional
 
 import amp_plugin
 from amp_plugin.numerics.finding import Finding
+from amp_plugin.numerics.refusals import finding_in_trace
+from tests.commands import amp as run
 from tests.commands import diagnose as amp
 from tests.warm_processes import call
 
@@ -219,3 +221,89 @@ def test_an_op_that_keeps_statistics_takes_a_rule():
     assert rules[f"{name}.default"] == "fp32"
     with pytest.raises(ValueError, match="in-place and out= forms are never autocast"):
         rules.with_rule("aten::masked_scatter_", "fp32")
+
+
+def from_trace(model: nn.Module, dtype: torch.dtype = torch.float16) -> Finding | None:
+    """Return what `amp-plugin run` says of the error that a model raises; None if it raises none."""
+    try:
+        with torch.autocast("cpu", dtype=dtype):
+            model(torch.randn(4, 4))
+    except (RuntimeError, TypeError, ValueError) as error:
+        if (finding := finding_in_trace(error)) is not None:
+            return finding
+        raise
+    return None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", [*BODIES, "in place", "batched"])
+def test_run_names_module_line_and_dtypes_and_its_cure_runs(name, dtype):
+    op = {"in place": in_place, "batched": batched}.get(name) or BODIES[name][0]
+    finding = from_trace(Net(op), dtype)
+    if finding is None:
+        pytest.skip("torch takes these dtypes")
+    assert (finding.kind, finding.module) == ("dtype", "Net.body")
+    assert finding.place.file == __file__
+    assert finding.reached
+    (cure,) = finding.cures
+    model = Net(op)
+    exec(cure.code, {"model": model})
+    assert from_trace(model, dtype) is None
+
+
+class Encoder(nn.Module):
+    """A library's module, called in a block with inputs in 16 bits that its own lines refuse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rnn = nn.Linear(4, 4), nn.GRUCell(4, 4)
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.rnn(x.half())
+
+
+def test_run_names_the_module_of_a_library():
+    finding = from_trace(Encoder())
+    assert finding.module == "Encoder.rnn"
+    assert finding.place.file == __file__
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("shape '[3]' is invalid"), ValueError("no such file"), KeyError("Half and Float")]
+)
+def test_run_says_nothing_of_other_errors(error):
+    with pytest.raises(type(error)) as caught:
+        raise error
+    assert finding_in_trace(caught.value) is None
+
+
+PROGRAM = """
+import torch
+
+class Head(torch.nn.Module):
+    def forward(self, h):
+        y = torch.zeros(4, 4)
+        y[h > 0] = h[h > 0]
+        return y
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), Head())
+with torch.autocast("cpu", torch.float16):
+    model(torch.ones(4, 4))
+"""
+
+
+def test_run_prints_it_after_the_traceback(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    done = run("run", "train.py")
+    assert done.exit_code == 1
+    error, _, said = done.stderr.partition("amp-plugin run: torch refused")
+    assert "RuntimeError: Index put requires" in error
+    for part in (
+        "fp16 and fp32",
+        "Sequential.1",
+        "train.py:7 in forward: y[h > 0] = h[h > 0]",
+        'get_submodule("1")',
+    ):
+        assert part in said
