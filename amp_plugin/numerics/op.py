@@ -154,6 +154,11 @@ class OpTraits:
         return self._op.namespace in {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 
     @cached_property
+    def waits(self) -> bool:
+        """Whether it only waits until a collective has ended."""
+        return self.is_collective and self.base == "wait_tensor"
+
+    @cached_property
     def is_repeatable(self) -> bool:
         """Whether it makes the same of the same arguments."""
         is_random = torch.Tag.nondeterministic_seeded in self._op.tags

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from rich.table import Table
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from amp_plugin.hardware import in_widest_float
 from amp_plugin.numerics.advise import cures_of
@@ -126,6 +127,9 @@ class WideRun(Region):  # type: ignore[no-untyped-call]
     def after(self, call: Call, output: Any) -> None:
         """Run the op on both wide sides, take what they make, and write the results' shadows."""
         results = [made.tensor for made in call.made(output)]
+        if call.traits.is_collective:
+            self.exchanged(call, [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
+            return
         if call.traits.is_view or not any(map(self.shadows.follows, results)):
             return
         own = others = None
@@ -141,6 +145,16 @@ class WideRun(Region):  # type: ignore[no-untyped-call]
                 self.shadows.of(result).copy_(others[number])
                 if result.numel():
                     self.take(call, result, None if own is None else own[number])
+
+    def exchanged(self, call: Call, results: list[Tensor]) -> None:
+        """Forget the shadows of a collective's results, which may still be on their way from other ranks.
+
+        They get new ones, of their own values, when an op reads them.
+        """
+        if any(map(self.shadows.follows, results)) and not call.traits.waits:
+            call.count_unmeasured()
+        for result in results:
+            self.shadows.discard(result)
 
     def take(self, call: Call, result: Tensor, exact: Tensor | None) -> None:
         """Look at a result with a shadow, and at the op's own in the wide dtype, None where it has none."""

@@ -263,6 +263,10 @@ class Storages(Generic[Value]):
             if stored.numel() * stored.element_size() >= stored.untyped_storage().nbytes():
                 del self._entries[address]
 
+    def discard(self, tensor: Tensor) -> None:
+        """Forget the storage of a tensor, also if the tensor covers only a part of it."""
+        self._entries.pop(storage_address(tensor), None)
+
     def alive(self) -> list[Value]:
         """Drop what dead storages had, and return the values of those that live, oldest first."""
         self._entries = {
