@@ -33,7 +33,10 @@ def diagnose(
         typer.Option(help="Measure each op's error, or compare compiled code with eager code."),
     ] = None,
     save: Annotated[
-        Path | None, typer.Option(help="Record what each op makes into this file, for `compare`.")
+        Path | None,
+        typer.Option(
+            help="Record what each op makes into this file, or folder of several ranks, for `compare`."
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to record; with --save.")] = 10,
     rows: Annotated[int, typer.Option(min=1, help="Rows of the table of errors.")] = 20,
@@ -125,11 +128,15 @@ def _measure(
 
 
 def compare(
-    first: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A run by diagnose --save.")],
-    second: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Another.")],
+    first: Annotated[Path, typer.Argument(exists=True, help="A run by diagnose --save.")],
+    second: Annotated[Path, typer.Argument(exists=True, help="Another, of as many ranks.")],
     as_json: AsJson = False,
 ) -> None:
-    """Name the first result in which two recorded runs differ; exit code 1 if by more than rounding."""
+    """Name the first result in which two recorded runs differ.
+
+    Exit code 1 if they differ by more than rounding, if ranks of a run differ where they must agree, or if a
+    rank is missing or was cut off.
+    """
     from amp_plugin.numerics.compare import compare_runs  # noqa: PLC0415 - loads torch
 
     try:
@@ -137,4 +144,4 @@ def compare(
     except (ImportError, OSError, ValueError) as error:
         fail(str(error), code=2)
     print(json.dumps(comparison.to_dict()) if as_json else comparison.report())
-    raise typer.Exit(1 if comparison.unexplained else 0)
+    raise typer.Exit(0 if comparison.is_clean else 1)

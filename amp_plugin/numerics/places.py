@@ -23,6 +23,9 @@ _STANDARD = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"
 _TYPED = ("<stdin", "<ipython-input-")
 _INSTALLED = ("site-packages", "dist-packages")
 
+# Functions around an op that a dispatch mode is told of.
+_AROUND_OPS = (_OURS, str(Path(_TORCH, "_dynamo")), str(Path(_TORCH, "_compile.py")))
+
 _MACHINERY, _LIBRARY, _PROGRAM = range(3)
 _MOST = 500_000  # sites kept; a node this old has long run its backward
 
@@ -54,6 +57,18 @@ def called_from(frame: FrameType | None = None) -> tuple[Place | None, Place | N
 def raised_from(trace: TracebackType | None) -> tuple[Place | None, Place | None]:
     """Return the line of a program or library that raised an error, and the program's that led there."""
     return _innermost(reversed([*traceback.walk_tb(trace)]))
+
+
+def is_called_by_engine() -> bool:
+    """Return True if autograd's engine calls the running op from C++: in a node of its own, or for DDP.
+
+    A node or a hook that is written in Python has a frame between the engine and the op.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    frames = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    caller = next((code for code in frames if not code.co_filename.startswith(_AROUND_OPS)), None)
+    return caller is None or caller.co_name == "_engine_run_backward"  # None: a thread of the engine
 
 
 def _innermost(frames: Iterable[tuple[FrameType, int]]) -> tuple[Place | None, Place | None]:

@@ -98,6 +98,17 @@ def test_files_that_are_no_runs(tmp_path: Path) -> None:
         compare_runs(tmp_path / "c.pt", run)
 
 
+def test_a_file_without_weights_and_gradients_still_loads(tmp_path: Path) -> None:
+    new, old = record(tmp_path / "new.pt"), tmp_path / "old.pt"
+    run = Run.load(new)
+    assert len(run.gradients) == 12
+    torch.save(("amp_plugin run 5", run.records, run.unmeasured), old)
+    assert Run.load(old).records == run.records
+    found = compare_runs(old, new)
+    assert found.is_clean
+    assert found.compared == len(run.records)
+
+
 def test_the_commands(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

@@ -1,0 +1,52 @@
+"""Gradients that should be the same on all ranks of one recording, and are not.
+
+for each weight that had the same bits on all ranks before its first step: it is a replica
+    a weight of one number throughout, such as a new bias, says nothing: it goes with the others of its module
+for each step, in order: compare the replicas' gradients between the ranks
+    they differ by more than rounding: one rank lacks an all-reduce, or has one too many
+return what differs in the first step in which anything does; later steps only follow
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight before its first step."""
+
+    checksum: int  # of its bits
+    is_constant: bool  # whether all its elements are the same number
+
+
+def replicas_of(ranks: Sequence[Mapping[str, Weight]]) -> set[str]:
+    """Return the names of the weights that are copies of each other on all ranks."""
+    if len(ranks) < 2:
+        return set()
+    shared = set.intersection(*(set(weights) for weights in ranks))
+    equal = {name for name in shared if len({weights[name].checksum for weights in ranks}) == 1}
+    telling = {name for name in shared if not all(weights[name].is_constant for weights in ranks)}
+
+    def is_replica(name: str) -> bool:
+        if name in telling:
+            return name in equal
+        module = {other for other in telling if _module(other) == _module(name)}
+        evidence = module or telling
+        return name in equal and bool(evidence) and evidence <= equal
+
+    return {name for name in shared if is_replica(name)}
+
+
+def _module(weight: str) -> str:
+    return weight.rpartition(".")[0]
+
+
+def unlike_the_others(checksums: Mapping[int, int]) -> tuple[int, ...]:
+    """Return the ranks that hold another value than most; all ranks if no value is held by most."""
+    (common, count), *_ = Counter(checksums.values()).most_common(1)
+    if 2 * count <= len(checksums):
+        return tuple(checksums)
+    return tuple(rank for rank, checksum in checksums.items() if checksum != common)
