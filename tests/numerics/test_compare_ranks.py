@@ -42,7 +42,19 @@ def train(folder: Path) -> None:
     dist.init_process_group("gloo")
     for name, options in RUNS.items():
         record(folder / f"{name}.amp", rank, **options)
+    for is_summed in (True, False):
+        record_sum(folder / f"{'summed' if is_summed else 'partial'}.amp", rank, is_summed=is_summed)
     leave()
+
+
+def record_sum(path: Path, rank: int, *, is_summed: bool) -> None:
+    """Record a sum over the ranks in a forward pass, as row-parallel layers have it."""
+    torch.manual_seed(rank)
+    with record_run(path):
+        part = torch.randn(8).tanh()
+        if is_summed:
+            dist.all_reduce(part)
+        part * 2
 
 
 RUNS = {
@@ -143,6 +155,20 @@ def test_a_missing_all_reduce_is_named(runs: Path, first: str, second: str) -> N
     }
     assert all(unlike.ranks == (0, 1) for unlike in found.replicas_second)
     assert "ranks of the second run differ where they must agree: gradient of" in found.report()
+
+
+@pytest.mark.dist
+def test_a_missing_sum_in_a_forward_pass_is_named(runs: Path) -> None:
+    assert compare_runs(runs / "summed.amp", runs / "summed.amp").is_clean
+    found = compare_runs(runs / "summed.amp", runs / "partial.amp").unexplained
+    assert found is not None
+    assert found.op == "aten::mul.Tensor"
+    assert found.reason.startswith(
+        "an input comes from c10d::allreduce_.default, forward, step 0, float32[8]"
+    )
+    ranks = [Run.load(runs / "summed.amp" / f"rank-{rank}.amp").records for rank in range(2)]
+    sums = [next(record for record in records if "allreduce" in record.op) for records in ranks]
+    assert sums[0].held.sketch == sums[1].held.sketch  # it was read after it had come
 
 
 @pytest.mark.dist
