@@ -282,9 +282,8 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
             return
         for result in results:
             self._taken.set(result, call.kept)
-            if not self._is_of_bucket(
-                call
-            ):  # the gradients in a bucket are recorded one by one, before the step
+            # The gradients in a bucket are recorded one by one, before the step.
+            if not self._is_of_bucket(call):
                 site = replace(call.site, op=call.traits.name)
                 self._exchanged.set(result, _Exchange(site, call.direction, call.read, call.kept))
 
