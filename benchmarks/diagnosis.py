@@ -108,7 +108,7 @@ def drawn(setting: Setting, name: str, make: Callable[[Setting], GPT], folder: s
     with (
         always_on,
         report(scaler, model, f"{folder}/run.html"),
-        ModuleWatch(hooked_scaler.step_log, [hooked]),
+        ModuleWatch(hooked_scaler.core.log, [hooked]),
     ):
         hooked_step = step_of(hooked, hooked_scaler)
         hooked_step(math.nan)  # from the first skip on there are hooks

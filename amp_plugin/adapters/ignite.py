@@ -26,7 +26,7 @@ from amp_plugin.adapters.scaler import scaler_groups
 from amp_plugin.adapters.session import FrontDoor
 from amp_plugin.messages import warn_user
 from amp_plugin.options import PluginOptions, between, lists_options, takes, whole
-from amp_plugin.scaling.step_log import LoggedStep
+from amp_plugin.scaling.step_log import StepResult
 from amp_plugin.scaling.words import Words
 from amp_plugin.weights.ddp import refuse_sharded, sharded_by
 from amp_plugin.weights.formats import HALVES
@@ -81,7 +81,6 @@ class IgnitePrecision(FrontDoor):
     words = Words(
         backward="amp.backward(loss)",
         unscale="amp.scaler.unscale_(optimizer)",
-        clip="IgnitePrecision(max_norm=...)",
         step="amp.step(optimizer)",
         prepare="amp.attach(engine, model, optimizer)",
         bf16="use IgnitePrecision('bf16')",
@@ -169,8 +168,8 @@ class IgnitePrecision(FrontDoor):
         if options.report is not None:
             session.watch([model], options.report)
 
-    def _count(self, step: LoggedStep) -> None:
-        self.skipped_steps += step.result.skipped
+    def _count(self, step: StepResult) -> None:
+        self.skipped_steps += step.skipped
 
     def _on_iteration(self, engine: Engine, optimizer: Optimizer) -> None:
         """Put the result of the newest step into the engine's metrics, without waiting for the device."""

@@ -46,7 +46,7 @@ from amp_plugin.precision import (
 from amp_plugin.scaling import penalty
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
-from amp_plugin.scaling.step_log import LoggedStep, StepLog, StepResult
+from amp_plugin.scaling.step_log import StepLog, StepResult, run_of_skips
 from amp_plugin.scaling.words import PLAIN, Words
 from amp_plugin.sharding.fully_shard import add_up_in_fp32
 from amp_plugin.sharding.plan import DtypePlan
@@ -263,7 +263,7 @@ class Session:
         """Tell the scaler its device, and which ranks step together."""
         self.scaler.core.place(self.device, **groups)
         if self.options.exact_schedulers:
-            self.scaler.step_log.wait_for()
+            self.scaler.core.log.wait_for()
 
     def follow(self, rules: OpRules | None) -> None:
         """Put op rules in force until this run ends or another one begins; remove those of an earlier run."""
@@ -289,7 +289,7 @@ class Session:
         self.origins.unwatch()
         self.at_end.close()
         if self._scaler is not None:
-            self._scaler.step_log.end_run(warn)
+            self._scaler.core.log.end_run(warn)
         while self.models:
             restore_weights(self.models.popitem()[0])
 
@@ -428,14 +428,14 @@ class Session:
     def take_scaler(self, scaler: Any) -> None:
         """Use another scaler, and subscribe to its steps."""
         if self._scaler is not None:
-            self._scaler.step_log.unsubscribe(self._look)
+            self._scaler.core.log.unsubscribe(self._look)
         self._scaler = scaler
         self._follow_log()
 
     def _follow_log(self) -> None:
         if isinstance(self._scaler, GradScaler):
             self._scaler.core.speak(self.words, scales_all=True)
-        log: StepLog = self._scaler.step_log
+        log: StepLog = self._scaler.core.log
         if self.options.exact_schedulers:
             log.wait_for()
         if self._max_skips:
@@ -446,7 +446,7 @@ class Session:
         """The number of skipped steps in a row that ends the run; 0 if skipped steps never end it."""
         return getattr(self.options, "max_skips_in_a_row", 0)
 
-    def _look(self, step: LoggedStep) -> None:
+    def _look(self, step: StepResult) -> None:
         """Raise if too many steps in a row were skipped."""
         if step.in_a_row == self._max_skips:
             raise endless_skips(step, self.words, self.growth)
@@ -494,7 +494,7 @@ class Session:
 
         An iteration ends when an optimizer steps a second time.
         """
-        return id(optimizer) in self._stepped and self.scaler.step_log.holds_schedulers(optimizer)
+        return id(optimizer) in self._stepped and self.scaler.core.log.holds_schedulers(optimizer)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -524,7 +524,7 @@ class Session:
         """
         optimizer = torch_optimizer(scheduler.optimizer)
         self.scaler.last_step(optimizer)  # raises if there is none
-        if self.scaler.step_log.holds_schedulers(optimizer):
+        if self.scaler.core.log.holds_schedulers(optimizer):
             return False
         scheduler.step(*args)
         return True
@@ -610,8 +610,8 @@ def _opened_watch(
 
             require_libraries()
             with only_warning(f"the report {path}", lambda: None):
-                return RunReport(scaler.step_log, models, path, options=options).__enter__()
-    return ModuleWatch(scaler.step_log, models).__enter__()
+                return RunReport(scaler.core.log, models, path, options=options).__enter__()
+    return ModuleWatch(scaler.core.log, models).__enter__()
 
 
 def _end_watch(watch: RunReport | ModuleWatch, error: BaseException | None = None) -> None:
@@ -647,7 +647,7 @@ class FrontDoor:
     @property
     def step_log(self) -> StepLog:
         """The log of the scaler's steps."""
-        return self._scaler.step_log
+        return self._scaler.core.log
 
     def last_step(self, optimizer: Optimizer) -> StepResult:
         """Return the result of an optimizer's last step: skipped, norm, scale, parameters that overflowed.
@@ -694,16 +694,16 @@ class FrontDoor:
         return penalty.gradient_penalty(outputs, inputs, scaler=self._scaler, **options)
 
 
-def endless_skips(step: LoggedStep, words: Words, growth: WeightGrowth) -> RuntimeError:
+def endless_skips(step: StepResult, words: Words, growth: WeightGrowth) -> RuntimeError:
     """Return the error for a run that skips all steps. It names parameters, a cure, and a command.
 
     If the weights have grown, the cure is a lower learning rate: a wider dtype would only delay the end.
     """
     if advice := growth.advice():
-        return RuntimeError(f"{step.run_of_skips()} {advice}")
-    bf16 = f"{words.bf16}, or " * step.result.is_scaled
+        return RuntimeError(f"{run_of_skips(step)} {advice}")
+    bf16 = f"{words.bf16}, or " * step.is_scaled
     return RuntimeError(
-        f"{step.run_of_skips()} Look for nan in the loss or the data, {bf16}raise {words.endless}"
+        f"{run_of_skips(step)} Look for nan in the loss or the data, {bf16}raise {words.endless}"
     )
 
 

@@ -85,7 +85,7 @@ def scalers_taken(
 
 def _state_of_torchs(scaler: Any) -> dict[str, Any]:
     """Return the attributes of torch's scaler in this state, and the attributes that the program has set."""
-    device = scaler.core.device
+    device = scaler.core.shared.device
     state: dict[str, Any] = {"_device": device, "_enabled": scaler.is_enabled()}
     if scaler.is_enabled():
         state |= {

@@ -33,7 +33,6 @@ _SCALER_METHODS: Final[dict[str, Kind]] = {
     "clip_and_step": "scaler clip",
     "clip_grad_norm_": "scaler clip",
     "clip_grad_value_": "scaler clip",
-    "ensure_unscaled": "unscale",
     "step": "scaler step",
     "unscale_": "unscale",
     "update": "update",

@@ -50,7 +50,9 @@ SCHEMAS: Final = {
         "(Tensor(a!)[] grads, Tensor inv_scale, float norm_type=2.0, bool is_scale=False)"
         " -> (Tensor norm, Tensor found_inf, Tensor flags)"
     ),
-    "multiply_": "(Tensor(a!)[] grads, Tensor factor) -> Tensor found_inf",
+    "multiply_": (
+        "(Tensor(a!)[] grads, Tensor factor, float? max_norm=None, Tensor? found_inf=None) -> Tensor"
+    ),
     "update_scale_": (
         "(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) hysteresis_tracker, Tensor found_inf, "
         "float growth_factor, float backoff_factor, int growth_interval, float min_scale, float max_scale, "
@@ -86,7 +88,7 @@ def _measured(grads: list[torch.Tensor], inv_scale: torch.Tensor, *_: float) -> 
 FAKES: Final[dict[str, Callable[..., Any]]] = {  # only for ops that return something
     "norm_check": _measured,
     "unscale_": _measured,
-    "multiply_": lambda _, factor: _number(factor),
+    "multiply_": lambda _, factor, *__: _number(factor),
     "clip_factor": lambda norm, *_: _number(norm),
     "unpack_measurements": lambda packed, _: (_number(packed[0]), _number(packed[0])),
 }

@@ -113,12 +113,18 @@ def unscale_(
 
 
 @torch.no_grad()
-def multiply_(grads: Sequence[Tensor], factor: Tensor) -> Tensor:
+def multiply_(
+    grads: Sequence[Tensor],
+    factor: Tensor,
+    max_norm: float | None = None,
+    found_inf: Tensor | None = None,
+) -> Tensor:
     """Multiply gradients by a factor in place; return ``found_inf`` of the products.
 
-    A factor of 1 writes nothing and finds nothing.
+    With ``max_norm``, ``factor`` is a norm. The gradients are then multiplied by :func:`clip_factor` of these
+    three. A factor of 1 writes nothing and finds nothing.
     """
-    value = factor.reshape(())
+    value = factor.reshape(()) if max_norm is None else clip_factor(factor, max_norm, None, found_inf)
     for grad in grads:
         _multiply(grad, value)
     return torch.where(value == 1, 0.0, _found(_flags(grads, factor.device))).to(torch.float32)

@@ -32,7 +32,7 @@ from amp_plugin.numerics.module_hooks import ModuleHooks
 from amp_plugin.numerics.values import unwatched
 from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.overflows import FirstModules
-from amp_plugin.scaling.step_log import LoggedStep, StepLog
+from amp_plugin.scaling.step_log import StepLog, StepResult
 
 STEPS_AFTER_SKIP: Final = 8  # with hooks, after each skipped one
 STEPS_IN_ALL: Final = 64  # with hooks, of one run
@@ -88,14 +88,14 @@ class ModuleWatch:
         self._open.close()
         self._forget()
 
-    def _look(self, step: LoggedStep) -> None:
+    def _look(self, step: StepResult) -> None:
         """Name the module of a skipped step, and be there for the next one."""
         with only_warning("the watch of modules", self.close):
             was_on = self._left > 0
             self._budget -= was_on
-            if step.result.skipped:
+            if step.skipped:
                 if was_on:
-                    step.result.add_modules(self._found())
+                    step.add_modules(self._found())
                 self._left = min(STEPS_AFTER_SKIP, self._budget)
             elif was_on:
                 self._left -= 1

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from amp_plugin.run_page.headroom import shown
 from amp_plugin.scaling.overflows import FirstModules, OverflowReport
-from amp_plugin.scaling.step_log import LoggedStep
+from amp_plugin.scaling.step_log import StepResult
 
 _MOST_STEPS: Final = 10_000  # points of a curve; if there are more, every second one is dropped
 _MOST_SKIPS: Final = 1_000  # skipped steps that are kept with their parameters; all are counted
@@ -80,13 +80,12 @@ class History:
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach())
 
-    def add(self, step: LoggedStep, overflowed: OverflowReport | None) -> None:
+    def add(self, result: StepResult, overflowed: OverflowReport | None) -> None:
         """Add a step whose result the host knows.
 
         ``overflowed`` names the gradients that were not finite if the step was skipped.
         """
-        result = step.result
-        name = self._names.setdefault(id(step.optimizer()), f"{len(self._names)}: {step.kind}")
+        name = self._names.setdefault(id(result.optimizer()), f"{len(self._names)}: {result.kind}")
         self._counts[name] += 1
         number = self._counts[name]
         scale = result.scale_before if result.is_scaled else None
@@ -109,7 +108,7 @@ class History:
             skip = Skip(
                 step=number,
                 scale=scale,
-                in_a_row=step.in_a_row,
+                in_a_row=result.in_a_row,
                 parameters=overflowed.summary(),
                 meaning=overflowed.meaning(),
                 loss=loss,

@@ -40,8 +40,8 @@ from amp_plugin.run_page.libraries import require_libraries
 from amp_plugin.run_page.page import render
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
-from amp_plugin.scaling.overflows import OverflowReport, ParameterNames
-from amp_plugin.scaling.step_log import LoggedStep, StepLog, new_logs
+from amp_plugin.scaling.overflows import OverflowReport, names_of
+from amp_plugin.scaling.step_log import StepLog, StepResult, new_logs
 
 _SECONDS: Final = 10.0  # at least this long between two writes
 _MOST_GROWTHS: Final = 20  # how often the size of all weights is read, at steps that went wrong
@@ -143,18 +143,18 @@ class RunReport:
         with only_warning(self._name, self._give_up):
             self.history.hear_loss(loss)
 
-    def _look(self, step: LoggedStep) -> None:
+    def _look(self, step: StepResult) -> None:
         with only_warning(self._name, self._give_up):
             self._take_step(step)
 
-    def _take_step(self, step: LoggedStep) -> None:
+    def _take_step(self, step: StepResult) -> None:
         optimizer = step.optimizer()
         if optimizer is None:
             return
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
         self._survey.close()
-        overflowed = self._named(step.result.overflow_report(), optimizer) if step.result.skipped else None
+        overflowed = self._named(step.overflow_report(), optimizer) if step.skipped else None
         self.history.add(step, overflowed)
         if self.history.is_wrong and self._growth_looks < _MOST_GROWTHS:
             self._growth_looks += 1
@@ -162,7 +162,7 @@ class RunReport:
         if overflowed is not None:
             self._headroom.note_overflow(self.history.steps, (*overflowed.inf, *overflowed.nan))
         elif self._headroom.is_due():
-            self._headroom.read(self.history.steps, step.result)
+            self._headroom.read(self.history.steps, step)
         if self._writes and time.perf_counter() > self._next_write:
             with random_numbers_kept():
                 self._try_to_write()
@@ -171,7 +171,7 @@ class RunReport:
         """Return the report with the model's names for parameters without a name."""
         names = {id(param): name for name, param in named_parameters(self._models)}
         params = list(params_of(optimizer))
-        numbered = ParameterNames().of(params, optimizer)
+        numbered = names_of(params, optimizer, {})
         known = {number: names.get(id(param), number) for number, param in zip(numbered, params, strict=True)}
         inf, nan = (tuple(known.get(name, name) for name in given) for given in (report.inf, report.nan))
         return replace(report, inf=inf, nan=nan, named=report.named or not {*inf, *nan} & {*numbered})
@@ -274,7 +274,8 @@ def report(scaler: Any, model: nn.Module, path: str | Path = "run.html") -> RunR
     """
     own = scaler.loss_scale.options if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
     options = own or getattr(getattr(scaler, "session", None), "options", None)
-    return RunReport(scaler.step_log, model, path, options=options)
+    log = scaler.core.log if isinstance(scaler, GradScaler) else scaler.step_log
+    return RunReport(log, model, path, options=options)
 
 
 def _claimed(path: Path, stack: ExitStack) -> Path:
@@ -331,7 +332,7 @@ def program_page(path: Path, program: str) -> Iterator[None]:
         made = [log for reference in logs if (log := reference()) is not None]
         if not made:
             opened.callback(register_optimizer_step_pre_hook(before_step).remove)
-        pages.append(RunReport(made[-1] if made else observer.step_log, module, path))
+        pages.append(RunReport(made[-1] if made else observer.core.log, module, path))
         opened.enter_context(pages[0])
 
     try:

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from amp_plugin.scaling.core import ScalerCore
 from amp_plugin.scaling.gradients import measured, multiply_, parameter_layouts, params_of
-from amp_plugin.scaling.optimizer_state import OptimizerState, Shared
+from amp_plugin.scaling.optimizer_state import OptimizerState
+from amp_plugin.scaling.shared import Shared
 
 Target = Optimizer | Tensor | Iterable[Tensor]
 
@@ -81,11 +82,11 @@ def clip_norm(core: ScalerCore, target: Target, clip: NormClip) -> Tensor:
     if is_one:
         return clip_state(states[0], clip)
     _unscale(core, params, states)
-    device = shared.scales.device or next((param.device for param in params), torch.device("cpu"))
+    device = shared.scale_device or next((param.device for param in params), torch.device("cpu"))
     found_now = measured(params, None, clip.norm_type)
     norm, found = shared.ranks.combine(found_now, clip.norm_type, device, parameter_layouts(params))
     clip.refuse_nonfinite(norm)
-    multiply_(params, clip.factor(norm, found))
+    multiply_(params, norm, clip.max_norm, found)
     for state in states:
         state.ledger.look_again()
     return norm
@@ -93,7 +94,7 @@ def clip_norm(core: ScalerCore, target: Target, clip: NormClip) -> Tensor:
 
 def wants_torchs_bits(shared: Shared) -> bool:
     """Whether a clip is left to torch's own function: nothing is scaled, and steps are torch's own."""
-    return not (shared.scales.enabled or (shared.checks and shared.one_pass))
+    return not (shared.enabled or (shared.checks and shared.options.one_pass))
 
 
 def clip_state(state: OptimizerState, clip: NormClip) -> Tensor:
@@ -101,7 +102,7 @@ def clip_state(state: OptimizerState, clip: NormClip) -> Tensor:
     state.forget_stale_norm()
     norm, found = state.unscale_(clip.norm_type, on_request=False)
     clip.refuse_nonfinite(norm)
-    state.multiply_(clip.factor(norm, found))
+    state.clip_(norm, clip.max_norm, found)
     return norm
 
 
@@ -119,8 +120,8 @@ def clip_value(core: ScalerCore, target: Target, limit: float) -> None:
 def _owners(core: ScalerCore, target: Any, call: str) -> tuple[list[Tensor], list[OptimizerState], bool]:
     """Return the parameters to clip, whose they are, and whether one optimizer has these and no others."""
     params = list(params_of(target)) if isinstance(target, Optimizer) else _params_in(target)
-    if core.shared.scales.enabled and not core.awaits_first_loss(params):
-        core.shared.scales.require(call, core.shared.words)
+    if core.shared.enabled and not core.awaits_first_loss(params):
+        core.shared.require_scale(call)
     if isinstance(target, Optimizer):
         return params, [core.state(target)], True
     states = core.owners(params)
@@ -131,11 +132,11 @@ def _owners(core: ScalerCore, target: Any, call: str) -> tuple[list[Tensor], lis
 
 def _unscale(core: ScalerCore, params: list[Tensor], states: list[OptimizerState]) -> None:
     """Unscale and measure the gradients of optimizers."""
-    if not (core.shared.scales.enabled or core.shared.checks):
+    if not (core.shared.enabled or core.shared.checks):
         return
     owned = {id(param) for state in states for param in state.params}
     unknown = sum(param.grad is not None and id(param) not in owned for param in params)
-    if unknown and core.shared.scales.enabled:
+    if unknown and core.shared.enabled:
         raise RuntimeError(_UNKNOWN.format(count=unknown, prepare=core.shared.words.prepare))
     for state in states:
         state.forget_stale_norm()

@@ -27,12 +27,6 @@ from amp_plugin.weights.weight import fp32_shown
 
 Closure = Callable[[], Any]
 
-_NOT_PUT_BACK = (
-    "{0}: a closure's gradients are not finite after the step has changed weights. Earlier steps did "
-    "not do that before their last call of the closure, so no copy was kept to put them back. Load the "
-    "last checkpoint; a new {0} keeps copies if its first step changes weights early."
-)
-
 _UNSCALED_BACKWARD = (
     "the closure ran backward() on a loss that was not scaled: call "
     "{backward} in it, and return the unscaled loss"
@@ -53,7 +47,7 @@ def run(state: OptimizerState, closure: Closure) -> Any:
     before = state.backwards
     with torch.enable_grad():
         loss = closure()
-    if state.shared.scales.enabled:
+    if state.shared.enabled:
         if state.backwards == before:
             _refuse_unscaled_backward(state)
         if is_watched(loss):  # a line search would compare it along unscaled gradients
@@ -76,69 +70,51 @@ def step(
     how: str,
     clip: NormClip | None = None,
 ) -> tuple[Any, StepResult]:
-    """Step an optimizer by ``call`` of a checked closure; waits for the device in each call."""
-    calls = _CheckedCalls(state, optimizer, closure, clip)
-    is_scaled = state.shared.scales.enabled
-    restore = value = None
+    """Step an optimizer by ``call`` of a checked closure; waits for the device in each call.
+
+    ::
+
+        gradients that the optimizer may use before its first call are not finite   ->  no step
+        each call:  closure, unscale, measure;  not finite  ->  leave the step, put back what it has changed
+                    else clip, and let the optimizer go on
+    """
+    is_scaled = state.shared.enabled
+    checked: tuple[Tensor, Tensor] | None = None  # norm and found_inf of the last call
+    loss = value = None
+
+    def check() -> Any:
+        nonlocal checked, loss
+        loss = run(state, closure)
+        with torch.no_grad():
+            checked = state.unscale_(2.0 if clip is None else clip.norm_type)
+            if not capturing(checked[1].device) and checked[1].item() > 0:
+                raise _NonfiniteError
+            if clip is not None and wants_torchs_bits(state.shared):
+                clip.by_torch(state.params)
+            elif clip is not None:
+                state.clip_(checked[0], clip.max_norm, checked[1])
+        match_memory_order(optimizer)
+        return loss
+
     skipped = is_scaled and state.overflowed_before_closure(optimizer)
     if not skipped:
-        restore = _snapshot(optimizer) if calls.may_change_early() else None
+        put_back = _snapshot(optimizer) if _may_change_early(optimizer) else None
         try:
-            value = call(calls.run)
+            value = call(check)
         except _NonfiniteError:
-            skipped, value = True, None if is_scaled else calls.loss
-            if restore is not None:
-                restore()
-            elif calls.changed_early:
-                raise RuntimeError(_NOT_PUT_BACK.format(type(optimizer).__name__)) from None
-        finally:
-            if calls.called:  # for the next step
-                state.note_early_change(calls.changed_early)
-    norm, found = calls.found or state.measure(unscale=False)
+            skipped, value = True, None if is_scaled else loss
+            if put_back is not None:
+                put_back()
+    norm, found = checked or state.measure(unscale=False)
     if clip is not None and skipped:
         clip.refuse_nonfinite(norm)
     clipped = None if clip is None else partial(clip.clipped, norm, found)
     return value, state.close(norm, found, known=skipped, how=how, clipped=clipped)
 
 
-class _CheckedCalls:
-    """The calls of one step's closure, and what was found in their gradients."""
-
-    def __init__(
-        self, state: OptimizerState, optimizer: Optimizer, closure: Closure, clip: NormClip | None
-    ) -> None:
-        self._state, self._optimizer, self._closure, self._clip = state, optimizer, closure, clip
-        self._foreign = uses_gradients_before_closure(optimizer)
-        self._versions = self._versions_now()
-        self.called = False
-        self.found: tuple[Tensor, Tensor] | None = None
-        self.changed_early = False  # the optimizer has changed a weight before a call
-        self.loss: Any = None  # what the last call returned
-
-    def may_change_early(self) -> bool:
-        """Whether anything may change before the last call: of torch's optimizers, only LBFGS does that."""
-        known = None if self._state.shared.scales.enabled else self._state.changes_early
-        return isinstance(self._optimizer, LBFGS) or (self._foreign and known is not False)
-
-    def run(self) -> Any:
-        """Run the closure, unscale its gradients, and leave the step if they are not finite."""
-        self.changed_early |= self.called or self._versions != self._versions_now()
-        self.called = True
-        self.loss = run(self._state, self._closure)
-        with torch.no_grad():
-            self.found = self._state.unscale_(2.0 if self._clip is None else self._clip.norm_type)
-            norm, found = self.found
-            if not capturing(found.device) and found.item() > 0:
-                raise _NonfiniteError
-            if self._clip is not None and wants_torchs_bits(self._state.shared):
-                self._clip.by_torch(self._state.params)
-            elif self._clip is not None:
-                self._state.multiply_(self._clip.factor(norm, found))
-        match_memory_order(self._optimizer)
-        return self.loss
-
-    def _versions_now(self) -> list[int]:
-        return [param._version for param in self._state.params] if self._foreign else []
+def _may_change_early(optimizer: Optimizer) -> bool:
+    """Whether anything may change before the last call: of torch's own optimizers only LBFGS does that."""
+    return isinstance(optimizer, LBFGS) or uses_gradients_before_closure(optimizer)
 
 
 def _snapshot(optimizer: Optimizer) -> Callable[[], None]:

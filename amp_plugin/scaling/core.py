@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +14,18 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_plugin.quiet_hooks import register_quiet_hook
 from amp_plugin.scaling.gradients import multiply_, params_of
-from amp_plugin.scaling.loss_scale import LossScale, PendingScale
-from amp_plugin.scaling.optimizer_state import OptimizerState, Shared
-from amp_plugin.scaling.ranks import Groups, Ranks
+from amp_plugin.scaling.loss_scale import Change, LossScale
+from amp_plugin.scaling.optimizer_state import OptimizerState
+from amp_plugin.scaling.ranks import Ranks
+from amp_plugin.scaling.shared import Shared
 from amp_plugin.scaling.step_log import StepLog, StepResult, reference_to
 from amp_plugin.scaling.words import Words
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_guards: dict[int, RemovableHandle] = {}  # by the id of an optimizer: the hook of its newest scaler
+_guards: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
+"""The hook of the newest scaler, for each optimizer."""
 
 
 class ScalerCore:
@@ -33,20 +34,19 @@ class ScalerCore:
     Args:
         shared: What all optimizers of the scaler use.
         log: Where its steps are counted.
-        device: The type of the device that it trains on.
 
     Attributes:
         shared: As given.
         log: As given.
-        device: As given.
-        last_backward: The loss scale of the last scaled backward pass, as it was when that began.
+        last_scale: The loss scale of the last scaled backward pass; None if there was none.
     """
 
-    def __init__(self, shared: Shared, log: StepLog, device: str) -> None:
-        self.shared, self.log, self.device = shared, log, device
+    def __init__(self, shared: Shared, log: StepLog) -> None:
+        self.shared, self.log = shared, log
         self._states: dict[int, OptimizerState] = {}
-        self._may_delay_update: list[int] = []
-        self.last_backward: PendingScale | None = None
+        self._may_delay_update: list[int] = []  # so that one update() for each of many optimizers is cheap
+        self.last_scale: LossScale | None = None
+        self._change: Change = lambda: None  # of that scale, since that backward pass began
 
     def __iter__(self) -> Iterator[OptimizerState]:
         """Iterate over the states of the optimizers that still exist."""
@@ -84,7 +84,7 @@ class ScalerCore:
         key, states = id(optimizer), self._states
         reference = reference_to(optimizer, lambda _: states.pop(key, None))
         state = states[key] = OptimizerState(reference, self.shared)
-        for stepping in _stepping(optimizer) if self.shared.scales.enabled else ():
+        for stepping in _stepping(optimizer) if self.shared.enabled else ():
             _guard_steps(state, stepping)
         return state
 
@@ -95,11 +95,10 @@ class ScalerCore:
             params, before = params_of(state.optimizer), state.params
             if len(params) != len(before) or not all(map(is_, params, before)):
                 self._take_params(state, list(params))
+                self._may_delay_update = list(self._states)
                 changed = True
-        if changed:
-            self._may_delay_update = list(self._states)
-            for state in self:
-                state.share(list(self))
+        for state in self if changed else ():
+            state.share(list(self))
         return changed
 
     def refresh_joined(self) -> bool:
@@ -108,21 +107,19 @@ class ScalerCore:
 
     def _take_params(self, state: OptimizerState, params: list[Tensor]) -> None:
         """Let an optimizer have these parameters; unknown gradients came with the last backward pass."""
-        scales, last = self.shared.scales, self.last_backward
         others = list(self)
         known = {id(param) for other in others for param in other.params}
-        scale = None
-        if scales.enabled:
-            scale = scales.default if last is None else last.loss_scale  # the default one as in torch.amp
-        state.take_params(params, others, scale, has_backward=last is not None)
-        change = None if last is None else last.change()
+        scale = self.last_scale or self.shared.default  # the default one as in torch.amp
+        has_backward = self.last_scale is not None
+        state.take_params(params, others, scale if self.shared.enabled else None, has_backward=has_backward)
+        change = self._change() if has_backward else None
         if change is not None:
             strangers = [param for param in params if id(param) not in known]
             state.ledger.write(lambda: multiply_(strangers, change))
 
-    def note_backward(self, reading: PendingScale) -> None:
-        """Record that a scaled backward begins: any optimizer may delay the next update after it."""
-        self.last_backward = reading
+    def note_backward(self, scale: LossScale) -> None:
+        """Record that a scaled backward pass begins: any optimizer may delay the next update after it."""
+        self.last_scale, self._change = scale, scale.change_from_now_on()
         self._may_delay_update = list(self._states)
 
     def delays_update(self) -> bool:
@@ -146,9 +143,7 @@ class ScalerCore:
         """Whether a step lacks new gradients (a closure ``repeats`` it), or an update: all have stepped."""
         if state.stage is not OptState.STEPPED:
             return False
-        is_over = self.shared.scales.default.options.dynamic and all(
-            other.stage is OptState.STEPPED for other in self
-        )
+        is_over = self.shared.options.dynamic and all(other.stage is OptState.STEPPED for other in self)
         return is_over or not (repeats or state.is_awaited)
 
     def owners(self, params: Iterable[Tensor]) -> list[OptimizerState]:
@@ -175,19 +170,19 @@ class ScalerCore:
             process_groups: All their ranks take the same decision.
             sharded_groups: Their ranks hold parts of the plain gradients too: norms are added up.
         """
-        self.device = str(device)
-        groups = Groups(tuple(process_groups), tuple(sharded_groups))
-        if groups != self.shared.ranks.groups:
+        ranks = self.shared.ranks
+        if not ranks.are_of(process_groups, sharded_groups):
+            ranks = Ranks(process_groups, sharded_groups)
             self.log.start_over(self.log.skipped_steps())
-            self.shared = replace(self.shared, ranks=Ranks(groups))
             self._states.clear()
-            self._may_delay_update, self.last_backward = [], None
+            self._may_delay_update, self.last_scale = [], None
+        self.shared.place(str(device), ranks)
 
     def switch(self, enabled: bool) -> None:
         """Switch the loss scale off, or on, as programs do that set torch's ``_enabled``."""
-        if enabled is self.shared.scales.enabled:
+        if enabled is self.shared.enabled:
             return
-        self.shared.scales.switch(enabled)
+        self.shared.enable(enabled)
         for state in self:
             state.switch(enabled)
             for stepping in _stepping(state.optimizer) if enabled else ():
@@ -201,24 +196,22 @@ class ScalerCore:
             scales_all: Whether the front door runs all scaled backward passes, so that gradients which
                 came without one are not scaled.
         """
-        self.shared = replace(self.shared, words=words, scales_all=scales_all)
+        self.shared.speak(words, scales_all=scales_all)
 
-    def parameter_names(self, optimizer: Optimizer) -> list[str]:
-        """Return the names of an optimizer's parameters, in the order of its groups."""
-        return self.state(optimizer).parameter_names()
-
-    def overflowed_before_closure(self, optimizer: Optimizer) -> bool:
-        """Unscale what earlier micro-batches have left, and say whether it is not finite: a host sync."""
-        return self.state(optimizer).overflowed_before_closure(optimizer)
+    def ensure_unscaled(self, optimizer: Optimizer) -> None:
+        """Unscale gradients if they are not; unlike ``unscale_``, it may be called any number of times."""
+        if self.shared.enabled and not self.awaits_first_loss(params_of(optimizer)):
+            self.shared.require_scale("ensure_unscaled")
+            self.state(optimizer).unscale_()
 
     @property
     def has_scaled(self) -> bool:
         """Whether a loss has been scaled yet."""
-        return self.shared.scales.enabled and bool(self.shared.scales.materialized())
+        return self.shared.enabled and bool(self.shared.used_scales())
 
     def awaits_first_loss(self, params: Iterable[Tensor]) -> bool:
         """Whether a front door has scaled no loss yet, and none of these parameters has a gradient."""
-        is_first = self.shared.scales_all and self.shared.scales.enabled and not self.has_scaled
+        is_first = self.shared.scales_all and self.shared.enabled and not self.has_scaled
         return is_first and all(param.grad is None for param in params)
 
     @property
@@ -269,10 +262,10 @@ class ScalerCore:
             result: What became of the step. By default nobody has looked at its gradients.
         """
         if not is_optimizer(optimizer):
-            return StepResult.unscaled(how=how)
+            return StepResult(how=how)
         state = self.state(optimizer)
-        result = state.end_with(result or StepResult.unscaled(state.norm, how=how))
-        if self.shared.scales.enabled:
+        result = state.end_with(result or StepResult(norm=state.norm, how=how))
+        if self.shared.enabled:
             state.write_stage(OptState.READY)  # no update follows
         self.log.add(state.optimizer, result)
         return result
@@ -298,15 +291,7 @@ def _guard_steps(state: OptimizerState, optimizer: Optimizer) -> None:
         if (state := known()) is not None:
             state.refuse_step_past_scaler()
 
-    handle = register_quiet_hook(optimizer, refuse)
-    key = id(optimizer)
-    if key in _guards:
-        _guards[key].remove()
-    _guards[key] = handle
-    weakref.finalize(state, _remove_guard, key, handle)
-
-
-def _remove_guard(key: int, handle: RemovableHandle) -> None:
-    handle.remove()
-    if _guards.get(key) is handle:
-        del _guards[key]
+    if optimizer in _guards:
+        _guards[optimizer].remove()
+    _guards[optimizer] = handle = register_quiet_hook(optimizer, refuse)
+    weakref.finalize(state, handle.remove)

@@ -23,17 +23,16 @@ from amp_plugin.options import GradScalerOptions, LossScaleOptions, lists_option
 from amp_plugin.removed import removed_attribute, without_removed_keywords
 from amp_plugin.scaling import clipping
 from amp_plugin.scaling.core import ScalerCore, is_optimizer
-from amp_plugin.scaling.gradients import params_of
-from amp_plugin.scaling.loss_scale import LossScales, is_state, moved, scale_outputs, widened
-from amp_plugin.scaling.optimizer_state import OptimizerState, Shared
+from amp_plugin.scaling.loss_scale import is_state, moved, scale_outputs, widened
+from amp_plugin.scaling.optimizer_state import OptimizerState
 from amp_plugin.scaling.overflows import checked_names
 from amp_plugin.scaling.plans import is_fused, takes_scaler
-from amp_plugin.scaling.ranks import Groups, Ranks
-from amp_plugin.scaling.step_log import StepLog, StepResult, raise_for_nonfinite
+from amp_plugin.scaling.ranks import Ranks
+from amp_plugin.scaling.shared import Shared
+from amp_plugin.scaling.step_log import StepLog, StepResult, raise_for_nonfinite, tell_of_floor
 from amp_plugin.scaling.steps import refuse_nothing_checked, take_step, take_step_by
 from amp_plugin.scaling.torch_names import OptimizerRecords, TorchNames
 from amp_plugin.scaling.updates import Updates
-from amp_plugin.scaling.words import PLAIN
 
 T = TypeVar("T")
 
@@ -44,7 +43,7 @@ _COLLABORATORS: Final = ("core", "_updates", "_records")
 
 _UNSCALED_TWICE: Final = (
     "unscale_() has already been called on this optimizer since the last update(). "
-    "Call it once, or use ensure_unscaled(), which may be repeated."
+    "Call it once. Clips and steps unscale by themselves if need be."
 )
 
 _PASSED_ITSELF: Final = (
@@ -108,26 +107,22 @@ class GradScaler(TorchNames):
         options = GradScalerOptions(**given)
         device = str(options.device)
         rule = LossScaleOptions(**{name: getattr(options, name) for name in option_names(LossScaleOptions)})
-        groups = Groups(tuple(options.process_groups), tuple(options.sharded_groups))
-        shared = Shared(
-            scales=LossScales(rule, options.losses, enabled=options.enabled and _usable(device)),
-            ranks=Ranks(groups),
-            fp16_gradients=options.fp16_gradients,
-            one_pass=options.one_pass,
-            on_nonfinite=options.on_nonfinite,
-        )
-        self._start(shared, device, skipped_before=0)
+        ranks = Ranks(options.process_groups, options.sharded_groups)
+        enabled = options.enabled and _usable(device)
+        self._start(Shared(rule, options.losses, ranks, device=device, enabled=enabled), skipped_before=0)
 
-    def _start(self, shared: Shared, device: str, skipped_before: int) -> None:
+    def _start(self, shared: Shared, skipped_before: int) -> None:
         """Make the collaborators, which are neither copied nor pickled."""
-        log = StepLog(skipped_before)
-        if shared.on_nonfinite == "raise":
-            options = shared.scales.default.options
+        log, options = StepLog(skipped_before), shared.options
+        if options.on_nonfinite == "raise":
             log.subscribe(raise_for_nonfinite(max(1.0, options.floor) if options.dynamic else math.inf))
-        self.core = ScalerCore(shared, log, device)
+        raises = options.on_min_scale == "raise"
+        if options.dynamic and (raises or options.min_scale is not None):
+            log.subscribe(tell_of_floor(options.floor, raises=raises))
+        self.core = ScalerCore(shared, log)
         self._updates = Updates(self.core)
         self._records = OptimizerRecords(self.core)
-        if shared.scales.enabled:
+        if shared.enabled:
             native_core()
 
     def scale(self, outputs: T, *, name: str | None = None) -> T:
@@ -148,10 +143,9 @@ class GradScaler(TorchNames):
         """
         if not torch.compiler.is_compiling():
             self.core.log.note_loss(outputs)
-        scales = self.core.shared.scales
-        if not scales.enabled:
+        if not self.is_enabled():
             return outputs
-        watched = bool(name or scales.named or self._updates.requested)
+        watched = bool(name or len(self.core.shared.scales) > 1 or self._updates.requested)
         if torch.compiler.is_compiling() and not watched:
             return self._scale_in_graph(outputs)
         return self._scale_watched(outputs, name)
@@ -168,12 +162,12 @@ class GradScaler(TorchNames):
 
     @outside_graphs
     def _scale_watched(self, outputs: T, name: str | None) -> T:
-        loss_scale = self.core.shared.scales.of(name)
+        loss_scale = self.core.shared.scale_of(name)
         self._updates.settle(force=True)
 
         def apply(tensor: Tensor) -> Tensor:
             scaled = loss_scale.multiply(tensor)
-            self._updates.watch(scaled, loss_scale.read())
+            self._updates.watch(scaled, loss_scale)
             return scaled
 
         return cast("T", scale_outputs(outputs, apply))
@@ -203,14 +197,14 @@ class GradScaler(TorchNames):
                     f"{type(state.optimizer).__name__}; give the module that it optimizes"
                 )
                 raise ValueError(msg)
-            state.names.add(named)
+            state.add_names(named)
 
     @outside_graphs
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by their scale, in place.
 
         One pass: also measures their norm and finds overflows. No host sync. Gradients that a
-        later backward adds are unscaled as well. :meth:`ensure_unscaled` may be called again.
+        later backward adds are unscaled as well.
 
         Raises:
             RuntimeError: Called twice, or after ``step()``, without new gradients; or before ``scale()``.
@@ -230,7 +224,7 @@ class GradScaler(TorchNames):
         def unscale(scale: Tensor) -> dict[Any, Tensor]:
             wide = in_widest_float(scale)
             inverse = wide.reciprocal().float()
-            allowed = self.core.shared.fp16_gradients
+            allowed = self.core.shared.options.fp16_gradients
             found = self._unscale_grads_(optimizer, inverse, torch.zeros_like(scale), allowed)
             return cast("dict[Any, Tensor]", found)
 
@@ -239,6 +233,11 @@ class GradScaler(TorchNames):
     def _is_overridden(self, name: str) -> bool:
         """Whether a subclass or the program has put its own function in a method's place."""
         return name in vars(self) or getattr(type(self), name) is not getattr(GradScaler, name)
+
+    def _unscale_if_ready(self, call: str, optimizer: Optimizer) -> None:
+        """Unscale where torch's step does: by the method, which the program may have overridden."""
+        if self._state_for(call, optimizer).stage is OptState.READY:
+            self.unscale_(optimizer)
 
     def _step_as_overridden(
         self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
@@ -253,10 +252,8 @@ class GradScaler(TorchNames):
         has_closure = "closure" in kwargs or callable(next(iter(args), None))
         if not (unscales or steps) or not self.is_enabled() or is_fused(optimizer) or has_closure:
             return None
-        state = self._state_for("step", optimizer)
-        refuse_nothing_checked(self.core, state)
-        if state.stage is OptState.READY:
-            self.unscale_(optimizer)
+        refuse_nothing_checked(self.core, self._state_for("step", optimizer))
+        self._unscale_if_ready("step", optimizer)
         if not steps:
             return None
 
@@ -266,20 +263,8 @@ class GradScaler(TorchNames):
 
         return take_step_by(self.core, optimizer, step)
 
-    @outside_graphs
-    def ensure_unscaled(self, optimizer: Optimizer) -> None:
-        """Unscale the optimizer's gradients if they are not; may be called any number of times.
-
-        Raises:
-            RuntimeError: Called before ``scale()``.
-            ValueError: A gradient is float16.
-        """
-        if self.is_enabled() and not self.core.awaits_first_loss(params_of(optimizer)):
-            self._state_for("ensure_unscaled", optimizer).unscale_()
-
     def _state_for(self, call: str, optimizer: Optimizer) -> OptimizerState:
-        shared = self.core.shared
-        shared.scales.require(call, shared.words)
+        self.core.shared.require_scale(call)
         self._records.meet(optimizer)
         return self.core.state(optimizer)
 
@@ -386,8 +371,8 @@ class GradScaler(TorchNames):
             [6.0, 1.0, 0.5]
         """
         if closure is None and (takes_scaler(optimizer) or any(map(self._is_overridden, _MAY_BE_OVERRIDDEN))):
-            if self.is_enabled() and self._state_for("clip_and_step", optimizer).stage is OptState.READY:
-                self.unscale_(optimizer)
+            if self.is_enabled():
+                self._unscale_if_ready("clip_and_step", optimizer)
             self.clip_grad_norm_(optimizer, max_norm, norm_type, error_if_nonfinite)
             self.step(optimizer)
             return self.last_step(optimizer)
@@ -415,8 +400,9 @@ class GradScaler(TorchNames):
         Raises:
             RuntimeError: Called twice without new gradients, or before ``scale()``.
             AssertionError: As torch.amp's: a scaled loss has run backward, and the optimizer has no gradient.
-            FloatingPointError: With ``on_nonfinite="raise"``: the step was skipped, and no lower loss scale
-                would help; of a fused optimizer on CUDA as soon as the host knows.
+            FloatingPointError: With ``on_min_scale="raise"``: the step was skipped at the smallest scale.
+                With ``on_nonfinite="raise"``: it was skipped, and no lower loss scale would help. On a GPU
+                the error comes as soon as the host knows, from a later call.
         """
         if not (self.is_enabled() or is_optimizer(optimizer)):
             return optimizer.step(*args, **kwargs)  # as torch's: whatever has a step() passes
@@ -494,13 +480,12 @@ class GradScaler(TorchNames):
 
         Raises:
             RuntimeError: Called before ``scale()``.
-            FloatingPointError: With ``on_min_scale="raise"``: an overflow at the floor; on CUDA
-                one update later. With ``on_nonfinite="raise"``: as :meth:`step`.
+            FloatingPointError: As :meth:`step`, of a step whose result the host has just learned.
         """
         shared = self.core.shared
         self.core.log.read()
-        if shared.scales.enabled:
-            shared.scales.require("update", shared.words)
+        if shared.enabled:
+            shared.require_scale("update")
             self._records.settle(keep=self._updates.requested)
             if new_scale is None:
                 self._updates.request()
@@ -537,7 +522,7 @@ class GradScaler(TorchNames):
         if not self.is_enabled():
             return {}
         self.end_iteration()
-        return self.core.shared.scales.state_dict(self.skipped_steps())
+        return self.core.shared.state_dict(self.skipped_steps())
 
     @outside_graphs
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -553,13 +538,13 @@ class GradScaler(TorchNames):
         if not (self.is_enabled() and is_state(state_dict)):
             return
         with self._updates.set_by_hand("load_state_dict()"):
-            self.core.log.start_over(self.core.shared.scales.load_state_dict(state_dict))
+            self.core.log.start_over(self.core.shared.load_state_dict(state_dict))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy between iterations: the same process groups; optimizers and gradients stay behind."""
-        twin = type(self).__new__(type(self))
-        groups = {"_groups": self.core.shared.ranks.groups}
-        twin.__setstate__({**copy.deepcopy(self._between_iterations(), memo), **groups})
+        twin, ranks = type(self).__new__(type(self)), self.core.shared.ranks
+        memo[id(ranks)] = ranks
+        twin.__setstate__(copy.deepcopy(self._between_iterations(), memo))
         return twin
 
     def __copy__(self) -> Self:
@@ -568,47 +553,26 @@ class GradScaler(TorchNames):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle between iterations: optimizers and gradients stay behind."""
-        if self.core.shared.ranks.groups:
+        if self.core.shared.ranks:
             raise RuntimeError(_GROUPS_ARE_HERE)
         return self._between_iterations()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Start with the pickled numbers and no optimizers and no process groups."""
+        """Start with the pickled numbers and no optimizers."""
         state = dict(state)
-        scales = state.pop("_scales")
-        scales.enabled = state.pop("_enabled", scales.enabled)
-        shared = Shared(
-            scales=scales,
-            ranks=Ranks(state.pop("_groups", Groups())),
-            fp16_gradients=state.pop("_fp16_gradients"),
-            one_pass=state.pop("_one_pass", True),
-            on_nonfinite=state.pop("_on_nonfinite"),
-            words=state.pop("_words", PLAIN),
-            scales_all=state.pop("_scales_all", False),
-        )
-        device, skipped_before = state.pop("_device"), state.pop("_skipped_before", 0)
+        shared, skipped_before = state.pop("_shared"), state.pop("_skipped_before")
         self.__dict__.update(state)
-        self._start(shared, device, skipped_before)
+        self._start(shared, skipped_before)
 
     def _between_iterations(self) -> dict[str, Any]:
-        """Return what is copied and pickled: all but process groups and what :meth:`_start` makes."""
+        """Return what is copied and pickled: all but what :meth:`_start` makes."""
         shared = self.core.shared
-        states = self.core if shared.scales.enabled else ()
+        states = self.core if shared.enabled else ()
         if any(state.ledger.waits() or state.stage is not OptState.READY for state in states):
             raise RuntimeError(_IN_AN_ITERATION)
         self.end_iteration()
         own = {name: value for name, value in vars(self).items() if name not in _COLLABORATORS}
-        return {
-            **own,
-            "_scales": shared.scales,
-            "_device": self.core.device,
-            "_fp16_gradients": shared.fp16_gradients,
-            "_one_pass": shared.one_pass,
-            "_on_nonfinite": shared.on_nonfinite,
-            "_words": shared.words,
-            "_scales_all": shared.scales_all,
-            "_skipped_before": self.skipped_steps(),
-        }
+        return {**own, "_shared": shared, "_skipped_before": self.skipped_steps()}
 
 
 def _usable(device: str) -> bool:

@@ -7,9 +7,8 @@ values, DTensors through their local tensors. The native core looks them up ten 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, reduce
-from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -52,33 +51,28 @@ class Measurement(NamedTuple):
     params: Sequence[Tensor]  # whose gradients these are, in the order of the flags
     layout: ShardLayout | None = None  # None if every rank holds all of them
 
-    def of(self, params: Sequence[Tensor]) -> Measurement | None:
-        """Return what was found in the gradients of ``params``; None if none of them is here."""
+    def of(self, params: Sequence[Tensor]) -> Iterator[Measurement]:
+        """Yield what was found in the gradients of ``params``, if some of them are here."""
         wanted = {id(param) for param in params}
         rows = [i for i, param in enumerate(self.params) if id(param) in wanted]
-        if not rows:
-            return None
-        flags = self.flags[rows]
-        found_inf = flags.ne(0).any().to(self.found_inf.dtype)
-        return self._replace(found_inf=found_inf, flags=flags, params=[self.params[i] for i in rows])
+        if rows:
+            flags, own = self.flags[rows], [self.params[i] for i in rows]
+            found_inf = flags.ne(0).any().to(self.found_inf.dtype)
+            yield self._replace(found_inf=found_inf, flags=flags, params=own)
 
 
-def joined(earlier: Iterable[Measurement], new: Iterable[Measurement]) -> list[Measurement]:
+def joined(measurements: Iterable[Measurement]) -> list[Measurement]:
     """Return measurements of one window, one for the same gradients: an overflow in any of them counts.
 
     A clip by value turns inf into a number, so what was found before it must be kept.
     """
-    kept = list(earlier)
-    for measured in new:
-        for i, old in enumerate(kept):
-            same = len(old.params) == len(measured.params) and all(map(is_, old.params, measured.params))
-            if same and old.flags.device == measured.flags.device:
-                found = torch.maximum(old.found_inf, measured.found_inf)
-                kept[i] = measured._replace(flags=old.flags | measured.flags, found_inf=found)
-                break
-        else:
-            kept.append(measured)
-    return kept
+    kept: dict[Any, Measurement] = {}
+    for new in measurements:
+        key = (new.flags.device, *map(id, new.params))
+        old = kept.get(key, new)
+        found = torch.maximum(old.found_inf, new.found_inf)
+        kept[key] = new._replace(flags=old.flags | new.flags, found_inf=found)
+    return list(kept.values())
 
 
 def forgotten_if_zero(earlier: Iterable[Measurement], now: Sequence[Measurement]) -> list[Measurement]:
@@ -108,9 +102,13 @@ class GradientBatch(NamedTuple):
         found: tuple[Tensor, Tensor, Tensor] = self.run(op, factor, norm_type, divide)
         return Measurement(*found, self.params, self.layout)
 
-    def multiply_(self, factor: Tensor) -> Tensor:
+    def multiply_(
+        self, factor: Tensor, max_norm: float | None = None, found_inf: Tensor | None = None
+    ) -> Tensor:
         """Multiply in place; returns whether a product is not finite, float32, 0-dim."""
-        return self.run("multiply_", moved(factor, self.device))  # type: ignore[no-any-return]
+        found_inf = None if found_inf is None else moved(found_inf, self.device)
+        product: Tensor = self.run("multiply_", moved(factor, self.device), max_norm, found_inf)
+        return product
 
 
 def measured(
@@ -124,10 +122,15 @@ def measured(
     return found
 
 
-def multiply_(params: list[Tensor], factor: Tensor) -> None:
-    """Multiply the gradients of parameters by a number on the device (0-dim)."""
+def multiply_(
+    params: list[Tensor], factor: Tensor, max_norm: float | None = None, found_inf: Tensor | None = None
+) -> None:
+    """Multiply the gradients of parameters by a number on the device (0-dim).
+
+    With ``max_norm`` the number is a norm, and they are clipped to ``max_norm`` unless ``found_inf`` is 1.
+    """
     for batch in batches_of(params):
-        batch.multiply_(factor)
+        batch.multiply_(factor, max_norm, found_inf)
 
 
 def batches_of(params: list[Tensor]) -> list[GradientBatch]:

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,14 +42,6 @@ if TYPE_CHECKING:
 _Seen = tuple[Any, Any, int] | None  # a gradient's memory, held weakly, its place there, its version
 
 
-class Change(Enum):
-    """What was seen to happen to a gradient since the last look."""
-
-    NONE = 0
-    WRITTEN = 1  # in place, or dropped
-    NEW = 2  # it is in other memory
-
-
 @dataclass(eq=False, slots=True)
 class Record:
     """What is known of one parameter's gradient."""
@@ -63,14 +54,17 @@ class Record:
     used_by: dict[int, bool] = field(default_factory=dict)
     has_grown: bool = False  # a scaled backward pass has added to it since it was last used
 
-    def change(self, grad: Tensor | None) -> Change:
-        """Compare the gradient with what was seen at the last look."""
+    def is_changed(self, grad: Tensor | None) -> bool:
+        """Whether the gradient was written to, replaced or dropped since the last look."""
         now, seen = _seen(grad), self.seen
-        if now is None:
-            return Change.NONE if seen is None else Change.WRITTEN
-        if seen is None or seen[0].expired() or seen[1] != now[1]:
-            return Change.NEW
-        return Change.NONE if seen[2] == now[2] else Change.WRITTEN
+        if now is None or seen is None:
+            return now is not seen
+        return seen[0].expired() or seen[1:] != now[1:]
+
+    def is_elsewhere(self, grad: Tensor | None) -> bool:
+        """Whether the gradient is in other memory than at the last look, or gone."""
+        now, seen = _seen(grad), self.seen
+        return now is None or seen is None or seen[0].expired() or seen[1] != now[1]
 
 
 class GradientLedger:
@@ -109,14 +103,14 @@ class GradientLedger:
         for param, record in zip(self.params, self.records, strict=True):
             members, changes = parts.setdefault(record.carries, ([], []))
             members.append(param)
-            changes.append(param.grad is not None and record.change(param.grad) is not Change.NONE)
+            changes.append(param.grad is not None and record.is_changed(param.grad))
         return [(scale, members, any(changes)) for scale, (members, changes) in parts.items()]
 
     def begin_backward(self, scale: LossScale) -> None:
         """A backward pass from a loss times ``scale`` begins; the gradients have been multiplied for it."""
         for grad, record in self._each():
             if not record.used_by:
-                record.has_grown |= record.change(grad) is not Change.NONE
+                record.has_grown |= record.is_changed(grad)
             record.has_grown &= grad is not None
             record.used_by.clear()
             record.carries, record.seen = scale, _seen(grad)
@@ -152,16 +146,15 @@ class GradientLedger:
         """
         found = False
         for grad, record in self._each():
-            is_new = grad is None or record.change(grad) is Change.NEW
             is_due = record.carries is None and record.used_at != updates and optimizer in record.used_by
-            if is_due and (is_new or record.used_by[optimizer]):
+            if is_due and (record.used_by[optimizer] or record.is_elsewhere(grad)):
                 record.carries = scale
                 found |= grad is not None
         return found
 
     def write(self, write: Callable[[], None]) -> None:
         """Run ``write``, which multiplies gradients; what had changed before still counts as changed."""
-        same = [record.change(grad) is Change.NONE for grad, record in self._each()]
+        same = [not record.is_changed(grad) for grad, record in self._each()]
         write()
         for (grad, record), is_same in zip(self._each(), same, strict=True):
             if is_same:
@@ -175,21 +168,17 @@ class GradientLedger:
     def waits(self) -> bool:
         """Whether a gradient carries a scale, has grown or changed, and was not used since."""
         return any(
-            grad is not None
-            and record.carries is not None
-            and (record.has_grown or record.change(grad) is not Change.NONE)
+            grad is not None and record.carries is not None and (record.has_grown or record.is_changed(grad))
             for grad, record in self._each()
         )
 
     def has_grown(self) -> bool:
         """Whether a backward pass has added to a gradient since its last use; asked after one has begun."""
-        return any(
-            record.has_grown or record.change(grad) is not Change.NONE for grad, record in self._each()
-        )
+        return any(record.has_grown or record.is_changed(grad) for grad, record in self._each())
 
     def is_changed(self) -> bool:
         """Whether a gradient was written to, replaced or dropped since the last look."""
-        return any(record.change(grad) is not Change.NONE for grad, record in self._each())
+        return any(record.is_changed(grad) for grad, record in self._each())
 
     def _each(self) -> list[tuple[Tensor | None, Record]]:
         return [(param.grad, record) for param, record in zip(self.params, self.records, strict=True)]

@@ -6,9 +6,9 @@ of :func:`amp_plugin.kernels.reference.update_scale_`, so no step waits for the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,48 +16,49 @@ from torch import Tensor
 from amp_plugin.kernels import ops
 from amp_plugin.messages import warn_user
 from amp_plugin.options import LossScaleOptions
-from amp_plugin.scaling.words import Words
 
 _RULE = {"growth_factor": float, "backoff_factor": float, "growth_interval": int}
 _TORCH_KEYS = ("scale", *_RULE, "_growth_tracker")
-_OUR_KEY = "amp_plugin"
-_HYSTERESIS = "hysteresis_tracker"
+HYSTERESIS = "hysteresis_tracker"
 
 
-class PendingScale(NamedTuple):
-    """A loss scale as it was when a loss was multiplied by it; the backward is yet to come."""
-
-    loss_scale: LossScale
-    edition: tuple[int, int]
-    value: Tensor  # float32, 0-dim
-
-    def change(self) -> Tensor | None:
-        """Return the present value divided by the one read, float32, 0-dim; None if it is the same."""
-        unchanged = self.loss_scale.edition == self.edition
-        return None if unchanged else self.loss_scale.require() / self.value
+Change = Callable[[], Tensor | None]
+"""Returns how a loss scale has changed since some moment: the factor, float32, 0-dim; None if it has not."""
 
 
 class LossScale:
-    """One loss scale: its tensors, made on the device of the first loss, and the rule by which it changes."""
+    """One loss scale, and the rule by which it changes.
+
+    Attributes:
+        options: What it was made with.
+        growth_factor: Of its rule, as the next two; they may be changed while training.
+        backoff_factor: Likewise.
+        growth_interval: Likewise; 0 for a constant scale.
+        init_scale: What the scale begins with.
+        value: The scale, float32, 0-dim, on the device of the first loss; None before that.
+        growth_tracker: How many good steps there were since the last change, int32, 0-dim, on that device.
+        hysteresis_tracker: How many overflows are still tolerated, likewise.
+        generation: Increases whenever the value may have changed.
+        later: Will hold the value after the next update, for results of steps.
+        found_inf: 1.0 if a check since the last update found an overflow, float32, 0-dim; None if none ran.
+    """
 
     def __init__(self, options: LossScaleOptions) -> None:
         self.options = options
         rule = (options.growth_factor, options.backoff_factor, options.growth_interval)
-        growth, backoff, interval = rule if options.dynamic else (1, 1, 0)  # may be changed while training
+        growth, backoff, interval = rule if options.dynamic else (1, 1, 0)
         self.growth_factor, self.backoff_factor = float(growth), float(backoff)
         self.growth_interval = int(interval)
         self.init_scale = float(options.init_scale)
-        self.init_growth_tracker = 0
-        self.init_hysteresis_tracker = options.hysteresis if options.dynamic else 1
-        self.value: Tensor | None = None  # float32, 0-dim
-        self.growth_tracker: Tensor | None = None  # good steps since the last change, int32, 0-dim
-        self.hysteresis_tracker: Tensor | None = None  # overflows still tolerated, int32, 0-dim
-        self.generation = 0  # increases whenever the value may have changed
-        self.later: list[Tensor] = []  # will hold its value after the next update, for results
-        self.floor, self._ceiling = options.floor, options.ceiling
+        self.value: Tensor | None = None
+        self.growth_tracker, self.hysteresis_tracker = (
+            torch.full((), count, dtype=torch.int32, device="cpu")
+            for count in (0, options.hysteresis if options.dynamic else 1)
+        )
+        self.generation = 0
+        self.later: list[Tensor] = []
         self.found_inf: Tensor | None = None
-        self._derived: dict[Any, Tensor] = {}
-        self._derived_from: tuple[int, int] | None = None
+        self._snapshots: dict[Any, Tensor] = {}
         self._captured = False
 
     @property
@@ -67,7 +68,7 @@ class LossScale:
         return self.generation, 0 if value.is_inference() else value._version
 
     def materialize(self, device: torch.device | str) -> Tensor:
-        """Make the tensors on ``device`` if there are none, and return the scale."""
+        """Make the scale on ``device`` if there is none, and return it."""
         if self.value is None:
             self.replace(torch.full((), self.init_scale, dtype=torch.float32, device=device))
         return self.require()
@@ -80,14 +81,17 @@ class LossScale:
         return self.value
 
     def replace(self, value: Tensor | None) -> None:
-        """Take another tensor for the scale, as code written for torch's scaler does; make the trackers."""
-        self.value, self._derived_from = value, None
+        """Take another tensor for the scale, as code written for torch's scaler does."""
+        self.value = value
+        if value is not None:
+            self.growth_tracker = self.growth_tracker.to(value.device)
+            self.hysteresis_tracker = self.hysteresis_tracker.to(value.device)
+        self._forget_snapshots()
+
+    def _forget_snapshots(self) -> None:
+        """Begin a new generation: the value has changed."""
         self.generation += 1
-        if value is not None and self.growth_tracker is None:
-            self.growth_tracker, self.hysteresis_tracker = (
-                torch.full((), count, dtype=torch.int32, device=value.device)
-                for count in (self.init_growth_tracker, self.init_hysteresis_tracker)
-            )
+        self._snapshots.clear()
 
     def snapshot(self, device: torch.device | None = None, *, inverse: bool = False) -> Tensor:
         """Return a copy of the scale, or 1/scale, that later updates leave alone (float32, 0-dim).
@@ -95,25 +99,22 @@ class LossScale:
         It is kept until the value changes, for each stream, since another one may run before it is there. A
         replayed graph reads the live scale and changes it unseen: from the first capture on nothing is kept.
         """
-        value = self.require()
-        edition = self.edition
+        value, device = self.require(), device or self.require().device
         self._captured = self._captured or capturing(value.device)
-        if self._captured or edition != self._derived_from:
-            self._derived, self._derived_from = {}, edition
-        device = device or value.device
-        key = (inverse, device, stream_number(value.device), stream_number(device))
-        if key not in self._derived:
-            self._derived[key] = moved(value.reciprocal() if inverse else value.clone(), device)
-        return self._derived[key]
+        key = (self.edition, inverse, device, stream_number(value.device), stream_number(device))
+        if self._captured or key not in self._snapshots:
+            self._snapshots[key] = moved(value.reciprocal() if inverse else value.clone(), device)
+        return self._snapshots[key]
 
     def multiply(self, output: Tensor) -> Tensor:
         """Return ``output`` times the scale, float16 as float32, in which it cannot overflow here."""
         self.materialize(output.device)
         return widened(output) * self.snapshot(output.device)
 
-    def read(self) -> PendingScale:
-        """Return what the scale is now, to tell later whether it has changed; no host sync."""
-        return PendingScale(self, self.edition, self.snapshot())
+    def change_from_now_on(self) -> Change:
+        """Return what will return the present value divided by the one of now; no host sync."""
+        edition, before = self.edition, self.snapshot()
+        return lambda: None if self.edition == edition else self.require() / before
 
     def record(self, found_inf: Tensor) -> None:
         """Record one optimizer's check, for the next update."""
@@ -129,21 +130,18 @@ class LossScale:
         for found_inf in found_infs:
             self.record(found_inf)
 
-    def update_(self) -> Tensor | None:
+    def update_(self) -> None:
         """Apply the recorded checks, by one op on the device; a constant scale only forgets them."""
         found, self.found_inf = self.found_inf, None
         options = self.options
         if found is None or not options.dynamic:
-            return None
+            return
         value = self.require()
-        watched = options.on_min_scale == "raise" or options.min_scale is not None
-        at_floor = torch.logical_and(found > 0, value <= self.floor).float() if watched else None
         trackers = (self.growth_tracker, self.hysteresis_tracker)
-        rule = (self.growth_factor, self.backoff_factor, self.growth_interval, self.floor, self._ceiling)
+        rule = (self.growth_factor, self.backoff_factor, self.growth_interval, options.floor, options.ceiling)
         tolerated = (options.hysteresis, ops.HYSTERESIS_MODES[options.hysteresis_mode])
         torch.ops.amp_plugin.update_scale_(value, *trackers, found, *rule, *tolerated)
-        self.generation += 1
-        return at_floor
+        self._forget_snapshots()
 
     def publish(self) -> None:
         """Give the present value to results of earlier steps: an update was applied."""
@@ -156,7 +154,7 @@ class LossScale:
             self.require().copy_(value.detach().reshape(()))
         else:
             self.require().fill_(float(value))
-        self.generation += 1
+        self._forget_snapshots()
 
     def item(self) -> float:
         """Return the scale as a number: a host sync."""
@@ -165,104 +163,37 @@ class LossScale:
     def state_dict(self) -> dict[str, Any]:
         """Return the numbers under torch's names: a host sync; a constant scale has torch's default rule."""
         rule = self if self.options.dynamic else LossScaleOptions()
-        steps, tolerance = self.growth_tracker, self.hysteresis_tracker
         return {
             "scale": self.item(),
             **{name: getattr(rule, name) for name in _RULE},
-            "_growth_tracker": self.init_growth_tracker if steps is None else int(steps.item()),
-            _HYSTERESIS: self.init_hysteresis_tracker if tolerance is None else int(tolerance.item()),
+            "_growth_tracker": int(self.growth_tracker.item()),
+            HYSTERESIS: int(self.hysteresis_tracker.item()),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take over saved numbers, on the device if the tensors exist."""
+        """Take over saved numbers, on the device if the scale exists."""
         self.init_scale = float(saved["scale"])
-        self.init_growth_tracker = int(saved.get("_growth_tracker", 0))
-        self.init_hysteresis_tracker = int(saved.get(_HYSTERESIS, self.init_hysteresis_tracker))
+        self.growth_tracker.fill_(int(saved.get("_growth_tracker", 0)))
+        if HYSTERESIS in saved:
+            self.hysteresis_tracker.fill_(int(saved[HYSTERESIS]))
         if self.options.dynamic:
             for name, kind in _RULE.items():
                 setattr(self, name, kind(saved.get(name, getattr(self, name))))
         self.found_inf = None
-        for tensor, number in (
-            (self.value, self.init_scale),
-            (self.growth_tracker, self.init_growth_tracker),
-            (self.hysteresis_tracker, self.init_hysteresis_tracker),
-        ):
-            if tensor is not None:
-                tensor.fill_(number)
-        self.generation += 1
+        if self.value is not None:
+            self.fill_(self.init_scale)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Keep numbers instead of tensors, which may live on a device the reader lacks."""
-        now = self.state_dict()
+        """Keep what a reader without the device can load."""
         return {
             **self.__dict__,
-            "init_scale": now["scale"],
-            "init_growth_tracker": now["_growth_tracker"],
-            "init_hysteresis_tracker": now[_HYSTERESIS],
-            **dict.fromkeys(("value", "growth_tracker", _HYSTERESIS, "found_inf", "_derived_from")),
-            "_derived": {},
+            "init_scale": self.item(),
+            "growth_tracker": self.growth_tracker.cpu(),
+            "hysteresis_tracker": self.hysteresis_tracker.cpu(),
+            **dict.fromkeys(("value", "found_inf")),
+            "_snapshots": {},
             "later": [],
         }
-
-
-class LossScales:
-    """The loss scales of a scaler: the default one, and one for each named loss."""
-
-    def __init__(self, options: LossScaleOptions, names: Sequence[str] = (), *, enabled: bool = True) -> None:
-        if isinstance(names, str) or len(set(names)) < len(names):
-            msg = f"losses={names!r} is not allowed; give a list of different names, as ['pixel', 'edges']"
-            raise ValueError(msg)
-        self.enabled = enabled
-        self.default = LossScale(options)
-        self.named = {name: LossScale(options) for name in names}
-        self.updates_requested = 0  # torch forgets there what it knows of optimizers
-
-    def switch(self, enabled: bool) -> None:
-        """Scale losses from now on, or no more."""
-        self.enabled = enabled
-
-    def of(self, name: str | None) -> LossScale:
-        """Return the scale of a loss; None is the default."""
-        if name is None:
-            return self.default
-        if name not in self.named:
-            known = ", ".join(self.named) or "none"
-            msg = f"loss {name!r} is not known; the constructor's losses= named: {known}"
-            raise ValueError(msg)
-        return self.named[name]
-
-    def materialized(self) -> list[LossScale]:
-        """Return those that have been used."""
-        return [used for used in (self.default, *self.named.values()) if used.value is not None]
-
-    @property
-    def device(self) -> torch.device | None:
-        """Where the scales are; None if none has been used."""
-        return next((used.require().device for used in self.materialized()), None)
-
-    def require(self, call: str, words: Words) -> LossScale:
-        """Return the first scale that has been used."""
-        used = next(iter(self.materialized()), None)
-        if used is None:
-            msg = f"Attempted {call} but _scale is None. Call {words.backward} earlier in the iteration."
-            raise RuntimeError(msg)
-        return used
-
-    def state_dict(self, skipped_steps: int) -> dict[str, Any]:
-        """Return the state of a scaler, torch's keys and ours: a host sync."""
-        saved = self.default.state_dict()
-        losses = {name: loss_scale.state_dict() for name, loss_scale in self.named.items()}
-        ours = {_HYSTERESIS: saved.pop(_HYSTERESIS), "skipped_steps": skipped_steps, "losses": losses}
-        return {**saved, _OUR_KEY: ours}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> int:
-        """Take over what a state holds, ours or torch's, and return its count of skipped steps."""
-        ours = saved.get(_OUR_KEY, {})
-        self.default.load_state_dict({**saved, **ours})
-        for name, state in ours.get("losses", {}).items():
-            if name in self.named:
-                self.named[name].load_state_dict(state)
-        return int(ours.get("skipped_steps", 0))
 
 
 def is_state(given: Any) -> bool:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial, reduce
 from typing import Any, Final
 
@@ -32,12 +31,11 @@ from amp_plugin.scaling.gradients import (
     parameter_layouts,
 )
 from amp_plugin.scaling.ledger import make_ledger
-from amp_plugin.scaling.loss_scale import LossScale, LossScales, capturing, moved
-from amp_plugin.scaling.overflows import ParameterNames, report_of
-from amp_plugin.scaling.ranks import Ranks
+from amp_plugin.scaling.loss_scale import LossScale, capturing, moved
+from amp_plugin.scaling.overflows import Names, names_of, report_of
+from amp_plugin.scaling.shared import Shared
 from amp_plugin.scaling.step_log import StepResult
-from amp_plugin.scaling.words import PLAIN, Words
-from amp_plugin.weights.one_pass import own_step
+from amp_plugin.weights.one_pass import own_step, takes_own_step
 
 _STEP_WITH_OVERFLOW = (
     "{kind}.step() is called past the scaler, which has found gradients that are not finite: they would make "
@@ -60,54 +58,30 @@ _MOST_KEPT = 16  # measurements of one window, before they are joined
 _numbers = itertools.count(1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shared:
-    """What all optimizers of a scaler use."""
-
-    scales: LossScales
-    ranks: Ranks
-    words: Words = PLAIN
-    fp16_gradients: bool = False  # whether they may be unscaled
-    one_pass: bool = True  # whether steps may be taken in one pass
-    on_nonfinite: str = "skip"
-    scales_all: bool = False  # whether gradients that came without a scaled backward pass are not scaled
-
-    @property
-    def checks(self) -> bool:
-        """Whether gradients are looked at where nothing is scaled."""
-        return self.on_nonfinite != "ignore"
-
-
 class OptimizerState:
     """What a scaler knows of one optimizer between its steps.
 
     Attributes:
         shared: What all optimizers of the scaler use.
         ledger: What the gradients carry.
-        names: The names that the parameters were given.
+        names: The names that parameters were given, also those that may join later.
         layouts: How the parameters are sharded, in the same order on every rank.
         backwards: How many scaled backward passes have begun since it was met.
         norm: The norm of the unscaled gradients before the first clip, float32, 0-dim; None if not taken.
         norm_type: The p of that norm.
         found_inf_per_device: 1.0 if an overflow was found since its last step; programs may write to it.
         measurements: What was found since its last step, for the names of what overflowed.
-        heard: What other optimizers have found in gradients of shared parameters since then.
         contributions: Other loss scales whose gradients are among its own, and what overflowed in those.
         result: Of its last step.
-        is_stepping: Its step runs through the scaler now.
-        has_momentum: All momentum buffers of a fused SGD are known to exist.
-        changes_early: Its step changes weights before its last closure call; None if no step was seen.
     """
 
     def __init__(self, optimizer: weakref.ref[Optimizer], shared: Shared) -> None:
         self._optimizer, self.shared = optimizer, shared
         self._number = next(_numbers)  # in the ledger, where the id of a state that is gone may come again
-        self.names = ParameterNames()
+        self.names: Names = {}
         self.ledger: Any = make_ledger([], (), None)
         self.layouts: tuple[ShardLayout, ...] = ()
         self.backwards = self._answered = 0  # up to which of them it has unscaled or stepped
-        self.is_stepping = self.has_momentum = False
-        self.changes_early: bool | None = None
         self._sharers: list[OptimizerState] = []  # that step some of its parameters too
         self.result: StepResult | None = None
         self._used = (OptState.READY, 0)  # what it did last, and how many updates had been requested then
@@ -119,7 +93,6 @@ class OptimizerState:
         self.norm_type, self._norm_at = 2.0, 0
         self.found_inf_per_device: dict[Any, Tensor] = {}
         self.measurements: list[Measurement] = []
-        self.heard: list[Measurement] = []
         self._loss_scales: dict[LossScale, None] = {}  # that its gradients came with
         # Other loss scales whose gradients are among them, and what overflowed in those.
         self.contributions: list[tuple[LossScale, Tensor]] = []
@@ -137,13 +110,13 @@ class OptimizerState:
     @property
     def spans_ranks(self) -> bool:
         """Whether several processes decide together."""
-        return bool(self.shared.ranks.groups or self.layouts)
+        return bool(self.shared.ranks or self.layouts)
 
     @property
     def stage(self) -> OptState:
         """What torch's scaler would say: READY, UNSCALED or STEPPED; an update makes it READY."""
         stage, updates = self._used
-        return stage if updates == self.shared.scales.updates_requested else OptState.READY
+        return stage if updates == self.shared.updates else OptState.READY
 
     @property
     def is_awaited(self) -> bool:
@@ -152,7 +125,7 @@ class OptimizerState:
 
     def _use(self, stage: OptState, *, answers: bool = True) -> None:
         """Record that it has unscaled its gradients, or stepped with them."""
-        self._used = (stage, self.shared.scales.updates_requested)
+        self._used = (stage, self.shared.updates)
         if answers:
             self._answered = self.backwards
 
@@ -174,32 +147,27 @@ class OptimizerState:
         """
         mine = {id(param) for param in self.params}
         new = [param for param in params if id(param) not in mine]
-        if new:
-            for other in others:
-                if other is not self:
-                    self.hear([*other.measurements, *other.heard], new)
+        for other in others if new else ():
+            self.hear(other.measurements if other is not self else (), new)
         if has_backward and any(param.grad is not None for param in new):
             self.backwards += 1  # it may have brought their gradients
         self.ledger = make_ledger(params, [state.ledger for state in others], scale)
         self.layouts = parameter_layouts(params)
-        self.has_momentum = False
 
     def share(self, others: list[OptimizerState]) -> None:
         """Learn which other optimizers step some of its parameters."""
         mine = {id(param) for param in self.params}
         self._sharers = [o for o in others if o is not self and not mine.isdisjoint(map(id, o.params))]
 
-    def hear(self, measurements: list[Measurement], params: list[Tensor]) -> None:
+    def hear(self, measurements: Iterable[Measurement], params: list[Tensor]) -> None:
         """Take over what was found in gradients of shared parameters: this optimizer must skip for it too."""
-        for kept in measurements:
-            found = kept.of(params)
-            if found is not None:
-                self.heard.append(found)
-                self._find(found.found_inf)
+        for found in (part for kept in measurements for part in kept.of(params)):
+            self.measurements.append(found)
+            self._find(found.found_inf)
 
     def device(self) -> torch.device:
         """Return where norm and found_inf of its gradients belong."""
-        on = self.shared.scales.device
+        on = self.shared.scale_device
         if on is None:
             on = next((param.device for param in self.params if param.grad is not None), None)
         return on or (self.params[0].device if self.params else torch.device("cpu"))
@@ -221,7 +189,11 @@ class OptimizerState:
 
     def parameter_names(self) -> list[str]:
         """Return the name of each parameter."""
-        return self.names.of(self.params, self._optimizer())
+        return names_of(self.params, self._optimizer(), self.names)
+
+    def add_names(self, named: Mapping[str, Tensor]) -> None:
+        """Take over names of parameters."""
+        self.names.update((id(param), (param, name)) for name, param in named.items())
 
     def name_of(self, param: Tensor) -> str:
         """Return the name of one of the parameters."""
@@ -235,11 +207,10 @@ class OptimizerState:
         collectives write without a trace. After ``unscale_`` and an update only gradients in other memory
         are.
         """
-        scales, used = self.shared.scales, self._used[1]
-        if scales.default.value is None or not scales.enabled or used == scales.updates_requested:
+        default, used, now = self.shared.default, self._used[1], self.shared.updates
+        if default.value is None or not self.shared.enabled or used == now:
             return
-        now = scales.updates_requested if used != _WRITTEN else _WRITTEN
-        if self.ledger.assume_scaled(scales.default, self._number, now):
+        if self.ledger.assume_scaled(default, self._number, _WRITTEN if used == _WRITTEN else now):
             self._refuse_strays()
             self.forget_overflows()  # those of a batch that is gone
 
@@ -275,9 +246,7 @@ class OptimizerState:
                 overflows = [torch.zeros_like(before.require())] * was_awaited
             elif before is not None and changed:
                 overflows = [measurement.found_inf for measurement in found]
-            contributions = [(before, overflow) for overflow in overflows if before is not None]
-            for state in (self, *self._sharers):
-                state.contributions += contributions
+            self.contributions += [(before, overflow) for overflow in overflows if before is not None]
         self.ledger.begin_backward(scale)
 
     def _forget_dropped(self) -> None:
@@ -286,25 +255,20 @@ class OptimizerState:
             self.forget_overflows()
             if not self.spans_ranks:  # on others some gradients may be there
                 self.contributions = []
-        elif self.measurements or self.heard:
+        elif self.measurements:
             self._forget_if_zero([found for _, params, _ in self.parts() for found in measured(params, None)])
 
     def _forget_if_zero(self, now: list[Measurement]) -> None:
         """Forget earlier overflows if all gradients are zero now: that drops a batch."""
-        if self.measurements or self.heard:
+        if self.measurements:
             self.measurements = forgotten_if_zero(self.measurements, now)
-            self.heard = [
-                one
-                for found in self.heard
-                for one in forgotten_if_zero([found], measured([*found.params], None))
-            ]
             self.found_inf_per_device = {}
-            for found in (*self.measurements, *self.heard):
+            for found in self.measurements:
                 self._find(found.found_inf)
 
     def forget_overflows(self) -> None:
         """Forget which overflows were found so far, as torch.amp does in ``update()``."""
-        self.measurements, self.heard, self.found_inf_per_device = [], [], {}
+        self.measurements, self.found_inf_per_device = [], {}
 
     def _find(self, found_inf: Tensor) -> None:
         """Remember whether an overflow was found."""
@@ -318,20 +282,12 @@ class OptimizerState:
         Several clips before a step keep the norm before the first one. With a loss scale, a backward pass
         tells.
         """
-        if not self.shared.scales.enabled and self.ledger.is_changed():
+        if not self.shared.enabled and self.ledger.is_changed():
             self.norm = None
 
     def replace_norm(self, norm: Tensor | None) -> None:
         """Take a norm that was measured elsewhere; None forgets the one of an earlier call."""
         self.norm = norm
-
-    def note_early_change(self, changed: bool) -> None:
-        """Record whether a step has changed weights before its last closure call."""
-        self.changes_early = bool(self.changes_early or changed)
-
-    def note_momentum(self, is_there: bool) -> None:
-        """Record whether all momentum buffers exist."""
-        self.has_momentum = is_there
 
     def take_norm(self, norm: Tensor, norm_type: float) -> None:
         """Keep the norm of the gradients, unless one from before a clip is kept."""
@@ -356,7 +312,11 @@ class OptimizerState:
         found_now = self._measured_now(norm_type, unscale=unscale, on_request=on_request)
         self._forget_earlier(found_now, norm_type)
         norm, found = self._combined(found_now, norm_type)
-        self._keep(found_now)
+        for other in self._sharers:
+            other.hear(found_now, other.params)
+        self.measurements += found_now
+        if len(self.measurements) > _MOST_KEPT:
+            self.measurements = joined(self.measurements)
         if found_now:
             self.take_norm(norm, norm_type)
             self.found_inf_per_device = {found.device: found}
@@ -373,23 +333,15 @@ class OptimizerState:
             found_now += measured(params, scale, norm_type, write=unscale and scale is not None)
         if unscale:
             user = self._number if on_request else 0
-            self.ledger.carry_nothing(user, self.shared.scales.updates_requested, False)
+            self.ledger.carry_nothing(user, self.shared.updates, False)
         return found_now
 
     def _forget_earlier(self, now: list[Measurement], norm_type: float) -> None:
         """Forget what was found before if it cannot be of this batch."""
-        if not self.shared.scales.enabled:
+        if not self.shared.enabled:
             self.forget_overflows()  # nothing tells a batch from an earlier one that was dropped
         elif self.stage is OptState.READY and norm_type >= 0:  # another p may be 0 although an element is not
             self._forget_if_zero(now)  # an update has followed what was found
-
-    def _keep(self, found_now: list[Measurement]) -> None:
-        """Keep measurements until the step, also for optimizers that share parameters."""
-        for other in self._sharers:
-            other.hear(found_now, other.params)
-        self.measurements += found_now
-        if len(self.measurements) > _MOST_KEPT:
-            self.measurements = joined((), self.measurements)
 
     def _record(self, found: Tensor, *, counts: bool) -> None:
         """Let a check count for the loss scales that have gone into the gradients."""
@@ -397,9 +349,7 @@ class OptimizerState:
             loss_scale.record(found)
         for loss_scale, overflow in self.contributions:
             loss_scale.record(found if self.spans_ranks else overflow)
-        told = set(map(id, self.contributions))
-        for state in (self, *self._sharers):
-            state.contributions[:] = [one for one in state.contributions if id(one) not in told]
+        self.contributions = []
 
     def _combined(self, found_now: list[Measurement], norm_type: float) -> tuple[Tensor, Tensor]:
         """Return norm and found_inf of all devices and ranks, earlier overflows included."""
@@ -410,7 +360,7 @@ class OptimizerState:
         return self.shared.ranks.combine(found_now, norm_type, device, self.layouts, earlier)
 
     def _refuse_float16(self, scale: LossScale | None, params: list[Tensor]) -> None:
-        param = None if scale is None or self.shared.fp16_gradients else first_float16(params)
+        param = None if scale is None or self.shared.options.fp16_gradients else first_float16(params)
         if param is not None:
             msg = (
                 f"Attempting to unscale FP16 gradients. Parameter {self.name_of(param)!r} is float16: keep "
@@ -473,7 +423,7 @@ class OptimizerState:
     def switch(self, enabled: bool) -> None:
         """Go on with a loss scale that was switched off, or on: without one gradients are as they are."""
         if not enabled:
-            self.ledger.carry_nothing(0, self.shared.scales.updates_requested, False)
+            self.ledger.carry_nothing(0, self.shared.updates, False)
             self._answered = self.backwards
         elif self.stage is OptState.STEPPED:
             self.write_stage(OptState.READY)  # it has stepped without updates
@@ -481,7 +431,7 @@ class OptimizerState:
     def _use_as(self, stage: OptState) -> None:
         """Record that a program has unscaled the gradients, or stepped with them, by itself."""
         is_step = stage is OptState.STEPPED
-        self.ledger.carry_nothing(self._number, self.shared.scales.updates_requested, is_step)
+        self.ledger.carry_nothing(self._number, self.shared.updates, is_step)
         self._use(stage)
 
     def overflowed_before_closure(self, optimizer: Optimizer) -> bool:
@@ -493,9 +443,9 @@ class OptimizerState:
         left = uses_gradients_before_closure(optimizer) and self.is_awaited and self.ledger.has_gradients()
         return left and bool(self.unscale_()[1].item() > 0)
 
-    def multiply_(self, factor: Tensor) -> None:
-        """Multiply all gradients by a number on the device (0-dim)."""
-        self.ledger.write(partial(multiply_, self.params, factor))
+    def clip_(self, norm: Tensor, max_norm: float, found_inf: Tensor) -> None:
+        """Clip all gradients to ``max_norm``, unless ``found_inf`` is 1."""
+        self.ledger.write(partial(multiply_, self.params, norm, max_norm, found_inf))
 
     def call_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Call the step of the optimizer, or of one that wraps it."""
@@ -503,19 +453,15 @@ class OptimizerState:
 
     def run_step(self, step: Callable[[], Any]) -> Any:
         """Run a step of the optimizer, which comes through the scaler."""
-        self.is_stepping = True
-        try:
-            with own_step(self.optimizer):
-                return step()
-        finally:
-            self.is_stepping = False
+        with own_step(self.optimizer):
+            return step()
 
     def refuse_step_past_scaler(self) -> None:
         """Raise if the optimizer steps by itself with gradients that are scaled, or known to be not finite.
 
         The host waits for the device only if the gradients were unscaled and the scaler does not step.
         """
-        if self.is_stepping:
+        if takes_own_step(self.optimizer):
             return
         kind, words = type(self.optimizer).__name__, self.shared.words
         if self.is_awaited and self.ledger.waits():
@@ -545,7 +491,7 @@ class OptimizerState:
         clipped: Callable[[], Tensor] | None = None,
     ) -> StepResult:
         """End with a step that was taken or skipped, and return its result."""
-        scale = next(iter(self._loss_scales), self.shared.scales.default)
+        scale = next(iter(self._loss_scales), self.shared.default)
         seen = self.norm is not None
         result = StepResult(
             norm=self.norm,
@@ -553,9 +499,7 @@ class OptimizerState:
             found_inf=found,
             scale_before=None if scale.value is None else scale.snapshot(),
             scale_after=scale.later,
-            report=partial(
-                report_of, self.params, [*self.measurements, *self.heard], self.names, self._optimizer
-            ),
+            report=partial(report_of, self.params, self.measurements, self.names, self._optimizer),
             known=known,
             how=how,
             one_pass=one_pass,
@@ -566,7 +510,7 @@ class OptimizerState:
         """End with a step, and return its result."""
         self.result = result
         self._use(OptState.STEPPED)
-        self.ledger.carry_nothing(self._number, self.shared.scales.updates_requested, True)
+        self.ledger.carry_nothing(self._number, self.shared.updates, True)
         self.forget()
         return result
 

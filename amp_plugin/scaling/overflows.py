@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,30 +117,18 @@ def _first(names: Sequence[str], count: int = 5) -> str:
     return f"{gradients}: {', '.join(names[:count])}{more}"
 
 
-class ParameterNames:
-    """Names given to parameters, also to those that may join an optimizer later."""
+Names = dict[int, tuple[Tensor, str]]
+"""Names given to parameters, by the id of the parameter; swap_tensors forbids weak references."""
 
-    def __init__(self) -> None:
-        self._given: dict[int, tuple[Tensor, str]] = {}  # swap_tensors forbids weak references
 
-    def add(self, named: Mapping[str, Tensor]) -> None:
-        """Take over names."""
-        self._given.update((id(param), (param, name)) for name, param in named.items())
-
-    def of(self, params: Sequence[Tensor], optimizer: Optimizer | None) -> list[str]:
-        """Return the name of each parameter: a given one, the optimizer's, or its group and index."""
-        known: list[str] = []
-        for number, group in enumerate([] if optimizer is None else optimizer.param_groups):
-            label = group.get("name", f"param_groups[{number}]['params']")
-            known += group.get("param_names") or [f"{label}[{i}]" for i in range(len(group["params"]))]
-        known += [f"parameter {i}" for i in range(len(known), len(params))]
-        pairs = zip(params, known, strict=False)
-        return [self._given.get(id(param), (param, name))[1] for param, name in pairs]
-
-    def has(self, param: Tensor, optimizer: Optimizer | None) -> bool:
-        """Whether a parameter has a name of its own, given here or by the optimizer."""
-        groups = [] if optimizer is None else optimizer.param_groups
-        return id(param) in self._given or any("param_names" in group for group in groups)
+def names_of(params: Sequence[Tensor], optimizer: Optimizer | None, given: Names) -> list[str]:
+    """Return the name of each parameter: a given one, the optimizer's, or its group and index."""
+    known: list[str] = []
+    for number, group in enumerate([] if optimizer is None else optimizer.param_groups):
+        label = group.get("name", f"param_groups[{number}]['params']")
+        known += group.get("param_names") or [f"{label}[{i}]" for i in range(len(group["params"]))]
+    known += [f"parameter {i}" for i in range(len(known), len(params))]
+    return [given.get(id(param), (param, name))[1] for param, name in zip(params, known, strict=False)]
 
 
 def checked_names(names: Any) -> dict[str, Tensor]:
@@ -162,7 +150,7 @@ def checked_names(names: Any) -> dict[str, Tensor]:
 def report_of(
     params: list[Tensor],
     measurements: Sequence[Measurement],
-    names: ParameterNames,
+    given: Names,
     optimizer: Callable[[], Optimizer | None],
 ) -> OverflowReport:
     """Return which of an optimizer's parameters had gradients that were not finite: a host sync."""
@@ -172,11 +160,13 @@ def report_of(
         for param, flag in zip(measured.params, measured.flags.tolist(), strict=False):
             place = index[id(param)]
             flags[place] = flags.get(place, 0) | flag
-    known = names.of(params, optimizer())
+    known = names_of(params, optimizer(), given)
     overflowed = [place for place in sorted(flags) if flags[place]]
+    groups = getattr(optimizer(), "param_groups", ())
+    has_names = any("param_names" in group for group in groups)
     return OverflowReport(
         inf=tuple(known[place] for place in overflowed if flags[place] & INF_FLAG),
         nan=tuple(known[place] for place in overflowed if flags[place] & NAN_FLAG),
         checked=len(flags),
-        named=all(names.has(params[place], optimizer()) for place in overflowed),
+        named=has_names or all(id(params[place]) in given for place in overflowed),
     )

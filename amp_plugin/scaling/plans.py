@@ -1,16 +1,16 @@
 """The four ways to take an optimizer's step, and which one is chosen.
 
-=========== ============================================= ========= ========= ========================
-plan        who divides the gradients by scale and clip   reads     syncs     when
-=========== ============================================= ========= ========= ========================
-`OnePass`   our kernel, which steps and writes ``.grad``  1         none      there is a rule for it
-`Fused`     torch's fused kernel, or in place before      1 or 2    none      ``fused=True``
-`Informed`  the optimizer itself, which asks the scaler   its own   its own   ``step(grad_scaler=)``
-`Plain`     in place before                               2         one       any other optimizer
-=========== ============================================= ========= ========= ========================
+=========== ============================================ ======================= ======= =================
+plan        who divides the gradients by scale and clip  who skips               syncs   when
+=========== ============================================ ======================= ======= =================
+`OnePass`   our kernel, which steps and writes ``.grad`` our kernel              none    we have its rule
+`Fused`     they are divided in place before             torch's fused kernel    none    ``fused=True``
+`Informed`  the optimizer itself, by the scaler          the optimizer itself    its own ``grad_scaler=``
+`Plain`     they are divided in place before             the host                one     any other one
+=========== ============================================ ======================= ======= =================
 
-Reads are passes over the gradients after they were measured; syncs are waits of the host for the device. One
-pass is preferred wherever there is a rule for the optimizer, on a CPU and on a GPU alike.
+Syncs are waits of the host for the device. One pass is preferred wherever there is a rule for the optimizer,
+on a CPU and on a GPU alike.
 """
 
 from __future__ import annotations
@@ -20,18 +20,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from amp_plugin.messages import warn_user
-from amp_plugin.quiet_hooks import has_only_quiet_hooks
-from amp_plugin.scaling.gradients import match_memory_order, params_of
+from amp_plugin.scaling.gradients import params_of
 from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.optimizer_state import OptimizerState
-from amp_plugin.scaling.step_log import HostFlag
+from amp_plugin.scaling.step_log import StepResult
 from amp_plugin.weights import one_pass
 from amp_plugin.weights.one_pass import OnePassStep
 
@@ -43,21 +41,23 @@ class OnePass:
     """One kernel divides, clips, checks the flag, steps and writes the gradients."""
 
     _step: OnePassStep
-    divides: ClassVar[bool] = True
 
-    def take(self, state: OptimizerState, divisor: Tensor | None, found: Tensor) -> tuple[Any, bool | None]:
+    def take(self, state: OptimizerState, found: Tensor, divisor: Tensor | None) -> tuple[Any, bool | None]:
         """Step unless ``found`` is 1.
 
         Args:
             state: Of the optimizer.
-            divisor: What the kernel divides the gradients by, float32, 0-dim; None for 1.
             found: 1.0 if the step is to be skipped, float32, 0-dim.
+            divisor: What the kernel divides the gradients by, float32, 0-dim; None for 1.
 
         Returns:
             What the optimizer's step returns, and whether it was skipped; None where only the device knows.
         """
-        skipped = HostFlag.at_once(found)
-        self._step.take(_times_given(divisor, state.optimizer), found, skipped=skipped)
+        optimizer: Any = state.optimizer
+        given: Tensor | None = getattr(optimizer, "grad_scale", None) if is_fused(optimizer) else None
+        skipped = StepResult.known_at_once(found)
+        both = divisor if given is None else given if divisor is None else divisor * given
+        self._step.take(both, found, skipped=skipped)
         return None, skipped
 
     def __str__(self) -> str:
@@ -67,22 +67,21 @@ class OnePass:
 
 @dataclass(frozen=True)
 class Fused:
-    """torch's fused kernel divides, unless a hook may look at the gradients before, and skips."""
+    """torch's fused kernel checks the flag and steps, on gradients unscaled and clipped in place."""
 
     _call: Call
     _why: str  # not in one pass
-    divides: bool
 
-    def take(self, state: OptimizerState, divisor: Tensor | None, found: Tensor) -> tuple[Any, bool | None]:
-        """As :meth:`OnePass.take`."""
-        optimizer, keeps = state.optimizer, not state.shared.scales.enabled
-        if keeps and divisor is None and HostFlag.at_once(found) is not None:
+    def take(self, state: OptimizerState, found: Tensor, divisor: Tensor | None) -> tuple[Any, bool | None]:
+        """As :meth:`OnePass.take`, but nothing is left to divide."""
+        del divisor
+        optimizer, skipped = state.optimizer, StepResult.known_at_once(found)
+        if skipped is not None and not state.shared.enabled:
             return _take_unless(found, optimizer, self._call)  # with bits of torch's step without a scaler
-        with _kernel_reads(optimizer, _times_given(divisor, optimizer), found, keeps=keeps):
-            value, skipped = _take_fused(state, found, self._call)
-        if divisor is not None and skipped is not False:
-            state.multiply_(torch.where(found > 0, divisor.reciprocal(), 1.0))  # it has not divided
-        return value, skipped
+        if any(param.grad is not None for param in _without_momentum(optimizer)) and found.item() > 0:
+            return None, True
+        with _kernel_reads(optimizer, found):
+            return self._call(), skipped
 
     def __str__(self) -> str:
         """Say how the step is taken, and why not in one pass."""
@@ -94,12 +93,11 @@ class Informed:
     """The step of an optimizer that takes the scaler as ``grad_scaler=``; it unscales and skips by itself."""
 
     _call: Call
-    divides: ClassVar[bool] = True
 
-    def take(self, state: OptimizerState, divisor: Tensor | None, found: Tensor) -> tuple[Any, bool | None]:
+    def take(self, state: OptimizerState, found: Tensor, divisor: Tensor | None) -> tuple[Any, bool | None]:
         """As :meth:`OnePass.take`, but the optimizer decides what becomes of the gradients."""
         del state, divisor
-        return self._call(), HostFlag.at_once(found)
+        return self._call(), StepResult.known_at_once(found)
 
     def __str__(self) -> str:
         """Say how the step is taken."""
@@ -112,10 +110,9 @@ class Plain:
 
     _call: Call
     _why: str  # not in one pass
-    divides: ClassVar[bool] = False
 
-    def take(self, state: OptimizerState, divisor: Tensor | None, found: Tensor) -> tuple[Any, bool | None]:
-        """As :meth:`OnePass.take`, but nothing is left to divide."""
+    def take(self, state: OptimizerState, found: Tensor, divisor: Tensor | None) -> tuple[Any, bool | None]:
+        """As :meth:`Fused.take`."""
         del divisor
         return _take_unless(found, state.optimizer, self._call)
 
@@ -137,24 +134,22 @@ def choose(optimizer: Optimizer, call: Call, why_not: str, *, scales: bool) -> P
         scales: Whether losses are scaled.
     """
     if not why_not:
-        collected = one_pass.collect(optimizer)
-        if isinstance(collected, OnePassStep):
-            return OnePass(collected)
-        why_not = collected
+        try:
+            return OnePass(one_pass.collect(optimizer))
+        except ValueError as reason:
+            why_not = str(reason)
     if scales and takes_scaler(optimizer):
         return Informed(call)
-    if is_fused(optimizer):
-        return Fused(call, why_not, divides=has_only_quiet_hooks(optimizer))
-    return Plain(call, why_not)
+    return Fused(call, why_not) if is_fused(optimizer) else Plain(call, why_not)
 
 
 def why_not_one_pass(state: OptimizerState, optimizer: Optimizer, *, has_arguments: bool) -> str:
     """Return why no step is taken in one pass, whatever the gradients, for people; empty if steps can be."""
     if has_arguments:
         return "step() was given arguments"
-    if not state.shared.one_pass:
+    if not state.shared.options.one_pass:
         return "one_pass=False"
-    scale_is_on = state.shared.scales.device
+    scale_is_on = state.shared.scale_device
     if scale_is_on is not None and any(param.device != scale_is_on for param in state.params[:1]):
         return f"the loss scale is on {scale_is_on}"
     return one_pass.why_not(optimizer)
@@ -176,24 +171,6 @@ def _has_grad_scaler(kind: Any) -> bool:
     return hasattr(kind, "step") and "grad_scaler" in inspect.signature(kind.step).parameters
 
 
-def _times_given(divisor: Tensor | None, optimizer: Optimizer) -> Tensor | None:
-    """Return a divisor times the one that the optimizer's user has set, which fused optimizers read."""
-    given: Tensor | None = getattr(optimizer, "grad_scale", None) if is_fused(optimizer) else None
-    return divisor if given is None else given if divisor is None else divisor * given
-
-
-def _take_fused(state: OptimizerState, found: Tensor, call: Call) -> tuple[Any, bool | None]:
-    """Let torch's kernel divide and skip."""
-    optimizer, known = state.optimizer, HostFlag.at_once(found)
-    if not state.has_momentum:
-        without = _without_momentum(optimizer)
-        state.note_momentum(not without)
-        if any(param.grad is not None for param in without) and found.item() > 0:
-            return None, True
-    match_memory_order(optimizer)
-    return call(), known
-
-
 def _take_unless(found: Tensor, optimizer: Optimizer, call: Call) -> tuple[Any, bool]:
     """Step unless the host finds that it is to be skipped."""
     captured = capturing(found.device)
@@ -203,23 +180,21 @@ def _take_unless(found: Tensor, optimizer: Optimizer, call: Call) -> tuple[Any, 
             "gradients that are not finite. Use fused=True, or capturable=True with Adam or AdamW."
         )
     skipped = not captured and bool(found.item() > 0)
-    match_memory_order(optimizer)  # fused, and yet without AMP support: Adagrad in torch 2.11
     return (None if skipped else call()), skipped
 
 
 @contextmanager
-def _kernel_reads(optimizer: Any, divisor: Tensor | None, found: Tensor, *, keeps: bool) -> Iterator[None]:
-    """Set what the optimizer's kernel reads; ``keeps`` puts back what its user has set there."""
-    own = {name: getattr(optimizer, name) for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)}
+def _kernel_reads(optimizer: Any, found: Tensor) -> Iterator[None]:
+    """Set what the optimizer's kernel reads: the flag. What its user has set there is put back."""
     # For parameters on the host it must have arrived there: torch itself would copy without waiting.
-    if not found.is_cpu and any(param.is_cpu for param in params_of(optimizer)):
-        divisor, found = None if divisor is None else divisor.cpu(), found.cpu()
-    optimizer.grad_scale, optimizer.found_inf = divisor, found
+    on_host = not found.is_cpu and any(param.is_cpu for param in params_of(optimizer))
+    own = {name: getattr(optimizer, name) for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)}
+    optimizer.grad_scale, optimizer.found_inf = own.get("grad_scale"), found.cpu() if on_host else found
     try:
         yield
     finally:
         del optimizer.grad_scale, optimizer.found_inf
-        for name, value in own.items() if keeps else ():
+        for name, value in own.items():
             setattr(optimizer, name, value)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,23 +28,25 @@ if TYPE_CHECKING:
 _OPS = torch.ops.amp_plugin
 
 
-class Groups(NamedTuple):
-    """Process groups a scaler was given."""
+class Ranks:
+    """The processes that decide together.
 
-    agree: tuple[ProcessGroup, ...] = ()  # all their ranks take the same decision
-    sharded: tuple[ProcessGroup, ...] = ()  # theirs hold parts of the plain gradients too: norms are added up
+    Args:
+        agree: Groups whose ranks take the same decision.
+        sharded: Groups whose ranks hold parts of the plain gradients too: norms are added up over them.
+    """
+
+    def __init__(self, agree: Sequence[ProcessGroup] = (), sharded: Sequence[ProcessGroup] = ()) -> None:
+        self._agree, self._sharded = tuple(agree), tuple(sharded)
+        self._core_agreed = not self
 
     def __bool__(self) -> bool:
         """Whether there is any group."""
-        return bool(self.agree or self.sharded)
+        return bool(self._agree or self._sharded)
 
-
-class Ranks:
-    """The processes that decide together."""
-
-    def __init__(self, groups: Groups) -> None:
-        self.groups = groups
-        self._core_agreed = not groups
+    def are_of(self, agree: Sequence[ProcessGroup], sharded: Sequence[ProcessGroup]) -> bool:
+        """Whether they are the ranks of these groups."""
+        return (self._agree, self._sharded) == (tuple(agree), tuple(sharded))
 
     def combine(
         self,
@@ -56,13 +58,13 @@ class Ranks:
     ) -> tuple[Tensor, Tensor]:
         """Combine the measurements of all devices and ranks."""
         if not self._core_agreed:
-            _agree_on_core(self.groups, device)
+            _agree_on_core((*self._agree, *self._sharded), device)
             self._core_agreed = True
         flags = [moved(flag, device) for flag in (*(found.found_inf for found in measurements), *earlier)]
         packed = []
-        for layouts_here, groups in self._places(measurements, layouts):
+        for layouts_here, ranks in self._places(measurements, layouts):
             values = _pack(measurements, layouts_here, flags, norm_type, device)
-            _all_reduce(values, groups, norm_type)
+            ranks.all_reduce(values, norm_type)
             flags = [values[-1]]  # goes through every collective: all learn of it
             packed.append(values)
         norm, found = _OPS.unpack_measurements(packed, norm_type)
@@ -77,12 +79,21 @@ class Ranks:
                 by_mesh.setdefault(layout.mesh, {})[layout] = None
         places: list[_Place] = []
         for mesh, spread in by_mesh.items():
-            groups = Groups(sharded=tuple(mesh.get_group(dim) for dim in range(mesh.ndim)))
-            places.append((tuple(spread), groups))
-        return [*places, ((None,), self.groups)] if self.groups or None in seen or not places else places
+            along = Ranks(sharded=[mesh.get_group(dim) for dim in range(mesh.ndim)])
+            places.append((tuple(spread), along))
+        return [*places, ((None,), self)] if self or None in seen or not places else places
+
+    def all_reduce(self, packed: Tensor, norm_type: float) -> None:
+        """Join the measurements of all ranks, in place: one collective for each group."""
+        reduce_op = torch.distributed.ReduceOp
+        for group in self._sharded:
+            op = reduce_op.MAX if math.isinf(norm_type) else reduce_op.SUM
+            torch.distributed.all_reduce(packed, op, group=group)
+        for group in self._agree:
+            torch.distributed.all_reduce(packed[-1], reduce_op.MAX, group=group)
 
 
-_Place = tuple[tuple[ShardLayout | None, ...], Groups]
+_Place = tuple[tuple[ShardLayout | None, ...], Ranks]
 
 
 def _pack(
@@ -102,22 +113,12 @@ def _pack(
     return packed
 
 
-def _all_reduce(packed: Tensor, groups: Groups, norm_type: float) -> None:
-    """Join the measurements of all ranks, in place: one collective for each group."""
-    reduce_op = torch.distributed.ReduceOp
-    for group in groups.sharded:
-        op = reduce_op.MAX if math.isinf(norm_type) else reduce_op.SUM
-        torch.distributed.all_reduce(packed, op, group=group)
-    for group in groups.agree:
-        torch.distributed.all_reduce(packed[-1], reduce_op.MAX, group=group)
-
-
-def _agree_on_core(groups: Groups, device: torch.device) -> None:
+def _agree_on_core(groups: Sequence[ProcessGroup], device: torch.device) -> None:
     """Check that all ranks have the same native core and CUDA kernels; others differ in the last few bits."""
     cuda = cuda_core(device.index).identity if device.type == "cuda" else 0
     loaded = torch.tensor([float(native_core().loaded), float(cuda)], device=device)
     most, least = loaded, -loaded
-    for group in (*groups.agree, *groups.sharded):
+    for group in groups:
         votes = torch.stack([most, least])
         torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX, group=group)
         most, least = votes.unbind()

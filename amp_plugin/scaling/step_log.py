@@ -17,8 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,46 +32,12 @@ RUN = 50
 
 _MOST_LATE = 256  # on devices that do not say when a flag has arrived
 
+_AT_FLOOR = (
+    "gradients overflowed although the loss scale is at min_scale: lowering it further does not help. Look "
+    "at last_step(optimizer).overflow_report(), lower min_scale, or use bfloat16."
+)
+
 _NOTHING_TO_DO = "the optimizer's own step (nothing was to be unscaled, clipped or checked)"
-
-
-class HostFlag:
-    """A device flag (one element; above 0 means set) on its way to the host.
-
-    On CUDA and XPU it is copied behind the work already queued; other devices read it when it is asked for.
-    """
-
-    def __init__(self, flag: Tensor, known: bool | None = None) -> None:
-        self._flag, self._copy, self._known = flag, flag, known
-        self._arrived: torch.Event | None = None
-        # Else a CUDA graph writes it at each replay.
-        self._is_lasting = known is not None or not capturing(flag.device)
-        if known is None and flag.device.type in {"cuda", "xpu"} and self._is_lasting:
-            self._copy = torch.empty((), dtype=flag.dtype, device="cpu", pin_memory=True)
-            self._copy.copy_(flag.reshape(()), non_blocking=True)
-            self._arrived = torch.Event(flag.device)
-            self._arrived.record(torch.accelerator.current_stream(flag.device))  # else of the current device
-
-    @staticmethod
-    def at_once(flag: Tensor) -> bool | None:
-        """Return a flag that the host can read without waiting, on the CPU; None elsewhere."""
-        on_host = flag.device.type == "cpu" and not capturing(flag.device)
-        return bool(flag.item() > 0) if on_host else None
-
-    def known(self) -> bool | None:
-        """Return the flag if the host can know it without waiting, else None."""
-        known = self._known
-        if known is None and self._arrived is None:
-            known = self.at_once(self._flag)
-        elif known is None and self._arrived is not None and self._arrived.query():
-            known = bool(self._copy.item() > 0)
-        self._known = known if self._is_lasting else None
-        return known
-
-    def wait(self) -> bool:
-        """Return the flag: a host sync if it is not known yet."""
-        known = self.known()
-        return bool(self._flag.item() > 0) if known is None else known
 
 
 class StepResult:
@@ -89,17 +54,19 @@ class StepResult:
         clipped_later: Computes :attr:`clipped_norm` without keeping the rest; None if that is ``norm``.
         how: How the step was taken, and why not in one pass; for people.
         one_pass: Whether it was taken in one pass.
-        flag: ``found_inf`` on its way to the host.
+        optimizer: Returns the optimizer, or None once it is gone; set when the step is logged.
+        in_a_row: Skipped steps of the optimizer, one after the other, this one included; known when
+            :attr:`skipped` is.
     """
 
     def __init__(
         self,
         *,
-        norm: Tensor | None,
+        norm: Tensor | None = None,
         clipped: Callable[[], Tensor] | None = None,
-        found_inf: Tensor,
-        scale_before: Tensor | None,
-        report: Callable[[], OverflowReport],
+        found_inf: Tensor | None = None,
+        scale_before: Tensor | None = None,
+        report: Callable[[], OverflowReport] = OverflowReport,
         scale_after: Sequence[Tensor] = (),
         known: bool | None = None,
         how: str = _NOTHING_TO_DO,
@@ -108,33 +75,36 @@ class StepResult:
         self.norm = norm
         self.clipped_later = clipped
         self.how, self.one_pass = how, one_pass
-        self.found_inf = found_inf
+        self.found_inf = found_inf = torch.zeros((), device="cpu") if found_inf is None else found_inf
         self._scale_before = scale_before
         self._scale_after = scale_after  # filled by the update that follows
         self._report = report
         self._modules: FirstModules | None = None  # if hooks on modules were on
-        self.flag = HostFlag(found_inf, known)
+        self.optimizer: Callable[[], Any] = lambda: None
+        self.in_a_row = 0
+        self._known = self.known_at_once(found_inf) if known is None else known
+        self._arriving = _copy_to_host(found_inf) if self._known is None else None
 
-    @classmethod
-    def unscaled(cls, norm: Tensor | None = None, how: str = _NOTHING_TO_DO) -> StepResult:
-        """Return the result of a step without a loss scale: taken, with its norm if that was measured."""
-        return cls(
-            norm=norm,
-            found_inf=torch.zeros((), device="cpu"),
-            scale_before=None,
-            report=OverflowReport,
-            known=False,
-            how=how,
-        )
+    @staticmethod
+    def known_at_once(found_inf: Tensor) -> bool | None:
+        """Return whether a step is skipped, if the host can read that without waiting: on the CPU."""
+        on_host = found_inf.device.type == "cpu" and not capturing(found_inf.device)
+        return bool(found_inf.item() > 0) if on_host else None
 
     @property
     def skipped(self) -> bool:
         """Whether the step was skipped."""
-        return self.flag.wait()
+        known = self.skipped_if_known()
+        return bool(self.found_inf.item() > 0) if known is None else known
 
     def skipped_if_known(self) -> bool | None:
         """Return whether the step was skipped, or None if the host would have to wait to know."""
-        return self.flag.known()
+        if self._arriving is not None:
+            event, copy = self._arriving
+            if event.query():
+                self._known, self._arriving = bool(copy.item() > 0), None
+        # A step that was captured may be another one after each replay, so that nothing is kept.
+        return self.known_at_once(self.found_inf) if self._known is None else self._known
 
     @property
     def is_scaled(self) -> bool:
@@ -155,6 +125,15 @@ class StepResult:
     def clipped_norm(self) -> Tensor | None:
         """As ``norm``, of the gradients that the step used: after clipping, whoever has clipped."""
         return self.norm if self.clipped_later is None else self.clipped_later()
+
+    @property
+    def kind(self) -> str:
+        """The type of its optimizer, for texts."""
+        return type(self.optimizer()).__name__
+
+    def note_turn(self, optimizer: Callable[[], Any], in_a_row: int) -> None:
+        """Learn from the log whose step it was, and how many were skipped in a row."""
+        self.optimizer, self.in_a_row = optimizer, in_a_row
 
     def add_modules(self, modules: FirstModules) -> None:
         """Take what hooks on modules have seen of the step."""
@@ -184,46 +163,52 @@ class StepResult:
         )
 
 
-class LoggedStep(NamedTuple):
-    """A step whose result the host knows."""
+def _first_skip(step: StepResult, number: int) -> str:
+    """Return that a step was skipped in a run without a loss scale, where none is to be expected.
 
-    optimizer: weakref.ref[Optimizer]
-    kind: str  # the optimizer's type, for texts
-    result: StepResult
-    in_a_row: int  # skipped steps of the optimizer, one after the other, this one included
-    number: int = 0  # of the steps that the host knows of this optimizer, from 1 on
-
-    def first_skip(self) -> str:
-        """Return that a step was skipped in a run without a loss scale, where none is to be expected.
-
-        It never waits: on a GPU the names of the parameters are still there.
-        """
-        why = "last_step(optimizer).overflow_report() names the gradients that were not finite"
-        if self.result.found_inf.is_cpu:
-            why = self.result.overflow_report().summary()
-        return (
-            f"step {self.number} of {self.kind} was skipped, and nothing is scaled: {why}. Run "
-            "`amp-plugin diagnose train.py`: it names the op and its line. Later skips are counted without a "
-            "warning"
-        )
-
-    def run_of_skips(self) -> str:
-        """Return how many steps were skipped in a row, by which gradients, and what that means."""
-        result, report = self.result, self.result.overflow_report()
-        report = replace(report, scaled=report.scaled and not report.nan)  # else the scale is not the cause
-        why = "although nothing is scaled"
-        if result.is_scaled:
-            further = "" if report.scaled else ": lowering it further will not help"
-            why = f"and the loss scale is {result.scale_after:g}{further}"
-        where = f"{report.modules} " if report.modules else ""
-        steps = f"{self.in_a_row} step{'s' * (self.in_a_row > 1)} of {self.kind}"
-        return (
-            f"{steps} in a row were skipped ({report.summary()}), {why}. {report.meaning()} "
-            f"{where}Run `amp-plugin diagnose train.py`: it names the op and its line."
-        )
+    It never waits: on a GPU the names of the parameters are still there.
+    """
+    why = "last_step(optimizer).overflow_report() names the gradients that were not finite"
+    if step.found_inf.is_cpu:
+        why = step.overflow_report().summary()
+    return (
+        f"step {number} of {step.kind} was skipped, and nothing is scaled: {why}. Run `amp-plugin diagnose "
+        "train.py`: it names the op and its line. Later skips are counted without a warning"
+    )
 
 
-Subscriber = Callable[[LoggedStep], None]
+def run_of_skips(step: StepResult) -> str:
+    """Return how many steps were skipped in a row, by which gradients, and what that means."""
+    report = step.overflow_report()
+    report = replace(report, scaled=report.scaled and not report.nan)  # else the scale is not the cause
+    why = "although nothing is scaled"
+    if step.is_scaled:
+        further = "" if report.scaled else ": lowering it further will not help"
+        why = f"and the loss scale is {step.scale_after:g}{further}"
+    where = f"{report.modules} " if report.modules else ""
+    return (
+        f"{step.in_a_row} step{'s' * (step.in_a_row > 1)} of {step.kind} in a row were skipped "
+        f"({report.summary()}), {why}. {report.meaning()} "
+        f"{where}Run `amp-plugin diagnose train.py`: it names the op and its line."
+    )
+
+
+def _copy_to_host(flag: Tensor) -> tuple[torch.Event, Tensor] | None:
+    """Copy a flag behind the work that is queued on CUDA and XPU; other devices read it when asked.
+
+    Returns:
+        What tells that the copy is there, and the copy. None for a flag that a CUDA graph writes.
+    """
+    if flag.device.type not in {"cuda", "xpu"} or capturing(flag.device):
+        return None
+    copy = torch.empty((), dtype=flag.dtype, device="cpu", pin_memory=True)
+    copy.copy_(flag.reshape(()), non_blocking=True)
+    arrived = torch.Event(flag.device)
+    arrived.record(torch.accelerator.current_stream(flag.device))  # else of the current device
+    return arrived, copy
+
+
+Subscriber = Callable[[StepResult], None]
 
 
 def _ignore(_: object) -> None:
@@ -243,7 +228,6 @@ class _Record:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = reference_to(optimizer)
-        self.kind = type(optimizer).__name__
         self.exact = False
         self.is_warned_of = False
         self.start_over()
@@ -263,6 +247,22 @@ class _Record:
         if skipped is not False:
             self.skipped = self.skipped.to(found.device)
             self.skipped.add_(found)  # in place: a captured step adds at each replay
+
+    def learn(self, *, skipped: bool) -> None:
+        """Take what the host knows now of the next step."""
+        self.steps += 1
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        self.owed += skipped
+
+    def is_endless(self) -> bool:
+        """Whether to warn of so many skipped steps in a row: once."""
+        told, self.is_warned_of = self.is_warned_of, self.is_warned_of or self.in_a_row == RUN
+        return self.is_warned_of and not told
+
+    def hold(self) -> None:
+        """Hold the schedulers back for one of the skips that have become known."""
+        self.is_held = self.owed > 0
+        self.owed -= self.is_held
 
     def total(self) -> int:
         """Return how many were skipped: a host sync."""
@@ -290,17 +290,16 @@ class StepLog:
 
     def __init__(self, skipped_before: int = 0) -> None:
         self.skipped_before = skipped_before  # what a loaded state or a copied scaler brings along
-        self.has_steps = False
         self.has_captured = False  # a step in a CUDA graph: nobody is called at its replays
         self._records: dict[int, _Record] = {}
-        self._late: deque[tuple[HostFlag, Callable[[bool], None]]] = deque()  # what the host learns later
+        self._late: deque[tuple[_Record, StepResult]] = deque()  # what the host learns later
         self._waits = False  # after each step for the device, so that a skip is known at once
         self._subscribers: list[Subscriber] = []
-        self._watchers = 0  # for whom each step is read before the next one
-        self._hearers: list[Callable[[Any], None]] = []  # of losses
+        # Of losses, by those who watch: for them each step is read before the next one.
+        self._hearers: list[Callable[[Any], None]] = []
         self._has_taken = False  # a step since the last run
         self._has_warned = False  # of a skip without a loss scale
-        self._last_skip: LoggedStep | None = None  # of a run that has taken none
+        self._last_skip: StepResult | None = None  # of a run that has taken none
         for follower in _followers:
             follower(self)
 
@@ -309,23 +308,21 @@ class StepLog:
         record = self._record_of(optimizer)
         found = result.found_inf
         record.count(found, skipped=result.skipped_if_known())
-        self.has_steps = True
         if capturing(found.device):
             self.has_captured = True
         else:
-            self._late.append((result.flag, partial(self._learn, record, result)))
+            self._late.append((record, result))
         try:
             self.read(wait=self._waits or record.exact or len(self._late) > _MOST_LATE)
         finally:
-            record.is_held = record.owed > 0
-            record.owed -= record.is_held
-        if self._watchers:  # after the schedulers: who watches does not change when they are held
+            record.hold()
+        if self._hearers:  # after the schedulers: who watches does not change when they are held
             self.read(wait=True)
 
-    def when_known(self, flag: Tensor, then: Callable[[bool], None]) -> None:
-        """Call ``then`` with a flag on the device (one element) in its turn, once the host knows it."""
-        if not capturing(flag.device):
-            self._late.append((HostFlag(flag), then))
+    @property
+    def has_steps(self) -> bool:
+        """Whether an optimizer has stepped, or was waited for."""
+        return bool(self._records)
 
     def note_loss(self, loss: Any) -> None:
         """Pass a loss that a backward pass begins from, before it is scaled, to those who hear losses."""
@@ -341,9 +338,8 @@ class StepLog:
 
     def read(self, *, wait: bool = False) -> None:
         """Learn, in order, what the host knows by now; with ``wait`` everything, a host sync."""
-        while self._late and (wait or self._late[0][0].known() is not None):
-            flag, then = self._late.popleft()
-            then(flag.wait())
+        while self._late and (wait or self._late[0][1].skipped_if_known() is not None):
+            self._learn(*self._late.popleft())
 
     def unread(self) -> int:
         """Return how many results the host does not know yet."""
@@ -354,7 +350,7 @@ class StepLog:
         self.read(wait=warn is not None)
         last, self._last_skip, self._has_taken = self._last_skip, None, False
         if last is not None and warn is not None:
-            warn(f"the run has ended and no optimizer step was taken: {last.run_of_skips()}")
+            warn(f"the run has ended and no optimizer step was taken: {run_of_skips(last)}")
 
     def subscribe(self, subscriber: Subscriber, *, first: bool = False) -> None:
         """Call ``subscriber`` with each step in order once the host knows it, ``first`` before others."""
@@ -372,30 +368,26 @@ class StepLog:
         The host waits for the device after each step. Schedulers sit out the same steps as without it.
         """
         self.subscribe(watcher, first=True)
-        self._watchers += 1
         self._hearers.append(hear)
         try:
             yield
         finally:
             self._hearers.remove(hear)
-            self._watchers -= 1
             self.unsubscribe(watcher)
 
-    def _learn(self, record: _Record, result: StepResult, skipped: bool) -> None:
-        record.in_a_row = record.in_a_row + 1 if skipped else 0
-        record.steps += 1
-        record.owed += skipped
-        step = LoggedStep(record.optimizer, record.kind, result, record.in_a_row, record.steps)
+    def _learn(self, record: _Record, result: StepResult) -> None:
+        skipped = result.skipped
+        record.learn(skipped=skipped)
+        result.note_turn(record.optimizer, record.in_a_row)
         self._has_taken |= not skipped
-        self._last_skip = None if self._has_taken else step
+        self._last_skip = None if self._has_taken else result
         if skipped and not result.is_scaled and not self._has_warned:
             self._has_warned = True
-            warn_user(step.first_skip())
-        if step.in_a_row == RUN and not record.is_warned_of:
-            record.is_warned_of = True
-            warn_user(step.run_of_skips())
+            warn_user(_first_skip(result, record.steps))
+        if record.is_endless():
+            warn_user(run_of_skips(result))
         for subscriber in list(self._subscribers):
-            subscriber(step)
+            subscriber(result)
 
     def skipped_steps(self, optimizer: Optimizer | None = None) -> int:
         """Return how many steps were skipped, of one optimizer or (None) of all: a host sync."""
@@ -427,17 +419,30 @@ class StepLog:
 def raise_for_nonfinite(blameless_scale: float) -> Subscriber:
     """Return what raises FloatingPointError for a step skipped at a loss scale of at most this."""
 
-    def look(step: LoggedStep) -> None:
-        result = step.result
-        if not result.skipped or result.scale_before > blameless_scale:
+    def look(step: StepResult) -> None:
+        if not step.skipped or step.scale_before > blameless_scale:
             return
-        report = result.overflow_report()
-        scaled = "" if result.scale_before == 1.0 else f" at a loss scale of {result.scale_before:g}"
+        report = step.overflow_report()
+        scaled = "" if step.scale_before == 1.0 else f" at a loss scale of {step.scale_before:g}"
         msg = (
             f"{step.kind}: gradients are not finite{scaled} ({report.summary()}); the step was not taken, "
             f"the weights are those of before. {report.meaning()} {report.modules or ''} "
             "on_nonfinite='skip' goes on without such steps."
         )
         raise FloatingPointError(msg)
+
+    return look
+
+
+def tell_of_floor(floor: float, *, raises: bool) -> Subscriber:
+    """Return what raises FloatingPointError, or warns once, of an overflow at the smallest scale."""
+    untold = [_AT_FLOOR]
+
+    def look(step: StepResult) -> None:
+        if not (untold and step.skipped and step.is_scaled and step.scale_before <= floor):
+            return
+        if raises:
+            raise FloatingPointError(_AT_FLOOR)
+        warn_user(f"{untold.pop()} Such steps are skipped, and on_min_scale='raise' ends the run.")
 
     return look

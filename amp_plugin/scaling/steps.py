@@ -9,8 +9,8 @@
     take         unless found_inf is 1; the host waits for it in a plain step only
     close        .grad is unscaled and clipped, the step taken or skipped; its result goes to the log
 
-A step in one pass and torch's fused kernels divide the gradients as they read them. Before any other step the
-gradients are unscaled and clipped in place.
+A step in one pass divides the gradients as it reads them. Before any other step they are unscaled and clipped
+in place.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 from amp_plugin.scaling import closures
 from amp_plugin.scaling.clipping import NormClip, clip_norm, wants_torchs_bits
 from amp_plugin.scaling.core import ScalerCore
-from amp_plugin.scaling.gradients import params_of
+from amp_plugin.scaling.gradients import match_memory_order, params_of
 from amp_plugin.scaling.optimizer_state import OptimizerState
-from amp_plugin.scaling.plans import OnePass, choose, why_not_one_pass
+from amp_plugin.scaling.plans import Informed, OnePass, choose, why_not_one_pass
 from amp_plugin.scaling.step_log import StepResult
 
 _NO_UPDATE = (
@@ -51,14 +51,14 @@ def take_step(
 ) -> tuple[Any, StepResult]:
     """Step as :meth:`amp_plugin.GradScaler.step` and :meth:`amp_plugin.GradScaler.clip_and_step` do."""
     shared = core.shared
-    if not (shared.scales.enabled or shared.checks):
+    if not (shared.enabled or shared.checks):
         return _take_unchecked(core, optimizer, args, kwargs, clip)
     closure, args, kwargs = _take_closure(args, kwargs)
-    if closure is None and shared.scales.enabled:
-        shared.scales.require("step", shared.words)
+    if closure is None and shared.enabled:
+        shared.require_scale("step")
     state = core.state(optimizer)
     why_not = why_not_one_pass(state, optimizer, has_arguments=bool(args or kwargs))
-    if shared.scales.enabled and core.is_step_refused(state, repeats=closure is not None):
+    if shared.enabled and core.is_step_refused(state, repeats=closure is not None):
         raise RuntimeError(_NO_UPDATE)
     call = partial(state.call_step, optimizer, *args, **kwargs)
     if closure is None:
@@ -92,11 +92,11 @@ def _take_after_closure(
     """Run the closure, with which torch's own steps of these optimizers begin, and step in one pass."""
     value, shared = closures.run(state, closure), core.shared
     if core.awaits_first_loss(state.params):
-        return value, state.end_with(StepResult.unscaled(how="no step: no loss has been scaled yet"))
-    if shared.scales.enabled:
-        shared.scales.require("step", shared.words)
+        return value, state.end_with(StepResult(how="no step: no loss has been scaled yet"))
+    if shared.enabled:
+        shared.require_scale("step")
     _, result = _take(state, state.optimizer, call, "", clip)
-    return None if shared.scales.enabled and result.skipped_if_known() else value, result
+    return None if shared.enabled and result.skipped_if_known() else value, result
 
 
 def _take(
@@ -106,21 +106,20 @@ def _take(
     state.begin_call()
     if clip is not None and clip.error_if_nonfinite:
         clip.refuse_nonfinite(state.measure(unscale=False, norm_type=clip.norm_type)[0])
-    plan = choose(optimizer, call, why_not, scales=state.shared.scales.enabled)
-    scales = state.scales_carried()
-    unscales = not plan.divides or len(scales) > 1
+    plan = choose(optimizer, call, why_not, scales=state.shared.enabled)
+    scales, is_one_pass = state.scales_carried(), isinstance(plan, OnePass)
+    divides = isinstance(plan, OnePass | Informed) and len(scales) == 1
+    if not is_one_pass:
+        match_memory_order(optimizer)
     norm_type = state.norm_type if clip is None else clip.norm_type
-    norm, found = state.measure(unscale=unscales, norm_type=norm_type)
-    scale = None if unscales else _value(scales)
-    divisor, clipped = scale, None
-    if clip is not None:
-        clipped = partial(clip.clipped, norm, found)
-        if plan.divides:
-            divisor = clip.factor(norm, found, torch.ones_like(norm) if scale is None else scale)
-        else:
-            state.multiply_(clip.factor(norm, found))
-    value, skipped = plan.take(state, divisor, found)
-    is_one_pass = isinstance(plan, OnePass)
+    norm, found = state.measure(unscale=not divides, norm_type=norm_type)
+    divisor = _value(scales) if divides else None
+    clipped = None if clip is None else partial(clip.clipped, norm, found)
+    if clip is not None and is_one_pass:
+        divisor = clip.factor(norm, found, torch.ones_like(norm) if divisor is None else divisor)
+    elif clip is not None:
+        state.clip_(norm, clip.max_norm, found)
+    value, skipped = plan.take(state, found, divisor)
     return value, state.close(
         norm, found, known=skipped, how=str(plan), one_pass=is_one_pass, clipped=clipped
     )

@@ -23,7 +23,6 @@ from amp_plugin.options import between, whole
 from amp_plugin.scaling.core import ScalerCore
 from amp_plugin.scaling.loss_scale import LossScale
 from amp_plugin.scaling.optimizer_state import OptimizerState
-from amp_plugin.scaling.step_log import StepLog
 
 
 def _of_loss_scale(name: str) -> Any:
@@ -38,32 +37,34 @@ class TorchNames(torch.amp.GradScaler):
     _records: OptimizerRecords
 
     _enabled = property(
-        lambda self: self.core.shared.scales.enabled, lambda self, enabled: self.core.switch(bool(enabled))
+        lambda self: self.core.shared.enabled, lambda self, enabled: self.core.switch(bool(enabled))
     )
     _device = property(
-        lambda self: self.core.device, lambda self, device: setattr(self.core, "device", device)
+        lambda self: self.core.shared.device,
+        lambda self, device: self.core.shared.place(device, self.core.shared.ranks),
     )
     _scale = property(lambda self: self.loss_scale.value, lambda self, value: self.loss_scale.replace(value))
-    _growth_tracker = _of_loss_scale("growth_tracker")
+    _growth_tracker = property(
+        lambda self: None if self._scale is None else self.loss_scale.growth_tracker,
+        lambda self, tracker: setattr(self.loss_scale, "growth_tracker", tracker),
+    )
     _growth_factor = _of_loss_scale("growth_factor")
     _backoff_factor = _of_loss_scale("backoff_factor")
     _growth_interval = _of_loss_scale("growth_interval")
     _init_scale = _of_loss_scale("init_scale")
-    _init_growth_tracker = _of_loss_scale("init_growth_tracker")
+    _init_growth_tracker = property(
+        lambda self: int(self.loss_scale.growth_tracker.item()),
+        lambda self, steps: self.loss_scale.growth_tracker.fill_(steps),
+    )
 
     @property
     def loss_scale(self) -> LossScale:
         """The default loss scale."""
-        return self.core.shared.scales.default
+        return self.core.shared.default
 
-    def is_enabled(self) -> bool:
+    def is_enabled(self) -> bool:  # torch's would break the graph of a compiled step
         """Return whether losses are scaled; a disabled scaler still checks gradients and skips steps."""
-        return self.core.shared.scales.enabled
-
-    @property
-    def step_log(self) -> StepLog:
-        """The log of its steps, for adapters."""
-        return self.core.log
+        return self.core.shared.enabled
 
     def get_scale(self, name: str | None = None) -> float:
         """Return the scale as a number, 1.0 if disabled: a host sync.
@@ -71,27 +72,15 @@ class TorchNames(torch.amp.GradScaler):
         Args:
             name: One of the constructor's ``losses``; None for the default scale.
         """
-        return self.core.shared.scales.of(name).item() if self.is_enabled() else 1.0
-
-    def get_growth_factor(self) -> float:
-        """Return the growth factor; 1.0 for a constant scale."""
-        return self.loss_scale.growth_factor
+        return self.core.shared.scale_of(name).item() if self.is_enabled() else 1.0
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the growth factor, more than 1."""
         self._dynamic("set_growth_factor").growth_factor = between("growth_factor", new_factor, 1)
 
-    def get_backoff_factor(self) -> float:
-        """Return the backoff factor; 1.0 for a constant scale."""
-        return self.loss_scale.backoff_factor
-
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the backoff factor, between 0 and 1."""
         self._dynamic("set_backoff_factor").backoff_factor = between("backoff_factor", new_factor, 0, 1)
-
-    def get_growth_interval(self) -> int:
-        """Return the growth interval in optimizer steps; 0 for a constant scale."""
-        return self.loss_scale.growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the growth interval; one that has already passed takes effect at the next good step."""
@@ -188,11 +177,11 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         Args:
             keep: Whether those of an update that is still to come count too.
         """
-        if self._is_used and not self._core.shared.scales.named:
+        if self._is_used and len(self._core.shared.scales) == 1:
             for state in self._core:
                 self[id(state.optimizer)]
             found = [flag for record in self.values() for flag in record[_FOUND].values()]
-            self._core.shared.scales.default.replace_checks(found, keep=keep)
+            self._core.shared.default.replace_checks(found, keep=keep)
             for state in self._core:
                 state.forget_overflows()
         self._own, self._found, self._wrapped, self._is_used = {}, {}, {}, False

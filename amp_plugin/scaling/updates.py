@@ -18,22 +18,16 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from amp_plugin.messages import warn_user
 from amp_plugin.options import between
 from amp_plugin.scaling.core import ScalerCore
 from amp_plugin.scaling.gradients import first_float16, multiply_
-from amp_plugin.scaling.loss_scale import LossScale, PendingScale
+from amp_plugin.scaling.loss_scale import Change, LossScale
 from amp_plugin.scaling.optimizer_state import OptimizerState
 
 _NO_STEP = (
     "update(): no gradient was checked: a scaled loss ran backward(), but this scaler knows no optimizer. "
     "Call {step}, and not the optimizer's own step(), which takes the scaled gradients as they are; "
     "if the first step is still to come, call {prepare} before."
-)
-
-_AT_FLOOR = (
-    "gradients overflowed although the loss scale is at min_scale: lowering it further does not help. Look "
-    "at last_step(optimizer).overflow_report(), lower min_scale, or use bfloat16."
 )
 
 _TWO_SCALES = (
@@ -58,25 +52,24 @@ class Updates:
         self._core = core
         self._task = -1  # of the last backward pass, as autograd numbers them
         self.requested = False
-        self._told_of_floor = False
 
-    def watch(self, output: Tensor, reading: PendingScale) -> None:
-        """Learn when a backward pass from a scaled ``output`` begins; not under functorch."""
+    def watch(self, output: Tensor, scale: LossScale) -> None:
+        """Learn when a backward pass from an ``output`` times ``scale`` begins; not under functorch."""
         if not output.requires_grad or torch._C._functorch.maybe_current_level() is not None:
             return
-        output.register_hook(partial(_begin, weakref.ref(self), reading))  # type: ignore[no-untyped-call]
+        hook = partial(_begin, weakref.ref(self), scale, scale.change_from_now_on())
+        output.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def begin_backward(self, reading: PendingScale) -> None:
+    def begin_backward(self, scale: LossScale) -> None:
         """Get all gradients ready for a backward pass from an output scaled by a loss scale."""
-        core, scale = self._core, reading.loss_scale
-        task, last = torch._C._current_graph_task_id(), core.last_backward
-        if last is not None and task == self._task:
-            if last.loss_scale is not scale:
+        core, task = self._core, torch._C._current_graph_task_id()
+        if core.last_scale is not None and task == self._task:
+            if core.last_scale is not scale:
                 raise RuntimeError(_TWO_SCALES)
             return
         self._task = task
         core.refresh_joined()
-        core.note_backward(reading if reading.change() is None else scale.read())
+        core.note_backward(scale)
         again = [
             state for state in core if state.stage is OptState.UNSCALED and None in state.scales_carried()
         ]
@@ -89,10 +82,10 @@ class Updates:
     def request(self) -> None:
         """Ask for an update; applied at once if no gradient waits."""
         core = self._core
-        if not core.log.has_steps and core.last_backward is not None and not list(core):
+        if not core.log.has_steps and core.last_scale is not None and not list(core):
             words = core.shared.words
             raise RuntimeError(_NO_STEP.format(step=words.step, prepare=words.prepare))
-        core.shared.scales.updates_requested += 1
+        core.shared.count_update()
         self.requested = True
         self.settle(force=False)
 
@@ -100,8 +93,8 @@ class Updates:
         """Set all loss scales at once; gradients that wait are converted."""
         value = _checked(new_scale)
         with self.set_by_hand(f"update({new_scale!r})"):
-            self._core.shared.scales.updates_requested += 1
-            for loss_scale in self._core.shared.scales.materialized():
+            self._core.shared.count_update()
+            for loss_scale in self._core.shared.used_scales():
                 loss_scale.found_inf = None
                 loss_scale.fill_(value)
 
@@ -114,11 +107,12 @@ class Updates:
         """
         for name in self._float16_names():
             raise RuntimeError(_FLOAT16_WAITS.format(call=call, name=name))
-        before = [(scale, scale.snapshot()) for scale in self._core.shared.scales.materialized()]
+        scales = self._core.shared.used_scales()
+        changes = [scale.change_from_now_on() for scale in scales]
         yield
         self.requested = False
-        for loss_scale, old in before:
-            self._rescale(loss_scale, old)
+        for loss_scale, change in zip(scales, changes, strict=True):
+            self._rescale(loss_scale, change())
             loss_scale.publish()
 
     def settle(self, *, force: bool) -> None:
@@ -130,13 +124,10 @@ class Updates:
         if any(self._float16_names(pending=True)) if force else joined and core.delays_update():
             return
         self.requested = False
-        for loss_scale in core.shared.scales.materialized():
-            if loss_scale.found_inf is not None:
-                old = loss_scale.snapshot()
-                at_floor = loss_scale.update_()
-                if at_floor is not None:
-                    core.log.when_known(at_floor, self._tell_of_floor)
-                self._rescale(loss_scale, old)
+        for loss_scale in core.shared.used_scales():
+            change = loss_scale.change_from_now_on()
+            loss_scale.update_()
+            self._rescale(loss_scale, change())
             loss_scale.publish()
         core.log.read()
 
@@ -148,19 +139,11 @@ class Updates:
                 if param is not None:
                     yield state.name_of(param)
 
-    def _rescale(self, loss_scale: LossScale, old: Tensor) -> None:
+    def _rescale(self, loss_scale: LossScale, change: Tensor | None) -> None:
         """Multiply the gradients that carry a loss scale by its new value over the old one."""
-        for state, params in self._core.carriers(loss_scale):
-            if state.ledger.has_gradients():
-                state.ledger.write(partial(multiply_, params, loss_scale.require() / old))
-
-    def _tell_of_floor(self, overflowed: bool) -> None:
-        """Raise, or warn once, of an overflow at the floor."""
-        if overflowed and self._core.shared.scales.default.options.on_min_scale == "raise":
-            raise FloatingPointError(_AT_FLOOR)
-        if overflowed and not self._told_of_floor:
-            self._told_of_floor = True
-            warn_user(f"{_AT_FLOOR} Such steps are skipped, and on_min_scale='raise' ends the run.")
+        if change is not None:
+            for state, params in self._core.carriers(loss_scale):
+                state.ledger.write(partial(multiply_, params, change))
 
 
 def is_watched(output: object) -> bool:
@@ -169,12 +152,14 @@ def is_watched(output: object) -> bool:
     return any(isinstance(hook, partial) and hook.func is _begin for hook in hooks.values())
 
 
-def _begin(updates: weakref.ref[Updates], reading: PendingScale, grad: Tensor) -> Tensor | None:
+def _begin(
+    updates: weakref.ref[Updates], scale: LossScale, change_since: Change, grad: Tensor
+) -> Tensor | None:
     """Begin the backward pass; correct what comes in if the scale has changed since ``scale()``."""
     owner = updates()
     if owner is not None:
-        owner.begin_backward(reading)
-    change = reading.change()
+        owner.begin_backward(scale)
+    change = change_since()
     return None if change is None else grad * change.to(device=grad.device, dtype=grad.dtype)
 
 

@@ -16,7 +16,6 @@ class Words:
     Attributes:
         backward: Runs backward on a scaled loss.
         unscale: Unscales the gradients of an optimizer.
-        clip: Clips the norm of its gradients.
         step: Steps it.
         prepare: Makes it known to the scaler.
         bf16: Trains in bfloat16, without a loss scale.
@@ -26,7 +25,6 @@ class Words:
 
     backward: str = "scaler.scale(loss).backward()"
     unscale: str = "scaler.unscale_(optimizer)"
-    clip: str = "scaler.clip_grad_norm_(optimizer, max_norm)"
     step: str = "scaler.step(optimizer)"
     prepare: str = "scaler.register(optimizer)"
     bf16: str = "autocast(device, dtype=torch.bfloat16)"

@@ -68,8 +68,12 @@ def unavailable(device_type: str) -> str:
     return "" if device_type == "cpu" else f"there is no op for {device_type}"
 
 
-def collect(optimizer: Optimizer) -> OnePassStep | str:
-    """Return all that a step needs, or why it cannot be taken in one pass now."""
+def collect(optimizer: Optimizer) -> OnePassStep:
+    """Return all that a step needs; :func:`why_not` has nothing against it.
+
+    Raises:
+        ValueError: The step cannot be taken in one pass now; the text says why, for people.
+    """
     row = RULES[_class_of(optimizer)]
     if sum(len(group["params"]) for group in optimizer.param_groups) > len(optimizer.state):
         _begin(optimizer, row)
@@ -77,27 +81,25 @@ def collect(optimizer: Optimizer) -> OnePassStep | str:
     changed: list[tuple[_Group, _Group]] = []
     for group in optimizer.param_groups:
         rule, states = row.rule(group)
-        try:
-            if row.schedule is not None:
-                changes = row.schedule(group)
-                changed.append((group, {name: value for name, value in changes.items() if name in group}))
-            else:
-                changes = {}
-            numbers = [_number({**group, **changes}, option) for option in row.numbers]
-            for params, remainders in _by_storage(group["params"]):
-                if remainders:
-                    add_if_late(optimizer)
-                tensors = native_core().extension.StepTensors(  # type: ignore[union-attr]
-                    rule, len(numbers), params, remainders, optimizer.state, states, row.counters
-                )
-                if len(tensors) > 0:
-                    call = row.call(tensors, group)
-                    if is_kept_alone(params[0]):
-                        call = _and_rounded(call, optimizer, params, remainders)
-                    parts.append((call, numbers, _lr_on_device(group)))
-        except ValueError as error:
-            return str(error)
-    return OnePassStep(optimizer, parts, changed) if parts else "it has no gradients"
+        changes = {} if row.schedule is None else row.schedule(group)
+        if changes:
+            changed.append((group, {name: value for name, value in changes.items() if name in group}))
+        numbers = [_number({**group, **changes}, option) for option in row.numbers]
+        for params, remainders in _by_storage(group["params"]):
+            if remainders:
+                add_if_late(optimizer)
+            tensors = native_core().extension.StepTensors(  # type: ignore[union-attr]
+                rule, len(numbers), params, remainders, optimizer.state, states, row.counters
+            )
+            if len(tensors) > 0:
+                call = row.call(tensors, group)
+                if is_kept_alone(params[0]):
+                    call = _and_rounded(call, optimizer, params, remainders)
+                parts.append((call, numbers, _lr_on_device(group)))
+    if not parts:
+        msg = "it has no gradients"
+        raise ValueError(msg)
+    return OnePassStep(optimizer, parts, changed)
 
 
 @dataclass
@@ -140,6 +142,11 @@ def own_step(optimizer: Optimizer) -> Iterator[None]:
         _own.discard(key)
 
 
+def takes_own_step(optimizer: Optimizer) -> bool:
+    """Whether the program is within :func:`own_step` of an optimizer."""
+    return id(optimizer) in _own
+
+
 _own: set[int] = set()
 
 
@@ -152,12 +159,13 @@ def take_bare_step(optimizer: Optimizer) -> list[Tensor]:
         The parameters that were stepped: hide their gradients from the own step. Empty if the step
         cannot be taken in one pass.
     """
-    if id(optimizer) in _own or why_not(optimizer):
+    if takes_own_step(optimizer) or why_not(optimizer):
         return []
-    collected = collect(optimizer)
-    if not isinstance(collected, OnePassStep):
+    try:
+        step = collect(optimizer)
+    except ValueError:
         return []
-    collected.run(None, None, skipped=False)
+    step.run(None, None, skipped=False)
     return [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
 
 

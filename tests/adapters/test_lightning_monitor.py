@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchmetrics import MeanMetric
 
 from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision
-from amp_plugin.scaling.step_log import HostFlag
+from amp_plugin.scaling.step_log import StepResult
 from tests.adapters.lightning_models import (
     QUIET,
     Linear,
@@ -128,7 +128,7 @@ def test_a_resumed_run_goes_on_counting(tmp_path):
 
 def test_results_are_read_every_few_steps(monkeypatch):
     """Where the host learns of them only by waiting, as on a GPU."""
-    monkeypatch.setattr(HostFlag, "at_once", staticmethod(lambda flag: None))
+    monkeypatch.setattr(StepResult, "known_at_once", staticmethod(lambda flag: None))
     monitor = AmpMonitor(max_skips_in_a_row=2, every_n_steps=4)
     module = OneWeight(overflow_at=range(9), fused=True)
     with pytest.raises(RuntimeError, match=r"2 steps of \w+ in a row"):

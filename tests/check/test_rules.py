@@ -106,7 +106,7 @@ TWINS = {
     ],
     "AMP007": [
         ("typical_training", [(STEP, UNSCALE + UNSCALE + STEP)], [(STEP, UNSCALE + STEP)]),
-        ("typical_training", [(UPDATE, UNSCALE + UPDATE)], [(STEP, "        scaler.ensure_unscaled(optimizer)\n" * 2 + STEP)]),
+        ("typical_training", [(UPDATE, UNSCALE + UPDATE)], [(STEP, "        scaler.clip_grad_norm_(optimizer, 1.0)\n" * 2 + STEP)]),
         (
             "typical_training",
             [WINDOW, (STEP + UPDATE, UNSCALE + AT_END + STEP + "    " + UPDATE)],

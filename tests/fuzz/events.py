@@ -120,7 +120,7 @@ def unscale(run: Run, o: int) -> None:
 
 def ensure_unscaled(run: Run, o: int) -> None:
     if run.may_call(o):
-        run.scene.run(f"scaler.ensure_unscaled(o{o})")
+        run.scene.run(f"scaler.core.ensure_unscaled(o{o})")
         run.oracle.unscale(o, explicit=True)
 
 

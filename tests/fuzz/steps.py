@@ -71,7 +71,7 @@ class _Closure:
             "clip value": f"clip_grad_value_(o{o}, {_LIMIT})",
         }
         if self.edit:
-            lines.append(f"    scaler.{calls.get(self.edit, f'ensure_unscaled(o{o})')}")
+            lines.append(f"    scaler.{calls.get(self.edit, f'core.ensure_unscaled(o{o})')}")
         if self.edit == "decay":
             lines += [f"    p{i}.grad.add_(p{i}.detach().abs(), alpha=0.1)" for i in own]
         return "\n".join([*lines, "    return value", f"scaler.step(o{o}, closure)"])

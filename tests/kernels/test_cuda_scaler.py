@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from amp_plugin import GradScaler
+from amp_plugin import GradScaler, store_weights
 from tests.host_device import host_device
 from tests.scaling.ops_seen import OpsSeen
 
@@ -21,11 +21,11 @@ def fused_adamw(params):
 
 KERNELS = {
     (sgd, None): {"norm_check", "step"},
-    (sgd, "in place"): {"unscale", "clip_factor", "multiply", "norm_check", "step"},
-    # The first step is torch's own; where it skips, multiply divides the gradients in its place.
-    (fused_adamw, None): {"norm_check", "step", "multiply"},
-    (fused_adamw, "in place"): {"unscale", "clip_factor", "multiply", "norm_check", "step"},
-    (fused_adamw, "in the step"): {"norm_check", "clip_factor", "step", "multiply"},
+    (sgd, "in place"): {"unscale", "multiply", "norm_check", "step"},
+    # The first step is torch's own, on gradients that are unscaled and clipped in place.
+    (fused_adamw, None): {"unscale", "norm_check", "step"},
+    (fused_adamw, "in place"): {"unscale", "multiply", "norm_check", "step"},
+    (fused_adamw, "in the step"): {"unscale", "multiply", "norm_check", "clip_factor", "step"},
 }
 
 
@@ -94,3 +94,48 @@ def test_the_launches_of_a_step_with_a_clip_after_an_update(captured):
     before = seen.names[: seen.names.index("step_")]
     before = [name for name in before if hasattr(torch.ops.aten, name) or hasattr(torch.ops.amp_plugin, name)]
     assert before == ["norm_check", "clip_factor"]
+
+
+NO_LAUNCH = {"empty", "empty_like", "detach", "alias", "view", "select", "lift_fresh"}
+PROMISED = {
+    None: ["norm_check", "step_"],
+    "in place": ["unscale_", "multiply_", "norm_check", "step_"],
+    "in the step": ["norm_check", "clip_factor", "step_"],
+}
+
+
+@pytest.mark.skipif(not host_device.LOADED, reason="counts what the device made of host memory is asked for")
+@pytest.mark.parametrize("clip", PROMISED)
+@pytest.mark.parametrize("state", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "bare"])
+def test_the_launches_of_a_whole_step(precision, state, clip):
+    """Compressed states are stepped as they are: nothing decompresses them, and no kernel of torch steps."""
+    if precision == "bare" and clip is not None:
+        pytest.skip("clips belong to a scaler")
+    model = torch.nn.Linear(64, 64).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    if state != "fp32":
+        store_weights(model, optimizer, weights="fp32", state=state)
+    scaler = GradScaler("cuda", init_scale=8.0, growth_interval=1, enabled=precision == "fp16")
+    scaler.register(optimizer)
+    x, seen = torch.ones(2, 64, device="cuda"), OpsSeen()
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaler.scale(model(x).square().mean()).backward()
+        seen.names.clear()
+        torch.ops.host_device.launched()
+        with seen:
+            if clip == "in place":
+                scaler.clip_grad_norm_(optimizer, 0.5)
+            if precision == "bare":
+                optimizer.step()
+            elif clip == "in the step":
+                scaler.clip_and_step(optimizer, 0.5)
+            else:
+                scaler.step(optimizer)
+            scaler.update()
+    launched = [name for name in seen.names if name not in NO_LAUNCH]
+    want = ["step_"] if precision == "bare" else PROMISED[clip]
+    assert launched[: len(want)] == want
+    assert len(launched) <= 6, launched
+    assert list(torch.ops.host_device.launched()).count("step") == 1

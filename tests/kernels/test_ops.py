@@ -259,6 +259,26 @@ def test_a_factor_that_is_not_finite_or_zero(on, factor):
         assert all(same(one, value) for one, value in zip(copies, expected, strict=True))
 
 
+@pytest.mark.parametrize("found", [None, 0.0, 1.0])
+@pytest.mark.parametrize("norm", [0.0, 1.0, 7.0, 1e30, math.inf, math.nan])
+def test_a_multiplication_clips_where_a_largest_norm_is_given(on, norm, found):
+    if found == 0.0 and math.isnan(norm):
+        pytest.skip("finite gradients have no such norm")
+    flag = None if found is None else scalar(found, on)
+    grads = [
+        torch.randn(n, device=on.device).to(dtype) for n, dtype in ((5, torch.float32), (9, torch.float16))
+    ]
+    clipped, expected = ([grad.clone() for grad in grads] for _ in range(2))
+    factor = reference.clip_factor(torch.tensor(norm), 2.0, None, None if flag is None else flag.cpu())
+    assert (factor == 1.0).item() is (
+        found == 1.0 or norm < 2.0 or (found is None and not math.isfinite(norm))
+    )
+    got = on.ops.multiply_(clipped, scalar(norm, on), 2.0, flag)
+    want = on.ops.multiply_(expected, scalar(factor.item(), on))
+    assert got.item() == want.item()
+    assert all(same(one, value.cpu()) for one, value in zip(clipped, expected, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_factor_of_one_writes_nothing(on, dtype):
     nan_with_payload = torch.tensor([0x7FA00001, 0x3F800000, 0x7F800000], dtype=torch.int32, device=on.device)

@@ -21,7 +21,7 @@ def train(lr, steps=40):
     growth = WeightGrowth([model])
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=lr), GradScaler("cpu")
     steps_seen = []
-    scaler.step_log.subscribe(steps_seen.append)
+    scaler.core.log.subscribe(steps_seen.append)
     for _ in range(steps):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.float16):
@@ -29,7 +29,7 @@ def train(lr, steps=40):
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-    scaler.step_log.read(wait=True)
+    scaler.core.log.read(wait=True)
     return growth, steps_seen[-1], model
 
 

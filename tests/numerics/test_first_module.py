@@ -42,7 +42,7 @@ class Loop:
         self.optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
         self.scaler = GradScaler("cpu", enabled=enabled, init_scale=256.0)
         self.scaler.register(self.optimizer, names=net)
-        self.watch = ModuleWatch(self.scaler.step_log, [net])
+        self.watch = ModuleWatch(self.scaler.core.log, [net])
         self.watch.open()
 
     def step(self, x=None, *, factor=1.0):
@@ -114,7 +114,7 @@ def test_the_run_that_only_skips_and_the_error_name_it():
     loop = Loop(make_net())
     loop.scaler = GradScaler("cpu", enabled=False, on_nonfinite="raise")
     loop.watch.close()
-    loop.watch = ModuleWatch(loop.scaler.step_log, [loop.net])
+    loop.watch = ModuleWatch(loop.scaler.core.log, [loop.net])
     loop.watch.open()
     with pytest.raises(FloatingPointError):
         loop.step(torch.full((3, 4), torch.nan))
@@ -139,7 +139,7 @@ def test_a_run_has_hooks_for_a_bounded_number_of_steps():
         loop.step(factor=torch.nan)
         seen += loop.hooks() > 0
     assert seen == 64
-    assert not loop.scaler.step_log._watchers
+    assert not loop.scaler.core.log._hearers
 
 
 def test_no_op_waits_and_no_mode_is_used():

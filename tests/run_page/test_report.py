@@ -166,10 +166,10 @@ def test_what_is_said_of_scales_and_of_gradients(tmp_path, options, told):
 def test_everything_is_given_back(tmp_path):
     net = make_net()
     scaler = amp_plugin.GradScaler("cpu")
-    before = str(vars(scaler.step_log))
+    before = str(vars(scaler.core.log))
     with amp_plugin.report(scaler, net, tmp_path / "run.html"):
-        assert str(vars(scaler.step_log)) != before
-    assert str(vars(scaler.step_log)) == before
+        assert str(vars(scaler.core.log)) != before
+    assert str(vars(scaler.core.log)) == before
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
     assert {file.name for file in tmp_path.iterdir()} <= {"run.html", ".run.html.lock"}
     assert "no optimizer step yet" in text_of(tmp_path / "run.html")
@@ -235,7 +235,7 @@ def test_reads_stay_within_their_budget(monkeypatch):
         param.grad = torch.ones_like(param)
     clock = itertools.count()  # a look at it takes a second
     monkeypatch.setattr(headroom.time, "perf_counter", lambda: float(next(clock)))
-    room, result = Headroom([net]), StepResult.unscaled(torch.tensor(1.0))
+    room, result = Headroom([net]), StepResult(norm=torch.tensor(1.0))
     for _ in range(5000):
         if room.is_due():
             room.read(1, result)
@@ -274,8 +274,9 @@ def test_curves_of_long_runs_keep_every_second_step_of_each_optimizer(monkeypatc
     told, optimizers = history.History(), [torch.optim.SGD([torch.zeros(1)], lr=1.0) for _ in range(2)]
     for _ in range(6):
         for optimizer in optimizers:
-            result = StepResult.unscaled(torch.tensor(1.0))
-            told.add(step_log.LoggedStep(weakref.ref(optimizer), "SGD", result, 0), None)
+            result = StepResult(norm=torch.tensor(1.0))
+            result.note_turn(weakref.ref(optimizer), 0)
+            told.add(result, None)
     curves = told.curves()
     assert (told.steps, told.per_point) == (12, 4)
     assert [*zip(curves["optimizer"], curves["step"], strict=True)] == [("0: SGD", 4), ("1: SGD", 4)]

@@ -178,10 +178,11 @@ def watch_of(watcher: str, steps: object, net: nn.Module, path: Path):
     """Return a context in which steps are watched."""
     if watcher == "page":
         return amp_plugin.report(steps, net, path)
+    log = steps.core.log if isinstance(steps, GradScaler) else getattr(steps, "step_log", None)
     if watcher == "log":
-        return steps.step_log.watched(lambda step: step.result.overflow_report(), torch.Tensor.detach)
+        return log.watched(lambda step: step.overflow_report(), torch.Tensor.detach)
     if watcher == "monitor":
-        return ModuleWatch(steps.step_log, [net])
+        return ModuleWatch(log, [net])
     return nullcontext()
 
 

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from amp_plugin.scaling.step_log import HostFlag
+from amp_plugin.scaling.step_log import StepResult
 from tests.scaling.runs import SCALES
 
 
@@ -97,7 +97,7 @@ def forbid_host_syncs():
             raise AssertionError("a host sync")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(HostFlag, "at_once", staticmethod(lambda flag: None))  # as on a GPU
+            patch.setattr(StepResult, "known_at_once", staticmethod(lambda flag: None))  # as on a GPU
             for name in ("item", "tolist", "__bool__", "__float__", "__int__"):
                 patch.setattr(torch.Tensor, name, refuse)
             yield

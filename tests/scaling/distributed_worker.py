@@ -90,7 +90,7 @@ def no_gradients(rank, world, call):
     elif call.startswith("value"):
         scaler.clip_grad_value_(target, 1e9)
     else:
-        scaler.ensure_unscaled(optimizer)
+        scaler.core.ensure_unscaled(optimizer)
     scaler.step(optimizer)
     scaler.update()
     return {"norm": norm, "skipped": scaler.last_step(optimizer).skipped}
@@ -125,7 +125,7 @@ def ddp_mid_window(rank, world):
     start = model.module.weight.detach().clone()
     for _ in range(2):
         scaler.scale(model(torch.full((1, 4), float(rank + 1))).sum()).backward()
-        scaler.ensure_unscaled(optimizer)
+        scaler.core.ensure_unscaled(optimizer)
     gradient = model.module.weight.grad[0, 0].item()
     scaler.step(optimizer)
     return {"grad": gradient, "moved": (start - model.module.weight)[0, 0].item()}

@@ -21,7 +21,7 @@ def skips_told(scaler, model, optimizer, poisoned):
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
-        scaler.step_log.read(wait=True)
+        scaler.core.log.read(wait=True)
     return [str(warning.message) for warning in caught if "was skipped" in str(warning.message)]
 
 

@@ -75,7 +75,7 @@ def test_errors_that_protect_are_kept(weights):
         partial(scaler.clip_grad_norm_, max_norm=1.0),
         partial(scaler.clip_grad_value_, clip_value=1.0),
     )
-    for call in (scaler.unscale_, scaler.step, scaler.ensure_unscaled, *clips):
+    for call in (scaler.unscale_, scaler.step, scaler.core.ensure_unscaled, *clips):
         with pytest.raises(RuntimeError, match="but _scale is None. Call scaler.scale"):
             call(one.optimizer)
     assert scaler.core.optimizers == []
@@ -83,7 +83,7 @@ def test_errors_that_protect_are_kept(weights):
         scaler.update()
     one.backward(scaler)
     scaler.unscale_(one.optimizer)
-    with pytest.raises(RuntimeError, match="unscale_\\(\\) has already been called .* ensure_unscaled"):
+    with pytest.raises(RuntimeError, match="unscale_\\(\\) has already been called .* unscale by themselves"):
         scaler.unscale_(one.optimizer)
 
 
@@ -134,7 +134,7 @@ def test_disabled_passes_everything_through(weights):
     assert scaler.scale(loss) is loss
     loss.backward()
     scaler.unscale_(one.optimizer)
-    scaler.ensure_unscaled(one.optimizer)
+    scaler.core.ensure_unscaled(one.optimizer)
     scaler.clip_grad_value_(one.params, 1.0)
     scaler.step(one.optimizer)
     scaler.end_iteration()

@@ -7,7 +7,7 @@ import torch
 
 from amp_plugin.scaling import ranks as collectives
 from amp_plugin.scaling.gradients import Measurement, ShardLayout
-from amp_plugin.scaling.ranks import Groups, Ranks
+from amp_plugin.scaling.ranks import Ranks
 from tests.scaling.ops_seen import OpsSeen
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def test_ranks_with_other_code_are_refused(monkeypatch, others, kernels, refused
     monkeypatch.setattr(collectives, "native_core", lambda: SimpleNamespace(loaded=True))
     monkeypatch.setattr(collectives, "cuda_core", lambda _: SimpleNamespace(loaded=True, identity=kernels))
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    ranks, device = Ranks(Groups(agree=(None,))), torch.device("cuda", 0) if kernels else CPU
+    ranks, device = Ranks(agree=(None,)), torch.device("cuda", 0) if kernels else CPU
     if refused is None:
         assert ranks.combine([measurement(1.0)], 2.0, device, ())[0].item() == 1.0
     else:
@@ -69,17 +69,17 @@ def launches_of(call):
 ONE_PLACE = ["pack_measurements_", "unpack_measurements"]
 
 
-@pytest.mark.parametrize("groups", [Groups(agree=("a",)), Groups(sharded=("a",))], ids=["agree", "sharded"])
+@pytest.mark.parametrize("kind", ["agree", "sharded"])
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_one_small_op_stands_on_either_side_of_the_collective(collectives_seen, groups, count):
+def test_one_small_op_stands_on_either_side_of_the_collective(collectives_seen, kind, count):
     measured = [measurement(3.0) for _ in range(count)]
-    ranks = Ranks(groups)
+    ranks = Ranks(**{kind: ("a",)})
     ranks.combine(measured, 2.0, CPU, ())  # the ranks agree on their core
     collectives_seen.clear()
     (norm, found), launches = launches_of(lambda: ranks.combine(measured, 2.0, CPU, ()))
     assert (norm.item(), found.item()) == (pytest.approx(3.0 * count**0.5), 0.0)
     assert launches == ONE_PLACE
-    assert collectives_seen == [("a", 2 if groups.sharded else 1)]
+    assert collectives_seen == [("a", 2 if kind == "sharded" else 1)]
 
 
 class Mesh:
@@ -100,7 +100,7 @@ def test_layouts_of_one_mesh_share_its_collectives(collectives_seen):
     mesh = Mesh(2, 4)
     both, one = ShardLayout(mesh, (True, True)), ShardLayout(mesh, (True, False))
     measured = [measurement(3.0, both), measurement(8.0, one)]
-    (norm, found), launches = launches_of(lambda: Ranks(Groups()).combine(measured, 2.0, CPU, (both, one)))
+    (norm, found), launches = launches_of(lambda: Ranks().combine(measured, 2.0, CPU, (both, one)))
     assert norm.item() == 5.0  # the second is the same on four ranks, and nobody adds up here
     assert launches == ONE_PLACE
     assert collectives_seen == [((mesh, 0), 3), ((mesh, 1), 3)]
@@ -121,7 +121,7 @@ def test_an_overflow_goes_through_the_collectives_of_every_mesh(monkeypatch):
 
     sent = []
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    ranks = Ranks(Groups(agree=("a",)))
+    ranks = Ranks(agree=("a",))
     measured = [measurement(3.0, layouts[0]), measurement(4.0, layouts[1])]
     (norm, found), launches = launches_of(lambda: ranks.combine(measured, 2.0, CPU, layouts))
     assert (norm.item(), found.item()) == (5.0, 1.0)

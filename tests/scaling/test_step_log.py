@@ -11,30 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amp_plugin import GradScaler
-from amp_plugin.scaling import step_log
-from amp_plugin.scaling.step_log import HostFlag, StepLog, StepResult
+from amp_plugin.scaling import OverflowReport, step_log
+from amp_plugin.scaling.step_log import StepLog, StepResult
 
 
-class Result:
-    """A StepResult that the host knows from a given step on, without waiting; its own flag."""
-
-    is_scaled, scale_after, scale_before = False, 1.0, 1.0
+class Result(StepResult):
+    """A StepResult that the host knows from a given step on, without waiting."""
 
     def __init__(self, clock, *, skipped, delay):
-        self.skipped, self.found_inf, self.flag = skipped, torch.tensor(float(skipped)), self
-        self._clock = clock
-        self._known_at = clock[0] + delay
+        super().__init__(
+            norm=None,
+            found_inf=torch.tensor(float(skipped)),
+            scale_before=None,
+            report=OverflowReport,
+            known=skipped,
+        )
+        self._clock, self._known_at = clock, clock[0] + delay
 
-    def known(self):
-        return self.skipped if self._clock[0] >= self._known_at else None
-
-    skipped_if_known = known
-
-    def wait(self):
-        return self.skipped
-
-    def overflow_report(self):
-        return StepResult.unscaled().overflow_report()
+    def skipped_if_known(self):
+        return super().skipped_if_known() if self._clock[0] >= self._known_at else None
 
 
 def sgd():
@@ -116,7 +111,7 @@ def test_every_subscriber_learns_of_each_step_once_and_in_order():
 def test_a_watcher_learns_of_each_step_at_once_and_schedulers_are_held_as_without_it(skips, data):
     delays = data.draw(st.lists(st.integers(0, 1), min_size=len(skips), max_size=len(skips)))
     log, clock, optimizer, told, seen = StepLog(), [0], sgd(), [], []
-    with log.watched(lambda step: seen.append(step.result.skipped), lambda _: None):
+    with log.watched(lambda step: seen.append(step.skipped), lambda _: None):
         for number, (skipped, delay) in enumerate(zip(skips, delays, strict=True), 1):
             add(log, optimizer, skipped=skipped, delay=delay, clock=clock)
             assert len(seen) == number
@@ -184,17 +179,22 @@ def test_a_captured_step_is_not_waited_for(monkeypatch):
 
 def test_a_log_outlives_new_groups_of_ranks_and_stays_behind_copies():
     scaler, seen = GradScaler("cpu"), []
-    scaler.step_log.subscribe(seen.append)
-    log = scaler.step_log
+    scaler.core.log.subscribe(seen.append)
+    log = scaler.core.log
     scaler.core.place("cpu")
-    assert scaler.step_log is log
-    assert copy.deepcopy(scaler).step_log is not log
+    assert scaler.core.log is log
+    assert copy.deepcopy(scaler).core.log is not log
 
 
 def test_a_flag_that_the_host_knew_is_not_read_at_replays(monkeypatch):
     monkeypatch.setattr(step_log, "capturing", lambda _: True)
-    decided = HostFlag(torch.ones(()), known=False)
-    assert (decided.known(), decided.wait()) == (False, False)
+    decided = Result((0,), skipped=False, delay=0)
+    decided.found_inf.fill_(1.0)
+    assert (decided.skipped_if_known(), decided.skipped) == (False, False)
+    captured = StepResult(norm=None, found_inf=torch.zeros(()), scale_before=None, report=OverflowReport)
+    assert captured.skipped_if_known() is None
+    captured.found_inf.fill_(1.0)
+    assert captured.skipped
 
 
 def test_a_flag_comes_to_the_host_whatever_the_default_and_the_current_device(monkeypatch):
@@ -211,5 +211,6 @@ def test_a_flag_comes_to_the_host_whatever_the_default_and_the_current_device(mo
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"the stream of {device}")
     monkeypatch.setattr(step_log, "capturing", lambda _: False)
     with torch.device("meta"):
-        assert HostFlag(flag).known() is True
+        result = StepResult(norm=None, found_inf=flag, scale_before=None, report=OverflowReport)
+        assert result.skipped_if_known() is True
     event(device).record.assert_called_once_with("the stream of cuda:1")

@@ -273,11 +273,11 @@ def take(run, form, poison=1.0):
 @pytest.mark.parametrize("flags", [{}, {"fused": True}, {"foreach": True}], ids=str)
 def test_a_skip_is_counted_once(flags, form, scale):
     run, learnt = Run("adamw", scaler=scaler_of(scale), **flags), []
-    run.scaler.step_log.subscribe(lambda step: learnt.append(step.result.skipped))
+    run.scaler.core.log.subscribe(lambda step: learnt.append(step.skipped))
     poisons = [1.0, math.inf, 1.0, math.nan, math.nan, 1.0]
     for poison in poisons:
         take(run, form, poison)
-    run.scaler.step_log.read(wait=True)
+    run.scaler.core.log.read(wait=True)
     assert learnt == [poison != 1.0 for poison in poisons]
     assert run.scaler.skipped_steps() == run.scaler.skipped_steps(run.optimizer) == 3
 

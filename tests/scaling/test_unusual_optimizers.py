@@ -141,6 +141,9 @@ def outcome(kind, make, factor, *, enabled, unscales):
 )
 def test_a_mock_is_stepped_as_by_torch(make, factor, enabled, unscales):
     theirs, ours = (outcome(kind, make, factor, enabled=enabled, unscales=unscales) for kind in KINDS)
+    if make is magic_with_groups and isinstance(ours, tuple):
+        # It claims a fused kernel, which would divide the gradients by torch's scale. Ours divides them before.
+        theirs, ours = (result[:2] + result[3:] for result in (theirs, ours))
     assert ours == theirs
 
 

@@ -81,7 +81,7 @@ def test_rescaling_to_another_than_a_power_of_two_is_right_to_an_ulp():
     scaler.register(optimizer)
     scaler.scale((param * start).sum()).backward()
     scaler.update(7.0)
-    scaler.ensure_unscaled(optimizer)
+    scaler.core.ensure_unscaled(optimizer)
     assert torch.allclose(param.grad, start, rtol=4e-7, atol=0)
 
 

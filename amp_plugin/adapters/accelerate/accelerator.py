@@ -96,7 +96,6 @@ class AmpAccelerator(FrontDoor, Accelerator):
     words = Words(
         backward="accelerator.backward(loss)",
         unscale="accelerator.unscale_gradients(optimizer)",
-        clip="accelerator.clip_grad_norm_(parameters, max_norm)",
         step="optimizer.step()",
         prepare="accelerator.prepare(optimizer)",
         bf16="use mixed_precision='bf16'",
@@ -343,7 +342,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
         carry the loss scale.
         """
         if self._engaged and not self._scaler.is_enabled():
-            self._scaler.step_log.note_loss(loss.detach() / self.gradient_accumulation_steps)
+            self._scaler.core.log.note_loss(loss.detach() / self.gradient_accumulation_steps)
             super().backward(loss, **kwargs)
         else:
             self._watched_backward(loss, **kwargs)
@@ -372,7 +371,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
         given: Any = self._optimizers if optimizer is None else optimizer
         for prepared in given if isinstance(given, list | tuple) else [given]:
             if self._engaged:
-                self._scaler.ensure_unscaled(torch_optimizer(prepared))
+                self._scaler.core.ensure_unscaled(torch_optimizer(prepared))
 
     @outside_graphs
     def clip_grad_norm_(self, parameters: Parameters, max_norm: float, norm_type: float = 2) -> Tensor | None:

@@ -22,7 +22,7 @@ from amp_plugin.options import LossScaleOptions, option_defaults
 from amp_plugin.patterns import found_patterns
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.overflows import OverflowReport
-from amp_plugin.scaling.step_log import LoggedStep, StepResult
+from amp_plugin.scaling.step_log import StepResult
 
 # How each option is handled. A test compares these five tables with the options of AmpKwargs.
 
@@ -152,17 +152,17 @@ def scaler_for_engine(engine: Any, session: Session, config: Mapping[str, Any]) 
         if not scaler.is_enabled():
             scaler.unscale_ = scaler.core.measure  # type: ignore[method-assign, assignment]
         engine.torch_autocast_z0_gradscaler = scaler
-        scaler.step_log.wait_for()
-        scaler.step_log.subscribe(_show_overflow)
+        scaler.core.log.wait_for()
+        scaler.core.log.subscribe(_show_overflow)
     else:
         scaler = EngineScaler(engine, session.options)
     register(scaler, [engine.optimizer], [engine.module])
     return scaler
 
 
-def _show_overflow(step: LoggedStep) -> None:
+def _show_overflow(step: StepResult) -> None:
     optimizer: Any = step.optimizer()
-    optimizer.overflow = step.result.skipped
+    optimizer.overflow = step.skipped
 
 
 class EngineScaler(GradScaler):

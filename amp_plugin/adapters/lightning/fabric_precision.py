@@ -53,7 +53,6 @@ class FabricPrecision(PrecisionCore):
     words = Words(
         backward="fabric.backward(loss)",
         unscale="plugin.unscale_gradients(optimizer)",
-        clip="fabric.clip_gradients(module, optimizer, max_norm=...)",
         step="optimizer.step()",
         prepare="fabric.setup_optimizers(optimizer)",
         bf16="use FabricAmpPrecision('bf16')",
@@ -113,7 +112,7 @@ class FabricPrecision(PrecisionCore):
     @outside_graphs
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Unscale before Fabric clips. A second call does nothing."""
-        self._scaler.ensure_unscaled(torch_optimizer(optimizer))
+        self._scaler.core.ensure_unscaled(torch_optimizer(optimizer))
 
     @outside_graphs
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:

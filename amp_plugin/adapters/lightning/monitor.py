@@ -15,7 +15,7 @@ from amp_plugin.weights.store import WeightBytes, weight_bytes
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from amp_plugin.scaling.step_log import LoggedStep
+    from amp_plugin.scaling.step_log import StepResult
 
 
 class Monitor:
@@ -61,7 +61,7 @@ class Monitor:
         self.max_skips_in_a_row = whole("max_skips_in_a_row", max_skips_in_a_row)
         self.every_n_steps = None if every_n_steps is None else whole("every_n_steps", every_n_steps)
         self.report = report
-        self._read: list[LoggedStep] = []
+        self._read: list[StepResult] = []
         self._has_failed = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -148,8 +148,8 @@ class Monitor:
         plugin = trainer.precision_plugin
         read, self._read[:] = list(self._read), []
         for step in read:
-            self.skipped_steps += step.result.skipped
-            if not step.result.skipped and self.weight_bytes is None and not self._has_failed:
+            self.skipped_steps += step.skipped
+            if not step.skipped and self.weight_bytes is None and not self._has_failed:
                 with only_warning("AmpMonitor", self._fail):  # a skipped step makes no optimizer state
                     self.weight_bytes = weight_bytes(pl_module, *trainer.strategy.optimizers)
                     plugin.package.utilities.rank_zero_info(f"training holds {self.weight_bytes}")

@@ -81,7 +81,6 @@ class TrainerPrecision(PrecisionCore):
     words = Words(
         backward="self.manual_backward(loss)",
         unscale="trainer.precision_plugin.scaler.unscale_(optimizer)",
-        clip="self.clip_gradients(optimizer, gradient_clip_val=...)",
         step="optimizer.step()",
         prepare="configure_optimizers()",
         bf16="compute the named modules in fp32 (fp32_modules=[...]), use AmpPrecision('bf16')",
@@ -239,7 +238,7 @@ class TrainerPrecision(PrecisionCore):
         if not scaler.is_enabled():
             return self._take(trainer, optimizer, closure, **kwargs)
         if calls_closure_again(optimizer):
-            if scaler.core.overflowed_before_closure(optimizer):
+            if scaler.core.state(optimizer).overflowed_before_closure(optimizer):
                 closure()  # the step would not call it, but the Trainer expects each batch to run
             output = self._take(trainer, optimizer, closure, **kwargs)
         else:
@@ -289,7 +288,7 @@ class TrainerPrecision(PrecisionCore):
             if self._is_manual:
                 refuse_strays(self.session.origins, optimizer, scaler)
             if is_seen and scaler.core.has_scaled:
-                scaler.ensure_unscaled(optimizer)
+                scaler.core.ensure_unscaled(optimizer)
         elif self.session.measures_norms:
             by_value = trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value"
             if is_seen or by_value or self.settings.on_nonfinite == "ignore":
@@ -333,7 +332,7 @@ class TrainerPrecision(PrecisionCore):
             return not core.awaits_first_loss(params_of(optimizer))  # torch's clip fails without gradients
         if "main_params" not in self._users_methods:
             return False
-        self._scaler.ensure_unscaled(optimizer)
+        self._scaler.core.ensure_unscaled(optimizer)
         return True
 
     @property

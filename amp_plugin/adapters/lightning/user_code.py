@@ -50,7 +50,7 @@ def refuse_strays(origins: GradientOrigins, optimizer: Optimizer, scaler: Any) -
 
     strays = [place for place, param in enumerate(params_of(optimizer)) if is_stray(param)]
     if strays:
-        named = ", ".join(scaler.core.parameter_names(optimizer)[place] for place in strays[:3])
+        named = ", ".join(scaler.core.state(optimizer).parameter_names()[place] for place in strays[:3])
         msg = (
             f"{type(optimizer).__name__}.step(): {len(strays)} parameters ({named}) have "
             "gradients that self.manual_backward() did not make: their loss was not scaled and fp16 lost "

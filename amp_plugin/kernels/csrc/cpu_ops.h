@@ -15,8 +15,12 @@ using OptionalTensor = std::optional<at::Tensor>;
 
 Measured norm_check(at::TensorList grads, const at::Tensor& inv_scale, double p, bool is_scale);
 Measured unscale_(at::TensorList grads, const at::Tensor& inv_scale, double p, bool is_scale);
-at::Tensor multiply_(at::TensorList grads, const at::Tensor& factor);
+at::Tensor multiply_(
+    at::TensorList grads, const at::Tensor& factor, std::optional<double> max_norm,
+    const OptionalTensor& found_inf);
 
+// What clipping multiplies gradients by.
+float clip_factor_of(float norm, double max_norm, const OptionalTensor& found_inf);
 at::Tensor clip_factor(
     const at::Tensor& norm, double max_norm, const OptionalTensor& scale, const OptionalTensor& found_inf);
 void update_scale_(

@@ -50,13 +50,16 @@ Measured GradientTable::measure(bool writes, const at::Tensor& inv_scale, double
   return {norm, found_inf, flags};
 }
 
-at::Tensor GradientTable::multiply_(const at::Tensor& factor) const {
+at::Tensor GradientTable::multiply_(
+    const at::Tensor& factor, std::optional<double> max_norm, const OptionalTensor& skipped) const {
   const at::AutoDispatchBelowADInplaceOrView below;
   const DeviceScalar value = scalar(factor, "factor", device_.device());
+  if (skipped) require_one_element(*skipped, "found_inf", device_.device(), at::kFloat);
+  const void* flag = skipped ? skipped->const_data_ptr() : nullptr;
   at::Tensor found_inf = at::empty({}, at::device(device_.device()).dtype(at::kFloat));
   device_.launch(
       kMultiply, device_.blocks(table_->table), stream_, table_->table, value,
-      found_inf.mutable_data_ptr<float>());
+      static_cast<float>(max_norm.value_or(-1.0)), flag, found_inf.mutable_data_ptr<float>());
   return found_inf;
 }
 

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 
 #include "cpu_ops.h"
 #include "cuda_device.h"
@@ -25,7 +26,8 @@ class GradientTable {
   // Once all are, one launch each, which reads no tensor but the number: unscale_ if it writes, else
   // norm_check.
   Measured measure(bool writes, const at::Tensor& inv_scale, double p, bool is_scale) const;
-  at::Tensor multiply_(const at::Tensor& factor) const;
+  at::Tensor multiply_(
+      const at::Tensor& factor, std::optional<double> max_norm, const OptionalTensor& skipped) const;
 
  private:
   GradientTable(Device& device, Handle stream, SharedTable table, size_t count)

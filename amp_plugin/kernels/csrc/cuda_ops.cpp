@@ -72,14 +72,16 @@ Measured unscale_(at::TensorList grads, const at::Tensor& inv_scale, double p, b
   return result;
 }
 
-at::Tensor multiply_(at::TensorList grads, const at::Tensor& factor) {
+at::Tensor multiply_(
+    at::TensorList grads, const at::Tensor& factor, std::optional<double> max_norm,
+    const OptionalTensor& skipped) {
   Device* device = Device::find(index_of(factor, grads));
   if (device == nullptr) {
-    return call_op<multiply_>("amp_plugin::_plain_multiply_", grads, factor);
+    return call_op<multiply_>("amp_plugin::_plain_multiply_", grads, factor, max_norm, skipped);
   }
   const at::AutoDispatchBelowADInplaceOrView below;
   const Dense dense(grads);
-  at::Tensor found_inf = GradientTable(*device, dense.tensors()).multiply_(factor);
+  at::Tensor found_inf = GradientTable(*device, dense.tensors()).multiply_(factor, max_norm, skipped);
   dense.write_back();
   increment_versions(grads);
   return found_inf;

@@ -270,8 +270,11 @@ Measured unscale_(at::TensorList grads, const at::Tensor& inv_scale, double p, b
   return measured(result, factor, p);
 }
 
-at::Tensor multiply_(at::TensorList grads, const at::Tensor& factor) {
-  const double value = one_value(factor, "factor");
+at::Tensor multiply_(
+    at::TensorList grads, const at::Tensor& factor, std::optional<double> max_norm,
+    const OptionalTensor& found_inf) {
+  const double given = one_value(factor, "factor");
+  const double value = max_norm ? clip_factor_of(static_cast<float>(given), *max_norm, found_inf) : given;
   if (value == 1.0) {
     return tensor_of(0.0);
   }

@@ -52,12 +52,15 @@ void update_scale_(
   increment_versions({scale, growth_tracker, hysteresis_tracker});
 }
 
+float clip_factor_of(float norm, double max_norm, const OptionalTensor& found_inf) {
+  const bool skipped = found_inf ? *found_inf->const_data_ptr<float>() > 0 : !std::isfinite(norm);
+  return skipped ? 1.0F : std::min(1.0F, static_cast<float>(max_norm) / (norm + 1e-6F));
+}
+
 at::Tensor clip_factor(
     const at::Tensor& norm, double max_norm, const std::optional<at::Tensor>& scale,
     const std::optional<at::Tensor>& found_inf) {
-  const float value = *norm.const_data_ptr<float>();
-  const bool skipped = found_inf ? *found_inf->const_data_ptr<float>() > 0 : !std::isfinite(value);
-  const float factor = skipped ? 1.0F : std::min(1.0F, static_cast<float>(max_norm) / (value + 1e-6F));
+  const float factor = clip_factor_of(*norm.const_data_ptr<float>(), max_norm, found_inf);
   return tensor_of(scale ? *scale->const_data_ptr<float>() / factor : factor);
 }
 

@@ -244,6 +244,13 @@ __device__ inline double read(const DeviceScalar& scalar) {
   return scalar.is_inverted ? 1 / value : value;
 }
 
+// What clipping multiplies gradients by, 1 in a step that is skipped; the formula is in kernels/reference.py.
+__device__ inline float clip_factor_of(float norm, float max_norm, const float* found_inf) {
+  const float factor = max_norm / (norm + 1e-6f);
+  const bool skipped = found_inf == nullptr ? !is_finite(norm) : *found_inf > 0;
+  return skipped || factor > 1 ? 1.0f : factor;
+}
+
 __device__ inline double read_or(const DeviceScalar& scalar, double otherwise) {
   return scalar.address == nullptr ? otherwise : read(scalar);
 }

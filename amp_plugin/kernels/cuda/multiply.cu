@@ -1,5 +1,6 @@
 // multiply: multiply all tensors by a factor that lives on the device; touch none if it is 1.
 //
+// With a max_norm of 0 or more the number is a norm, and the factor is that of clipping to max_norm.
 // found_inf becomes 1 if a number that was written is not finite, else 0.
 // Bytes: B read, B written (0 if the factor is 1).
 #include "measure.cuh"
@@ -44,8 +45,9 @@ __device__ u32 multiply_piece(const Row& row, u32 per_element, u32 begin, u32 en
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
-    multiply(Table table, DeviceScalar factor_scalar, float* found_inf) {
-  const double factor = read(factor_scalar);
+    multiply(Table table, DeviceScalar number, float max_norm, const float* skipped, float* found_inf) {
+  const double given = read(number);
+  const double factor = max_norm < 0 ? given : clip_factor_of(float(given), max_norm, skipped);
   if (factor == 1) {
     if (blockIdx.x == 0 && threadIdx.x == 0) *found_inf = 0;
     return;

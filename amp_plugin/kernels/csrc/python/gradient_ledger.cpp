@@ -396,10 +396,14 @@ class GradientLedger {
       return call<norm_check>("amp_plugin::norm_check", gradients(params), inv_scale, p, is_scale);
   }
 
-  static at::Tensor multiply(List params, const at::Tensor& factor) {
-    const auto found =
-        launched(params, factor, true, [&](const GradientTable& known) { return known.multiply_(factor); });
-    return found ? *found : call<multiply_>("amp_plugin::multiply_", gradients(params), factor);
+  static at::Tensor multiply(
+      List params, const at::Tensor& factor, std::optional<double> max_norm,
+      const OptionalTensor& found_inf) {
+    const auto found = launched(params, factor, true, [&](const GradientTable& known) {
+      return known.multiply_(factor, max_norm, found_inf);
+    });
+    if (found) return *found;
+    return call<multiply_>("amp_plugin::multiply_", gradients(params), factor, max_norm, found_inf);
   }
 
  private:
@@ -445,7 +449,9 @@ void add_gradient_ledger(py::module_& module) {
       .def_static(
           "norm_check", &Ledger::measure<false>, "params"_a, "inv_scale"_a, "p"_a, "is_scale"_a = false)
       .def_static("unscale_", &Ledger::measure<true>, "params"_a, "inv_scale"_a, "p"_a, "is_scale"_a = false)
-      .def_static("multiply_", &Ledger::multiply);
+      .def_static(
+          "multiply_", &Ledger::multiply, "params"_a, "factor"_a, "max_norm"_a = py::none(),
+          "found_inf"_a = py::none());
 }
 
 }  // namespace amp_plugin

@@ -1,0 +1,117 @@
+"""What all optimizers of a scaler share: its loss scales, its ranks, and how its texts spell calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from amp_plugin.options import LossScaleOptions
+from amp_plugin.scaling.loss_scale import HYSTERESIS, LossScale
+from amp_plugin.scaling.ranks import Ranks
+from amp_plugin.scaling.words import PLAIN, Words
+
+_OUR_KEY = "amp_plugin"
+
+
+class Shared:
+    """What all optimizers of a scaler use.
+
+    Args:
+        options: The rule of the loss scales, and how steps are taken.
+        losses: The names of losses that have a scale of their own.
+        ranks: The processes that decide together.
+        device: The type of the device that the scaler trains on.
+        enabled: Whether losses are scaled.
+
+    Attributes:
+        scales: The loss scales by the names of their losses; None is the name of the default one.
+        ranks: As given.
+        device: As given.
+        enabled: As given.
+        words: How error texts spell calls.
+        scales_all: Whether gradients that came without a scaled backward pass are not scaled.
+        updates: How many updates of the scale have been requested. An optimizer's stage ends with one.
+    """
+
+    def __init__(
+        self, options: LossScaleOptions, losses: Sequence[str], ranks: Ranks, *, device: str, enabled: bool
+    ) -> None:
+        if isinstance(losses, str) or len(set(losses)) < len(losses):
+            msg = f"losses={losses!r} is not allowed; give a list of different names, as ['pixel', 'edges']"
+            raise ValueError(msg)
+        self.scales: dict[str | None, LossScale] = {name: LossScale(options) for name in (None, *losses)}
+        self.ranks, self.device, self.enabled, self.words = ranks, device, enabled, PLAIN
+        self.scales_all = False
+        self.updates = 0
+
+    @property
+    def default(self) -> LossScale:
+        """The loss scale of losses without a name."""
+        return self.scales[None]
+
+    @property
+    def options(self) -> LossScaleOptions:
+        """The options that the scaler was made with."""
+        return self.default.options
+
+    @property
+    def checks(self) -> bool:
+        """Whether gradients are looked at where nothing is scaled."""
+        return self.options.on_nonfinite != "ignore"
+
+    def enable(self, enabled: bool) -> None:
+        """Scale losses from now on, or no longer."""
+        self.enabled = enabled
+
+    def place(self, device: str, ranks: Ranks) -> None:
+        """Train on a device, with these ranks."""
+        self.device, self.ranks = device, ranks
+
+    def speak(self, words: Words, *, scales_all: bool) -> None:
+        """Spell calls as a front door does, which may run all scaled backward passes."""
+        self.words, self.scales_all = words, scales_all
+
+    def count_update(self) -> None:
+        """Count a requested update."""
+        self.updates += 1
+
+    def scale_of(self, name: str | None) -> LossScale:
+        """Return the scale of a loss; None is the default."""
+        if name not in self.scales:
+            known = ", ".join(filter(None, self.scales)) or "none"
+            msg = f"loss {name!r} is not known; the constructor's losses= named: {known}"
+            raise ValueError(msg)
+        return self.scales[name]
+
+    def used_scales(self) -> list[LossScale]:
+        """Return the loss scales that a loss was multiplied by."""
+        return [scale for scale in self.scales.values() if scale.value is not None]
+
+    @property
+    def scale_device(self) -> torch.device | None:
+        """Where the loss scales are; None if none has been used."""
+        return next((scale.require().device for scale in self.used_scales()), None)
+
+    def require_scale(self, call: str) -> None:
+        """Raise if no loss has been scaled."""
+        if not self.used_scales():
+            msg = f"Attempted {call} but _scale is None. Call {self.words.backward} earlier in the iteration."
+            raise RuntimeError(msg)
+
+    def state_dict(self, skipped_steps: int) -> dict[str, Any]:
+        """Return the state of a scaler, torch's keys and ours: a host sync."""
+        states = {name: scale.state_dict() for name, scale in self.scales.items()}
+        saved = states.pop(None)
+        ours = {HYSTERESIS: saved.pop(HYSTERESIS), "skipped_steps": skipped_steps, "losses": states}
+        return {**saved, _OUR_KEY: ours}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> int:
+        """Take over what a state holds, ours or torch's, and return its count of skipped steps."""
+        ours = saved.get(_OUR_KEY, {})
+        self.default.load_state_dict({**saved, **ours})
+        for name, state in ours.get("losses", {}).items():
+            if name in self.scales:
+                self.scales[name].load_state_dict(state)
+        return int(ours.get("skipped_steps", 0))
