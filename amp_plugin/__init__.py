@@ -38,8 +38,12 @@ if TYPE_CHECKING:
     from amp_plugin.numerics.diagnose import diagnose as diagnose
     from amp_plugin.numerics.formats import log_formats as log_formats
     from amp_plugin.numerics.shadow import shadow_run as shadow_run
+    from amp_plugin.options import Spike as Spike
     from amp_plugin.run_page.report import report as report
     from amp_plugin.scaling.grad_scaler import GradScaler as GradScaler
+    from amp_plugin.scaling.spikes import SpikeError as SpikeError
+    from amp_plugin.scaling.step_records import StepRecord as StepRecord
+    from amp_plugin.scaling.step_records import read_records as read_records
     from amp_plugin.sharding.fully_shard import fully_shard as fully_shard
     from amp_plugin.sharding.plan import DtypePlan as DtypePlan
     from amp_plugin.sharding.report import dtype_report as dtype_report
@@ -68,8 +72,11 @@ _NAMES = {  # by the module they live in
     "numerics.diagnose": ("diagnose",),
     "numerics.formats": ("log_formats",),
     "numerics.shadow": ("shadow_run",),
+    "options": ("Spike",),
     "run_page.report": ("report",),
     "scaling.grad_scaler": ("GradScaler",),
+    "scaling.spikes": ("SpikeError",),
+    "scaling.step_records": ("StepRecord", "read_records"),
     "sharding.fully_shard": ("fully_shard",),
     "sharding.plan": ("DtypePlan",),
     "sharding.report": ("dtype_report", "log_collectives"),

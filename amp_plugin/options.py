@@ -60,6 +60,78 @@ OnNonfinite = Literal["skip", "raise", "ignore"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Spike:
+    """What counts as a spike of the gradient norm or of the loss, and what is done about it.
+
+    A step is a spike if its value is more than ``sigma`` deviations above the running mean. A norm of up to
+    four times the running mean never is, nor a loss of up to ``sigma`` percent above it. Mean and deviation
+    are those of each optimizer's own steps.
+
+    Args:
+        {options}
+
+    Raises:
+        OptionError: A value is not allowed.
+
+    Example:
+        >>> from amp_plugin import GradScaler, Spike
+        >>> scaler = GradScaler("cpu", on_spike=Spike(sigma=8.0, action="clip"))
+        >>> GradScaler("cpu", on_spike="skip").core.shared.options.on_spike.warmup
+        32
+    """
+
+    of: Annotated[
+        Literal["norm", "loss"],
+        Doc(
+            'What is looked at. ``"norm"``: the norm of the unscaled gradients, before clipping. ``"loss"``: '
+            "the losses that went through ``scale()`` since the step before, added up; under "
+            "torch.distributed their mean over all processes."
+        ),
+    ] = "norm"
+    sigma: Annotated[float, Doc("Deviations above the mean, more than 0.")] = 6.0
+    window: Annotated[int, Doc("Steps that mean and deviation look back, at least 2.")] = 128
+    warmup: Annotated[
+        int | None,
+        Doc("Steps before the first that can be a spike, at most ``window``; None: a quarter of ``window``."),
+    ] = None
+    action: Annotated[
+        Literal["skip", "clip", "raise"],
+        Doc(
+            '``"skip"``: the step changes nothing. ``"clip"``: the gradients are clipped to the running mean '
+            'of the norm. ``"raise"``: the step is skipped, and ``amp_plugin.SpikeError`` is raised; weights '
+            "stay as they are until it is."
+        ),
+    ] = "skip"
+
+    def __post_init__(self) -> None:
+        for name, wanted in option_types(cast("Any", Spike)).items():
+            object.__setattr__(self, name, checked_option(name, getattr(self, name), wanted))
+        between("sigma", self.sigma, 0)
+        object.__setattr__(self, "window", whole("window", self.window, least=2))
+        warmup = self.window // 4 if self.warmup is None else self.warmup
+        object.__setattr__(self, "warmup", whole("warmup", warmup))
+        if self.warmup is not None and self.warmup > self.window:
+            raise OptionError(option="warmup", value=self.warmup, allowed=f"at most window={self.window}")
+        if self.action == "clip" and self.of == "loss":
+            allowed = "'skip' or 'raise' with of='loss': gradients are clipped to the running norm"
+            raise OptionError(option="action", value=self.action, allowed=allowed)
+
+    @classmethod
+    def read(cls, given: Any) -> Spike | None:
+        """Return what a user has given: a Spike, its action, or a mapping of its options."""
+        if given is None or isinstance(given, Spike):
+            return given
+        try:
+            if isinstance(given, str):
+                return cls(action=cast("Any", given))
+            return cls(**given)
+        except (TypeError, ValueError) as error:
+            allowed = "a Spike, 'skip', 'clip' or 'raise', or a mapping with the options of Spike"
+            msg = f"on_spike={given!r}: {error}; give {allowed}"
+            raise OptionError(option="on_spike", value=given, allowed=allowed, text=msg) from error
+
+
+@dataclass(frozen=True, kw_only=True)
 class LossScaleOptions:
     """The options of a loss scale and of optimizer steps. Each front door takes them.
 
@@ -111,6 +183,21 @@ class LossScaleOptions:
             "nothing is checked, as in torch; with one, overflows are skipped all the same."
         ),
     ] = "skip"
+    on_spike: Annotated[
+        Spike | Mapping[str, Any] | Literal["skip", "clip", "raise"] | None,
+        Doc(
+            "What a step does whose gradient norm or loss is far above its running mean: a Spike, its action "
+            'alone (``"skip"``, ``"clip"``, ``"raise"``), or a mapping with its options. None: nothing.'
+        ),
+    ] = None
+
+    log: Annotated[
+        str | Path | Callable[[Any], Any] | None,
+        Doc(
+            "Where each step is recorded: a file that gets one line of JSON for each (``run.jsonl``), or a "
+            "function that is called with an ``amp_plugin.StepRecord``. Only rank 0 writes. None: nowhere."
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         for name, wanted in option_types(cast("Any", type(self))).items():
@@ -120,6 +207,14 @@ class LossScaleOptions:
         between("backoff_factor", self.backoff_factor, 0, 1)
         for name in ("growth_interval", "hysteresis"):
             object.__setattr__(self, name, whole(name, getattr(self, name)))
+        object.__setattr__(self, "on_spike", Spike.read(self.on_spike))
+        if not (self.log is None or isinstance(self.log, str | Path) or callable(self.log)):
+            raise OptionError(option="log", value=self.log, allowed="the path of a file, or a function")
+        if self.on_spike is not None and self.on_nonfinite == "ignore":
+            allowed = "on_nonfinite='skip' or 'raise' beside it: nothing is measured with 'ignore'"
+            raise OptionError(
+                option="on_spike", value=self.on_spike, allowed=allowed, others=("on_nonfinite",)
+            )
         if not self.floor <= self.init_scale <= self.ceiling:
             limits = f"between min_scale={self.floor} and max_scale={self.ceiling}"
             msg = f"init_scale={self.init_scale} is not {limits}; change one of the three"
@@ -450,6 +545,9 @@ def lists_options(options: type) -> Callable[[Class], Class]:
         return kind
 
     return decorate
+
+
+lists_options(Spike)  # which stands above, since the options of a loss scale have one
 
 
 def unknown_option(source: str, name: object, allowed: Sequence[str]) -> str:

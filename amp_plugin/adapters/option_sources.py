@@ -105,6 +105,8 @@ def _read(name: str, value: Any) -> Any:
         return RawConfigParser.BOOLEAN_STATES.get(str(value).lower(), value)
     if name == "fp32_modules":
         return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+    if name == "on_spike" and isinstance(value, str):
+        return yaml.safe_load(value)  # a word, or a mapping: {of: loss, sigma: 8}
     if kinds & {int, float} and isinstance(value, str):
         with suppress(ValueError):
             number = float(value)

@@ -46,6 +46,7 @@ from amp_plugin.precision import (
 from amp_plugin.scaling import penalty
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
+from amp_plugin.scaling.shared import OUR_KEY
 from amp_plugin.scaling.step_log import StepLog, StepResult, run_of_skips
 from amp_plugin.scaling.words import PLAIN, Words
 from amp_plugin.sharding.fully_shard import add_up_in_fp32
@@ -547,9 +548,12 @@ class Session:
     # -- what a framework shows or saves ---------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loss scale, with torch's keys; empty if no loss is scaled."""
+        """Return the state of the loss scale, with torch's keys.
+
+        If no loss is scaled, it is empty; with ``on_spike`` it is the statistics of ordinary steps.
+        """
         if not self.scaler.is_enabled():
-            return {}
+            return self.scaler.state_dict()
         taken = self.attempted_steps - self.scaler.skipped_steps()
         return {**self.scaler.state_dict(), "optimizer_steps": taken}
 
@@ -560,6 +564,9 @@ class Session:
             A warning if no loss is scaled in this precision, so that the state is not used; else an empty
             text.
         """
+        if state.keys() == {OUR_KEY}:  # of a run without a loss scale
+            self.scaler.core.shared.load_spikes(dict(state))
+            return ""
         if self.scales_loss and state:
             self.scaler.load_state_dict(dict(state))
             self.attempted_steps = state.get("optimizer_steps", 0) + self.scaler.skipped_steps()

@@ -51,7 +51,8 @@ class Takeover:
 
     Blocks of ``torch.autocast`` run on our kernels, with the rules of a file if one is given. New scalers,
     Accelerators, Trainers and Fabrics are ours. They use ``precision`` if the program chooses none. ``page``
-    is the path of the page of the run.
+    is the path of the page of the run. ``options`` are the options of scalers and plugins, as text. They
+    apply if the program does not set them.
     """
 
     def __init__(
@@ -61,9 +62,10 @@ class Takeover:
         precision: Precision | None = None,
         rules: Path | None = None,
         page: Path | None = None,
+        options: Mapping[str, str] | None = None,
     ) -> None:
         self._program, self._precision = program, precision
-        self._rules_file, self._page = rules, page
+        self._rules_file, self._page, self._options = rules, page, dict(options or {})
         ranks, local = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_RANK", "0")
         self._rank = f" [rank {os.environ.get('RANK', local)} of {ranks}]" if ranks != "1" else ""
         self._made: dict[str, None] = {}  # names of the objects of ours that the program made, in order
@@ -224,6 +226,7 @@ class Takeover:
     def _set_variables(self, undo: ExitStack) -> None:
         """Set environment variables for the program and the processes that it starts."""
         given: dict[str, str] = {VARIABLE: self._precision or _AS_WRITTEN}
+        given |= {f"AMP_PLUGIN_{name.upper()}": value for name, value in self._options.items()}
         if self._rules_file is not None:
             given["AMP_PLUGIN_RULES"] = str(self._rules_file.absolute())
         chosen = self._precision if self._precision != "auto" else None

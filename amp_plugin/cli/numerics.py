@@ -58,7 +58,8 @@ def _find_non_finite(
     program: Program, arguments: list[str] | None, keep_going: bool, strict: bool, as_json: bool
 ) -> None:
     from amp_plugin.numerics.diagnose import Diagnosis  # noqa: PLC0415 - loads torch
-    from amp_plugin.numerics.finding import NonFiniteError, rank_of_process  # noqa: PLC0415 - loads torch
+    from amp_plugin.numerics.finding import NonFiniteError  # noqa: PLC0415 - loads torch
+    from amp_plugin.scaling.ranks import rank_of_process  # noqa: PLC0415
 
     def tell_at_once(finding: Finding) -> None:
         """Print a rank's finding at once: a launcher ends the other ranks as soon as one rank ends."""

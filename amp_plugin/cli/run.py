@@ -38,6 +38,18 @@ def run(
         Path | None,
         typer.Option("--report", help="Draw the run into this HTML file, as `amp-plugin report`."),
     ] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option("--log", help="Record each optimizer step in this file, one line of JSON each."),
+    ] = None,
+    on_spike: Annotated[
+        str | None,
+        typer.Option(
+            "--on-spike",
+            help="What becomes of a step whose gradient norm is far above the mean: skip, clip, raise, or a "
+            "mapping such as '{of: loss, sigma: 8}'.",
+        ),
+    ] = None,
     as_module: AsModule = False,
 ) -> None:
     """Run a program on amp_plugin without editing it; the exit code is the program's.
@@ -54,7 +66,10 @@ def run(
             require_libraries()
         except ImportError as error:
             fail(str(error), code=1)
-    takeover = Takeover(Path(program.name).name, precision=precision, rules=rules, page=page)
+    options = {"log": None if log is None else str(log.absolute()), "on_spike": on_spike}
+    given = {name: value for name, value in options.items() if value is not None}
+    name = Path(program.name).name
+    takeover = Takeover(name, precision=precision, rules=rules, page=page, options=given)
     takeover.begin()
     errors: list[BaseException] = []
     code, failed = run_program(program, arguments or [], _noted(errors))
@@ -86,7 +101,7 @@ def report(
     The page shows the loss scale, skipped steps, gradient norms, how near gradients come to overflow, and the
     module behind a skipped step. The script need not import amp_plugin: it runs as under `amp-plugin run`.
     """
-    run(script, arguments, precision, rules, page, as_module)
+    run(script, arguments, precision, rules, page, as_module=as_module)
 
 
 _FIELDS: Final = {  # the fields of a row in JSON

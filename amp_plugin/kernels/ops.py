@@ -41,6 +41,9 @@ from amp_plugin.kernels.tracers import untraced
 HYSTERESIS_MODES: Final = {"apex": 0, "megatron": 1, "deepspeed": 2}
 """The values of ``hysteresis_mode`` by name; see ``reference.update_scale_``."""
 
+SPIKE_ACTIONS: Final = {"skip": 0, "clip": 1, "raise": 2}
+"""What ``action`` of ``judge_step_`` means; see ``reference.judge_step_``."""
+
 SCHEMAS: Final = {
     "norm_check": (
         "(Tensor[] grads, Tensor inv_scale, float norm_type=2.0, bool is_scale=False)"
@@ -59,6 +62,11 @@ SCHEMAS: Final = {
         "int hysteresis, int hysteresis_mode) -> ()"
     ),
     "clip_factor": "(Tensor norm, float max_norm, Tensor? scale=None, Tensor? found_inf=None) -> Tensor",
+    "judge_step_": (
+        "(Tensor[] values, Tensor norm, Tensor found_inf, Tensor(a!) statistics, "
+        "Tensor(b!)[] growth_trackers, float sigma, int window, int warmup, float least_deviation, "
+        "int action) -> Tensor judged"
+    ),
     "step_": (
         "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] states, Tensor(d!)[] counters, "
         "Tensor(e!)[] remainders, str rule, float[] numbers, *, "
@@ -90,6 +98,7 @@ FAKES: Final[dict[str, Callable[..., Any]]] = {  # only for ops that return some
     "unscale_": _measured,
     "multiply_": lambda _, factor, *__: _number(factor),
     "clip_factor": lambda norm, *_: _number(norm),
+    "judge_step_": lambda _, norm, *__: norm.new_empty((6,), dtype=torch.float32),
     "unpack_measurements": lambda packed, _: (_number(packed[0]), _number(packed[0])),
 }
 

@@ -33,6 +33,7 @@ from amp_plugin.kernels.state_codes import decode, draws, encode, in_memory_orde
 INF_FLAG = 1
 NAN_FLAG = 2
 _WORD = 0xFFFFFFFF
+_CLIP, _RAISE = 1, 2  # what is done about a spike; 0 skips its step
 _NO_POWER = {0, math.inf, -math.inf}  # for these p the norms themselves are combined
 
 
@@ -197,6 +198,84 @@ def clip_factor(
     factor = torch.clamp(max_norm / (value + 1e-6), max=1.0)
     factor = torch.where(skipped, 1.0, factor).to(torch.float32)
     return factor if scale is None else scale.reshape(()) / factor
+
+
+@torch.no_grad()
+def judge_step_(
+    values: Sequence[Tensor],
+    norm: Tensor,
+    found_inf: Tensor,
+    statistics: Tensor,
+    growth_trackers: Sequence[Tensor],
+    sigma: float,
+    window: int,
+    warmup: int,
+    least_deviation: float,
+    action: int,
+) -> Tensor:
+    """Tell a spike from an ordinary step, on the device, and learn from the step::
+
+        value = sum(values);  mean, variance, steps, held = statistics
+        limit = mean + sigma * max(sqrt(variance), least_deviation * |mean|)
+        spike = steps >= warmup, no overflow, not held, and not value <= limit
+        the statistics learn from min(value, limit), before steps >= warmup from value; nothing if that is
+            not finite, after an overflow, and while steps are held
+        steps = min(steps + 1, window);  change = that - mean
+        variance = (1 - 1/steps) * (variance + change^2 / steps);  mean += change / steps
+
+        action 0, skip:   the step is skipped if it is a spike
+        action 1, clip:   gradients are multiplied by min(1, mean / (norm + 1e-6)) if it is a spike
+        action 2, raise:  the step is skipped if it is a spike, and all later ones, until ``held`` is set to 0
+        each growth tracker: less 1 if the step is skipped without an overflow (the update will add it again)
+
+    A spike counts no more than the limit, so one spike widens the limit by little. A new level of the values
+    is learned within some steps all the same. A running mean over the first ``window`` steps, an exponential
+    one afterwards.
+
+    Args:
+        values: What is judged, summed up; float32 or float64, one element each, on one device.
+        norm: The norm of the gradients as they are now, float32, 0-dim.
+        found_inf: 1.0 if a gradient is not finite, float32, 0-dim.
+        statistics: Mean, variance, steps and held: float32 ``[4]``.
+        growth_trackers: Of the loss scales, int32, 0-dim.
+        sigma: Deviations from the mean.
+        window: Steps.
+        warmup: Steps before the first that can be a spike.
+        least_deviation: Smallest deviation, as a part of the mean.
+        action: One of the three above.
+
+    Returns:
+        float32 ``[6]``: 1 if the step is skipped; what gradients are multiplied by; 1 for a spike, 2 for a
+        step that is held; the value; the limit, which is float32's largest number
+        before the first step that can be a spike; the norm times what gradients are multiplied by.
+    """  # noqa: D415 - the rule belongs to the sentence
+    mean, variance, steps, held_before = (number.clone() for number in statistics)
+    value = torch.stack([value.reshape(()).to(mean.dtype) for value in values]).sum()
+    overflow, held = found_inf.reshape(()) > 0, held_before > 0
+    limit = mean + sigma * torch.maximum(variance.sqrt(), least_deviation * mean.abs())
+    warm = steps >= warmup
+    ordinary = value <= limit
+    spike = warm & ~overflow & ~held & ~ordinary
+    learned = torch.where(warm & ~ordinary, limit, value)
+    learns = learned.isfinite() & ~overflow & ~held
+    count = (steps + 1).clamp(max=window)
+    change = learned - mean
+    wider = (1 - 1 / count) * (variance + change * change / count)
+    factor = torch.ones_like(mean)
+    if action == _CLIP:
+        factor = torch.where(spike, (mean / (norm.reshape(()) + 1e-6)).clamp(max=1.0), factor)
+    skipped = overflow | (held if action == _CLIP else held | spike)
+    now_held = held | spike if action == _RAISE else held
+    after = torch.stack([mean + change / count, wider, count])
+    statistics[:3].copy_(torch.where(learns, after, statistics[:3]))
+    statistics[3].copy_(now_held)
+    for tracker in growth_trackers:
+        tracker.sub_((skipped & ~overflow).to(tracker.dtype))
+    code = torch.where(held & ~overflow, 2.0, spike.float())
+    shown = torch.where(warm, limit, torch.finfo(torch.float32).max)
+    return torch.stack([skipped.float(), factor, code, value, shown, norm.reshape(()) * factor]).to(
+        torch.float32
+    )
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,6 +11,7 @@ import torch
 from amp_plugin.numerics.places import Place
 from amp_plugin.numerics.values import Held, TensorSummary, as_json
 from amp_plugin.precision import short_name
+from amp_plugin.scaling.ranks import rank_of_process
 
 Kind = Literal[
     "made", "weight", "input", "unwritten", "collective", "constant", "function", "learning", "dtype", "clip"
@@ -29,13 +29,6 @@ _HEADLINES: dict[Kind, str] = {
     "clip": "{op} clipped gradients that are still multiplied by the loss scale, {lesson}",
     "dtype": "torch refused {what} of {dtypes}",
 }
-
-
-def rank_of_process() -> int | None:
-    """Return the rank in the process group, or the launcher's; None where there is one process."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return int(torch.distributed.get_rank())
-    return int(os.environ["RANK"]) if os.environ.get("RANK", "").isdecimal() else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,12 +38,13 @@ class Skip:
     parameters: str  # the parameters whose gradients were not finite, as one line
     meaning: str
     loss: float | None
+    is_spike: bool  # its gradients were finite
     modules: FirstModules | None  # None if modules were not watched yet
 
     @property
     def blames_scale(self) -> bool:
         """Whether a lower loss scale would help: as far as was seen, only gradients were not finite."""
-        if self.scale is None or (self.loss is not None and not math.isfinite(self.loss)):
+        if self.is_spike or self.scale is None or (self.loss is not None and not math.isfinite(self.loss)):
             return False
         if self.modules is None or not self.modules.numbers:
             return self.loss is not None or "nan" not in self.parameters
@@ -112,6 +113,7 @@ class History:
                 parameters=overflowed.summary(),
                 meaning=overflowed.meaning(),
                 loss=loss,
+                is_spike=bool(overflowed.spike),
                 modules=overflowed.modules,
             )
             self.skips += [skip] if len(self.skips) < _MOST_SKIPS else []
@@ -127,7 +129,12 @@ class History:
     @property
     def is_at_fault(self) -> bool:
         """Whether something went wrong that a lower loss scale does not mend."""
-        return bool(self.wrong_steps) or not all(skip.blames_scale for skip in self.skips)
+        return bool(self.wrong_steps) or not all(skip.blames_scale or skip.is_spike for skip in self.skips)
+
+    @property
+    def spikes(self) -> int:
+        """How many of the skipped steps that are kept were spikes."""
+        return sum(skip.is_spike for skip in self.skips)
 
     @property
     def loss_growth(self) -> float:

@@ -130,7 +130,7 @@ def _changes(history: History) -> list[str]:
             "look for what cuts the loss off from the weights, such as detach(), no_grad() or a factor of 0; "
             f"if the gradients are too small for the dtype, {lost}"
         )
-    others = history.skipped - len(finding_scale)
+    others = history.skipped - len(finding_scale) - history.spikes
     # Weights grow without limit, so a wider dtype would only delay the end.
     if growth := grown(history.growth):
         return [f"{growth}{DIVERGES}"]
@@ -140,6 +140,8 @@ def _changes(history: History) -> list[str]:
         changes.append("nothing: a few skips keep the loss scale as high as the gradients allow")
     elif others or history.wrong_steps:
         changes.append("look at the modules that overflow, below; compute them in fp32 or use bf16")
+    if history.spikes:
+        changes.append("look at the batches of the spikes that on_spike= has left out")
     return changes[:_MOST_CHANGES] or ["nothing: no step was skipped"]
 
 

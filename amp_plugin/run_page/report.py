@@ -28,7 +28,6 @@ from typing_extensions import Self
 
 from amp_plugin.kernels.tracers import untraced
 from amp_plugin.messages import only_warning
-from amp_plugin.numerics.finding import rank_of_process
 from amp_plugin.numerics.first_module import ModuleWatch
 from amp_plugin.numerics.growth import WeightGrowth
 from amp_plugin.numerics.op import is_watched
@@ -41,6 +40,7 @@ from amp_plugin.run_page.page import render
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
 from amp_plugin.scaling.overflows import OverflowReport, names_of
+from amp_plugin.scaling.ranks import rank_of_process
 from amp_plugin.scaling.step_log import StepLog, StepResult, new_logs
 
 _SECONDS: Final = 10.0  # at least this long between two writes

@@ -48,10 +48,6 @@ class NormClip(NamedTuple):
         """
         return torch.ops.amp_plugin.clip_factor(norm, self.max_norm, scale, found)  # type: ignore[no-any-return]
 
-    def clipped(self, norm: Tensor, found: Tensor) -> Tensor:
-        """Return the norm after clipping."""
-        return norm * self.factor(norm, found)
-
     def refuse_nonfinite(self, norm: Tensor) -> None:
         """Raise if that is asked for and the norm is not finite: a host sync."""
         if self.error_if_nonfinite and not torch.isfinite(norm).item():

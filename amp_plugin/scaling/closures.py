@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from amp_plugin.scaling.clipping import NormClip, wants_torchs_bits
 from amp_plugin.scaling.gradients import match_memory_order, params_of
 from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.optimizer_state import OptimizerState, uses_gradients_before_closure
+from amp_plugin.scaling.spikes import Verdict
 from amp_plugin.scaling.step_log import StepResult
 from amp_plugin.scaling.updates import is_watched
 from amp_plugin.weights.weight import fp32_shown
@@ -79,20 +79,21 @@ def step(
                     else clip, and let the optimizer go on
     """
     is_scaled = state.shared.enabled
-    checked: tuple[Tensor, Tensor] | None = None  # norm and found_inf of the last call
+    verdicts: list[Verdict] = []  # on each call
     loss = value = None
 
     def check() -> Any:
-        nonlocal checked, loss
+        nonlocal loss
         loss = run(state, closure)
         with torch.no_grad():
-            checked = state.unscale_(2.0 if clip is None else clip.norm_type)
-            if not capturing(checked[1].device) and checked[1].item() > 0:
+            verdicts.append(_unscaled(state, clip, is_first=not verdicts))
+            norm, found, *_ = verdicts[-1]
+            if not capturing(found.device) and found.item() > 0:
                 raise _NonfiniteError
             if clip is not None and wants_torchs_bits(state.shared):
                 clip.by_torch(state.params)
             elif clip is not None:
-                state.clip_(checked[0], clip.max_norm, checked[1])
+                state.clip_(norm, clip.max_norm, found)
         match_memory_order(optimizer)
         return loss
 
@@ -105,11 +106,27 @@ def step(
             skipped, value = True, None if is_scaled else loss
             if put_back is not None:
                 put_back()
-    norm, found = checked or state.measure(unscale=False)
+    last = verdicts[-1] if verdicts else Verdict(*state.measure(unscale=False))
     if clip is not None and skipped:
-        clip.refuse_nonfinite(norm)
-    clipped = None if clip is None else partial(clip.clipped, norm, found)
-    return value, state.close(norm, found, known=skipped, how=how, clipped=clipped)
+        clip.refuse_nonfinite(last.norm)
+    last = last._replace(judged=verdicts[0].judged if verdicts else None)
+    return value, state.close(
+        last,
+        known=skipped,
+        how=how,
+        max_norm=None if clip is None else clip.max_norm,
+    )
+
+
+def _unscaled(state: OptimizerState, clip: NormClip | None, *, is_first: bool) -> Verdict:
+    """Unscale and measure the gradients of a call; judge those of the first, which come before any change."""
+    norm, found = state.unscale_(2.0 if clip is None else clip.norm_type)
+    if not is_first:
+        return Verdict(norm, found)
+    verdict = state.judge(norm, found)
+    if verdict.factor is not None:
+        state.multiply_(verdict.factor)
+    return verdict
 
 
 def _may_change_early(optimizer: Optimizer) -> bool:

@@ -117,6 +117,11 @@ class ScalerCore:
             strangers = [param for param in params if id(param) not in known]
             state.ledger.write(lambda: multiply_(strangers, change))
 
+    def note_loss(self, loss: Any) -> None:
+        """Take a loss that a backward pass begins from, before it is scaled."""
+        self.shared.spikes.hear(loss)
+        self.log.note_loss(loss)
+
     def note_backward(self, scale: LossScale) -> None:
         """Record that a scaled backward pass begins: any optimizer may delay the next update after it."""
         self.last_scale, self._change = scale, scale.change_from_now_on()

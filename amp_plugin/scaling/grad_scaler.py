@@ -6,6 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
@@ -30,6 +31,7 @@ from amp_plugin.scaling.plans import is_fused, takes_scaler
 from amp_plugin.scaling.ranks import Ranks
 from amp_plugin.scaling.shared import Shared
 from amp_plugin.scaling.step_log import StepLog, StepResult, raise_for_nonfinite, tell_of_floor
+from amp_plugin.scaling.step_records import StepRecorder
 from amp_plugin.scaling.steps import refuse_nothing_checked, take_step, take_step_by
 from amp_plugin.scaling.torch_names import OptimizerRecords, TorchNames
 from amp_plugin.scaling.updates import Updates
@@ -119,6 +121,8 @@ class GradScaler(TorchNames):
         raises = options.on_min_scale == "raise"
         if options.dynamic and (raises or options.min_scale is not None):
             log.subscribe(tell_of_floor(options.floor, raises=raises))
+        log.subscribe(partial(shared.spikes.raise_for_spike, shared.count_update))
+        StepRecorder(options.log).follow(log)
         self.core = ScalerCore(shared, log)
         self._updates = Updates(self.core)
         self._records = OptimizerRecords(self.core)
@@ -142,7 +146,7 @@ class GradScaler(TorchNames):
             ValueError: ``outputs`` is something else, or ``name`` unknown.
         """
         if not torch.compiler.is_compiling():
-            self.core.log.note_loss(outputs)
+            self.core.note_loss(outputs)
         if not self.is_enabled():
             return outputs
         watched = bool(name or len(self.core.shared.scales) > 1 or self._updates.requested)
@@ -514,13 +518,14 @@ class GradScaler(TorchNames):
         Returns:
             ``{}`` if disabled; else ``scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``,
             ``_growth_tracker`` as torch's, and ``amp_plugin`` with ``hysteresis_tracker``,
-            ``skipped_steps`` and the states of named ``losses``.
+            ``skipped_steps``, the states of named ``losses`` and, with ``on_spike``, the ``spikes``: what is
+            known of each optimizer. With ``on_spike`` a disabled scaler returns these alone.
 
         Raises:
             FloatingPointError: As :meth:`update`.
         """
         if not self.is_enabled():
-            return {}
+            return self.core.shared.disabled_state()
         self.end_iteration()
         return self.core.shared.state_dict(self.skipped_steps())
 
@@ -535,7 +540,10 @@ class GradScaler(TorchNames):
             KeyError: The state lacks some of torch's keys.
             RuntimeError: The state is empty, where torch's raises too; or a scaled float16 gradient waits.
         """
-        if not (self.is_enabled() and is_state(state_dict)):
+        if not self.is_enabled():
+            self.core.shared.load_spikes(state_dict)
+            return
+        if not is_state(state_dict):
             return
         with self._updates.set_by_hand("load_state_dict()"):
             self.core.log.start_over(self.core.shared.load_state_dict(state_dict))

@@ -34,6 +34,7 @@ from amp_plugin.scaling.ledger import make_ledger
 from amp_plugin.scaling.loss_scale import LossScale, capturing, moved
 from amp_plugin.scaling.overflows import Names, names_of, report_of
 from amp_plugin.scaling.shared import Shared
+from amp_plugin.scaling.spikes import Verdict
 from amp_plugin.scaling.step_log import StepResult
 from amp_plugin.weights.one_pass import own_step, takes_own_step
 
@@ -447,6 +448,21 @@ class OptimizerState:
         """Clip all gradients to ``max_norm``, unless ``found_inf`` is 1."""
         self.ledger.write(partial(multiply_, self.params, norm, max_norm, found_inf))
 
+    def judge(self, norm: Tensor, found_inf: Tensor) -> Verdict:
+        """Judge the step by its norm and found_inf, as :meth:`measure` returns them: is it a spike?"""
+        before = norm if self.norm is None else self.norm
+        trackers = [scale.growth_tracker for scale in self._loss_scales]
+        backward = self.shared.words.backward
+        return self.shared.spikes.judge(self.optimizer, (before, norm), found_inf, trackers, backward)
+
+    def note_verdict(self, verdict: Verdict) -> None:
+        """Let a program's own function, which reads ``found_inf_per_device``, skip a spike too."""
+        self._find(verdict.found_inf)
+
+    def multiply_(self, factor: Tensor) -> None:
+        """Multiply all gradients by a number on the device (0-dim)."""
+        self.ledger.write(partial(multiply_, self.params, factor))
+
     def call_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Call the step of the optimizer, or of one that wraps it."""
         return self.run_step(partial(optimizer.step, *args, **kwargs))
@@ -482,24 +498,26 @@ class OptimizerState:
 
     def close(
         self,
-        norm: Tensor,
-        found: Tensor,
+        verdict: Verdict,
         *,
         known: bool | None,
         how: str,
         one_pass: bool = False,
-        clipped: Callable[[], Tensor] | None = None,
+        max_norm: float | None = None,
     ) -> StepResult:
         """End with a step that was taken or skipped, and return its result."""
         scale = next(iter(self._loss_scales), self.shared.default)
-        seen = self.norm is not None
+        seen, found = self.norm is not None, self.measurements
         result = StepResult(
             norm=self.norm,
-            clipped=clipped or (lambda: norm) if seen else None,
-            found_inf=found,
+            used_norm=verdict.norm if seen else None,
+            max_norm=max_norm if seen else None,
+            found_inf=verdict.found_inf,
+            judged=verdict.judged,
             scale_before=None if scale.value is None else scale.snapshot(),
             scale_after=scale.later,
-            report=partial(report_of, self.params, self.measurements, self.names, self._optimizer),
+            report=partial(report_of, self.params, found, self.names, self._optimizer),
+            flags=[measured.flags for measured in found],
             known=known,
             how=how,
             one_pass=one_pass,

@@ -56,6 +56,8 @@ class OverflowReport:
         nan: Names of those with a nan; a parameter may be in both.
         elsewhere: True if this rank's gradients are finite and another's made the step be skipped.
         unattributed: True if the norm was not finite, and which gradients made it so was not looked at.
+        spike: If ``on_spike`` has left the step out: the value that it judged, and the limit. All gradients
+            were finite then.
         checked: How many gradients were looked at.
         named: Whether the parameters have names, not only numbers.
         scaled: Whether a loss scale above 1 may have caused it.
@@ -66,6 +68,7 @@ class OverflowReport:
     nan: tuple[str, ...] = ()
     elsewhere: bool = False
     unattributed: bool = False
+    spike: str = ""
     checked: int = field(default=0, compare=False)
     named: bool = field(default=True, compare=False)
     scaled: bool = field(default=False, compare=False)
@@ -81,6 +84,8 @@ class OverflowReport:
 
     def summary(self) -> str:
         """Return one line, naming the first few parameters, those nearest the loss first."""
+        if self.spike:
+            return f"a spike, {self.spike}"
         if self.unattributed:
             return "the norm of the gradients is not finite"
         if not self:
@@ -91,6 +96,8 @@ class OverflowReport:
 
     def meaning(self) -> str:
         """Return what the report says about the cause, in one line; empty if nothing overflowed."""
+        if self.spike:
+            return "All gradients were finite, and on_spike= left the step out: look at that batch."
         if self.elsewhere:
             return "The report of the rank with the overflow names its parameters: look at that rank's batch."
         if self.unattributed:
@@ -152,12 +159,17 @@ def report_of(
     measurements: Sequence[Measurement],
     given: Names,
     optimizer: Callable[[], Optimizer | None],
+    copies: Sequence[Tensor] = (),
 ) -> OverflowReport:
-    """Return which of an optimizer's parameters had gradients that were not finite: a host sync."""
+    """Return which of an optimizer's parameters had gradients that were not finite.
+
+    A host sync, unless ``copies`` are the flags of the measurements on the host.
+    """
+    all_flags = copies or [measured.flags for measured in measurements]
     index = {id(param): i for i, param in enumerate(params)}
     flags: dict[int, int] = {}
-    for measured in measurements:
-        for param, flag in zip(measured.params, measured.flags.tolist(), strict=False):
+    for measured, found in zip(measurements, all_flags, strict=True):
+        for param, flag in zip(measured.params, found.tolist(), strict=False):
             place = index[id(param)]
             flags[place] = flags.get(place, 0) | flag
     known = names_of(params, optimizer(), given)

@@ -8,6 +8,7 @@ first. The flag is cut back to exactly 0 or 1 in the end: the CPU's fused AdamW 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -132,3 +133,10 @@ def _agree_on_core(groups: Sequence[ProcessGroup], device: torch.device) -> None
                 "AMP_PLUGIN_NATIVE=0 on all"
             )
             raise RuntimeError(msg)
+
+
+def rank_of_process() -> int | None:
+    """Return the rank in the process group, or the launcher's; None where there is one process."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return int(torch.distributed.get_rank())
+    return int(os.environ["RANK"]) if os.environ.get("RANK", "").isdecimal() else None

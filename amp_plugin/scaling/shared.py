@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from amp_plugin.options import LossScaleOptions
+from amp_plugin.options import LossScaleOptions, Spike
 from amp_plugin.scaling.loss_scale import HYSTERESIS, LossScale
 from amp_plugin.scaling.ranks import Ranks
+from amp_plugin.scaling.spikes import Spikes
 from amp_plugin.scaling.words import PLAIN, Words
 
-_OUR_KEY = "amp_plugin"
+OUR_KEY = "amp_plugin"
+"""What our own part of a state stands under; alone, where nothing is scaled and ``on_spike`` is set."""
+
+_SPIKES = "spikes"
 
 
 class Shared:
@@ -32,6 +36,7 @@ class Shared:
         enabled: As given.
         words: How error texts spell calls.
         scales_all: Whether gradients that came without a scaled backward pass are not scaled.
+        spikes: Tells spikes from ordinary steps.
         updates: How many updates of the scale have been requested. An optimizer's stage ends with one.
     """
 
@@ -45,6 +50,7 @@ class Shared:
         self.ranks, self.device, self.enabled, self.words = ranks, device, enabled, PLAIN
         self.scales_all = False
         self.updates = 0
+        self.spikes = Spikes(cast("Spike | None", options.on_spike))
 
     @property
     def default(self) -> LossScale:
@@ -105,11 +111,26 @@ class Shared:
         states = {name: scale.state_dict() for name, scale in self.scales.items()}
         saved = states.pop(None)
         ours = {HYSTERESIS: saved.pop(HYSTERESIS), "skipped_steps": skipped_steps, "losses": states}
-        return {**saved, _OUR_KEY: ours}
+        return {**saved, OUR_KEY: {**ours, **self.spikes_state()}}
+
+    def spikes_state(self) -> dict[str, Any]:
+        """Return what is known of each optimizer's values, as a state holds it: a host sync."""
+        return {} if self.options.on_spike is None else {_SPIKES: self.spikes.state_dict()}
+
+    def disabled_state(self) -> dict[str, Any]:
+        """Return the state of a scaler that scales nothing; empty without ``on_spike``."""
+        spikes = self.spikes_state()
+        return {OUR_KEY: spikes} if spikes else {}
+
+    def load_spikes(self, saved: dict[str, Any]) -> None:
+        """Take over what a state holds of the optimizers' values, if anything."""
+        if self.options.on_spike is not None and _SPIKES in saved.get(OUR_KEY, {}):
+            self.spikes.load_state_dict(saved[OUR_KEY][_SPIKES])
 
     def load_state_dict(self, saved: dict[str, Any]) -> int:
         """Take over what a state holds, ours or torch's, and return its count of skipped steps."""
-        ours = saved.get(_OUR_KEY, {})
+        ours = saved.get(OUR_KEY, {})
+        self.load_spikes(saved)
         self.default.load_state_dict({**saved, **ours})
         for name, state in ours.get("losses", {}).items():
             if name in self.scales:

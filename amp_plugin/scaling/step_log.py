@@ -12,6 +12,7 @@ is read when a later one is added, at update(), or when a caller waits for it.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -51,39 +52,47 @@ class StepResult:
         norm: Norm of the unscaled gradients before the first clip, float32, 0-dim; None if the optimizer
             had no gradients, or a disabled scaler has ``on_nonfinite="ignore"`` and measured nothing.
         found_inf: 1.0 if the step was skipped, else 0.0; float32, 0-dim.
-        clipped_later: Computes :attr:`clipped_norm` without keeping the rest; None if that is ``norm``.
+        used_norm: As ``norm``, when the step began: after clips before it, before its own; None if unknown.
+        max_norm: What the step itself clips to; None if it does not clip.
         how: How the step was taken, and why not in one pass; for people.
         one_pass: Whether it was taken in one pass.
+        judged: What ``judge_step_`` has found, float32 ``[5]``; None if ``on_spike`` is not set.
         optimizer: Returns the optimizer, or None once it is gone; set when the step is logged.
         in_a_row: Skipped steps of the optimizer, one after the other, this one included; known when
             :attr:`skipped` is.
+        time: When the step was taken, in seconds since 1970.
     """
 
     def __init__(
         self,
         *,
         norm: Tensor | None = None,
-        clipped: Callable[[], Tensor] | None = None,
+        used_norm: Tensor | None = None,
+        max_norm: float | None = None,
         found_inf: Tensor | None = None,
+        judged: Tensor | None = None,
         scale_before: Tensor | None = None,
-        report: Callable[[], OverflowReport] = OverflowReport,
+        report: Callable[..., OverflowReport] = OverflowReport,
+        flags: Sequence[Tensor] = (),
         scale_after: Sequence[Tensor] = (),
         known: bool | None = None,
         how: str = _NOTHING_TO_DO,
         one_pass: bool = False,
     ) -> None:
         self.norm = norm
-        self.clipped_later = clipped
+        self.used_norm, self.max_norm = used_norm, max_norm
         self.how, self.one_pass = how, one_pass
         self.found_inf = found_inf = torch.zeros((), device="cpu") if found_inf is None else found_inf
+        self.judged = judged
         self._scale_before = scale_before
         self._scale_after = scale_after  # filled by the update that follows
-        self._report = report
+        self._report, self._flags = report, flags
         self._modules: FirstModules | None = None  # if hooks on modules were on
         self.optimizer: Callable[[], Any] = lambda: None
-        self.in_a_row = 0
+        self.in_a_row, self.time = 0, time.time()
         self._known = self.known_at_once(found_inf) if known is None else known
-        self._arriving = _copy_to_host(found_inf) if self._known is None else None
+        told = found_inf if judged is None else judged  # whose first number is found_inf
+        self._arriving = copy_to_host(told) if self._known is None else None
 
     @staticmethod
     def known_at_once(found_inf: Tensor) -> bool | None:
@@ -102,9 +111,27 @@ class StepResult:
         if self._arriving is not None:
             event, copy = self._arriving
             if event.query():
-                self._known, self._arriving = bool(copy.item() > 0), None
+                self._known, self._arriving = bool(copy.reshape(-1)[0].item() > 0), None
+                self.judged = None if self.judged is None else copy
         # A step that was captured may be another one after each replay, so that nothing is kept.
         return self.known_at_once(self.found_inf) if self._known is None else self._known
+
+    @property
+    def verdict(self) -> str:
+        """What the step came to.
+
+        ``"landed"``; ``"overflow"`` or ``"nan"``: skipped, since a gradient was infinite or nan; ``"spike"``:
+        skipped or clipped by ``on_spike``; ``"held"``: skipped, since an earlier spike has yet to be raised.
+        """
+        code = 0 if self.judged is None else int(self.judged[2].item())
+        if code or not self.skipped:
+            return ("landed", "spike", "held")[code]
+        return "nan" if self.norm is not None and bool(self.norm.isnan().item()) else "overflow"
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether the step was skipped although all gradients were finite: for a spike."""
+        return self.skipped and self.judged is not None and self.judged[2].item() > 0
 
     @property
     def is_scaled(self) -> bool:
@@ -124,7 +151,30 @@ class StepResult:
     @property
     def clipped_norm(self) -> Tensor | None:
         """As ``norm``, of the gradients that the step used: after clipping, whoever has clipped."""
-        return self.norm if self.clipped_later is None else self.clipped_later()
+        used = self.norm if self.used_norm is None else self.used_norm
+        if used is None or self.max_norm is None:
+            return used
+        factor: Tensor = torch.ops.amp_plugin.clip_factor(used, self.max_norm, None, self.found_inf)
+        return used * factor
+
+    def numbers(self) -> dict[str, Tensor]:
+        """Return the numbers of the step that are there without a launch, on its device, by name."""
+        clipped = self.norm if self.used_norm is None else self.used_norm
+        found = {
+            "loss_scale": self._scale_before,
+            "norm": self.norm,
+            "used_norm": clipped,
+            "judged": self.judged,
+        }
+        return {name: number for name, number in found.items() if number is not None}
+
+    def flags(self) -> Sequence[Tensor]:
+        """Return which gradients were not finite, uint8, on their devices, for :meth:`report_by`."""
+        return self._flags
+
+    def report_by(self, flags: Sequence[Tensor]) -> OverflowReport:
+        """Return which parameters had gradients that were not finite, by copies of :meth:`flags`."""
+        return self._report(flags) if flags else self._report()
 
     @property
     def kind(self) -> str:
@@ -146,6 +196,9 @@ class StepResult:
         the step went wrong.
         """
         report, modules = self._report(), self._modules
+        if self.judged is not None and self.is_left_out:
+            value, limit = self.judged[3:5].tolist()
+            return OverflowReport(spike=f"{value:.5g} above the limit {limit:.5g}")
         if report:
             scaled = self.scale_before > 1.0 and not (modules and modules.forward)
             return replace(report, scaled=scaled, modules=modules)
@@ -179,6 +232,12 @@ def _first_skip(step: StepResult, number: int) -> str:
 
 def run_of_skips(step: StepResult) -> str:
     """Return how many steps were skipped in a row, by which gradients, and what that means."""
+    steps = f"{step.in_a_row} step{'s' * (step.in_a_row > 1)} of {step.kind}"
+    if step.is_left_out:
+        return (
+            f"{steps} in a row were skipped, the last one as a spike by on_spike=. If its value is "
+            "ordinary by now, raise sigma, or leave on_spike out."
+        )
     report = step.overflow_report()
     report = replace(report, scaled=report.scaled and not report.nan)  # else the scale is not the cause
     why = "although nothing is scaled"
@@ -187,24 +246,23 @@ def run_of_skips(step: StepResult) -> str:
         why = f"and the loss scale is {step.scale_after:g}{further}"
     where = f"{report.modules} " if report.modules else ""
     return (
-        f"{step.in_a_row} step{'s' * (step.in_a_row > 1)} of {step.kind} in a row were skipped "
-        f"({report.summary()}), {why}. {report.meaning()} "
+        f"{steps} in a row were skipped ({report.summary()}), {why}. {report.meaning()} "
         f"{where}Run `amp-plugin diagnose train.py`: it names the op and its line."
     )
 
 
-def _copy_to_host(flag: Tensor) -> tuple[torch.Event, Tensor] | None:
-    """Copy a flag behind the work that is queued on CUDA and XPU; other devices read it when asked.
+def copy_to_host(numbers: Tensor) -> tuple[torch.Event, Tensor] | None:
+    """Copy numbers behind the work that is queued on CUDA and XPU; other devices read it when asked.
 
     Returns:
-        What tells that the copy is there, and the copy. None for a flag that a CUDA graph writes.
+        What tells that the copy is there, and the copy. None for those that a CUDA graph writes.
     """
-    if flag.device.type not in {"cuda", "xpu"} or capturing(flag.device):
+    if numbers.device.type not in {"cuda", "xpu"} or capturing(numbers.device):
         return None
-    copy = torch.empty((), dtype=flag.dtype, device="cpu", pin_memory=True)
-    copy.copy_(flag.reshape(()), non_blocking=True)
-    arrived = torch.Event(flag.device)
-    arrived.record(torch.accelerator.current_stream(flag.device))  # else of the current device
+    copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+    copy.copy_(numbers.reshape(copy.shape), non_blocking=True)
+    arrived = torch.Event(numbers.device)
+    arrived.record(torch.accelerator.current_stream(numbers.device))  # else of the current device
     return arrived, copy
 
 
@@ -381,7 +439,7 @@ class StepLog:
         result.note_turn(record.optimizer, record.in_a_row)
         self._has_taken |= not skipped
         self._last_skip = None if self._has_taken else result
-        if skipped and not result.is_scaled and not self._has_warned:
+        if skipped and not (result.is_scaled or self._has_warned or result.is_left_out):
             self._has_warned = True
             warn_user(_first_skip(result, record.steps))
         if record.is_endless():
@@ -420,7 +478,7 @@ def raise_for_nonfinite(blameless_scale: float) -> Subscriber:
     """Return what raises FloatingPointError for a step skipped at a loss scale of at most this."""
 
     def look(step: StepResult) -> None:
-        if not step.skipped or step.scale_before > blameless_scale:
+        if not step.skipped or step.is_left_out or step.scale_before > blameless_scale:
             return
         report = step.overflow_report()
         scaled = "" if step.scale_before == 1.0 else f" at a loss scale of {step.scale_before:g}"
@@ -439,7 +497,8 @@ def tell_of_floor(floor: float, *, raises: bool) -> Subscriber:
     untold = [_AT_FLOOR]
 
     def look(step: StepResult) -> None:
-        if not (untold and step.skipped and step.is_scaled and step.scale_before <= floor):
+        overflowed = step.skipped and not step.is_left_out
+        if not (untold and overflowed and step.is_scaled and step.scale_before <= floor):
             return
         if raises:
             raise FloatingPointError(_AT_FLOOR)

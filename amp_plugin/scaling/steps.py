@@ -5,6 +5,7 @@
     choose       one pass | fused | plain
     measure      norm and found_inf of the gradients, one read
     combine      both, over all ranks
+    judge        is it a spike? if on_spike= asks
     clip factor  if the step clips too
     take         unless found_inf is 1; the host waits for it in a plain step only
     close        .grad is unscaled and clipped, the step taken or skipped; its result goes to the log
@@ -113,16 +114,18 @@ def _take(
         match_memory_order(optimizer)
     norm_type = state.norm_type if clip is None else clip.norm_type
     norm, found = state.measure(unscale=not divides, norm_type=norm_type)
+    verdict = state.judge(norm, found)
+    norm, found = verdict.norm, verdict.found_inf
     divisor = _value(scales) if divides else None
-    clipped = None if clip is None else partial(clip.clipped, norm, found)
+    if verdict.factor is not None:
+        divisor = _with_factor(state, divisor, verdict.factor, divides=is_one_pass)
     if clip is not None and is_one_pass:
         divisor = clip.factor(norm, found, torch.ones_like(norm) if divisor is None else divisor)
     elif clip is not None:
         state.clip_(norm, clip.max_norm, found)
     value, skipped = plan.take(state, found, divisor)
-    return value, state.close(
-        norm, found, known=skipped, how=str(plan), one_pass=is_one_pass, clipped=clipped
-    )
+    max_norm = None if clip is None else clip.max_norm
+    return value, state.close(verdict, known=skipped, how=str(plan), one_pass=is_one_pass, max_norm=max_norm)
 
 
 def take_step_by(
@@ -134,11 +137,25 @@ def take_step_by(
         raise RuntimeError(_NO_UPDATE)
     state.begin_call()
     norm, found = state.measure(unscale=True)
+    verdict = state.judge(norm, found)
+    if verdict.factor is not None:
+        state.multiply_(verdict.factor)
+    state.note_verdict(verdict)
     value = state.run_step(partial(maybe_step, state))
     how = "the program's own _maybe_opt_step"
-    result = state.close(norm, found, known=bool(found.item() > 0), how=how)
+    result = state.close(verdict, known=bool(verdict.found_inf.item() > 0), how=how)
     core.log.add(state.optimizer, result)
     return value, result
+
+
+def _with_factor(
+    state: OptimizerState, divisor: Tensor | None, factor: Tensor, *, divides: bool
+) -> Tensor | None:
+    """Multiply the gradients by a spike's factor, in the step or before it; return the step's divisor."""
+    if not divides:
+        state.multiply_(factor)
+        return divisor
+    return factor.reciprocal() if divisor is None else divisor / factor
 
 
 def _value(scales: set[Any]) -> Tensor | None:

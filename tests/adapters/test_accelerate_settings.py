@@ -58,7 +58,8 @@ class TestPrecedence:
         text = {
             "hysteresis_mode": "megatron",
             "on_min_scale": "raise",
-            "on_nonfinite": "ignore",
+            "on_nonfinite": "raise",
+            "on_spike": "clip",
             "dynamic": "false",
             "fp16_gradients": "yes",
             "one_pass": "off",
@@ -77,7 +78,8 @@ class TestPrecedence:
         found, sources, _ = resolve([], environment)
         assert set(sources) == set(OPTIONS) - {"rules"}
         assert (found.dynamic, found.fp32_outputs, found.one_pass) == (False, False, False)
-        assert found.on_nonfinite == "ignore"
+        assert found.on_nonfinite == "raise"
+        assert found.on_spike.action == "clip"
         assert type(found.hysteresis) is int
 
     def test_rules_from_a_file(self, tmp_path):
@@ -108,7 +110,7 @@ class TestErrorsNameTheirSource:
 
     def test_an_unknown_variable(self):
         allowed, hint = "; allowed are AMP_PLUGIN_INIT_SCALE, ", "; did you mean .* or ACCELERATE_MIXED_"
-        for name, told in (("AMP_PLUGIN_LOSS", allowed), ("AMP_PLUGIN_MIXED_PRECISION", hint)):
+        for name, told in (("AMP_PLUGIN_ZEBRA", allowed), ("AMP_PLUGIN_MIXED_PRECISION", hint)):
             with pytest.raises(ValueError, match=f"{name}.*not an option{told}"):
                 resolve([], {name: "1"})
 

@@ -341,6 +341,61 @@ def test_clip_factor_follows_the_formula(on, norm, max_norm):
             assert want.item() == pytest.approx(formula, rel=1e-6)
 
 
+JUDGED = {  # what a run of steps brings: value, norm, found_inf
+    "a quiet run": [(1.0 + 0.1 * (i % 5), 1.0, 0.0) for i in range(20)],
+    "a spike": [(1.0 + 0.1 * (i % 5) + 30.0 * (i == 12), 30.0, 0.0) for i in range(20)],
+    "a new level": [(1.0 + 0.1 * (i % 5) + 10.0 * (i >= 9), 2.0, 0.0) for i in range(40)],
+    "overflows": [(math.inf if i % 7 == 6 else 1.0, math.inf, float(i % 7 == 6)) for i in range(20)],
+    "a value that is not finite": [
+        ((math.nan, math.inf)[i % 2] if i in {3, 12} else -1.0 - i / 9, 1.0, 0.0) for i in range(20)
+    ],
+    "a constant": [(-2.0, 2.0, 0.0)] * 12 + [(-1.5, 1.0, 0.0), (-1.99, 1.0, 0.0)],
+    "an overflow among spikes": [(1.0 + 50.0 * (i > 8), 50.0, float(i == 11)) for i in range(16)],
+}
+
+
+@pytest.mark.parametrize("action", ops.SPIKE_ACTIONS)
+@pytest.mark.parametrize("run", JUDGED)
+def test_judge_step_follows_the_rule(on, run, action):
+    rule = (6.0, 8, 4, 0.01, ops.SPIKE_ACTIONS[action])
+    state = [torch.zeros(4, device=on.device), scalar(5, on, torch.int32), scalar(9, on, torch.int32)]
+    expected = [tensor.cpu().clone() for tensor in state]
+    codes = []
+    for value, norm, found in JUDGED[run]:
+        parts = [scalar(value - 0.5, on), scalar(0.5, on, torch.float64)]
+        got = on.ops.judge_step_(parts, scalar(norm, on), scalar(found, on), state[0], state[1:], *rule)
+        want = reference.judge_step_(
+            [part.cpu() for part in parts], torch.tensor(norm), torch.tensor(found), expected[0],
+            expected[1:], *rule
+        )  # fmt: skip
+        assert (got.shape, got.dtype, got.device) == ((6,), torch.float32, state[0].device)
+        torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=0.0, equal_nan=True)
+        torch.testing.assert_close(state[0].cpu(), expected[0], rtol=1e-5, atol=1e-6)
+        assert [tracker.item() for tracker in state[1:]] == [tracker.item() for tracker in expected[1:]]
+        codes.append(int(got[2].item()))
+    assert any(codes) == (run not in {"a quiet run", "overflows"}), codes
+
+
+def test_the_statistics_are_mean_and_deviation_of_the_values():
+    values = torch.rand(20, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 3
+    statistics, zero = torch.zeros(4), torch.zeros(())
+    for value in values:
+        reference.judge_step_([value], zero, zero, statistics, [], 6.0, 32, 4, 0.5, 0)
+    right = torch.stack([values.mean(), values.var(correction=0)])
+    torch.testing.assert_close(statistics[:2].double(), right, rtol=1e-5, atol=1e-6)
+    assert statistics[2:].tolist() == [20.0, 0.0]
+
+
+@pytest.mark.parametrize("count", [0, 1, 32, 33])
+def test_judge_step_adds_up_any_number_of_values(on, count):
+    statistics, zero = torch.zeros(4, device=on.device), scalar(0.0, on)
+    trackers = [scalar(i, on, torch.int32) for i in range(count)]
+    values = [scalar(1.0, on) for _ in range(max(1, count))]
+    judged = on.ops.judge_step_(values, zero, zero, statistics, trackers, 6.0, 8, 4, 0.5, 0)
+    assert statistics[0].item() == max(1, count)
+    assert judged.tolist() == [0.0, 1.0, 0.0, max(1, count), torch.finfo(torch.float32).max, 0.0]
+
+
 def numbers(device, *dtypes):
     return [torch.ones((), device=device, dtype=dtype) for dtype in dtypes]
 
@@ -404,6 +459,18 @@ OPCHECKS = {
     "multiply_": (GRADS, torch.tensor(0.5)),
     "update_scale_": (torch.tensor(8.0), COUNTER, COUNTER.clone(), torch.tensor(1.0), *RULE),
     "clip_factor": (torch.tensor(3.0), 1.0, torch.tensor(8.0)),
+    "judge_step_": (
+        [torch.tensor(3.0)],
+        torch.tensor(3.0),
+        torch.tensor(0.0),
+        torch.zeros(4),
+        [COUNTER.clone()],
+        6.0,
+        8,
+        4,
+        0.5,
+        1,
+    ),
 }
 
 

@@ -230,6 +230,24 @@ def tensor_parallel_fsdp2(rank, world):
     return {"steps": out, "right": right, "kinds": kinds}
 
 
+def spikes(rank, world, of):
+    """A spike on the last rank alone: of its loss, or of its shard of the gradients."""
+    on = {"sharded_groups": [dist.group.WORLD]} if of == "norm" else {}
+    scaler = GradScaler("cpu", enabled=False, on_spike={"of": of, "window": 8, "warmup": 4}, **on)
+    param = zeros()
+    optimizer = torch.optim.SGD([param], lr=1e-3)
+    told = []
+    for step in range(8):
+        size = 100.0 if step == 6 and rank == world - 1 else 1.0 + 0.1 * (step % 3)
+        optimizer.zero_grad()
+        scaler.scale(torch.tensor(size if of == "loss" else 1.0))
+        param.grad = FULL * (size if of == "norm" else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        told.append(scaler.last_step(optimizer).verdict)
+    return {"told": told, "state": scaler.state_dict()["amp_plugin"]["spikes"], "value": value_of(param)}
+
+
 def scenarios(rank, world):
     if world == 4:
         return {"tensor_parallel": tensor_parallel_fsdp2(rank, world)}
@@ -240,6 +258,7 @@ def scenarios(rank, world):
         **{f"dtensors {p}": dtensors(rank, world, False, p) for p in (None, 0, 1, 2)},
         **{f"fused dtensors {p}": dtensors(rank, world, True, p) for p in (None, 0, 1)},
         "partial": partial(rank, world),
+        **{f"spikes {of}": spikes(rank, world, of) for of in ("norm", "loss")},
         **{
             f"{kind} {f} {s}": fsdp(rank, world, kind, f, s)
             for kind, f, s in product(("fsdp1", "fsdp2"), BOTH, SCALES)

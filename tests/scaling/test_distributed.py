@@ -37,6 +37,14 @@ def test_one_rank_overflows(two, fused, has_gradients, scale):
     assert ranks[here][0]["found"] == ["param_groups[0]['params'][0]"]
 
 
+@pytest.mark.parametrize("of", ["norm", "loss"])
+def test_a_spike_of_one_rank_is_one_for_all(two, of):
+    """The norm is that of both shards, the loss the mean of both; the statistics are the same to the bit."""
+    one, other = (result[f"spikes {of}"] for result in two)
+    assert one["told"] == other["told"] == ["spike" if step == 6 else "landed" for step in range(8)]
+    assert one["state"] == other["state"]
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_a_rank_without_gradients_takes_part(two, call):
     for result in two:

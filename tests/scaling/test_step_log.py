@@ -205,7 +205,8 @@ def test_a_flag_comes_to_the_host_whatever_the_default_and_the_current_device(mo
     def empty(*size, pin_memory, **options):  # there is nothing to pin memory for
         return whole_empty(*size, **options)
 
-    flag = SimpleNamespace(device=device, dtype=torch.float32, reshape=lambda _: torch.ones((), device="cpu"))
+    shown = {"device": device, "dtype": torch.float32, "shape": ()}
+    flag = SimpleNamespace(**shown, reshape=lambda _: torch.ones((), device="cpu"))
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch, "Event", event)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"the stream of {device}")

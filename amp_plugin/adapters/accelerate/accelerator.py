@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,6 +48,7 @@ from amp_plugin.weights.ddp import reduce_in_fp32, refuse_sharded
 from amp_plugin.weights.store import restore_weights
 
 Parameters = Optimizer | Tensor | Iterable[Tensor]
+_SPIKES_NAME = "amp_plugin.json"
 _SIGNATURE = inspect.signature(Accelerator.__init__)
 
 
@@ -130,6 +132,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
         elif not is_other:
             self._engage()
         self.register_load_state_pre_hook(self._load_scale)
+        self.register_save_state_pre_hook(self._save_spikes)
 
     def _engage(self) -> None:
         """Replace Accelerate's scaler by ours, and put our op rules in force."""
@@ -342,7 +345,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
         carry the loss scale.
         """
         if self._engaged and not self._scaler.is_enabled():
-            self._scaler.core.log.note_loss(loss.detach() / self.gradient_accumulation_steps)
+            self._scaler.core.note_loss(loss.detach() / self.gradient_accumulation_steps)
             super().backward(loss, **kwargs)
         else:
             self._watched_backward(loss, **kwargs)
@@ -462,6 +465,12 @@ class AmpAccelerator(FrontDoor, Accelerator):
         with self.session.aside(), replaced(self, "_shown", None):
             super().load_state(*args, **kwargs)
 
+    def _save_spikes(self, _: list[Any], __: list[Any], folder: str) -> None:
+        """Save what is known of ordinary steps where no scaler is saved; a hook of Accelerate's."""
+        state = {} if self._scaler.is_enabled() or not self._engaged else self.session.state_dict()
+        if state and self.is_main_process:
+            Path(folder, _SPIKES_NAME).write_text(json.dumps(state))
+
     def _load_scale(self, _: list[Any], folder: str) -> None:
         """Load the loss scale from the folder that ``load_state`` has chosen. Accelerate calls this hook."""
         file = Path(folder, SCALER_NAME)
@@ -472,6 +481,9 @@ class AmpAccelerator(FrontDoor, Accelerator):
                 f"the checkpoint {folder} has no {SCALER_NAME}, it was not saved in fp16; "
                 f"the loss scale stays at {self._scaler.get_scale():g}"
             )
+        spikes = Path(folder, _SPIKES_NAME)
+        if spikes.is_file():
+            self.session.load_state_dict(json.loads(spikes.read_text()))
         in_shards = self._is_fsdp1 and self.state.fsdp_plugin.state_dict_type.name == "SHARDED_STATE_DICT"
         if in_shards and not all(optimizer.state for optimizer in self._optimizers):
             warn_user(

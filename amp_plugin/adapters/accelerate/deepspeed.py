@@ -32,6 +32,7 @@ INSTEAD: Final = {
     "reduce": "'communication_data_type'",
     "eval_precision": "'dtype' of 'torch_autocast', which holds in evaluation too",
     "fp32_outputs": "'auto_cast' of 'fp16' for inputs; outputs keep their dtype",
+    "on_spike": "'gradient_clipping', which bounds every step,",
     "fp16_gradients": "'fp16_master_weights_and_grads' of 'fp16'",
 }
 """Options that have no effect here -> the setting of DeepSpeed that does the same."""

@@ -107,7 +107,9 @@ def refuse_other_engine(
     engine = {DistributedType.MEGATRON_LM: "Megatron-LM", DistributedType.XLA: "XLA"}.get(kind)
     if engine is None and precision == "fp8" and float8_recipe is None:
         engine = "fp8 training by TransformerEngine or MS-AMP"
-    asked = sorted(sources.keys() & {"eval_precision", "weights", "state", "on_nonfinite", "report"})
+    asked = sorted(
+        sources.keys() & {"eval_precision", "weights", "state", "on_nonfinite", "on_spike", "report"}
+    )
     if engine is None or (precision == "no" and not asked):
         return engine is not None
     left_out = f", leave out {', '.join(asked)}" * bool(asked)

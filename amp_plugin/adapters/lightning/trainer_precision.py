@@ -40,6 +40,7 @@ from amp_plugin.options import PluginOptions, lists_options, takes
 from amp_plugin.removed import removed_attribute
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
+from amp_plugin.scaling.shared import OUR_KEY
 from amp_plugin.scaling.words import Words
 from amp_plugin.weights.ddp import refuse_sharded, sharded_by
 
@@ -346,7 +347,8 @@ class TrainerPrecision(PrecisionCore):
         """Move the state to the stock plugin's key; the checkpoint then has stock's keys only."""
         payload = checkpoint.pop(type(self).__qualname__, None)
         if payload:
-            checkpoint[self.checkpoint_key] = payload
+            # Without a loss scale the state is none that a stock plugin could load.
+            checkpoint[self.checkpoint_key if "scale" in payload else OUR_KEY] = payload
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Load the loss scale of a checkpoint that any precision plugin has written, to resume training."""
@@ -358,4 +360,5 @@ class TrainerPrecision(PrecisionCore):
                 if isinstance(callback, self.package.callbacks.WeightAveraging):
                     callback.on_load_checkpoint(trainer, module, checkpoint)
         if self._fits:
-            self.load_state_dict(next((checkpoint[key] for key in STOCK_KEYS if checkpoint.get(key)), {}))
+            keys = (*STOCK_KEYS, OUR_KEY)
+            self.load_state_dict(next((checkpoint[key] for key in keys if checkpoint.get(key)), {}))

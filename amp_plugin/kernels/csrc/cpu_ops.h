@@ -23,6 +23,10 @@ at::Tensor multiply_(
 float clip_factor_of(float norm, double max_norm, const OptionalTensor& found_inf);
 at::Tensor clip_factor(
     const at::Tensor& norm, double max_norm, const OptionalTensor& scale, const OptionalTensor& found_inf);
+at::Tensor judge_step_(
+    at::TensorList values, const at::Tensor& norm, const at::Tensor& found_inf, const at::Tensor& statistics,
+    at::TensorList growth_trackers, double sigma, int64_t window, int64_t warmup, double least_deviation,
+    int64_t action);
 void update_scale_(
     const at::Tensor& scale, const at::Tensor& growth_tracker, const at::Tensor& hysteresis_tracker,
     const at::Tensor& found_inf, double growth_factor, double backoff_factor, int64_t growth_interval,

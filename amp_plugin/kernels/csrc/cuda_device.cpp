@@ -86,6 +86,7 @@ const std::vector<Kernel>& kernels() {
         {"multiply", kThreads},
         {"update_scale", 1},
         {"clip_factor", 1},
+        {"judge_step", 1},
         {"pack_weights", kThreads},
         {"unpack_weights", kThreads},
         {"pack_measurements", 1},

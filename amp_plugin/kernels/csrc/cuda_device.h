@@ -31,6 +31,7 @@ enum KernelNumber : size_t {
   kMultiply = 6,
   kUpdateScale,
   kClipFactor,
+  kJudgeStep,
   kPackWeights,
   kUnpackWeights,
   kPackMeasurements,

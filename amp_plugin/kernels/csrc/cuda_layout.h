@@ -127,10 +127,88 @@ struct Measurements {
   u32 power_count;
 };
 
+// What a step is judged by, summed up, and the growth trackers of its loss scales.
+struct StepValues {
+  DeviceScalar values[kMostPacked];
+  int* trackers[kMostPacked];
+  u32 count;
+  u32 tracker_count;
+};
+
 struct Packed {
   const double* values[kMostPacked];
   u32 power_counts[kMostPacked];
   u32 count;
 };
+
+// The verdict on a step; the rule is told in kernels/reference.py.
+
+enum SpikeAction : int { kSkipSpike = 0, kClipSpike = 1, kRaiseSpike = 2 };
+
+struct SpikeRule {
+  float sigma;
+  float least_deviation;  // as a part of the mean
+  float window;
+  float warmup;
+  int action;  // a SpikeAction
+};
+
+struct StepStatistics {
+  float mean;
+  float variance;
+  float steps;
+  float held;  // 1 after a spike that is to raise
+};
+
+constexpr u32 kRulingNumbers = 6;
+constexpr float kNoLimit = 3.4028235e38f;  // float32's largest number
+
+struct StepRuling {
+  float skipped;  // 1 if so
+  float factor;  // of the gradients
+  float code;  // 1 for a spike, 2 for a step that is held
+  float value;
+  float limit;  // kNoLimit before the first step that can be a spike
+  float norm;  // times the factor
+  int is_left_out;  // 1 if it is skipped without an overflow
+
+  void write(float* numbers) const {
+    const float all[kRulingNumbers]{skipped, factor, code, value, limit, norm};
+    for (u32 i = 0; i < kRulingNumbers; ++i) numbers[i] = all[i];
+  }
+};
+
+inline bool is_number(float value) { return value - value == 0; }
+
+inline StepRuling judge(StepStatistics& now, float value, float norm, bool overflow, const SpikeRule& rule) {
+  const bool held = now.held > 0, warm = now.steps >= rule.warmup;
+  const float deviation = sqrtf(now.variance), least = rule.least_deviation * fabsf(now.mean);
+  const float limit = now.mean + rule.sigma * (deviation > least ? deviation : least);
+  const bool ordinary = value <= limit;  // nan is not
+  const bool spike = warm && !overflow && !held && !ordinary;
+  StepRuling ruling{};
+  const bool skipped = overflow || held || (spike && rule.action != kClipSpike);
+  ruling.skipped = skipped ? 1.0f : 0.0f;
+  ruling.factor = 1.0f;
+  if (spike && rule.action == kClipSpike) {
+    const float factor = now.mean / (norm + 1e-6f);
+    ruling.factor = factor < 1.0f ? factor : 1.0f;
+  }
+  ruling.value = value;
+  ruling.limit = warm ? limit : kNoLimit;
+  ruling.norm = norm * ruling.factor;
+  ruling.code = held && !overflow ? 2.0f : spike ? 1.0f : 0.0f;
+  ruling.is_left_out = skipped && !overflow;
+  const float learned = warm && !ordinary ? limit : value;
+  if (!overflow && !held && is_number(learned)) {
+    const float count = now.steps + 1 < rule.window ? now.steps + 1 : rule.window;
+    const float change = learned - now.mean;
+    now.variance = (1 - 1 / count) * (now.variance + change * change / count);
+    now.mean += change / count;
+    now.steps = count;
+  }
+  if (spike && rule.action == kRaiseSpike) now.held = 1;
+  return ruling;
+}
 
 }  // namespace amp_plugin::cuda

@@ -131,6 +131,43 @@ at::Tensor clip_factor(
   return factor;
 }
 
+at::Tensor judge_step_(
+    at::TensorList values, const at::Tensor& norm, const at::Tensor& found_inf, const at::Tensor& statistics,
+    at::TensorList growth_trackers, double sigma, int64_t window, int64_t warmup, double least_deviation,
+    int64_t action) {
+  const bool is_too_much = std::max(values.size(), growth_trackers.size()) > kMostPacked;
+  Device* device = is_too_much ? nullptr : Device::find(norm.device().index());
+  if (device == nullptr) {
+    return call_op<judge_step_>(
+        "amp_plugin::_plain_judge_step_", values, norm, found_inf, statistics, growth_trackers, sigma, window,
+        warmup, least_deviation, action);
+  }
+  StepValues given{};
+  given.count = static_cast<uint32_t>(values.size());
+  given.tracker_count = static_cast<uint32_t>(growth_trackers.size());
+  for (size_t i = 0; i < values.size(); ++i) given.values[i] = scalar(values[i], "a value", device->device());
+  for (size_t i = 0; i < growth_trackers.size(); ++i) {
+    require_one_element(growth_trackers[i], "a growth tracker", device->device(), at::kInt);
+    given.trackers[i] = growth_trackers[i].mutable_data_ptr<int32_t>();
+  }
+  require_one_element(norm, "norm", device->device(), at::kFloat);
+  require_one_element(found_inf, "found_inf", device->device(), at::kFloat);
+  TORCH_CHECK_VALUE(
+      statistics.scalar_type() == at::kFloat && statistics.numel() == 4 && statistics.is_contiguous() &&
+          statistics.device() == device->device(),
+      "judge_step_: statistics are ", statistics.scalar_type(), " of shape ", statistics.sizes(), " on ",
+      statistics.device(), "; give mean, variance, steps and held as float32 [4] on ", device->device());
+  at::Tensor judged = at::empty({kRulingNumbers}, at::device(device->device()).dtype(at::kFloat));
+  device->launch(
+      kJudgeStep, 1, device->stream(), given, norm.const_data_ptr<float>(), found_inf.const_data_ptr<float>(),
+      statistics.mutable_data_ptr<float>(), static_cast<float>(sigma), static_cast<int32_t>(window),
+      static_cast<int32_t>(warmup), static_cast<float>(least_deviation), static_cast<int32_t>(action),
+      judged.mutable_data_ptr<float>());
+  increment_versions({statistics});
+  increment_versions(growth_trackers);
+  return judged;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(amp_plugin, CUDA, m) {
@@ -139,6 +176,7 @@ TORCH_LIBRARY_IMPL(amp_plugin, CUDA, m) {
   m.impl("multiply_", multiply_);
   m.impl("update_scale_", update_scale_);
   m.impl("clip_factor", clip_factor);
+  m.impl("judge_step_", judge_step_);
 }
 
 }  // namespace amp_plugin::cuda

@@ -179,6 +179,7 @@ TORCH_LIBRARY_IMPL(amp_plugin, CPU, m) {
   m.impl("unscale_", unscale_);
   m.impl("multiply_", multiply_);
   m.impl("clip_factor", clip_factor);
+  m.impl("judge_step_", judge_step_);
   m.impl("update_scale_", update_scale_);
   m.impl("pack_measurements_", pack_measurements_);
   m.impl("unpack_measurements", unpack_measurements);

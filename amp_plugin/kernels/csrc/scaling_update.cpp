@@ -1,4 +1,5 @@
-// update_scale_ and clip_factor on the CPU: a few scalars; the rules are told in kernels/reference.py.
+// update_scale_, clip_factor and judge_step_ on the CPU: a few scalars; the rules are told in
+// kernels/reference.py.
 
 #include <ATen/core/Tensor.h>
 
@@ -8,6 +9,7 @@
 #include <optional>
 
 #include "cpu_ops.h"
+#include "cuda_layout.h"
 #include "one_value.h"
 #include "tensor_memory.h"
 
@@ -62,6 +64,35 @@ at::Tensor clip_factor(
     const std::optional<at::Tensor>& found_inf) {
   const float factor = clip_factor_of(*norm.const_data_ptr<float>(), max_norm, found_inf);
   return tensor_of(scale ? *scale->const_data_ptr<float>() / factor : factor);
+}
+
+at::Tensor judge_step_(
+    at::TensorList values, const at::Tensor& norm, const at::Tensor& found_inf, const at::Tensor& statistics,
+    at::TensorList growth_trackers, double sigma, int64_t window, int64_t warmup, double least_deviation,
+    int64_t action) {
+  TORCH_CHECK_VALUE(
+      statistics.scalar_type() == at::kFloat && statistics.numel() == 4 && statistics.is_contiguous(),
+      "judge_step_: statistics are ", statistics.scalar_type(), " of shape ", statistics.sizes(),
+      "; give mean, variance, steps and held as float32 [4]");
+  float value = 0.0F;
+  for (const at::Tensor& given : values) value += static_cast<float>(one_value(given, "a value"));
+  auto* kept = statistics.mutable_data_ptr<float>();
+  cuda::StepStatistics now{kept[0], kept[1], kept[2], kept[3]};
+  const cuda::StepRuling ruling = cuda::judge(
+      now, value, static_cast<float>(one_value(norm, "norm")), one_value(found_inf, "found_inf") > 0,
+      {static_cast<float>(sigma), static_cast<float>(least_deviation), static_cast<float>(window),
+       static_cast<float>(warmup), static_cast<int>(action)});
+  kept[0] = now.mean;
+  kept[1] = now.variance;
+  kept[2] = now.steps;
+  kept[3] = now.held;
+  for (const at::Tensor& tracker : growth_trackers)
+    *tracker.mutable_data_ptr<int32_t>() -= ruling.is_left_out;
+  increment_versions({statistics});
+  increment_versions(growth_trackers);
+  at::Tensor judged = at::empty({cuda::kRulingNumbers}, at::kFloat);
+  ruling.write(judged.mutable_data_ptr<float>());
+  return judged;
 }
 
 }  // namespace amp_plugin
