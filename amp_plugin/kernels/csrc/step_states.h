@@ -1,4 +1,5 @@
-// An optimizer's states as blocks of float32 lanes, whatever they are stored as; docs/decisions/compressed_state.md says why.
+// An optimizer's states as blocks of float32 lanes, whatever they are stored as;
+// docs/decisions/compressed_state.md says why.
 //
 //   float32    as they are; weights among them always
 //   bfloat16   kSigned rounded to nearest, squares up or down at random

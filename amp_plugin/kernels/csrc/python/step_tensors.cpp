@@ -83,8 +83,9 @@ const at::Tensor& gradient_of(const at::Tensor& param, const at::Tensor& grad) {
   const std::optional<Sharding> own = sharding_of(param);
   if (!own) return grad;
   const std::optional<Sharding> other = sharding_of(grad);
-  const bool same = other && (own->spec.is(other->spec) ||
-                              (own->mesh.equal(other->mesh) && own->placements.equal(other->placements)));
+  const bool same = other &&
+      (own->spec.is(other->spec) ||
+       (own->mesh.equal(other->mesh) && own->placements.equal(other->placements)));
   if (!same) throw Obstacle{"has a gradient that is not sharded as it is"};
   return local_part(grad);
 }
