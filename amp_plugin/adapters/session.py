@@ -476,13 +476,14 @@ class Session:
         """Unscale, then step or skip, then update the loss scale; return the result of the step."""
         if self.is_aside:
             return optimizer.step(*args, **kwargs)
-        core, has_closure = self.scaler.core, bool(args or kwargs.get("closure"))
-        if not has_closure and core.awaits_first_loss(params_of(optimizer)):
+        core, scales = self.scaler.core, self.scaler.is_enabled()
+        has_closure = bool(args or kwargs.get("closure"))
+        if scales and not has_closure and core.awaits_first_loss(params_of(optimizer)):
             output = optimizer.step(**kwargs)  # no batch has had a loss so far
             core.note_step(optimizer)
         else:
             output = self.scaler.step(optimizer, *args, **kwargs)
-        if core.has_scaled or not self.scaler.is_enabled():
+        if core.has_scaled or not scales:
             self.scaler.update()
         self.count_step()
         if id(optimizer) in self._stepped:

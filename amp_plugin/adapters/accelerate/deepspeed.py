@@ -32,6 +32,9 @@ INSTEAD: Final = {
     "reduce": "'communication_data_type'",
     "eval_precision": "'dtype' of 'torch_autocast', which holds in evaluation too",
     "fp32_outputs": "'auto_cast' of 'fp16' for inputs; outputs keep their dtype",
+    "formats": "'enabled' of 'bf16' (convert layers by amp_plugin.convert before prepare())",
+    "emulate": "'enabled' of 'bf16' (convert layers by amp_plugin.convert before prepare())",
+    "log": "'csv_monitor' or another of its monitors",
     "on_spike": "'gradient_clipping', which bounds every step,",
     "fp16_gradients": "'fp16_master_weights_and_grads' of 'fp16'",
 }
