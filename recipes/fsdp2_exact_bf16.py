@@ -1,4 +1,4 @@
-"""FSDP2 with bfloat16 shards that train as float32 ones, next to float32 shards and to plain bfloat16 ones.
+"""FSDP2 with bfloat16 shards that train as float32 ones, beside float32 and plain bfloat16 shards.
 
     python -m recipes run fsdp2_exact_bf16 [precision=fp16] [key=value ...]
     torchrun --nproc-per-node 2 -m recipes run fsdp2_exact_bf16 [key=value ...]

@@ -446,7 +446,9 @@ def test_torchrun_takes_each_rank_over(tmp_path, installed):
 
 def test_a_wrong_word_in_the_environment_is_refused(monkeypatch):
     monkeypatch.setenv("AMP_PLUGIN_TAKEOVER", "fp8")
-    with pytest.raises(ValueError, match="AMP_PLUGIN_TAKEOVER=fp8 is unknown; allowed are fp16, bf16, as-w"):
+    with pytest.raises(
+        ValueError, match="AMP_PLUGIN_TAKEOVER=fp8 is unknown; allowed are fp16, bf16, auto, as-w"
+    ):
         bind_environment()
 
 

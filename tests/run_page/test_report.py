@@ -218,7 +218,7 @@ def test_bits_are_those_of_the_gradients_that_backward_made():
     for param, value in zip(net.parameters(), (2.0**4, 0.0, 2.0**-3), strict=True):
         param.grad = torch.full_like(param, value)
     norm = torch.tensor(4.0)
-    told = {"norm": norm, "clipped": lambda: norm / 2, "found_inf": torch.zeros(()), "report": None}
+    told = {"norm": norm, "used_norm": norm, "max_norm": 2.0, "found_inf": torch.zeros(())}
     room.read(1, StepResult(scale_before=torch.tensor(8.0), **told))
     room.note_overflow(2, ["1.bias"])
     bits = room.bits({"0": torch.float16, "1": torch.float16})
