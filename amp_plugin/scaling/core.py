@@ -1,4 +1,4 @@
-"""The scaler's core: the optimizers it has met, the gradients they share, and what only adapters call."""
+"""The scaler's core: the optimizers that it knows, their shared gradients, and methods for adapters."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _guards: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKey
 
 
 class ScalerCore:
-    """What stands below a :class:`amp_plugin.GradScaler`.
+    """The part of a :class:`amp_plugin.GradScaler` that users do not call.
 
     Args:
-        shared: What all optimizers of the scaler use.
-        log: Where its steps are counted.
+        shared: The state that all optimizers of the scaler share.
+        log: The log of its steps.
 
     Attributes:
         shared: As given.
@@ -44,9 +44,10 @@ class ScalerCore:
     def __init__(self, shared: Shared, log: StepLog) -> None:
         self.shared, self.log = shared, log
         self._states: dict[int, OptimizerState] = {}
-        self._may_delay_update: list[int] = []  # so that one update() for each of many optimizers is cheap
+        # Ids of optimizers that may delay an update; it makes many update() calls cheap.
+        self._may_delay_update: list[int] = []
         self.last_scale: LossScale | None = None
-        self._change: Change = lambda: None  # of that scale, since that backward pass began
+        self._change: Change = lambda: None  # returns the change of that scale since that backward pass began
 
     def __iter__(self) -> Iterator[OptimizerState]:
         """Iterate over the states of the optimizers that still exist."""
@@ -65,11 +66,11 @@ class ScalerCore:
         return self._states.get(key)
 
     def state(self, optimizer: Optimizer) -> OptimizerState:
-        """Return an optimizer's state, its parameters looked at again; a new one if it was never met."""
+        """Return an optimizer's state after reading its parameters again; a new one if it is unknown."""
         return self.add([optimizer])[0]
 
     def add(self, optimizers: Iterable[Optimizer]) -> list[OptimizerState]:
-        """Return the states of optimizers, new ones for those met for the first time."""
+        """Return the states of optimizers; unknown ones get a new state."""
         states = []
         for optimizer in optimizers:
             if not isinstance(getattr(optimizer, "param_groups", None), Iterable):
@@ -89,7 +90,7 @@ class ScalerCore:
         return state
 
     def refresh(self, states: Iterable[OptimizerState]) -> bool:
-        """Look at the parameters of optimizers again; return whether some have joined or left."""
+        """Read the parameters of optimizers again; return True if some have joined or left."""
         changed = False
         for state in states:
             params, before = params_of(state.optimizer), state.params
@@ -102,14 +103,14 @@ class ScalerCore:
         return changed
 
     def refresh_joined(self) -> bool:
-        """Look again at the parameters of optimizers that have more or fewer of them than before."""
+        """Read the parameters of optimizers again whose number has changed."""
         return self.refresh([state for state in self if len(params_of(state.optimizer)) != len(state.params)])
 
     def _take_params(self, state: OptimizerState, params: list[Tensor]) -> None:
-        """Let an optimizer have these parameters; unknown gradients came with the last backward pass."""
+        """Set the parameters of an optimizer. New gradients count as made by the last backward pass."""
         others = list(self)
         known = {id(param) for other in others for param in other.params}
-        scale = self.last_scale or self.shared.default  # the default one as in torch.amp
+        scale = self.last_scale or self.shared.default  # the default one, as in torch.amp
         has_backward = self.last_scale is not None
         state.take_params(params, others, scale if self.shared.enabled else None, has_backward=has_backward)
         change = self._change() if has_backward else None
@@ -118,24 +119,27 @@ class ScalerCore:
             state.ledger.write(lambda: multiply_(strangers, change))
 
     def note_loss(self, loss: Any) -> None:
-        """Take a loss that a backward pass begins from, before it is scaled."""
+        """Pass a loss to the subscribers, before it is scaled."""
         self.shared.spikes.hear(loss)
         self.log.note_loss(loss)
 
     def note_backward(self, scale: LossScale) -> None:
-        """Record that a scaled backward pass begins: any optimizer may delay the next update after it."""
+        """Record that a scaled backward pass begins. After it, any optimizer may delay the next update."""
         self.last_scale, self._change = scale, scale.change_from_now_on()
         self._may_delay_update = list(self._states)
 
     def delays_update(self) -> bool:
-        """Whether an optimizer has yet to step; one that has not to is not asked again before a backward."""
+        """Whether an optimizer still has to step before the scale may change.
+
+        An optimizer that does not is not asked again until the next backward pass.
+        """
         waiting = self._may_delay_update
         while waiting and not ((state := self._states.get(waiting[-1])) and state.delays_update()):
             waiting.pop()
         return bool(waiting)
 
     def carriers(self, loss_scale: LossScale) -> Iterator[tuple[OptimizerState, list[Tensor]]]:
-        """Yield parameters whose gradients carry a loss scale, each once, with an optimizer's state."""
+        """Yield the parameters whose gradients carry a loss scale, each once, by optimizer state."""
         seen: set[int] = set()
         for state in self:
             for scale, params, _ in state.parts():
@@ -152,7 +156,7 @@ class ScalerCore:
         return is_over or not (repeats or state.is_awaited)
 
     def owners(self, params: Iterable[Tensor]) -> list[OptimizerState]:
-        """Return whose parameters are given, also without gradients here."""
+        """Return the states of optimizers with at least one of these parameters, whether or not it has a gradient."""
         wanted = {id(param) for param in params}
         self.refresh(self)
         return [state for state in self if not wanted.isdisjoint(map(id, state.params))]
@@ -166,14 +170,15 @@ class ScalerCore:
         process_groups: Sequence[ProcessGroup] = (),
         sharded_groups: Sequence[ProcessGroup] = (),
     ) -> None:
-        """Tell the scaler where it trains, once that is known.
+        """Set the device and the ranks of the scaler, once they are known.
 
-        Other groups than before make it forget its optimizers; scale and counts stay.
+        If the groups change, the scaler forgets its optimizers. The scale and the counts stay.
 
         Args:
-            device: The type of the device.
-            process_groups: All their ranks take the same decision.
-            sharded_groups: Their ranks hold parts of the plain gradients too: norms are added up.
+            device: The device type.
+            process_groups: Groups whose ranks take the same decision.
+            sharded_groups: Groups whose ranks hold different parts of plain gradients, so that norms are
+                combined over them.
         """
         ranks = self.shared.ranks
         if not ranks.are_of(process_groups, sharded_groups):
@@ -184,7 +189,7 @@ class ScalerCore:
         self.shared.place(str(device), ranks)
 
     def switch(self, enabled: bool) -> None:
-        """Switch the loss scale off, or on, as programs do that set torch's ``_enabled``."""
+        """Switch the loss scale on or off, as programs do that set torch's ``_enabled``."""
         if enabled is self.shared.enabled:
             return
         self.shared.enable(enabled)
@@ -194,44 +199,44 @@ class ScalerCore:
                 _guard_steps(state, stepping)
 
     def speak(self, words: Words, *, scales_all: bool) -> None:
-        """Name the calls of a front door in error texts.
+        """Set how error texts spell calls.
 
         Args:
-            words: The calls.
-            scales_all: Whether the front door runs all scaled backward passes, so that gradients which
-                came without one are not scaled.
+            words: The spelling of the front door.
+            scales_all: True if the front door runs all scaled backward passes. Then gradients that were
+                made without one are not scaled.
         """
         self.shared.speak(words, scales_all=scales_all)
 
     def ensure_unscaled(self, optimizer: Optimizer) -> None:
-        """Unscale gradients if they are not; unlike ``unscale_``, it may be called any number of times."""
+        """Unscale gradients unless they are. Unlike ``unscale_``, it may be called several times."""
         if self.shared.enabled and not self.awaits_first_loss(params_of(optimizer)):
             self.shared.require_scale("ensure_unscaled")
             self.state(optimizer).unscale_()
 
     @property
     def has_scaled(self) -> bool:
-        """Whether a loss has been scaled yet."""
+        """Whether a loss has been scaled."""
         return self.shared.enabled and bool(self.shared.used_scales())
 
     def awaits_first_loss(self, params: Iterable[Tensor]) -> bool:
-        """Whether a front door has scaled no loss yet, and none of these parameters has a gradient."""
+        """Whether the front door has scaled no loss so far, and none of these parameters has a gradient."""
         is_first = self.shared.scales_all and self.shared.enabled and not self.has_scaled
         return is_first and all(param.grad is None for param in params)
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers that the scaler has met."""
+        """The optimizers that the scaler knows."""
         return [state.optimizer for state in self]
 
     def optimizers_of(self, params: Iterable[Tensor]) -> list[Optimizer]:
-        """Return the optimizers among them that step these parameters and no others."""
+        """Return the known optimizers whose parameters are exactly these."""
         params = list(params)
         wanted = set(map(id, params))
         return [s.optimizer for s in self.owners(params) if wanted == set(map(id, s.params))]
 
     def result_of(self, optimizer: Optimizer) -> StepResult | None:
-        """Return the result of an optimizer's last step; None if it has not stepped yet."""
+        """Return the result of an optimizer's last step; None if it has not stepped."""
         state = self.find(optimizer)
         return None if state is None else state.result
 
@@ -239,11 +244,12 @@ class ScalerCore:
         """Measure gradients that carry no scale, for the optimizer's next result: one read, no host sync.
 
         Args:
-            optimizer: DTensors' gradients are added up over their mesh, others over ``sharded_groups``.
-            norm: Their norm (0-dim), where it is known already: nothing is read then.
+            optimizer: The optimizer. Norms of DTensors are combined over their mesh, others over
+                ``sharded_groups``.
+            norm: The norm (0-dim), if it is known already. Then no gradient is read.
 
         Returns:
-            Their norm, float32, 0-dim; None if there are no gradients.
+            The norm (float32, 0-dim); None if there are no gradients.
         """
         state = self.state(optimizer)
         state.replace_norm(norm)
@@ -259,12 +265,12 @@ class ScalerCore:
         *,
         result: StepResult | None = None,
     ) -> StepResult:
-        """Record a step that was taken elsewhere, and return its result.
+        """Record a step that was taken without this scaler, and return its result.
 
         Args:
-            optimizer: Whose step it was.
-            how: What took the step, in words.
-            result: What became of the step. By default nobody has looked at its gradients.
+            optimizer: The optimizer that stepped.
+            how: A description of how the step was taken.
+            result: The result of the step. By default its gradients were not looked at.
         """
         if not is_optimizer(optimizer):
             return StepResult(how=how)
@@ -277,19 +283,19 @@ class ScalerCore:
 
 
 def is_optimizer(given: object) -> bool:
-    """Whether something has parameters that can be looked at: a mock or another engine has none."""
+    """Whether an object has parameters that can be read. A mock or an engine's optimizer may have none."""
     return isinstance(getattr(given, "param_groups", None), list | tuple)
 
 
 def _stepping(optimizer: Any) -> list[Any]:
-    """Return an optimizer, and those that it holds, as SAM does: the ones that can be hooked."""
+    """Return an optimizer and the optimizers inside it, as in SAM, as far as they accept hooks."""
     hooks = ("_optimizer_step_pre_hooks", "register_step_pre_hook")
     held = [own for own in getattr(optimizer, "__dict__", {}).values() if isinstance(own, Optimizer)]
     return [one for one in (optimizer, *held) if all(hasattr(one, name) for name in hooks)]
 
 
 def _guard_steps(state: OptimizerState, optimizer: Optimizer) -> None:
-    """Refuse scaled gradients to steps of an optimizer that the newest scaler of a state does not take."""
+    """Make steps of an optimizer raise if its gradients are scaled and the scaler does not take the step."""
     known = weakref.ref(state)
 
     def refuse(*_: Any) -> None:

@@ -1,7 +1,7 @@
-"""An optimizer's gradients as batches that one kernel call can take, and how they lie in memory and on ranks.
+"""Groups an optimizer's gradients into batches for one kernel call, and knows their layout over ranks.
 
-A batch has one device and one shard layout. Dense gradients go in as they are, sparse ones through their
-values, DTensors through their local tensors. The native core looks them up ten times as fast.
+A batch has one device and one shard layout. For a sparse gradient its values are passed, for a DTensor its
+local tensor. The native core finds the gradients about ten times as fast as Python.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 
 class ShardLayout(NamedTuple):
-    """Which ranks hold which parts of a gradient."""
+    """How a gradient is spread over ranks."""
 
     mesh: DeviceMesh
     sharded: tuple[bool, ...]  # for each mesh dimension, whether ranks along it hold different elements
 
     @classmethod
     def of(cls, mesh: DeviceMesh, placements: Sequence[Any]) -> ShardLayout:
-        """Read a DTensor's; FSDP2 over tensor parallelism has kinds of placements of its own."""
+        """Return the layout of a DTensor. FSDP2 over tensor parallelism has placements of its own kind."""
         return cls(mesh, tuple(not (kind.is_replicate() or kind.is_partial()) for kind in placements))
 
     def replicas(self) -> int:
-        """Return how many ranks hold the same elements."""
+        """Return the number of ranks that hold the same elements."""
         sizes = (self.mesh.size(dim) for dim, sharded in enumerate(self.sharded) if not sharded)
         return math.prod(sizes)
 
 
 class Measurement(NamedTuple):
-    """What one kernel call found in a batch; the norm is that of the unscaled gradients."""
+    """The result of one kernel call on a batch. The norm is that of the unscaled gradients."""
 
-    norm: Tensor  # float32, 0-dim, as the next
+    norm: Tensor  # float32, 0-dim, like the next one
     found_inf: Tensor
-    flags: Tensor  # for each gradient whether it holds inf (bit 0) or nan (bit 1), uint8, 1-dim
-    params: Sequence[Tensor]  # whose gradients these are, in the order of the flags
+    flags: Tensor  # per gradient: it has an inf (bit 0), a nan (bit 1); uint8, 1-dim
+    params: Sequence[Tensor]  # the parameters of these gradients, in the order of the flags
     layout: ShardLayout | None = None  # None if every rank holds all of them
 
     def of(self, params: Sequence[Tensor]) -> Iterator[Measurement]:
-        """Yield what was found in the gradients of ``params``, if some of them are here."""
+        """Yield the part of this measurement that concerns ``params``, if there is one."""
         wanted = {id(param) for param in params}
         rows = [i for i, param in enumerate(self.params) if id(param) in wanted]
         if rows:
@@ -62,9 +62,9 @@ class Measurement(NamedTuple):
 
 
 def joined(measurements: Iterable[Measurement]) -> list[Measurement]:
-    """Return measurements of one window, one for the same gradients: an overflow in any of them counts.
+    """Join measurements of the same gradients in one window. An overflow in any of them counts.
 
-    A clip by value turns inf into a number, so what was found before it must be kept.
+    A clip by value turns inf into a finite number, so the overflow found before it must be kept.
     """
     kept: dict[Any, Measurement] = {}
     for new in measurements:
@@ -76,9 +76,9 @@ def joined(measurements: Iterable[Measurement]) -> list[Measurement]:
 
 
 def forgotten_if_zero(earlier: Iterable[Measurement], now: Sequence[Measurement]) -> list[Measurement]:
-    """Return earlier measurements without overflows if all gradients are zero or gone ``now``: no host sync.
+    """Return earlier measurements; if all gradients are zero or gone ``now``, without their overflows.
 
-    Setting gradients to zero drops a batch.
+    Setting gradients to zero discards a batch. There is no host sync.
     """
     kept = []
     for old in earlier if now else ():
@@ -89,7 +89,7 @@ def forgotten_if_zero(earlier: Iterable[Measurement], now: Sequence[Measurement]
 
 
 class GradientBatch(NamedTuple):
-    """Gradients that one kernel call takes; ``run`` calls one of the package's ops on them, by name."""
+    """Gradients for one kernel call. ``run`` calls one of the package's ops on them, by its name."""
 
     device: torch.device
     layout: ShardLayout | None
@@ -97,7 +97,7 @@ class GradientBatch(NamedTuple):
     run: Callable[..., Any]
 
     def measure(self, factor: Tensor, norm_type: float, *, divide: bool = False, write: bool) -> Measurement:
-        """Measure gradients times ``factor``, or divided by it, which saves a launch; ``write``: in place."""
+        """Measure gradients times ``factor``; with ``divide``, divided by it; with ``write``, in place."""
         op = "unscale_" if write else "norm_check"
         found: tuple[Tensor, Tensor, Tensor] = self.run(op, factor, norm_type, divide)
         return Measurement(*found, self.params, self.layout)
@@ -105,7 +105,7 @@ class GradientBatch(NamedTuple):
     def multiply_(
         self, factor: Tensor, max_norm: float | None = None, found_inf: Tensor | None = None
     ) -> Tensor:
-        """Multiply in place; returns whether a product is not finite, float32, 0-dim."""
+        """Multiply in place; return 1.0 if a product is not finite, else 0.0 (float32, 0-dim)."""
         found_inf = None if found_inf is None else moved(found_inf, self.device)
         product: Tensor = self.run("multiply_", moved(factor, self.device), max_norm, found_inf)
         return product
@@ -114,7 +114,7 @@ class GradientBatch(NamedTuple):
 def measured(
     params: list[Tensor], scale: LossScale | None, norm_type: float = 2.0, *, write: bool = False
 ) -> list[Measurement]:
-    """Measure the gradients of parameters, divided by the loss scale that they carry; ``write``: in place."""
+    """Measure the gradients of parameters, divided by their loss scale; with ``write``, in place."""
     found = []
     for batch in batches_of(params):
         factor, divide = divisor_of(scale, batch.device)
@@ -134,7 +134,7 @@ def multiply_(
 
 
 def batches_of(params: list[Tensor]) -> list[GradientBatch]:
-    """Return the present gradients of ``params``; the native core runs plain ones and shards itself."""
+    """Return the present gradients of ``params`` in batches. The native core finds plain ones and shards."""
     extension = native_core().extension
     if extension is None:
         return batch_gradients(params)
@@ -171,7 +171,7 @@ def first_float16(params: list[Tensor]) -> Tensor | None:
 
 
 def batch_gradients(params: Sequence[Tensor]) -> list[GradientBatch]:
-    """Return the gradients of ``params``; odd kinds are replaced by their plain equal, in ``.grad`` too."""
+    """Return the gradients of ``params``. Unusual kinds are replaced by plain ones, in ``.grad`` too."""
     found: dict[tuple[torch.device, ShardLayout | None, Any], tuple[list[Tensor], list[Tensor]]] = {}
     for param in params:
         if param.grad is None:
@@ -189,7 +189,10 @@ def batch_gradients(params: Sequence[Tensor]) -> list[GradientBatch]:
 
 
 def _values_of(param: Tensor, grad: Tensor) -> Tensor:
-    """Return the tensor to work on: a sparse one if it holds duplicates; float16 ones are added up first."""
+    """Return the values of a sparse gradient, or the gradient itself if it has duplicate indices.
+
+    In float16, duplicates are added first.
+    """
     if grad.layout is torch.sparse_coo:
         if grad.dtype is torch.float16:
             grad = param.grad = grad.coalesce()
@@ -206,7 +209,7 @@ def _run(tensors: list[Tensor], op: str, *arguments: Any) -> Any:
 
 
 def _run_with_duplicates(grads: list[Tensor], op: str, *arguments: Any) -> Any:
-    """Unscale before duplicates are added up, as torch.amp does: scaled sums may overflow."""
+    """Unscale before duplicates are added, as torch.amp does, because scaled sums may overflow."""
     grads = [grad.clone() for grad in grads] if op == "norm_check" else grads
     values = [grad._values() for grad in grads]
     if op == "multiply_":

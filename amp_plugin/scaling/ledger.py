@@ -1,4 +1,4 @@
-"""What a gradient carries: one record per parameter, and the only place where that changes.
+"""The ledger: one record per parameter says what its gradient carries. Only the ledger changes it.
 
 A gradient *carries* the loss scale that it is multiplied by, or nothing. A record belongs to its parameter,
 not to an optimizer, so optimizers that share a parameter share its record. Five events change it:
@@ -13,9 +13,9 @@ a step that divides in its kernel   stays               carries nothing afterwar
 used after a step and an update     carries S again     carries S                      ``assume_scaled``
 =================================== =================== ============================== ==================
 
-The caller multiplies the gradients (:mod:`amp_plugin.scaling.optimizer_state`), the ledger keeps the books.
-It also tells a backward pass that added to a gradient from a user who wrote to it. For this it compares each
-gradient's memory and version with those of the last look::
+The caller multiplies the gradients (:mod:`amp_plugin.scaling.optimizer_state`), and the ledger records it.
+The ledger also knows whether a gradient was changed by a backward pass or by the user. For this it compares
+each gradient's memory and version with those of its last look::
 
     waits()       a scaled gradient that no optimizer has used since a backward pass added to it
     has_grown()   a backward pass has added to a gradient, asked after one has begun
@@ -39,7 +39,7 @@ from amp_plugin.kernels.build import native_core
 if TYPE_CHECKING:
     from amp_plugin.scaling.loss_scale import LossScale
 
-_Seen = tuple[Any, Any, int] | None  # a gradient's memory, held weakly, its place there, its version
+_Seen = tuple[Any, Any, int] | None  # a gradient's memory (held weakly), its offset in it, and its version
 
 
 @dataclass(eq=False, slots=True)
@@ -48,7 +48,7 @@ class Record:
 
     carries: LossScale | None
     seen: _Seen = None
-    used_at: int = -1  # how many updates had been requested when an optimizer last used it
+    used_at: int = -1  # the number of updates that had been requested when an optimizer last used it
     # The optimizers that have used it since the last scaled backward pass began, and whether they have
     # stepped with it since it was last divided.
     used_by: dict[int, bool] = field(default_factory=dict)
@@ -71,10 +71,10 @@ class GradientLedger:
     """The records of an optimizer's parameters.
 
     Args:
-        params: The parameters. Only the list refers to them, and nothing to their gradients: a second
-            reference to a tensor would stop ``torch.utils.swap_tensors``.
-        known: Ledgers that may have records of them already.
-        scale: What the gradients of other parameters carry.
+        params: The parameters. The ledger refers to them by this list only, and holds no gradients, because
+            a second reference to a tensor would stop ``torch.utils.swap_tensors``.
+        known: Other ledgers. Records that they have of these parameters are shared.
+        scale: The loss scale that the gradients of new parameters carry.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class GradientLedger:
         return [(scale, members, any(changes)) for scale, (members, changes) in parts.items()]
 
     def begin_backward(self, scale: LossScale) -> None:
-        """A backward pass from a loss times ``scale`` begins; the gradients have been multiplied for it."""
+        """Record that a backward pass from a loss times ``scale`` begins, after gradients were multiplied."""
         for grad, record in self._each():
             if not record.used_by:
                 record.has_grown |= record.is_changed(grad)
@@ -116,12 +116,12 @@ class GradientLedger:
             record.carries, record.seen = scale, _seen(grad)
 
     def carry_nothing(self, optimizer: int, updates: int, steps: bool) -> None:
-        """An optimizer uses the gradients; they have been divided by what they carried.
+        """Record that an optimizer uses its gradients, after they were divided by what they carried.
 
         Args:
-            optimizer: The optimizer, by a number; 0 if it did not ask for it, as in a clip.
-            updates: How many updates of the loss scale have been requested.
-            steps: Whether it steps with them; else it only unscales them.
+            optimizer: The number of the optimizer; 0 if it did not ask for the division, as in a clip.
+            updates: The number of updates of the loss scale that have been requested.
+            steps: True if the optimizer steps with the gradients; False if it only unscales them.
         """
         for grad, record in self._each():
             if record.carries is not None:
@@ -131,18 +131,19 @@ class GradientLedger:
             record.seen = _seen(grad)
 
     def assume_scaled(self, scale: LossScale, optimizer: int, updates: int) -> bool:
-        """Take gradients that carry nothing for scaled ones where torch.amp does.
+        """Treat gradients that carry nothing as scaled, in the same cases as torch.amp.
 
-        All that the optimizer has stepped with are. Of those that it has only unscaled, the ones in other
-        memory are.
+        These are all gradients with which the optimizer has stepped. Of the gradients that it has only
+        unscaled, they are those that are in other memory now.
 
         Args:
-            scale: What they carry.
-            optimizer: The optimizer, by a number.
-            updates: How many updates have been requested; gradients used since the last one are left.
+            scale: The scale that they carry from now on.
+            optimizer: The number of the optimizer.
+            updates: The number of updates that have been requested. Gradients that were used after the last
+                one do not change.
 
         Returns:
-            Whether there was one.
+            True if there was such a gradient.
         """
         found = False
         for grad, record in self._each():
@@ -153,7 +154,7 @@ class GradientLedger:
         return found
 
     def write(self, write: Callable[[], None]) -> None:
-        """Run ``write``, which multiplies gradients; what had changed before still counts as changed."""
+        """Run ``write``, which multiplies gradients. A gradient that had changed before stays changed."""
         same = [not record.is_changed(grad) for grad, record in self._each()]
         write()
         for (grad, record), is_same in zip(self._each(), same, strict=True):
@@ -161,7 +162,7 @@ class GradientLedger:
                 record.seen = _seen(grad)
 
     def look_again(self) -> None:
-        """Take the gradients as they are now for seen: a clip has written them."""
+        """Record the present memory and versions of the gradients, after a clip has written them."""
         for grad, record in self._each():
             record.seen = _seen(grad)
 

@@ -1,4 +1,4 @@
-"""The four ways to take an optimizer's step, and which one is chosen.
+"""The four ways to take an optimizer step, and the choice among them.
 
 =========== ============================================ ======================= ======= =================
 plan        who divides the gradients by scale and clip  who skips               syncs   when
@@ -9,8 +9,8 @@ plan        who divides the gradients by scale and clip  who skips              
 `Plain`     they are divided in place before             the host                one     any other one
 =========== ============================================ ======================= ======= =================
 
-Syncs are waits of the host for the device. One pass is preferred wherever there is a rule for the optimizer,
-on a CPU and on a GPU alike.
+A sync is a wait of the host for the device. One pass is preferred if there is a rule for the optimizer, on
+CPUs and on GPUs.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ class OnePass:
         """Step unless ``found`` is 1.
 
         Args:
-            state: Of the optimizer.
-            found: 1.0 if the step is to be skipped, float32, 0-dim.
-            divisor: What the kernel divides the gradients by, float32, 0-dim; None for 1.
+            state: The state of the optimizer.
+            found: 1.0 if the step must be skipped, else 0.0 (float32, 0-dim).
+            divisor: The number by which the kernel divides the gradients (float32, 0-dim); None means 1.
 
         Returns:
-            What the optimizer's step returns, and whether it was skipped; None where only the device knows.
+            The result of the optimizer's step, and whether it was skipped. The second is None if only the
+            device knows.
         """
         optimizer: Any = state.optimizer
         given: Tensor | None = getattr(optimizer, "grad_scale", None) if is_fused(optimizer) else None
@@ -73,11 +74,11 @@ class Fused:
     _why: str  # not in one pass
 
     def take(self, state: OptimizerState, found: Tensor, divisor: Tensor | None) -> tuple[Any, bool | None]:
-        """As :meth:`OnePass.take`, but nothing is left to divide."""
+        """Step as :meth:`OnePass.take` does; the gradients were divided before."""
         del divisor
         optimizer, skipped = state.optimizer, StepResult.known_at_once(found)
         if skipped is not None and not state.shared.enabled:
-            return _take_unless(found, optimizer, self._call)  # with bits of torch's step without a scaler
+            return _take_unless(found, optimizer, self._call)  # to the bit torch's step without a scaler
         if any(param.grad is not None for param in _without_momentum(optimizer)) and found.item() > 0:
             return None, True
         with _kernel_reads(optimizer, found):
@@ -90,12 +91,12 @@ class Fused:
 
 @dataclass(frozen=True)
 class Informed:
-    """The step of an optimizer that takes the scaler as ``grad_scaler=``; it unscales and skips by itself."""
+    """The step of an optimizer that takes the scaler as ``grad_scaler=``, and unscales and skips itself."""
 
     _call: Call
 
     def take(self, state: OptimizerState, found: Tensor, divisor: Tensor | None) -> tuple[Any, bool | None]:
-        """As :meth:`OnePass.take`, but the optimizer decides what becomes of the gradients."""
+        """Step as :meth:`OnePass.take` does, but the optimizer itself handles the gradients."""
         del state, divisor
         return self._call(), StepResult.known_at_once(found)
 
@@ -125,13 +126,13 @@ Plan = OnePass | Fused | Informed | Plain
 
 
 def choose(optimizer: Optimizer, call: Call, why_not: str, *, scales: bool) -> Plan:
-    """Choose how to take a step by the gradients that are there.
+    """Choose how to step with the present gradients.
 
     Args:
-        optimizer: The optimizer, or one that wraps it.
-        call: Calls its own step.
-        why_not: What keeps every step of it from being taken in one pass, for people; empty if nothing does.
-        scales: Whether losses are scaled.
+        optimizer: The optimizer, or an optimizer that wraps it.
+        call: A function that calls the optimizer's own step.
+        why_not: Why no step of this optimizer can be taken in one pass, for people; empty if it can.
+        scales: True if losses are scaled.
     """
     if not why_not:
         try:
@@ -144,7 +145,7 @@ def choose(optimizer: Optimizer, call: Call, why_not: str, *, scales: bool) -> P
 
 
 def why_not_one_pass(state: OptimizerState, optimizer: Optimizer, *, has_arguments: bool) -> str:
-    """Return why no step is taken in one pass, whatever the gradients, for people; empty if steps can be."""
+    """Return why no step can be taken in one pass, whatever its gradients are; empty if steps can."""
     if has_arguments:
         return "step() was given arguments"
     if not state.shared.options.one_pass:
@@ -156,12 +157,12 @@ def why_not_one_pass(state: OptimizerState, optimizer: Optimizer, *, has_argumen
 
 
 def is_fused(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's own step divides by a scale and skips by itself."""
+    """Whether the optimizer's own step divides by a scale and skips steps itself."""
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not takes_scaler(optimizer)
 
 
 def takes_scaler(optimizer: Optimizer) -> bool:
-    """Whether ``step`` follows the contract before ``grad_scale`` and ``found_inf``: it wants the scaler."""
+    """Whether ``step`` takes the scaler itself, as torch's fused steps did before ``grad_scale`` existed."""
     kind: Any = type(optimizer)
     return getattr(optimizer, "_step_supports_amp_scaling", False) and _has_grad_scaler(kind)
 
@@ -172,7 +173,7 @@ def _has_grad_scaler(kind: Any) -> bool:
 
 
 def _take_unless(found: Tensor, optimizer: Optimizer, call: Call) -> tuple[Any, bool]:
-    """Step unless the host finds that it is to be skipped."""
+    """Wait for the flag, and step unless it is 1."""
     captured = capturing(found.device)
     if captured:
         warn_user(
@@ -185,8 +186,8 @@ def _take_unless(found: Tensor, optimizer: Optimizer, call: Call) -> tuple[Any, 
 
 @contextmanager
 def _kernel_reads(optimizer: Any, found: Tensor) -> Iterator[None]:
-    """Set what the optimizer's kernel reads: the flag. What its user has set there is put back."""
-    # For parameters on the host it must have arrived there: torch itself would copy without waiting.
+    """Set the flag that the optimizer's kernel reads; afterwards restore the user's value."""
+    # Parameters on the host need the flag there. Torch itself would copy it without waiting.
     on_host = not found.is_cpu and any(param.is_cpu for param in params_of(optimizer))
     own = {name: getattr(optimizer, name) for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)}
     optimizer.grad_scale, optimizer.found_inf = own.get("grad_scale"), found.cpu() if on_host else found

@@ -1,4 +1,4 @@
-"""What all optimizers of a scaler share: its loss scales, its ranks, and how its texts spell calls."""
+"""The state that all optimizers of a scaler share: loss scales, ranks, device, and the spelling of calls."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from amp_plugin.scaling.spikes import Spikes
 from amp_plugin.scaling.words import PLAIN, Words
 
 OUR_KEY = "amp_plugin"
-"""What our own part of a state stands under; alone, where nothing is scaled and ``on_spike`` is set."""
+"""The key of our own part of a state dict. If no loss is scaled, it is the only key."""
 
 _SPIKES = "spikes"
 
 
 class Shared:
-    """What all optimizers of a scaler use.
+    """The state that all optimizers of a scaler share.
 
     Args:
-        options: The rule of the loss scales, and how steps are taken.
-        losses: The names of losses that have a scale of their own.
+        options: The options of the loss scales and of steps.
+        losses: The names of losses with a scale of their own.
         ranks: The processes that decide together.
-        device: The type of the device that the scaler trains on.
-        enabled: Whether losses are scaled.
+        device: The device type.
+        enabled: True if losses are scaled.
 
     Attributes:
-        scales: The loss scales by the names of their losses; None is the name of the default one.
+        scales: Name of a loss -> its loss scale; None is the name of the default one.
         ranks: As given.
         device: As given.
         enabled: As given.
         words: How error texts spell calls.
-        scales_all: Whether gradients that came without a scaled backward pass are not scaled.
+        scales_all: True if the front door runs all scaled backward passes, so that other gradients are not
+            scaled.
         spikes: Tells spikes from ordinary steps.
-        updates: How many updates of the scale have been requested. An optimizer's stage ends with one.
+        updates: The number of updates that have been requested. An update ends the stage of an optimizer.
     """
 
     def __init__(
@@ -64,19 +65,19 @@ class Shared:
 
     @property
     def checks(self) -> bool:
-        """Whether gradients are looked at where nothing is scaled."""
+        """Whether gradients are checked even if no loss is scaled."""
         return self.options.on_nonfinite != "ignore"
 
     def enable(self, enabled: bool) -> None:
-        """Scale losses from now on, or no longer."""
+        """Start or stop scaling losses."""
         self.enabled = enabled
 
     def place(self, device: str, ranks: Ranks) -> None:
-        """Train on a device, with these ranks."""
+        """Set the device and the ranks."""
         self.device, self.ranks = device, ranks
 
     def speak(self, words: Words, *, scales_all: bool) -> None:
-        """Spell calls as a front door does, which may run all scaled backward passes."""
+        """Set how error texts spell calls, and whether the front door runs all scaled backward passes."""
         self.words, self.scales_all = words, scales_all
 
     def count_update(self) -> None:
@@ -97,7 +98,7 @@ class Shared:
 
     @property
     def scale_device(self) -> torch.device | None:
-        """Where the loss scales are; None if none has been used."""
+        """The device that holds the loss scales; None if none has been used."""
         return next((scale.require().device for scale in self.used_scales()), None)
 
     def require_scale(self, call: str) -> None:
@@ -107,28 +108,28 @@ class Shared:
             raise RuntimeError(msg)
 
     def state_dict(self, skipped_steps: int) -> dict[str, Any]:
-        """Return the state of a scaler, torch's keys and ours: a host sync."""
+        """Return the state of a scaler, with torch's keys and ours. The host waits for the device."""
         states = {name: scale.state_dict() for name, scale in self.scales.items()}
         saved = states.pop(None)
         ours = {HYSTERESIS: saved.pop(HYSTERESIS), "skipped_steps": skipped_steps, "losses": states}
         return {**saved, OUR_KEY: {**ours, **self.spikes_state()}}
 
     def spikes_state(self) -> dict[str, Any]:
-        """Return what is known of each optimizer's values, as a state holds it: a host sync."""
+        """Return the statistics of spikes for each optimizer. The host waits for the device."""
         return {} if self.options.on_spike is None else {_SPIKES: self.spikes.state_dict()}
 
     def disabled_state(self) -> dict[str, Any]:
-        """Return the state of a scaler that scales nothing; empty without ``on_spike``."""
+        """Return the state of a disabled scaler; empty without ``on_spike``."""
         spikes = self.spikes_state()
         return {OUR_KEY: spikes} if spikes else {}
 
     def load_spikes(self, saved: dict[str, Any]) -> None:
-        """Take over what a state holds of the optimizers' values, if anything."""
+        """Load the statistics of spikes, if the state has them."""
         if self.options.on_spike is not None and _SPIKES in saved.get(OUR_KEY, {}):
             self.spikes.load_state_dict(saved[OUR_KEY][_SPIKES])
 
     def load_state_dict(self, saved: dict[str, Any]) -> int:
-        """Take over what a state holds, ours or torch's, and return its count of skipped steps."""
+        """Load a state, ours or torch's, and return its count of skipped steps."""
         ours = saved.get(OUR_KEY, {})
         self.load_spikes(saved)
         self.default.load_state_dict({**saved, **ours})

@@ -1,17 +1,17 @@
-"""The optimizer step, with a loss scale and without: a scale of None divides by nothing.
+"""The optimizer step, with or without a loss scale. Without one, gradients are not divided.
 
 ::
 
-    choose       one pass | fused | plain
-    measure      norm and found_inf of the gradients, one read
-    combine      both, over all ranks
-    judge        is it a spike? if on_spike= asks
-    clip factor  if the step clips too
-    take         unless found_inf is 1; the host waits for it in a plain step only
-    close        .grad is unscaled and clipped, the step taken or skipped; its result goes to the log
+    choose       a plan: one pass, fused, informed or plain
+    measure      norm and found_inf of the gradients, in one read
+    combine      both numbers over all ranks
+    judge        with on_spike=: is the step a spike?
+    clip factor  if the step also clips
+    take         step unless found_inf is 1; only in a plain step does the host wait for it
+    close        .grad is unscaled and clipped, and the result goes to the log
 
-A step in one pass divides the gradients as it reads them. Before any other step they are unscaled and clipped
-in place.
+A step in one pass divides the gradients while it reads them. Before any other step, gradients are unscaled
+and clipped in place.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _take_after_closure(
     call: Callable[[], Any],
     clip: NormClip | None,
 ) -> tuple[Any, StepResult]:
-    """Run the closure, with which torch's own steps of these optimizers begin, and step in one pass."""
+    """Run the closure, then step in one pass. Torch's own steps of these optimizers begin with it too."""
     value, shared = closures.run(state, closure), core.shared
     if core.awaits_first_loss(state.params):
         return value, state.end_with(StepResult(how="no step: no loss has been scaled yet"))
@@ -103,7 +103,7 @@ def _take_after_closure(
 def _take(
     state: OptimizerState, optimizer: Optimizer, call: Callable[[], Any], why_not: str, clip: NormClip | None
 ) -> tuple[Any, StepResult]:
-    """Step by the gradients that are there."""
+    """Step with the present gradients."""
     state.begin_call()
     if clip is not None and clip.error_if_nonfinite:
         clip.refuse_nonfinite(state.measure(unscale=False, norm_type=clip.norm_type)[0])
@@ -131,7 +131,7 @@ def _take(
 def take_step_by(
     core: ScalerCore, optimizer: Optimizer, maybe_step: Callable[[OptimizerState], Any]
 ) -> tuple[Any, StepResult]:
-    """Let a program's own function step if no gradient has overflowed; the host waits for the device."""
+    """Call a program's own step function if no gradient has overflowed. The host waits for the device."""
     state = core.state(optimizer)
     if core.is_step_refused(state):
         raise RuntimeError(_NO_UPDATE)
@@ -151,7 +151,7 @@ def take_step_by(
 def _with_factor(
     state: OptimizerState, divisor: Tensor | None, factor: Tensor, *, divides: bool
 ) -> Tensor | None:
-    """Multiply the gradients by a spike's factor, in the step or before it; return the step's divisor."""
+    """Apply a spike's factor to the gradients: in the divisor, which is returned, or in place."""
     if not divides:
         state.multiply_(factor)
         return divisor
@@ -184,7 +184,7 @@ def _has_checked(state: OptimizerState) -> bool:
 def _take_unchecked(
     core: ScalerCore, optimizer: Optimizer, args: Any, kwargs: dict[str, Any], clip: NormClip | None
 ) -> tuple[Any, StepResult]:
-    """Take torch's own step, with torch's clip, since nobody asks whether gradients are finite."""
+    """Take torch's own step with torch's clip, because the options do not ask for a check of gradients."""
     closure: Any = kwargs.get("closure")
     if clip is not None and closure is None:
         core.state(optimizer).replace_norm(clip.by_torch(params_of(optimizer)))

@@ -1,9 +1,10 @@
-"""When the scale that gradients carry changes: a scaled backward pass begins, or the scale is updated.
+"""Changes the scale that gradients carry: when a scaled backward pass begins, and when the scale is updated.
 
-Only a backward pass from a scaled loss makes scaled gradients. Version counters cannot tell a user's clipping
-from a backward pass that adds to a gradient. A hook on the scaled output can: it runs before any gradient of
-that pass exists.
-``update()`` is a request until no gradient depends on the old scale.
+Only a backward pass from a scaled loss makes scaled gradients. Version counters do not show whether a user's
+clip or a backward pass has changed a gradient. Therefore a hook on the scaled output records each backward
+pass. It runs before any gradient of that pass exists.
+
+``update()`` is a request. It is applied once no gradient depends on the old scale.
 """
 
 from __future__ import annotations
@@ -45,23 +46,23 @@ class Updates:
     """The backward passes from scaled losses, and the requested update of the loss scales.
 
     Attributes:
-        requested: An update waits for gradients that depend on the old scale.
+        requested: True while an update waits for gradients that depend on the old scale.
     """
 
     def __init__(self, core: ScalerCore) -> None:
         self._core = core
-        self._task = -1  # of the last backward pass, as autograd numbers them
+        self._task = -1  # autograd's number of the last backward pass
         self.requested = False
 
     def watch(self, output: Tensor, scale: LossScale) -> None:
-        """Learn when a backward pass from an ``output`` times ``scale`` begins; not under functorch."""
+        """Put a hook on an ``output`` times ``scale`` that records backward passes; not under functorch."""
         if not output.requires_grad or torch._C._functorch.maybe_current_level() is not None:
             return
         hook = partial(_begin, weakref.ref(self), scale, scale.change_from_now_on())
         output.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def begin_backward(self, scale: LossScale) -> None:
-        """Get all gradients ready for a backward pass from an output scaled by a loss scale."""
+        """Prepare all gradients for a backward pass from an output scaled by a loss scale."""
         core, task = self._core, torch._C._current_graph_task_id()
         if core.last_scale is not None and task == self._task:
             if core.last_scale is not scale:
@@ -75,12 +76,13 @@ class Updates:
         ]
         for state in core:
             state.begin_backward(scale)
-        if again:  # after the callbacks that DDP and FSDP queue in the backward pass, hence queued twice
+        # Queued twice, so that it runs after the callbacks that DDP and FSDP queue in the backward pass.
+        if again:
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: engine.queue_callback(partial(_unscale_again, again)))
 
     def request(self) -> None:
-        """Ask for an update; applied at once if no gradient waits."""
+        """Request an update. It is applied at once if no gradient depends on the old scale."""
         core = self._core
         if not core.log.has_steps and core.last_scale is not None and not list(core):
             words = core.shared.words
@@ -90,7 +92,7 @@ class Updates:
         self.settle(force=False)
 
     def set_scale(self, new_scale: float | Tensor) -> None:
-        """Set all loss scales at once; gradients that wait are converted."""
+        """Set all loss scales now, and convert the gradients that carry one."""
         value = _checked(new_scale)
         with self.set_by_hand(f"update({new_scale!r})"):
             self._core.shared.count_update()
@@ -100,10 +102,10 @@ class Updates:
 
     @contextmanager
     def set_by_hand(self, call: str) -> Iterator[None]:
-        """Go on from loss scales that a block sets; gradients that wait are converted.
+        """Use the loss scales that the block sets, and convert the gradients that carry one.
 
         Raises:
-            RuntimeError: float16 gradients wait, into which another scale would have to be written.
+            RuntimeError: there are scaled float16 gradients, which cannot be converted.
         """
         for name in self._float16_names():
             raise RuntimeError(_FLOAT16_WAITS.format(call=call, name=name))
@@ -116,7 +118,7 @@ class Updates:
             loss_scale.publish()
 
     def settle(self, *, force: bool) -> None:
-        """Apply a requested update, unless gradients wait that depend on the scale."""
+        """Apply a requested update, unless gradients depend on the old scale."""
         core = self._core
         if not self.requested or (not force and core.delays_update()):
             return
@@ -132,7 +134,7 @@ class Updates:
         core.log.read()
 
     def _float16_names(self, *, pending: bool = False) -> Iterator[str]:
-        """Yield the names of scaled float16 gradients; with ``pending`` of those that wait for a step."""
+        """Yield the names of scaled float16 gradients; with ``pending``, of those that wait for a step."""
         for state in self._core:
             for scale, params, _ in state.parts() if not pending or state.ledger.waits() else ():
                 param = None if scale is None else first_float16(params)
@@ -147,7 +149,7 @@ class Updates:
 
 
 def is_watched(output: object) -> bool:
-    """Return whether something is a loss that was scaled."""
+    """Return whether an object is a scaled loss."""
     hooks = getattr(output, "_backward_hooks", None) or {}
     return any(isinstance(hook, partial) and hook.func is _begin for hook in hooks.values())
 
@@ -155,7 +157,7 @@ def is_watched(output: object) -> bool:
 def _begin(
     updates: weakref.ref[Updates], scale: LossScale, change_since: Change, grad: Tensor
 ) -> Tensor | None:
-    """Begin the backward pass; correct what comes in if the scale has changed since ``scale()``."""
+    """Begin the backward pass; correct its first gradient if the scale has changed since ``scale()``."""
     owner = updates()
     if owner is not None:
         owner.begin_backward(scale)
@@ -164,7 +166,7 @@ def _begin(
 
 
 def _unscale_again(states: list[OptimizerState]) -> None:
-    """Unscale again what was unscaled before a backward pass in mid-window added to it."""
+    """Unscale gradients again that were unscaled before a backward pass in mid-window added to them."""
     for state in states:
         if state.stage is OptState.UNSCALED:
             state.measure(unscale=True)
