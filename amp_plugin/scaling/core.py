@@ -156,7 +156,7 @@ class ScalerCore:
         return is_over or not (repeats or state.is_awaited)
 
     def owners(self, params: Iterable[Tensor]) -> list[OptimizerState]:
-        """Return the states of optimizers with at least one of these parameters, whether or not it has a gradient."""
+        """Return the states of optimizers that have at least one of these parameters."""
         wanted = {id(param) for param in params}
         self.refresh(self)
         return [state for state in self if not wanted.isdisjoint(map(id, state.params))]

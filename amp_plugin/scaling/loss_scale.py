@@ -23,24 +23,25 @@ HYSTERESIS = "hysteresis_tracker"
 
 
 Change = Callable[[], Tensor | None]
-"""Returns how a loss scale has changed since some moment: the factor, float32, 0-dim; None if it has not."""
+"""A function that returns by which factor a loss scale has changed since it was made; None if it has not."""
 
 
 class LossScale:
     """One loss scale, and the rule by which it changes.
 
     Attributes:
-        options: What it was made with.
-        growth_factor: Of its rule, as the next two; they may be changed while training.
-        backoff_factor: Likewise.
-        growth_interval: Likewise; 0 for a constant scale.
-        init_scale: What the scale begins with.
-        value: The scale, float32, 0-dim, on the device of the first loss; None before that.
-        growth_tracker: How many good steps there were since the last change, int32, 0-dim, on that device.
-        hysteresis_tracker: How many overflows are still tolerated, likewise.
-        generation: Increases whenever the value may have changed.
-        later: Will hold the value after the next update, for results of steps.
-        found_inf: 1.0 if a check since the last update found an overflow, float32, 0-dim; None if none ran.
+        options: The options that it was made with.
+        growth_factor: The factor of growth. This and the next two may be changed while training.
+        backoff_factor: The factor after an overflow.
+        growth_interval: The number of good steps before the scale grows; 0 for a constant scale.
+        init_scale: The first value.
+        value: The scale (float32, 0-dim) on the device of the first loss; None before that.
+        growth_tracker: The number of good steps since the last change (int32, 0-dim), on that device.
+        hysteresis_tracker: The number of overflows that are still tolerated (int32, 0-dim), on that device.
+        generation: A number that increases whenever the value may have changed.
+        later: A list that will hold the value after the next update, for results of steps.
+        found_inf: 1.0 if a check since the last update found an overflow (float32, 0-dim); None if there
+            was no check.
     """
 
     def __init__(self, options: LossScaleOptions) -> None:
@@ -63,25 +64,25 @@ class LossScale:
 
     @property
     def edition(self) -> tuple[int, int]:
-        """What changes whenever the value may have changed, also by a program that writes to its tensor."""
+        """A pair of numbers that changes if the value may have changed, even by a write to its tensor."""
         value = self.require()
         return self.generation, 0 if value.is_inference() else value._version
 
     def materialize(self, device: torch.device | str) -> Tensor:
-        """Make the scale on ``device`` if there is none, and return it."""
+        """Return the scale; make it on ``device`` first if it does not exist."""
         if self.value is None:
             self.replace(torch.full((), self.init_scale, dtype=torch.float32, device=device))
         return self.require()
 
     def require(self) -> Tensor:
-        """Return the scale's tensor; it must have been made."""
+        """Return the scale's tensor, which must exist."""
         if self.value is None:
             msg = "the loss scale has no tensor yet; call scaler.scale(loss) first"
             raise RuntimeError(msg)
         return self.value
 
     def replace(self, value: Tensor | None) -> None:
-        """Take another tensor for the scale, as code written for torch's scaler does."""
+        """Use another tensor as the scale, as code written for torch's scaler does."""
         self.value = value
         if value is not None:
             self.growth_tracker = self.growth_tracker.to(value.device)
@@ -94,10 +95,11 @@ class LossScale:
         self._snapshots.clear()
 
     def snapshot(self, device: torch.device | None = None, *, inverse: bool = False) -> Tensor:
-        """Return a copy of the scale, or 1/scale, that later updates leave alone (float32, 0-dim).
+        """Return a copy of the scale, or of 1/scale, that later updates do not change (float32, 0-dim).
 
-        It is kept until the value changes, for each stream, since another one may run before it is there. A
-        replayed graph reads the live scale and changes it unseen: from the first capture on nothing is kept.
+        Copies are cached until the value changes, one for each stream, because another stream could read a
+        copy before it is complete. A replayed CUDA graph changes the scale without our knowledge. Therefore
+        nothing is cached after the first capture.
         """
         value, device = self.require(), device or self.require().device
         self._captured = self._captured or capturing(value.device)
@@ -107,12 +109,12 @@ class LossScale:
         return self._snapshots[key]
 
     def multiply(self, output: Tensor) -> Tensor:
-        """Return ``output`` times the scale, float16 as float32, in which it cannot overflow here."""
+        """Return ``output`` times the scale. float16 becomes float32, so the product does not overflow."""
         self.materialize(output.device)
         return widened(output) * self.snapshot(output.device)
 
     def change_from_now_on(self) -> Change:
-        """Return what will return the present value divided by the one of now; no host sync."""
+        """Return a function that returns the later value divided by the present one; no host sync."""
         edition, before = self.edition, self.snapshot()
         return lambda: None if self.edition == edition else self.require() / before
 
@@ -121,17 +123,17 @@ class LossScale:
         found_inf = moved(found_inf, self.require().device)
         if self.found_inf is None:
             self.found_inf = found_inf
-        elif self.found_inf is not found_inf:  # clip and step hand over the same check
+        elif self.found_inf is not found_inf:  # a clip and its step record the same check
             self.found_inf = torch.maximum(self.found_inf, found_inf)
 
     def replace_checks(self, found_infs: Iterable[Tensor], *, keep: bool) -> None:
-        """Take other checks for the next update than were recorded; ``keep`` those of earlier updates."""
+        """Replace the checks for the next update; with ``keep``, keep those of earlier requested updates."""
         self.found_inf = self.found_inf if keep else None
         for found_inf in found_infs:
             self.record(found_inf)
 
     def update_(self) -> None:
-        """Apply the recorded checks, by one op on the device; a constant scale only forgets them."""
+        """Update the scale by the recorded checks, with one op on the device. A constant scale drops them."""
         found, self.found_inf = self.found_inf, None
         options = self.options
         if found is None or not options.dynamic:
@@ -144,12 +146,12 @@ class LossScale:
         self._forget_snapshots()
 
     def publish(self) -> None:
-        """Give the present value to results of earlier steps: an update was applied."""
+        """After an update, pass the new value to the results of earlier steps."""
         self.later.append(self.snapshot())
         self.later = []
 
     def fill_(self, value: float | Tensor) -> None:
-        """Set the scale by hand."""
+        """Set the scale to a value."""
         if isinstance(value, Tensor):
             self.require().copy_(value.detach().reshape(()))
         else:
@@ -157,11 +159,11 @@ class LossScale:
         self._forget_snapshots()
 
     def item(self) -> float:
-        """Return the scale as a number: a host sync."""
+        """Return the scale as a number. The host waits for the device."""
         return self.init_scale if self.value is None else self.value.item()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the numbers under torch's names: a host sync; a constant scale has torch's default rule."""
+        """Return the numbers under torch's names; a constant scale has torch's default rule. Host sync."""
         rule = self if self.options.dynamic else LossScaleOptions()
         return {
             "scale": self.item(),
@@ -171,7 +173,7 @@ class LossScale:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take over saved numbers, on the device if the scale exists."""
+        """Load saved numbers; if the scale exists, onto its device."""
         self.init_scale = float(saved["scale"])
         self.growth_tracker.fill_(int(saved.get("_growth_tracker", 0)))
         if HYSTERESIS in saved:
@@ -184,7 +186,7 @@ class LossScale:
             self.fill_(self.init_scale)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Keep what a reader without the device can load."""
+        """Pickle numbers that can be loaded without the device."""
         return {
             **self.__dict__,
             "init_scale": self.item(),
@@ -197,7 +199,7 @@ class LossScale:
 
 
 def is_state(given: Any) -> bool:
-    """Whether something is the state of a scaler; warns if it is not, and raises if it is not whole."""
+    """Whether an object is the state of a scaler. Warn if it is not; raise if keys are missing."""
     if isinstance(given, dict) and "scale" in given:
         if missing := [key for key in _TORCH_KEYS if key not in given]:
             msg = f"the scaler state lacks {', '.join(missing)}"
@@ -218,12 +220,12 @@ def is_state(given: Any) -> bool:
 
 
 def widened(output: Tensor) -> Tensor:
-    """Return float32 for float16; a 0-dim one is widened by the product itself."""
+    """Convert float16 to float32, except 0-dim tensors, which the product itself converts."""
     return output.float() if output.dtype is torch.float16 and output.dim() else output
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on ``device``; only the host waits for its copies, a stream keeps the order."""
+    """Return a tensor on ``device``. Only copies to the host wait; streams keep the order of others."""
     if tensor.device == device:
         return tensor
     to_host = device.type == "cpu" and tensor.device.type != "cpu"
@@ -231,26 +233,26 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def stream_number(device: torch.device) -> int:
-    """Return a number for a device's current stream: what is made on one may not be ready on another."""
+    """Return a number of a device's current stream. A tensor made on one may not be ready on another."""
     return torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether work on ``device`` is being captured into a CUDA graph."""
+    """Whether a CUDA graph is being captured on ``device``."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @cache
 def _one(device: torch.device, stream: int) -> Tensor:
-    """Return 1 for a stream of a device, made once."""
+    """Return a tensor of 1 for a stream of a device; it is made once."""
     del stream
     return torch.ones((), dtype=torch.float32, device=device)
 
 
 def divisor_of(scale: LossScale | None, device: torch.device) -> tuple[Tensor, bool]:
-    """Return what unscales on ``device`` (float32, 0-dim), and whether it divides; else it multiplies."""
+    """Return the number that unscales on ``device`` (float32, 0-dim), and whether to divide by it."""
     if scale is None:
-        # One of a graph's capture or of fake tensors is its own.
+        # A graph's capture and fake tensors need a tensor of their own.
         own = capturing(device) or torch._guards.detect_fake_mode() is not None
         return (_one.__wrapped__ if own else _one)(device, stream_number(device)), False
     value = scale.require()
@@ -266,7 +268,7 @@ def scale_outputs(outputs: Any, apply: Callable[[Tensor], Tensor]) -> Any:
         content = {key: scale_outputs(value, apply) for key, value in outputs.items()}
         try:
             return type(outputs)(content)  # type: ignore[call-arg]
-        except TypeError:  # its constructor takes something else
+        except TypeError:  # the constructor of the container takes other arguments
             return content
     if isinstance(outputs, list | tuple):
         items = (scale_outputs(value, apply) for value in outputs)

@@ -1,7 +1,7 @@
-"""The gradients of one optimizer from one step to the next: measured, unscaled, clipped, used.
+"""The gradients of one optimizer between two steps: it measures, unscales and clips them.
 
-What each gradient carries stands in the ledger. This module multiplies and divides the gradients, asks all
-ranks, and keeps what was found until the step.
+The ledger says what each gradient carries. This module multiplies and divides the gradients, combines results
+over all ranks, and keeps overflows and norms until the step.
 """
 
 from __future__ import annotations
@@ -54,58 +54,60 @@ _OWN_UNSCALING = (
     "all of them by one: use one loss scale, or leave _unscale_grads_ as it is."
 )
 
-_WRITTEN: Final = -1  # instead of a number of updates: a program has written that the stage is READY
-_MOST_KEPT = 16  # measurements of one window, before they are joined
+_WRITTEN: Final = -1  # in place of a number of updates, if a program has set the stage to READY
+_MOST_KEPT = 16  # measurements of one window are joined if there are more
 _numbers = itertools.count(1)
 
 
 class OptimizerState:
-    """What a scaler knows of one optimizer between its steps.
+    """The state of one optimizer between its steps.
 
     Attributes:
-        shared: What all optimizers of the scaler use.
-        ledger: What the gradients carry.
-        names: The names that parameters were given, also those that may join later.
-        layouts: How the parameters are sharded, in the same order on every rank.
-        backwards: How many scaled backward passes have begun since it was met.
-        norm: The norm of the unscaled gradients before the first clip, float32, 0-dim; None if not taken.
-        norm_type: The p of that norm.
-        found_inf_per_device: 1.0 if an overflow was found since its last step; programs may write to it.
-        measurements: What was found since its last step, for the names of what overflowed.
-        contributions: Other loss scales whose gradients are among its own, and what overflowed in those.
-        result: Of its last step.
+        shared: The state that all optimizers of the scaler share.
+        ledger: The ledger of its gradients.
+        names: The given names of parameters, including parameters that may join later.
+        layouts: The shard layouts of the parameters, in the same order on all ranks.
+        backwards: The number of scaled backward passes since the scaler first saw the optimizer.
+        norm: The norm of the unscaled gradients before the first clip (float32, 0-dim); None if it was not
+            measured.
+        norm_type: The p of that p-norm.
+        found_inf_per_device: 1.0 if an overflow was found since the last step. Programs may write to it.
+        measurements: The measurements since the last step, from which overflows get their names.
+        contributions: Other loss scales that have gone into the gradients, each with its overflow flag.
+        result: The result of the last step.
     """
 
     def __init__(self, optimizer: weakref.ref[Optimizer], shared: Shared) -> None:
         self._optimizer, self.shared = optimizer, shared
-        self._number = next(_numbers)  # in the ledger, where the id of a state that is gone may come again
+        self._number = next(_numbers)  # its number in the ledger; an id could be used again by another state
         self.names: Names = {}
         self.ledger: Any = make_ledger([], (), None)
         self.layouts: tuple[ShardLayout, ...] = ()
-        self.backwards = self._answered = 0  # up to which of them it has unscaled or stepped
-        self._sharers: list[OptimizerState] = []  # that step some of its parameters too
+        self.backwards = self._answered = 0  # the number of backward passes at its last unscaling or step
+        self._sharers: list[OptimizerState] = []  # states of optimizers that share parameters with it
         self.result: StepResult | None = None
-        self._used = (OptState.READY, 0)  # what it did last, and how many updates had been requested then
+        # Its last stage, and the number of updates that had been requested then.
+        self._used = (OptState.READY, 0)
         self.forget()
 
     def forget(self) -> None:
-        """Forget what was measured: the optimizer has stepped, or its gradients were dropped."""
+        """Forget all measurements, because the optimizer has stepped or its gradients were dropped."""
         self.norm: Tensor | None = None
         self.norm_type, self._norm_at = 2.0, 0
         self.found_inf_per_device: dict[Any, Tensor] = {}
         self.measurements: list[Measurement] = []
-        self._loss_scales: dict[LossScale, None] = {}  # that its gradients came with
+        self._loss_scales: dict[LossScale, None] = {}  # the loss scales that its gradients were made with
         # Other loss scales whose gradients are among them, and what overflowed in those.
         self.contributions: list[tuple[LossScale, Tensor]] = []
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer, which exists as long as the core holds its state."""
+        """The optimizer. It exists as long as the core holds this state."""
         return self._optimizer()
 
     @property
     def params(self) -> list[Tensor]:
-        """Its parameters when it was last looked at."""
+        """Its parameters, as they were last read."""
         return self.ledger.params  # type: ignore[no-any-return]
 
     @property
@@ -115,17 +117,17 @@ class OptimizerState:
 
     @property
     def stage(self) -> OptState:
-        """What torch's scaler would say: READY, UNSCALED or STEPPED; an update makes it READY."""
+        """The stage in torch's terms: READY, UNSCALED or STEPPED. An update makes it READY."""
         stage, updates = self._used
         return stage if updates == self.shared.updates else OptState.READY
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a scaled backward pass has begun since it last unscaled, as asked for, or stepped."""
+        """Whether a scaled backward pass has begun since its last step or requested unscaling."""
         return self.backwards > self._answered
 
     def _use(self, stage: OptState, *, answers: bool = True) -> None:
-        """Record that it has unscaled its gradients, or stepped with them."""
+        """Record that it has unscaled its gradients or stepped with them."""
         self._used = (stage, self.shared.updates)
         if answers:
             self._answered = self.backwards
@@ -138,54 +140,54 @@ class OptimizerState:
         *,
         has_backward: bool,
     ) -> None:
-        """Record that the optimizer has these parameters now.
+        """Set the parameters of the optimizer.
 
         Args:
             params: The parameters.
-            others: The states of the scaler's optimizers, which may know some of them already.
-            scale: What the gradients of unknown parameters carry.
-            has_backward: A scaled backward pass has begun before.
+            others: The states of all optimizers of the scaler; their records of shared parameters are used.
+            scale: The loss scale that gradients of new parameters carry.
+            has_backward: True if a scaled backward pass has begun before.
         """
         mine = {id(param) for param in self.params}
         new = [param for param in params if id(param) not in mine]
         for other in others if new else ():
             self.hear(other.measurements if other is not self else (), new)
         if has_backward and any(param.grad is not None for param in new):
-            self.backwards += 1  # it may have brought their gradients
+            self.backwards += 1  # that pass may have made their gradients
         self.ledger = make_ledger(params, [state.ledger for state in others], scale)
         self.layouts = parameter_layouts(params)
 
     def share(self, others: list[OptimizerState]) -> None:
-        """Learn which other optimizers step some of its parameters."""
+        """Note the other optimizers that share parameters with it."""
         mine = {id(param) for param in self.params}
         self._sharers = [o for o in others if o is not self and not mine.isdisjoint(map(id, o.params))]
 
     def hear(self, measurements: Iterable[Measurement], params: list[Tensor]) -> None:
-        """Take over what was found in gradients of shared parameters: this optimizer must skip for it too."""
+        """Take over overflows of shared parameters, because this optimizer must skip too."""
         for found in (part for kept in measurements for part in kept.of(params)):
             self.measurements.append(found)
             self._find(found.found_inf)
 
     def device(self) -> torch.device:
-        """Return where norm and found_inf of its gradients belong."""
+        """Return the device for the norm and found_inf of its gradients."""
         on = self.shared.scale_device
         if on is None:
             on = next((param.device for param in self.params if param.grad is not None), None)
         return on or (self.params[0].device if self.params else torch.device("cpu"))
 
     def parts(self) -> list[tuple[LossScale | None, list[Tensor], bool]]:
-        """Return the ledger's parts; a scale that no loss was multiplied by yet is none."""
+        """Return the ledger's parts. A scale by which no loss was multiplied counts as None."""
         return [
             (None if scale is None or scale.value is None else scale, params, changed)
             for scale, params, changed in self.ledger.parts()
         ]
 
     def scales_carried(self) -> set[LossScale | None]:
-        """Return the loss scales that its gradients carry; None stands for none."""
+        """Return the loss scales that its gradients carry; None stands for gradients that carry nothing."""
         return {scale for scale, _, _ in self.parts()}
 
     def delays_update(self) -> bool:
-        """Whether the loss scale must not change before its step; the same on all ranks."""
+        """Whether the loss scale must not change before its step. All ranks get the same answer."""
         return self.is_awaited if self.spans_ranks else bool(self.ledger.waits())
 
     def parameter_names(self) -> list[str]:
@@ -193,7 +195,7 @@ class OptimizerState:
         return names_of(self.params, self._optimizer(), self.names)
 
     def add_names(self, named: Mapping[str, Tensor]) -> None:
-        """Take over names of parameters."""
+        """Add names of parameters."""
         self.names.update((id(param), (param, name)) for name, param in named.items())
 
     def name_of(self, param: Tensor) -> str:
@@ -201,22 +203,21 @@ class OptimizerState:
         return self.parameter_names()[next(i for i, own in enumerate(self.params) if own is param)]
 
     def begin_call(self) -> None:
-        """Take gradients for scaled ones where torch.amp would, although no scaled backward was seen.
+        """Treat gradients as scaled in the cases in which torch.amp does, even if no backward pass was seen.
 
-        A compiled backward pass, a replayed graph and a loss times ``get_scale()`` bring scaled gradients
-        unseen. After a step and an update whatever is there is taken for scaled: ``.data``, NumPy and
-        collectives write without a trace. After ``unscale_`` and an update only gradients in other memory
-        are.
+        Our hooks do not see a compiled backward pass, a replayed graph, or a loss times ``get_scale()``.
+        After a step and an update, all gradients count as scaled, because ``.data``, NumPy and collectives
+        can write them without a trace. After ``unscale_`` and an update, only gradients in other memory do.
         """
         default, used, now = self.shared.default, self._used[1], self.shared.updates
         if default.value is None or not self.shared.enabled or used == now:
             return
         if self.ledger.assume_scaled(default, self._number, _WRITTEN if used == _WRITTEN else now):
             self._refuse_strays()
-            self.forget_overflows()  # those of a batch that is gone
+            self.forget_overflows()  # they belong to an earlier batch
 
     def _refuse_strays(self) -> None:
-        """Raise if gradients came without a scaled backward pass, where a front door scales all losses."""
+        """If the front door scales all losses, raise if gradients came without a scaled backward pass."""
         if not self.shared.scales_all or self.is_awaited or not self.ledger.waits():
             return
         named = [
@@ -224,13 +225,13 @@ class OptimizerState:
             for name, param in zip(self.parameter_names(), self.params, strict=True)
             if param.grad is not None and measured([param], None)[0].norm.item() != 0
         ]
-        if named:  # zeros are what zero_grad(set_to_none=False) has written
+        if named:  # gradients of zeros come from zero_grad(set_to_none=False)
             kind, backward = type(self.optimizer).__name__, self.shared.words.backward
             some = ", ".join(named[:3])
             raise RuntimeError(_STRAYS.format(kind=kind, count=len(named), some=some, backward=backward))
 
     def begin_backward(self, scale: LossScale) -> None:
-        """Get ready for gradients of a loss times ``scale``: bring those that are there to that scale."""
+        """Prepare for gradients of a loss times ``scale``: convert the present gradients to that scale."""
         self._forget_dropped()
         was_awaited = self.is_awaited
         self.backwards += 1
@@ -251,16 +252,16 @@ class OptimizerState:
         self.ledger.begin_backward(scale)
 
     def _forget_dropped(self) -> None:
-        """Forget what was found in gradients that are gone, or zero, when a backward pass begins."""
+        """When a backward pass begins, forget overflows of gradients that are gone or zero."""
         if not self.ledger.has_gradients():
             self.forget_overflows()
-            if not self.spans_ranks:  # on others some gradients may be there
+            if not self.spans_ranks:  # other ranks may still have gradients
                 self.contributions = []
         elif self.measurements:
             self._forget_if_zero([found for _, params, _ in self.parts() for found in measured(params, None)])
 
     def _forget_if_zero(self, now: list[Measurement]) -> None:
-        """Forget earlier overflows if all gradients are zero now: that drops a batch."""
+        """Forget earlier overflows if all gradients are zero now, because that discards the batch."""
         if self.measurements:
             self.measurements = forgotten_if_zero(self.measurements, now)
             self.found_inf_per_device = {}
@@ -268,7 +269,7 @@ class OptimizerState:
                 self._find(found.found_inf)
 
     def forget_overflows(self) -> None:
-        """Forget which overflows were found so far, as torch.amp does in ``update()``."""
+        """Forget the overflows found so far, as torch.amp does in ``update()``."""
         self.measurements, self.found_inf_per_device = [], {}
 
     def _find(self, found_inf: Tensor) -> None:
@@ -278,38 +279,38 @@ class OptimizerState:
         self.found_inf_per_device[found_inf.device] = found
 
     def forget_stale_norm(self) -> None:
-        """Before a clip where nothing is scaled, forget the norm of other gradients than are there now.
+        """Before a clip without a loss scale, forget the norm if the gradients are no longer the same.
 
-        Several clips before a step keep the norm before the first one. With a loss scale, a backward pass
-        tells.
+        If a step is clipped several times, the norm before the first clip is kept. With a loss scale, a
+        backward pass tells that there are new gradients.
         """
         if not self.shared.enabled and self.ledger.is_changed():
             self.norm = None
 
     def replace_norm(self, norm: Tensor | None) -> None:
-        """Take a norm that was measured elsewhere; None forgets the one of an earlier call."""
+        """Set a norm that was measured elsewhere; None forgets the present one."""
         self.norm = norm
 
     def take_norm(self, norm: Tensor, norm_type: float) -> None:
-        """Keep the norm of the gradients, unless one from before a clip is kept."""
+        """Keep the norm of the gradients, unless a norm from before a clip is kept already."""
         if self.norm is None:
             self.norm, self.norm_type, self._norm_at = norm, norm_type, self.backwards
 
     def measure(
         self, *, unscale: bool, norm_type: float = 2.0, on_request: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Measure the gradients, over all ranks, unscaled in place or not; record an overflow.
+        """Measure the gradients over all ranks, and record an overflow.
 
         Args:
-            unscale: Divide them by what they carry, in place.
-            norm_type: The p of the norm.
-            on_request: Whether the user has asked for the unscaling.
+            unscale: True also unscales them in place.
+            norm_type: The p of the p-norm.
+            on_request: True if the user has asked for the unscaling.
 
         Returns:
             The norm of the unscaled gradients, and 1.0 if one of them was not finite since the last step.
         """
         if self.norm is not None and self.backwards > self._norm_at and self.ledger.has_grown():
-            self.norm = None  # it was that of fewer micro-batches
+            self.norm = None  # it was the norm of fewer micro-batches
         found_now = self._measured_now(norm_type, unscale=unscale, on_request=on_request)
         self._forget_earlier(found_now, norm_type)
         norm, found = self._combined(found_now, norm_type)
@@ -338,14 +339,15 @@ class OptimizerState:
         return found_now
 
     def _forget_earlier(self, now: list[Measurement], norm_type: float) -> None:
-        """Forget what was found before if it cannot be of this batch."""
+        """Forget earlier overflows if they cannot belong to this batch."""
         if not self.shared.enabled:
-            self.forget_overflows()  # nothing tells a batch from an earlier one that was dropped
-        elif self.stage is OptState.READY and norm_type >= 0:  # another p may be 0 although an element is not
-            self._forget_if_zero(now)  # an update has followed what was found
+            self.forget_overflows()  # an earlier batch that was dropped could not be told from this one
+        # With a negative p the norm may be 0 although elements are not.
+        elif self.stage is OptState.READY and norm_type >= 0:
+            self._forget_if_zero(now)  # an update came after those overflows
 
     def _record(self, found: Tensor, *, counts: bool) -> None:
-        """Let a check count for the loss scales that have gone into the gradients."""
+        """Record a check for all loss scales that have gone into the gradients."""
         for loss_scale in self._loss_scales if counts else ():
             loss_scale.record(found)
         for loss_scale, overflow in self.contributions:
@@ -353,7 +355,7 @@ class OptimizerState:
         self.contributions = []
 
     def _combined(self, found_now: list[Measurement], norm_type: float) -> tuple[Tensor, Tensor]:
-        """Return norm and found_inf of all devices and ranks, earlier overflows included."""
+        """Return norm and found_inf over all devices and ranks, including earlier overflows."""
         device, earlier = self.device(), list(self.found_inf_per_device.values())
         if len(found_now) == 1 and not self.spans_ranks:
             flags = (moved(flag, device) for flag in (found_now[0].found_inf, *earlier))
@@ -371,14 +373,14 @@ class OptimizerState:
             raise ValueError(msg)
 
     def unscale_(self, norm_type: float = 2.0, *, on_request: bool = True) -> tuple[Tensor, Tensor]:
-        """Unscale the gradients if they are not.
+        """Unscale the gradients unless they are.
 
         Args:
-            norm_type: The p of the norm.
-            on_request: Whether the user has asked for it, who may not do so twice. A clip does it by itself.
+            norm_type: The p of the p-norm.
+            on_request: True if the user has asked for it, which is allowed once. False for a clip.
 
         Returns:
-            Norm and found_inf, as :meth:`measure`.
+            Norm and found_inf, as in :meth:`measure`.
         """
         self.begin_call()
         found = self.measure(unscale=True, norm_type=norm_type, on_request=on_request)
@@ -386,10 +388,11 @@ class OptimizerState:
         return found
 
     def unscale_by(self, unscale: Callable[[Tensor], dict[Any, Tensor]]) -> None:
-        """Let a program's own function unscale the gradients, and keep the overflows that it returns.
+        """Unscale the gradients with a program's own function, and keep the overflows that it returns.
 
         Args:
-            unscale: It is given the loss scale, float32, 0-dim; it returns 1.0 for a device with an overflow.
+            unscale: A function of the loss scale (float32, 0-dim). It returns device -> 1.0 if there is an
+                overflow.
         """
         self.begin_call()
         carried = [scale for scale, params, _ in self.parts() if any(p.grad is not None for p in params)]
@@ -403,10 +406,10 @@ class OptimizerState:
         self._use_as(OptState.UNSCALED)
 
     def write_stage(self, stage: OptState) -> None:
-        """Go to the stage that a program has written into torch's record.
+        """Set the stage that a program has written into torch's record.
 
-        UNSCALED and STEPPED mean that the gradients carry nothing. READY means that gradients which the
-        optimizer has stepped with count as scaled, as after an update.
+        UNSCALED and STEPPED mean that the gradients carry nothing. READY means that gradients with which the
+        optimizer has stepped count as scaled, as after an update.
         """
         if stage is OptState.READY:
             self._used = (stage, _WRITTEN)
@@ -417,29 +420,29 @@ class OptimizerState:
         self._use_as(stage)
 
     def write_found(self, found_inf_per_device: dict[Any, Tensor]) -> None:
-        """Take the overflows that a program has written into torch's record, in place of those found."""
+        """Replace the overflows by those that a program has written into torch's record."""
         self.forget_overflows()
         self.found_inf_per_device = found_inf_per_device
 
     def switch(self, enabled: bool) -> None:
-        """Go on with a loss scale that was switched off, or on: without one gradients are as they are."""
+        """Continue after the loss scale was switched on or off. Without it, gradients carry nothing."""
         if not enabled:
             self.ledger.carry_nothing(0, self.shared.updates, False)
             self._answered = self.backwards
         elif self.stage is OptState.STEPPED:
-            self.write_stage(OptState.READY)  # it has stepped without updates
+            self.write_stage(OptState.READY)  # it has stepped without updates meanwhile
 
     def _use_as(self, stage: OptState) -> None:
-        """Record that a program has unscaled the gradients, or stepped with them, by itself."""
+        """Record that a program has itself unscaled the gradients or stepped with them."""
         is_step = stage is OptState.STEPPED
         self.ledger.carry_nothing(self._number, self.shared.updates, is_step)
         self._use(stage)
 
     def overflowed_before_closure(self, optimizer: Optimizer) -> bool:
-        """Unscale what backward passes have left that the optimizer may use before it calls its closure.
+        """Unscale the gradients that the optimizer may use before it calls its closure.
 
         Returns:
-            Whether one of those gradients is not finite: a host sync.
+            True if one of them is not finite. The host waits for the device.
         """
         left = uses_gradients_before_closure(optimizer) and self.is_awaited and self.ledger.has_gradients()
         return left and bool(self.unscale_()[1].item() > 0)
@@ -449,14 +452,14 @@ class OptimizerState:
         self.ledger.write(partial(multiply_, self.params, norm, max_norm, found_inf))
 
     def judge(self, norm: Tensor, found_inf: Tensor) -> Verdict:
-        """Judge the step by its norm and found_inf, as :meth:`measure` returns them: is it a spike?"""
+        """Judge whether the step is a spike, by the norm and found_inf that :meth:`measure` returned."""
         before = norm if self.norm is None else self.norm
         trackers = [scale.growth_tracker for scale in self._loss_scales]
         backward = self.shared.words.backward
         return self.shared.spikes.judge(self.optimizer, (before, norm), found_inf, trackers, backward)
 
     def note_verdict(self, verdict: Verdict) -> None:
-        """Let a program's own function, which reads ``found_inf_per_device``, skip a spike too."""
+        """Add a spike to ``found_inf_per_device``, so that a program's own step function skips it."""
         self._find(verdict.found_inf)
 
     def multiply_(self, factor: Tensor) -> None:
@@ -464,18 +467,18 @@ class OptimizerState:
         self.ledger.write(partial(multiply_, self.params, factor))
 
     def call_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Call the step of the optimizer, or of one that wraps it."""
+        """Call the step of the optimizer, or of an optimizer that wraps it."""
         return self.run_step(partial(optimizer.step, *args, **kwargs))
 
     def run_step(self, step: Callable[[], Any]) -> Any:
-        """Run a step of the optimizer, which comes through the scaler."""
+        """Run a step of the optimizer that the scaler takes."""
         with own_step(self.optimizer):
             return step()
 
     def refuse_step_past_scaler(self) -> None:
-        """Raise if the optimizer steps by itself with gradients that are scaled, or known to be not finite.
+        """Raise if the optimizer steps without the scaler and its gradients are scaled or not finite.
 
-        The host waits for the device only if the gradients were unscaled and the scaler does not step.
+        The host waits for the device only if the gradients were unscaled and the step is without the scaler.
         """
         if takes_own_step(self.optimizer):
             return
@@ -488,7 +491,7 @@ class OptimizerState:
             raise RuntimeError(_STEP_WITH_OVERFLOW.format(kind=kind, step=words.step))
 
     def _has_overflow(self) -> bool:
-        """Whether an overflow was found since the last step that is still in the gradients: a host sync."""
+        """Whether an overflow since the last step is still in the gradients. This is a host sync."""
         found = self.found_inf_per_device.values()
         return (
             not any(capturing(flag.device) for flag in found)
@@ -505,7 +508,7 @@ class OptimizerState:
         one_pass: bool = False,
         max_norm: float | None = None,
     ) -> StepResult:
-        """End with a step that was taken or skipped, and return its result."""
+        """Record that a step was taken or skipped, and return its result."""
         scale = next(iter(self._loss_scales), self.shared.default)
         seen, found = self.norm is not None, self.measurements
         result = StepResult(
@@ -525,7 +528,7 @@ class OptimizerState:
         return self.end_with(result)
 
     def end_with(self, result: StepResult) -> StepResult:
-        """End with a step, and return its result."""
+        """Record the result of a step, and return it."""
         self.result = result
         self._use(OptState.STEPPED)
         self.ledger.carry_nothing(self._number, self.shared.updates, True)
@@ -534,5 +537,5 @@ class OptimizerState:
 
 
 def uses_gradients_before_closure(optimizer: Optimizer) -> bool:
-    """Whether the optimizer may use gradients that were made before it calls its closure, as SAM does."""
+    """Whether the optimizer may use the present gradients before it calls its closure, as SAM does."""
     return not type(optimizer).__module__.startswith("torch.optim")

@@ -1,13 +1,13 @@
-"""The result of a step, and the log that counts steps and learns late what the device has decided.
+"""The result of a step, and the log of all steps.
 
 ::
 
     add(step)  ->  counted on the device; queued until the host knows whether it was skipped
-    read()     ->  for each step known by now, in order: skips in a row, then every subscriber
+    read()     ->  for each step that is known, in order: count skips in a row, then call each subscriber
                    (endless skips, on_nonfinite="raise", adapters, a page)
 
-On the CPU a step is known at once. On a GPU the flag of a fused or one-pass step is on its way, and the step
-is read when a later one is added, at update(), or when a caller waits for it.
+On the CPU a step is known at once. On a GPU the host learns later whether a fused or one-pass step was
+skipped. Such a step is read when a later one is added, at ``update()``, or when a caller waits for it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.overflows import FirstModules, OverflowReport
 
 RUN = 50
-"""Skipped steps in a row that are worth a warning."""
+"""After this many skipped steps in a row there is a warning."""
 
-_MOST_LATE = 256  # on devices that do not say when a flag has arrived
+_MOST_LATE = 256  # longest queue, for devices that do not say when a flag has arrived
 
 _AT_FLOOR = (
     "gradients overflowed although the loss scale is at min_scale: lowering it further does not help. Look "
@@ -44,23 +44,26 @@ _NOTHING_TO_DO = "the optimizer's own step (nothing was to be unscaled, clipped 
 class StepResult:
     """The result of one ``scaler.step(optimizer)``.
 
-    Owns its tensors: later steps do not change it. That of a step captured in a CUDA graph shows
-    the last replay. Every property but :attr:`norm` and :attr:`found_inf` waits for the device when
-    first read.
+    It owns its tensors, so later steps do not change it. The result of a step in a CUDA graph shows the last
+    replay. Reading :attr:`norm` and :attr:`found_inf` does not wait for the device; any other property does
+    when it is first read.
 
     Attributes:
-        norm: Norm of the unscaled gradients before the first clip, float32, 0-dim; None if the optimizer
-            had no gradients, or a disabled scaler has ``on_nonfinite="ignore"`` and measured nothing.
-        found_inf: 1.0 if the step was skipped, else 0.0; float32, 0-dim.
-        used_norm: As ``norm``, when the step began: after clips before it, before its own; None if unknown.
-        max_norm: What the step itself clips to; None if it does not clip.
-        how: How the step was taken, and why not in one pass; for people.
-        one_pass: Whether it was taken in one pass.
-        judged: What ``judge_step_`` has found, float32 ``[5]``; None if ``on_spike`` is not set.
-        optimizer: Returns the optimizer, or None once it is gone; set when the step is logged.
-        in_a_row: Skipped steps of the optimizer, one after the other, this one included; known when
-            :attr:`skipped` is.
-        time: When the step was taken, in seconds since 1970.
+        norm: The norm of the unscaled gradients before the first clip (float32, 0-dim). None if the
+            optimizer had no gradients, or if a disabled scaler with ``on_nonfinite="ignore"`` did not
+            measure them.
+        found_inf: 1.0 if the step was skipped, else 0.0 (float32, 0-dim).
+        used_norm: The norm when the step began, after earlier clips and before the step's own clip; None if
+            it is unknown.
+        max_norm: The largest norm, if the step itself clips; else None.
+        how: How the step was taken, and why not in one pass, for people.
+        one_pass: True if it was taken in one pass.
+        judged: The result of ``judge_step_`` (float32, ``[5]``); None if ``on_spike`` is not set.
+        optimizer: A function that returns the optimizer, or None if it no longer exists. It is set when the
+            step is logged.
+        in_a_row: The number of skipped steps of the optimizer in a row, up to and including this one. It is
+            known when :attr:`skipped` is.
+        time: The time of the step, in seconds since 1970.
     """
 
     def __init__(
@@ -85,18 +88,18 @@ class StepResult:
         self.found_inf = found_inf = torch.zeros((), device="cpu") if found_inf is None else found_inf
         self.judged = judged
         self._scale_before = scale_before
-        self._scale_after = scale_after  # filled by the update that follows
+        self._scale_after = scale_after  # the next update fills it
         self._report, self._flags = report, flags
         self._modules: FirstModules | None = None  # if hooks on modules were on
         self.optimizer: Callable[[], Any] = lambda: None
         self.in_a_row, self.time = 0, time.time()
         self._known = self.known_at_once(found_inf) if known is None else known
-        told = found_inf if judged is None else judged  # whose first number is found_inf
+        told = found_inf if judged is None else judged  # the first number of both is found_inf
         self._arriving = copy_to_host(told) if self._known is None else None
 
     @staticmethod
     def known_at_once(found_inf: Tensor) -> bool | None:
-        """Return whether a step is skipped, if the host can read that without waiting: on the CPU."""
+        """Return whether a step is skipped, if the flag is on the CPU; else None."""
         on_host = found_inf.device.type == "cpu" and not capturing(found_inf.device)
         return bool(found_inf.item() > 0) if on_host else None
 
@@ -107,21 +110,22 @@ class StepResult:
         return bool(self.found_inf.item() > 0) if known is None else known
 
     def skipped_if_known(self) -> bool | None:
-        """Return whether the step was skipped, or None if the host would have to wait to know."""
+        """Return whether the step was skipped; None if the host would have to wait for the answer."""
         if self._arriving is not None:
             event, copy = self._arriving
             if event.query():
                 self._known, self._arriving = bool(copy.reshape(-1)[0].item() > 0), None
                 self.judged = None if self.judged is None else copy
-        # A step that was captured may be another one after each replay, so that nothing is kept.
+        # The result of a captured step may change at each replay, so it is not stored.
         return self.known_at_once(self.found_inf) if self._known is None else self._known
 
     @property
     def verdict(self) -> str:
-        """What the step came to.
+        """What happened to the step, in a word.
 
-        ``"landed"``; ``"overflow"`` or ``"nan"``: skipped, since a gradient was infinite or nan; ``"spike"``:
-        skipped or clipped by ``on_spike``; ``"held"``: skipped, since an earlier spike has yet to be raised.
+        ``"landed"``: it was taken. ``"overflow"`` or ``"nan"``: it was skipped because a gradient was inf or
+        nan. ``"spike"``: ``on_spike`` has skipped or clipped it. ``"held"``: it was skipped because an
+        earlier spike will still raise an error.
         """
         code = 0 if self.judged is None else int(self.judged[2].item())
         if code or not self.skipped:
@@ -130,17 +134,17 @@ class StepResult:
 
     @property
     def is_left_out(self) -> bool:
-        """Whether the step was skipped although all gradients were finite: for a spike."""
+        """Whether the step was skipped for a spike, with finite gradients."""
         return self.skipped and self.judged is not None and self.judged[2].item() > 0
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the gradients came with a loss scale."""
+        """Whether the loss was scaled."""
         return self._scale_before is not None
 
     @property
     def scale_before(self) -> float:
-        """The loss scale the gradients came with."""
+        """The loss scale that the gradients were made with."""
         return 1.0 if self._scale_before is None else float(self._scale_before.item())
 
     @property
@@ -150,7 +154,7 @@ class StepResult:
 
     @property
     def clipped_norm(self) -> Tensor | None:
-        """As ``norm``, of the gradients that the step used: after clipping, whoever has clipped."""
+        """The norm of the gradients that the step used, after all clips."""
         used = self.norm if self.used_norm is None else self.used_norm
         if used is None or self.max_norm is None:
             return used
@@ -158,7 +162,7 @@ class StepResult:
         return used * factor
 
     def numbers(self) -> dict[str, Tensor]:
-        """Return the numbers of the step that are there without a launch, on its device, by name."""
+        """Return name -> number of the step, on its device, for the numbers that need no launch."""
         clipped = self.norm if self.used_norm is None else self.used_norm
         found = {
             "loss_scale": self._scale_before,
@@ -169,31 +173,31 @@ class StepResult:
         return {name: number for name, number in found.items() if number is not None}
 
     def flags(self) -> Sequence[Tensor]:
-        """Return which gradients were not finite, uint8, on their devices, for :meth:`report_by`."""
+        """Return flags that tell which gradients were not finite (uint8), for :meth:`report_by`."""
         return self._flags
 
     def report_by(self, flags: Sequence[Tensor]) -> OverflowReport:
-        """Return which parameters had gradients that were not finite, by copies of :meth:`flags`."""
+        """Return the parameters whose gradients were not finite, given copies of :meth:`flags`."""
         return self._report(flags) if flags else self._report()
 
     @property
     def kind(self) -> str:
-        """The type of its optimizer, for texts."""
+        """The name of the optimizer's class, for texts."""
         return type(self.optimizer()).__name__
 
     def note_turn(self, optimizer: Callable[[], Any], in_a_row: int) -> None:
-        """Learn from the log whose step it was, and how many were skipped in a row."""
+        """Set the optimizer of the step, and the number of skipped steps in a row. The log calls this."""
         self.optimizer, self.in_a_row = optimizer, in_a_row
 
     def add_modules(self, modules: FirstModules) -> None:
-        """Take what hooks on modules have seen of the step."""
+        """Add what hooks on modules have seen in this step."""
         self._modules = modules
 
     def overflow_report(self) -> OverflowReport:
-        """Return the names of the parameters whose gradients were not finite, and what that means.
+        """Return the names of the parameters whose gradients were not finite, and what it means.
 
-        If a page or AmpMonitor watches, and an earlier step was skipped, it also names the module at which
-        the step went wrong.
+        If a page or AmpMonitor watches and an earlier step was skipped, the report also names the module at
+        which the step went wrong.
         """
         report, modules = self._report(), self._modules
         if self.judged is not None and self.is_left_out:
@@ -208,7 +212,7 @@ class StepResult:
         return OverflowReport(unattributed=True) if not_finite else report
 
     def __repr__(self) -> str:
-        """Show the numbers: a host sync."""
+        """Show the numbers. The host waits for the device."""
         norm = None if self.norm is None else self.norm.item()
         return (
             f"StepResult(skipped={self.skipped}, norm={norm}, scale_before={self.scale_before}, "
@@ -217,9 +221,9 @@ class StepResult:
 
 
 def _first_skip(step: StepResult, number: int) -> str:
-    """Return that a step was skipped in a run without a loss scale, where none is to be expected.
+    """Return the warning about the first skipped step of a run without a loss scale.
 
-    It never waits: on a GPU the names of the parameters are still there.
+    It does not wait: on a GPU the flags have not arrived, and the names of the parameters are left out.
     """
     why = "last_step(optimizer).overflow_report() names the gradients that were not finite"
     if step.found_inf.is_cpu:
@@ -231,7 +235,7 @@ def _first_skip(step: StepResult, number: int) -> str:
 
 
 def run_of_skips(step: StepResult) -> str:
-    """Return how many steps were skipped in a row, by which gradients, and what that means."""
+    """Return a text about skipped steps in a row: how many, for which gradients, and what it means."""
     steps = f"{step.in_a_row} step{'s' * (step.in_a_row > 1)} of {step.kind}"
     if step.is_left_out:
         return (
@@ -239,7 +243,8 @@ def run_of_skips(step: StepResult) -> str:
             "ordinary by now, raise sigma, or leave on_spike out."
         )
     report = step.overflow_report()
-    report = replace(report, scaled=report.scaled and not report.nan)  # else the scale is not the cause
+    # With a nan the loss scale is not the cause.
+    report = replace(report, scaled=report.scaled and not report.nan)
     why = "although nothing is scaled"
     if step.is_scaled:
         further = "" if report.scaled else ": lowering it further will not help"
@@ -252,17 +257,17 @@ def run_of_skips(step: StepResult) -> str:
 
 
 def copy_to_host(numbers: Tensor) -> tuple[torch.Event, Tensor] | None:
-    """Copy numbers behind the work that is queued on CUDA and XPU; other devices read it when asked.
+    """Queue a copy of numbers to the host, on CUDA and XPU. On other devices they are read when needed.
 
     Returns:
-        What tells that the copy is there, and the copy. None for those that a CUDA graph writes.
+        An event that tells when the copy is complete, and the copy. None for numbers in a CUDA graph.
     """
     if numbers.device.type not in {"cuda", "xpu"} or capturing(numbers.device):
         return None
     copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
     copy.copy_(numbers.reshape(copy.shape), non_blocking=True)
     arrived = torch.Event(numbers.device)
-    arrived.record(torch.accelerator.current_stream(numbers.device))  # else of the current device
+    arrived.record(torch.accelerator.current_stream(numbers.device))  # not the stream of the current device
     return arrived, copy
 
 
@@ -270,11 +275,11 @@ Subscriber = Callable[[StepResult], None]
 
 
 def _ignore(_: object) -> None:
-    """Take no notice."""
+    """Do nothing."""
 
 
 def reference_to(optimizer: Optimizer, gone: Callable[[Any], object] | None = None) -> Any:
-    """Return a weak reference to an optimizer; a strong one to an object that allows no weak ones."""
+    """Return a weak reference to an optimizer; a strong one if the object does not allow weak ones."""
     try:
         return weakref.ref(optimizer, gone)
     except TypeError:
@@ -282,7 +287,7 @@ def reference_to(optimizer: Optimizer, gone: Callable[[Any], object] | None = No
 
 
 class _Record:
-    """What the log keeps of one optimizer."""
+    """The counts of one optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = reference_to(optimizer)
@@ -294,36 +299,36 @@ class _Record:
         """Forget all steps."""
         self.skipped: Tensor | None = None  # float32, 0-dim, on the device
         self.in_a_row = 0
-        self.steps = 0  # that the host knows of
-        self.owed = 0  # skips that have not held the schedulers back yet
+        self.steps = 0  # number of steps whose result the host knows
+        self.owed = 0  # known skips for which schedulers were not held back so far
         self.is_held = False
 
     def count(self, found: Tensor, *, skipped: bool | None) -> None:
-        """Count a step that is skipped where ``found`` is 1; ``skipped`` if the host knows."""
+        """Count a step, which is skipped if ``found`` is 1. ``skipped`` is the same, if the host knows it."""
         if self.skipped is None:
             self.skipped = torch.zeros_like(found)
         if skipped is not False:
             self.skipped = self.skipped.to(found.device)
-            self.skipped.add_(found)  # in place: a captured step adds at each replay
+            self.skipped.add_(found)  # in place, so that a captured step counts at each replay
 
     def learn(self, *, skipped: bool) -> None:
-        """Take what the host knows now of the next step."""
+        """Record whether the next step was skipped, now that the host knows it."""
         self.steps += 1
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         self.owed += skipped
 
     def is_endless(self) -> bool:
-        """Whether to warn of so many skipped steps in a row: once."""
+        """Whether so many steps in a row were skipped that a warning is due. True only once."""
         told, self.is_warned_of = self.is_warned_of, self.is_warned_of or self.in_a_row == RUN
         return self.is_warned_of and not told
 
     def hold(self) -> None:
-        """Hold the schedulers back for one of the skips that have become known."""
+        """Hold the schedulers back for one known skip."""
         self.is_held = self.owed > 0
         self.owed -= self.is_held
 
     def total(self) -> int:
-        """Return how many were skipped: a host sync."""
+        """Return the number of skipped steps. The host waits for the device."""
         return 0 if self.skipped is None else int(self.skipped.item())
 
 
@@ -332,7 +337,7 @@ _followers: list[Callable[[StepLog], None]] = []
 
 @contextmanager
 def new_logs(follower: Callable[[StepLog], None]) -> Iterator[None]:
-    """Call ``follower`` with each log that is made while the block is open: of programs nobody edits."""
+    """Call ``follower`` with each log that is made in the block, for programs that are not edited."""
     _followers.append(follower)
     try:
         yield
@@ -341,28 +346,28 @@ def new_logs(follower: Callable[[StepLog], None]) -> Iterator[None]:
 
 
 class StepLog:
-    """The steps of a scaler's optimizers, taken or skipped.
+    """The log of the steps of a scaler's optimizers.
 
-    It counts steps, keeps what the device has not told yet, and calls its subscribers.
+    It counts steps, queues those whose result the host does not know, and calls its subscribers.
     """
 
     def __init__(self, skipped_before: int = 0) -> None:
-        self.skipped_before = skipped_before  # what a loaded state or a copied scaler brings along
-        self.has_captured = False  # a step in a CUDA graph: nobody is called at its replays
+        self.skipped_before = skipped_before  # skips from a loaded state or a copied scaler
+        self.has_captured = False  # True after a step in a CUDA graph; its replays call no subscriber
         self._records: dict[int, _Record] = {}
-        self._late: deque[tuple[_Record, StepResult]] = deque()  # what the host learns later
-        self._waits = False  # after each step for the device, so that a skip is known at once
+        self._late: deque[tuple[_Record, StepResult]] = deque()  # steps whose result the host learns later
+        self._waits = False  # True to wait for the device after each step
         self._subscribers: list[Subscriber] = []
-        # Of losses, by those who watch: for them each step is read before the next one.
+        # Subscribers to losses. While there is one, each step is read before the next one.
         self._hearers: list[Callable[[Any], None]] = []
-        self._has_taken = False  # a step since the last run
-        self._has_warned = False  # of a skip without a loss scale
-        self._last_skip: StepResult | None = None  # of a run that has taken none
+        self._has_taken = False  # True once a step of the present run was taken
+        self._has_warned = False  # True once it has warned of a skip without a loss scale
+        self._last_skip: StepResult | None = None  # set while the present run has taken no step
         for follower in _followers:
             follower(self)
 
     def add(self, optimizer: Optimizer, result: StepResult) -> None:
-        """Count a step, skipped where ``result.found_inf`` is 1, and read what is known by now."""
+        """Count a step, which was skipped if ``result.found_inf`` is 1; then read the known steps."""
         record = self._record_of(optimizer)
         found = result.found_inf
         record.count(found, skipped=result.skipped_if_known())
@@ -374,56 +379,57 @@ class StepLog:
             self.read(wait=self._waits or record.exact or len(self._late) > _MOST_LATE)
         finally:
             record.hold()
-        if self._hearers:  # after the schedulers: who watches does not change when they are held
+        if self._hearers:  # after the schedulers, so that a watcher does not change when they are held back
             self.read(wait=True)
 
     @property
     def has_steps(self) -> bool:
-        """Whether an optimizer has stepped, or was waited for."""
+        """Whether an optimizer has stepped, or ``wait_for`` was called for one."""
         return bool(self._records)
 
     def note_loss(self, loss: Any) -> None:
-        """Pass a loss that a backward pass begins from, before it is scaled, to those who hear losses."""
+        """Pass a loss, before it is scaled, to the subscribers to losses."""
         for hear in list(self._hearers):
             hear(loss)
 
     def start_over(self, skipped_before: int) -> None:
-        """Go on from a count: forget all steps, and what is not known yet; ``wait_for`` holds on."""
+        """Reset to a saved skip count. Steps and pending results are dropped; ``wait_for`` stays in force."""
         self.skipped_before = skipped_before
         self._late.clear()
         for record in self._records.values():
             record.start_over()
 
     def read(self, *, wait: bool = False) -> None:
-        """Learn, in order, what the host knows by now; with ``wait`` everything, a host sync."""
+        """Read the results that the host knows, in order. With ``wait``, wait for the device and read all."""
         while self._late and (wait or self._late[0][1].skipped_if_known() is not None):
             self._learn(*self._late.popleft())
 
     def unread(self) -> int:
-        """Return how many results the host does not know yet."""
+        """Return the number of results that the host does not know."""
         return len(self._late)
 
     def end_run(self, warn: Callable[[str], Any] | None = warn_user) -> None:
-        """End a run: warn if it has skipped every step, a host sync; None only forgets, as after an error."""
+        """End a run; with ``warn``, wait for the device and warn if all steps were skipped."""
         self.read(wait=warn is not None)
         last, self._last_skip, self._has_taken = self._last_skip, None, False
         if last is not None and warn is not None:
             warn(f"the run has ended and no optimizer step was taken: {run_of_skips(last)}")
 
     def subscribe(self, subscriber: Subscriber, *, first: bool = False) -> None:
-        """Call ``subscriber`` with each step in order once the host knows it, ``first`` before others."""
+        """Call ``subscriber`` with each known step, in order; with ``first``, before other subscribers."""
         self._subscribers.insert(0 if first else len(self._subscribers), subscriber)
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
-        """Call ``subscriber`` no more."""
+        """Stop calling ``subscriber``."""
         if subscriber in self._subscribers:
             self._subscribers.remove(subscriber)
 
     @contextmanager
     def watched(self, watcher: Subscriber = _ignore, hear: Callable[[Any], None] = _ignore) -> Iterator[None]:
-        """While the block is open, call ``watcher`` right after each step and ``hear`` with each loss.
+        """In the block, call ``watcher`` right after each step and ``hear`` with each loss.
 
-        The host waits for the device after each step. Schedulers sit out the same steps as without it.
+        The host waits for the device after each step. Schedulers are held back at the same steps as without
+        a watcher.
         """
         self.subscribe(watcher, first=True)
         self._hearers.append(hear)
@@ -448,19 +454,19 @@ class StepLog:
             subscriber(result)
 
     def skipped_steps(self, optimizer: Optimizer | None = None) -> int:
-        """Return how many steps were skipped, of one optimizer or (None) of all: a host sync."""
+        """Return the number of skipped steps of one optimizer, or of all (None). The host waits."""
         if optimizer is not None:
             record = self._records.get(id(optimizer))
             return 0 if record is None else record.total()
         return self.skipped_before + sum(record.total() for record in self._records.values())
 
     def holds_schedulers(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer's schedulers sit out its last step: once for each skip that became known."""
+        """Whether the optimizer's schedulers are held back at its last step, once for each known skip."""
         record = self._records.get(id(optimizer))
         return record is not None and record.is_held
 
     def wait_for(self, optimizer: Optimizer | None = None) -> None:
-        """Wait for the device after each later step of an optimizer, or (None) of all."""
+        """From now on, wait for the device after each step of an optimizer, or of all (None)."""
         if optimizer is None:
             self._waits = True
         else:
@@ -469,13 +475,14 @@ class StepLog:
     def _record_of(self, optimizer: Optimizer) -> _Record:
         record = self._records.get(id(optimizer))
         if record is None or record.optimizer() is not optimizer:
-            self.skipped_before += 0 if record is None else record.total()  # of an optimizer that is gone
+            # The skips of an optimizer that no longer exists.
+            self.skipped_before += 0 if record is None else record.total()
             record = self._records[id(optimizer)] = _Record(optimizer)
         return record
 
 
 def raise_for_nonfinite(blameless_scale: float) -> Subscriber:
-    """Return what raises FloatingPointError for a step skipped at a loss scale of at most this."""
+    """Return a subscriber that raises FloatingPointError if a step is skipped at this loss scale or below."""
 
     def look(step: StepResult) -> None:
         if not step.skipped or step.is_left_out or step.scale_before > blameless_scale:
@@ -493,7 +500,7 @@ def raise_for_nonfinite(blameless_scale: float) -> Subscriber:
 
 
 def tell_of_floor(floor: float, *, raises: bool) -> Subscriber:
-    """Return what raises FloatingPointError, or warns once, of an overflow at the smallest scale."""
+    """Return a subscriber that raises FloatingPointError, or warns once, if the lowest scale overflows."""
     untold = [_AT_FLOOR]
 
     def look(step: StepResult) -> None:
