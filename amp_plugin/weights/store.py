@@ -1,4 +1,4 @@
-"""store_weights and restore_weights: which weights of a model are stored in 16 bits, and the way back."""
+"""``store_weights`` stores a model's weights in 16 bits; ``restore_weights`` makes them float32 again."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from amp_plugin.weights.weight import (
 
 
 class WeightStore:
-    """What :func:`store_weights` has done to a model."""
+    """The result of :func:`store_weights`."""
 
     def __init__(self, model: nn.Module, state: StateName = "fp32") -> None:
         self._model, self._state = model, state
@@ -53,12 +53,12 @@ class WeightStore:
         return len(stored_params(self._model.parameters()))
 
     def add(self, *optimizers: Optimizer) -> None:
-        """Let optimizers step float32 weights; before they load a state dict. See :func:`store_weights`."""
+        """Add optimizers, before they load a state dict; see :func:`store_weights`."""
         for optimizer in optimizers:
             add_optimizer(optimizer, self._state)
 
     def in_fp32(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a block in which a model's weights are float32; see :func:`in_fp32`."""
+        """Return a context in which a model's weights are float32; see :func:`in_fp32`."""
         return in_fp32(model)
 
     def fp32_state_dict(self, model: nn.Module) -> dict[str, Any]:
@@ -79,42 +79,47 @@ def store_weights(
     The model computes with the 16 bits. While an optimizer steps or loads a state dict, its parameters,
     gradients and state are float32, so that each update counts::
 
-        step:  parameters = float32 from the 16 bits and what is kept next to them
+        step:  parameters = join(16-bit weights, remainders)
                the optimizer's own step
-               16 bits, what is kept next to them = split(parameters)
+               16-bit weights, remainders = split(parameters)
 
-    In place: parameters stay the objects they are. State dicts, copies and pickles are those of a float32
-    model. Call it before the first step and before DistributedDataParallel; optimizers that are made later
-    are given to ``add`` of what it returns, before they load a state dict, or are found at their first step.
+    The parameters stay the same objects. State dicts, copies and pickles are those of a float32 model. Call
+    it before the first step and before DistributedDataParallel. If an optimizer is made later, pass it to
+    ``add`` of the result before it loads a state dict. Otherwise it is found at its first step.
 
     Args:
-        model: float32, bfloat16 or float16; on any device. A model that FSDP2 shards is float32, and what it
-            gathers in 16 bits is stored: norms and embeddings, too.
-        *optimizers: Of any class, made before.
-        weights: ``"bf16"``: what autocast would cast (Linear, convolutions, attention projections) is stored
-            as bfloat16 and 16 bits more, together all bits of float32; norms, embeddings and the rest are
-            float32. ``"fp16"``: likewise as float16, with float32 masters. ``"bf16-true"``, ``"fp16-true"``:
-            all weights, for a model that computes in 16 bits without autocast. ``"bf16-stochastic"``: as
-            ``"bf16"``, with nothing kept; each step's result is rounded up or down at random. ``"fp32"``:
-            none is stored, and those that came in 16 bits become float32, frozen ones when they are trained.
-        state: How the optimizers keep their moments between steps: ``"fp32"``; ``"bf16"``; ``"8bit"``: in
-            codes with a unit for each 128 elements. Adam, AdamW and SGD step them so in one pass; any other
-            optimizer has them in float32 while it steps. States that are not moments stay float32.
+        model: A model in float32, bfloat16 or float16, on any device. If FSDP2 shards it, it must be in
+            float32; then all weights that FSDP2 gathers in 16 bits are stored, norms and embeddings too.
+        *optimizers: The optimizers that exist already, of any class.
+        weights: Which weights are stored, and how.
+            ``"bf16"``: the weights that autocast would cast (Linear, convolutions, attention projections),
+            each as a bfloat16 number and a 16-bit remainder, which together hold all bits of float32. Norms,
+            embeddings and other weights stay float32.
+            ``"fp16"``: the same weights as float16, with a float32 copy.
+            ``"bf16-true"``, ``"fp16-true"``: all weights, for a model that computes in 16 bits without
+            autocast.
+            ``"bf16-stochastic"``: as ``"bf16"`` without remainders; the result of a step is rounded up or
+            down at random.
+            ``"fp32"``: none. Weights in 16 bits become float32, frozen ones as soon as they are trained.
+        state: The format of the optimizers' moments between steps: ``"fp32"``, ``"bf16"``, or ``"8bit"``,
+            which are codes with one scale for each 128 elements. Optimizers with a rule step them in one
+            pass. Other optimizers have them in float32 while they step. States that are not moments stay
+            float32.
         fp32_modules: Names of modules (``"head"``, ``"blocks.*.norm"``) or classes (``"LayerNorm"``) whose
             weights stay in float32.
-        seed: Of stochastic rounding; the same on all ranks.
+        seed: The seed of stochastic rounding; the same on all ranks.
 
     Returns:
-        The store: ``add(optimizer)``, ``in_fp32(model)``, ``fp32_state_dict(model)``, and how many weights
-        are stored, ``len(store)``.
+        The store, with ``add(optimizer)``, ``in_fp32(model)`` and ``fp32_state_dict(model)``. ``len(store)``
+        is the number of stored weights.
 
     Raises:
         ValueError: ``weights`` or ``state`` is unknown, a pattern matches no module, a weight is on the
             meta device, an optimizer has state in 16 bits, or a sharded model does not gather its weights in
             16 bits.
-        TypeError: FSDP1 or DeepSpeed shards the model. Or an optimizer steps in backward, or was made
-            without ``Optimizer.__init__``.
-        RuntimeError: Something has converted a stored weight.
+        TypeError: FSDP1 or DeepSpeed shards the model, or an optimizer steps in backward or was made without
+            ``Optimizer.__init__``.
+        RuntimeError: A stored weight was converted to another dtype.
 
     Example:
         >>> import torch
@@ -148,15 +153,16 @@ def store_weights(
 
 
 def restore_weights(model: nn.Module) -> None:
-    """Make a model whose weights are stored an ordinary float32 one, in place and exactly.
+    """Make the stored weights of a model ordinary float32 weights, in place and exactly.
 
-    Nothing happens to other models. Its optimizers go on with it; DistributedDataParallel around it does not.
+    A model without stored weights does not change. Its optimizers can continue. A DistributedDataParallel
+    around it cannot.
 
     Args:
         model: The model.
 
     Raises:
-        RuntimeError: Something has converted a stored weight.
+        RuntimeError: A stored weight was converted to another dtype.
 
     Example:
         >>> import torch
@@ -175,19 +181,19 @@ def restore_weights(model: nn.Module) -> None:
 
 
 def in_fp32(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a block in which a model's stored weights are float32, to average, export or edit them.
+    """Return a context in which a model's stored weights are float32, to average, export or edit them.
 
-    Its parameters themselves are float32 there, and what is written to them is stored at its end. Blocks may
-    nest; optimizers may step inside. Training under DistributedDataParallel belongs outside.
+    In it the parameters themselves are float32. At its end, the values written to them are stored. Contexts
+    may be nested, and optimizers may step inside. Do not train under DistributedDataParallel inside.
 
     Args:
-        model: The model, or one that wraps it.
+        model: The model, or a wrapper around it.
     """
     return fp32_shown(list(model.parameters()))
 
 
 def is_stored(model: nn.Module) -> bool:
-    """Whether a model, or what it wraps, has weights that are stored in 16 bits."""
+    """Whether a model, or the model inside a wrapper, has weights that are stored in 16 bits."""
     return bool(stored_params(model.parameters()))
 
 
@@ -217,7 +223,7 @@ def _cast_names(module: nn.Module) -> Iterable[str]:
 
 
 def _store(model: nn.Module, name: str, patterns: tuple[str, ...], seed: int) -> None:
-    """Store those of a model's parameters that are to be: weights frozen in 16 bits once they are trained."""
+    """Store the chosen parameters of a model; weights that are frozen in 16 bits, once they are trained."""
     require_matches([model], patterns)
     if any(param.is_meta for param in model.parameters()):  # to_empty() would leave 16 bits, nothing kept
         msg = f"weights={name!r} for a model on the meta device: give it memory and values first"
@@ -236,7 +242,7 @@ def _store(model: nn.Module, name: str, patterns: tuple[str, ...], seed: int) ->
 
 
 def _computed_in_16_bits(model: nn.Module, name: str, patterns: tuple[str, ...]) -> set[Tensor]:
-    """Return the parameters that a model uses in 16 bits: FSDP2 gathers them so, or autocast casts them."""
+    """Return the parameters that a model uses in 16 bits, because FSDP2 gathers or autocast casts them."""
     found: set[Tensor] = set()
     others: set[Tensor] = set()
     for module in model.modules():
@@ -267,7 +273,7 @@ def _can_be_stored(param: Tensor) -> bool:
 def _refuse_unfit_shards(
     model: nn.Module, name: str, chosen: set[Tensor], gathered: Mapping[Tensor, torch.dtype]
 ) -> None:
-    """Raise ValueError if a sharded model cannot compute with weights that are stored so."""
+    """Raise ValueError if a sharded model cannot compute with weights in this format."""
     sharded = [param for param in model.parameters() if is_sharded(param)]
     dtype, msg = FORMATS[name].dtype, ""
     halves = [param for param in sharded if param.requires_grad and is_unstored_half(param)]
@@ -297,7 +303,10 @@ def _refuse_unfit_shards(
 def convert_to_fp32(model: nn.Module) -> str:
     """Convert a model's trainable parameters in 16 bits to float32, frozen ones once they are trained.
 
-    Buffers of their modules follow. Return what was converted, in one line; empty if nothing was.
+    Buffers of their modules are converted too.
+
+    Returns:
+        One line that says what was converted; empty if nothing was.
     """
     found: dict[nn.Parameter, torch.dtype] = {}
     for module in model.modules():
@@ -327,9 +336,10 @@ class WeightBytes:
     """Bytes held between two optimizer steps, by this process.
 
     Attributes:
-        parameters: Elements of all parameters, tied ones once; of sharded ones, this rank's.
-        weights, gradients, optimizer_state: Of the tensors themselves.
-        masters: Kept next to the weights: low halves, or float32 masters.
+        parameters: The number of elements of all parameters. Tied parameters count once; for sharded ones,
+            only this rank's elements count.
+        weights, gradients, optimizer_state: The bytes of these tensors.
+        masters: The bytes of remainders and of float32 copies.
     """
 
     parameters: int
@@ -340,16 +350,16 @@ class WeightBytes:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all four."""
         return self.weights + self.masters + self.gradients + self.optimizer_state
 
     def per_parameter(self) -> dict[str, float]:
-        """Return the bytes per parameter of each kind, and of all: ``{"weights": 2.0, ...}``."""
+        """Return kind -> bytes per parameter, and the total: ``{"weights": 2.0, ...}``."""
         kinds = ("weights", "masters", "gradients", "optimizer_state", "total")
         return {kind: getattr(self, kind) / max(1, self.parameters) for kind in kinds}
 
     def __str__(self) -> str:
-        """Say it in one line."""
+        """Return the numbers as one line."""
         *parts, (_, total) = self.per_parameter().items()
         kinds = ", ".join(f"{kind.replace('_', ' ')} {size:.3g}" for kind, size in parts)
         return f"{total:.3g} bytes per parameter ({kinds}) for {self.parameters} parameters"
@@ -359,11 +369,12 @@ def weight_bytes(model: nn.Module, *optimizers: Optimizer) -> WeightBytes:
     """Count the bytes that training holds for a model's parameters; no host sync.
 
     Args:
-        model: The model, or what wraps it.
-        *optimizers: Those that step it; torch's or a framework's.
+        model: The model, or a wrapper around it.
+        *optimizers: The optimizers that step it, torch's or a framework's.
 
     Returns:
-        What is held now: call it after ``backward`` of the second step, when gradients and state are there.
+        The bytes held now. Call it after ``backward`` of the second step, when gradients and optimizer
+        states exist.
 
     Example:
         >>> import torch

@@ -1,15 +1,15 @@
-"""A parameter that is stored in 16 bits: its one record, and float32 for as long as somebody asks for it.
+"""A parameter that is stored in 16 bits, and that can be shown in float32.
 
 ::
 
-    at rest:  param is 16 bits, record.kept what they lack of float32
-    shown:    param itself is float32: the same Python object, with the tensor exchanged underneath
-    count:    shown at the first of nested requests, stored at the end of the last
-    sharded:  param is a float32 DTensor; its shard is a StoredShard at rest, and a plain tensor when shown
+    at rest:  param has 16 bits; record.kept is its remainder
+    shown:    param is float32. It is the same Python object; the tensor under it was exchanged
+    nested:   the first of nested requests shows it, the end of the last one stores it
+    sharded:  param is a float32 DTensor. Its shard is a StoredShard at rest, and a plain tensor when shown
 
-So optimizers, their groups and their state know one parameter, which is float32 whenever they look, while
-autograd and DDP hold the 16-bit tensor. The record is an attribute of the parameter; copies and pickles of a
-parameter are float32 parameters. A parameter that is frozen in 16 bits is stored once it is to be trained.
+Optimizers, their groups and their states refer to one parameter, which is float32 whenever they use it.
+Autograd and DDP use the 16-bit tensor. The record is an attribute of the parameter. Copies and pickles of a
+parameter are float32 parameters. A parameter that is frozen in 16 bits is stored as soon as it is trained.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ class StoredWeight:
 
     name: str  # how it is stored, as users write it
     format: SplitBf16
-    kept: Tensor  # what its 16 bits lack; on its device from the next use on
-    seed: int  # of stochastic rounding
+    kept: Tensor  # the remainder; moved to the parameter's device at its next use
+    seed: int  # the seed of stochastic rounding
     owner: (
         ref[Tensor] | None
     )  # torch.utils.swap_tensors, which would take the record away, refuses what has one
-    steps: int = 0  # optimizer steps that it has taken
-    shows: int = 0  # how many want it in float32 now
-    hidden: Tensor | None = None  # meanwhile: the 16-bit tensor, or the StoredShard
-    exported: tuple[str, Callable[[], Any]] = "", bool  # its name in the last state dict, and what is there
+    steps: int = 0  # number of optimizer steps taken
+    shows: int = 0  # number of open requests for float32
+    hidden: Tensor | None = None  # while it is shown: the 16-bit tensor, or the StoredShard
+    # Its name in the last state dict, and a reference to the tensor there.
+    exported: tuple[str, Callable[[], Any]] = "", bool
 
     def show(self, param: Tensor, master: Tensor) -> None:
-        """Put float32 in the place of the 16 bits of a parameter."""
+        """Make the parameter float32, in place of its 16 bits."""
         if is_sharded(param):
             self.hidden = local_of(param)
             set_local_(param, master)
@@ -61,7 +62,7 @@ class StoredWeight:
             _exchange(param, self.hidden, nn.Parameter)
 
     def half_like(self, master: Tensor) -> Tensor:
-        """Return the hidden 16 bits, for a master that may have moved or changed its shape meanwhile."""
+        """Return the hidden 16-bit tensor, adapted if the float32 tensor has moved or changed its shape."""
         hidden = cast("Tensor", self.hidden)
         if hidden.device != master.device or hidden.shape != master.shape:
             if isinstance(hidden, StoredShard):
@@ -81,17 +82,17 @@ class StoredWeight:
             _exchange(param, hidden, StoredParameter)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave nothing in a pickle of a parameter that is shown, which is a float32 one there."""
+        """Leave the record out of pickles: a pickled parameter is an ordinary float32 one."""
         return bool, ()
 
 
 def _set_grad(param: Tensor, given: Tensor | None) -> None:
-    """Set a float32 gradient; one that is given in the weight's 16 bits becomes float32."""
+    """Set the gradient; one in the weight's 16-bit dtype is converted to float32."""
     _GRAD.__set__(param, given.float() if given is not None and given.dtype is param.dtype else given)
 
 
 def _set_data(param: Tensor, given: Tensor) -> None:
-    """Set the 16 bits; float32 is stored, all bits, unless it is these 16 bits widened."""
+    """Set the data. float32 data is stored with all its bits, unless it equals the present 16 bits."""
     if given.dtype is torch.float32 and given.shape == param.shape and given.device == param.device:
         present = _DATA.__get__(param).float()
         if not torch.equal(given, present) or torch.equal(present, exact_value(param)):
@@ -107,7 +108,7 @@ class StoredParameter(nn.Parameter):
     data: Any = property(_DATA.__get__, _set_data)
 
     def share_memory_(self) -> Any:
-        """Share what is kept, too: with processes that are forked."""
+        """Share the remainder too, with forked processes."""
         _settled(self).kept.share_memory_()  # type: ignore[no-untyped-call]
         return super().share_memory_()  # type: ignore[no-untyped-call]
 
@@ -123,28 +124,28 @@ class StoredParameter(nn.Parameter):
 
 
 def _set_requires_grad(param: nn.Parameter, wanted: bool) -> None:
-    """Store a frozen parameter as set-up asked for it; of a copy nobody did, and it becomes float32."""
+    """Store a frozen parameter in the format of its set-up. A copy has none, and becomes float32."""
     if wanted:
         name, seed = vars(param).get("once_trained", ("fp32", 0))
         forget_way_(param)
-        if param.untyped_storage().nbytes() == param.nbytes:  # a part of FSDP's flat tensor keeps its memory
+        if param.untyped_storage().nbytes() == param.nbytes:  # a view of FSDP's flat tensor keeps its memory
             store_(param, name, seed=seed)
     _REQUIRES_GRAD.__set__(param, wanted)
 
 
 class FrozenParameter(nn.Parameter):
-    """The class of a parameter that is frozen in 16 bits, until it is to be trained."""
+    """The class of a parameter that is frozen in 16 bits, until it is trained."""
 
     requires_grad: Any = property(_REQUIRES_GRAD.__get__, _set_requires_grad)
 
     def requires_grad_(self, requires_grad: bool = True) -> FrozenParameter:
-        """Freeze it, or have it trained."""
+        """Freeze the parameter, or store it because it will be trained."""
         self.requires_grad = requires_grad
         return self
 
 
 def stored_weight(param: Tensor) -> StoredWeight | None:
-    """Return the record of a parameter; None if it is stored as it is."""
+    """Return the record of a parameter; None for an ordinary parameter."""
     known: StoredWeight | None = param.__dict__.get(_ATTRIBUTE) or None
     if (
         known is None
@@ -156,7 +157,7 @@ def stored_weight(param: Tensor) -> StoredWeight | None:
 
 
 def stored_params(params: Iterable[Tensor]) -> list[Tensor]:
-    """Return those that are stored in 16 bits, each once."""
+    """Return the parameters that are stored in 16 bits, each once."""
     return list(dict.fromkeys(param for param in params if stored_weight(param) is not None))
 
 
@@ -166,13 +167,13 @@ def is_sharded(param: Tensor) -> bool:
 
 
 def half_of(param: Tensor) -> Tensor:
-    """Return the 16 bits of a stored parameter at rest, of a sharded one this rank's."""
+    """Return the 16-bit tensor of a stored parameter at rest; of a sharded one, this rank's part."""
     local = local_of(param)
     return local.weight_16 if isinstance(local, StoredShard) else local.detach()
 
 
 def is_unstored_half(param: Tensor) -> bool:
-    """Whether a parameter is in 16 bits with nothing kept next to it: store_weights has not taken it."""
+    """Whether a parameter is in 16 bits and was not stored by store_weights, so it has no remainder."""
     return param.dtype in HALVES and stored_weight(param) is None
 
 
@@ -213,14 +214,14 @@ def record_shard_(param: Tensor, shard: StoredShard) -> StoredWeight:
 
 
 def store_once_trained_(param: Tensor, name: str, *, seed: int = 0) -> None:
-    """Leave a parameter that is frozen in 16 bits as it is, and store it when it is to be trained."""
+    """Keep a parameter that is frozen in 16 bits, and store it as soon as it is trained."""
     if type(param) in {nn.Parameter, FrozenParameter}:
         param.__class__ = FrozenParameter
         vars(param)["once_trained"] = name, seed
 
 
 def forget_way_(param: Tensor) -> None:
-    """End :func:`store_once_trained_`."""
+    """Undo :func:`store_once_trained_`."""
     if isinstance(param, FrozenParameter):
         vars(param).pop("once_trained", None)
         param.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -228,7 +229,7 @@ def forget_way_(param: Tensor) -> None:
 
 @torch.no_grad()
 def widen_(param: Tensor) -> None:
-    """Make a parameter in 16 bits an ordinary float32 one, in place: a stored one with all its bits."""
+    """Make a parameter in 16 bits an ordinary float32 one, in place; a stored one keeps all its bits."""
     value, grad = exact_value(param), param.grad
     if is_sharded(param):
         set_local_(param, local_of(value))
@@ -247,7 +248,7 @@ def widen_(param: Tensor) -> None:
 
 @torch.no_grad()
 def exact_value(param: Tensor) -> Tensor:
-    """Return a parameter in float32, a new tensor; a stored one on the host where its GPU is nearly full."""
+    """Return a parameter's value as a new float32 tensor; on the host if the GPU is nearly full."""
     weight = stored_weight(param)
     if weight is None or _settled(param).shows:
         return param.detach().to(torch.float32, copy=True)
@@ -260,7 +261,7 @@ def exact_value(param: Tensor) -> Tensor:
 
 
 def has_room(param: Tensor) -> bool:
-    """Whether a GPU has room for a parameter in float32, and an eighth of its memory for others."""
+    """Whether a GPU has room for a float32 copy of a parameter, and an eighth of its memory besides."""
     if param.device.type != "cuda":
         return True
     free, total = torch.cuda.mem_get_info(param.device)
@@ -269,33 +270,33 @@ def has_room(param: Tensor) -> bool:
 
 
 def remainder_of(param: Tensor) -> Tensor | None:
-    """Return what a parameter lacks of float32 and is kept next to it; None if nothing is."""
+    """Return the remainder of a parameter; None if it has none."""
     weight = stored_weight(param)
     if weight is None or weight.shows or not weight.format.kept_bytes:
         return None
     with torch.no_grad():  # not as a decorator: most parameters of a step return above
         kept = _settled(param).kept
         if kept.dtype is torch.float32:
-            weight.format.join([half_of(param)], [kept])  # with what somebody else has written
+            weight.format.join([half_of(param)], [kept])  # with the values that other code has written
     return kept
 
 
 def is_kept_alone(param: Tensor) -> bool:
-    """Whether a parameter is in 16 bits now, and nothing is kept next to it: it is rounded at random."""
+    """Whether a parameter is stored in 16 bits without a remainder, so that it is rounded at random."""
     weight = stored_weight(param)
     return weight is not None and not weight.shows and not weight.format.kept_bytes
 
 
 @torch.no_grad()
 def masters_of(params: list[Tensor]) -> list[Tensor]:
-    """Return float32 copies of parameters that are kept alone; :func:`store_masters_` stores them."""
+    """Return float32 copies of parameters without a remainder; :func:`store_masters_` stores them."""
     records = [_settled(param) for param in params]
     return records[0].format.join([half_of(param) for param in params], [record.kept for record in records])
 
 
 @torch.no_grad()
 def store_masters_(params: list[Tensor], masters: list[Tensor]) -> None:
-    """Store what an optimizer step has made of :func:`masters_of`."""
+    """Store the float32 copies from :func:`masters_of` after an optimizer step has changed them."""
     made = dict(zip(params, masters, strict=True))
     records = {param: _settled(param) for param in params}
     for record in records.values():
@@ -306,7 +307,7 @@ def store_masters_(params: list[Tensor], masters: list[Tensor]) -> None:
 
 
 def _settled(param: Tensor) -> StoredWeight:
-    """Return the record of a stored parameter, fit for it: it may have moved or been given other data."""
+    """Return the record of a stored parameter, after adapting it if the parameter moved or got new data."""
     weight = cast("StoredWeight", stored_weight(param))
     if is_sharded(param):
         return weight if weight.shows else _settled_shard(param, weight)
@@ -326,7 +327,7 @@ def _settled(param: Tensor) -> StoredWeight:
 
 
 def _settled_shard(param: Tensor, weight: StoredWeight) -> StoredWeight:
-    """Return the record of a sharded parameter at rest; torch may have padded its shard, or replaced it."""
+    """Return the record of a sharded parameter at rest, even if torch has padded or replaced its shard."""
     shard = local_of(param)
     if not isinstance(shard, StoredShard):
         shard = StoredShard.of(shard.float(), weight.name, weight.seed)
@@ -341,7 +342,7 @@ def _settled_shard(param: Tensor, weight: StoredWeight) -> StoredWeight:
 @torch.inference_mode(mode=False)
 @torch.no_grad()
 def show_fp32(params: Iterable[Tensor]) -> list[Tensor]:
-    """Make stored parameters float32 until :func:`hide_fp32` is called as often; return them, for it."""
+    """Make stored parameters float32, until :func:`hide_fp32` is called as often. Return them."""
     stored = {param: _settled(param) for param in stored_params(params)}
     for alike, weights in _alike({p: weight for p, weight in stored.items() if not weight.shows}):
         halves = [half_of(param) for param in alike]
@@ -356,7 +357,10 @@ def show_fp32(params: Iterable[Tensor]) -> list[Tensor]:
 @torch.inference_mode(mode=False)
 @torch.no_grad()
 def hide_fp32(params: Iterable[Tensor], *, steps: int = 0) -> None:
-    """Store what :func:`show_fp32` has returned, ``steps`` later, unless somebody still wants it."""
+    """Store the parameters that :func:`show_fp32` returned, unless another request is open.
+
+    ``steps`` is the number of optimizer steps taken meanwhile.
+    """
     ended = {param: weight for param in stored_params(params) if (weight := _settled(param)).shows}
     for weight in ended.values():
         weight.shows -= 1
@@ -372,7 +376,7 @@ def hide_fp32(params: Iterable[Tensor], *, steps: int = 0) -> None:
 
 @contextmanager
 def fp32_shown(params: Iterable[Tensor]) -> Iterator[None]:
-    """Make stored parameters float32 within a block."""
+    """Make stored parameters float32 in a block."""
     shown = show_fp32(params)
     try:
         yield
@@ -381,7 +385,7 @@ def fp32_shown(params: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _alike(stored: dict[Tensor, StoredWeight]) -> Iterator[tuple[list[Tensor], list[StoredWeight]]]:
-    """Group parameters that one call of an op takes."""
+    """Group parameters for one call of an op."""
     groups: dict[Any, list[Tensor]] = {}
     for param, weight in stored.items():
         key = weight.name, param.device, () if weight.format.kept_bytes else (weight.seed, weight.steps)
@@ -394,10 +398,11 @@ def _exchange(param: Tensor, other: Tensor, kind: type) -> None:
     grad, param.grad = param.grad, None
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(param, name) is not getattr(other, name):
-            setattr(other, name, getattr(param, name))  # also tells the tensor, which runs them
+            # This also registers them with the tensor, which runs them.
+            setattr(other, name, getattr(param, name))
     torch._C._swap_tensor_impl(param, other)
     param.__class__ = kind
-    if grad is not None:  # one may have been made meanwhile
+    if grad is not None:  # a gradient may have been made meanwhile
         param.grad = grad.float() if param.grad is None else param.grad + grad.float()
 
 
@@ -405,7 +410,7 @@ def _exchange(param: Tensor, other: Tensor, kind: type) -> None:
 
 
 def export_fp32(model: nn.Module) -> None:
-    """Let the modules of a model save and load stored parameters in float32."""
+    """Make the modules of a model save and load stored parameters in float32."""
     _export_from_later_modules()
     for module in model.modules():
         if _after_state_dict not in module._state_dict_hooks.values():
@@ -415,7 +420,7 @@ def export_fp32(model: nn.Module) -> None:
 
 @cache
 def _export_from_later_modules() -> None:
-    """Do the same for modules that are given a stored parameter later: tied ones, parametrizations."""
+    """Do the same for modules that get a stored parameter later, such as tied ones and parametrizations."""
 
     def hook(module: nn.Module, _: str, param: nn.Parameter) -> None:
         if stored_weight(param) is not None:
@@ -425,7 +430,7 @@ def _export_from_later_modules() -> None:
 
 
 def export_as_is(model: nn.Module) -> None:
-    """End :func:`export_fp32`."""
+    """Undo :func:`export_fp32`."""
     for module in model.modules():
         for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
             for number, hook in list(hooks.items()):
@@ -434,7 +439,7 @@ def export_as_is(model: nn.Module) -> None:
 
 
 def _at_rest(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return the stored parameters of a module itself that are not shown, with their names."""
+    """Yield the names and stored parameters of a module, without its children, that are not shown."""
     for name, param in module._parameters.items():
         weight = None if param is None else stored_weight(param)
         if param is not None and weight is not None and not weight.shows:
@@ -442,13 +447,14 @@ def _at_rest(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) -> None:
-    """Put float32 in the place of 16 bits; variables (``keep_vars=True``) stay what they are."""
+    """Replace 16-bit entries by float32 ones. With ``keep_vars=True`` the parameters themselves stay."""
     for name, param in _at_rest(module):
         key = prefix + name
         if not isinstance(state_dict.get(key, param), nn.Parameter):
             weight = _settled(param)
             copy = state_dict.get(weight.exported[0])
-            if copy is None or copy is not weight.exported[1]():  # else the one copy has another name, too
+            # Otherwise the same copy is already there under another name.
+            if copy is None or copy is not weight.exported[1]():
                 copy = exact_value(param)
                 weight.exported = key, ref(copy)
                 if not has_room(param):
@@ -463,7 +469,7 @@ def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) -
 def _before_load(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
 ) -> None:
-    """Split what a module is about to load; of a value in 16 bits nothing is kept next to it."""
+    """Split the values that a module will load into 16 bits and remainder; 16-bit values have none."""
     for name, param in _at_rest(module):
         value = state_dict.get(prefix + name)
         if not isinstance(value, Tensor) or value.is_meta:
