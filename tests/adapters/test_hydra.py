@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from amp_plugin import AmpPrecision
 from tests.adapters.lightning_models import QUIET
 
-pytestmark = QUIET
+pytestmark = [*QUIET, pytest.mark.native]
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "hydra"
 

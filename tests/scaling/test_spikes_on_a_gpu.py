@@ -134,6 +134,6 @@ def test_weights_are_held_from_a_spike_until_it_is_raised(optimizer):
         scaler.scale(weight.sum()).backward()
         scaler.step(stepper)
         scaler.update()
-        scaler.step_log.read(wait=True)
+        scaler.core.log.read(wait=True)
         assert scaler.last_step(stepper).verdict == "landed"
         assert not torch.equal(weight.detach().cpu(), before.cpu())
