@@ -103,7 +103,7 @@ class ScalerCore:
         return changed
 
     def refresh_joined(self) -> bool:
-        """Read the parameters of optimizers again whose number has changed."""
+        """Read the parameters again of each optimizer that has more or fewer of them than before."""
         return self.refresh([state for state in self if len(params_of(state.optimizer)) != len(state.params)])
 
     def _take_params(self, state: OptimizerState, params: list[Tensor]) -> None:

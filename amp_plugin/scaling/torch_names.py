@@ -124,11 +124,12 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
     def __init__(self, core: ScalerCore) -> None:
         super().__init__()
         self._core = core
-        # What our states do not hold, until the update: by optimizer, and overflows by optimizer and stage.
+        # Entries that a program has written and our states cannot hold. An update drops them.
+        # ``_own`` is by optimizer; ``_found`` holds overflows, by optimizer and stage.
         self._own: dict[int, dict[str, Any]] = {}
         self._found: dict[tuple[int, OptState], dict[Any, Tensor]] = {}
-        self._is_used = False  # by the program, since the last update
-        self._wrapped: dict[int, int] = {}  # by the id of an optimizer: that of the one that it wraps
+        self._is_used = False  # True if the program has used the records since the last update
+        self._wrapped: dict[int, int] = {}  # id of an optimizer -> id of the optimizer inside it
 
     def own(self, key: int) -> dict[str, Any]:
         """Return what a program has written of an optimizer that our state of it does not hold."""
@@ -140,7 +141,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         return self._core.find_by_id(self._wrapped.get(key, key))
 
     def found(self, key: int, state: OptimizerState) -> dict[Any, Tensor]:
-        """Return the overflows of an optimizer by device; a program may write to them."""
+        """Return device -> overflow flag of an optimizer. A program may write to this dict."""
         if state.found_inf_per_device or state.stage is OptState.UNSCALED:
             return state.found_inf_per_device
         result = state.result if state.stage is OptState.STEPPED else None

@@ -1,4 +1,4 @@
-"""What torch's FSDP2 keeps of each weight that it shards; read here and nowhere else."""
+"""Reads the private records that torch's FSDP2 keeps of each sharded weight. Only this module reads them."""
 
 from __future__ import annotations
 
