@@ -23,8 +23,13 @@ CPU = {
     "lightning": "lightning",
     "accelerate": "accelerate",
 }
-NEEDS = {"diagnosis": "altair", "lightning": "lightning", "accelerate": "accelerate"}
-"""The package that a section needs, beside those that amp_plugin depends on."""
+NEEDS = {
+    "steps": ("lion_pytorch", "schedulefree"),
+    "diagnosis": ("altair",),
+    "lightning": ("lightning",),
+    "accelerate": ("accelerate",),
+}
+"""The packages that a section needs, beside those that amp_plugin depends on."""
 
 CUDA = {"bandwidth": "cuda", "launches": "cuda", "forms": "forms", "training": "training", **CPU}
 

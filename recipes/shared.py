@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from amp_plugin import GradScaler
 
-Config = TypeVar("Config")
+Config = TypeVar("Config", bound="RecipeConfig")
 Result = TypeVar("Result")
 
 # -- settings: the keys that the configurations of recipes share ----------------------------------
@@ -695,9 +695,15 @@ def on_ranks(function: Callable[[Config], Result], config: Config, processes: in
         function: what each process calls; defined at the top of a module.
         config: its argument.
         processes: how many to start; 1: run in this process. Not used under torchrun.
+
+    Raises:
+        ConfigError: the processes are to use GPUs, and there are fewer of them.
     """
     if "RANK" in os.environ or processes == 1:
         return function(config)
+    if config.device == "cuda" and processes > (found := torch.cuda.device_count()):
+        msg = f"{processes} processes need a GPU each, and this machine has {found}: set processes={found}"
+        raise ConfigError(msg)
     launch = LaunchConfig(
         run_id="recipe",
         min_nodes=1,

@@ -47,12 +47,15 @@ FIRST_TESTS = "tests/kernels/test_first_ten_minutes.py"
 PARTS = ("ops", "graphs", "streams", "addresses", "bandwidth", "sweep")
 NOT_FIRST = ("first-bandwidth", "first-sweep", "slow-tests", "recipe-tests", "doctor")
 FIRST_WITHIN = 480.0  # seconds of ``first-ten-minutes``
-SEVERAL_DEVICES = ("ddp", "fsdp2", "threads")  # recipes
+SEVERAL_DEVICES = ("threads",)  # recipes
+OF_RANKS = ("ddp", "fsdp2", "fsdp2_exact_bf16")  # recipes of several processes; here each is one
+RECIPE_NEEDS = {"below_16_bits": ("torchao",)}
 SANITIZERS = ("memcheck", "initcheck", "racecheck", "synccheck")
 # What says how a step ended: pytest's and compute-sanitizer's last words.
 SUMMARY = re.compile(
     r"ERROR SUMMARY: .*|RACECHECK SUMMARY: .*|^=* ?(?:\d+ \w+,? )+in [\d.]+s.*", re.MULTILINE
 )
+LONG = ("training", "compiled")  # sections
 LEAST = 30.0  # seconds without which a long step is not begun
 # On the device made of host memory sections take their smallest sizes, and all steps more time.
 REHEARSAL = "host_device" in os.environ.get("LD_PRELOAD", "")
@@ -99,7 +102,8 @@ def pytest_over(*where: str, marked: str = "gpu and not slow", whole: bool = Fal
     newer = ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning")
     return (
         *(sys.executable, "-m", "pytest", "-v", "--tb", "short", "-m", marked),
-        *("--continue-on-collection-errors", "-p", "no:cacheprovider"),
+        # pytest-benchmark warns beside pytest-xdist, and a warning ends a run here.
+        *("--continue-on-collection-errors", "-p", "no:cacheprovider", "-p", "no:benchmark"),
         *(word for category in newer for word in ("-W", f"default::{category}")),
         *(patient if find_spec("pytest_timeout") and not whole else ()),
         *where,
@@ -140,15 +144,17 @@ def section(key: str) -> Step:
     """Return the step that measures a section of the benchmarks, for the figures alone."""
     tiny = ("--tiny",) if REHEARSAL else ()
     command = (sys.executable, "-m", "benchmarks", "cuda", "--only", key, "--keep", *tiny)
-    needs = (*((NEEDS[key],) if key in NEEDS else ()), *((LACKS[key],) if REHEARSAL and key in LACKS else ()))
-    return Step(name=key, command=command, needs=needs, limit=90.0 if key == "training" else 60.0)
+    needs = (*NEEDS.get(key, ()), *((LACKS[key],) if REHEARSAL and key in LACKS else ()))
+    return Step(name=key, command=command, needs=needs, limit=120.0 if key in LONG else 60.0)
 
 
 def recipe(name: str) -> Step:
     """Return the step that runs a recipe to its end, in fp16."""
-    command = (sys.executable, "-m", "recipes", "run", name, "device=cuda", "precision=fp16")
-    needs = tuple(framework for framework in ("lightning", "accelerate") if name.endswith(f"_{framework}"))
-    return Step(name=f"recipe-{name}", command=command, needs=("omegaconf", *needs), limit=90.0, alone=False)
+    one_process = ("processes=1",) if name in OF_RANKS else ()
+    command = (sys.executable, "-m", "recipes", "run", name, "device=cuda", "precision=fp16", *one_process)
+    frameworks = (framework for framework in ("lightning", "accelerate") if name.endswith(f"_{framework}"))
+    needs = ("omegaconf", *frameworks, *RECIPE_NEEDS.get(name, ()))
+    return Step(name=f"recipe-{name}", command=command, needs=needs, limit=90.0, alone=False)
 
 
 def checked(tool: str) -> Step:
@@ -178,7 +184,7 @@ def steps() -> list[Step]:
         run_tests("adapter-tests", "tests/adapters", needs=adapters, processes=3),
         run_tests("scaling-tests", "tests/scaling", processes=3),
         run_tests("casting-tests", "tests/casting", processes=2),
-        run_tests("weights-tests", "tests/weights", "tests/numerics", processes=2),
+        run_tests("weights-tests", "tests/weights", "tests/numerics", "tests/formats", processes=2),
         *map(checked, SANITIZERS),
         *(parts[name] for name in ("streams", "addresses")),
         *(recipe(name) for name in RECIPES if name not in SEVERAL_DEVICES),

@@ -36,6 +36,15 @@ def test_without_a_gpu_it_says_so(capsys):
     assert "torch sees no CUDA device; make test-host-device" in capsys.readouterr().out
 
 
+def test_recipes_of_several_processes_take_one_where_there_is_one_gpu():
+    words = {step.name: step.command for step in steps() if step.name.startswith("recipe-")}
+    assert {name for name, command in words.items() if "processes=1" in command} == {
+        "recipe-ddp",
+        "recipe-fsdp2",
+        "recipe-fsdp2_exact_bf16",
+    }
+
+
 @pytest.fixture
 def on_a_gpu(monkeypatch, tmp_path):
     """Runs the given steps as on a machine with a GPU, the results in ``kept``, the figures in ``figures``."""

@@ -8,11 +8,12 @@ import importlib
 import json
 import re
 import sys
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from recipes import catalogue
@@ -199,6 +200,14 @@ def test_two_processes_have_the_losses_of_one(name, by_torchrun):
         title, losses = json.loads(process.stdout.splitlines()[-1])
         assert losses == pytest.approx(golden, rel=TOLERANCE["fp16"])
         assert "2 processes" in title
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_more_processes_than_gpus_are_refused(monkeypatch, name):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config = replace(config_of(name, "fp16", "processes=2"), device="cuda")
+    with pytest.raises(ConfigError, match="2 processes need a GPU each.*has 1: set processes=1"):
+        catalogue.load(name).train(config)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
