@@ -44,6 +44,15 @@ __device__ inline u32 count_block(u32* count) {
 }
 #endif
 
+// A byte of `word` in the place of the lowest of `high`.
+__device__ inline u32 byte_behind(u32 high, u32 word, int i) {
+#ifdef __CUDACC__
+  return __byte_perm(word, high, 0x7650 + i);
+#else
+  return (high & 0xffffff00u) | (word >> (8 * i) & 0xffu);
+#endif
+}
+
 // The root of a number from 2^-100 to 2^127, rounded as sqrtf rounds it, without a branch for others.
 __device__ inline float moderate_root(float x) {
 #ifdef __CUDACC__
@@ -64,6 +73,19 @@ __device__ inline float moderate_inverse(float x) {
   return fmaf(-fmaf(x, inverse, -1.0f), inverse, inverse);
 #else
   return 1 / x;
+#endif
+}
+
+// a / b, likewise: of a from 2^-95 to 2^62 and b from 2^-64 to 2^30, of either sign.
+__device__ inline float moderate_quotient(float a, float b) {
+#ifdef __CUDACC__
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(b));
+  inverse = fmaf(inverse, fmaf(-b, inverse, 1.0f), inverse);
+  const float quotient = a * inverse;
+  return fmaf(inverse, fmaf(-b, quotient, a), quotient);
+#else
+  return a / b;
 #endif
 }
 
@@ -136,11 +158,28 @@ struct Float64 {
   __device__ static Float64 narrow(Wide x) { return {x}; }
 };
 
+template <typename First, typename Second>
+inline constexpr bool is_same = false;
+template <typename T>
+inline constexpr bool is_same<T, T> = true;
+
 // `kCount` neighbours, moved by one access.
 template <typename T, int kCount>
 struct alignas(sizeof(T) * kCount) Packet {
   T element[kCount];
 };
+
+// Element `i` of a packet, wide. Of two bfloat16 in a word each takes one instruction.
+template <typename T, int kCount>
+__device__ inline typename T::Wide widened(const Packet<T, kCount>& packet, int i) {
+  if constexpr (is_same<T, BFloat16> && kCount % 2 == 0) {
+    u32 words[kCount / 2];
+    memcpy(words, &packet, sizeof(packet));
+    return __uint_as_float(i % 2 == 0 ? words[i / 2] << 16 : words[i / 2] & 0xffff0000u);
+  } else {
+    return T::widen(packet.element[i]);
+  }
+}
 
 // The word of `kBytes` that moves a packet.
 template <int kBytes>

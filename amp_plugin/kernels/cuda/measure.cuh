@@ -12,9 +12,8 @@ __device__ Wide add_packet(const Norm& norm, Wide total, const Packet<T, kCount>
   Wide magnitudes[kCount / kComponents];
 #pragma unroll
   for (int i = 0; i < kCount / kComponents; ++i) {
-    magnitudes[i] = fabs(Wide(T::widen(packet.element[i * kComponents])));
-    if constexpr (kComponents == 2)
-      magnitudes[i] = hypot(magnitudes[i], Wide(T::widen(packet.element[2 * i + 1])));
+    magnitudes[i] = fabs(Wide(widened(packet, i * kComponents)));
+    if constexpr (kComponents == 2) magnitudes[i] = hypot(magnitudes[i], Wide(widened(packet, 2 * i + 1)));
   }
   return norm.add(total, magnitudes);
 }
@@ -23,7 +22,7 @@ template <typename T, int kCount>
 __device__ u32 bits_of_packet(const Packet<T, kCount>& packet) {
   u32 bits = 0;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) bits |= non_finite_bits(T::widen(packet.element[i]));
+  for (int i = 0; i < kCount; ++i) bits |= non_finite_bits(widened(packet, i));
   return bits;
 }
 
@@ -31,7 +30,7 @@ template <typename T, int kCount>
 __device__ bool all_zero(const Packet<T, kCount>& packet) {
   bool zero = true;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) zero = zero && T::widen(packet.element[i]) == 0;
+  for (int i = 0; i < kCount; ++i) zero = zero && widened(packet, i) == 0;
   return zero;
 }
 
@@ -40,7 +39,7 @@ template <typename T, int kCount>
 __device__ void multiply_packet(Packet<T, kCount>& packet, typename T::Wide factor) {
   typename T::Wide products[kCount];
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) products[i] = T::widen(packet.element[i]) * factor;
+  for (int i = 0; i < kCount; ++i) products[i] = widened(packet, i) * factor;
   packet = narrowed<T, kCount>(products);
 }
 
@@ -53,8 +52,10 @@ struct MeasureVisit {
   bool writes, shrinks;
   Measured measured;
 
-  template <bool kWhole, int kPackets, int kCount>
-  __device__ void group(Packet<T, kCount> (&packets)[kPackets], u32 valid) {
+  // `reload(k)` reads a packet again: in a group that needs care, so that no other group keeps its packets
+  // where they can be reached by their number.
+  template <bool kWhole, int kPackets, int kCount, typename Reload>
+  __device__ void group(const Packet<T, kCount> (&packets)[kPackets], u32 valid, Reload&& reload) {
     Wide total = Wide(norm.identity());
 #pragma unroll
     for (u32 k = 0; k < kPackets; ++k) {
@@ -65,7 +66,7 @@ struct MeasureVisit {
     if (finite && norm.trusted(total)) {
       measured.total = norm.join(measured.total, double(total));
     } else {
-      again_with_care(packets, valid, total);
+      again_with_care<kPackets, kCount>(kWhole ? u32(kPackets) : valid, total, reload);
     }
   }
 
@@ -88,18 +89,21 @@ struct MeasureVisit {
     }
   }
 
-  template <int kPackets, int kCount>
-  __device__ void again_with_care(const Packet<T, kCount> (&packets)[kPackets], u32 valid, Wide total) {
+  template <int kPackets, int kCount, typename Reload>
+  __device__ void again_with_care(u32 valid, Wide total, Reload&& reload) {
     double exact = norm.identity();
     bool zero = norm.ignores_zeros() && total == 0;
+#pragma unroll
     for (u32 k = 0; k < kPackets; ++k) {
-      if (k < valid) zero = zero && all_zero(packets[k]);
+      if (k < valid && zero) zero = all_zero<T, kCount>(reload(k));
     }
     if (zero) return;
+#pragma unroll
     for (u32 k = 0; k < kPackets; ++k) {
       if (k >= valid) continue;
-      exact = add_packet<kComponents>(norm, exact, packets[k]);
-      measured.bits |= bits_of_packet(packets[k]);
+      const Packet<T, kCount> packet = reload(k);
+      exact = add_packet<kComponents>(norm, exact, packet);
+      measured.bits |= bits_of_packet(packet);
     }
     measured.total = norm.join(measured.total, exact);
   }
@@ -111,7 +115,7 @@ struct MeasureVisit {
     for (u32 k = 0; k < kInFlight; ++k) {
       loaded[k] = kWhole || k < valid ? load_packet(address + k * kThreads) : Vector<T>{};
     }
-    group<kWhole>(loaded, valid);
+    group<kWhole>(loaded, valid, [&](u32 k) { return load_packet(address + k * kThreads); });
     if constexpr (kWrites) {
       if (!writes) return;
       multiply<kWhole>(loaded, valid);
@@ -125,7 +129,7 @@ struct MeasureVisit {
   __device__ void unit(T* address) {
     Packet<T, kComponents> one[1];
     for (int i = 0; i < kComponents; ++i) one[0].element[i] = address[i];
-    group<true>(one, 1);
+    group<true>(one, 1, [&](u32) { return one[0]; });
     if constexpr (kWrites) {
       if (!writes) return;
       multiply<true>(one, 1);

@@ -81,12 +81,6 @@ struct Parameter {
   }
 };
 
-// `kCount` neighbours as float32.
-template <int kCount>
-struct Lanes {
-  float lane[kCount];
-};
-
 template <typename T, int kCount>
 __device__ inline Lanes<kCount> load_lanes(u64 address, u64 at) {
   const auto packet = load_packet(reinterpret_cast<const Packet<T, kCount>*>(address + at * sizeof(T)));
@@ -308,18 +302,6 @@ struct BFloat16States {
   }
 };
 
-// Apply a rule to an element of a group.
-template <typename Rule, int kCount>
-__device__ inline void step_lane(
-    Lanes<kCount>& param, const Lanes<kCount>& grad, Lanes<kCount>* states, int i, const Rule& rule) {
-  float values[Rule::States::kCount + 1];
-#pragma unroll
-  for (u32 k = 0; k < Rule::States::kCount; ++k) values[k] = states[k].lane[i];
-  param.lane[i] = rule(param.lane[i], grad.lane[i], values);
-#pragma unroll
-  for (u32 k = 0; k < Rule::States::kCount; ++k) states[k].lane[i] = values[k];
-}
-
 // Apply it to groups of kCount elements of [begin, end), with divided gradients. All loads come before the
 // first use of one.
 template <int kCount, typename Format, typename Rule>
@@ -342,8 +324,7 @@ __device__ void step_range(
       states[k] = Rule::States::kind(k) == rules::kWeight ? Float32States::widen<kCount>(raw_states[k])
                                                           : Format::template widen<kCount>(raw_states[k]);
     divide_grad<kCount>(parameter, at, divisor, grad);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) step_lane(param, grad, states, i, rule);
+    param = rule(param, grad, states);
 #pragma unroll
     for (u32 k = 0; k < kStates; ++k) {
       const rules::StateKind kind = Rule::States::kind(k);
@@ -399,9 +380,13 @@ struct CodedLanes {
   __device__ Lanes<kGroup> decoded() const {
     if (kind == rules::kWeight) return Float32States::widen<kGroup>(raw);
     Lanes<kGroup> lanes;
+    u32 word;
+    memcpy(&word, &packet, sizeof(word));
+    if (is_signed()) word ^= 0x80808080u;  // 128 more, so that none is negative
+    const float offset = is_signed() ? kWhole + 128 : kWhole;
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
-      const float code = is_signed() ? float((signed char)packet.element[i]) : float(packet.element[i]);
+      const float code = __uint_as_float(byte_behind(0x4b000000u, word, i)) - offset;
       const float root = code * unit;
       lanes.lane[i] = is_signed() ? code * fabsf(code) * unit : root * root;
     }
@@ -454,16 +439,9 @@ struct CodedLanes {
     return reinterpret_cast<Packet<Float32, 1>*>(codes + (kCodeBlock - u32(at % kCodeBlock)));
   }
   __device__ static void take_roots(Lanes<kGroup>& lanes) {
-    bool moderate = true;
+    if (!lanes.has_roots) root(lanes);
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) moderate &= lanes.lane[i] >= 0x1p-100f && lanes.lane[i] <= 0x1p126f;
-    if (moderate) {
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) lanes.lane[i] = moderate_root(lanes.lane[i]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) lanes.lane[i] = at_most(sqrtf(lanes.lane[i]), kMostRoot);
-    }
+    for (int i = 0; i < kGroup; ++i) lanes.lane[i] = at_most(lanes.root[i], kMostRoot);
   }
   __device__ static float at_most(float value, float most) { return value > most ? most : value; }  // or NaN
   __device__ static u8 signed_code(float value, float inverse) {
@@ -510,8 +488,8 @@ __device__ __noinline__ void step_group_alone(
 #pragma unroll
     for (u32 k = 0; k < kStates; ++k)
       values[k] =
-          is_weight(k) ? load_lanes<Float32, 1>(parameter.states[k], at + i) : Lanes<1>{{states[k].lane[i]}};
-    step_lane(param, grad, values, 0, rule);
+          is_weight(k) ? load_lanes<Float32, 1>(parameter.states[k], at + i) : Lanes<1>(states[k].lane[i]);
+    param = rule(param, grad, values);
 #pragma unroll
     for (u32 k = 0; k < kStates; ++k) {
       states[k].lane[i] = values[k].lane[0];
@@ -548,8 +526,7 @@ __device__ void step_codes(
 #pragma unroll
     for (u32 k = 0; k < kStates; ++k) states[k] = coded[k].decoded();
     divide_grad<kGroup>(parameter, at, divisor, grad);
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) step_lane(param, grad, states, i, rule);
+    param = rule(param, grad, states);
 #pragma unroll
     for (u32 k = 0; k < kStates; ++k) coded[k].store(states[k], at, seed, true);
     store_param<kGroup>(parameter, at, param);
