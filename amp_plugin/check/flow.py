@@ -8,11 +8,12 @@ iteration if the conditions of one are among the conditions of the other.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from amp_plugin.check.names import ROLES, Key, Names, Scope, is_off
+from amp_plugin.check.names import ROLES, FunctionNode, Key, Names, Scope, called, is_off
 
 Kind = Literal[
     "scaled backward",
@@ -37,6 +38,7 @@ _SCALER_METHODS: Final[dict[str, Kind]] = {
     "unscale_": "unscale",
     "update": "update",
 }
+_INHERITED: Final = re.compile(r"scal|grad|amp|optim|step|backward|update|prepare|before|after|hook|clip")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,8 @@ class Event:
         who: the scaler, accelerator or scheduler whose method is called. For an optimizer that steps without
             a scaler it is the optimizer.
         optimizer: the optimizer that is passed to the scaler.
-        touches: the variables that are passed to a call of an unknown function.
+        touches: the variables that are passed to a call of an unknown function. For a method of the same
+            object that may do something with a scaler, the object is among them.
         position: the index of the event in its function.
     """
 
@@ -107,6 +110,11 @@ class Event:
     optimizer: Key | None = None
     touches: frozenset[Key] = frozenset()
     position: int = 0
+
+    def may_change(self, key: Key | None) -> bool:
+        """Return whether the call gets a variable, or the object whose attribute the variable is."""
+        owner = Key(key.scope, re.split(r"[.\[]", key.text)[0]) if key else None
+        return key in self.touches or owner in self.touches
 
 
 @dataclass(eq=False)
@@ -171,6 +179,7 @@ class _Walker:
     def __init__(self, names: Names) -> None:
         self.names = names
         self.flows: list[Flow] = []
+        self._parts: dict[FunctionNode, tuple[ast.AST, ...]] = {}  # function -> all its syntax nodes
         self._scaled: dict[Key, Key] = {}  # variable that holds a scaled loss -> the scaler that scaled it
 
     def function(self, node: ast.AST, body: Sequence[ast.stmt]) -> None:
@@ -224,15 +233,15 @@ class _Walker:
         """Walk through the blocks of a ``try`` or ``match``; at most one handler or case of it runs."""
         if isinstance(node, ast.Try):
             self.body(node.body, context)
-            blocks = [handler.body for handler in node.handlers]
+            kind, blocks = "handler", [handler.body for handler in node.handlers]
             after = [*node.orelse, *node.finalbody]
         else:
             self.expression(node.subject, context)
-            blocks, after = [case.body for case in node.cases], []
+            kind, blocks, after = "case", [case.body for case in node.cases], []
         for number, block in enumerate(blocks):
-            name = f"block {number} of line {node.lineno}"
+            name = f"{kind} {number} of line {node.lineno}"
             others = [
-                (f"block {other} of line {node.lineno}", False)
+                (f"{kind} {other} of line {node.lineno}", False)
                 for other in range(len(blocks))
                 if other != number
             ]
@@ -311,11 +320,45 @@ class _Walker:
                 return replace(known, kind=kind, who=scaler, optimizer=first)
         if ROLES.get(self.names.dotted(call.func)) == "clip":
             return replace(known, kind="clip")
-        given = (
-            self.names.key(value, scope) for value in (*call.args, *(word.value for word in call.keywords))
-        )
+        passed = [*call.args, *(word.value for word in call.keywords)]
+        if isinstance(function, ast.Attribute) and self.may_use_scaler(call, scope):
+            passed.append(function.value)
+        given = (self.names.key(value, scope) for value in passed)
         touches = frozenset(key for key in given if key is not None)
         return replace(known, kind="unknown" if touches else "call", touches=touches)
+
+    def may_use_scaler(self, call: ast.Call, scope: Scope) -> bool:
+        """Return whether a call runs a method of its own object that names a scaler, or may do so.
+
+        Methods of this module are read, with the methods that they call. Of an inherited method only the
+        name is known.
+        """
+        pending, seen = [(call, scope)], set[FunctionNode]()
+        while pending:
+            inner, where = pending.pop()
+            name = self.own_method(inner, where)
+            method = called(self.names, inner, where) if name else None
+            if name and method is None and _INHERITED.search(name) and name != "zero_grad":
+                return True
+            if method is None or method in seen:
+                continue
+            seen.add(method)
+            parts = self._parts.setdefault(method, tuple(ast.walk(method)))
+            if any(isinstance(part, ast.Attribute) and "scale" in part.attr.lower() for part in parts):
+                return True
+            pending.extend((p, self.names.scopes[method]) for p in parts if isinstance(p, ast.Call))
+        return False
+
+    def own_method(self, call: ast.Call, scope: Scope) -> str:
+        """Return the name of a method that is called on the method's own object; empty for other calls."""
+        function = call.func
+        is_own = (
+            isinstance(function, ast.Attribute)
+            and isinstance(function.value, ast.Name)
+            and function.value.id == scope.first_argument
+            and self.names.key(function, scope) not in self.names.bound
+        )
+        return function.attr if is_own and isinstance(function, ast.Attribute) else ""
 
     def kind(self, method: str, call: ast.Call, receiver: ast.AST, roles: set[str]) -> Kind | None:
         """Return the kind of a method call, from the method's name and the role of its object."""
@@ -326,7 +369,7 @@ class _Walker:
                 return "framework backward"
             return None if call.args else "backward"
         if method == "step" and not ("scaler" in roles and call.args):
-            for role, beginning in (("scheduler", "sched"), ("optimizer", "opt")):
+            for role, beginning in (("scheduler", "sch"), ("optimizer", "opt")):
                 if role in roles or (not roles and _named(receiver, beginning)):
                     return "scheduler step" if role == "scheduler" else "optimizer step"
             return None

@@ -7,7 +7,9 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
+from amp_plugin.check.flow import Event
 from amp_plugin.check.module import Edit, Hit, Module
+from amp_plugin.check.names import Scope
 
 _OLD: Final = re.compile(r"torch\.(cuda|cpu)\.amp(\.grad_scaler|\.autocast_mode)?$")
 _MOVED: Final = {"autocast", "GradScaler", "custom_fwd", "custom_bwd"}
@@ -143,31 +145,60 @@ def _edits_of_call(call: ast.Call, name: str, word: str, lines: list[str]) -> li
 
 
 def scaler_not_saved(module: Module) -> Iterator[Hit]:
-    """AMP015: a checkpoint with the optimizer's state and without the scaler's, in a module with a scaler."""
-    makes = any("scaler" in module.names.made_by(event.call) for event in module.events())
-    states = [
-        (event, event.call.func.value)
-        for event in module.events()
-        if isinstance(event.call.func, ast.Attribute) and event.call.func.attr == "state_dict"
-    ]
-    if not makes or any("scaler" in module.roles(owner, event.scope) for event, owner in states):
+    """AMP015: a checkpoint with the optimizer and without the scaler, in a module that uses a scaler."""
+    events = list(module.events())
+    uses = any(e.kind == "scaler step" or "scaler" in module.names.made_by(e.call) for e in events)
+    if not uses or re.search(r"scaler\w*(\[[^]]*\])?\.state_dict|amp\.state_dict", module.text):
         return
-    if re.search(r"scaler\w*(\[[^]]*\])?\.state_dict|amp\.state_dict", module.text):
+    states = [
+        (e.call.func.value, e.scope)
+        for e in events
+        if isinstance(e.call.func, ast.Attribute) and e.call.func.attr == "state_dict"
+    ]
+    if any("scaler" in module.roles(owner, scope) for owner, scope in states):
         return
     reported: set[ast.AST] = set()
-    for event in module.events():
-        if module.names.dotted(event.call.func) != "torch.save" or not event.call.args:
+    for event in events:
+        if not _saves(module, event.call):
             continue
-        for value, scope in module.names.values(event.call.args[0], event.scope):
-            if value in reported:
-                break
-            saved = [part for part in ast.walk(value) if isinstance(part, ast.Call)]
-            owners = [
-                c.func.value
-                for c in saved
-                if isinstance(c.func, ast.Attribute) and c.func.attr == "state_dict"
-            ]
-            if any("optimizer" in module.roles(owner, scope) for owner in owners):
+        for part, value, scope in _saved(module, event):
+            if value not in reported and "optimizer" in module.roles(part, scope):
                 reported.add(value)
                 yield Hit("AMP015", event.call)
                 break
+
+
+def _saves(module: Module, call: ast.Call) -> bool:
+    """Return whether a call is ``torch.save``, or an imported function that saves and gets no scaler."""
+    function = call.func
+    name = module.names.dotted(function).rpartition(".")[2]
+    if not name and isinstance(function, ast.Name) and function.id not in module.names.functions:
+        name = function.id
+    passed = [*call.args, *(word.value for word in call.keywords)]
+    is_open = any(isinstance(value, ast.Starred) for value in call.args) or any(
+        word.arg is None for word in call.keywords
+    )
+    return "save" in name and not is_open and not any("scaler" in ast.unparse(value) for value in passed)
+
+
+def _saved(module: Module, event: Event) -> Iterator[tuple[ast.AST, ast.AST, Scope]]:
+    """Yield the owner of each state that a call saves, with the expression and scope it was found in.
+
+    A function other than ``torch.save`` may also be given the object itself.
+    """
+    is_torchs = module.names.dotted(event.call.func) == "torch.save"
+    passed = [*event.call.args, *(word.value for word in event.call.keywords)]
+    for argument in passed[:1] if is_torchs else passed:
+        if not is_torchs and isinstance(argument, (ast.Name, ast.Attribute)):
+            yield argument, event.call, event.scope
+        for value, scope in module.names.values(argument, event.scope):
+            for owner in _owners(value):
+                yield owner, value, scope
+
+
+def _owners(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield each object whose ``state_dict`` is called in an expression."""
+    for part in ast.walk(node):
+        function = part.func if isinstance(part, ast.Call) else None
+        if isinstance(function, ast.Attribute) and function.attr == "state_dict":
+            yield function.value

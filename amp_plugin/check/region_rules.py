@@ -138,7 +138,9 @@ def scaler_with_bf16(module: Module) -> Iterator[Hit]:
         for value, _ in made if len(made) == 1 else ():
             if not isinstance(value, ast.Call) or "scaler" not in module.names.made_by(value):
                 continue
-            if not any(word.arg in {"enabled", None} for word in value.keywords):
+            words = {word.arg: word.value for word in value.keywords}
+            is_on = isinstance(enabled := words.get("enabled"), ast.Constant) and enabled.value is True
+            if None not in words and (enabled is None or is_on):
                 yield Hit("AMP012", value)
 
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from amp_plugin.check.flow import Event, Flow
 from amp_plugin.check.module import Hit, Module
 
-_ACCUMULATION = re.compile(r"%|accum|micro", re.IGNORECASE)
 _PRECISION = re.compile(
-    r"\bamp|_amp|scal|fp16|bf16|half|mixed|precision|enabled|cuda|device|block \d", re.IGNORECASE
+    r"\bamp|_amp|scal|fp16|bf16|half|mixed|precision|enabled|cuda|device|^(case|handler) \d", re.IGNORECASE
 )
+_RARELY = re.compile(r"%|\blen\(|last|final|num_batch|n_batch|steps_per_epoch", re.IGNORECASE)
 
 
 def clip_before_unscale(module: Module) -> Iterator[Hit]:
@@ -35,11 +35,22 @@ def _clips_scaled(flow: Flow, clip: Event, step: Event) -> bool:
         if event.kind in {"scaled backward", "backward", "framework backward"}
         and not event.context.excludes(clip.context)
         and not event.context.excludes(step.context)
+        and not _is_in_reserve(event, clip)
     ]
     if not earlier or (earlier[-1].kind, earlier[-1].who) != ("scaled backward", step.who):
         return False
     is_free = _adds_no_doubt(clip, {*earlier[-1].context.conditions, *step.context.conditions})
     return is_free and not _is_interrupted(flow, earlier[-1], clip)
+
+
+def _is_in_reserve(event: Event, other: Event) -> bool:
+    """Return True if an event stands in an ``except`` block and the other one does not."""
+    return any(text.startswith("handler ") and holds for text, holds in _extra(event, other))
+
+
+def _extra(event: Event, other: Event) -> set[tuple[str, bool]]:
+    """Return the conditions of an event that another event does not have."""
+    return {*event.context.conditions} - {*other.context.conditions}
 
 
 def _adds_no_doubt(event: Event, known: set[tuple[str, bool]]) -> bool:
@@ -143,20 +154,39 @@ def _steps_an_earlier_loss(before: list[Event], step: Event, update: Event) -> b
 
 
 def update_in_accumulation(module: Module) -> Iterator[Hit]:
-    """AMP006: step and update at different rates: one per micro-batch, the other per accumulation window."""
+    """AMP006: step and update at different rates, or an update in an iteration without a step.
+
+    torch's scaler raises an error at an update that no step came before; this package's does not.
+    """
+    is_torchs = "amp_plugin.GradScaler" not in module.names.imports.values()
     for flow in module.flows:
         for step in flow.of("scaler step"):
-            for update in flow.of("update"):
-                if update.who != step.who or update.context.loops != step.context.loops:
-                    continue
-                if _is_rarer(step, update):
-                    yield Hit(
-                        "AMP006", update.call, "update() runs after each micro-batch, step() once a window"
-                    )
-                elif _is_rarer(update, step):
-                    yield Hit(
-                        "AMP006", step.call, "step() runs after each micro-batch, update() once a window"
-                    )
+            updates = [e for e in flow.of("update") if _turn(e) == _turn(step)]
+            if updates and all(_is_rarer(update, step) for update in updates):
+                yield Hit("AMP006", step.call, "step() runs after each micro-batch, update() once a window")
+        for update in flow.of("update"):
+            steps = [e for e in flow.of("scaler step") if _turn(e) == _turn(update)]
+            if steps and all(_is_rarer(step, update) for step in steps):
+                yield Hit("AMP006", update.call, "update() runs after each micro-batch, step() once a window")
+            elif is_torchs and _follows_nothing(flow, update, steps):
+                yield Hit("AMP006", update.call, "update() without a step() before it raises an error")
+
+
+def _turn(event: Event) -> tuple[object, ...]:
+    """Return what the calls of one scaler in the body of one loop have in common."""
+    return event.who, event.context.loops
+
+
+def _follows_nothing(flow: Flow, update: Event, steps: list[Event]) -> bool:
+    """Return True if each step is in another branch than the update, and nothing unscales before it."""
+    before = [e for e in flow.events[: update.position] if not e.context.excludes(update.context)]
+    is_plain = not (update.call.args or update.call.keywords)
+    return (
+        is_plain
+        and bool(steps)
+        and all(step.context.excludes(update.context) for step in steps)
+        and not any(_same_scaler(e, update) and e.kind != "scaled backward" for e in before)
+    )
 
 
 def _is_rarer(event: Event, other: Event) -> bool:
@@ -187,24 +217,28 @@ def _renewed(flow: Flow, first: Event, last: Event) -> bool:
 
 
 def scheduler_on_skip(module: Module) -> Iterator[Hit]:
-    """AMP016: a scheduler that steps in each iteration, whether or not the scaler skipped the step."""
-    if (
-        "get_scale" in module.identifiers
-        or "last_step" in module.identifiers
-        or "skipped" in module.identifiers
-    ):
-        return
+    """AMP016: a scheduler that steps in each iteration, whether or not the scaler skipped the step.
+
+    A scheduler that is given the epoch or a metric is left out, and one that steps once an epoch.
+    """
+    knows_skips = any(name in module.identifiers for name in ("get_scale", "last_step", "skipped"))
     for flow in module.flows:
         for event in flow.of("scheduler step"):
-            before = flow.events[: event.position]
-            if any(
-                step.kind == "scaler step"
-                and step.context.loops == event.context.loops
-                and not step.context.excludes(event.context)
-                and _adds_no_doubt(event, {*step.context.conditions})
-                for step in before
-            ) and (event.context.loops or flow.of("scaled backward")):
+            if event.call.args or event.call.keywords:
+                continue
+            steps = [e for e in flow.events[: event.position] if e.kind == "scaler step"]
+            if any(_goes_along(event, step, knows_skips=knows_skips) for step in steps):
                 yield Hit("AMP016", event.call)
+
+
+def _goes_along(event: Event, step: Event, *, knows_skips: bool) -> bool:
+    """Return True if a scheduler steps as often as a scaler, even if the scaler skips its step."""
+    if step.context.loops != event.context.loops or step.context.excludes(event.context):
+        return False
+    extra = _extra(event, step)
+    if extra and (knows_skips or any(_RARELY.search(text) for text, _ in extra)):
+        return False
+    return _adds_no_doubt(event, {*step.context.conditions})
 
 
 def framework_bypassed(module: Module) -> Iterator[Hit]:
@@ -264,12 +298,13 @@ def _is_interrupted(flow: Flow, first: Event, last: Event) -> bool:
     between = [e for e in flow.between(first, last) if not e.context.excludes(last.context)]
     keys = {key for key in (first.who, first.optimizer, last.who, last.optimizer) if key is not None}
     return any(
-        e.kind in {"unscale", "scaler clip"} or (e.kind == "unknown" and e.touches & keys) for e in between
+        e.kind in {"unscale", "scaler clip"} or (e.kind == "unknown" and any(map(e.may_change, keys)))
+        for e in between
     )
 
 
 def _same_scaler(event: Event, other: Event) -> bool:
-    return event.who == other.who or (event.kind == "unknown" and other.who in event.touches)
+    return event.who == other.who or (event.kind == "unknown" and event.may_change(other.who))
 
 
 def _same_optimizer(event: Event, other: Event) -> bool:

@@ -353,3 +353,156 @@ def train(model, scale_of_loss, opt, loss):
 train(model, Scaler(), torch.optim.SGD(model.parameters()), loss)
 """
     assert codes(text) == ["AMP001", "AMP002"]
+
+
+# Shapes of loops that people write, each with the rules that see it. The rules were wrong about each of them once.
+SHAPES = {
+    "the scheduler is given the epoch": (
+        "scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n    scheduler.step(epoch)",
+        [],
+    ),
+    "the scheduler steps at the end of an epoch": (
+        "scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n    if number + 1 == len(data):\n        scheduler.step()",
+        [],
+    ),
+    "the scheduler steps every hundredth iteration": (
+        "scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n    if number % 100 == 99:\n        scheduler.step()",
+        [],
+    ),
+    "the scale is printed, and the scheduler is not guarded": (
+        "scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n    scheduler.step()\n    print(scaler.get_scale())",
+        ["AMP016"],
+    ),
+    "a skipped step leaves the iteration": (
+        "scaler.scale(loss).backward()\n    before = scaler.get_scale()\n    scaler.step(optimizer)\n    scaler.update()\n    if scaler.get_scale() < before:\n        continue\n    scheduler.step()",
+        [],
+    ),
+    "the scheduler has a short name": (
+        "scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    if sch:\n        sch.step()\n    scaler.update()",
+        ["AMP016"],
+    ),
+    "two optimizers, and one of them steps more rarely": (
+        "scaler.scale(first).backward()\n    scaler.step(optimizer)\n    if number % 5 == 0:\n        scaler.scale(loss).backward()\n        scaler.step(other)\n    scaler.update()",
+        [],
+    ),
+    "two optimizers in one window, the first of them on request": (
+        "scaler.scale(loss).backward()\n    if number % 4 == 3 and both:\n        scaler.unscale_(other)\n    if number % 4 == 3:\n        scaler.step(optimizer)\n        scaler.update()\n    if number % 4 == 3 and both:\n        scaler.scale(loss).backward()\n        scaler.step(other)\n        scaler.update()",
+        [],
+    ),
+    "a bad loss is skipped with an update": (
+        "if not torch.isfinite(loss):\n        optimizer.zero_grad()\n        scaler.update()\n        continue\n    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()",
+        ["AMP006"],
+    ),
+    "a bad loss is skipped with a smaller scale": (
+        "if not torch.isfinite(loss):\n        optimizer.zero_grad()\n        scaler.update(1024.0)\n        continue\n    scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()",
+        [],
+    ),
+    "bad gradients are skipped with an update": (
+        "scaler.scale(loss).backward()\n    scaler.unscale_(optimizer)\n    if not finite(parameters):\n        optimizer.zero_grad()\n        scaler.update()\n        continue\n    scaler.step(optimizer)\n    scaler.update()",
+        [],
+    ),
+    "the backward pass has a plain one in reserve": (
+        "try:\n        scaler.scale(loss).backward()\n    except RuntimeError:\n        loss.backward()\n    torch.nn.utils.clip_grad_norm_(parameters, 1.0)\n    scaler.step(optimizer)\n    scaler.update()",
+        ["AMP001"],
+    ),
+    "a clip of the plain backward pass in reserve": (
+        "try:\n        scaler.scale(loss).backward()\n        scaler.step(optimizer)\n    except RuntimeError:\n        loss.backward()\n        torch.nn.utils.clip_grad_norm_(parameters, 1.0)\n        optimizer.step()\n    scaler.update()",
+        [],
+    ),
+    "the checkpoint of a scaler that another module makes": (
+        "scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n    torch.save({'model': model.state_dict(), 'optimizer': optimizer.state_dict()}, 'last.pt')",
+        ["AMP015"],
+    ),
+    "a function that saves the optimizer without the scaler": (
+        "scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n    save_checkpoint('last.pt', model, optimizer)",
+        ["AMP015"],
+    ),
+    "a function that saves both": (
+        "scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n    save_checkpoint('last.pt', model, optimizer, amp=scaler)",
+        [],
+    ),
+    "a method that saves an object which may own the scaler": (
+        "scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n    self.save_checkpoint('last.pt', optimizer)",
+        [],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_of_a_loop_is_found_or_left_alone(name):
+    loop, expected = SHAPES[name]
+    text = f"""
+import torch
+
+def train(model, optimizer, other, scaler, scheduler, sch, data, epoch, both, parameters):
+    for number, batch in enumerate(data):
+        loss = model(batch)
+        {loop.replace(chr(10), chr(10) + "    ")}
+"""
+    assert codes(text) == expected
+
+
+def test_a_method_that_steps_scaler_and_scheduler_is_found():
+    text = """
+import torch
+
+class Precision:
+    def __init__(self):
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def backward(self, loss):
+        self.scaler.scale(loss).backward()
+
+    def step(self, optimizer, scheduler=None):
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        if scheduler is not None:
+            scheduler.step()
+"""
+    assert codes(text) == ["AMP016"]
+
+
+def test_a_scaler_that_says_it_is_enabled_is_enabled():
+    text = """
+import torch
+scaler = torch.amp.GradScaler("cuda", enabled={})
+for batch in data:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(batch)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+    assert [codes(text.format(value)) for value in ("True", "use_amp", "False")] == [["AMP012"], [], []]
+
+
+METHODS = {
+    "the method unscales": ("    def prepare(self):\n        self.scaler.unscale_(self.optimizer)", "object", []),
+    "the method asks another one": ("    def prepare(self):\n        self.inner()\n\n    def inner(self):\n        self.scaler.unscale_(self.optimizer)", "object", []),
+    "the method does not unscale": ("    def prepare(self):\n        self.count += 1", "object", ["AMP001"]),
+    "the method is inherited": ("    count = 0", "Base", []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_between_backward_and_clip_may_unscale(name):
+    method, base, expected = METHODS[name]
+    text = f"""
+import torch
+from other import Base
+
+class Trainer({base}):
+    def __init__(self):
+        self.scaler = torch.amp.GradScaler("cuda")
+
+{method}
+
+    def train(self):
+        for batch in self.data:
+            self.scaler.scale(self.model(batch)).backward()
+            self.prepare()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+"""
+    assert codes(text) == expected
