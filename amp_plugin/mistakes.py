@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,6 +25,11 @@ class Mistake:
     what: str
     instead: str
     is_harmless: bool = False
+
+    def instead_with(self, scaler: str, optimizer: str) -> str:
+        """Return what to do, with the names that a program gives to its scaler and its optimizer."""
+        names = {"scaler": scaler, "optimizer": optimizer}
+        return re.sub(r"\b(scaler|optimizer)\b", lambda found: names[found[0]], self.instead)
 
 
 MISTAKES: Final = {

@@ -18,6 +18,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from typing_extensions import Self
 
+from amp_plugin.mistakes import MISTAKES
 from amp_plugin.numerics.finding import Cure, Finding
 from amp_plugin.numerics.places import called_from
 from amp_plugin.numerics.values import unwatched
@@ -142,7 +143,7 @@ def _finding(name: str, scaler: Any, optimizer: Any, numbers: tuple[float, float
         op=f"torch.nn.utils.{name}",
         place=place,
         caller=caller,
-        advice=f"call {shown[0]}.unscale_({shown[1]}) before it, or {shown[0]}.{own}({shown[1]}, ...) of "
+        advice=f"{MISTAKES['AMP001'].instead_with(*shown)}, or {shown[0]}.{own}({shown[1]}, ...) of "
         "amp_plugin.GradScaler in its place; in a framework, the framework's own clip.",
         cures=cures,
         lesson=f"{scale:g}, to {limit:g}: that is {limit / scale:.2g} of the true ones",

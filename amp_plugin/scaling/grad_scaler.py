@@ -44,8 +44,8 @@ _MAY_BE_OVERRIDDEN: Final = ("step", "unscale_", "_unscale_grads_", "_maybe_opt_
 _COLLABORATORS: Final = ("core", "_updates", "_records")
 
 _UNSCALED_TWICE: Final = (
-    "unscale_() has already been called on this optimizer since the last update(). "
-    "Call it once. Clips and steps unscale by themselves if need be."
+    "unscale_() has already been called on this optimizer since the last update(): "
+    f"{MISTAKES['AMP007'].instead}. Clips and steps unscale by themselves if need be."
 )
 
 _PASSED_ITSELF: Final = (
@@ -53,7 +53,7 @@ _PASSED_ITSELF: Final = (
     "step() read the tensors grad_scale and found_inf, which the scaler sets on the optimizer."
 )
 
-_UNSCALED_LATE: Final = "unscale_() is being called after step(). Call it between backward() and step()."
+_UNSCALED_LATE: Final = f"unscale_() is being called after step(): {MISTAKES['AMP007'].instead}."
 
 _GROUPS_ARE_HERE: Final = (
     "a GradScaler with process_groups or sharded_groups cannot be pickled, they belong to this "

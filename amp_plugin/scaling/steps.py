@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from amp_plugin.mistakes import MISTAKES
 from amp_plugin.scaling import closures
 from amp_plugin.scaling.clipping import NormClip, clip_norm, wants_torchs_bits
 from amp_plugin.scaling.core import ScalerCore
@@ -34,8 +35,8 @@ from amp_plugin.scaling.plans import Informed, OnePass, choose, why_not_one_pass
 from amp_plugin.scaling.step_log import StepResult
 
 _NO_UPDATE = (
-    "step() has already been called since the last update(). Call update() once per iteration, "
-    "or make the scaler with dynamic=False; if another optimizer has yet to step in this "
+    f"step() has already been called since the last update(): {MISTAKES['AMP004'].instead}. "
+    "Or make the scaler with dynamic=False; if another optimizer has yet to step in this "
     "iteration, register() both before the first."
 )
 

@@ -135,4 +135,4 @@ def test_run_names_the_line_once(tmp_path):
     command = [sys.executable, "-m", "amp_plugin", "run", script]
     said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
     assert said.count("clip_grad_norm_ clipped gradients") == 1
-    assert "train.py:15 in fit: call scaler.unscale_(opt) before it" in said
+    assert "train.py:15 in fit: call scaler.unscale_(opt) before the clip" in said

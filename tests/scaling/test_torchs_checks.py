@@ -37,7 +37,7 @@ def test_a_forgotten_update_of_a_closure(weights):
 
     scaler.scale(one.loss())
     scaler.step(one.optimizer, closure)
-    with pytest.raises(RuntimeError, match=r"Call update\(\) once per iteration"):
+    with pytest.raises(RuntimeError, match=r"call scaler.update\(\) once per iteration"):
         scaler.step(one.optimizer, closure)
 
 
