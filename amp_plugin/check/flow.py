@@ -370,13 +370,13 @@ class _Walker:
             return None if call.args else "backward"
         if method == "step" and not ("scaler" in roles and call.args):
             for role, beginning in (("scheduler", "sch"), ("optimizer", "opt")):
-                if role in roles or (not roles and _named(receiver, beginning)):
+                if role in roles or (not roles and is_named(receiver, beginning)):
                     return "scheduler step" if role == "scheduler" else "optimizer step"
             return None
         return _SCALER_METHODS.get(method) if "scaler" in roles else None
 
 
-def _named(node: ast.AST, beginning: str) -> bool:
+def is_named(node: ast.AST, beginning: str) -> bool:
     """Return whether the last part of a name begins with a text: ``self.optimizer`` begins with "opt"."""
     name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
     return name.lower().lstrip("_").startswith(beginning) or f"_{beginning}" in name.lower()

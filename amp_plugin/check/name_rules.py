@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from amp_plugin.check.flow import Event
+from amp_plugin.check.flow import Event, is_named
 from amp_plugin.check.module import Edit, Hit, Module
 from amp_plugin.check.names import Scope
 
@@ -162,7 +162,9 @@ def scaler_not_saved(module: Module) -> Iterator[Hit]:
         if not _saves(module, event.call):
             continue
         for part, value, scope in _saved(module, event):
-            if value not in reported and "optimizer" in module.roles(part, scope):
+            roles = module.roles(part, scope)
+            is_optimizer = "optimizer" in roles or (not roles and is_named(part, "opt"))
+            if is_optimizer and value not in reported:
                 reported.add(value)
                 yield Hit("AMP015", event.call)
                 break

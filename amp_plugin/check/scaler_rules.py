@@ -203,10 +203,11 @@ def unscale_twice(module: Module) -> Iterator[Hit]:
             if isinstance(event.call.func, ast.Attribute) and event.call.func.attr != "unscale_":
                 continue
             earlier = [e for e in flow.events[: event.position] if _same_optimizer(e, event)]
-            steps = [e for e in flow.of("scaler step") if _same_optimizer(e, event)]
+            turn = (event.who, event.optimizer, event.context.loops)
+            steps = [e for e in flow.of("scaler step") if (e.who, e.optimizer, e.context.loops) == turn]
             if earlier and _same_pass(earlier[-1], event) and not _renewed(flow, earlier[-1], event):
                 yield Hit("AMP007", event.call)
-            elif any(s.context.loops == event.context.loops and _is_rarer(s, event) for s in steps):
+            elif steps and all(_is_rarer(step, event) for step in steps):
                 yield Hit(
                     "AMP007", event.call, "unscale_() runs after each micro-batch, step() once a window"
                 )
@@ -233,12 +234,20 @@ def scheduler_on_skip(module: Module) -> Iterator[Hit]:
 
 def _goes_along(event: Event, step: Event, *, knows_skips: bool) -> bool:
     """Return True if a scheduler steps as often as a scaler, even if the scaler skips its step."""
-    if step.context.loops != event.context.loops or step.context.excludes(event.context):
+    if _iterations(step) != _iterations(event) or step.context.excludes(event.context):
         return False
-    extra = _extra(event, step)
-    if extra and (knows_skips or any(_RARELY.search(text) for text, _ in extra)):
+    extra, missing = _extra(event, step), _extra(step, event)
+    if (extra and knows_skips) or any(_RARELY.search(text) for text, _ in extra | missing):
         return False
     return _adds_no_doubt(event, {*step.context.conditions})
+
+
+def _iterations(event: Event) -> tuple[ast.AST, ...]:
+    """Return the loops around a step, without a loop over the optimizers or schedulers that step."""
+    loops = event.context.loops
+    objects = {key.text for key in (event.who, event.optimizer) if key is not None}
+    is_over_objects = loops and isinstance(loops[-1], ast.For) and ast.unparse(loops[-1].target) in objects
+    return loops[:-1] if is_over_objects else loops
 
 
 def framework_bypassed(module: Module) -> Iterator[Hit]:

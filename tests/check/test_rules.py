@@ -5,7 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+import amp_plugin
 from amp_plugin.check.checker import check, check_source
 from amp_plugin.check.settings import Settings
 from amp_plugin.check.sources import Source
@@ -377,6 +379,26 @@ SHAPES = {
         "scaler.scale(loss).backward()\n    before = scaler.get_scale()\n    scaler.step(optimizer)\n    scaler.update()\n    if scaler.get_scale() < before:\n        continue\n    scheduler.step()",
         [],
     ),
+    "the rest of an epoch's window steps before the scheduler": (
+        "scaler.scale(loss).backward()\n    if number % 4 == 3:\n        scaler.step(optimizer)\n        scaler.update()\nif number % 4 != 3:\n    scaler.step(optimizer)\n    scaler.update()\nscheduler.step()",
+        [],
+    ),
+    "a second loss in every tenth iteration": (
+        "scaler.scale(loss).backward()\n    scaler.unscale_(optimizer)\n    scaler.step(optimizer)\n    scaler.update()\n    if number % 10 == 0:\n        scaler.scale(penalty).backward()\n        scaler.unscale_(optimizer)\n        scaler.step(optimizer)\n        scaler.update()",
+        [],
+    ),
+    "several optimizers, and a scheduler": (
+        "scaler.scale(loss).backward()\n    for each in optimizers:\n        scaler.step(each)\n    scaler.update()\n    scheduler.step()",
+        ["AMP016"],
+    ),
+    "several schedulers": (
+        "scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n    for schedule in schedules:\n        schedule.step()",
+        ["AMP016"],
+    ),
+    "the scheduler steps after a loop over micro-batches": (
+        "for part in batch:\n        scaler.scale(model(part)).backward()\n        scaler.step(optimizer)\n        scaler.update()\n    scheduler.step()",
+        [],
+    ),
     "the scheduler has a short name": (
         "scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    if sch:\n        sch.step()\n    scaler.update()",
         ["AMP016"],
@@ -462,6 +484,30 @@ class Precision:
     assert codes(text) == ["AMP016"]
 
 
+def test_a_function_that_writes_the_optimizer_of_another_module_is_found():
+    text = """
+import torch
+
+def train(scaler, optimizer, loss):
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+def save(path, model, optimizer):
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+"""
+    assert codes(text) == ["AMP015"]
+    assert codes(text.replace("optimizer.state_dict()", "options.to_dict()")) == []
+    assert (
+        codes(
+            text.replace("path, model, optimizer)", "path, model, optimizer, scaler)").replace(
+                '"model":', '"scaler": scaler.state_dict(), "model":'
+            )
+        )
+        == []
+    )
+
+
 def test_a_scaler_that_says_it_is_enabled_is_enabled():
     text = """
 import torch
@@ -506,3 +552,27 @@ class Trainer({base}):
             self.scaler.update()
 """
     assert codes(text) == expected
+
+
+def test_errors_at_run_time_say_what_the_rules_say():
+    scaler = amp_plugin.GradScaler("cpu")
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler.register(optimizer)
+    for _ in range(2):
+        scaler.scale(weight.sum()).backward()
+        with pytest.raises(RuntimeError, match=re.escape(MISTAKES["AMP002"].what)):
+            optimizer.step()
+        scaler.unscale_(optimizer)
+        with pytest.raises(RuntimeError, match=re.escape(MISTAKES["AMP007"].instead)):
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        with pytest.raises(RuntimeError, match=re.escape(MISTAKES["AMP007"].instead)):
+            scaler.unscale_(optimizer)
+        with pytest.raises(RuntimeError, match=re.escape(MISTAKES["AMP004"].instead)):
+            scaler.step(optimizer)
+        scaler.update()
+    assert (
+        MISTAKES["AMP001"].instead_with("self.scaler", "adam")
+        == "call self.scaler.unscale_(adam) before the clip"
+    )
