@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from amp_plugin.check.checker import check
 from amp_plugin.check.settings import Settings
@@ -121,6 +122,22 @@ def test_comments_settings_and_options_silence_rules(folder):
     Path("pyproject.toml").write_text('[tool.amp-plugin.check]\nselect = ["AMP001"]\n')
     assert checked(".")[0] == 0
     assert checked("--select", "AMP0", ".")[0] == 1
+    Path("pyproject.toml").write_text('[tool.amp-plugin.check]\nignore = ["AMP002"]\n')
+    assert checked(".")[0] == 0
+    assert checked("--select", "AMP002", ".")[0] == 0
+    assert checked("--ignore", "AMP001", ".")[0] == 0
+    Path("pyproject.toml").unlink()
+    Path("one.py").write_text("# amp: ignore-file\n" + STEP)
+    assert checked(".")[0] == 0
+
+
+def test_folders_are_excluded_by_name_and_by_pattern(folder):
+    for place in ("src/a.py", "third_party/deep/b.py", "tests/c.py", ".venv/d.py", "build/e.py"):
+        Path(place).parent.mkdir(parents=True)
+        Path(place).write_text(STEP)
+    assert checked(".")[1][-1] == "3 files checked, 3 found"
+    Path("pyproject.toml").write_text('[tool.amp-plugin.check]\nexclude = ["third_party", "tests/*"]\n')
+    assert checked(".")[1][-1] == "1 file checked, 1 found"
 
 
 @pytest.mark.parametrize(("words", "table", "text"), [
@@ -211,3 +228,12 @@ def test_a_hundred_thousand_lines_take_less_than_ten_seconds(tmp_path):
     start = time.process_time()
     assert check([tmp_path], Settings()).files == number
     assert time.process_time() - start < 10
+
+
+def test_the_hook_of_pre_commit_runs_the_command_on_python_files_and_notebooks(folder):
+    (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
+    assert (hook["id"], hook["types_or"]) == ("amp-plugin-check", ["python", "jupyter"])
+    program, *words = hook["entry"].split()
+    assert program == "amp-plugin"
+    Path("train.py").write_text(STEP)
+    assert amp(*words, "train.py").exit_code == 1
