@@ -126,7 +126,7 @@ def _residual(blocks=4, width=32):
     return make
 
 
-def _healthy(make, **options):
+def trains(make, **options):
     return lambda dtype: _trained(make, dtype, **options)
 
 
@@ -141,16 +141,16 @@ _MAKERS = [
     *(_residual(blocks) for blocks in (2, 4, 8)),
 ]
 CANDIDATES = [
-    *(_healthy(make) for make in _MAKERS),
-    *(_healthy(make, lr=0.01, seed=1) for make in _MAKERS),
-    *(_healthy(make, seed=2) for make in _MAKERS[::2]),
+    *(trains(make) for make in _MAKERS),
+    *(trains(make, lr=0.01, seed=1) for make in _MAKERS),
+    *(trains(make, seed=2) for make in _MAKERS[::2]),
 ]
 
 
 # -- programs that differ --------------------------------------------------------------------------------------------
 
 
-def _narrow(loss_of, *, width=16, rows=64):
+def narrow_loss(loss_of, *, width=16, rows=64):
     """A linear model in autocast, with a loss that computes in the dtype by hand."""
 
     def make():
@@ -186,7 +186,7 @@ def _phase(frequency):
     return lambda y, t: (torch.sin(frequency * y) - t).square().mean()
 
 
-def _rounded_weights(make, optimizer, lr):
+def rounded_weights(make, optimizer, lr):
     def program(dtype):
         torch.manual_seed(0)
         model, loss_of = make()
@@ -205,7 +205,7 @@ def _rounded_weights(make, optimizer, lr):
     return program
 
 
-def _plain(width):
+def plain(width):
     def make():
         x, target = torch.randn(64, width), torch.randint(width, (64,))
         return nn.Linear(width, width), lambda model, dtype: functional.cross_entropy(
@@ -216,13 +216,13 @@ def _plain(width):
 
 
 OTHERS = [
-    *(_narrow(_variance(offset)) for offset in (150.0, 200.0, 250.0, 300.0, 400.0, 500.0, 700.0, 1000.0)),
-    *(_narrow(_near(offset)) for offset in (200.0, 300.0, 500.0, 700.0, 1000.0, 1500.0, 2000.0, 3000.0)),
-    *(_narrow(_slope(delta)) for delta in (1e-3, 1.5e-3, 2e-3, 2.5e-3, 3e-3, 4e-3)),
-    *(_narrow(_expanded(offset)) for offset in (30.0, 50.0, 70.0, 100.0, 150.0, 200.0, 300.0, 400.0)),
-    *(_narrow(_phase(frequency)) for frequency in (100.0, 200.0, 300.0, 500.0, 1000.0, 2000.0)),
-    *(_rounded_weights(_plain(width), torch.optim.SGD, lr) for width, lr in itertools.product((8, 16, 32), (1e-2, 1e-3, 1e-4))),
-    *(_rounded_weights(_plain(width), torch.optim.AdamW, lr) for width, lr in itertools.product((8, 16, 32), (1e-5, 3e-5, 1e-4))),
+    *(narrow_loss(_variance(offset)) for offset in (150.0, 200.0, 250.0, 300.0, 400.0, 500.0, 700.0, 1000.0)),
+    *(narrow_loss(_near(offset)) for offset in (200.0, 300.0, 500.0, 700.0, 1000.0, 1500.0, 2000.0, 3000.0)),
+    *(narrow_loss(_slope(delta)) for delta in (1e-3, 1.5e-3, 2e-3, 2.5e-3, 3e-3, 4e-3)),
+    *(narrow_loss(_expanded(offset)) for offset in (30.0, 50.0, 70.0, 100.0, 150.0, 200.0, 300.0, 400.0)),
+    *(narrow_loss(_phase(frequency)) for frequency in (100.0, 200.0, 300.0, 500.0, 1000.0, 2000.0)),
+    *(rounded_weights(plain(width), torch.optim.SGD, lr) for width, lr in itertools.product((8, 16, 32), (1e-2, 1e-3, 1e-4))),
+    *(rounded_weights(plain(width), torch.optim.AdamW, lr) for width, lr in itertools.product((8, 16, 32), (1e-5, 3e-5, 1e-4))),
 ]  # fmt: skip
 
 

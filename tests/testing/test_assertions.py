@@ -9,6 +9,7 @@ from torch import nn
 
 from amp_plugin import assert_same_numerics, assert_trains_like
 from tests.testing.programs import STEPS, apart, differing, healthy
+from tests.testing.unseen_programs import DIFFERING, HEALTHY
 
 
 @pytest.mark.parametrize("number", range(0, 40, 8))
@@ -31,6 +32,23 @@ def test_a_healthy_program_trains_like_fp32(number):
 @pytest.mark.parametrize("number", WHOLE)
 def test_a_program_that_differs_does_not(number):
     _, step = differing()[number](torch.bfloat16)
+    with pytest.raises(AssertionError, match="does not train like fp32"):
+        assert_trains_like(step, steps=STEPS)
+
+
+UNSEEN = [
+    *range(0, 10, 4),
+    *(pytest.param(number, marks=pytest.mark.whole_run) for number in range(10) if number % 4),
+]
+
+
+@pytest.mark.parametrize("number", UNSEEN)
+def test_programs_that_were_written_after_the_tolerance_are_told_apart(number):
+    assert apart(HEALTHY[number]) < 0.05
+    _, step = HEALTHY[number](torch.bfloat16)
+    assert_trains_like(step, steps=STEPS)
+    assert apart(DIFFERING[number]) > 0.15
+    _, step = DIFFERING[number](torch.bfloat16)
     with pytest.raises(AssertionError, match="does not train like fp32"):
         assert_trains_like(step, steps=STEPS)
 
