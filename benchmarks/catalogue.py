@@ -25,7 +25,7 @@ CPU = {
 }
 NEEDS = {
     "steps": ("lion_pytorch", "schedulefree"),
-    "diagnosis": ("altair",),
+    "diagnosis": ("altair", "jinja2", "vl_convert"),
     "lightning": ("lightning",),
     "accelerate": ("accelerate",),
 }

@@ -99,7 +99,7 @@ def pytest_over(*where: str, marked: str = "gpu and not slow", whole: bool = Fal
     """
     patient = ("--timeout", "100", "--timeout-method", "signal")
     # The machine's packages may be newer than those that the tests are run with here.
-    newer = ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning")
+    newer = ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning", "SyntaxWarning")
     return (
         *(sys.executable, "-m", "pytest", "-v", "--tb", "short", "-m", marked),
         # pytest-benchmark warns beside pytest-xdist, and a warning ends a run here.

@@ -10,6 +10,7 @@ import torch
 
 from amp_plugin import GradScaler
 from amp_plugin.scaling import loss_scale, step_log
+from tests.scaling.device_waits import waits_are_errors
 from tests.scaling.replayed_graph import ReplayedGraph
 
 CAPTURED_AT = 2
@@ -149,13 +150,10 @@ def test_no_step_waits_for_the_device(optimizer, clip, enabled, in_closure):
     loop.run(batches()[:1])
     data = torch.stack(batches()).cuda()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         for batch in data:
             loop.inputs.copy_(batch)
             loop.step(in_closure=in_closure)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert loop.counts() == (len(OVERFLOWS),) * 2
     right = Loop(optimizer, clip, enabled=enabled).run([batches()[0], *batches()])[-1]
     for name in ("scale", "weights"):

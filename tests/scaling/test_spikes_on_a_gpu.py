@@ -7,6 +7,7 @@ import torch
 
 from amp_plugin import GradScaler, Spike, SpikeError
 from tests.host_device import host_device
+from tests.scaling.device_waits import waits_are_errors
 
 pytestmark = pytest.mark.gpu
 
@@ -98,12 +99,9 @@ def test_neither_waits_for_the_device(optimizer, clip, action):
 
     step()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         for _ in range(10):
             step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     step()
     assert {record.verdict for record in got} == {"landed"}
