@@ -12,7 +12,7 @@ import schedulefree
 import torch
 from torch import Tensor
 
-from amp_plugin import GradScaler
+from amp_plugin import GradScaler, Spike
 from amp_plugin.kernels import ops  # noqa: F401 -- defines the ops
 from amp_plugin.weights.store import store_weights
 from benchmarks.clocks import Sample, thread_time
@@ -24,12 +24,16 @@ from benchmarks.setting import Section, Setting, threads
 BARE = "bare optimizer step"
 IN_FP32 = "fp32 weights"
 UNCOMPRESSED = "fp32 state"
+PLAIN = "without it"
 TABLE = "Unscale + clip + step + update, each after a backward"
 TABLE_WITHOUT_SCALE = "Clip + step where nothing is scaled, each after a backward"
 TABLE_16_BITS = "The same step of weights stored in bf16, beside float32 weights"
 TABLE_8_BITS = "The same step of weights stored in bf16 with 8-bit state, one thread, beside float32 state"
+TABLE_JUDGED = "The same step, looked at for spikes or recorded, beside one that is not"
 TABLE_FUSED = "The same step with optimizers that torch has fused, beside its fused and its foreach step"
 TABLE_FOREACH = "The same step with optimizers that are not fused, beside their own step"
+JUDGED: dict[str, Any] = {"on_spike": Spike(), "log": lambda _: None}
+"""Options of the scaler that look at each step, and what they are set to."""
 FUSED = {"Adam": 2, "AdamW": 2, "SGD with momentum": 1, "Adagrad": 1}
 """Optimizers, and how many states each parameter has."""
 NOT_FUSED = {
@@ -88,6 +92,8 @@ class Steps(Section):
                 yield beside_its_limit(setting, name, shapes_of(name, setting), optimizer)
         matrices = setting.sized(MATRICES, [(8, 16)])
         yield beside_its_limit(setting, "4 matrices of 512 x 2048", matrices, "Muon")
+        for name, option in itertools.product(("ResNet-50", "1000 x 1 KB"), JUDGED):
+            yield looked_at(setting, name, option)
         if setting.device == "cpu":
             yield in_16_bits(setting)
             yield in_8_bits(setting)
@@ -112,6 +118,24 @@ def whole_step(setting: Setting, name: str, optimizer: str) -> Comparison:
         },
         rounds=setting.rounds(9 if name == "GPT-2 124M" else 21),
         gates=gates_of(name, optimizer, setting),
+    )
+
+
+def looked_at(setting: Setting, name: str, option: str) -> Comparison:
+    """Compare a step under an option of the scaler that looks at each step with one without it."""
+    shapes, options = shapes_of(name, setting), {option: JUDGED[option]}
+    runs = {
+        OURS: Trained(shapes, setting.device, "fused AdamW", options=options),
+        PLAIN: Trained(shapes, setting.device, "fused AdamW"),
+    }
+    return Comparison(
+        name=f"{name}, {option}",
+        table=TABLE_JUDGED,
+        samples={
+            label: setting.memory_clock(run.step_ours, prepare=partial(run.backward, run.ours))
+            for label, run in runs.items()
+        },
+        rounds=setting.rounds(21),
     )
 
 
@@ -262,13 +286,14 @@ class Trained:
         weights: Any = None,
         state: Any = "fp32",
         scaled: bool = True,
+        options: dict[str, Any] | None = None,
     ) -> None:
         self.model = torch.nn.ParameterList([torch.zeros(shape, device=device) for shape in shapes])
         self.params = list(self.model)
         self.optimizer = optimizer_of(optimizer, self.params)
         if weights is not None:
             store_weights(self.model, self.optimizer, weights=weights, state=state)
-        self.ours = GradScaler(device, init_scale=SCALE, dynamic=False, enabled=scaled)
+        self.ours = GradScaler(device, init_scale=SCALE, dynamic=False, enabled=scaled, **(options or {}))
         self.theirs = torch.amp.GradScaler(device, init_scale=SCALE, growth_interval=10**9)
         self.backward(self.ours)
         self.step_ours()  # makes the optimizer's state
