@@ -37,7 +37,7 @@ STATES = {
 }  # bytes that a group of one state moves; codes, and their unit
 GRADIENTS = {"fp32": 16, "16 bits": 8}
 WEIGHTS = {"fp32": [16], "pair": [8, 8]}
-MOST = {("bf16", "pair"): 90, ("8 bits", "fp32"): 140, ("8 bits", "pair"): 140}  # instructions of an element
+MOST = {("bf16", "pair"): 90, ("8 bits", "fp32"): 125, ("8 bits", "pair"): 132}  # instructions of an element
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -52,12 +52,11 @@ class Tuning:
 
 
 TUNINGS: dict[str, Tuning] = {
-    "step": Tuning(blocks=3),
     "multiply": Tuning(blocks=6),
     "pack_weights": Tuning(blocks=6),
     "unpack_weights": Tuning(blocks=6),
 }
-"""Kernel name -> the best of six tunings on an H200, if that is not the default. Adam's serves all steps.
+"""Kernel name -> the best tuning on an H200, if that is not the default.
 
 A measurement may change it before the first device is opened."""
 

@@ -22,7 +22,7 @@ template <typename T, int kCount>
 __device__ u32 bits_of_packet(const Packet<T, kCount>& packet) {
   u32 bits = 0;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) bits |= non_finite_bits(widened(packet, i));
+  for (int i = 0; i < kCount; ++i) bits |= non_finite_bits(T::widen(packet.element[i]));
   return bits;
 }
 
@@ -30,7 +30,7 @@ template <typename T, int kCount>
 __device__ bool all_zero(const Packet<T, kCount>& packet) {
   bool zero = true;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) zero = zero && widened(packet, i) == 0;
+  for (int i = 0; i < kCount; ++i) zero = zero && T::widen(packet.element[i]) == 0;
   return zero;
 }
 
@@ -52,10 +52,8 @@ struct MeasureVisit {
   bool writes, shrinks;
   Measured measured;
 
-  // `reload(k)` reads a packet again: in a group that needs care, so that no other group keeps its packets
-  // where they can be reached by their number.
-  template <bool kWhole, int kPackets, int kCount, typename Reload>
-  __device__ void group(const Packet<T, kCount> (&packets)[kPackets], u32 valid, Reload&& reload) {
+  template <bool kWhole, int kPackets, int kCount>
+  __device__ void group(Packet<T, kCount> (&packets)[kPackets], u32 valid) {
     Wide total = Wide(norm.identity());
 #pragma unroll
     for (u32 k = 0; k < kPackets; ++k) {
@@ -66,7 +64,7 @@ struct MeasureVisit {
     if (finite && norm.trusted(total)) {
       measured.total = norm.join(measured.total, double(total));
     } else {
-      again_with_care<kPackets, kCount>(kWhole ? u32(kPackets) : valid, total, reload);
+      again_with_care(packets, valid, total);
     }
   }
 
@@ -89,21 +87,18 @@ struct MeasureVisit {
     }
   }
 
-  template <int kPackets, int kCount, typename Reload>
-  __device__ void again_with_care(u32 valid, Wide total, Reload&& reload) {
+  template <int kPackets, int kCount>
+  __device__ void again_with_care(const Packet<T, kCount> (&packets)[kPackets], u32 valid, Wide total) {
     double exact = norm.identity();
     bool zero = norm.ignores_zeros() && total == 0;
-#pragma unroll
     for (u32 k = 0; k < kPackets; ++k) {
-      if (k < valid && zero) zero = all_zero<T, kCount>(reload(k));
+      if (k < valid) zero = zero && all_zero(packets[k]);
     }
     if (zero) return;
-#pragma unroll
     for (u32 k = 0; k < kPackets; ++k) {
       if (k >= valid) continue;
-      const Packet<T, kCount> packet = reload(k);
-      exact = add_packet<kComponents>(norm, exact, packet);
-      measured.bits |= bits_of_packet(packet);
+      exact = add_packet<kComponents>(norm, exact, packets[k]);
+      measured.bits |= bits_of_packet(packets[k]);
     }
     measured.total = norm.join(measured.total, exact);
   }
@@ -115,7 +110,7 @@ struct MeasureVisit {
     for (u32 k = 0; k < kInFlight; ++k) {
       loaded[k] = kWhole || k < valid ? load_packet(address + k * kThreads) : Vector<T>{};
     }
-    group<kWhole>(loaded, valid, [&](u32 k) { return load_packet(address + k * kThreads); });
+    group<kWhole>(loaded, valid);
     if constexpr (kWrites) {
       if (!writes) return;
       multiply<kWhole>(loaded, valid);
@@ -129,7 +124,7 @@ struct MeasureVisit {
   __device__ void unit(T* address) {
     Packet<T, kComponents> one[1];
     for (int i = 0; i < kComponents; ++i) one[0].element[i] = address[i];
-    group<true>(one, 1, [&](u32) { return one[0]; });
+    group<true>(one, 1);
     if constexpr (kWrites) {
       if (!writes) return;
       multiply<true>(one, 1);
