@@ -33,15 +33,19 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.catalogue import CUDA, NEEDS
+from benchmarks.catalogue import NEEDS
 from recipes.catalogue import NAMES as RECIPES
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "benchmarks" / "results"
 KERNELS = ("tests/kernels", "tests/host_device", "tests/benchmarks")
+LONG = ("training", "compiled", "first_use")  # sections that take more than a minute
 # The sections in the order of their weight; "host" needs no GPU.
 PROMISED = ("bandwidth", "launches", "clipping", "steps", "forms", "training", "kernels", "tensors")
-LATER = tuple(key for key in CUDA if key not in PROMISED and key != "host")
+LATER = (
+    *("lightning", "accelerate", "memory", "diagnosis", "weights", "ops", "models", "depth"),
+    *(key for key in LONG if key not in PROMISED),
+)
 FIRST = "first-ten-minutes"
 FIRST_TESTS = "tests/kernels/test_first_ten_minutes.py"
 PARTS = ("ops", "graphs", "streams", "addresses", "bandwidth", "sweep")
@@ -55,7 +59,6 @@ SANITIZERS = ("memcheck", "initcheck", "racecheck", "synccheck")
 SUMMARY = re.compile(
     r"ERROR SUMMARY: .*|RACECHECK SUMMARY: .*|^=* ?(?:\d+ \w+,? )+in [\d.]+s.*", re.MULTILINE
 )
-LONG = ("training", "compiled")  # sections
 LEAST = 30.0  # seconds without which a long step is not begun
 # On the device made of host memory sections take their smallest sizes, and all steps more time.
 REHEARSAL = "host_device" in os.environ.get("LD_PRELOAD", "")
@@ -121,7 +124,7 @@ def run_tests(
     """Return the step that runs tests, in several processes where pytest-xdist is installed."""
     divided = ("-n", str(processes), "--dist", "worksteal") if processes > 1 and find_spec("xdist") else ()
     command = (*pytest_over(*where, marked=marked), *divided)
-    return Step(name=name, command=command, needs=("pytest", *needs), alone=False)
+    return Step(name=name, command=command, needs=("pytest", *needs), limit=110.0, alone=False)
 
 
 def part(name: str) -> Step:
