@@ -1,1 +1,1 @@
-"""Linear layers in fewer than 16 bits, by torchao: which formats there are, which layers take which."""
+"""Linear layers that compute in formats below 16 bits, by torchao, and the choice of a format per layer."""

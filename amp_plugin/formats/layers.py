@@ -1,8 +1,8 @@
-"""Which Linear layers are computed in which format, and their conversion by torchao.
+"""Choose a format for each Linear layer, and let torchao convert the layers.
 
-One filter decides, the same in every front door. A layer takes the first format of ``formats`` whose
-pattern matches it, else the default one. Layers in ``fp32_modules`` stay in fp32. Layers whose sides a
-format does not take stay in 16 bits.
+Every front door uses the same filter. The first pattern in ``formats`` that matches a layer decides its
+format. A layer that no pattern matches takes the default format. Layers in ``fp32_modules`` stay in fp32.
+Layers whose sizes a format cannot handle stay in 16 bits.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Format:
     """A format of Linear layers below 16 bits, as torchao trains in it.
 
     Attributes:
-        side: both sides of a weight must be multiples of this.
-        rows: the rows of an input must be a multiple of this in training: batch times sequence.
-        config: makes torchao's configuration of a recipe, or of None, and of ``emulate``.
-        convert: makes torchao's layer of a Linear layer and a configuration, with the same parameters.
-        kind: the class name of the layers that it makes.
+        side: ``in_features`` and ``out_features`` must be multiples of this.
+        rows: In training, the number of rows of an input (batch times sequence) must be a multiple of this.
+        config: Makes torchao's configuration from a recipe (or None) and ``emulate``.
+        convert: Makes torchao's layer from a Linear layer and a configuration. It keeps the parameters.
+        kind: The class name of the converted layers.
     """
 
     side: int
@@ -94,7 +94,7 @@ def _to_float8(layer: nn.Linear, config: Any) -> nn.Module:
 
 
 def _to_mxfp8(layer: nn.Linear, config: Any) -> nn.Module:
-    # quantize_(model, MXFP8TrainingOpConfig()) of torchao 0.18 drops the bias. Its module adds it.
+    # quantize_(model, MXFP8TrainingOpConfig()) of torchao 0.18 drops the bias. MXFP8Linear keeps it.
     from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear  # noqa: PLC0415 - optional
 
     names = ("kernel_preference", "scale_calculation_mode", "wgrad_with_hp")
@@ -142,16 +142,17 @@ _KINDS: Final = frozenset({*(known.kind for known in FORMATS.values()), Emulated
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerFormats:
-    """The filter: which Linear layer takes which format.
+    """The filter that decides which Linear layer takes which format.
 
     Attributes:
-        default: the format of layers that no pattern matches; ``"bf16"`` leaves them alone.
-        patterns: pattern of names or class -> format; the first that matches a layer decides.
+        default: The format of layers that no pattern matches. ``"bf16"`` leaves them unconverted.
+        patterns: A format for each pattern of module names or class name. The first pattern that matches a
+            layer decides.
         recipe: torchao's configuration or the name of a recipe, for the default format.
-        emulate: compute by emulation, on any device, slowly.
+        emulate: Emulate the formats. This is slow and works on any device.
 
     Raises:
-        OptionError: a format or a recipe is unknown.
+        OptionError: A format or a recipe is unknown.
         ImportError: torchao is not installed.
     """
 
@@ -162,7 +163,7 @@ class LayerFormats:
     _configs: dict[str, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check formats and recipe; look for torchao."""
+        """Check the formats and the recipe, and that torchao is installed."""
         for name in self.names:
             if name not in {"bf16", *FORMATS}:
                 raise _unknown(name)
@@ -179,11 +180,11 @@ class LayerFormats:
 
     @property
     def names(self) -> list[str]:
-        """The formats that are used, in order."""
+        """The formats that are used, the default first, each once."""
         return [*dict.fromkeys([self.default, *self.patterns.values()])]
 
     def refuse_device(self, device_type: str) -> None:
-        """Raise ValueError if a device does not compute one of the formats, and it is not emulated."""
+        """Raise ValueError if a format is not emulated and the device cannot compute in it."""
         for name, config in self._configs.items():
             if not _emulates(config) and not hardware_of(device_type).computes(name):
                 msg = (
@@ -197,14 +198,15 @@ class LayerFormats:
         require_matches(models, self.patterns, option="formats")
 
     def of(self, model: nn.Module, left_out: Collection[str] = ()) -> dict[str, str]:
-        """Return name -> format of the Linear layers that are converted, in the order of ``named_modules``.
+        """Return the format of each Linear layer that will be converted, by name, in the model's order.
 
         Args:
-            model: its Linear layers are looked at; converted ones are not named again.
-            left_out: names of modules; the layers in them stay as they are.
+            model: The model whose Linear layers are considered. Layers that are already converted are left
+                out.
+            left_out: Names of modules. The layers in them stay as they are.
 
         Raises:
-            ValueError: a pattern names a layer whose sides the format does not take.
+            ValueError: A pattern without wildcards names a layer whose sizes the format cannot handle.
         """
         matched = {pattern: {*matched_modules(model, [pattern])} for pattern in self.patterns}
         found = {}
@@ -224,7 +226,7 @@ class LayerFormats:
         return found
 
     def convert(self, model: nn.Module, left_out: Collection[str] = ()) -> dict[str, str]:
-        """Convert a model's layers once, in place; return name -> format of the layers converted now."""
+        """Convert a model's layers in place. Return the format of each layer converted now, by name."""
         formats = self.of(model, left_out)
         if not formats:
             if self._configs and not any(is_converted(module) for module in model.modules()):
@@ -281,7 +283,7 @@ def _unknown(name: object) -> OptionError:
 
 
 def _emulates(config: Any) -> bool:
-    """Whether torchao's configuration emulates; None is our emulation of nvfp4."""
+    """Return whether a configuration of torchao emulates. None stands for our emulation of nvfp4."""
     if config is None:
         return True
     return bool(getattr(config, "emulate", False)) or "EMULATED" in str(
@@ -294,12 +296,12 @@ def _fits(layer: nn.Linear, side: int) -> bool:
 
 
 def is_converted(module: nn.Module) -> bool:
-    """Whether a module is a Linear layer that torchao, or we, compute in a format below 16 bits."""
+    """Return whether a module is a converted Linear layer, of torchao or of amp_plugin."""
     return type(module).__name__ in _KINDS
 
 
 def format_of(module: nn.Module) -> str:
-    """Return the format that a converted layer computes in; empty if it is none."""
+    """Return the format that a converted layer computes in. It is ``""`` for any other module."""
     if not is_converted(module):
         return ""
     kind = type(module).__name__
@@ -310,12 +312,15 @@ def format_of(module: nn.Module) -> str:
 
 
 def is_within(name: str, modules: Collection[str]) -> bool:
-    """Whether a module is one of some modules, or inside one."""
+    """Return whether the module called ``name`` is one of ``modules`` or inside one of them."""
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def leave_out(recipe: Any, model: nn.Module, names: Collection[str]) -> None:
-    """Let Accelerate's AORecipeKwargs leave these out too; without a filter, the first and last Linear."""
+    """Change the filter of Accelerate's AORecipeKwargs so that it leaves out the modules in ``names`` too.
+
+    If it has no filter, the first and the last Linear layer are left out as well, as Accelerate does.
+    """
     own = recipe.module_filter_func
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     outermost = {layers[0], layers[-1]} if layers and own is None else set()
@@ -332,11 +337,12 @@ def leave_out(recipe: Any, model: nn.Module, names: Collection[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """A hook before a converted layer's forward.
+    """A pre-forward hook of a converted layer.
 
-    It raises if the gradient of the weight could not be computed. In emulated mxfp8 it also gives the layer
-    its input in the dtype of the weight: torchao multiplies both in their own dtypes there, and its quantizer
-    rounds a bfloat16 number and the same number in float32 alike.
+    It raises an error if the gradient of the weight could not be computed. In emulated mxfp8 it also casts
+    the input to the dtype of the weight, because torchao's emulation multiplies the two without a cast. The
+    cast does not change the result: the quantizer rounds a bfloat16 number and the same number in float32
+    alike.
     """
 
     layer: str
@@ -345,7 +351,11 @@ class LayerInput:
     casts: bool
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Raise ValueError if the rows of the input are no multiple, in training; return the cast input."""
+        """Check the number of rows in training. Return the input if it was cast.
+
+        Raises:
+            ValueError: In training, the number of rows is not a multiple of what the format needs.
+        """
         x = args[0] if args else None
         if not isinstance(x, Tensor):
             return None
@@ -362,10 +372,12 @@ class LayerInput:
 
 
 def read_formats(given: Mapping[str, str] | str | Path | None) -> dict[str, str]:
-    """Return pattern -> format, from a mapping or from a YAML file that ``amp-plugin tune --formats`` writes.
+    """Return a format for each pattern, from a mapping or from a YAML file.
+
+    ``amp-plugin tune --formats`` writes these files.
 
     Raises:
-        OptionError: it is neither, or a format is unknown.
+        OptionError: The argument is neither a mapping nor the path of such a file, or a format is unknown.
     """
     found: Any = given
     if isinstance(given, str | Path):
@@ -395,30 +407,30 @@ def convert(
     recipe: Any = None,
     emulate: bool = False,
 ) -> nn.Module:
-    """Convert the Linear layers of a model to a format below 16 bits, in place, by torchao.
+    """Let torchao convert the Linear layers of a model, in place, to a format below 16 bits.
 
-    It is for a plain loop; the front doors do the same for ``precision="mxfp8"``. Train the model under
-    autocast in bfloat16, without a loss scale. Parameters stay the same objects, so optimizers and
-    checkpoints need no change. (In ``"nvfp4"`` torchao adds two buffers to each layer.) Convert before
-    ``torch.compile`` and before ``fully_shard``. Converted layers are not converted again.
+    Use it in a plain PyTorch loop. In Lightning, Fabric and Accelerate, ``precision="mxfp8"`` does the same.
+    Train the model under autocast in bfloat16, without a loss scale. Parameters stay the same objects, so
+    optimizers and checkpoints need no change. (In ``"nvfp4"`` torchao adds two buffers to each layer.)
+    Convert before ``torch.compile`` and before ``fully_shard``. Converted layers are not converted again.
 
     Args:
-        model: changed in place.
-        format_name: ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"`` or ``"nvfp4"``; ``"bf16"`` converts only what
-            ``formats`` names.
-        formats: formats of other layers: pattern of names or class -> format, or the path of a YAML file. The
-            first pattern that matches a layer decides.
-        fp32_modules: names, patterns or classes of modules whose layers are left as they are.
+        model: The model, changed in place.
+        format_name: ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"`` or ``"nvfp4"``. With ``"bf16"`` only the layers
+            that ``formats`` names are converted.
+        formats: Other formats for some layers: a mapping from a pattern of names or a class name to a format,
+            or the path of a YAML file. The first pattern that matches a layer decides.
+        fp32_modules: Names, patterns or class names of modules whose layers are not converted.
         recipe: torchao's configuration of the format, or the name of one of its recipes.
-        emulate: compute by emulation, on any device: right numbers, slowly.
+        emulate: Emulate the format. This gives the right numbers on any device, but it is slow.
 
     Returns:
         The model.
 
     Raises:
-        OptionError: a format or recipe is unknown.
-        ValueError: the device does not compute the format; the model has no layer for it; or a pattern
-            matches nothing.
+        OptionError: A format or recipe is unknown.
+        ValueError: The device cannot compute in the format, the model has no layer that fits it, or a pattern
+            matches no module.
         ImportError: torchao is not installed.
 
     Example:

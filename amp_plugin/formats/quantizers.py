@@ -1,16 +1,16 @@
-"""Each format as a rounding of numbers: what torchao's own quantizers make of a matrix, in its own dtype.
+"""Emulate each format: round a matrix with torchao's quantizers and keep the result in its own dtype.
 
 A matrix product rounds both of its operands along the dimension that it sums over. A Linear layer runs three
-of them, which :class:`Rounded` repeats in any format, on any device::
+matrix products. :class:`Rounded` emulates them in any format, on any device::
 
     output      = Q(x)      @ Q(weight).T      sums over in_features
     grad_input  = Q(grad)   @ Q(weight.T).T    sums over out_features
     grad_weight = Q(grad.T) @ Q(x.T).T         sums over the rows of x
 
-In float32 it gives the bits of torchao's emulated layers of float8 and mxfp8. In nvfp4 torchao trains by
-GPU kernels alone. Their Hadamard transform is repeated here, with torchao's matrix. Stochastic rounding of
-gradients and the 16x16 tiles of weights are not repeated: gradients are rounded to nearest, and weights in
-blocks of 16.
+For float32 inputs the result equals that of torchao's emulated float8 and mxfp8 layers bit for bit. For nvfp4
+torchao has GPU kernels only. This file emulates their Hadamard transform, with torchao's matrix. It does not
+emulate two details: gradients are rounded to nearest here and stochastically there, and weights are rounded
+in blocks of 16 here and in 16x16 tiles there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 BLOCK: Final = {"mxfp8": 32, "nvfp4": 16}
-"""Format -> how many numbers of a row share a scale."""
+"""The number of elements in a row that share one scale, for each block format."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,8 +31,9 @@ class Codes:
     """A matrix in a format.
 
     Attributes:
-        rounded: the numbers that the format holds, in the matrix's own dtype.
-        scales: what the codes are multiplied by: of the matrix, of each row, or of each block; float32.
+        rounded: The rounded values, in the dtype of the matrix that was quantized.
+        scales: The factors that the codes are multiplied by, float32: one for the matrix, for each row, or
+            for each block.
     """
 
     rounded: Tensor
@@ -43,9 +44,10 @@ def quantize(matrix: Tensor, name: str, *, is_gradient: bool = False) -> Codes:
     """Round a contiguous matrix to a format along its last dimension, by torchao's reference quantizers.
 
     Args:
-        matrix: two dimensions, float32 or bfloat16. Its rows are whole blocks.
+        matrix: Two dimensions, float32 or bfloat16. The length of a row is a multiple of the block size.
         name: ``"bf16"``, ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"`` or ``"nvfp4"``.
-        is_gradient: whether it is the gradient of an output: ``"fp8"`` then takes e5m2, as torchao does.
+        is_gradient: Whether the matrix is the gradient of an output. For these ``"fp8"`` uses e5m2, as
+            torchao does.
     """
     return _QUANTIZERS[name](matrix, is_gradient)
 
@@ -105,11 +107,11 @@ _QUANTIZERS: Final[dict[str, Callable[[Tensor, bool], Codes]]] = {
 }
 
 _SIGNS: Final = (1, 1, -1, 1, -1, -1, 1, 1, 1, -1, -1, 1, -1, 1, -1, -1)
-"""A vector of signs for the Hadamard transform; torchao draws one for each layer."""
+"""The vector of signs for the Hadamard transform. torchao draws a random one for each layer."""
 
 
 def transformed(matrix: Tensor) -> Tensor:
-    """Return each 16 numbers of a row under the Hadamard transform, which spreads outliers over them."""
+    """Apply the Hadamard transform to each 16 elements of a row. It spreads an outlier over all of them."""
     from torchao.prototype.moe_training.nvfp4_training.hadamard_utils import (  # noqa: PLC0415 - optional
         get_rht_matrix,
     )
@@ -122,13 +124,13 @@ def transformed(matrix: Tensor) -> Tensor:
 def products(
     name: str, x: Tensor, weight: Tensor, grad: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return output, gradient of the input and gradient of the weight of a Linear layer in a format.
+    """Return the output of a Linear layer in a format, the input's gradient, and the weight's gradient.
 
     Args:
-        name: of the format.
-        x: rows x in_features.
+        name: The name of the format.
+        x: The input, rows x in_features.
         weight: out_features x in_features.
-        grad: of the output, rows x out_features; None computes the output alone.
+        grad: The gradient of the output, rows x out_features. If None, only the output is computed.
     """
 
     def rounded(matrix: Tensor, *, is_gradient: bool = False) -> Tensor:
@@ -168,9 +170,9 @@ class Rounded(torch.autograd.Function):
 
 
 class EmulatedLinear(nn.Linear):
-    """A Linear layer that emulates a format for which torchao has no emulation: nvfp4.
+    """A Linear layer that emulates nvfp4, for which torchao has no emulation.
 
-    It computes in the dtype of autocast, else in that of its input.
+    It computes in the dtype of autocast or, outside autocast, in the dtype of its input.
     """
 
     format_name = "nvfp4"

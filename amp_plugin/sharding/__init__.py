@@ -1,1 +1,1 @@
-"""One plan of dtypes for a sharded model, what torch makes of it, and what its collectives carry."""
+"""Dtypes of a sharded model: a plan states them once, and reports show what torch really uses."""

@@ -1,4 +1,4 @@
-"""What torch's FSDP is told for a plan of dtypes: ``fully_shard``, and FullyShardedDataParallel."""
+"""Set up torch's FSDP for a plan of dtypes: ``fully_shard`` and FullyShardedDataParallel (FSDP1)."""
 
 from __future__ import annotations
 
@@ -27,22 +27,25 @@ def fully_shard(
     root: nn.Module | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Shard a model by torch's ``fully_shard``, with the dtypes of a plan; run it under ``autocast``.
+    """Shard a model with torch's ``fully_shard``, in the dtypes of a plan. Run the model under ``autocast``.
 
-    With ``plan.weights`` all weights that are gathered in 16 bits are stored in 16 bits, exactly. For
-    an optimizer with ``state=`` call ``store_weights(model, optimizer, weights=..., state=...)`` afterwards.
-
-    Each of ``units`` becomes a unit of its own, as do ``fp32_modules`` with weights of their own where torch
-    gathers a unit in one dtype, which it does before 2.15. Modules are sharded from the inside out, the
-    model last. Gradients of micro-batches add up in the dtype of the reduction, also with
+    Each module of ``units`` is sharded as an FSDP unit of its own, and the model last. Before torch 2.15 all
+    weights of a unit are gathered in one dtype, so modules of ``fp32_modules`` become units of their own
+    too. Gradients of micro-batches are added up in the dtype of the reduction, also after
     ``set_requires_gradient_sync(False)``.
 
+    If ``plan.weights`` is not ``"fp32"``, the weights that are gathered in 16 bits are stored exactly as
+    16-bit pairs. To compress the state of the optimizer too, call
+    ``store_weights(model, optimizer, weights=..., state=...)`` afterwards.
+
     Args:
-        model: Changed in place; make its optimizer afterwards. Modules sharded already stay as they are.
-        plan: Its dtypes. Inputs are not cast where a unit begins: the region casts what each op needs.
-        units: Modules of the model, usually its layers: each is gathered when it runs.
-        root: The model that the names in ``plan.fp32_modules`` start from, if it is not this one.
-        **options: torch's: ``mesh``, ``reshard_after_forward``, ``offload_policy``, ...
+        model: The model, changed in place. Make its optimizer afterwards. Modules that are already sharded
+            stay as they are.
+        plan: The dtypes. Inputs of a unit are not cast: autocast casts what each op needs.
+        units: Modules of the model, usually its layers. The weights of each are gathered when it runs.
+        root: The model that the names in ``plan.fp32_modules`` refer to, if it is not ``model``.
+        **options: Options of torch's ``fully_shard``: ``mesh``, ``reshard_after_forward``,
+            ``offload_policy``, ...
 
     Returns:
         The model.
@@ -65,8 +68,10 @@ def fully_shard(
     _refuse_misfits(model, chosen, root or model, options)
     in_fp32 = plan.in_fp32(root or model)
     apply_fp32_modules(root or model, plan.fp32_modules)
-    found = [module for module in model.modules() if module in chosen]  # the same order on all ranks
-    for module in sorted(found, key=lambda unit: sum(1 for _ in unit.modules())):  # from the inside out
+    # A set has no order. The order of model.modules() is the same on all ranks.
+    found = [module for module in model.modules() if module in chosen]
+    # Smaller modules come first, so a module is sharded before the module that holds it.
+    for module in sorted(found, key=lambda unit: sum(1 for _ in unit.modules())):
         if not isinstance(module, fsdp.FSDPModule):
             shard_unit(fsdp.fully_shard, module, plan, in_fp32, mp_policy=policy_of(plan), **options)
     if plan.weights != "fp32":
@@ -83,10 +88,16 @@ def shard_unit(
     mp_policy: fsdp.MixedPrecisionPolicy,
     **options: Any,
 ) -> Any:
-    """Shard a module, or a list of modules that travel together; those in fp32 become units where need be."""
+    """Shard a module, or a list of modules as one unit.
+
+    Modules that stay in fp32 are sharded as units of their own if torch gathers each unit in one dtype, or if
+    their weights are already stored in 16 bits.
+    """
     members = unit if isinstance(unit, list) else [unit]
     apart = _outermost(members, in_fp32)
-    if has_dtypes_by_parameter():  # torch keeps a weight in the dtype it is stored in, or lowers it
+    if has_dtypes_by_parameter():
+        # torch can gather a weight in its stored dtype or in a lower one, so float32 weights that stay in
+        # fp32 need no unit of their own.
         beside = [m for m in apart if m not in members and HALVES.isdisjoint(p.dtype for p in m.parameters())]
         apart = [module for module in apart if module not in beside]
         kept = {id(param) for module in beside for param in module.parameters()}
@@ -102,7 +113,7 @@ def shard_unit(
 def policy_of(
     plan: DtypePlan, *, in_fp32: bool = False, output_dtype: torch.dtype | None = None
 ) -> fsdp.MixedPrecisionPolicy:
-    """Return torch's policy for a module of a plan; inputs stay as they are, labels too."""
+    """Return torch's policy for a module of a plan. It casts no inputs, so labels keep their dtype."""
     return fsdp.MixedPrecisionPolicy(
         param_dtype=torch.float32 if in_fp32 else plan.compute_dtype,
         reduce_dtype=plan.reduce_dtype,
@@ -112,12 +123,12 @@ def policy_of(
 
 
 def has_dtypes_by_parameter() -> bool:
-    """Return whether torch gathers weights of several dtypes in one unit, as bytes: from 2.15 on."""
+    """Return whether torch can gather weights of several dtypes in one unit. It can from 2.15 on."""
     return any(field.name == _OVERRIDE for field in fields(fsdp.MixedPrecisionPolicy))
 
 
 def _outermost(modules: Iterable[nn.Module], in_fp32: set[nn.Module]) -> list[nn.Module]:
-    """Return the outermost modules in fp32 that have weights, in the order of the model."""
+    """Return the fp32 modules that have weights and are not inside another one, in the order of the model."""
     found = []
     for module in modules:
         if module not in in_fp32:
@@ -143,11 +154,14 @@ def _refuse_misfits(
         raise ValueError(msg)
 
 
-# -- FSDP's first version ------------------------------------------------------------------------
+# -- FullyShardedDataParallel (FSDP1) --------------------------------------------------------------
 
 
 def fsdp1_policy(plan: DtypePlan) -> fsdp.MixedPrecision:
-    """Return FSDP1's policy for a plan: one dtype for all weights, so with ``fp32_modules`` it is fp32."""
+    """Return FSDP1's policy for a plan.
+
+    FSDP1 gathers all weights in one dtype. If the plan has ``fp32_modules``, that dtype is float32.
+    """
     refuse_sharded(plan.weights, f"precision {plan.compute!r}, in which they are gathered")
     return fsdp.MixedPrecision(
         param_dtype=torch.float32 if plan.fp32_modules else plan.compute_dtype,
@@ -159,7 +173,10 @@ def fsdp1_policy(plan: DtypePlan) -> fsdp.MixedPrecision:
 
 
 def add_up_in_fp32(model: nn.Module) -> None:
-    """Add gradients under ``no_sync()`` up in fp32 where that reduces them, not in what weights travel in."""
+    """Let FSDP1 add up the gradients of ``no_sync()`` in fp32 if it reduces them in fp32.
+
+    By default FSDP1 adds them up in the dtype in which it gathers the weights.
+    """
     for module in fsdp.FullyShardedDataParallel.fsdp_modules(model):
         flat = module._flat_param
         if flat is not None and flat.requires_grad and module.mixed_precision.reduce_dtype is torch.float32:

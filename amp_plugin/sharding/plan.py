@@ -21,18 +21,19 @@ from amp_plugin.precision import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DtypePlan:
-    """Which dtypes a model computes, stores, adds up and reduces in.
+    """The dtypes in which a sharded model computes, stores its weights, and reduces its gradients.
 
     Attributes:
-        compute: ``"fp16"``, ``"bf16"`` or ``"fp32"``; a torch.dtype is understood.
+        compute: ``"fp16"``, ``"bf16"`` or ``"fp32"``, or the torch.dtype.
         fp32_modules: Names of modules (``"encoder.norm"``, wildcards allowed) or of module classes
-            (``"LayerNorm"``) that compute in fp32 and whose weights are gathered in fp32.
-        reduce: The dtype gradients are reduced in: ``"fp32"``, or ``"bf16"`` for half the bytes.
-        weights: How trainable weights are stored, as in ``store_weights``; under FSDP1 float32 only.
+            (``"LayerNorm"``). These modules compute in fp32, and their weights are gathered in fp32.
+        reduce: The dtype in which gradients are reduced and added up: ``"fp32"``, or ``"bf16"``, which sends
+            half the bytes.
+        weights: How trainable weights are stored, as in ``store_weights``. FSDP1 takes ``"fp32"`` only.
 
     Raises:
-        ValueError: A value is not allowed, or weights are not stored in the dtype computed in.
-        TypeError: ``fp32_modules`` is one string.
+        ValueError: A value is not allowed, or ``weights`` and ``compute`` name different 16-bit dtypes.
+        TypeError: ``fp32_modules`` is a single string instead of a list.
 
     Example:
         >>> plan = DtypePlan(compute="bf16", fp32_modules=["LayerNorm"])
@@ -57,22 +58,22 @@ class DtypePlan:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype of everything but ``fp32_modules``."""
+        """The dtype in which the model computes, except for ``fp32_modules``."""
         return DTYPES[self.compute]
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """The dtype gradients are reduced in, and added up in over micro-batches."""
+        """The dtype in which gradients are reduced, and added up over micro-batches."""
         return DTYPES[self.reduce]
 
     def in_fp32(self, model: nn.Module) -> set[nn.Module]:
-        """Return the modules of a model that stay in fp32: those of ``fp32_modules`` and all inside them.
+        """Return the modules that stay in fp32: those of ``fp32_modules`` and all modules inside them.
 
         Args:
-            model: The one that names start from. With ``compute="fp32"`` it stays in fp32 as a whole.
+            model: The model that the names refer to. With ``compute="fp32"`` all its modules stay in fp32.
 
         Raises:
-            ValueError: A pattern matches no module; the text names the nearest.
+            ValueError: A pattern matches no module. The message suggests the most similar name.
         """
         require_matches([model], self.fp32_modules)
         whole = [model] if self.compute_dtype is torch.float32 else []

@@ -1,6 +1,6 @@
-"""What torch makes of a plan: the dtypes of a model's weights and modules, shown, and checked against it.
+"""Reports of the dtypes that a sharded model really uses, and the check of these dtypes against a plan.
 
-What torch keeps of ``fully_shard`` and of FullyShardedDataParallel is read here and nowhere else.
+This is the only file that reads the state which torch's ``fully_shard`` and FullyShardedDataParallel keep.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ Dtypes = tuple[torch.dtype, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardUnit:
-    """Weights that are gathered, and whose gradients are reduced, by one collective each.
+    """One FSDP unit: weights that one collective gathers and whose gradients one collective reduces.
 
     Attributes:
-        name: Of the module that was sharded; ``""`` is the model.
-        engine: What shards it: ``"fsdp2"``, ``"fsdp1"``, ``"ddp"`` (whole on each rank), or ``"none"``.
-        stored: Dtype of its trainable weights between steps; of its first weight if all are frozen. A weight
-            that is stored in 16 bits has that dtype.
-        gathered: Dtype in which its weights are gathered, and are in its forward; ``torch.uint8`` if several
-            dtypes travel together, as bytes.
-        reduced: Dtype in which its gradients are reduced; None if nothing in it is trained.
-        parameters: Elements, of the whole unit (under tensor parallelism: of this rank's part of it).
-        local_bytes: Of what this rank stores of its weights, the remainders of sharded ones too.
+        name: The name of the module that was sharded. ``""`` is the model itself.
+        engine: What shards it: ``"fsdp2"``, ``"fsdp1"``, ``"ddp"`` (each rank holds all of it) or ``"none"``.
+        stored: The dtype of its trainable weights between steps. If all its weights are frozen, the dtype of
+            the first one. For weights that are stored as 16-bit pairs this is the 16-bit dtype.
+        gathered: The dtype in which its weights are gathered and used in the forward pass. It is
+            ``torch.uint8`` if torch gathers weights of several dtypes together, as bytes.
+        reduced: The dtype in which its gradients are reduced. None if no weight in it is trained.
+        parameters: The number of elements of the whole unit. Under tensor parallelism, the number of
+            elements of this rank's part.
+        local_bytes: The bytes that this rank stores of its weights, including the remainders of 16-bit pairs.
         state: How optimizers keep the moments of its trainable weights: ``"fp32"``, ``"bf16"`` or ``"8bit"``.
     """
 
@@ -62,7 +63,7 @@ class ShardUnit:
 
 
 def shard_units(model: nn.Module) -> list[ShardUnit]:
-    """Return the units of a model, those that hold others last but one: the model itself is the last."""
+    """Return the units of a model. A unit comes after the units inside it, so the model itself is last."""
     units = _fsdp_units(model)
     if not units:
         ddps = [pair for pair in model.named_modules() if isinstance(pair[1], DistributedDataParallel)]
@@ -92,7 +93,8 @@ def _fsdp2(name: str, module: Any) -> ShardUnit | None:
         [param.sharded_param for param in params],
         elements=sum(param._orig_size.numel() for param in params),
         gathered={o.param_dtype or p.sharded_param.dtype for o, p in zip(own, params, strict=True)},
-        # Where nobody said, newer torch reduces in the dtype that is stored.
+        # If the policy names no dtype, torch 2.15 reduces in the stored dtype. Older torch reduces in the
+        # dtype that is gathered.
         reduced=policy.reduce_dtype or (None if has_dtypes_by_parameter() else policy.param_dtype),
     )
 
@@ -113,7 +115,10 @@ def _unit(
     gathered: Iterable[torch.dtype] = (),
     reduced: torch.dtype | None = None,
 ) -> ShardUnit | None:
-    """Return the unit of some weights, none without any; dtypes that nobody set are the stored one."""
+    """Return the unit of these weights, or None if there are none.
+
+    If ``gathered`` or ``reduced`` is not given, it is the dtype in which the weights are stored.
+    """
     if not params:
         return None
     trained = [param for param in params if param.requires_grad]
@@ -131,43 +136,44 @@ def _unit(
     )
 
 
-# -- shown ---------------------------------------------------------------------------------------
+# -- reports of dtypes -----------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True, slots=True)
 class ModuleDtypes:
-    """One call of one module.
+    """The dtypes of one call of a module.
 
     Attributes:
-        module: its path; empty for the model itself.
-        kind: its class.
-        inputs, outputs: dtypes of its tensor arguments and results, in order, nested ones too.
-        weights: dtypes of its own parameters, each once.
+        module: The path of the module. Empty for the model itself.
+        kind: The name of its class.
+        inputs, outputs: The dtypes of its tensor arguments and results, in order. Tensors inside lists,
+            tuples and dicts are included.
+        weights: The dtypes of its own parameters, each dtype once.
     """
 
     module: str
     kind: str
     inputs: Dtypes
-    outputs: Dtypes | None = None  # while it runs
+    outputs: Dtypes | None = None  # None while the module runs
     weights: Dtypes
 
 
 class ModelDtypes:
-    """What a model computes, stores, gathers and reduces in; ``rich.print`` shows all of it.
+    """The dtypes in which a model computes, stores, gathers and reduces. ``rich.print`` shows all of them.
 
     Attributes:
-        units: Weights that travel together, the model itself last; one unit where nothing is sharded.
+        units: The FSDP units, the model itself last. A model that is not sharded is one unit.
     """
 
     def __init__(self, units: Sequence[ShardUnit], calls: Sequence[ModuleDtypes] = ()) -> None:
         self.units, self._calls = units, calls
 
     def rows(self) -> list[ModuleDtypes]:
-        """Return one entry per call of a module, in the order they were entered."""
+        """Return one entry for each call of a module, in the order of the calls."""
         return list(self._calls)
 
     def table(self) -> Table:
-        """Return a rich table of what went into and came out of modules."""
+        """Return a rich table of the dtypes of each module's inputs, outputs and weights."""
         names = (Column(name, overflow="fold") for name in ("module", "class"))
         table = Table(*names, "in", "out", "weights", title="Dtypes")
         for row in self._calls:
@@ -176,7 +182,7 @@ class ModelDtypes:
         return table
 
     def __rich__(self) -> Group:
-        """Return the units and, if modules were called, what went through them."""
+        """Return the table of units and, if modules were called, the table of their calls."""
         columns = ("parameters", "stored", "gathered", "reduced", "bytes here", "moments")
         table = Table(Column("unit", overflow="fold"), *columns, title="Weights")
         for unit in self.units:
@@ -191,16 +197,18 @@ def _text(dtypes: Iterable[torch.dtype | None] | None) -> str:
 
 
 def dtype_report(model: nn.Module, *inputs: Any, **named: Any) -> ModelDtypes:
-    """Report the dtypes of a model: of weights and gradients, and in and out of its modules.
+    """Report the dtypes of a model's weights and gradients, and of the inputs and outputs of its modules.
 
-    With inputs the model runs once, without gradients, in whatever region the caller is in, and in the
-    model's mode: in training mode buffers such as batch norm's statistics move. Without, nothing runs.
-    Works without the native core.
+    If you give inputs, the model runs once under ``torch.no_grad()``. It runs in the autocast region that is
+    open at the call, and in its current mode: in training mode, buffers such as the statistics of batch norm
+    change. Without inputs the model does not run, and the report covers its weights only. The native core is
+    not needed.
 
     Args:
-        model: Whole, or wrapped by DDP or FSDP, or sharded; of a compiled module only the outside is seen.
-        *inputs: The model's arguments.
-        **named: The same, by name.
+        model: A plain model, or one that is wrapped by DDP or FSDP or sharded by ``fully_shard``. For a
+            compiled module the report shows its inputs and outputs, not those of the modules inside.
+        *inputs: The positional arguments of the model.
+        **named: The keyword arguments of the model.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
@@ -220,9 +228,13 @@ def dtype_report(model: nn.Module, *inputs: Any, **named: Any) -> ModelDtypes:
 
 @contextmanager
 def module_calls(model: nn.Module) -> Iterator[list[ModuleDtypes]]:
-    """Collect what goes into and out of each call of a module, as entered; those in an error are dropped."""
+    """Collect the dtypes of each module call in a block, in the order of the calls.
+
+    A call that ends with an exception is left out.
+    """
     calls: list[ModuleDtypes] = []
-    names = {id(module): name for name, module in model.named_modules()}  # the hash of a metric changes
+    # The keys are ids, because the hash of a module can change: that of a torchmetrics metric does.
+    names = {id(module): name for name, module in model.named_modules()}
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         weights = tuple(dict.fromkeys(param.dtype for param in module.parameters(recurse=False)))
@@ -233,7 +245,8 @@ def module_calls(model: nn.Module) -> Iterator[list[ModuleDtypes]]:
         for call in reversed(calls):
             if call.outputs is None and call.module == names[id(module)]:
                 call.outputs = _dtypes(output)
-                return  # else it was entered before the block
+                return
+        # No match: the call began before the block.
 
     modules = list(model.modules())
     hooks = [module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True) for module in modules]
@@ -250,7 +263,7 @@ def _dtypes(values: Any) -> Dtypes:
     return tuple(value.dtype for value in tree_leaves(values) if isinstance(value, Tensor))
 
 
-# -- checked -------------------------------------------------------------------------------------
+# -- check against a plan --------------------------------------------------------------------------
 
 _SET: Final = {
     "fsdp2": "MixedPrecisionPolicy(reduce_dtype=torch.float32), or amp_plugin.fully_shard(model, plan)",
@@ -259,7 +272,13 @@ _SET: Final = {
 
 
 def check_against_plan(model: nn.Module, plan: DtypePlan) -> bool:
-    """Compare what FSDP was told with a plan; return whether FSDP shards the model at all."""
+    """Compare the dtypes that FSDP was set up with to a plan. Return whether FSDP shards the model at all.
+
+    Gradients that are reduced in 16 bits although the plan says fp32 give a warning.
+
+    Raises:
+        ValueError: A module of ``fp32_modules`` is in a unit whose weights are gathered in 16 bits.
+    """
     units = _fsdp_units(model)
     if units and plan.fp32_modules:
         _refuse_rounded_weights(model, plan.in_fp32(model), units)
@@ -287,12 +306,14 @@ def _refuse_rounded_weights(model: nn.Module, in_fp32: set[nn.Module], units: li
             raise ValueError(msg)
 
 
-# The first that is in torch's name counts, underscores aside: ``_allgather_base_``, ``isend``.
+# The first of these names that is part of torch's op name is the name of the collective. Underscores are
+# ignored, so ``_allgather_base_`` is an ``all_gather`` and ``isend`` is a ``send``.
 _OPS: Final = (
     *("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"),
     *("reduce", "gather", "scatter", "send", "recv"),
 )
-_NAMESPACES: Final = ("c10d", "_c10d_functional")  # of what torch.distributed calls, and DTensor
+# The namespaces of the ops that torch.distributed and DTensor call.
+_NAMESPACES: Final = ("c10d", "_c10d_functional")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -301,10 +322,11 @@ class Collective:
 
     Attributes:
         op: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ...
-        dtype: Of what it carries, ``"bf16"`` for example.
-        elements: Of the whole, on one rank: what an all-gather returns, what a reduce-scatter takes.
-        ranks: In its group.
-        bytes: Of the elements.
+        dtype: The dtype of the data, for example ``"bf16"``.
+        elements: The number of elements of the whole tensor on one rank: the output of an all-gather, the
+            input of a reduce-scatter.
+        ranks: The number of ranks in its group.
+        bytes: The size of these elements in bytes.
     """
 
     op: str
@@ -315,10 +337,10 @@ class Collective:
 
 
 class CollectiveLog(list[Collective]):
-    """The collectives that ran in a block, in order."""
+    """The collectives that were called in a block, in order."""
 
     def table(self) -> Table:
-        """Return a rich table, equal calls in one row."""
+        """Return a rich table with one row for each kind of call, and the number of calls."""
         table = Table("collective", "dtype", "elements", "bytes", "ranks", "calls", title="Collectives")
         for call, count in Counter(self).items():
             sizes = f"{call.elements:,}", f"{call.bytes:,}", str(call.ranks)
@@ -328,10 +350,11 @@ class CollectiveLog(list[Collective]):
 
 @contextmanager
 def log_collectives() -> Iterator[CollectiveLog]:
-    """Record the collectives of this process in a block, those of a backward pass too.
+    """Record the collectives that this process calls in a block. Those of a backward pass are included.
 
     Yields:
-        The log, filled as they are called; barriers are left out. Nothing waits for a device.
+        The log. Each call is added when it is made. Barriers are left out. Recording does not wait for a
+        device.
 
     Example:
         >>> import torch.distributed as dist
@@ -347,14 +370,17 @@ def log_collectives() -> Iterator[CollectiveLog]:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees ops below autograd and autocast, where collectives carry what they carry."""
+    """Records collectives below autograd and autocast, where tensors have the dtype that is really sent."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = CollectiveLog()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record a collective; a DTensor's op comes back as those it is made of."""
+        """Run an op and record it if it is a collective.
+
+        An op on a DTensor is declined: DTensor then splits it into ops on plain tensors, which come here.
+        """
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented
         output = func(*args, **(kwargs or {}))
@@ -374,7 +400,9 @@ def _collective(op: str, args: list[Any], output: Any) -> Collective:
     groups = [value for value in groups if "ProcessGroup" in str(value._type())]
     if groups:
         group = dist.ProcessGroup.unbox(groups[0])
-    else:  # a functional collective: the last text is the group's name, and args do not hold the output
+    else:
+        # A functional collective: its last string argument is the name of the group, and its output is not
+        # among the arguments.
         name = [value for value in args if isinstance(value, str)][-1]
         group = vars(dist.distributed_c10d)["_resolve_process_group"](name)
         args = [*args, output]

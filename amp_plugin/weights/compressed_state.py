@@ -1,13 +1,13 @@
-"""An optimizer's moments in 16 or 8 bits between its steps: what ``optimizer.state`` holds then.
+"""An optimizer's moments in 16 or 8 bits between its steps.
 
 ::
 
-    state[param]["exp_avg"]    a CompressedState: a float32 tensor to whoever reads or writes it
-    state_dict()               bfloat16, or {"8bit": bytes, ...}; of a sharded parameter float32
-    a step in one pass         reads and writes what is kept
-    any other step, a load     float32 meanwhile
+    state[param]["exp_avg"]      a CompressedState, which code can read and write like a float32 tensor
+    state_dict()                 bfloat16, or {"8bit": codes, ...}; float32 for a sharded parameter
+    a step in one pass           reads and writes the compressed state
+    any other step, or a load    the states are float32 until it ends
 
-The format is asked for by parameter (:func:`ask_for`), so that optimizers made later find it.
+The format is recorded on each parameter (:func:`ask_for`), so that optimizers that are made later find it.
 """
 
 from __future__ import annotations
@@ -29,23 +29,25 @@ _ATTRIBUTE: Final = "_amp_plugin_state"
 _KEY: Final = "8bit"
 _SIGNED: Final = ("exp_avg", "momentum_buffer", "grad_avg")
 _SQUARES: Final = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "exp_inf", "sum", "variance")
-_NUMBERS: Final = {name: 2 if name.startswith("max") else 1 for name in _SQUARES}  # of the draws
+# The argument ``state`` of kernels.state_codes.draws, for each name.
+_NUMBERS: Final = {name: 2 if name.startswith("max") else 1 for name in _SQUARES}
 MOMENTS: Final = (*_SIGNED, *_SQUARES)
-"""Names of the states that are compressed; others may be weights, and stay as they are."""
+"""The names of the states that are compressed. Other states may be weights, and stay as they are."""
 
 
 class CompressedState(DecodedTensor):
-    """A state that is float32 to every op, and is kept in fewer bits.
+    """An optimizer state that every op sees as float32, and that is stored in fewer bits.
 
-    What is written to it is rounded to nearest; what is written to a view of it is lost.
+    A value that is written to it is rounded to nearest. A value that is written to a view of it is lost.
     """
 
-    kept: Tensor  # bfloat16 of the same shape and strides, or codes, uint8, in the order of memory
-    signed: bool  # whether the codes are of a first moment
+    # A bfloat16 tensor of the same shape and strides, or 8-bit codes (uint8) in the order of memory.
+    kept: Tensor
+    signed: bool  # whether it is a first moment, which can be negative
 
     @staticmethod
     def __new__(cls, kept: Tensor, like: Tensor, *, signed: bool) -> Self:
-        """Make one of the shape and strides of another tensor."""
+        """Make a state of the shape and strides of ``like``."""
         made: Self = Tensor._make_wrapper_subclass(
             cls, like.size(), strides=like.stride(), dtype=torch.float32, device=kept.device
         )
@@ -56,10 +58,15 @@ class CompressedState(DecodedTensor):
     def of(
         value: Tensor, form: str, name: str, *, step: Tensor | float | None = None, loaded: bool = False
     ) -> CompressedState:
-        """Compress a float32 tensor of any layout, which an optimizer has by this name.
+        """Compress a float32 tensor of any layout.
 
-        ``step`` draws how second moments are rounded; None: to nearest. What was decoded once and is
-        ``loaded`` gets the same codes again, to the bit.
+        Args:
+            value: The state.
+            form: ``"bf16"`` or ``"8bit"``.
+            name: The name of the state in the optimizer, for example ``"exp_avg"``.
+            step: The step count. Second moments are rounded at random, and the random numbers depend on it.
+                If it is None, they are rounded to nearest.
+            loaded: Whether ``value`` may have been decoded from codes. It then gets these codes again.
         """
         dense = torch.empty_like(value).copy_(value)
         flat, signed, drawn = in_memory_order(dense), name in _SIGNED, None
@@ -76,7 +83,7 @@ class CompressedState(DecodedTensor):
 
     @property
     def form(self) -> str:
-        """How it is kept: ``"bf16"`` or ``"8bit"``."""
+        """The format in which it is stored: ``"bf16"`` or ``"8bit"``."""
         return _KEY if self.kept.dtype is torch.uint8 else "bf16"
 
     def decoded(self) -> Tensor:
@@ -88,7 +95,7 @@ class CompressedState(DecodedTensor):
         return value
 
     def as_kept(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Copy what is kept, to a device too."""
+        """Copy the compressed state, also to another device."""
         is_copy = func in _COPIES and kwargs.get("memory_format") in {None, torch.preserve_format}
         if not is_copy or kwargs.get("dtype") not in {None, torch.float32}:
             return NotImplemented
@@ -96,7 +103,7 @@ class CompressedState(DecodedTensor):
         return CompressedState(func(self.kept, **options), self, signed=self.signed)
 
     def rewrite_(self, value: Tensor) -> None:
-        """Keep other values, rounded to nearest."""
+        """Store new values, rounded to nearest."""
         name = _SIGNED[0] if self.signed else _SQUARES[0]
         self.kept.copy_(CompressedState.of(value, self.form, name).kept)
 
@@ -108,13 +115,13 @@ _COPIES: Final = {getattr(torch.ops.aten, op).default for op in ("detach", "clon
 
 
 def ask_for(params: Iterable[Tensor], form: str) -> None:
-    """Let the states of parameters be kept in a format; ``"fp32"`` as they are."""
+    """Record the format in which the states of parameters are to be stored. ``"fp32"`` compresses none."""
     for param in params:
         vars(param).pop(_ATTRIBUTE, None) if form == "fp32" else setattr(param, _ATTRIBUTE, form)
 
 
 def asked_for(param: Tensor) -> str | None:
-    """Return the format that a parameter's states are kept in; None: as they are."""
+    """Return the format in which a parameter's states are to be stored. None means uncompressed."""
     return vars(param).get(_ATTRIBUTE)
 
 
@@ -122,20 +129,23 @@ def asked_for(param: Tensor) -> str | None:
 
 
 def bytes_of(values: Any) -> int:
-    """Return what this rank holds of all tensors in lists and dicts."""
+    """Return the bytes that this rank holds of all tensors in nested lists and dicts."""
     parts = [local_of(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
     return sum(_bytes_of(held) for part in parts for held in _held_by(part))
 
 
 def _held_by(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that have the memory of one."""
+    """Return the tensors in which a tensor is stored."""
     if isinstance(tensor, StoredShard):
         return tensor.parts()
     return [tensor.kept] if isinstance(tensor, CompressedState) else [tensor]
 
 
 def _bytes_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor; of a sparse one those of its values and indices, of a lazy one none."""
+    """Return the bytes of a tensor.
+
+    For a sparse tensor these are the bytes of its values and indices. A lazy parameter has 0.
+    """
     if tensor.layout is torch.strided:
         return 0 if is_lazy(tensor) else tensor.nbytes
     if tensor.layout is torch.sparse_coo:
@@ -150,15 +160,20 @@ def _bytes_of(tensor: Tensor) -> int:
 
 
 def _decoded(value: Any) -> Any:
-    """Return a state, or what else there is, in float32 if it is compressed."""
+    """Return a state in float32 if it is compressed. Return any other value unchanged."""
     local = local_of(value)
     return with_local(value, local.decoded()) if isinstance(local, CompressedState) else value
 
 
 def compress(state: Mapping[Any, Any], *, loaded: bool = False) -> list[str]:
-    """Compress the moments of parameters as it was asked for; return the names of float32 states left.
+    """Compress the moments of parameters for which :func:`ask_for` was called.
 
-    ``loaded``: they were not changed by a step, and may have been compressed before.
+    Args:
+        state: ``optimizer.state``. It is changed in place.
+        loaded: Whether the states come from a checkpoint, so that they may have been decoded from codes.
+
+    Returns:
+        The names of the states that stay float32 because they are not moments.
     """
     left: dict[str, None] = {}
     for param, entry in state.items():
@@ -190,20 +205,24 @@ def decompress(state: Mapping[Any, Any]) -> None:
 
 
 def packed(state: Mapping[Any, Any]) -> Any:
-    """Return the state of an optimizer's state dict in plain tensors, as it is kept."""
+    """Return the state of an optimizer's state dict with compressed states as ordinary tensors."""
     return tree_map(_packed, state)
 
 
 def _packed(value: Any) -> Any:
     if not isinstance(value, CompressedState):
-        return _decoded(value)  # shards may be laid out otherwise when they are loaded
+        # The state of a sharded parameter becomes float32, because it may be sharded otherwise when loaded.
+        return _decoded(value)
     if value.form == "bf16":
         return value.kept
     return {_KEY: value.kept, "size": [*value.size()], "stride": [*value.stride()], "signed": value.signed}
 
 
 def unpacked(state: Mapping[Any, Any]) -> Any:
-    """Return the state of a state dict as an optimizer holds it; torch itself widens bfloat16."""
+    """Return the state of a state dict with 8-bit codes as a CompressedState.
+
+    torch itself converts bfloat16 states to float32 when it loads them.
+    """
     return tree_map(_unpacked, state, is_leaf=_is_packed)
 
 
@@ -219,11 +238,11 @@ def _unpacked(value: Any) -> Any:
 
 
 def fp32_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state dict in torch's own layout: float32 states, which load anywhere.
+    """Return an optimizer's state dict with float32 states, which loads without amp_plugin.
 
     Args:
-        optimizer: Of any class, with compressed states or without. Its moments are decoded into new
-            tensors: 4 bytes per element each.
+        optimizer: An optimizer of any class, with or without compressed states. Its moments are decoded into
+            new tensors, each of 4 bytes per element.
 
     Example:
         >>> import torch

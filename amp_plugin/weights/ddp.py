@@ -1,12 +1,13 @@
-"""Stored weights in wrapped models: DistributedDataParallel reduces float32; FSDP1 and DeepSpeed are refused.
+"""Stored weights in wrapped models: DDP reduces their gradients in float32; FSDP1 and DeepSpeed are refused.
 
-torch's DDP expects gradients of the parameters' dtype and reduces in it. Here a communication hook reads
-the float32 gradients themselves, the sum of a whole accumulation window, reduces them in float32 and hands
-the result back, which DDP then writes into ``.grad``. Its buckets, their order and their overlap with
-backward stay DDP's; the buckets' own memory, 2 bytes per element, is not looked at.
+torch's DDP expects gradients in the dtype of the parameters, and reduces in that dtype. The gradients of
+stored weights are float32. So a communication hook reads ``.grad`` itself, which holds the sum over all
+micro-batches of the step, and reduces it in float32. DDP then writes the result into ``.grad``. DDP still
+decides the buckets, their order and their overlap with backward. The memory of the buckets, 2 bytes per
+element, is not used.
 """
 
-# No annotations from the future: DDP compares those of a hook with its classes.
+# This file does not import annotations from __future__: DDP compares a hook's annotations with its classes.
 from functools import partial
 from typing import Any
 
@@ -25,15 +26,16 @@ _DONE = "_amp_plugin_reduces_in_fp32"
 def reduce_in_fp32(model: nn.Module) -> None:
     """Let each DistributedDataParallel in a model reduce the gradients of stored weights in float32.
 
-    Also gives all ranks all bits of the first one's weights, as DDP does with parameters. A collective: every
-    rank calls it.
+    It also copies the exact float32 weights of rank 0 to all ranks, as DDP does with ordinary parameters. It
+    is a collective, so every rank must call it. It does nothing without DDP, without stored weights, and at a
+    second call.
 
     Args:
-        model: With its wrapper; nothing happens without DDP, without stored weights, or the second time.
+        model: The model with its DDP wrapper.
 
     Raises:
-        ValueError: DDP was asked to keep gradients in its buckets, which are in 16 bits.
-        RuntimeError: The ranks store their weights in different ways; on all ranks.
+        ValueError: DDP was made with ``gradient_as_bucket_view=True``, so gradients would be in 16 bits.
+        RuntimeError: The ranks store their weights in different formats. All ranks raise it.
     """
     for ddp in model.modules():
         if not isinstance(ddp, DistributedDataParallel) or vars(ddp).get(_DONE, False):
@@ -78,7 +80,7 @@ def _refuse_different_ranks(ddp: DistributedDataParallel) -> None:
 
 
 def _refuse_shown(ddp: nn.Module, _args: object) -> None:
-    """Refuse to train on float32 weights, whose gradients DDP would not see."""
+    """Raise if stored weights are float32 now: DDP would not reduce the gradients of these tensors."""
     weights = filter(None, map(stored_weight, ddp.parameters()))
     if torch.is_grad_enabled() and any(weight.shows for weight in weights):
         msg = (
@@ -93,11 +95,14 @@ def _all_reduce_in_fp32(
     group: dist.ProcessGroup,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> Future[Tensor]:
-    """Average the float32 gradients of a bucket over a group, in DDP's layout; joined ranks add zeros."""
+    """Average the float32 gradients of a bucket over a group. The result has the layout that DDP expects.
+
+    A rank that has already run out of batches (``DDP.join``) adds zeros.
+    """
     params = bucket.parameters()
     sizes = [param.numel() for param in params]
     flat = torch.zeros(sum(sizes), dtype=torch.float32, device=params[0].device)
-    has_joined = torch._C._current_graph_task_id() == -1  # DDP.join calls it outside backward
+    has_joined = torch._C._current_graph_task_id() == -1  # DDP.join calls the hook outside backward
     for param, part in zip(params, torch.split(flat, sizes), strict=True):
         if param.grad is not None and not has_joined:
             dense = torch.empty_like(param, device="meta").stride() == param.stride()
@@ -109,14 +114,17 @@ def _all_reduce_in_fp32(
 
 
 def _join_hook(ddp: DistributedDataParallel, **kwargs: Any) -> Any:
-    """Return DDP's own, which at the end gives all ranks the weights of one: here all bits of them."""
+    """Return DDP's join hook, changed so that the last rank broadcasts its exact float32 weights."""
     hook: Any = DistributedDataParallel.join_hook(ddp, **kwargs)  # type: ignore[no-untyped-call]
     hook.post_hook = fp32_shown(list(ddp.parameters()))(hook.post_hook)
     return hook
 
 
 def refuse_sharded(weights: str, setting: str | None) -> None:
-    """Raise TypeError if weights are to be stored that FSDP1 or DeepSpeed shards; ``setting`` casts them."""
+    """Raise TypeError if FSDP1 or DeepSpeed shards a model whose weights are to be stored.
+
+    ``setting`` is the setting of FSDP1 or DeepSpeed that casts the weights. None means that neither is used.
+    """
     if weights != "fp32" and setting is not None:
         msg = (
             f"weights={weights!r} does not work with FSDP1 or DeepSpeed, which keep float32 shards in flat "
@@ -133,11 +141,11 @@ _CASTS_BY = {
 
 
 def sharded_by(model: nn.Module) -> str | None:
-    """Return by which setting FSDP1 or DeepSpeed casts the weights of a model; None if neither shards it."""
+    """Return the setting by which FSDP1 or DeepSpeed casts a model's weights. None if neither shards it."""
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     return next((setting for kind, setting in _CASTS_BY.items() if kind in kinds), None)
 
 
 def is_sharded_model(model: nn.Module) -> bool:
-    """Whether anything shards a model: FSDP of either version, DeepSpeed, or tensor parallelism."""
+    """Return whether a model is sharded: by FSDP1, FSDP2, DeepSpeed or tensor parallelism."""
     return sharded_by(model) is not None or any(map(is_sharded, model.parameters()))

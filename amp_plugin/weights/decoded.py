@@ -1,4 +1,7 @@
-"""A tensor that is float32 to every op and is kept in other bits: compressed states and stored shards."""
+"""A tensor that every op sees as float32, although it is stored in fewer bits.
+
+Compressed optimizer states and stored shards are such tensors.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,13 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 
 class DecodedTensor(Tensor):
-    """A tensor that ops read and write in float32, while its memory holds something shorter.
+    """A tensor that ops read and write in float32, while its memory holds another format.
 
     ::
 
-        an op reads it      it gets a float32 copy
-        an op writes it     the float32 copy is written, and rewrite_() stores it
-        an op that only moves or looks at what is kept    as_kept() does it without float32
+        an op reads it                         the op gets a float32 copy
+        an op writes it                        the op writes the copy, and rewrite_() stores the result
+        an op only copies, moves or views it   as_kept() runs the op on the stored format
     """
 
     def decoded(self) -> Tensor:
@@ -23,20 +26,20 @@ class DecodedTensor(Tensor):
         raise NotImplementedError
 
     def rewrite_(self, value: Tensor) -> None:
-        """Keep other values.
+        """Store new values.
 
         Args:
-            value: float32, of the same shape and device.
+            value: float32, of the same shape and on the same device.
         """
         raise NotImplementedError
 
     def as_kept(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return the result of an op that needs no float32; NotImplemented if it does.
+        """Run an op on the stored format. Return NotImplemented if the op needs float32 values.
 
         Args:
             func: An overload of ``torch.ops.aten`` whose first argument is this tensor.
-            args: All of its positional arguments.
-            kwargs: The others.
+            args: The positional arguments.
+            kwargs: The keyword arguments.
         """
         raise NotImplementedError
 
@@ -45,14 +48,14 @@ class DecodedTensor(Tensor):
         return memo.setdefault(id(self), self.decoded())  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a float32 tensor, which loads without this package."""
+        """Pickle as a float32 tensor, which loads without this package."""
         return self.decoded().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Compute with float32 copies, and store those that were written."""
+        """Run an op on float32 copies, and store the copies that it wrote to."""
         kwargs = kwargs or {}
         if args and isinstance(args[0], DecodedTensor):
             result = args[0].as_kept(func, args, kwargs)

@@ -31,8 +31,8 @@ class Exported:
 
     tensors: int
     elements: int  # numbers in these tensors
-    size: int  # bytes of all files
-    restored: int  # weights whose remainders came from the optimizer's state, as 0.2 saved them
+    size: int  # the bytes of all files
+    restored: int  # the number of weights whose remainders were in the optimizer's state, as 0.2 saved them
     left_out: tuple[str, ...]  # names of the entries that are not tensors
 
 
@@ -46,7 +46,7 @@ def export(
     trust: bool = False,
     max_shard_size: str = "",
 ) -> Exported:
-    """Write the weights of a checkpoint as safetensors, each one once and under its name.
+    """Write the weights of a checkpoint to a safetensors file, each weight once and under its name.
 
     ::
 
@@ -59,16 +59,16 @@ def export(
     The target is written only if all checks pass.
 
     Args:
-        source: the checkpoint, a file or a folder.
-        target: the file to write. With ``max_shard_size`` it is a new folder for the shards and their index.
+        source: The checkpoint, a file or a folder.
+        target: The file to write. With ``max_shard_size`` it is a new folder for the shards and their index.
         dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        prefix: take only the names that begin with this text, and drop it.
-        key: the key under which a file of ``torch.save`` holds the state dict.
-        trust: True unpickles any object.
-        max_shard_size: the largest size of a shard, such as ``"5GB"``; empty writes one file.
+        prefix: Write only the weights whose names begin with this text, and remove it from the names.
+        key: The key under which a file of ``torch.save`` holds the state dict.
+        trust: True unpickles any object. Python code in the file can then run.
+        max_shard_size: The largest size of a shard, such as ``"5GB"``. If empty, one file is written.
 
     Raises:
-        FileNotFoundError, ValueError: the checkpoint is damaged or not understood; the text says where.
+        FileNotFoundError, ValueError: The checkpoint is damaged or of an unknown kind.
         ImportError: ``max_shard_size`` is given and huggingface_hub is missing.
     """
     weights, optimizers = _read(source, key, trust=trust)
@@ -197,14 +197,14 @@ def _is_state_dict(value: object) -> bool:
     return isinstance(value, Mapping) and any(isinstance(entry, Tensor) for entry in value.values())
 
 
-# -- what is written -----------------------------------------------------------------------------------
+# -- writing -------------------------------------------------------------------------------------------
 
 
 def _restore(named: dict[str, Tensor], optimizers: Sequence[Mapping[str, Any]]) -> int:
     """Join 16-bit weights with the remainders that 0.2 kept in the optimizers' state; return their number.
 
-    0.2 kept the remainders by the number of the parameter. They belong to the model's 16-bit weights in the
-    same order, and the shapes confirm it.
+    0.2 numbered the remainders like the optimizer's parameters. The first remainder belongs to the model's
+    first 16-bit weight, and so on. The shapes are compared to confirm it.
     """
     kept = [optimizer.get(_ENTRY_OF_0_2, {}).get("rests", {}) for optimizer in optimizers]
     rests = [rest for numbered in kept for _, rest in sorted(numbered.items())]
@@ -253,7 +253,7 @@ def _named(named: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _write_file(made: Mapping[str, Tensor], target: Path) -> None:
-    """Write one file. It gets its name when it is complete."""
+    """Write one file. It has a temporary name until it is complete."""
     from safetensors.torch import save_file  # noqa: PLC0415 - for this command only
 
     unfinished = target.with_name(f"{target.name}.tmp")
@@ -265,7 +265,10 @@ def _write_file(made: Mapping[str, Tensor], target: Path) -> None:
 
 
 def _write_shards(made: Mapping[str, Tensor], folder: Path, max_shard_size: str) -> None:
-    """Write shards and their index as transformers reads them. The folder gets its name when complete."""
+    """Write shards and their index in the layout of transformers.
+
+    The folder has a temporary name until it is complete.
+    """
     from huggingface_hub import split_torch_state_dict_into_shards  # noqa: PLC0415 - of an extra
 
     split = split_torch_state_dict_into_shards(dict(made), max_shard_size=max_shard_size)
@@ -289,7 +292,7 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _require_finite(chosen: Mapping[str, Tensor], made: Mapping[str, Tensor], dtype: str) -> None:
-    """Raise if a finite number would become infinite."""
+    """Raise ValueError if a finite number would become infinite in the dtype."""
     beyond = [
         f"{name} (up to {chosen[name].abs().max():.3g})"
         for name, value in made.items()
@@ -307,7 +310,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _in_dtype(value: Tensor, dtype: str) -> Tensor:
-    """Return a copy in the dtype. Tied weights get a copy for each name."""
+    """Return a copy in the dtype. Tied weights are copied once for each of their names."""
     keeps = not value.is_floating_point() or (dtype == "fp32" and value.dtype is torch.float64)
     wanted = value if keeps else value.to(DTYPES[dtype])
     return wanted.detach().clone(memory_format=torch.contiguous_format)

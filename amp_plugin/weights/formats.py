@@ -1,4 +1,4 @@
-"""The formats of a stored weight: 16 bits that the model computes with, and what they lack of float32."""
+"""The formats of a stored weight: a 16-bit weight, with which the model computes, and its remainder."""
 
 from __future__ import annotations
 
@@ -15,70 +15,74 @@ _Tensors = Sequence[Tensor]
 
 
 class SplitBf16:
-    """bfloat16 and an int16 low half, together all bits of float32; the base of the other ways.
+    """A bfloat16 weight and an int16 remainder, which together hold all bits of float32.
 
-    Any low half and a weight make a number that rounds to the weight: whoever writes one need not know of it.
+    It is also the base class of the other formats. Any weight and any remainder join to a float32 number that
+    rounds to the weight. So code that writes the 16-bit weight needs no knowledge of the remainder.
     """
 
-    dtype = torch.bfloat16  # of the weights
-    kept_bytes = 2  # next to a weight
+    dtype = torch.bfloat16  # the dtype of the 16-bit weights
+    kept_bytes = 2  # the bytes of the remainder of one element
 
     def split(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weight of a float32 value and what is kept next to it, new tensors."""
+        """Split a float32 value. Return the 16-bit weight and the remainder as new tensors."""
         high, low = torch.empty_like(value, dtype=torch.bfloat16), torch.empty_like(value, dtype=torch.int16)
         torch.ops.amp_plugin.pack_weights_([value], [high], [low])
         return high, low
 
     def join(self, weights: _Tensors, kept: _Tensors) -> list[Tensor]:
-        """Return float32 masters of the weights' strides."""
+        """Return the float32 values, with the strides of the weights."""
         masters = [torch.empty_like(weight, dtype=torch.float32) for weight in weights]
         torch.ops.amp_plugin.unpack_weights_(weights, kept, masters)
         return masters
 
     def store(self, masters: _Tensors, weights: _Tensors, kept: _Tensors, seed: int, step: int) -> None:
-        """Write weights, and what is kept next to them, from masters."""
+        """Split the float32 values ``masters`` into existing weights and remainders."""
         torch.ops.amp_plugin.pack_weights_(masters, weights, kept)
 
 
 class Fp16WithMaster(SplitBf16):
-    """float16 and the float32 master: beyond float16's largest number, 65504, a weight is infinite."""
+    """A float16 weight and a float32 copy. A weight beyond 65504, float16's largest number, is infinite."""
 
     dtype = torch.float16
     kept_bytes = 4
 
     def split(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return float16, and the value itself."""
+        """Return the float16 weight and a float32 copy."""
         return value.half(), value.clone(memory_format=torch.preserve_format)
 
     def join(self, weights: _Tensors, kept: _Tensors) -> list[Tensor]:
-        """Return what is kept, with the elements that somebody else has written."""
+        """Return the float32 copies. Elements whose weight was changed by other code are updated first."""
         for weight, master in zip(weights, kept, strict=True):
             torch.where(master.half() == weight, master, weight.float(), out=master)
         return list(kept)
 
     def store(self, masters: _Tensors, weights: _Tensors, kept: _Tensors, seed: int, step: int) -> None:
-        """Write both."""
+        """Write the weights and the float32 copies."""
         torch._foreach_copy_(list(weights), list(masters))
         for master, own in zip(masters, kept, strict=True):
             if (master.data_ptr(), master.stride()) != (own.data_ptr(), own.stride()):
-                own.copy_(master.clone())  # it may be the same memory, transposed
+                own.copy_(master.clone())  # a clone, because both may be the same memory, transposed
 
 
 class StochasticBf16(SplitBf16):
-    """bfloat16 alone: a step's result is rounded up or down with the probability of its distance."""
+    """A bfloat16 weight without a remainder. Each step rounds the result up or down at random.
+
+    The nearer of the two neighbours is the likelier one (stochastic rounding).
+    """
 
     kept_bytes = 0
 
     def split(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return bfloat16, and nothing."""
+        """Return the bfloat16 weight and an empty tensor."""
         return value.bfloat16(), value.new_empty(0)
 
     def join(self, weights: _Tensors, kept: _Tensors) -> list[Tensor]:
-        """Return the weights, widened."""
+        """Return the weights, converted to float32."""
         return [weight.float() for weight in weights]
 
     def store(self, masters: _Tensors, weights: _Tensors, kept: _Tensors, seed: int, step: int) -> None:
-        """Write weights, rounded up or down as seed and step draw it."""
+        """Write the weights with stochastic rounding. The random numbers depend on ``seed`` and ``step``."""
         torch.ops.amp_plugin.round_weights_(masters, weights, seed, step)
 
 

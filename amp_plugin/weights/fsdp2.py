@@ -1,4 +1,4 @@
-"""Reads the private records that torch's FSDP2 keeps of each sharded weight. Only this module reads them."""
+"""Read and change the private records that torch's FSDP2 keeps of each sharded weight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from amp_plugin.weights.formats import FORMATS
 from amp_plugin.weights.shard import StoredShard
 from amp_plugin.weights.weight import is_sharded, stored_weight, widen_
 
-_SHARDS_ONE: Final = "_init_sharded_param"  # torch's method that makes a sharded parameter of a whole one
+_SHARDS_ONE: Final = "_init_sharded_param"  # torch's method that shards one parameter
 
 
 def is_unit(module: nn.Module) -> bool:
@@ -25,20 +25,20 @@ def is_unit(module: nn.Module) -> bool:
 def weights_of_unit(unit: Any) -> list[Any]:
     """Return torch's records (``FSDPParam``) of the weights that one unit gathers."""
     state = unit._get_fsdp_state()
-    # One group before torch 2.12, several later.
+    # Before torch 2.12 a unit has one group. Later it can have several.
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     return [weight for group in groups if group is not None for weight in group.fsdp_params]
 
 
 def policy_of_weight(unit: Any, weight: Any) -> Any:
-    """Return the policy of one weight; that of its unit before torch 2.15."""
+    """Return the policy of one weight. Before torch 2.15 it is the policy of the unit."""
     return getattr(weight, "mp_policy", unit._get_fsdp_state()._mp_policy)
 
 
 def gathered_dtypes(model: nn.Module) -> dict[Tensor, torch.dtype]:
     """Return the dtype in which each sharded parameter is gathered.
 
-    Units that are gathered are put back into shards first, so that their parameters are the sharded ones.
+    Units whose weights are gathered now are resharded first, so that their parameters are the sharded ones.
     """
     return {
         weight.sharded_param: policy_of_weight(unit, weight).param_dtype or weight.sharded_param.dtype
@@ -48,7 +48,7 @@ def gathered_dtypes(model: nn.Module) -> dict[Tensor, torch.dtype]:
 
 
 def notice_new_shards(model: nn.Module) -> None:
-    """Let FSDP2 look at the shards of its weights again, after some have become other tensors."""
+    """Let FSDP2 read the local shards of its weights again, after some of them were replaced."""
     for unit in _units(model):
         for weight in weights_of_unit(unit):
             weight.reset_sharded_param()
@@ -57,9 +57,10 @@ def notice_new_shards(model: nn.Module) -> None:
 
 @cache
 def carry_into_shards() -> None:
-    """Let ``fully_shard`` store the shards of weights that are stored; any number of calls.
+    """Let ``fully_shard`` keep the remainders of stored weights. More calls have no effect.
 
-    It makes new parameters. Without this each would be what the model computes with, rounded to 16 bits.
+    ``fully_shard`` makes a new parameter from each weight. Without this change it would take only the 16-bit
+    weight, and the remainder would be lost.
     """
     if not torch.distributed.is_available():
         return
@@ -70,13 +71,13 @@ def carry_into_shards() -> None:
 
 
 def _carrying(shard: Callable[..., None]) -> Callable[..., None]:
-    """Return torch's method for one parameter, for stored ones too."""
+    """Return torch's method that shards one parameter, extended to stored parameters."""
 
     @wraps(shard)
     def shard_stored(record: Any, param: Any, *args: Any, **kwargs: Any) -> None:
         weight, form = stored_weight(param), asked_for(param)
         if weight is not None and record.mp_policy.param_dtype is not FORMATS[weight.name].dtype:
-            widen_(param)  # it is gathered in another dtype
+            widen_(param)  # FSDP2 gathers it in another dtype than it is stored in
             weight = None
         given = param
         if weight is not None and not is_sharded(param):
@@ -84,7 +85,7 @@ def _carrying(shard: Callable[..., None]) -> Callable[..., None]:
             given = nn.Parameter(both, param.requires_grad)
         shard(record, given, *args, **kwargs)
         if given is not param:
-            vars(param).update(vars(given))  # torch knows a shared parameter by an attribute
+            vars(param).update(vars(given))  # torch recognizes a shared parameter by an attribute
         ask_for([record.sharded_param], form or "fp32")
 
     return shard_stored

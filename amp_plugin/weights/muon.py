@@ -1,12 +1,13 @@
-"""A step of torch's Muon: our ops before and after its matrix products, which stay torch's.
+"""A step of torch's Muon: torch's own matrix products, with one op of ours before them and one after.
 
 ::
 
-    muon_momentum   divides the gradient, moves momentum_buffer, writes what the products take
+    muon_momentum   divides the gradient, updates momentum_buffer, writes the input of the products
     products        torch's Newton-Schulz iteration, in bfloat16
-    muon_update     decays the parameter, and subtracts the products from it
+    muon_update     decays the parameter, and subtracts the result of the products from it
 
-Gradients are read once. One matrix is stepped after the other, so that memory is needed for one of them only.
+Each gradient is read once. The matrices are stepped one after the other, so temporary memory is needed for
+one matrix only.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ class MuonStep:
     """The step of one parameter group."""
 
     def __init__(self, tensors: Any, group: dict[str, Any]) -> None:
-        """Take what the step needs.
+        """Prepare the step of a group.
 
         Args:
-            tensors: The extension's ``StepTensors`` of the group.
+            tensors: The tensors of the group, a ``StepTensors`` of the native extension.
             group: The parameter group.
 
         Raises:
-            ValueError: The matrices are sharded, so that the products of a rank's parts are not theirs.
+            ValueError: The matrices are sharded. The products need whole matrices.
         """
         if any(local_of(param) is not param for param in group["params"]):
             msg = "its products take whole matrices, and its parameters are sharded"
@@ -46,7 +47,7 @@ class MuonStep:
     def step_(
         self, numbers: list[float], lr: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        """Step as the extension's ``StepTensors.step_`` does; ``numbers`` are those of muon_momentum."""
+        """Take the step. It replaces ``StepTensors.step_``; ``numbers`` are those of muon_momentum."""
         tensors, skipped = self._tensors, found_inf is not None and found_inf.is_cpu and found_inf.item() > 0
         for i, (param, grad, buffer) in enumerate(
             zip(tensors.params, tensors.grads, tensors.states, strict=True)
@@ -66,7 +67,7 @@ class MuonStep:
         lr: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        """Compute the products of a matrix, and step its parameter."""
+        """Compute the matrix products for one parameter, and update the parameter."""
         group = self._group
         products = _products(made, group["ns_coefficients"], group["ns_steps"], group["eps"])  # type: ignore[misc]
         ratio = _adjust_lr(1.0, group["adjust_lr_fn"], param.shape)  # type: ignore[misc]
@@ -76,6 +77,6 @@ class MuonStep:
 
 
 def why_not() -> str:
-    """Return why no step of Muon is taken in one pass; empty if they can be."""
+    """Return why Muon's steps cannot be taken in one pass, or ``""`` if they can."""
     known = _products is not None and _adjust_lr is not None
     return "" if known else "torch.optim.Muon of this torch computes its products in another way"

@@ -1,8 +1,8 @@
-"""A whole step of an optimizer as one op, in place of ``optimizer.step``.
+"""Take a whole optimizer step with one op, instead of calling ``optimizer.step``.
 
-The op reads gradients once: it divides them by what they are still multiplied by, clips, writes them,
-steps and stores; after an overflow it writes gradients only. Groups, state, counters, flags and hooks stay
-torch's, so that a run may change between this and torch's own step at any time.
+The op reads each gradient once. It divides the gradient by the loss scale, clips it, writes it back, updates
+the parameter and stores it. After an overflow it writes gradients only. It uses torch's own parameter groups,
+states, step counters and hooks, so a run may switch between this op and ``optimizer.step`` at any time.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from amp_plugin.weights.weight import (
 )
 
 _Group = dict[str, Any]
-_Part = tuple[Callable[..., None], list[float], Tensor | None]  # the op, its rule's numbers, lr on a GPU
+# One call: the function that steps, the numbers of its rule, and the learning rate if it is on a GPU.
+_Part = tuple[Callable[..., None], list[float], Tensor | None]
 
 
 def why_not(optimizer: Optimizer) -> str:
-    """Return what keeps every step of an optimizer from being taken in one pass; empty if nothing does."""
+    """Return why no step of an optimizer can be taken in one pass, or ``""`` if they can."""
     if _class_of(optimizer) not in RULES:
         return f"there is no rule for the class {_class_of(optimizer)}"
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
@@ -59,7 +60,7 @@ def why_not(optimizer: Optimizer) -> str:
 
 
 def unavailable(device_type: str) -> str:
-    """Return why no step is taken in one pass on a type of device; empty if the ops run there."""
+    """Return why no step can be taken in one pass on a type of device, or ``""`` if the ops run there."""
     if not native_core().loaded:
         return f"the native core is not loaded: {native_core().reason}"
     if device_type == "cuda":
@@ -69,10 +70,10 @@ def unavailable(device_type: str) -> str:
 
 
 def collect(optimizer: Optimizer) -> OnePassStep:
-    """Return all that a step needs; :func:`why_not` has nothing against it.
+    """Collect the tensors and numbers of the next step. Call it only if :func:`why_not` returns ``""``.
 
     Raises:
-        ValueError: The step cannot be taken in one pass now; the text says why, for people.
+        ValueError: This step cannot be taken in one pass. The message says why.
     """
     row = RULES[_class_of(optimizer)]
     if sum(len(group["params"]) for group in optimizer.param_groups) > len(optimizer.state):
@@ -104,14 +105,14 @@ def collect(optimizer: Optimizer) -> OnePassStep:
 
 @dataclass
 class OnePassStep:
-    """The tensors of one step of an optimizer; to be taken before anything of it changes."""
+    """One step of an optimizer, ready to be taken. Take it before the optimizer or its gradients change."""
 
     _optimizer: Optimizer
     _parts: list[_Part]
-    _changed: list[tuple[_Group, _Group]]  # groups, and what the step changes in them
+    _changed: list[tuple[_Group, _Group]]  # each group whose options a step changes, and their new values
 
     def run(self, divisor: Tensor | None, found_inf: Tensor | None, *, skipped: bool | None) -> None:
-        """Divide the gradients and step, unless ``found_inf`` is 1."""
+        """Divide the gradients by ``divisor``, and step unless ``found_inf`` is 1."""
         for call, numbers, lr in self._parts:
             call(numbers, lr, divisor, found_inf)
         if not skipped:
@@ -119,7 +120,7 @@ class OnePassStep:
                 group.update(changes)
 
     def take(self, divisor: Tensor | None, found_inf: Tensor, *, skipped: bool | None) -> None:
-        """As :meth:`run`; then run the optimizer's hooks."""
+        """Do the same as :meth:`run`, and then call the optimizer's step hooks unless the step is skipped."""
         optimizer = self._optimizer
         with torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
             self.run(divisor, found_inf, skipped=skipped)
@@ -133,7 +134,7 @@ class OnePassStep:
 
 @contextmanager
 def own_step(optimizer: Optimizer) -> Iterator[None]:
-    """Within, the step of an optimizer is its own, although its states are compressed."""
+    """Let an optimizer with compressed states take its own steps in a block, not steps in one pass."""
     key = id(optimizer)
     _own.add(key)
     try:
@@ -143,7 +144,7 @@ def own_step(optimizer: Optimizer) -> Iterator[None]:
 
 
 def takes_own_step(optimizer: Optimizer) -> bool:
-    """Whether the program is within :func:`own_step` of an optimizer."""
+    """Return whether a block of :func:`own_step` is open for an optimizer."""
     return id(optimizer) in _own
 
 
@@ -151,13 +152,14 @@ _own: set[int] = set()
 
 
 def take_bare_step(optimizer: Optimizer) -> list[Tensor]:
-    """Take a step that nobody scales in one pass, before the own step of the optimizer begins.
+    """Take a step without a loss scale in one pass, when the user calls ``optimizer.step()``.
 
-    Without it the own step would need the states of all parameters decompressed at once.
+    It runs before the optimizer's own step, which would need the states of all parameters decompressed at
+    the same time.
 
     Returns:
-        The parameters that were stepped: hide their gradients from the own step. Empty if the step
-        cannot be taken in one pass.
+        The parameters that were stepped. The caller hides their gradients, so that the optimizer's own step
+        has nothing to do. Empty if the step cannot be taken in one pass.
     """
     if takes_own_step(optimizer) or why_not(optimizer):
         return []
@@ -174,22 +176,24 @@ take_steps_by(take_bare_step)
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """How the parameter groups of a class become calls of ``step_``.
+    """How the parameter groups of an optimizer class become calls of the op ``step_``.
 
     Attributes:
-        rule: Takes a group. Returns the name of its rule, a key of ``kernels.reference.RULES``, and the names
-            that the states of the rule have in the optimizer's state.
-        numbers: The group options that are the numbers of the rule, in its order; ``"betas.0"`` for an item.
+        rule: A function of a group. It returns the name of the rule, a key of ``kernels.reference.RULES``,
+            and the names that the states of the rule have in the optimizer's state.
+        numbers: The options of the group that are the numbers of the rule, in the rule's order. ``"betas.0"``
+            is the first item of ``betas``.
         counters: The names of the rule's counters in the optimizer's state.
-        fixed: Options for which the rule has no number, with the value that they must have; names with a
-            leading dot are attributes of the optimizer.
-        ignored: Options that do not change the numbers of a step.
-        schedule: Takes a group. Returns what a step changes in it, and other numbers that follow. The host
-            must know at once whether a step was skipped, so the step is taken on the CPU only. A ValueError
-            says why a step cannot be taken.
-        call: Takes the tensors and the group. Returns what steps them: one op, or several with torch's own
-            computations between them.
-        why_not: Returns why no step of the class can be taken in one pass with this torch; empty if they can.
+        fixed: Options that the rule does not support, and the one value that each may have. A name with a
+            leading dot is an attribute of the optimizer. None for a class of torch, whose options are known.
+        ignored: Options that do not change the result of a step.
+        schedule: A function of a group. It returns the options of the group that a step changes, and numbers
+            that depend on them. The CPU must know at once whether a step was skipped, so these steps are
+            taken on the CPU only. It raises ValueError if a step cannot be taken.
+        call: A function of the tensors and the group. It returns the function that steps them: one op, or
+            several ops with torch's own computations between them.
+        why_not: Returns why no step of the class can be taken in one pass with this release of torch, or
+            ``""`` if they can.
     """
 
     rule: Callable[[_Group], tuple[str, tuple[str, ...]]]
@@ -202,11 +206,12 @@ class _Row:
     why_not: Callable[[], str] = str
 
     def unfit(self, optimizer: Optimizer) -> str:
-        """Return which option of an optimizer the rule does not have; empty if it has all.
+        """Return which option of an optimizer the rule does not support, or ``""`` if it supports all.
 
-        A later release of a package may add options, which change its step.
+        Unknown options are not supported either: a later release of a package may add options that change
+        the step.
         """
-        if self.why_not() or self.fixed is None:  # a class of torch, whose options are known
+        if self.why_not() or self.fixed is None:
             return self.why_not()
         known = {*(name.partition(".")[0] for name in self.numbers), *self.fixed, *self.ignored}
         for name in optimizer.defaults.keys() - known:
@@ -220,7 +225,8 @@ class _Row:
         return ""
 
 
-_OWN: Final = object()  # the function of this name in the class's module
+# As a value in ``fixed``: the function of the same name in the module of the class.
+_OWN: Final = object()
 _COUNTS: Final = ("step",)
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
@@ -244,7 +250,7 @@ def _named(rule: str, *states: str) -> Callable[[_Group], tuple[str, tuple[str, 
 
 
 def _count(group: _Group) -> _Group:
-    """Return what a step changes in a group that counts its steps."""
+    """Return the step count of a group after the step."""
     if "step" not in group:
         msg = "a group has no count of its steps yet, which its own step makes"
         raise ValueError(msg)
@@ -252,7 +258,7 @@ def _count(group: _Group) -> _Group:
 
 
 def _schedule(group: _Group) -> _Group:
-    """Return what a step of AdamWScheduleFree changes in a group, and the numbers that follow."""
+    """Return the options of a group after a step of AdamWScheduleFree, and the numbers of its rule."""
     if not group["train_mode"]:
         msg = "it is not in train mode"
         raise ValueError(msg)
@@ -342,9 +348,9 @@ RULES: Final = {
         ignored=("foreach", "step"),
     ),
 }
-"""The classes whose step is taken in one pass, by module and name."""
+"""The optimizer classes whose steps are taken in one pass, by module and name."""
 OPTIMIZERS: Final = tuple(name.rpartition(".")[2] for name in RULES)
-"""The names of these classes alone."""
+"""The names of these classes, without their modules."""
 
 
 def _class_of(optimizer: Optimizer) -> str:
@@ -352,14 +358,14 @@ def _class_of(optimizer: Optimizer) -> str:
 
 
 def _module_of(kind: type) -> str:
-    """Return the module in which a class is written: torch shows another one for Muon."""
+    """Return the module in which a class is defined. ``__module__`` is another one for torch's Muon."""
     return "torch.optim._muon" if kind is torch.optim.Muon else kind.__module__
 
 
 def _number(group: _Group, option: str) -> float:
-    """Return a number of a group; 0 for a learning rate on a GPU, which the op reads there."""
+    """Return an option of a group as a number. A learning rate on a GPU gives 0; the op reads it there."""
     name, _, item = option.partition(".")
-    if not name:  # a number that the class does not have
+    if not name:  # the rule has a number for which the class has no option
         return 0.0
     value = group[name][int(item)] if item else group[name]
     return 0.0 if _is_on_device(value) else float(value or 0.0)
@@ -370,15 +376,19 @@ def _is_on_device(number: Any) -> bool:
 
 
 def _lr_on_device(group: _Group) -> Tensor | None:
-    """Return a learning rate that a GPU reads, without a host sync; None for one that the host knows."""
+    """Return the learning rate if it is a tensor on a GPU, or None if the CPU knows it.
+
+    The op reads it on the GPU, without a host sync.
+    """
     lr = group["lr"]
     return lr if _is_on_device(lr) else None
 
 
 def _begin(optimizer: Optimizer, row: _Row) -> None:
-    """Make the states that are to be compressed: zeros, as torch's own first step would, in float32."""
+    """Make compressed states of parameters that have none yet: zeros, as torch's first step makes them."""
     for group in optimizer.param_groups:
-        if group.get("dampening"):  # not for the first gradient, which torch takes whole
+        if group.get("dampening"):
+            # torch does not dampen the first gradient, so zeros would give another result.
             continue
         for param in group["params"]:
             form = asked_for(param)
@@ -397,14 +407,19 @@ def _begin(optimizer: Optimizer, row: _Row) -> None:
 
 
 def _by_storage(params: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield parameters and what is kept next to them: float32, pairs by dtype, then those kept alone."""
+    """Yield groups of parameters that are stored alike, with their remainders.
+
+    The order is: float32 parameters, 16-bit pairs by the dtype of the remainder, and then parameters without
+    a remainder, with float32 copies in place of remainders.
+    """
     stored = stored_params(params)
     alone = [param for param in stored if param.grad is not None and is_kept_alone(param)]
     kept = [remainder_of(param) for param in stored]
     pairs = {param: remainder for param, remainder in zip(stored, kept, strict=True) if remainder is not None}
     in_16_bits = {*pairs, *filter(is_kept_alone, stored)}
     yield [param for param in params if param not in in_16_bits] if in_16_bits else list(params), []
-    for dtype in {remainder.dtype for remainder in pairs.values()}:  # bf16's are integers, fp16's masters
+    # The remainder of a bfloat16 weight is an integer, that of a float16 weight a float32 copy.
+    for dtype in {remainder.dtype for remainder in pairs.values()}:
         yield [p for p in pairs if pairs[p].dtype is dtype], [r for r in pairs.values() if r.dtype is dtype]
     if alone:
         yield alone, masters_of(alone)
@@ -413,29 +428,31 @@ def _by_storage(params: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tenso
 def _and_rounded(
     call: Callable[..., None], optimizer: Optimizer, params: list[Tensor], masters: list[Tensor]
 ) -> Callable[..., None]:
-    """Return a call that steps float32 masters of this step alone, and rounds them at random."""
+    """Return a call that steps the float32 copies, and then stores them with stochastic rounding."""
 
     def run(
         numbers: list[float], lr: Tensor | None, divisor: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        count_steps(optimizer, params)  # before the step counts itself
+        count_steps(optimizer, params)  # before the step increases the optimizer's own count
         call(numbers, lr, divisor, found_inf)
         if found_inf is None or not found_inf.is_cpu or found_inf.item() == 0:
-            store_masters_(params, masters)  # nothing is drawn for a step that the host knows is skipped
+            # If the CPU knows that the step was skipped, the weights are not rounded again.
+            store_masters_(params, masters)
 
     return run
 
 
 def _is_step_replaced(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer.step`` is not the one of its class's module.
+    """Return whether ``optimizer.step`` is another function than the one that its class defines.
 
-    Schedulers may have wrapped it to count, torch to run hooks and without autograd.
+    Wrappers of a learning rate scheduler (it counts steps) and of torch (hooks, ``no_grad``) are allowed.
     """
     on_class: Any = type(optimizer).step
     on_instance = vars(optimizer).get("step", on_class)
-    if getattr(on_instance, "_wrapped_by_lr_sched", False) is True:  # a mock has every attribute
+    if getattr(on_instance, "_wrapped_by_lr_sched", False) is True:  # `is True`: a mock has every attribute
         on_instance = on_instance.__wrapped__
-    kinds = type(optimizer).__mro__  # torch puts the step of a base, with hooks, on the class itself
+    # torch wraps the step to run hooks, and sets the result on the class, even if a base class defines step.
+    kinds = type(optimizer).__mro__
     layer, modules = on_class, {_CONTEXTS, *map(_module_of, kinds)}
     names = {f"{_module_of(kind)}.{kind.__qualname__}.step" for kind in kinds}
     while hasattr(layer, "__wrapped__"):
@@ -446,4 +463,5 @@ def _is_step_replaced(optimizer: Optimizer) -> bool:
     return f"{module}.{getattr(layer, '__qualname__', '')}" not in names or on_instance is not on_class
 
 
-_CONTEXTS: Final = "torch.utils._contextlib"  # where torch.no_grad makes a function of another
+# The module of torch in which the wrapper of torch.no_grad is defined.
+_CONTEXTS: Final = "torch.utils._contextlib"

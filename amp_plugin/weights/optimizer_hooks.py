@@ -1,12 +1,13 @@
-"""Stored parameters are float32 while an optimizer steps or loads a state dict.
+"""Make stored parameters float32 while an optimizer steps or loads a state dict.
 
 ::
 
-    step(), load_state_dict():  parameters and state are float32
-    a closure within step():    parameters are 16 bits again, with the values that the step has set so far
-    a step that raises:         parameters stay float32 until the next one, with the values that it has set
+    step(), load_state_dict():  parameters and states are float32
+    a closure within step():    parameters are in 16 bits again, with the values that the step has set so far
+    a step that raises:         parameters stay float32, with the values that it has set, until the next step
 
-torch's own hooks do it, so that optimizers of any class work unchanged; nothing is put into their state.
+This is done by torch's own optimizer hooks, so optimizers of any class work unchanged. Nothing is added to
+their state.
 """
 
 from __future__ import annotations
@@ -41,15 +42,27 @@ _takes_steps: list[Callable[[Optimizer], list[Tensor]]] = []
 
 
 def take_steps_by(take: Callable[[Optimizer], list[Tensor]]) -> None:
-    """Have ``take`` step optimizers with compressed states: it returns the parameters that it has stepped."""
+    """Register a function that steps optimizers with compressed states in one pass.
+
+    The function returns the parameters that it has stepped. one_pass.py registers it, because that module
+    imports this one.
+    """
     _takes_steps.append(take)
 
 
 def add_optimizer(optimizer: Optimizer, state: str | None = None) -> None:
-    """Let an optimizer step stored parameters in float32, or refuse it; any number of calls.
+    """Let an optimizer step stored parameters in float32. A second call has no effect.
 
-    One that steps none, and asks for no compressed state, can load state dicts of those that do.
-    ``state``: the format that the states of its parameters are kept in; None: as it was asked for.
+    An optimizer without stored parameters and without compressed states gets no hooks for its steps.
+
+    Args:
+        optimizer: The optimizer.
+        state: The format in which the states of its parameters are to be stored. None leaves the format that
+            was chosen earlier.
+
+    Raises:
+        TypeError: This class of optimizer cannot step stored parameters.
+        ValueError: The optimizer already has states in 16 bits.
     """
     if state is not None:
         compressed_state.ask_for(_params(optimizer), state)
@@ -73,38 +86,42 @@ def _hooks_of(optimizer: Optimizer) -> OptimizerHooks:
 
 @cache
 def add_late_optimizers() -> None:
-    """Add other optimizers before they first step a stored parameter; any number of calls."""
+    """Add optimizers that are made later, when they first step a stored parameter.
+
+    A second call has no effect.
+    """
     hook: Any = torch.compiler.disable(lambda optimizer, *_: add_if_late(optimizer))  # type: ignore[no-untyped-call]
     register_quiet_hook(None, hook)
 
 
 def add_if_late(optimizer: Optimizer) -> None:
-    """Add an optimizer of stored parameters that was not handed over; its constructor may have made state."""
+    """Add an optimizer that has stored parameters, unless it was added before."""
     has_them = getattr(getattr(optimizer, _ATTRIBUTE, None), "sees_steps", False)
     if not has_them and _are_kept(_params(optimizer)):
         add_optimizer(optimizer)
 
 
 class OptimizerHooks:
-    """What one optimizer shows of the parameters that it steps."""
+    """The hooks of one optimizer, and which of its parameters and states are float32 now."""
 
     def __init__(self) -> None:
         self.sees_steps = False
         self._shown: list[Tensor] = []
-        self._hidden: list[tuple[Tensor, Tensor | None]] = []  # gradients whose step was taken in one pass
-        self._inner = 0  # steps of base classes that a step has called
-        self._is_widened = False  # its state is float32 meanwhile
-        self._asked = False  # its state is compressed; not any more after restore_weights
-        self._told: set[str] = set()
-        self._halves = 0  # parameters in 16 bits that store_weights has not taken
+        # Parameters that were already stepped in one pass, and their gradients, hidden from the own step.
+        self._hidden: list[tuple[Tensor, Tensor | None]] = []
+        self._inner = 0  # the number of base-class steps that the current step has called
+        self._is_widened = False  # whether the states are float32 until the step ends
+        self._asked = False  # whether the states are compressed; restore_weights ends it
+        self._told: set[str] = set()  # the states for which the user was warned
+        self._halves = 0  # the most 16-bit parameters seen that store_weights has not stored
 
     def attach_to_steps(self, optimizer: Optimizer) -> None:
-        """Put the other hooks on an optimizer; any number of calls."""
+        """Register the hooks for steps and state dicts. A second call has no effect."""
         if self.sees_steps:
             return
         self.sees_steps = True
         before, after = map(torch.compiler.disable, (self.before_step, self.after_step))
-        register_quiet_hook(optimizer, before)  # a step in one pass needs no float32 weights
+        register_quiet_hook(optimizer, before)  # quiet: a step in one pass may leave this hook out
         optimizer.register_step_post_hook(after)
         optimizer.register_state_dict_post_hook(self.after_state_dict)
         if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
@@ -112,7 +129,7 @@ class OptimizerHooks:
             optimizer.load_state_dict = load  # type: ignore[method-assign]
 
     def close(self, optimizer: Optimizer, *, steps: int = 0) -> None:
-        """Store what is still shown, and compress the states."""
+        """Store the parameters that are still float32, and compress the states."""
         self._hide(steps=steps)
         if self._is_widened or (self._asked and not any(map(compressed_state.asked_for, _params(optimizer)))):
             self._is_widened = False
@@ -126,7 +143,7 @@ class OptimizerHooks:
         hide_fp32(shown, steps=steps)
 
     def compress(self, optimizer: Optimizer, *, loaded: bool = False) -> None:
-        """Compress the states of parameters that it was asked for, and say once which are left."""
+        """Compress the states, and warn once of each state that stays float32."""
         self._asked = any(map(compressed_state.asked_for, _params(optimizer)))
         left = set(compressed_state.compress(optimizer.state, loaded=loaded)) - self._told
         self._told |= left
@@ -138,10 +155,13 @@ class OptimizerHooks:
             )
 
     def warn_of_halves(self, optimizer: Optimizer) -> None:
-        """Say that 16 bits lose updates where there are more of such parameters than before."""
+        """Warn if the optimizer steps 16-bit parameters without a remainder, which lose small updates.
+
+        It warns again only if there are more of them than before.
+        """
         halves = sum(param.requires_grad and is_unstored_half(param) for param in _params(optimizer))
         if halves > self._halves:
-            self._halves = halves  # the most so far: one warning for layers that are refrozen
+            self._halves = halves  # the maximum, so that layers that are frozen again give one warning
             warn_user(
                 f"{type(optimizer).__name__} steps {halves} parameters in 16 bits: updates below 1/256 "
                 "of one, of float16 1/2048, are lost. Make them before the model is set up, in mixed "
@@ -149,7 +169,7 @@ class OptimizerHooks:
             )
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Show the parameters; let a closure run on 16 bits."""
+        """Make the parameters float32. If there is a closure, let it run on the 16-bit parameters."""
         if (self._shown or self._is_widened) and _is_within_its_step(optimizer):
             self._inner += 1
             return None
@@ -178,7 +198,7 @@ class OptimizerHooks:
         return None
 
     def _take_in_one_pass(self, optimizer: Optimizer) -> bool:
-        """Take the step on states as they are kept, and leave nothing to do for the own step that follows."""
+        """Step in one pass, and hide the gradients so that the optimizer's own step does nothing."""
         stepped = [param for take in _takes_steps for param in take(optimizer)]
         self._hidden = [(param, param.grad) for param in stepped]
         for param in stepped:
@@ -187,7 +207,7 @@ class OptimizerHooks:
         return bool(stepped)
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
-        """Store them."""
+        """Store the parameters, and give hidden gradients back."""
         while self._hidden:
             param, grad = self._hidden.pop()
             param.grad = grad
@@ -196,30 +216,36 @@ class OptimizerHooks:
             self.close(optimizer, steps=1)
 
     def after_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Put plain tensors in the place of compressed states, float32 ones after ``restore_weights``."""
+        """Replace compressed states in a state dict by ordinary tensors.
+
+        After ``restore_weights`` these are float32 tensors.
+        """
         if not self._is_widened:
             self.compress(optimizer, loaded=True)
         state_dict["state"] = compressed_state.packed(state_dict["state"])
 
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Show the parameters until it is loaded, since torch casts state to their dtypes."""
+        """Make the parameters float32 until the load ends, because torch casts states to their dtypes."""
         self.close(optimizer)
-        state = state_dict["state"] = compressed_state.unpacked(state_dict["state"])  # the hooks' own copy
+        # The state dict is a copy that torch makes for the hooks, so it may be changed.
+        state = state_dict["state"] = compressed_state.unpacked(state_dict["state"])
         params = list(dict.fromkeys(_params(optimizer)))
         for number, param in enumerate(params):
             values = tree_leaves(state.get(number)) if isinstance(param, FrozenParameter) else []
             if any(isinstance(value, Tensor) and value.dim() > 0 for value in values):
-                param.requires_grad_().requires_grad_(False)  # it was trained, and its state is float32
+                # The frozen parameter was trained before. Making it trainable once stores it, so that it can
+                # be float32 while its state is loaded.
+                param.requires_grad_().requires_grad_(False)
         self._shown = show_fp32(params)
         load_entry_of_0_2(params, state_dict)
 
     def after_load(self, optimizer: Optimizer) -> None:
-        """Store them, and the state."""
+        """Store the parameters, and compress the states."""
         self.close(optimizer)
         self.compress(optimizer, loaded=True)
 
     def _run_as_kept(self, optimizer: Optimizer, params: list[Tensor], closure: Callable[[], Any]) -> Any:
-        """Run a closure on 16 bits, and the first one on states as they are kept between steps."""
+        """Run a closure on the 16-bit parameters. At its first call the states are still compressed."""
         self._hide()
         value = closure()
         self._show(params)
@@ -228,7 +254,7 @@ class OptimizerHooks:
 
 
 def _load_shown(load: Callable[..., Any], state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a class's own ``load_state_dict``, which may not call torch's hooks."""
+    """Run the ``load_state_dict`` of a class that overrides it, and so may not call torch's hooks."""
     optimizer: Any = load.__self__  # type: ignore[attr-defined]
     hooks, state_dict = OptimizerHooks(), dict(state_dict)
     hooks.before_load(optimizer, state_dict)
@@ -239,7 +265,7 @@ def _load_shown(load: Callable[..., Any], state_dict: dict[str, Any], *args: Any
 
 
 def count_steps(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
-    """Let stochastic rounding go on where the optimizer's own count, which it saves, says."""
+    """Set the step count of stochastic rounding to the optimizer's count, which checkpoints contain."""
     for param in params:
         weight = stored_weight(param)
         if weight is not None and not weight.format.kept_bytes:
@@ -248,14 +274,14 @@ def count_steps(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
 
 
 def _is_within_its_step(optimizer: Optimizer) -> bool:
-    """Whether a step has called that of its base class, whose hooks torch runs, too."""
+    """Return whether the current step was called by a step of a subclass. torch runs hooks for both."""
     frames = (f for f, _ in walk_stack(None) if f.f_globals.get("__name__") == Optimizer.__module__)
     steps = sum("wrapper" in f.f_code.co_name and f.f_locals.get("self") is optimizer for f in frames)
     return steps > 1
 
 
 def _has_hooks(optimizer: Optimizer) -> bool:
-    """Whether torch runs hooks of an optimizer: not of one that was made without ``Optimizer.__init__``."""
+    """Return whether torch runs hooks of an optimizer. It does not without ``Optimizer.__init__``."""
     return all(hasattr(optimizer, f"_optimizer_{name}_pre_hooks") for name in ("step", "load_state_dict"))
 
 
@@ -264,7 +290,7 @@ def _params(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _are_kept(params: Iterable[Tensor]) -> bool:
-    """Whether a parameter, or its states, are kept in fewer bits between steps."""
+    """Return whether any parameter, or any of its states, is stored in fewer bits between steps."""
     return any(stored_weight(param) is not None or compressed_state.asked_for(param) for param in params)
 
 
@@ -285,7 +311,13 @@ def _refuse(optimizer: Optimizer) -> None:
 
 
 def _widen_fresh_state(optimizer: Optimizer) -> None:
-    """Make float32 of state in 16 bits that is what a constructor makes: the same number everywhere."""
+    """Convert the 16-bit state that a constructor has just made to float32.
+
+    A constructor fills a state with one number.
+
+    Raises:
+        ValueError: A 16-bit state holds different numbers, so the optimizer has stepped or loaded a state.
+    """
     for param in stored_params(_params(optimizer)):
         state = optimizer.state.get(param, {})
         for name, value in state.items():

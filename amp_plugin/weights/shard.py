@@ -1,11 +1,12 @@
-"""A shard of a stored parameter: what FSDP2 gathers is its 16 bits, what optimizers see is float32.
+"""A shard of a stored parameter: FSDP2 gathers its 16-bit weight, and optimizers see it as float32.
 
 ::
 
-    param._local_tensor    a StoredShard: 16 bits, and what they lack of float32
-    all-gather             the 16 bits as they are, by the extension that torch offers to tensors in shards
-    the gathered weight    an ordinary tensor in 16 bits
-    its gradient           reduced as the policy says, float32 when it reaches the parameter
+    param._local_tensor    a StoredShard: the 16-bit weight and its remainder
+    all-gather             sends the 16-bit weight, through torch's hooks fsdp_pre_all_gather and
+                           fsdp_post_all_gather
+    the gathered weight    an ordinary 16-bit tensor
+    its gradient           is reduced in the dtype of the policy, and is float32 when it reaches the parameter
 """
 
 from __future__ import annotations
@@ -21,50 +22,53 @@ from amp_plugin.weights.formats import FORMATS, SplitBf16
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor: of a DTensor its shard, of any other all of it."""
+    """Return this rank's part of a tensor: the local shard of a DTensor, or any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def with_local(value: Any, local: Tensor) -> Tensor:
-    """Return a tensor with other contents: of a DTensor one with this rank's part."""
+    """Return ``local``, or a DTensor laid out like ``value`` with ``local`` as its shard.
+
+    The second holds if ``value`` is a DTensor.
+    """
     is_whole = local_of(value) is value
     return local if is_whole else type(value)(local, value._spec, requires_grad=False)
 
 
 def set_local_(param: Any, local: Tensor) -> None:
-    """Put another tensor in the place of this rank's part of a DTensor, which stays the object it is."""
+    """Replace the local shard of a DTensor. The DTensor stays the same object."""
     param._local_tensor = local
 
 
 class StoredShard(DecodedTensor):
-    """The part of a stored parameter that one rank holds; float32 to every op.
+    """The part of a stored parameter that one rank holds. Every op sees it as a float32 tensor.
 
-    Views share its memory, so that torch can pad it, cut it and move it. Reads give all bits of float32, and
-    all bits that are written are stored.
+    A read returns the exact float32 values, and a write stores them exactly. Views share its memory, so torch
+    can pad, split and move it.
     """
 
-    weight_16: Tensor  # what the model computes with
-    kept: Tensor  # what it lacks of float32, of the same shape; empty for stochastic rounding
+    weight_16: Tensor  # the 16-bit weight, with which the model computes
+    kept: Tensor  # the remainder, of the same shape; empty for stochastic rounding
     form: str  # a key of FORMATS
-    seed: int  # of stochastic rounding
+    seed: int  # the seed of stochastic rounding
 
     @staticmethod
     def __new__(cls, half: Tensor, kept: Tensor, form: str, seed: int = 0) -> Self:
-        """Make one of both parts, without a copy."""
+        """Make a shard of a 16-bit weight and its remainder, without a copy."""
         options: dict[str, Any] = {"strides": half.stride(), "dtype": torch.float32, "device": half.device}
-        # FSDP2 asks where its memory is, which torch refuses to say of a storage that claims to have some.
+        # FSDP2 reads the data pointer. torch raises an error for it unless the storage has size 0.
         made: Self = Tensor._make_wrapper_subclass(cls, half.size(), storage_size=0, **options)
         made.weight_16, made.kept, made.form, made.seed = half, kept, form, seed
         return made
 
     @staticmethod
     def of(value: Tensor, form: str, seed: int = 0) -> StoredShard:
-        """Store a float32 tensor as ``FORMATS[form]`` says."""
+        """Store a float32 tensor in the format ``FORMATS[form]``."""
         return StoredShard(*FORMATS[form].split(value.detach()), form, seed)
 
     @property
     def format(self) -> SplitBf16:
-        """How it is stored."""
+        """The format in which it is stored."""
         return FORMATS[self.form]
 
     def decoded(self) -> Tensor:
@@ -73,11 +77,14 @@ class StoredShard(DecodedTensor):
         return value.clone() if value.data_ptr() == self.kept.data_ptr() else value
 
     def rewrite_(self, value: Tensor) -> None:
-        """Store other values."""
+        """Store new float32 values."""
         self._copy_from(StoredShard.of(value, self.form))
 
     def as_kept(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Copy, move, pad and cut both parts alike; cast to the 16 bits by a copy of them."""
+        """Copy, move, pad or split the weight and the remainder alike.
+
+        A cast to the 16-bit dtype returns a copy of the weight.
+        """
         dtype = kwargs.get("dtype")
         if func is torch.ops.aten._to_copy.default and dtype is self.weight_16.dtype:
             return func(self.weight_16, *args[1:], **kwargs)
@@ -95,7 +102,7 @@ class StoredShard(DecodedTensor):
         return self._of_parts(*made)
 
     def parts(self) -> list[Tensor]:
-        """Return the tensors that hold it: the 16 bits, and what they lack if anything is kept."""
+        """Return the tensors that hold the shard: the 16-bit weight, and the remainder if there is one."""
         return [self.weight_16, self.kept] if self.format.kept_bytes else [self.weight_16]
 
     def _copy_from(self, other: StoredShard) -> None:
@@ -105,27 +112,28 @@ class StoredShard(DecodedTensor):
     def _of_parts(self, half: Tensor, kept: Tensor | None = None) -> StoredShard:
         return StoredShard(half, half.new_empty(0) if kept is None else kept, self.form, self.seed)
 
-    # -- what FSDP2 asks of a shard, as torchao's float8 weights answer it ------------------------------
+    # -- the hooks that FSDP2 calls around an all-gather (torchao's float8 weights have them too) --------
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:
-        """Return what this rank sends: its 16 bits, or float32 where the policy gathers that.
+        """Return the tensor that this rank sends: the 16-bit weight, or float32 if the policy gathers that.
 
         Args:
-            mesh: Of the ranks that hold the shards.
-            outer_size: Of the whole weight.
-            outer_stride: Of the whole weight; not used.
-            module: That holds the weight; not used.
-            mp_policy: Its ``param_dtype`` is the dtype that the weight is gathered in.
+            mesh: The mesh of the ranks that hold the shards.
+            outer_size: The size of the whole weight.
+            outer_stride: The stride of the whole weight. Not used.
+            module: The module that holds the weight. Not used.
+            mp_policy: The policy. Its ``param_dtype`` is the dtype in which the weight is gathered.
 
         Returns:
-            One tensor, padded to the size of the first rank's shard, and nothing to remember.
+            One tensor, padded to the size of the first rank's shard, and None as metadata.
         """
         del outer_stride, module
         dtype = mp_policy.param_dtype or torch.float32
         sent = self.weight_16 if dtype is self.weight_16.dtype else self.decoded().to(dtype)
-        if self.size()[1:] != outer_size[1:]:  # cut along another dimension, where shards are even
+        if self.size()[1:] != outer_size[1:]:
+            # The weight is sharded along another dimension than the first. There torch wants equal shards.
             return (sent,), None
         rows = -(-outer_size[0] // mesh.size())
         if sent.size(0) == rows:
@@ -137,16 +145,17 @@ class StoredShard(DecodedTensor):
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: None, param_dtype: Any, *, out: Any = None
     ) -> tuple[Tensor, tuple[()]] | None:
-        """Return the gathered weight, which is the memory that was gathered into.
+        """Return the gathered weight, in the memory that the all-gather has filled.
 
         Args:
-            all_gather_outputs: One tensor, the shards of all ranks one after the other.
-            metadata: None.
-            param_dtype: Of the weight; not used.
-            out: The weight of an earlier gathering, whose memory this is; None the first time.
+            all_gather_outputs: One tensor: the shards of all ranks, one after the other.
+            metadata: Always None.
+            param_dtype: The dtype of the weight. Not used.
+            out: None at the first all-gather. Later it is the weight that the first one returned, which has
+                the same memory.
 
         Returns:
-            The weight and no other tensors; None if ``out`` is given.
+            The weight and an empty tuple, or None if ``out`` is given.
         """
         del metadata, param_dtype
         return None if out is not None else (all_gather_outputs[0], ())

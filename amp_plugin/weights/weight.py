@@ -1,15 +1,16 @@
-"""A parameter that is stored in 16 bits, and that can be shown in float32.
+"""A parameter that is stored in 16 bits, and that becomes float32 while an optimizer uses it.
 
 ::
 
-    at rest:  param has 16 bits; record.kept is its remainder
-    shown:    param is float32. It is the same Python object; the tensor under it was exchanged
-    nested:   the first of nested requests shows it, the end of the last one stores it
-    sharded:  param is a float32 DTensor. Its shard is a StoredShard at rest, and a plain tensor when shown
+    stored:   param is a 16-bit tensor; record.kept is its remainder
+    shown:    param is a float32 tensor. It is the same Python object; only its data was exchanged
+    nested:   the first of several nested requests shows it; it is stored when the last one ends
+    sharded:  param is a float32 DTensor. Its local shard is a StoredShard when stored, and an ordinary
+              tensor when shown
 
-Optimizers, their groups and their states refer to one parameter, which is float32 whenever they use it.
-Autograd and DDP use the 16-bit tensor. The record is an attribute of the parameter. Copies and pickles of a
-parameter are float32 parameters. A parameter that is frozen in 16 bits is stored as soon as it is trained.
+Optimizers refer to the parameter in their groups and states, and it is float32 whenever they use it. Autograd
+and DDP see the 16-bit tensor. The record is an attribute of the parameter. Copies and pickles of a parameter
+are float32 parameters. A frozen 16-bit parameter is stored as soon as it becomes trainable.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from amp_plugin.weights.formats import FORMATS, HALVES, SplitBf16
 from amp_plugin.weights.shard import StoredShard, local_of, set_local_, with_local
 
 _ATTRIBUTE: Final = "_amp_plugin_stored"
-_GRAD: Final[Any] = Tensor.grad  # descriptors
+# The descriptors of torch's attributes.
+_GRAD: Final[Any] = Tensor.grad
 _DATA: Final[Any] = Tensor.data
 _REQUIRES_GRAD: Final[Any] = Tensor.requires_grad
 
@@ -39,9 +41,9 @@ _REQUIRES_GRAD: Final[Any] = Tensor.requires_grad
 class StoredWeight:
     """The record of a stored parameter."""
 
-    name: str  # how it is stored, as users write it
+    name: str  # the format as users write it, a key of FORMATS
     format: SplitBf16
-    kept: Tensor  # the remainder; moved to the parameter's device at its next use
+    kept: Tensor  # the remainder; it follows the parameter to another device at its next use
     seed: int  # the seed of stochastic rounding
     owner: (
         ref[Tensor] | None
@@ -53,7 +55,7 @@ class StoredWeight:
     exported: tuple[str, Callable[[], Any]] = "", bool
 
     def show(self, param: Tensor, master: Tensor) -> None:
-        """Make the parameter float32, in place of its 16 bits."""
+        """Exchange the 16-bit data of the parameter for its float32 value."""
         if is_sharded(param):
             self.hidden = local_of(param)
             set_local_(param, master)
@@ -73,7 +75,7 @@ class StoredWeight:
         return half_of(hidden)
 
     def hide(self, param: Tensor) -> None:
-        """Put the 16 bits of a parameter back."""
+        """Put the 16-bit data of a parameter back."""
         hidden, self.hidden = cast("Tensor", self.hidden), None
         if is_sharded(param):
             set_local_(param, hidden)
@@ -102,13 +104,13 @@ def _set_data(param: Tensor, given: Tensor) -> None:
 
 
 class StoredParameter(nn.Parameter):
-    """The class of a stored parameter at rest."""
+    """The class of a stored parameter while it is in 16 bits."""
 
     grad: Any = property(_GRAD.__get__, _set_grad, _GRAD.__delete__)
     data: Any = property(_DATA.__get__, _set_data)
 
     def share_memory_(self) -> Any:
-        """Share the remainder too, with forked processes."""
+        """Move the parameter and its remainder to shared memory, for forked processes."""
         _settled(self).kept.share_memory_()  # type: ignore[no-untyped-call]
         return super().share_memory_()  # type: ignore[no-untyped-call]
 
@@ -117,14 +119,17 @@ class StoredParameter(nn.Parameter):
         return nn.Parameter(exact_value(self), self.requires_grad)
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        """Pickle a float32 parameter, which loads without this package."""
+        """Pickle as a float32 parameter, which loads without this package."""
         made: Any = nn.Parameter(exact_value(self), self.requires_grad)
         vars(made).update({name: value for name, value in vars(self).items() if name != _ATTRIBUTE})
         return made.__reduce_ex__(protocol)  # type: ignore[no-any-return]
 
 
 def _set_requires_grad(param: nn.Parameter, wanted: bool) -> None:
-    """Store a frozen parameter in the format of its set-up. A copy has none, and becomes float32."""
+    """Store a frozen parameter in the format that was chosen for it.
+
+    A copy of a parameter has no chosen format. It becomes float32.
+    """
     if wanted:
         name, seed = vars(param).get("once_trained", ("fp32", 0))
         forget_way_(param)
@@ -134,18 +139,18 @@ def _set_requires_grad(param: nn.Parameter, wanted: bool) -> None:
 
 
 class FrozenParameter(nn.Parameter):
-    """The class of a parameter that is frozen in 16 bits, until it is trained."""
+    """The class of a frozen 16-bit parameter, which is stored when it becomes trainable."""
 
     requires_grad: Any = property(_REQUIRES_GRAD.__get__, _set_requires_grad)
 
     def requires_grad_(self, requires_grad: bool = True) -> FrozenParameter:
-        """Freeze the parameter, or store it because it will be trained."""
+        """Freeze the parameter. If it becomes trainable, store it."""
         self.requires_grad = requires_grad
         return self
 
 
 def stored_weight(param: Tensor) -> StoredWeight | None:
-    """Return the record of a parameter; None for an ordinary parameter."""
+    """Return the record of a stored parameter. For an ordinary parameter it is None."""
     known: StoredWeight | None = param.__dict__.get(_ATTRIBUTE) or None
     if (
         known is None
@@ -162,27 +167,27 @@ def stored_params(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def is_sharded(param: Tensor) -> bool:
-    """Whether a parameter is a DTensor, of which this rank holds a part."""
+    """Return whether a parameter is a DTensor, so that this rank may hold only a part of it."""
     return local_of(param) is not param
 
 
 def half_of(param: Tensor) -> Tensor:
-    """Return the 16-bit tensor of a stored parameter at rest; of a sharded one, this rank's part."""
+    """Return the 16-bit tensor of a stored parameter. Of a sharded parameter it is this rank's part."""
     local = local_of(param)
     return local.weight_16 if isinstance(local, StoredShard) else local.detach()
 
 
 def is_unstored_half(param: Tensor) -> bool:
-    """Whether a parameter is in 16 bits and was not stored by store_weights, so it has no remainder."""
+    """Return whether a parameter is in 16 bits but not stored by store_weights, so it has no remainder."""
     return param.dtype in HALVES and stored_weight(param) is None
 
 
-# -- storing and giving back -------------------------------------------------------------------------
+# -- storing, and back to float32 --------------------------------------------------------------------
 
 
 @torch.no_grad()
 def store_(param: nn.Parameter, name: str, *, seed: int = 0) -> None:
-    """Store a parameter as ``FORMATS[name]`` says, in place and exactly; ``"fp32"``: as float32."""
+    """Store a parameter in the format ``FORMATS[name]``, in place and exactly. ``"fp32"`` undoes it."""
     known = stored_weight(param)
     if known is not None and known.name == name:
         return
@@ -206,15 +211,16 @@ def store_(param: nn.Parameter, name: str, *, seed: int = 0) -> None:
 
 
 def record_shard_(param: Tensor, shard: StoredShard) -> StoredWeight:
-    """Note that a sharded parameter is stored, and return its record."""
-    # Without an owner: Module.to() swaps DTensors, and the record is made again from what it brings.
+    """Make the record of a sharded parameter that is stored, and return it."""
+    # The record has no owner, because Module.to() exchanges DTensors. A new record is then made from the
+    # shard of the new DTensor.
     weight = StoredWeight(shard.form, shard.format, shard.kept, shard.seed, None)
     setattr(param, _ATTRIBUTE, weight)
     return weight
 
 
 def store_once_trained_(param: Tensor, name: str, *, seed: int = 0) -> None:
-    """Keep a parameter that is frozen in 16 bits, and store it as soon as it is trained."""
+    """Leave a frozen 16-bit parameter as it is, and store it as soon as it becomes trainable."""
     if type(param) in {nn.Parameter, FrozenParameter}:
         param.__class__ = FrozenParameter
         vars(param)["once_trained"] = name, seed
@@ -229,7 +235,7 @@ def forget_way_(param: Tensor) -> None:
 
 @torch.no_grad()
 def widen_(param: Tensor) -> None:
-    """Make a parameter in 16 bits an ordinary float32 one, in place; a stored one keeps all its bits."""
+    """Make a 16-bit parameter an ordinary float32 one, in place. A stored parameter keeps its exact value."""
     value, grad = exact_value(param), param.grad
     if is_sharded(param):
         set_local_(param, local_of(value))
@@ -248,7 +254,10 @@ def widen_(param: Tensor) -> None:
 
 @torch.no_grad()
 def exact_value(param: Tensor) -> Tensor:
-    """Return a parameter's value as a new float32 tensor; on the host if the GPU is nearly full."""
+    """Return the exact value of a parameter as a new float32 tensor.
+
+    The tensor is on the CPU if the GPU is nearly full.
+    """
     weight = stored_weight(param)
     if weight is None or _settled(param).shows:
         return param.detach().to(torch.float32, copy=True)
@@ -261,7 +270,7 @@ def exact_value(param: Tensor) -> Tensor:
 
 
 def has_room(param: Tensor) -> bool:
-    """Whether a GPU has room for a float32 copy of a parameter, and an eighth of its memory besides."""
+    """Return whether a float32 copy of a parameter would leave an eighth of the GPU's memory free."""
     if param.device.type != "cuda":
         return True
     free, total = torch.cuda.mem_get_info(param.device)
@@ -270,19 +279,20 @@ def has_room(param: Tensor) -> bool:
 
 
 def remainder_of(param: Tensor) -> Tensor | None:
-    """Return the remainder of a parameter; None if it has none."""
+    """Return the remainder of a parameter, or None if it has none."""
     weight = stored_weight(param)
     if weight is None or weight.shows or not weight.format.kept_bytes:
         return None
-    with torch.no_grad():  # not as a decorator: most parameters of a step return above
+    with torch.no_grad():  # not a decorator, because most parameters have returned above
         kept = _settled(param).kept
         if kept.dtype is torch.float32:
-            weight.format.join([half_of(param)], [kept])  # with the values that other code has written
+            # The user's code may have written the float16 weight. This updates the float32 copy.
+            weight.format.join([half_of(param)], [kept])
     return kept
 
 
 def is_kept_alone(param: Tensor) -> bool:
-    """Whether a parameter is stored in 16 bits without a remainder, so that it is rounded at random."""
+    """Return whether a parameter is stored without a remainder, and so is rounded stochastically."""
     weight = stored_weight(param)
     return weight is not None and not weight.shows and not weight.format.kept_bytes
 
@@ -307,7 +317,7 @@ def store_masters_(params: list[Tensor], masters: list[Tensor]) -> None:
 
 
 def _settled(param: Tensor) -> StoredWeight:
-    """Return the record of a stored parameter, after adapting it if the parameter moved or got new data."""
+    """Return the record of a stored parameter, adapted if the parameter has moved or has new data."""
     weight = cast("StoredWeight", stored_weight(param))
     if is_sharded(param):
         return weight if weight.shows else _settled_shard(param, weight)
@@ -327,7 +337,7 @@ def _settled(param: Tensor) -> StoredWeight:
 
 
 def _settled_shard(param: Tensor, weight: StoredWeight) -> StoredWeight:
-    """Return the record of a sharded parameter at rest, even if torch has padded or replaced its shard."""
+    """Return the record of a sharded parameter, adapted if torch has padded or replaced its shard."""
     shard = local_of(param)
     if not isinstance(shard, StoredShard):
         shard = StoredShard.of(shard.float(), weight.name, weight.seed)
@@ -342,7 +352,7 @@ def _settled_shard(param: Tensor, weight: StoredWeight) -> StoredWeight:
 @torch.inference_mode(mode=False)
 @torch.no_grad()
 def show_fp32(params: Iterable[Tensor]) -> list[Tensor]:
-    """Make stored parameters float32, until :func:`hide_fp32` is called as often. Return them."""
+    """Make stored parameters float32 until :func:`hide_fp32` has been called as often. Return them."""
     stored = {param: _settled(param) for param in stored_params(params)}
     for alike, weights in _alike({p: weight for p, weight in stored.items() if not weight.shows}):
         halves = [half_of(param) for param in alike]
@@ -357,9 +367,9 @@ def show_fp32(params: Iterable[Tensor]) -> list[Tensor]:
 @torch.inference_mode(mode=False)
 @torch.no_grad()
 def hide_fp32(params: Iterable[Tensor], *, steps: int = 0) -> None:
-    """Store the parameters that :func:`show_fp32` returned, unless another request is open.
+    """Store the parameters that :func:`show_fp32` returned, unless another request is still open.
 
-    ``steps`` is the number of optimizer steps taken meanwhile.
+    ``steps`` is the number of optimizer steps that were taken in between.
     """
     ended = {param: weight for param in stored_params(params) if (weight := _settled(param)).shows}
     for weight in ended.values():
@@ -385,7 +395,11 @@ def fp32_shown(params: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _alike(stored: dict[Tensor, StoredWeight]) -> Iterator[tuple[list[Tensor], list[StoredWeight]]]:
-    """Group parameters for one call of an op."""
+    """Yield groups of parameters that one call of an op can handle, and their records.
+
+    The parameters of a group have the same format and device and, for stochastic rounding, the same seed and
+    step.
+    """
     groups: dict[Any, list[Tensor]] = {}
     for param, weight in stored.items():
         key = weight.name, param.device, () if weight.format.kept_bytes else (weight.seed, weight.steps)
@@ -394,11 +408,11 @@ def _alike(stored: dict[Tensor, StoredWeight]) -> Iterator[tuple[list[Tensor], l
 
 
 def _exchange(param: Tensor, other: Tensor, kind: type) -> None:
-    """Exchange the tensors of two Python objects; gradients and hooks stay with the parameter."""
+    """Exchange the data of two Python objects. Gradients and hooks stay with the parameter."""
     grad, param.grad = param.grad, None
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(param, name) is not getattr(other, name):
-            # This also registers them with the tensor, which runs them.
+            # The assignment also registers the hooks with the tensor, so that torch runs them.
             setattr(other, name, getattr(param, name))
     torch._C._swap_tensor_impl(param, other)
     param.__class__ = kind
@@ -406,7 +420,7 @@ def _exchange(param: Tensor, other: Tensor, kind: type) -> None:
         param.grad = grad.float() if param.grad is None else param.grad + grad.float()
 
 
-# -- state dicts: float32 in both directions, copies of what the model holds ---------------------------
+# -- state dicts: float32 copies, both when saving and when loading ------------------------------------
 
 
 def export_fp32(model: nn.Module) -> None:
@@ -420,7 +434,7 @@ def export_fp32(model: nn.Module) -> None:
 
 @cache
 def _export_from_later_modules() -> None:
-    """Do the same for modules that get a stored parameter later, such as tied ones and parametrizations."""
+    """Do the same for modules that get a stored parameter later: by tied weights or a parametrization."""
 
     def hook(module: nn.Module, _: str, param: nn.Parameter) -> None:
         if stored_weight(param) is not None:
@@ -439,7 +453,10 @@ def export_as_is(model: nn.Module) -> None:
 
 
 def _at_rest(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the names and stored parameters of a module, without its children, that are not shown."""
+    """Yield the name of each stored parameter of a module that is in 16 bits now, and the parameter.
+
+    The module's children are left out.
+    """
     for name, param in module._parameters.items():
         weight = None if param is None else stored_weight(param)
         if param is not None and weight is not None and not weight.shows:
@@ -447,13 +464,13 @@ def _at_rest(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) -> None:
-    """Replace 16-bit entries by float32 ones. With ``keep_vars=True`` the parameters themselves stay."""
+    """Replace 16-bit entries by float32 copies. With ``keep_vars=True`` the entries stay the parameters."""
     for name, param in _at_rest(module):
         key = prefix + name
         if not isinstance(state_dict.get(key, param), nn.Parameter):
             weight = _settled(param)
             copy = state_dict.get(weight.exported[0])
-            # Otherwise the same copy is already there under another name.
+            # If the condition is false, the same copy is already in the state dict under another name.
             if copy is None or copy is not weight.exported[1]():
                 copy = exact_value(param)
                 weight.exported = key, ref(copy)
@@ -469,7 +486,7 @@ def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) -
 def _before_load(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
 ) -> None:
-    """Split the values that a module will load into 16 bits and remainder; 16-bit values have none."""
+    """Split the values that a module will load into 16-bit weight and remainder."""
     for name, param in _at_rest(module):
         value = state_dict.get(prefix + name)
         if not isinstance(value, Tensor) or value.is_meta:
@@ -479,7 +496,7 @@ def _before_load(
             continue
         weight, exact = _settled(param), value.detach().float()
         if is_sharded(param) and not metadata.get("assign_to_params_buffers", False):
-            continue  # a shard stores all bits of what is copied to it
+            continue  # a StoredShard splits by itself the values that are copied to it
         if metadata.get("assign_to_params_buffers", False):
             made = state_dict[prefix + name] = nn.Parameter(exact, param.requires_grad)
             store_(made, weight.name, seed=weight.seed)
