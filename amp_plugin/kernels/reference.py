@@ -33,7 +33,7 @@ from amp_plugin.kernels.state_codes import decode, draws, encode, in_memory_orde
 INF_FLAG = 1
 NAN_FLAG = 2
 _WORD = 0xFFFFFFFF
-_CLIP, _RAISE = 1, 2  # what is done about a spike; 0 skips its step
+_CLIP, _RAISE = 1, 2  # actions at a spike; 0 skips the step
 _NO_POWER = {0, math.inf, -math.inf}  # for these p the norms themselves are combined
 
 
@@ -213,41 +213,40 @@ def judge_step_(
     least_deviation: float,
     action: int,
 ) -> Tensor:
-    """Tell a spike from an ordinary step, on the device, and learn from the step::
+    """Decide on the device whether a step is a spike, and update the running mean and variance::
 
         value = sum(values);  mean, variance, steps, held = statistics
         limit = mean + sigma * max(sqrt(variance), least_deviation * |mean|)
         spike = steps >= warmup, no overflow, not held, and not value <= limit
-        the statistics learn from min(value, limit), before steps >= warmup from value; nothing if that is
-            not finite, after an overflow, and while steps are held
-        steps = min(steps + 1, window);  change = that - mean
-        variance = (1 - 1/steps) * (variance + change^2 / steps);  mean += change / steps
+        learned = min(value, limit) if steps >= warmup, else value
+        the statistics do not change if learned is not finite, after an overflow, or while steps are held;
+        otherwise: steps = min(steps + 1, window);  change = learned - mean
+                   variance = (1 - 1/steps) * (variance + change^2 / steps);  mean += change / steps
 
         action 0, skip:   the step is skipped if it is a spike
         action 1, clip:   gradients are multiplied by min(1, mean / (norm + 1e-6)) if it is a spike
         action 2, raise:  the step is skipped if it is a spike, and all later ones, until ``held`` is set to 0
         each growth tracker: less 1 if the step is skipped without an overflow (the update will add it again)
 
-    A spike counts no more than the limit, so one spike widens the limit by little. A new level of the values
-    is learned within some steps all the same. A running mean over the first ``window`` steps, an exponential
-    one afterwards.
+    A spike changes the statistics as if its value were the limit. So a single spike raises the limit only a
+    little, and yet a lasting new level is accepted after some steps. The mean is a plain mean over the first
+    ``window`` steps, and an exponential moving average afterwards.
 
     Args:
-        values: What is judged, summed up; float32 or float64, one element each, on one device.
+        values: The numbers whose sum is judged: float32 or float64, one element each, on one device.
         norm: The norm of the gradients as they are now, float32, 0-dim.
         found_inf: 1.0 if a gradient is not finite, float32, 0-dim.
-        statistics: Mean, variance, steps and held: float32 ``[4]``.
-        growth_trackers: Of the loss scales, int32, 0-dim.
-        sigma: Deviations from the mean.
-        window: Steps.
-        warmup: Steps before the first that can be a spike.
-        least_deviation: Smallest deviation, as a part of the mean.
-        action: One of the three above.
+        statistics: Mean, variance, steps and held, float32 ``[4]``.
+        growth_trackers: The growth trackers of the loss scales, int32, 0-dim.
+        sigma: The number of standard deviations above the mean at which a step counts as a spike.
+        window: The number of steps that the mean covers.
+        warmup: The number of steps before a step can count as a spike.
+        least_deviation: The smallest standard deviation, as a share of the mean.
+        action: One of the three actions above.
 
     Returns:
-        float32 ``[6]``: 1 if the step is skipped; what gradients are multiplied by; 1 for a spike, 2 for a
-        step that is held; the value; the limit, which is float32's largest number
-        before the first step that can be a spike; the norm times what gradients are multiplied by.
+        float32 ``[6]``: 1 if the step is skipped; the factor of the gradients; 1 for a spike or 2 for a held
+        step; the value; the limit (float32's largest number during warm-up); the norm times the factor.
     """  # noqa: D415 - the rule belongs to the sentence
     mean, variance, steps, held_before = (number.clone() for number in statistics)
     value = torch.stack([value.reshape(()).to(mean.dtype) for value in values]).sum()
@@ -287,10 +286,16 @@ def pack_measurements_(
     replicas: Sequence[int],
     norm_type: float,
 ) -> None:
-    """Write the numbers that ranks add, or take the maximum of, into ``packed`` (``[len(replicas) + 1]``).
+    """Write the numbers that the collective combines into ``packed`` (``[len(replicas) + 1]``).
 
-    Each norm is part of the element that ``slots`` names; ``replicas`` says how many ranks hold the same
-    gradients and will all add their power.
+    Args:
+        packed: float64. One element for each way of spreading gradients over ranks, and ``found_inf`` last.
+        norms: The norms of groups of gradients.
+        found_infs: The flags of these groups.
+        slots: The element of ``packed`` to which each norm belongs.
+        replicas: For each element, the number of ranks that hold the same gradients. Each of them adds the
+            power, so it is divided by this number.
+        norm_type: The order of the norm.
     """
     fits = len(norms) == len(slots) and all(0 <= slot < len(replicas) for slot in slots)
     if not fits or packed.shape != (len(replicas) + 1,):
@@ -312,7 +317,7 @@ def pack_measurements_(
 
 @torch.no_grad()
 def unpack_measurements(packed: Sequence[Tensor], norm_type: float) -> tuple[Tensor, Tensor]:
-    """Return norm and found_inf from the combined numbers; the flag is that of the last ``packed``."""
+    """Return the norm and found_inf from the combined numbers. The flag is read from the last ``packed``."""
     if not packed:
         msg = "unpack_measurements: got no packed measurements; give at least one"
         raise ValueError(msg)
@@ -646,7 +651,7 @@ def _schedule_free(
 def _muon_momentum(
     _: Tensor, grad: Tensor, states: list[Tensor], __: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, ...]:
-    """What Muon (Jordan, 2024) does before its matrix products, whose input takes the parameter's place::
+    """The part of Muon (Jordan, 2024) before its matrix products. Their input is written to ``param``::
 
     momentum_buffer += (1 - momentum) * (grad - momentum_buffer)
     param = grad + momentum * (momentum_buffer - grad) if nesterov else momentum_buffer
@@ -658,7 +663,7 @@ def _muon_momentum(
 def _muon_update(
     param: Tensor, update: Tensor, _: list[Tensor], __: list[Tensor], n: SimpleNamespace
 ) -> tuple[Tensor, ...]:
-    """What it does after them: ``param = (1 - lr * weight_decay) * param - lr * ratio * products``."""
+    """The part after the products: ``param = (1 - lr * weight_decay) * param - lr * ratio * products``."""
     return ((1 - n.lr * n.weight_decay) * param - n.lr * n.ratio * update,)
 
 

@@ -103,7 +103,7 @@ class FolderCopy:
                 yield from self._entries(entry, copy, (*above, entry.resolve()))
 
     def _stays_inside(self, link: Path) -> bool:
-        """Whether a link is relative and stays inside the folder, so that it also works in the copy."""
+        """Return whether a link is relative and stays inside the folder, so that it works in the copy."""
         to = link.readlink()
         return not to.is_absolute() and (link.parent.resolve() / to).resolve().is_relative_to(self._folder)
 
@@ -130,7 +130,7 @@ class FolderCopy:
 
 
 def _is_copied(folder: Path, above: tuple[Path, ...]) -> bool:
-    """Whether a folder is copied. Virtual environments, and links back to a folder above, are not."""
+    """Return whether a folder is copied. Virtual environments, and links back to a folder above, are not."""
     if not folder.is_dir() or not os.access(folder, os.R_OK | os.X_OK):
         return False
     place = folder.resolve()

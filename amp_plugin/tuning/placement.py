@@ -1,20 +1,21 @@
-"""Place layers in formats: the least cost whose error stays within a budget.
+"""Choose a format for each layer (a placement): the cheapest placement whose error is within a budget.
 
-Errors of layers are independent roundings, so their squares add up::
+The rounding errors of the layers are independent, so their squares add up::
 
     error(placement)^2 = sum of error(layer, format of layer)^2
     cost(placement)    = sum of FLOPs(layer) / speed(format of layer)
 
-Layer by layer, placements of the layers so far are kept that no other one beats in both error and cost::
+The layers are added one after the other. A placement of the first layers is kept only if no other one is
+better in both error and cost (the Pareto front)::
 
     front = [the empty placement]
     for each layer:
-        front = each of front with each format of the layer, within the budget
-        front = those with less cost than all that have a smaller error
-    return the last of front, which costs least
+        front = each placement in front, with each format of the layer, if its error is within the budget
+        front = the placements that are cheaper than every placement with a smaller error
+    return the last placement of front, which is the cheapest
 
-That finds the placement of least cost. If a front has more than 1024 placements, it is thinned: of
-neighbours with nearly the same error the cheaper one stays.
+This finds the cheapest placement. If the front has more than 1024 placements, only the cheapest of each 1023
+intervals of the error is kept, so the result can be slightly more expensive.
 """
 
 from __future__ import annotations
@@ -24,33 +25,34 @@ from collections.abc import Mapping
 from typing import Final
 
 SPEED: Final = {"bf16": 1.0, "fp8": 2.0, "fp8-rowwise": 2.0, "mxfp8": 2.0, "nvfp4": 4.0}
-"""Format -> matrix products in a second, bf16 is 1: the peak rates of tensor cores from Hopper on."""
+"""The speed of matrix products in each format, relative to bf16: peak rates of tensor cores since Hopper."""
 
-_MOST: Final = 1024  # placements of a front
+_MOST: Final = 1024  # the most placements of a front
 
 Numbers = Mapping[str, Mapping[str, float]]
-"""Layer -> format -> a cost, or an error."""
+"""A cost or an error for each layer and format: ``numbers[layer][format]``."""
 
 
 def cost_of(placement: Mapping[str, str], costs: Numbers) -> float:
-    """Return the cost of a placement, which is layer -> format."""
+    """Return the cost of a placement, a mapping from layers to formats."""
     return sum(costs[layer][name] for layer, name in placement.items())
 
 
 def error_of(placement: Mapping[str, str], errors: Numbers) -> float:
-    """Return the error that a placement is expected to have."""
+    """Return the expected error of a placement."""
     return math.sqrt(sum(errors[layer][name] ** 2 for layer, name in placement.items()))
 
 
 def place(costs: Numbers, errors: Numbers, budget: float) -> dict[str, str]:
-    """Return layer -> format: the placement of least cost with an error of at most ``budget``.
+    """Return the cheapest placement whose error is at most ``budget``.
 
-    If even the most exact formats exceed the budget, these are the placement.
+    If every placement exceeds the budget, return the one with the smallest error.
     """
     exact = {layer: min(of, key=of.__getitem__) for layer, of in errors.items()}
     if error_of(exact, errors) > budget:
         return exact
-    limit = budget**2 * (1 + 1e-12)  # sums of squares in another order differ in their last bits
+    # The factor allows for rounding: the squares may be added in another order here than in error_of.
+    limit = budget**2 * (1 + 1e-12)
     front: list[_Placed] = [(0.0, 0.0, ())]
     for layer, of in errors.items():
         grown = [
@@ -68,7 +70,7 @@ _Placed = tuple[float, float, tuple[str, ...]]
 
 
 def _undominated(placed: list[_Placed]) -> list[_Placed]:
-    """Return those that cost less than all with a smaller error, the smallest error first."""
+    """Return the placements that are cheaper than every one with a smaller error, in the order of error."""
     kept: list[_Placed] = []
     for candidate in sorted(placed):
         if not kept or candidate[1] < kept[-1][1]:
@@ -77,7 +79,7 @@ def _undominated(placed: list[_Placed]) -> list[_Placed]:
 
 
 def _thinned(front: list[_Placed], limit: float) -> list[_Placed]:
-    """Return at most 1024: of each step of error the cheapest, which is the last, and the very first."""
+    """Return at most 1024 placements: the first, and the cheapest (the last) in each interval of error."""
     if len(front) <= _MOST:
         return front
     by_step = {int(placed[0] / limit * (_MOST - 2)): placed for placed in front}

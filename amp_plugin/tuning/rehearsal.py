@@ -1,9 +1,11 @@
-"""Rehearse formats below 16 bits on any machine: what each Linear layer loses in each, and a placement.
+"""Rehearse formats below 16 bits on any machine: measure each Linear layer in each format, and choose one.
 
-One run measures each layer alone, on the numbers that it gets in float32: the error of its output and of its
-gradients, by torchao's quantizers. Then one run for each layer and format emulates that layer alone. It
-measures what the layer's rounding does to the gradients of all parameters. By these errors,
-:mod:`amp_plugin.tuning.placement` places the layers. Runs of whole placements verify it.
+1. One run in float32 measures each layer alone: how much torchao's quantizers change its output and
+   gradients.
+2. One run for each layer and format emulates that layer alone. It measures how much the rounding in this
+   layer changes the gradients of all parameters.
+3. From these errors, :mod:`amp_plugin.tuning.placement` chooses a format for each layer.
+4. Runs with all layers in their chosen formats verify the choice.
 """
 
 from __future__ import annotations
@@ -39,19 +41,19 @@ from amp_plugin.tuning.measure import Trials, rules_without_16_bits
 from amp_plugin.tuning.placement import SPEED, cost_of, place
 from amp_plugin.tuning.workload import StepFunction, Workload
 
-_ROUNDS: Final = 4  # placements that are run to meet the budget
+_ROUNDS: Final = 4  # the most placements that are run to find one within the budget
 _FRAMEWORKS: Final = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "torch")
 
 
 @dataclass(slots=True)
 class FormatLoss:
-    """What a layer loses in a format.
+    """The errors of one layer in one format.
 
     Attributes:
-        output: norm of the difference of the output, over the norm of the output in float32.
-        gradient: the same of the gradients of input and weight, the worse of both.
-        underflow: share of the numbers of the input that become 0.
-        whole: error of the gradients of all parameters if this layer alone is in the format.
+        output: The relative error of the output: the norm of the difference, divided by the norm in float32.
+        gradient: The relative error of the input's gradient or of the weight's gradient, whichever is larger.
+        underflow: The share of the input's elements that become 0.
+        whole: The relative error of the gradients of all parameters if only this layer is in the format.
     """
 
     output: float = 0.0
@@ -65,11 +67,11 @@ class Layer:
     """A Linear layer of the program.
 
     Attributes:
-        name: as in ``model.named_modules()``.
-        sides: out_features and in_features.
-        rows: of its inputs, all calls of a batch together.
-        largest: the largest magnitude of its inputs.
-        losses: format -> what is lost in it; formats that its sides or rows do not fit are absent.
+        name: Its name in ``model.named_modules()``.
+        sides: ``out_features`` and ``in_features``.
+        rows: The number of rows of its inputs, summed over all calls in a batch.
+        largest: The largest magnitude of its inputs.
+        losses: Its errors in each format. Formats that cannot handle its sizes are left out.
     """
 
     name: str
@@ -80,22 +82,22 @@ class Layer:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of a batch: three matrix products, forward and backward."""
+        """The floating-point operations per batch: three matrix products in forward and backward pass."""
         return 6.0 * self.rows * self.sides[0] * self.sides[1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """What was measured, and the placement.
+    """The measurements, and the chosen format of each layer.
 
     Attributes:
-        layers: the Linear layers, in the order in which they first ran.
-        placement: name of a layer -> format.
-        formats: those that were tried.
-        budget: the error of the gradients that was allowed.
-        error: that of the placement, measured on all batches.
-        error_in_bf16: that with all layers in bf16.
-        batches: how many were measured.
+        layers: The Linear layers, in the order in which they first ran.
+        placement: The chosen format of each layer, by its name.
+        formats: The formats that were tried.
+        budget: The gradient error that was allowed.
+        error: The gradient error of the placement, measured on all batches.
+        error_in_bf16: The gradient error with all layers in bf16.
+        batches: The number of batches that were measured.
     """
 
     layers: tuple[Layer, ...]
@@ -108,14 +110,14 @@ class Rehearsal:
 
     @property
     def cost(self) -> float:
-        """The cost of the placement, FLOPs over speed, over that of all layers in bf16."""
+        """The cost of the placement relative to all layers in bf16. A layer costs its FLOPs / speed."""
         costs = _costs(self.layers)
         in_bf16 = cost_of({layer.name: "bf16" for layer in self.layers}, costs)
         return cost_of(self.placement, costs) / in_bf16
 
     @property
     def headline(self) -> str:
-        """What was found, in a line."""
+        """One line that says what was found."""
         moved = sum(name != "bf16" for name in self.placement.values())
         if self.error > self.budget:
             return (
@@ -128,7 +130,7 @@ class Rehearsal:
         )
 
     def table(self) -> Table:
-        """Return a rich table: for each layer the losses in each format, and its placement."""
+        """Return a rich table of each layer's errors in each format, with the chosen format marked."""
         table = Table(title=self.headline, box=None, pad_edge=False, title_justify="left")
         for column in _COLUMNS:
             table.add_column(column, justify="left" if column in {"layer", "format"} else "right")
@@ -153,17 +155,17 @@ class Rehearsal:
 
     @property
     def limits(self) -> str:
-        """What the columns of the table mean, the cost model, and what is not emulated."""
+        """A text on the columns of the table, on the model of the cost, and on what is not emulated."""
         return _LIMITS
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON's values."""
+        """Return everything as values that JSON can hold."""
         numbers = ("budget", "error", "error_in_bf16", "cost", "batches", "placement")
         layers = [{**asdict(layer), "flops": layer.flops} for layer in self.layers]
         return as_json({**{name: getattr(self, name) for name in numbers}, "layers": layers})  # type: ignore[no-any-return]
 
     def to_yaml(self) -> str:
-        """Return the filter for our front doors: ``AmpPrecision("bf16", formats="formats.yaml")``."""
+        """Return the YAML file for amp_plugin: ``AmpPrecision("bf16", formats="formats.yaml")``."""
         lines = [*self._evidence(), *(f"{name}: {chosen}" for name, chosen in self.placement.items())]
         return "\n".join(lines) + "\n"
 
@@ -237,10 +239,10 @@ layers_in_bf16:
 def _linears_followed(
     model: nn.Module | None, compute: Callable[[str, nn.Linear, Tensor], Tensor]
 ) -> Iterator[None]:
-    """Let a function compute each Linear layer, by its name in the model.
+    """Let a function compute each Linear layer in a block. It gets the layer's name in the model.
 
-    Without a model, the name of a layer begins at the outermost module that the program has made around it.
-    Modules of frameworks around a model do not count.
+    If the model is not known, names begin at the outermost module that holds the layer. Wrappers of
+    frameworks do not count as outer modules.
     """
     parents: dict[nn.Module, nn.Module] = {}
     names: dict[nn.Module, str] = {}
@@ -273,7 +275,7 @@ def _linears_followed(
 
 @contextmanager
 def emulated(model: nn.Module | None, placement: Mapping[str, str]) -> Iterator[None]:
-    """Emulate Linear layers in their formats while the block runs; others are as they are."""
+    """Emulate the Linear layers of a placement in a block. Other layers compute as usual."""
 
     def compute(name: str, layer: nn.Linear, x: Tensor) -> Tensor:
         chosen = placement.get(name)
@@ -287,14 +289,14 @@ def emulated(model: nn.Module | None, placement: Mapping[str, str]) -> Iterator[
 
 
 class _Layers:
-    """Measures each layer alone, while a program runs in float32."""
+    """Measures the errors of each layer alone while a program runs in float32."""
 
     def __init__(self, formats: Sequence[str]) -> None:
         self._formats = formats
         self.found: dict[str, Layer] = {}
 
     def compute(self, name: str, layer: nn.Linear, x: Tensor) -> Tensor:
-        """Run a layer as it is, and measure it when the gradient of its output arrives."""
+        """Run a layer as usual, and measure it when the gradient of its output arrives."""
         output = functional.linear(x, layer.weight, layer.bias)
         if name and output.requires_grad:
             self.found.setdefault(name, Layer(name, (layer.out_features, layer.in_features)))
@@ -348,28 +350,28 @@ def rehearse(
     device_type: str = "",
     progress: bool = False,
 ) -> Rehearsal:
-    """Emulate each Linear layer in each format, and place the layers within an error of the gradients.
+    """Emulate each Linear layer in each format, and choose formats that keep the gradient error in a budget.
 
     It runs on any machine. ``step`` runs once for each layer and format on the first batch, and a few times
-    on all batches, always with the weights and random numbers of now. A layer is not placed in a format whose
-    hardware does not take its sides or rows.
+    on all batches. Each run starts with the same weights and random numbers. A format is never chosen for a
+    layer whose sizes the hardware cannot handle in it.
 
     Args:
-        step: runs forward and backward on a batch, and leaves the optimizer out.
-        model: its gradients are compared; its weights stay as they are.
-        batches: what ``step`` takes.
-        formats: which to try: ``"bf16"``, ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"``, ``"nvfp4"``.
-        budget: the error of the gradients that is allowed: norm of the difference to a run in float32, over
-            the norm of that run's, all parameters together.
-        device_type: where the model runs; default: that of its parameters.
-        progress: show what is running.
+        step: A function that runs the forward and backward pass on a batch. It must not step an optimizer.
+        model: The model whose gradients are compared. Its weights are not changed.
+        batches: The arguments of ``step``, one for each batch.
+        formats: The formats to try: ``"bf16"``, ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"``, ``"nvfp4"``.
+        budget: The relative gradient error that is allowed: the norm of the difference to a run in float32,
+            divided by the norm in float32. All parameters count as one vector.
+        device_type: The device type on which the model runs. By default that of its parameters.
+        progress: True shows what is running.
 
     Returns:
-        Losses and placement: ``table()``, ``placement``, ``save("formats.yaml")``.
+        The errors and the chosen formats. Use ``table()``, ``placement`` and ``save("formats.yaml")``.
 
     Raises:
-        OptionError: a format or the budget is not allowed.
-        ValueError: the step changes a weight or gives no gradients, or no Linear layer runs.
+        OptionError: A format or the budget is not allowed.
+        ValueError: The step changes a weight or gives no gradients, or no Linear layer runs.
         ImportError: torchao is not installed.
 
     Example:
@@ -389,7 +391,7 @@ def rehearse(
 def rehearsed(
     workload: Workload, device_type: str, *, formats: Sequence[str], budget: float, progress: bool
 ) -> Rehearsal:
-    """Rehearse a workload; the arguments are those of :func:`rehearse`."""
+    """Rehearse a workload. The arguments are those of :func:`rehearse`."""
     tried = _checked(formats, budget)
     rules = rules_without_16_bits(device_type)
     with Console(file=sys.stderr, quiet=not progress).status("") as status:
@@ -427,7 +429,11 @@ def rehearsed(
 def _verified(
     layers: Sequence[Layer], error: Callable[[Mapping[str, str]], float], budget: float
 ) -> tuple[dict[str, str], float, float]:
-    """Return the cheapest placement whose measured error is within the budget, its error, and bf16's."""
+    """Run placements to find the cheapest one whose measured error is within the budget.
+
+    Returns:
+        The placement, its error, and the error of bf16.
+    """
     costs = _costs(layers)
     errors = {layer.name: {name: loss.whole for name, loss in layer.losses.items()} for layer in layers}
     best = {layer.name: "bf16" for layer in layers}
@@ -450,7 +456,7 @@ def _costs(layers: Sequence[Layer]) -> dict[str, dict[str, float]]:
 
 
 def _checked(formats: Sequence[str], budget: float) -> tuple[str, ...]:
-    """Return the formats, with bf16, which is always there to fall back on."""
+    """Check the arguments. Return the formats with bf16 added, which every layer can take."""
     LayerFormats(patterns={f"format {number}": name for number, name in enumerate(formats)})
     if not (isinstance(budget, int | float) and 0 < budget < 1):
         allowed = "a share between 0 and 1: 0.01 for 1 %"

@@ -140,7 +140,7 @@ def store_weights(
         restore_weights(model)
     else:
         carry_into_shards()
-        # Load the core now. A step takes 1.5 times as long as with float32 weights; without the core, 9 times.
+        # Load the core now: a step takes 1.5 times as long as with float32 weights, without the core 9 times.
         native_core()
         _store(model, name, tuple(fp32_modules), seed)
     # Sharded 16-bit weights are not converted. Their optimizer warns of them.
