@@ -1,1 +1,1 @@
-"""Which op makes a nan or an infinity, and how much each op rounds: diagnose, shadow_run, compare_runs."""
+"""Find the op that makes a nan or inf, and how much each op rounds: diagnose, shadow_run, compare_runs."""

@@ -1,4 +1,4 @@
-"""Why a number is not finite, and what to do about it: the first row of a table that holds says both."""
+"""Find the cause of a nan or inf, and what to do about it. The first matching row of a table says both."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ROOTS = frozenset({"linalg_vector_norm", "norm", "pow", "rsqrt", "sqrt", "cdist
 _BOUNDED = frozenset({"acos", "asin", "atanh", "acosh", "erfinv"})
 _POLES = frozenset({"digamma", "lgamma", "polygamma", "mvlgamma", "special_zeta", "tan"})
 _AVERAGES = frozenset({"std", "var", "std_mean", "var_mean", "nll_loss_forward", "nll_loss2d_forward"})
-# Results of these come so near to 1 that 16 bits round them to it. For those of _AT_ONE the range ends there.
+# Ops whose results can be so near to 1 that 16 bits round them to 1. The ops of _AT_ONE are not finite at 1.
 _SATURATING = frozenset(
     {"sigmoid", "tanh", "_softmax", "erf", "clamp", "clamp_max", "clamp_min", "cos", "exp"}
 )
@@ -38,7 +38,7 @@ _AT_ONE = frozenset({"log1p", "logit", *_BOUNDED})
 _FROM_ONE = frozenset({"rsub", "sub"})
 SOFTMAXES = frozenset({"_softmax", "_log_softmax", "_safe_softmax"})
 
-# What runs -> the ops by which a program may have called it. Autocast looks at the outermost one.
+# An op that runs -> the ops by which a program may have called it. Autocast's rules apply to the latter.
 _CALLED_AS = {
     "addmm": ("linear", "addmm"),
     "bmm": ("matmul", "bmm"),
@@ -50,12 +50,13 @@ _CALLED_AS = {
     "mm": ("linear", "matmul", "mm"),
     "mv": ("matmul", "mv"),
 }
-# Of others, what runs within the op that was called: _softmax, native_layer_norm, nll_loss_forward.
+# The parts of an op's name that the op called by the program lacks: _softmax, native_layer_norm,
+# nll_loss_forward.
 _WITHIN = re.compile(r"^_?(?:native_)?|_forward$")
 
 _SMALL = " In fp16 an eps below 6e-8 is 0: take a larger one, or call float() first."
 
-# Cause, and which case of it -> what to do; c is the case.
+# A cause, or a cause and a case of it -> what to do. In a text, {c} is the _Case.
 _ADVICE = {
     "weight": "look at the checkpoint, at how it is initialised, and at the last step: it was so before.",
     "data": "look at the data: it was so before the first op read it; isfinite() in the loader finds it. If "
@@ -98,7 +99,7 @@ _ADVICE["range, backward"] = _ADVICE["loss scale"].replace("loss smaller", "loss
 
 
 def _rows(c: _Case) -> Iterator[tuple[object, str]]:
-    """Yield whether a row holds for numbers that an op made, and the key of its cause and advice."""
+    """Yield the rows of the table: whether the row matches, and the key of its advice."""
     base, forward, nan = c.base, c.forward, "nan" in c.finding.held
     yield nan and c.infinite and base in SOFTMAXES, "mask"
     yield nan and c.infinite, "infinity"
@@ -124,15 +125,14 @@ def _rows(c: _Case) -> Iterator[tuple[object, str]]:
 
 @dataclass(frozen=True)
 class _Case:
-    """A finding without its cause, and what it does not hold of the program around the op."""
+    """A finding whose cause is not known yet, and facts on the program around the op."""
 
     finding: Finding
     base: str  # the op's plain name, "exp"
-    growth: float  # by which factor the weights that grew most have grown
-    in_optimizer: bool  # a step of an optimizer of torch's made it
-    rounded_by: str = (
-        ""  # the op from which on numbers near 1 were computed in 16 bits, if that is the reason
-    )
+    growth: float  # the factor by which the weights that grew most have grown
+    in_optimizer: bool  # whether the step of a torch optimizer made it
+    # The op after which numbers near 1 were in 16 bits, if that is the reason.
+    rounded_by: str = ""
 
     @property
     def dtype(self) -> str:
@@ -141,23 +141,23 @@ class _Case:
 
     @property
     def below_one(self) -> float:
-        """The number from which on 16 bits round to 1."""
+        """The smallest number that the 16-bit dtype rounds to 1."""
         return 1 - torch.finfo(self.finding.inputs[0].dtype).eps / 4
 
     @property
     def is_narrow(self) -> bool:
-        """Whether fp32 has numbers far beyond the dtype's largest; beyond that of bf16 it has hardly any."""
+        """Whether the range of fp32 is much larger than that of the dtype. For bf16 it is not."""
         return torch.finfo(self.finding.dtype).max < 0.5 * torch.finfo(torch.float32).max
 
     @property
     def infinite(self) -> str:
-        """The name of an argument that holds an infinity; empty without any."""
+        """The name of an argument that holds an infinity, or ``""`` if none does."""
         named = [given.name for given in self.finding.inputs if given.inf]
         return next(iter([*named, *(name for name, n in self.finding.numbers if math.isinf(n))]), "")
 
     @property
     def is_at_pole(self) -> bool:
-        """Whether the op, or its forward op's derivative, is infinite at a point that its input reaches."""
+        """Whether the inputs reach a point where the op, or the derivative of its forward op, is infinite."""
         base, given, numbers = self.base, self.finding.inputs, dict(self.finding.numbers)
         if base in _DIVISIONS and (numbers.get("other") == 0 or any(map(_reaches_zero, given[-1:]))):
             return True
@@ -171,7 +171,7 @@ class _Case:
 
     @property
     def forward(self) -> str:
-        """The plain name of the forward op of a backward op; empty for a function of the program's."""
+        """The plain name of the forward op of a backward op. Empty for the user's autograd function."""
         return self.finding.forward_op.partition("::")[2].split(".")[0].strip("_")
 
     @property
@@ -186,7 +186,7 @@ class _Case:
 
     @property
     def in_fp32(self) -> str:
-        """How the op comes to run in fp32."""
+        """What to change so that the op runs in fp32."""
         finding = self.finding
         rule = f"give {' and '.join(finding.rule_names)} the rule fp32" if finding.rule_names else ""
         if not finding.in_block:
@@ -211,7 +211,7 @@ def finding_of(
     made: Site | None = None,
     source: str = "",
 ) -> Finding:
-    """Describe an origin that a call made, or was the first to read from an argument."""
+    """Describe a nan or inf that an op made, or that it was the first to read from an argument."""
     op = made.op if made else call.traits.name
     forward_op = call.forward_op if call.is_backward and not made else ""
     given = [read] if read else [a for a in call.arguments if a.name not in call.traits.overwritten]
@@ -235,9 +235,9 @@ def finding_of(
 
 
 def _rounded_by(call: Call) -> Site | None:
-    """Return the op from which on numbers near 1 were in 16 bits, before one asked how near they are.
+    """Return the op after which numbers near 1 were in 16 bits, if a later op is infinite at 1.
 
-    That is the first op after the last product, on the way to an op that is infinite there.
+    It is the first op after the last matrix product on the way to that later op.
     """
     if not call.arguments or not is_low_precision(call.arguments[-1].tensor.dtype):
         return None
@@ -254,14 +254,14 @@ def _rounded_by(call: Call) -> Site | None:
 
 
 def _plain(op: str) -> str:
-    """Return an op's name alone: ``clamp`` of ``aten::clamp_.default``."""
+    """Return the plain name of an op: ``clamp`` for ``aten::clamp_.default``."""
     return op.partition("::")[2].split(".")[0].removesuffix("_")
 
 
 def finding_of_function(
     tracker: Tracker, site: Site, forward_op: str, output: Tensor, given: Sequence[Tensor]
 ) -> Finding:
-    """Describe what a user's autograd function made outside of torch's ops."""
+    """Describe a nan or inf that a user's autograd function made outside torch's ops."""
     inputs = tuple(summarise(tensor, f"input {number}") for number, tensor in enumerate(given))
     known: dict[str, Any] = {"kind": "function", "held": non_finite(output), "op": site.op, "inputs": inputs}
     return _finding(tracker, site, output, site.op, forward_op=forward_op, **known)
@@ -270,7 +270,7 @@ def finding_of_function(
 def _finding(
     tracker: Tracker, site: Site, result: Tensor, base: str, *, rounded_by: Site | None = None, **known: Any
 ) -> Finding:
-    """Return a finding of a result at a site: its cause, what to do, and lines to paste that cure it."""
+    """Return the finding of a result: its cause, what to do, and lines to paste that fix it."""
     found = Finding(
         module=site.module,
         place=site.place,
@@ -301,10 +301,10 @@ def _finding(
 
 
 def callers_of(op: str, *, is_transposed: bool = False) -> tuple[str, ...]:
-    """Return the names to give a rule to, so that it reaches an op however the program called it.
+    """Return the op names to which a rule must be given so that it applies to an op, however it was called.
 
-    ``aten::bmm.default`` gives ``("aten::matmul", "aten::bmm")``, most ops their own name. None for casts,
-    in-place forms, which keep the dtype of what they write into, and for autograd functions.
+    For ``aten::bmm.default`` they are ``("aten::matmul", "aten::bmm")``. For most ops it is their own name.
+    For casts, in-place ops and autograd functions there are none: no rule changes their dtype.
     """
     namespace, _, rest = op.partition("::")
     packet = rest.split(".")[0]
@@ -319,12 +319,17 @@ def callers_of(op: str, *, is_transposed: bool = False) -> tuple[str, ...]:
 def cures_of(
     model: str, path: str, rule_names: Sequence[str], device_type: str, *, rule: str = "fp32"
 ) -> tuple[Cure, ...]:
-    """Return the ways to compute an op in fp32, of the module at ``path`` in a ``model`` of that class.
+    """Return changes to the program that compute an op in fp32.
 
-    The op itself can have another ``rule``.
+    Args:
+        model: The class name of the model.
+        path: The path of the module in the model.
+        rule_names: The ops that a rule would be given to.
+        device_type: The device type of the rules.
+        rule: The rule for these ops, if it is not fp32.
     """
     cures = []
-    if path:  # with the outermost module nothing would stay in 16 bits
+    if path:  # not for the outermost module: nothing would be left in 16 bits
         place = f"the module in fp32: after the line that makes the model; model is your {model}"
         code = f'import amp_plugin, torch\namp_plugin.run_in(torch.float32)(model.get_submodule("{path}"))'
         cures.append(Cure(place=place, code=code))

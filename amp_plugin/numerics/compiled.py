@@ -1,11 +1,14 @@
-"""Compiled code next to the same code run eagerly: the first result that differs by more than rounding.
+"""Compare compiled code with eager code, and find the first result that differs by more than rounding.
 
 ::
 
-    a graph is called:  as it was compiled, and eagerly
-    what is compared:   results, inputs that it writes, inputs' gradients for random ones of the results
-    differ by more than 4 eps:  eagerly four times more, each result off by an eps, and once in float64
-    differ by more than 4 times as much as any of these runs (and 4 eps): not rounding
+    each call of a compiled graph also runs the graph eagerly
+    compare the results, the inputs that the graph writes, and the gradients of the inputs
+        (for random gradients of the results)
+    if they differ by more than 4 eps:
+        run the graph eagerly five times more: four times with each op's result changed by one eps, and once
+            in float64
+        if the difference is more than 4 times that of any of these runs, plus 4 eps: it is not rounding
 """
 
 from __future__ import annotations
@@ -33,23 +36,23 @@ from amp_plugin.numerics.values import as_json, distance, unwatched
 from amp_plugin.precision import short_name
 
 _TIMES, _EPS = 4.0, 4.0
-_PEAK = 4.0  # the largest of many elements' differences is less steady than their norm
+_PEAK = 4.0  # factor for the largest difference of an element, which varies more than the norm
 _NUDGES = 4
 _OWNED = re.compile(r"_(?:modules|parameters|buffers)_(.*?)(?=_(?:modules|parameters|buffers)_|_$)")
 
 
 class CompiledComparison:
-    """A region in which every graph that torch.compile makes is also run eagerly.
+    """A region in which every graph that torch.compile makes also runs eagerly.
 
-    The program goes on with the compiled code's results. Random numbers are those of eager code
-    (``fallback_random`` of inductor). Slow: each graph runs twice or more, and its backward pass as well, for
-    random gradients of the results. Graphs that were compiled before the region are not compared.
+    The program continues with the results of the compiled code. Both use the random numbers of eager code
+    (``fallback_random`` of inductor). The region is slow: the forward and backward pass of each graph run at
+    least twice. Graphs that were compiled before the region are not compared.
 
     Attributes:
-        differences: for each graph the first result that differs by more than rounding.
-        graphs: how many graphs were compiled.
-        compared: how many results and gradients were compared.
-        not_compared: what was not, and how often.
+        differences: The first result of each graph that differs by more than rounding.
+        graphs: The number of graphs that were compiled.
+        compared: The number of results and gradients that were compared.
+        not_compared: What could not be compared, and how often.
     """
 
     def __init__(self) -> None:
@@ -66,7 +69,7 @@ class CompiledComparison:
 
         with ExitStack() as stack:
             stack.enter_context(config.patch(fallback_random=True))
-            stack.enter_context(functorch.patch(donated_buffer=False))  # backward passes run twice
+            stack.enter_context(functorch.patch(donated_buffer=False))  # because backward passes run twice
             for name in ("_TorchCompileInductorWrapper", "_TorchCompileWrapper"):
                 backend = getattr(torch, name)
                 stack.enter_context(patch.object(backend, "__call__", self._watching(backend.__call__)))
@@ -74,7 +77,7 @@ class CompiledComparison:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close the region; graphs that were compiled in it run as compiled from now on."""
+        """Close the region. Graphs that were compiled in it are no longer compared."""
         if self._patches is not None:
             self._patches.close()
         self._patches = None
@@ -84,7 +87,7 @@ class CompiledComparison:
             def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
                 return backend_call(backend, module, inputs, **options)
 
-            kept, number = copy.deepcopy(module), self.graphs  # backends change what they compile
+            kept, number = copy.deepcopy(module), self.graphs  # a copy, because backends change the module
             compiled, found = compile_graph(module, inputs), list[Difference]()
             self.graphs += 1
 
@@ -109,7 +112,9 @@ class CompiledComparison:
         for reading, value in held.items():
             kind, number = reading
             if kind == "input" and torch.equal(eager.plain[reading], eager.inputs[number]):
-                continue  # norms on the CPU write without a new version
+                # The graph has not written this input. Its version counter would not tell: some CPU kernels
+                # write without increasing it.
+                continue
             if not value.is_floating_point():
                 if not torch.equal(value, eager.plain[reading]):
                     self.not_compared["a result of integers, which differs"] += 1
@@ -120,7 +125,7 @@ class CompiledComparison:
         return None
 
     def report(self) -> str:
-        """Return what differs, and what could not be compared, as text."""
+        """Return a text on what differs and what could not be compared."""
         lines = [f"compiled code differs from eager code in {difference}" for difference in self.differences]
         lines.append(
             f"{self.compared} results of {self.graphs} compiled graphs compared with eager code"
@@ -133,20 +138,20 @@ class CompiledComparison:
         return "\n\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON's values."""
+        """Return everything as values that JSON can hold."""
         names = ("graphs", "compared", "differences", "not_compared")
         return {name: as_json(getattr(self, name)) for name in names}
 
 
 Reading = tuple[str, int]
-"""What is compared: a ``"result"``, an ``"input"`` or an input's ``"gradient"``; and its number."""
+"""A compared tensor: ``"result"``, ``"input"`` or ``"gradient"`` (of an input), and the number of it."""
 
 Differing = tuple[Reading, float, float]
-"""What differs, how far it is from eager code's, and how far it may be."""
+"""A compared tensor, its difference from eager code, and the difference that is allowed."""
 
 
 def _readings(inputs: Sequence[Any], results: Sequence[Any]) -> dict[Reading, Tensor]:
-    """Return what a graph has made of its inputs, and its inputs' gradients."""
+    """Return the results of a graph, its inputs after the call, and the gradients of its inputs."""
     held = {("result", n): value for n, value in enumerate(results) if isinstance(value, Tensor)}
     outputs = [value for value in held.values() if value.requires_grad]
     held |= {("input", n): value for n, value in enumerate(inputs) if isinstance(value, Tensor)}
@@ -159,7 +164,8 @@ def _readings(inputs: Sequence[Any], results: Sequence[Any]) -> dict[Reading, Te
     return held
 
 
-_RandomState = tuple[Tensor, Sequence[Tensor]]  # of the CPU, and of each CUDA device if CUDA has been used
+# The random state of the CPU, and of each CUDA device if CUDA has been used.
+_RandomState = tuple[Tensor, Sequence[Tensor]]
 
 
 def _random_state() -> _RandomState:
@@ -169,7 +175,7 @@ def _random_state() -> _RandomState:
 
 @contextmanager
 def _random_numbers_from(state: _RandomState) -> Iterator[None]:
-    """Draw from ``state`` on while the block is open; afterwards as if the block had drawn nothing."""
+    """Use random numbers from ``state`` in a block, and restore the generators at its end."""
     with torch.random.fork_rng(_cuda_devices()):
         torch.set_rng_state(state[0])
         torch.cuda.set_rng_state_all(state[1])
@@ -177,7 +183,7 @@ def _random_numbers_from(state: _RandomState) -> Iterator[None]:
 
 
 def _cuda_devices() -> range:
-    """Return the CUDA devices, if CUDA has been used."""
+    """Return the indices of the CUDA devices. The range is empty if CUDA has not been used."""
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return range(torch.cuda.device_count() if used else 0)
 
@@ -191,7 +197,7 @@ class _EagerRuns:
         self.plain = self._run(Region(Tracker()))
 
     def _run(self, region: Region) -> dict[Reading, Tensor]:
-        """Run the graph while a region sees its ops; nothing is held if that fails."""
+        """Run the graph in a region that watches its ops. Return an empty dict if it raises an error."""
         inputs = list(map(_copied, self.inputs))
         try:
             with _random_numbers_from(self._random_state), region:
@@ -210,7 +216,7 @@ class _EagerRuns:
         return [*runs, exact]
 
     def difference(self, reading: Reading, value: Tensor) -> tuple[float, float] | None:
-        """Return how far a result is from eager code's and may be; None if rounding explains it."""
+        """Return the difference from eager code and the allowed one, or None if rounding explains it."""
         eager = self.plain.get(reading)
         if eager is None or value.numel() == 0:
             return None
@@ -228,12 +234,12 @@ class _EagerRuns:
 def _difference(
     graph: int, eager: _EagerRuns, differing: Differing, compile_graph: Callable[..., Any]
 ) -> Difference:
-    """Name the op behind a result that differs: the first one whose own result does, if there is one."""
+    """Describe a result that differs. The op that it names is the first one whose own result differs."""
     (kind, number), apart, allowed = differing
     inputs = [node for node in eager.module.graph.nodes if node.op == "placeholder"]
     output: Any = eager.module.graph.output_node().args[0]
     origin = _origin(eager, compile_graph)
-    # else what makes the result, or reads the input first
+    # If no op's own result differs, name the op that makes the result, or the first op that reads the input.
     node = origin or (output[number] if kind == "result" else next(iter(inputs[number].users), None))
     result = f"result {number}"
     if kind != "result":
@@ -252,7 +258,7 @@ def _difference(
 
 
 def _origin(eager: _EagerRuns, compile_graph: Callable[..., Any]) -> fx.Node | None:
-    """Return the first op whose own result differs, where the graph is asked for the results of all."""
+    """Compile the graph again so that it returns the result of each op. Return the first op that differs."""
     module = copy.deepcopy(eager.module)
     output = module.graph.output_node()
     ops = [node for node in module.graph.nodes if node.op.startswith("call_")]
@@ -271,7 +277,7 @@ def _origin(eager: _EagerRuns, compile_graph: Callable[..., Any]) -> fx.Node | N
 
 
 def _nudge(generator: torch.Generator, call: Call, output: Any) -> None:
-    """Move the results of an op by an eps, each element up or down; a view is left as it is."""
+    """Change each element of an op's results by one eps, up or down at random. Views are not changed."""
     results = [] if call.traits.is_view else [made.tensor for made in call.made(output)]
     for result in results:
         if result.is_floating_point():

@@ -1,4 +1,4 @@
-"""Find the first op that makes a number which is not finite and matters, or say why nothing is learnt."""
+"""Find the first op that makes a nan or inf which matters, or the reason why a model does not learn."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from amp_plugin.numerics.watch import PATIENCE, Watch
 
 
 class Diagnosis(Region):  # type: ignore[no-untyped-call]
-    """A region in which every op is watched; see ``diagnose``.
+    """A region in which every op is watched. See ``diagnose``.
 
     Attributes:
-        findings: what was found, in order; one at most unless ``keep_going``, where those of one op and line
-            are one finding with a count.
-        read: numbers that are not finite and reached no loss, gradient or weight, but that Python has read (a
-            metric, NumPy), or that an op such as argmin has chosen by; those of one op and line once.
+        findings: The findings, in order. Without ``keep_going`` there is one at most. With it, findings of
+            the same op and line are one finding with a count.
+        read: Nans and infs that reached no loss, gradient or weight, but that Python has read (a metric, for
+            example) or by which an op such as argmin has selected. One for each op and line.
     """
 
     def __init__(
@@ -41,25 +41,25 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         self.findings: list[Finding] = []
         self.read: list[Finding] = []
         self._on_finding, self._raises = on_finding, not keep_going
-        self._known: dict[tuple[object, ...], int] = {}  # what findings are about -> which one is
+        self._known: dict[tuple[object, ...], int] = {}  # the subject of a finding -> its index
         tracker = Tracker(model)
         self._watch = Watch(tracker, self._found, strict=strict, patience=patience)
         self._learning = Learning(tracker)
         self._formats = FormatLog(tracker)
-        self._refused: Refused | None = None  # the last op that torch refused for its dtypes
+        self._refused: Refused | None = None  # the last op for which torch raised an error on dtypes
         super().__init__(tracker, self._watch, self._learning, self._formats, self)
 
     def open(self, stack: ExitStack) -> None:
-        """Watch the clips of torch's, too."""
+        """Also watch torch's functions that clip gradients."""
         stack.enter_context(ScaledClips(self._found))
 
     def failed(self, call: Call, error: BaseException) -> None:
-        """Find out whether torch refused the dtypes of an op."""
+        """Find out whether an op raised an error because of its dtypes."""
         self._refused = refused(self.tracker, call, error) or self._refused
 
     def ended(self, error: BaseException | None) -> None:
-        """Look at what is left: numbers that are not finite, and without any why nothing is learnt."""
-        last, self._refused = self._refused, None  # an error holds the frames of the program
+        """Report the remaining nans and infs. If there are no findings, find out why nothing is learnt."""
+        last, self._refused = self._refused, None  # drop the error, because it keeps frames alive
         if error is None or isinstance(error, SystemExit):
             self.tracker.ends()
             self._raises = self._raises and error is None
@@ -68,14 +68,14 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
             for finding in self._learning.findings() if not self.findings else ():
                 self._found(finding)
         elif not isinstance(error, NonFiniteError):
-            self._raises = False  # the program's own error goes on
+            self._raises = False  # so that the program's own error is raised
             with unwatched():
                 for finding in findings_at_end(self.tracker, last, error):
                     self._found(finding)
         self.read = [*{_about(finding): finding for finding in self._watch.read_elsewhere()}.values()]
 
     def report(self) -> str:
-        """Return all findings as text; else that there is none, and what could not be seen."""
+        """Return all findings as text. Without findings, say so, and say what could not be watched."""
         below = [f"{layer}, {operand}: {found}" for (layer, operand), found in self._formats.ranges().items()]
         if self.findings:
             return "\n\n".join([*map(str, self.findings), *filter(None, ["\n".join(below)])])
@@ -92,7 +92,7 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         return "\n".join(lines)
 
     def notes(self) -> list[str]:
-        """Return a line for each of ``read``, and how to stop there."""
+        """Return a line for each entry of ``read``, and the command that stops at the first of them."""
         if not self.read:
             return []
         lines = [f"  {found.headline}, at {found.place}: {found.reached}" for found in self.read]
@@ -103,7 +103,7 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         ]
 
     def _found(self, finding: Finding) -> None:
-        """Add a finding; those of one op and line are one with a count."""
+        """Add a finding, or count it if one with the same op and line is known."""
         index = self._known.setdefault(_about(finding), len(self.findings))
         if index < len(self.findings):
             first = self.findings[index]
@@ -117,36 +117,39 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
 
 
 def _about(finding: Finding) -> tuple[object, ...]:
-    """Return what two findings share that are one."""
+    """Return the subject of a finding. Findings with the same subject count as one."""
     return finding.kind, finding.op, finding.forward_op, finding.place, finding.cause, finding.lesson
 
 
 def diagnose(model: nn.Module | None = None, *, keep_going: bool = False, strict: bool = False) -> Diagnosis:
-    """Watch every op of a region and stop at the first number that is not finite and matters.
+    """Watch every op of a region, and raise an error at the first nan or inf that matters.
 
-    Forward, backward and optimizer step, in any precision, with autocast or without. The error names op,
-    module, line, cause, dtype, rule, the ranges of the inputs, and what to do. Numbers that are not finite
-    are followed until they reach a loss, a gradient, a weight or an optimizer's state: masks of -inf, what
-    torch masks in its own derivatives, and numbers that vanish again raise nothing. In a region without a
-    backward pass those matter that nothing has hidden at its end. A region that ends with all numbers finite
-    is looked at for learning: no step taken, updates that a weight's dtype lost, gradients that are 0 in
-    fp16.
+    The forward pass, the backward pass and the optimizer step are watched, in any precision, with or without
+    autocast. The error names the op, the module, the line, the cause, the dtype, the op rule, the ranges of
+    the inputs, and what to do.
 
-    Threads that the region starts are not watched, nor is what happens in other processes; compiled functions
-    run eagerly. Each op waits for the device: use it to look for a fault, not to train. With several ranks,
-    the error of one leaves the others waiting in their next collective until its process ends: let it end, or
-    use ``keep_going``, which stops none.
+    A nan or inf matters if it reaches a loss, a gradient, a weight or the state of an optimizer. So a mask of
+    -inf raises no error, nor does a number that a later op removes. If the region has no backward pass, a nan
+    or inf matters if it is still there at the end. If all numbers are finite, the region is checked for
+    reasons why nothing is learnt: no optimizer step, updates that the dtype of a weight loses, gradients that
+    are 0 in fp16.
+
+    Each op waits for the device, so use this to find a fault and not to train. Compiled functions run
+    eagerly. Threads and processes that the region starts are not watched. With several ranks, an error on one
+    rank leaves the others waiting in their next collective until its process ends. Let the process end, or
+    use ``keep_going``.
 
     Args:
-        model: gives the module and parameter names; default: whatever module is called, its class in front.
-        keep_going: collect findings instead of raising at the first.
-        strict: report an infinity or a nan at once, also if nothing comes of it.
+        model: The model, which gives the names of modules and parameters. By default names begin with the
+            class of the outermost module that is called.
+        keep_going: Collect findings instead of raising an error at the first one.
+        strict: Report every nan and inf at once, even if it would not matter.
 
     Returns:
-        A context manager; ``findings`` holds what was found, ``report()`` is its text.
+        A context manager. ``findings`` holds the findings, and ``report()`` returns them as text.
 
     Raises:
-        NonFiniteError: in the region or at its end, unless ``keep_going``; a FloatingPointError.
+        NonFiniteError: In the region or at its end, unless ``keep_going``. It is a FloatingPointError.
 
     Example:
         >>> with diagnose(keep_going=True) as diagnosis:

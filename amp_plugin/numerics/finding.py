@@ -1,4 +1,4 @@
-"""What a diagnosis found: one origin of numbers that are not finite, as data and as text."""
+"""A finding of a diagnosis, as data and as text: the op or value from which nans and infs came."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Cure:
     """A change to a program.
 
     Attributes:
-        place: where the lines go, in words.
-        code: the lines; they run as they are, where the model is named ``model``.
+        place: A text that says where to put the lines.
+        code: The lines. They run unchanged if the model is called ``model``.
     """
 
     place: str
@@ -49,48 +49,56 @@ class Cure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """An origin of numbers that are not finite, or a reason why a program does not learn.
+    """An origin of nans or infs, or a reason why a model does not learn.
 
     Attributes:
-        kind: ``"made"`` by the op from finite inputs, or from infinities that were put there on purpose;
-            ``"weight"`` or ``"input"``: it was there before the op, which read it first; ``"unwritten"``:
-            memory of ``torch.empty`` that nobody wrote; ``"collective"``: it came from another rank;
-            ``"constant"``: the program wrote it; ``"function"``: an autograd function made it outside torch;
-            ``"learning"``: all numbers are finite, and weights do not move; ``"dtype"``: torch raised an
-            error for the dtypes of the op's inputs, and the op runs in others; ``"clip"``: gradients of a
-            scaled loss were clipped before they were unscaled.
-        cause: why. ``"range"``: too large for a 16-bit dtype; ``"size"``: for fp32 as well; ``"pole"``: a
-            division by zero, or a function or derivative that is infinite there; ``"digits"``: 16 bits
-            rounded a number near 1 to 1; ``"domain"``: not defined there;
-            ``"mask"``: a softmax of nothing but masked positions; ``"infinity"``: arithmetic with
-            infinities that are there on purpose; ``"empty"``: statistics of too few elements;
-            ``"divergence"``: the weights have grown; else what brought it: ``"data"``, ``"weight"``,
-            ``"unwritten"``, ``"collective"``, ``"constant"``, ``"function"``, ``"loss scale"``; or why
-            nothing is learnt: ``"lost updates"``, ``"underflow"``, ``"no step"``; or ``"dtype"``,
-            ``"scaled clip"``.
-        op: full name of the op, ``"aten::exp.default"``.
-        forward_op: of an op in a backward pass: the op of the forward pass it belongs to; else empty.
-        held: which numbers it made or read, of ``"nan"``, ``"inf"`` and ``"-inf"``.
-        module: path of the module; empty outside of modules.
-        place: the line that called the op, or that called its forward op; None if unknown.
-        caller: the program's line that led there, if ``place`` is in an installed library.
-        dtype: what the op computed in.
-        output: the result.
-        inputs: the tensors among the arguments.
-        numbers: the Python numbers among them, by name.
-        rank: of this process; None where there is one process.
-        reached: what the numbers did next: ``"nan in aten::_softmax.default ..."``, ``"the loss"``.
-        advice: what to do.
-        cures: lines to paste into the program, where computing in fp32 is a way out.
-        when: how far the program was: calls of its model, backward passes, optimizer steps.
-        device_type: of the tensors the op made, ``"cpu"``.
-        in_block: whether an autocast block was open; for a backward op around its forward op.
-        rule_names: the ops to give the rule fp32 where 16 bits are the reason, as ``OpRules.with_rule`` takes
-            them.
-        source: of data: the batch, its tensor and the row, as far as they are known; of a weight its path.
-        lesson: of ``"learning"``: what was measured; of ``"dtype"``: the dtypes that were given;
-            of ``"clip"``: the loss scale and the limit.
-        count: how often it was found, of one op and line in modules alike.
+        kind: Where the numbers came from.
+
+            - ``"made"``: the op made them from finite inputs, or from infinities that were there on purpose.
+            - ``"weight"``, ``"input"``: they were there before, and the op was the first to read them.
+            - ``"unwritten"``: the memory of ``torch.empty`` was read before it was written.
+            - ``"collective"``: they came from another rank.
+            - ``"constant"``: the program wrote them.
+            - ``"function"``: an autograd function made them outside torch's ops.
+            - ``"learning"``: all numbers are finite, but the weights do not change.
+            - ``"dtype"``: torch raised an error for the dtypes of the inputs. The op runs in other dtypes.
+            - ``"clip"``: gradients were clipped before they were unscaled.
+        cause: Why.
+
+            - ``"range"``: too large for the 16-bit dtype. ``"size"``: too large for fp32 as well.
+            - ``"pole"``: a division by zero, or an input where the function or its derivative is infinite.
+            - ``"digits"``: 16 bits rounded a number near 1 to 1.
+            - ``"domain"``: the op is not defined for the input.
+            - ``"mask"``: every position of a softmax is masked.
+            - ``"infinity"``: arithmetic with infinities that are there on purpose.
+            - ``"empty"``: statistics of too few elements.
+            - ``"divergence"``: the weights have grown too much.
+            - ``"loss scale"``: the loss scale may be too large.
+            - ``"lost updates"``, ``"underflow"``, ``"no step"``: why the model does not learn.
+            - ``"data"``, ``"weight"``, ``"unwritten"``, ``"collective"``, ``"constant"``, ``"function"``,
+              ``"dtype"``, ``"scaled clip"``: as in ``kind``.
+        op: The full name of the op, for example ``"aten::exp.default"``.
+        forward_op: For an op in a backward pass, the op of the forward pass that it belongs to. Else empty.
+        held: The kinds of numbers that it made or read: ``"nan"``, ``"inf"``, ``"-inf"``.
+        module: The path of the module. Empty outside modules.
+        place: The line that called the op, or its forward op. None if it is not known.
+        caller: If ``place`` is in an installed library, the line of the program that called the library.
+        dtype: The dtype in which the op computed.
+        output: The result.
+        inputs: The tensors among the arguments.
+        numbers: The Python numbers among the arguments, by name.
+        rank: The rank of this process. None if there is a single process.
+        reached: Where the numbers arrived: ``"nan in aten::_softmax.default ..."``, ``"the loss"``.
+        advice: What to do.
+        cures: Lines to paste into the program, if computing in fp32 helps.
+        when: How far the program was: forward passes, backward passes and optimizer steps.
+        device_type: The device type of the op's results, for example ``"cpu"``.
+        in_block: Whether an autocast block was open. For a backward op, whether it was around its forward op.
+        rule_names: If 16 bits are the reason, the ops to give the rule fp32 (see ``OpRules.with_rule``).
+        source: For data, the batch, the tensor and the row, as far as known. For a weight, its path.
+        lesson: For ``"learning"``, what was measured. For ``"dtype"``, the dtypes of the inputs. For
+            ``"clip"``, the loss scale and the limit.
+        count: How often it was found at the same op and line.
     """
 
     kind: Kind
@@ -119,17 +127,17 @@ class Finding:
 
     @property
     def direction(self) -> Literal["forward", "backward"]:
-        """Whether the op ran in a backward pass; ``"forward"`` is everything outside of one."""
+        """``"backward"`` if the op ran in a backward pass, otherwise ``"forward"``."""
         return "backward" if self.forward_op else "forward"
 
     @property
     def blames_scale(self) -> bool:
-        """Whether a loss scale that is too high has this effect."""
+        """Whether a loss scale that is too high can be the reason."""
         return self.direction == "backward" and self.cause in {"range", "loss scale"}
 
     @property
     def headline(self) -> str:
-        """What happened, in one sentence."""
+        """One sentence that says what happened."""
         culprit = next((given.name for given in self.inputs if given.nan or given.inf), "")
         return _HEADLINES[self.kind].format(
             op=self.op,
@@ -143,7 +151,7 @@ class Finding:
         )
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """Yield what is known, as names and texts, for people."""
+        """Yield the rows of the report: a name and a text each."""
         if self.when:
             yield "when", self.when + (f", and {self.count - 1} times more" if self.count > 1 else "")
         if self.module:
@@ -163,7 +171,7 @@ class Finding:
         yield from _under("paste", "# or\n".join(f"{cure}\n" for cure in self.cures).splitlines())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as values that JSON has, nan and inf as words."""
+        """Return everything as values that JSON can hold. nan and inf become strings."""
         return {"headline": self.headline, "direction": self.direction, **as_json(self)}
 
     def __str__(self) -> str:
@@ -171,10 +179,10 @@ class Finding:
 
 
 class NonFiniteError(FloatingPointError):
-    """Raised by ``diagnose`` at the first number that is not finite and matters.
+    """Raised by ``diagnose`` at the first nan or inf that matters.
 
     Attributes:
-        finding: the origin.
+        finding: The origin of the nan or inf.
     """
 
     def __init__(self, finding: Finding) -> None:
@@ -186,13 +194,13 @@ class NonFiniteError(FloatingPointError):
 
 
 def laid_out(headline: str, rows: Iterable[tuple[str, str]]) -> str:
-    """Return a headline with rows of names and texts under it."""
+    """Return a headline, with a row below it for each name and text."""
     named = list(rows)
     width = max(len(name) for name, _ in named)
     return "\n".join([headline, *(f"  {name:<{width}}  {text}" for name, text in named)])
 
 
 def _under(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield texts below each other, the name next to the first."""
+    """Yield a row for each text. Only the first row has the name."""
     for number, text in enumerate(texts):
         yield "" if number else name, text

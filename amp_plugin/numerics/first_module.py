@@ -1,14 +1,15 @@
-"""Which module made the first number that is not finite, in the steps after a skipped one.
+"""Find the module that made the first nan or inf of a skipped step.
 
 ::
 
-    a step is skipped:          hooks on modules are placed, for some steps
-    a module is called:         the largest magnitudes of its inputs and outputs, on the device; no sync
-    a gradient reaches it:      the largest magnitude of its outputs' gradients, likewise
-    the next step is skipped:   the host reads these numbers, in the order in which they were made
-    a step is taken:            they are dropped
+    a step is skipped:          place hooks on the modules, for the next 8 steps
+    a module is called:         compute the largest magnitude of each input and output, on the device
+    a gradient reaches it:      compute the largest magnitude of the gradients of its outputs, on the device
+    the next step is skipped:   the CPU reads these numbers, in the order in which they were computed
+    a step is not skipped:      drop the numbers of this step
 
-A largest magnitude is nan or inf exactly where an element is not finite.
+A largest magnitude is nan or inf exactly if an element is not finite. The CPU reads nothing from the device
+before a step is skipped.
 """
 
 from __future__ import annotations
@@ -34,42 +35,47 @@ from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.overflows import FirstModules
 from amp_plugin.scaling.step_log import StepLog, StepResult
 
-STEPS_AFTER_SKIP: Final = 8  # with hooks, after each skipped one
-STEPS_IN_ALL: Final = 64  # with hooks, of one run
-_MOST_NUMBERS: Final = 50_000  # of one step; what is wrong first is wanted
-_MOST_TENSORS: Final = 8  # of one call
+STEPS_AFTER_SKIP: Final = 8  # how many steps have hooks after a skipped step
+STEPS_IN_ALL: Final = 64  # how many steps of a run have hooks at most
+_MOST_NUMBERS: Final = 50_000  # numbers of one step at most; later ones are not needed
+_MOST_TENSORS: Final = 8  # tensors of one call at most
 _DTYPES: Final = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _PLAIN: Final = {Tensor, nn.Parameter}
 
 
 Largest = tuple[str, str, Tensor]
-"""A module, ``"input"``, ``"output"`` or ``"gradient"``, and the largest magnitude: 0-dim, on the device."""
+"""A module's name; ``"input"``, ``"output"`` or ``"gradient"``; and the largest magnitude, on the device."""
 
 
 class ModuleWatch:
-    """Name the module at which a step went wrong, by hooks that are on for some steps after a skipped one."""
+    """Names the module that made the first nan or inf of a skipped step.
 
-    path = None  # of a page
+    Its hooks are on the modules only for some steps after a skipped step.
+    """
+
+    path = None  # this object writes no page
 
     def __init__(self, log: StepLog, models: Sequence[nn.Module]) -> None:
         self._log = log
         self._hooks = ModuleHooks(models, self._measure)
         self._numbers: list[Largest] = []
-        self._measured: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # tensors, with their versions
-        self._left, self._budget = 0, STEPS_IN_ALL  # steps with hooks: until the next skip, and in this run
+        # The tensors that were measured, by id, with their version counters.
+        self._measured: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        # How many more steps may have hooks: until the next skipped step, and in this run.
+        self._left, self._budget = 0, STEPS_IN_ALL
         self._open = ExitStack()
 
     def open(self) -> None:
-        """Wait for the first skipped step."""
+        """Start to wait for the first skipped step."""
         self._log.subscribe(self._look, first=True)
 
     def follow(self, models: Sequence[nn.Module]) -> None:
-        """Watch these models from now on."""
+        """Watch these models instead, from now on."""
         self._rest()
         self._hooks = ModuleHooks(models, self._measure)
 
     def __enter__(self) -> Self:
-        """Wait for the first skipped step, until the block ends."""
+        """Start to wait for the first skipped step."""
         self.open()
         return self
 
@@ -78,7 +84,7 @@ class ModuleWatch:
         self.close()
 
     def close(self) -> None:
-        """Remove everything."""
+        """Remove all hooks, and stop watching."""
         self._log.unsubscribe(self._look)
         self._rest()
 
@@ -89,7 +95,7 @@ class ModuleWatch:
         self._forget()
 
     def _look(self, step: StepResult) -> None:
-        """Name the module of a skipped step, and be there for the next one."""
+        """Look at a finished step: if it was skipped, name the module and keep the hooks for more steps."""
         with only_warning("the watch of modules", self.close):
             was_on = self._left > 0
             self._budget -= was_on
@@ -110,7 +116,8 @@ class ModuleWatch:
         self._measured.clear()
 
     def _begin(self) -> None:
-        # Each step is read before the next one begins, so that these numbers are those of the step.
+        # With this context the result of each step is known before the next step begins. So the numbers
+        # collected until then belong to that step.
         self._open.enter_context(self._log.watched())
         self._hooks.open()
         self._open.callback(self._hooks.close)
@@ -127,11 +134,11 @@ class ModuleWatch:
             self._add(name, "output", outputs)
             if torch.is_grad_enabled():
                 nodes = {output.grad_fn: output.output_nr for output in outputs if output.grad_fn is not None}
-                for node in nodes:  # not the tensors, which are the user's
+                for node in nodes:  # hooks on nodes; hooks on the tensors could be seen by the user
                     node.register_prehook(partial(self._measure_gradients, name))
 
     def _is_new(self, tensor: Tensor) -> bool:
-        """Whether these numbers were not measured yet: most inputs are another module's output."""
+        """Return whether a tensor was not measured yet. Most inputs are the output of another module."""
         version = 0 if tensor.is_inference() else tensor._version
         known, known_version = self._measured.get(id(tensor), (None, 0))
         if known is not None and known() is tensor and known_version == version:
@@ -151,13 +158,13 @@ class ModuleWatch:
                 for tensor in tensors:
                     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                     if local.numel() and not capturing(local.device):
-                        low, high = torch.aminmax(local)  # ten times as fast as a norm on a CPU
+                        low, high = torch.aminmax(local)  # on a CPU ten times as fast as a norm
                         self._numbers.append((name, what, torch.maximum(high, low.neg())))
 
-    # -- on the host -------------------------------------------------------------------------
+    # -- on the CPU --------------------------------------------------------------------------
 
     def _found(self) -> FirstModules:
-        """Return what the numbers of this step say: a host sync."""
+        """Read the numbers of this step, with a host sync, and say where the first nan or inf was."""
         values = _on_host([number for *_, number in self._numbers])
         places = [(module, what) for module, what, _ in self._numbers]
         seen = [(*place, value) for place, value in zip(places, values, strict=True)]
@@ -172,7 +179,7 @@ class ModuleWatch:
 
 
 def _sentence(seen: Sequence[tuple[str, str, float]]) -> str:
-    """Return where the first number that is not finite was seen; empty if there was none."""
+    """Return a sentence on where the first nan or inf was seen, or ``""`` if there was none."""
     place = next((place for place, entry in enumerate(seen) if not math.isfinite(entry[2])), None)
     if place is None:
         return ""
@@ -184,7 +191,7 @@ def _sentence(seen: Sequence[tuple[str, str, float]]) -> str:
 
 
 def _is_traced() -> bool:
-    """Whether a call is traced, transformed by functorch, or checkpoint's second one in the backward pass."""
+    """Return whether a call is traced, transformed by functorch, or a recomputation by a checkpoint."""
     in_backward = torch._C._current_graph_task_id() != -1
     return (
         in_backward
@@ -194,7 +201,7 @@ def _is_traced() -> bool:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """Return the first tensors in nested containers whose numbers can be looked at."""
+    """Return the first tensors in nested containers whose values can be read."""
     found = [
         leaf
         for leaf in tree_leaves(values)
@@ -207,7 +214,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _on_host(numbers: Sequence[Tensor]) -> list[float]:
-    """Return numbers of several devices and dtypes, one copy for each."""
+    """Copy numbers to the CPU, with one copy for each device and dtype."""
     values = [0.0] * len(numbers)
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, number in enumerate(numbers):

@@ -1,4 +1,4 @@
-"""What Linear layers below 16 bits do to their numbers: format, largest number, scales, underflow."""
+"""Measure what a format below 16 bits does to the operands of a Linear layer: range, scales, underflow."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ Key = tuple[str, str]  # module, operand
 
 @dataclass(slots=True)
 class OperandRange:
-    """What a format makes of an operand of a layer, over all calls.
+    """What a format does to one operand of a layer, over all calls.
 
     Attributes:
         format: ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"`` or ``"nvfp4"``.
-        calls: how many were measured.
-        largest: the largest finite magnitude: amax.
-        smallest_scale: the smallest scale; a scale is what the codes are multiplied by.
-        largest_scale: the largest one.
-        elements: in all calls.
-        underflowed: elements that the format makes 0 though they are not.
+        calls: The number of calls that were measured.
+        largest: The largest finite magnitude (amax).
+        smallest_scale: The smallest scale. A scale is the factor that the codes are multiplied by.
+        largest_scale: The largest scale.
+        elements: The number of elements in all calls.
+        underflowed: The number of elements that are not 0 and that the format rounds to 0.
     """
 
     format: str
@@ -44,7 +44,7 @@ class OperandRange:
     underflowed: int = 0
 
     def add(self, matrix: Tensor, *, is_gradient: bool) -> None:
-        """Add an operand, rounded along the dimension that the layer's first product sums over."""
+        """Measure one operand. It is rounded along its last dimension."""
         codes = quantize(matrix.contiguous(), self.format, is_gradient=is_gradient)
         scales = codes.scales[codes.scales.isfinite() & (codes.scales > 0)]
         self.calls += 1
@@ -57,11 +57,11 @@ class OperandRange:
 
     @property
     def underflow(self) -> float:
-        """The share of elements that underflowed."""
+        """The share of elements that underflow."""
         return self.underflowed / self.elements if self.elements else 0.0
 
     def __str__(self) -> str:
-        """Return format, amax, scales and underflow in a line."""
+        """Return one line with the format, amax, scales and underflow."""
         scales = f"{self.smallest_scale:.1e}"
         if self.largest_scale != self.smallest_scale:
             scales += f" to {self.largest_scale:.1e}"
@@ -69,7 +69,7 @@ class OperandRange:
 
 
 def input_range(name: str, given: Sequence[Any]) -> OperandRange:
-    """Return what a format makes of the input of a layer: the first tensor of what it was given."""
+    """Measure what a format does to the input of a layer: the first tensor among its arguments."""
     found = OperandRange(name)
     tensor = next((leaf for leaf in given if isinstance(leaf, Tensor)), None)
     if tensor is not None:
@@ -85,9 +85,9 @@ def _measure(found: OperandRange, tensor: Tensor, *, is_gradient: bool) -> None:
 
 
 class FormatLog:
-    """Measures the operands of converted layers while it is open; see ``log_formats``.
+    """Measures the operands of converted layers while it is open. See ``log_formats``.
 
-    It is an observer of a :class:`~amp_plugin.numerics.op.Region`, and a context manager of its own.
+    It can be used as an observer of a :class:`~amp_plugin.numerics.op.Region` or as a context manager.
     """
 
     def __init__(self, tracker: Tracker) -> None:
@@ -105,7 +105,7 @@ class FormatLog:
         self._own.close()
 
     def open(self, stack: ExitStack) -> None:
-        """Place hooks that a stack removes."""
+        """Register a hook, which the exit stack will remove."""
         stack.callback(register_module_forward_hook(self._called).remove)
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -117,7 +117,7 @@ class FormatLog:
         self._add(path, "input", name, args[0])
         self._add(path, "weight", name, layer.weight)
         if isinstance(output, Tensor) and output.requires_grad:
-            add = partial(self._add, path, "gradient", name)  # also if backward runs after the region
+            add = partial(self._add, path, "gradient", name)  # works even if backward runs after the region
             output.register_hook(add)  # type: ignore[no-untyped-call]
 
     def _add(self, path: str, operand: str, name: str, tensor: Tensor) -> None:
@@ -125,11 +125,11 @@ class FormatLog:
         _measure(found, tensor, is_gradient=operand == "gradient")
 
     def ranges(self) -> dict[Key, OperandRange]:
-        """Return (module, operand) -> what its format makes of it, in the order of the first calls."""
+        """Return the range of each (module, operand), in the order of the first calls."""
         return dict(self._ranges)
 
     def table(self) -> Table:
-        """Return a rich table: for each converted layer its operands."""
+        """Return a rich table with a row for each operand of each converted layer."""
         table = Table(title="Layers below 16 bits", box=None, pad_edge=False, title_justify="left")
         for column in ("module", "format", "operand"):
             table.add_column(column)
@@ -142,7 +142,7 @@ class FormatLog:
         return table
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """Return the rows as JSON's values."""
+        """Return the rows as values that JSON can hold."""
         return [
             {"module": module, "operand": operand, "underflow": found.underflow, **as_json(found)}
             for (module, operand), found in self._ranges.items()
@@ -152,15 +152,16 @@ class FormatLog:
 def log_formats(model: nn.Module | None = None) -> FormatLog:
     """Measure what formats below 16 bits do to the operands of converted layers in a region.
 
-    Measured are input, weight and gradient of the output of each layer that ``convert`` or a front door has
-    converted: amax, the range of the scales, and the share of numbers that become 0. The program's numbers
-    are not changed. Each call waits for the device.
+    The input, the weight and the gradient of the output are measured for each layer that ``convert`` or
+    ``precision=`` has converted. The measurements are amax, the range of the scales, and the share of
+    elements that become 0. The program's numbers do not change. Each call waits for the device.
 
     Args:
-        model: gives the module names; default: whatever module is called, its class in front.
+        model: The model, which gives the module names. By default names begin with the class of the outermost
+            module that is called.
 
     Returns:
-        A context manager; read it with ``ranges()``, ``table()`` and ``to_dict()``.
+        A context manager. Read it with ``ranges()``, ``table()`` and ``to_dict()``.
 
     Example:
         >>> import torch

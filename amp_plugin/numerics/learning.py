@@ -1,4 +1,7 @@
-"""Why a program does not learn though all is finite: no step, lost updates, gradients that underflow."""
+"""Find out why a model does not learn although all numbers are finite.
+
+The reasons are: no optimizer step, updates that the weights' dtype loses, and gradients that underflow.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ from amp_plugin.numerics.values import PLAIN, ShadowValues, Storages, is_low_pre
 from amp_plugin.precision import short_name
 from amp_plugin.scaling.gradients import params_of
 
-_ENOUGH = 3  # steps or backward passes, before their lack says something
-_LOST = 0.5  # share of elements that steps did not move
-_UNDERFLOWED = 0.25  # share of the elements of fp16 gradients that are 0 for their range alone
+_ENOUGH = 3  # the number of steps or backward passes after which a reason is reported
+_LOST = 0.5  # report lost updates if more than this share of the elements did not change
+_UNDERFLOWED = 0.25  # report underflow if more than this share of fp16 gradients is 0 only in fp16
 
 _WIDE = ShadowValues(torch.float32)
 
-# Cause, and which case of it -> what was measured, what to do.
+# A cause, or a cause and a case of it -> what was measured, and what to do.
 _REASONS = {
     "no step": (
         "no optimizer took a step in {passes} backward passes",
@@ -46,22 +49,22 @@ _REASONS = {
 
 
 class Learning:
-    """Count what steps and backward passes lose."""
+    """Counts the elements that steps and backward passes lose by rounding."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
         self._before: dict[Optimizer, list[tuple[Tensor, Tensor]]] = {}
-        self._updates, self._underflow = [0, 0], [0, 0]  # elements lost, and of how many
+        self._updates, self._underflow = [0, 0], [0, 0]  # the number of lost elements, and of all elements
         self._steps_with_gradients = 0
-        self._leaves: set[int] = set()  # ids of parameters that got a gradient, while none has stepped
-        self._has_optimizer: bool | None = None  # of one of them; looked for once
+        self._leaves: set[int] = set()  # the ids of parameters that got a gradient before the first step
+        self._has_optimizer: bool | None = None  # whether an optimizer has one of them; searched once
         self._dtype = torch.bfloat16
         self._stepped_at: tuple[Place | None, Place | None] = (None, None)
-        self._new: Storages[Site] = Storages()  # where torch.tensor() made them
-        self._new_leaf: Site | None = None  # of which a backward pass has made a gradient
+        self._new: Storages[Site] = Storages()  # where torch.tensor() was called
+        self._new_leaf: Site | None = None  # where the first such tensor that got a gradient was made
 
     def step_begins(self, optimizer: Optimizer) -> None:
-        """Keep the parameters whose updates may be rounded away."""
+        """Copy the parameters whose updates may be lost by rounding."""
         self._before[optimizer] = [
             (param, param.detach().clone())
             for group in optimizer.param_groups
@@ -71,7 +74,7 @@ class Learning:
         ]
 
     def step_ended(self, optimizer: Optimizer) -> None:
-        """Count the elements that did not move."""
+        """Count the elements that the step did not change although their gradient is not 0."""
         self._steps_with_gradients += any(param.grad is not None for param in params_of(optimizer))
         self._stepped_at = called_from()
         for param, before in self._before.pop(optimizer, []):
@@ -81,7 +84,7 @@ class Learning:
                 self._dtype = param.dtype
 
     def after(self, call: Call, output: Any) -> None:
-        """Count the elements of an fp16 gradient that are 0 and are not in fp32, of the same arguments."""
+        """Count the elements of an fp16 gradient that are 0 in fp16 and not in fp32."""
         if call.traits.base == "lift_fresh":
             self._new.set(output, call.site)
         if not call.is_backward:
@@ -97,7 +100,7 @@ class Learning:
         traits, results = call.traits, [made.tensor for made in call.made(output)]
         if traits.is_view or not call.is_repeatable or not any(map(_has_zeros, results)):
             return
-        if traits.written:  # what it wrote into is gone
+        if traits.written:  # the op has overwritten an input, so it cannot run again
             call.count_unmeasured()
             return
         exact = call.again(call.changed(_WIDE.plain, torch.float32), results) or ()
@@ -106,7 +109,7 @@ class Learning:
                 _add(self._underflow, (tensor == 0) & (other != 0), other != 0)
 
     def findings(self) -> Iterator[Finding]:
-        """Yield why nothing is learnt, if there is a reason."""
+        """Yield a finding if there is a reason why the model does not learn."""
         passes, steps, at = self._tracker.backward_passes, self._tracker.steps, self._stepped_at
         updates, underflow = (lost / max(of, 1) for lost, of in (self._updates, self._underflow))
         reason = ""
@@ -140,7 +143,7 @@ def _add(share: list[int], lost: Tensor, elements: Tensor) -> None:
 
 
 def _rounds(param: Tensor, optimizer: Optimizer) -> bool:
-    """Return whether a step rounds a parameter to 16 bits and keeps nothing of what it rounds away."""
+    """Return whether a step rounds a parameter to 16 bits without keeping a remainder."""
     if param.grad is None or not is_low_precision(param.dtype) or type(param) not in PLAIN:
         return False
     is_stochastic = bool(getattr(optimizer, "bf16_stochastic_round", False))

@@ -1,7 +1,7 @@
-"""Hooks that look at each call of a model's modules, and that nothing else notices.
+"""Hooks that look at each call of a model's modules without any effect on the program.
 
-They are no part of compiled code: they are off while torch.compile traces, so no graph is guarded by them.
-A model that is copied or pickled meanwhile leaves them behind.
+They are removed while torch.compile traces, so compiled code contains neither the hooks nor guards on them. A
+copy or a pickle of the model does not contain them either.
 """
 
 from __future__ import annotations
@@ -21,29 +21,32 @@ from amp_plugin.patches import replaced
 from amp_plugin.patterns import clean_name
 
 OnCall = Callable[[str, nn.Module, Any, Any], None]
-"""Gets a module's name, the module, what went into a call (args and kwargs), and what came out."""
+"""A function of a module's name, the module, the inputs of a call (args and kwargs), and its output."""
 
 _COMPILED: Final = "compiled"
 _SCRIPTED: Final = "scripted"
 
 
 def prefixes(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Return each model with what stands before its names: nothing, or with several ``Critic[1].``."""
+    """Yield a prefix for the module names of each model, and the model.
+
+    For a single model the prefix is empty. For several models it is like ``Critic[1].``.
+    """
     for place, model in enumerate(models):
         yield (f"{type(model).__name__}[{place}]." if len(models) > 1 else ""), model
 
 
 def _nothing(*_: object) -> None:
-    """Be told of the calls of a copied model, whose hooks stayed behind."""
+    """Do nothing at a call. It replaces the function in a copy of the hooks."""
 
 
 class ModuleHooks:
-    """Look at the calls of models' modules, between ``open`` and ``close``.
+    """Calls a function at each call of a module, between ``open`` and ``close``.
 
-    The hook on a module is this object with the module's name. A copy of it looks at nothing.
+    The hook on a module is this object together with the module's name. A copy of it does nothing.
 
     Attributes:
-        unseen: Modules whose inside is not looked at, with the reason: compiled, or scripted.
+        unseen: The modules whose submodules cannot be hooked, with the reason: compiled, or scripted.
     """
 
     def __init__(self, models: Sequence[nn.Module], on_call: OnCall) -> None:
@@ -53,7 +56,7 @@ class ModuleHooks:
 
     def open(self) -> None:
         """Place the hooks."""
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled yet
+        if "torch._dynamo" in sys.modules:  # if it is not loaded, nothing is compiled yet
             from torch._dynamo.callback import callback_handler  # noqa: PLC0415 - slow to load
 
             starts, ends = callback_handler.start_callbacks, callback_handler.end_callbacks
@@ -69,7 +72,7 @@ class ModuleHooks:
 
     @untraced
     def __call__(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Hand on the call of a module."""
+        """Pass the call of a module on to the function."""
         if not is_compiling():
             self._on_call(name, module, (args, kwargs), output)
 
@@ -77,7 +80,7 @@ class ModuleHooks:
         return ModuleHooks((), _nothing)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as something of Python's that takes a hook's arguments and does nothing."""
+        """Pickle as a built-in function that takes the arguments of a hook and does nothing."""
         return getattr, (nullcontext(), "__exit__")
 
     @untraced
@@ -88,7 +91,7 @@ class ModuleHooks:
     def _place(self, *_: object) -> None:
         self._take_off()
         self.unseen = []
-        known: set[int] = set()  # a module may stand in several places
+        known: set[int] = set()  # a module may be registered in several places
         for prefix, model in prefixes(self._models):
             for name, module in self._visible(prefix.rstrip("."), model):
                 if id(module) in known:
@@ -98,12 +101,12 @@ class ModuleHooks:
                 if _compiled_call(module) is None:
                     handle = module.register_forward_hook(hook, with_kwargs=True)
                     self._placed.callback(handle.remove)
-                else:  # by module.compile(): its own hooks would be in the graph
+                else:  # after module.compile() a hook on the module would be part of the graph
                     seen = _then(_compiled_call(module), module, hook)
                     self._placed.enter_context(replaced(module, "_compiled_call_impl", seen))
 
     def _visible(self, name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """Return the modules that are called in Python, with their names: of compiled ones the outermost."""
+        """Yield the names and modules whose calls Python sees. Modules inside a compiled one are left out."""
         if isinstance(module, torch.jit.ScriptModule):
             self.unseen.append(f"{_shown(name)} ({_SCRIPTED})")
             return
@@ -116,7 +119,7 @@ class ModuleHooks:
 
 
 def _compiled_call(module: nn.Module) -> Any:
-    """Return what ``module.compile()`` has put in place of a module's call, or None."""
+    """Return the function that ``module.compile()`` has set as a module's call, or None."""
     return getattr(module, "_compiled_call_impl", None)
 
 
@@ -125,7 +128,7 @@ def _shown(name: str) -> str:
 
 
 def _then(call: Callable[..., Any], module: nn.Module, hook: Callable[..., None]) -> Callable[..., Any]:
-    """Return a call of a module that also calls a hook."""
+    """Return a function that calls a module and then a hook."""
 
     def seen(*args: Any, **kwargs: Any) -> Any:
         output = call(*args, **kwargs)

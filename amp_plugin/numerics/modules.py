@@ -1,4 +1,4 @@
-"""Which module runs, which weight a tensor is and how it has grown, and how far the program has come."""
+"""Track which module runs, which weight a tensor is, how weights grow, and how far the program has come."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from torch.optim import Optimizer
 from amp_plugin.numerics.growth import growth_of, is_measurable
 from amp_plugin.numerics.values import Storages, norm
 
-# Modules around a model that are made after it.
+# Classes of modules that wrap a model.
 _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule"}
 
 
 class Tracker:
-    """Follow the modules that are called, by hooks placed between open and close, and optimizers' steps.
+    """Tracks calls of modules by hooks, and the steps of optimizers.
 
-    Names are those of a given model; else of whatever outermost module is called, its class in front, without
-    wrappers such as DistributedDataParallel.
+    If a model is given, names of modules begin at it. Otherwise they begin with the class of the outermost
+    module that is called. Wrappers such as DistributedDataParallel are left out of the names.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self.forward_passes = self.backward_passes = 0  # how many have begun
-        self.steps = 0  # how many optimizers have finished
-        self.in_step = False  # whether an optimizer's step runs
-        self._passes_at_step = 0  # backward passes that had begun when the last step ended
+        self.forward_passes = self.backward_passes = 0  # the number of passes that have begun
+        self.steps = 0  # the number of optimizer steps that have ended
+        self.in_step = False  # whether an optimizer step runs now
+        self._passes_at_step = 0  # the number of backward passes at the end of the last step
         self._is_over = False
-        self.sources: Storages[str] = Storages()  # where tensors were loaded
+        self.sources: Storages[str] = Storages()  # from where a tensor was loaded
         self._model = None if model is None else _unwrapped(model)
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._weights: Storages[tuple[weakref.ref[Tensor], str]] = Storages()  # with their paths
-        self._norms: dict[str, float] = {}  # of parameters when they were first seen
+        self._weights: Storages[tuple[weakref.ref[Tensor], str]] = Storages()  # weights and their paths
+        self._norms: dict[str, float] = {}  # the norm of each parameter when it was first seen
         self._running = threading.local()
         self._last_task = -1
 
     def open(self, stack: ExitStack) -> None:
-        """Place hooks that a stack removes."""
+        """Register hooks, which the exit stack will remove."""
         if self._model is not None:
             self._name_tree(self._model, prefix="")
         stack.callback(register_module_forward_pre_hook(self._enter).remove)
         stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
 
     def current(self) -> str:
-        """Return the path of the innermost module that runs in this thread; empty outside of modules."""
+        """Return the path of the innermost module that runs in this thread, or ``""`` outside modules."""
         modules = self._modules()
         return self.name_of(modules[-1]) if modules else ""
 
@@ -59,7 +59,7 @@ class Tracker:
         return self._names.get(module, type(module).__name__)
 
     def address(self, path: str) -> tuple[str, str]:
-        """Return the class of a module's model, and the path that its ``get_submodule`` takes."""
+        """Return the class name of a module's model, and the module's path for ``get_submodule``."""
         if self._model is not None:
             return type(self._model).__name__, path
         model, _, inner = path.partition(".")
@@ -76,13 +76,13 @@ class Tracker:
             prefix = self._names[model] if model in self._names else type(model).__name__
             self._name_tree(model, prefix=prefix)
             self._names.setdefault(module, prefix)
-            # recomputation in a backward pass is not a call by the program
+            # The recomputation of a checkpoint in a backward pass does not count as a forward pass.
             self.forward_passes += torch._C._current_graph_task_id() == -1
         modules.append(module)
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         modules = self._modules()
-        if module in modules:  # what an error left open is closed with its caller
+        if module in modules:  # modules inside that an error has ended are removed too
             while modules.pop() is not module:
                 pass
 
@@ -97,12 +97,12 @@ class Tracker:
                     self._norms.setdefault(path, norm(tensor))
 
     def weight(self, tensor: Tensor) -> str:
-        """Return the path of the parameter or buffer that has the tensor's storage; empty if none has."""
+        """Return the path of the parameter or buffer with the tensor's storage, or ``""`` if none has it."""
         found = self._weights.get(tensor)
         return found[1] if found else ""
 
     def growth(self) -> float:
-        """Return by which factor the weights that grew most have grown since they were first seen."""
+        """Return the largest factor by which a weight has grown since it was first seen."""
         most = 1.0
         for reference, name in self._weights.alive() if self.steps else ():
             tensor, begun = reference(), self._norms.get(name, math.nan)
@@ -111,13 +111,13 @@ class Tracker:
         return most
 
     def in_backward(self, task: int) -> None:
-        """Count a backward pass by its first op; autograd's number of a later pass is larger."""
+        """Count a backward pass at its first op. Autograd numbers the passes in increasing order."""
         if task > self._last_task:
             self._last_task = task
             self.backward_passes += 1
 
     def now(self) -> str:
-        """Return how far the program is since the region began; a step that a scaler skips is none."""
+        """Say how far the program has come since the region began. Skipped steps do not count as steps."""
         passes = {"forward pass": self.forward_passes, "backward pass": self.backward_passes}
         begun = [f"{name} {number}" for name, number in passes.items() if number]
         is_between = not self.in_step and self.backward_passes == self._passes_at_step
@@ -126,15 +126,15 @@ class Tracker:
         return ", ".join([*begun, step])
 
     def ends(self) -> None:
-        """Note that nothing of a further step comes."""
+        """Note that the program has ended, so that no further step will come."""
         self._is_over = True
 
     def step_begins(self, _: Optimizer) -> None:
-        """Take note of an optimizer that is about to step."""
+        """Note that an optimizer step begins."""
         self.in_step = True
 
     def step_ended(self, _: Optimizer) -> None:
-        """Count a step."""
+        """Count an optimizer step."""
         self.in_step = False
         self.steps += 1
         self._passes_at_step = self.backward_passes
@@ -148,7 +148,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Put back what forward passes write into buffers, such as the statistics of batch norm."""
+    """Restore the buffers that forward passes change in a block, such as the statistics of batch norm."""
     before = [
         (part._buffers, name, buffer, buffer.detach().clone())
         for part in model.modules()
@@ -159,5 +159,5 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for own, name, buffer, value in before:
-                own[name] = buffer  # a pass may put another in its place
+                own[name] = buffer  # a forward pass may have replaced the tensor
                 buffer.copy_(value)

@@ -1,4 +1,4 @@
-"""One op while it runs, and the region: the only dispatch mode, which hands each op to observers."""
+"""Watch the ops of a program: a region is a dispatch mode that passes each call of an op to its observers."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from amp_plugin.numerics.values import (
 )
 from amp_plugin.quiet_hooks import register_quiet_hook
 
-# They share memory with an argument, though their schemas do not say so.
+# The results of these ops share memory with an argument, although their schemas do not say so.
 _VIEWS = frozenset({"_reshape_alias", "_unsafe_view", "alias", "detach", "set_"})
 
-# Results of these are memory that nobody has written yet.
+# The results of these ops are memory that has not been written yet.
 _UNWRITTEN = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_",
      "_resize_output_", "resize_as_", "empty_quantized"}
 )  # fmt: skip
 
-# These move elements and compute none.
+# These ops copy elements and do not compute with them.
 _MOVING = frozenset(
     {"_to_copy", "cat", "clone", "constant_pad_nd", "copy", "copy_", "diag_embed", "embedding", "flip",
      "gather", "index", "index_put", "index_put_", "index_select", "lift_fresh", "lift_fresh_copy",
@@ -53,31 +53,32 @@ _MOVING = frozenset(
      "tril", "triu", "unfold_copy", "where"}
 )  # fmt: skip
 
-# Each element of a result comes from that place in the arguments, though torch does not tag them so.
+# These ops are pointwise, although torch does not tag them as pointwise.
 _IN_PLACE_OF_EACH = frozenset({"_to_copy", "clone", "copy", "masked_fill", "where"})
 
-# What they write into is not read.
+# These ops do not read the tensor that they write to.
 _OVERWRITING = frozenset(
     {"bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_",
      "random_", "uniform_", "zero_"}
 )  # fmt: skip
 
-# Their kernels call ops that autocast sees. A dispatch mode hides an open block from those.
+# The kernels of these ops call other ops, which autocast casts. Under a dispatch mode autocast would not see
+# these inner ops.
 _AUTOCAST_INSIDE = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 
-_ASKED = "_callback_from_stance"  # the function of torch's that each call of a compiled function asks
+_ASKED = "_callback_from_stance"  # torch calls this function at each call of a compiled function
 
-# They are told to return fp32 from fp16, which no wider tensor can.
+# These ops have an argument half_to_float, which is an error for inputs that are not fp16.
 _HALF_TO_FLOAT = frozenset({"_softmax", "_log_softmax"})
 
 
-# They read a workspace that their forward laid out for its own dtype. With wider weights they would write
-# beyond its end.
+# These ops read a workspace that the forward pass has made for its own dtype. With wider weights they would
+# write beyond its end.
 _READ_A_WORKSPACE = frozenset({"_cudnn_rnn_backward", "miopen_rnn_backward", "mkldnn_rnn_layer_backward"})
 
 
 class OpTraits:
-    """What is known of an op before it runs, from its schema, its tags and a few lists of names."""
+    """Facts on an op that are known before it runs, from its schema, its tags and the lists above."""
 
     def __init__(self, op: OpOverload) -> None:
         self._op = op
@@ -94,7 +95,7 @@ class OpTraits:
 
     @cached_property
     def base(self) -> str:
-        """The name of the plain op, also of in-place forms and of forms on lists: ``"exp"``."""
+        """The name of the plain op, without the marks of in-place and foreach variants: ``"exp"``."""
         return self._packet.removeprefix("_foreach_").removesuffix("_") or self._packet
 
     @cached_property
@@ -104,63 +105,63 @@ class OpTraits:
 
     @cached_property
     def written(self) -> frozenset[str]:
-        """The names of the arguments that it writes into."""
+        """The names of the arguments that the op writes to."""
         return written_arguments(self.name)
 
     @cached_property
     def overwritten(self) -> frozenset[str]:
-        """The names of the arguments that it writes into and does not read."""
+        """The names of the arguments that the op writes to and does not read."""
         out = {argument.name for argument in self._op._schema.arguments if argument.kwarg_only}
         return self.written if self._packet in _OVERWRITING else self.written & out
 
     @cached_property
     def is_view(self) -> bool:
-        """Whether it computes nothing, and its results share memory with an argument."""
+        """Whether the op computes nothing and its results share memory with an argument."""
         return self._op.is_view or self._packet in _VIEWS
 
     @cached_property
     def is_unwritten(self) -> bool:
-        """Whether its results are memory that nobody has written yet."""
+        """Whether the results are memory that has not been written yet."""
         return self._packet in _UNWRITTEN
 
     @cached_property
     def partly_unwritten(self) -> tuple[int, ...]:
-        """The places of results that are room for the backward pass: only what it reads is written."""
+        """The positions of results that only the backward pass uses, and that are written only in part."""
         return (1,) if self._packet == "_ctc_loss" else ()
 
     @cached_property
     def moves(self) -> bool:
-        """Whether it moves elements and computes none."""
+        """Whether the op copies elements and does not compute with them."""
         return self._packet in _MOVING
 
     @cached_property
     def calls_in_block(self) -> bool:
-        """Whether its kernel calls ops that autocast sees."""
+        """Whether the kernel calls other ops, which autocast casts."""
         return self._packet in _AUTOCAST_INSIDE
 
     @cached_property
     def is_pointwise(self) -> bool:
-        """Whether each element of a result comes from that place in the arguments."""
+        """Whether each element of a result depends only on the elements at its position in the arguments."""
         return torch.Tag.pointwise in self._op.tags or self.base in _IN_PLACE_OF_EACH
 
     @cached_property
     def is_listwise(self) -> bool:
-        """Whether it treats the elements of its lists one by one."""
+        """Whether the op works on lists of tensors, entry by entry."""
         return self._packet.startswith(("_foreach_", "_fused_"))
 
     @cached_property
     def is_collective(self) -> bool:
-        """Whether it exchanges data with other ranks, perhaps still after it has returned."""
+        """Whether the op exchanges data with other ranks. The data may arrive after the op has returned."""
         return self._op.namespace in {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 
     @cached_property
     def waits(self) -> bool:
-        """Whether it only waits until a collective has ended."""
+        """Whether the op only waits for a collective to end."""
         return self.is_collective and self.base == "wait_tensor"
 
     @cached_property
     def is_repeatable(self) -> bool:
-        """Whether it makes the same of the same arguments."""
+        """Whether the op gives the same results for the same arguments."""
         is_random = torch.Tag.nondeterministic_seeded in self._op.tags
         reads_workspace = self._packet in _READ_A_WORKSPACE
         return not (is_random or self.is_collective or self.is_unwritten or reads_workspace)
@@ -171,39 +172,42 @@ traits_of = cache(OpTraits)
 
 @dataclass(eq=False)
 class Argument:
-    """A tensor that an op was given, or one it returned."""
+    """A tensor among the arguments or results of an op."""
 
-    name: str  # of the argument; empty for a result
-    index: int | None  # its place in a list of tensors; None outside lists
+    name: str  # the name of the argument; empty for a result
+    index: int | None  # its index if the argument is a list of tensors; otherwise None
     tensor: Tensor
 
     @property
     def label(self) -> str:
-        """The name, with the place in the list."""
+        """The name, with the index in the list."""
         return self.name if self.index is None else f"{self.name}[{self.index}]"
 
     @property
     def is_discrete(self) -> bool:
-        """Whether it holds integers or booleans."""
+        """Whether the tensor holds integers or booleans."""
         return not (self.tensor.is_floating_point() or self.tensor.is_complex())
 
     @cached_property
     def held(self) -> Held:
-        """The numbers in it that are not finite, as the op finds them."""
+        """The kinds of non-finite numbers in the tensor when the op runs."""
         return non_finite(self.tensor)
 
     @cached_property
     def summary(self) -> TensorSummary:
-        """The tensor in a few numbers, as the op finds it."""
+        """A summary of the tensor when the op runs."""
         return summarise(self.tensor)
 
     @cached_property
     def values(self) -> Tensor | None:
-        """Its real values then; None if they cannot be read, or were finite and are written since."""
+        """The real values when the op runs. None if they cannot be read or were not kept."""
         return real_values(self.tensor)
 
     def keep(self, *, is_read: bool) -> None:
-        """Read it before the op writes into its memory; afterwards others can be read, too."""
+        """Read the tensor before the op writes to its memory.
+
+        If ``is_read`` and an element is not finite, the values are copied.
+        """
         self.summary = summarise(self.tensor)
         is_odd = is_read and bool(self.summary.nan or self.summary.inf)
         self.held = non_finite(self.tensor) if is_odd else ()
@@ -218,25 +222,25 @@ def _tensors(name: str, value: Any) -> list[Argument]:
 
 
 class Call:
-    """One call of an op: the record that every observer reads."""
+    """One call of an op. Every observer gets it."""
 
     def __init__(self, func: OpOverload, args: Any, kwargs: Mapping[str, Any], region: Region) -> None:
         self._func, self._args, self._kwargs, self._region = func, args, kwargs, region
-        self.node = torch._C._current_autograd_node()  # that runs it; None in a forward pass
-        self.kept: Any = None  # by an observer before the op runs, for afterwards
-        self.read: tuple[Any, ...] = ()  # fingerprints of its inputs, in a recorded run
+        self.node = torch._C._current_autograd_node()  # the node that runs it; None in a forward pass
+        self.kept: Any = None  # a note that an observer makes before the op runs, for use afterwards
+        self.read: tuple[Any, ...] = ()  # the fingerprints of the inputs, in a recorded run
 
     def keep(self, note: Any) -> None:
-        """Keep what an observer notes before the op runs, for afterwards."""
+        """Keep a note that an observer makes before the op runs, for use afterwards."""
         self.kept = note
 
     def keep_fingerprints(self, read: Iterator[Any]) -> None:
-        """Keep the fingerprints of the inputs, which the op may write over."""
+        """Keep the fingerprints of the inputs, because the op may overwrite them."""
         self.read = tuple(read)
 
     @property
     def traits(self) -> OpTraits:
-        """What is known of the op."""
+        """The facts on the op."""
         return traits_of(self._func)
 
     @cached_property
@@ -246,7 +250,7 @@ class Call:
 
     @cached_property
     def given(self) -> list[Argument]:
-        """The tensors among the arguments; with ``beta=0`` not the one that addmm and its kin would add."""
+        """The tensors among the arguments. addmm and similar ops do not read ``self`` if ``beta`` is 0."""
         unread = {"self"} if self._kwargs.get("beta") == 0 else ()
         read = [entry for entry in self.named.items() if entry[0] not in unread]
         return [argument for entry in read for argument in _tensors(*entry)]
@@ -257,7 +261,7 @@ class Call:
         return [argument for argument in self.given if not argument.is_discrete]
 
     def made(self, output: Any) -> list[Argument]:
-        """Return the arguments it has written and its other results, but for those written in parts only."""
+        """Return the arguments that the op has written, and its results except partly written ones."""
         written = [argument for argument in self.given if argument.name in self.traits.written]
         known = {id(argument.tensor) for argument in written}
         known |= {id(output[position]) for position in self.traits.partly_unwritten}
@@ -267,7 +271,7 @@ class Call:
 
     @property
     def is_backward(self) -> bool:
-        """Whether a backward pass runs the op."""
+        """Whether the op runs in a backward pass."""
         return self.node is not None
 
     @property
@@ -277,31 +281,32 @@ class Call:
 
     @property
     def leaf(self) -> Tensor | None:
-        """The leaf to whose gradient autograd adds by this op; None for all other ops."""
+        """The leaf to whose gradient autograd adds with this op. None for all other ops."""
         adds = self.is_backward and self.node.name().endswith("AccumulateGrad")
         return self.node.variable if adds else None  # type: ignore[attr-defined]
 
     @cached_property
     def forward_site(self) -> Site | None:
-        """Where the forward op of a backward op ran; None in a forward pass and where that is not known."""
+        """Where the forward op of a backward op ran. None in a forward pass, or if it is not known."""
         return None if isinstance(self.node, BackwardCFunction) else self._region.sites.of(self.node)
 
     @cached_property
     def site(self) -> Site:
-        """Where the op was called; in a backward pass where its forward op was, if that is known."""
+        """Where the op was called. For a backward op it is where its forward op was called, if known."""
         around = self._region.sites.of(self.node)
         module = self._region.tracker.current() or (around.module if around else "")
         return self.forward_site or Site.here(self.traits.name, module)
 
     @property
     def forward_op(self) -> str:
-        """The forward op's name; of a function of the user's, that of its node."""
+        """The name of the forward op, or of the autograd node of a user's autograd function."""
         return str(self.node.name()) if self.forward_site is None else self.forward_site.op
 
     def sites_before(self) -> Iterator[Site]:
-        """Yield where the ops ran that made the last input, of the forward op if this is a backward one.
+        """Yield where the ops ran that made the last input, the latest op first.
 
-        From its own back, along each op's first input, as far as autograd knows them.
+        For a backward op it is the last input of its forward op. Each op's first input is followed back as
+        far as autograd has recorded it.
         """
         node: Any = None if self.is_backward else self.arguments[-1].tensor.grad_fn
         if self.is_backward and self.node.next_functions:
@@ -315,7 +320,7 @@ class Call:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The Python numbers among the arguments by name, floats in lists too."""
+        """The Python numbers among the arguments, by name. Floats in lists are included."""
         found: dict[str, float] = {}
         for name, value in self.named.items():
             if isinstance(value, (list, tuple)):
@@ -326,11 +331,16 @@ class Call:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether it makes the same of the same arguments, and has any."""
+        """Whether the op has tensor arguments and gives the same results for the same arguments."""
         return self.traits.is_repeatable and bool(self.given)
 
     def changed(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Any, Any]:
-        """Return arguments for another run, narrow dtypes as ``dtype``; ``change`` copies what is written."""
+        """Return arguments for another run.
+
+        Args:
+            change: A function that replaces each tensor. It must copy the tensors that the op writes.
+            dtype: The dtype that replaces 16-bit dtypes and float32 among the arguments.
+        """
         tensors: dict[int, Tensor] = {}
 
         def leaf_of(leaf: Any) -> Any:
@@ -345,7 +355,10 @@ class Call:
         return ((*args[:2], False) if self.traits.base in _HALF_TO_FLOAT else args), kwargs
 
     def again(self, given: tuple[Any, Any], results: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return what the op makes of other arguments, shaped as ``results``; None, counted, if it fails."""
+        """Run the op on other arguments. Return its results if they have the shapes of ``results``.
+
+        If the op fails, count it and return None.
+        """
         args, kwargs = given
         try:
             output = self._func(*args, **kwargs)
@@ -359,7 +372,7 @@ class Call:
         return None
 
     def runs_in(self, dtype: torch.dtype) -> bool:
-        """Return whether the op runs on copies of its arguments whose floating-point tensors have a dtype."""
+        """Return whether the op runs on copies of its arguments with floating-point tensors in ``dtype``."""
 
         def change(tensor: Tensor) -> Tensor:
             return tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
@@ -372,20 +385,24 @@ class Call:
         return True
 
     def count_unmeasured(self) -> None:
-        """Count the op as one whose numbers are taken as they are, since it does not run again."""
+        """Count the op as one that cannot run again, so that its results are taken as exact."""
         self._region.unseen[self.traits.name] += 1
 
 
 _EVENTS = ("open", "step_begins", "step_ended", "before", "after", "failed")
-"""What a region tells its observers, by the names of their methods; each has those that it needs.
+"""The events of a region. Each is the name of a method that the region calls on observers that have it.
 
-``open(stack)``: place hooks that the stack removes. ``step_begins(optimizer)``, ``step_ended(optimizer)``.
-``before(call)`` an op runs, ``after(call, output)``, and ``failed(call, error)`` where it raised one.
+``open(stack)``: register hooks, which the exit stack will remove. ``step_begins(optimizer)`` and
+``step_ended(optimizer)``: an optimizer step begins and ends. ``before(call)``: an op is about to run.
+``after(call, output)``: it has run. ``failed(call, error)``: it has raised an error.
 """
 
 
 class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A region, run eagerly, whose observers are told of each op of this thread and its backward passes."""
+    """A region whose observers are called at each op of this thread, backward passes included.
+
+    Compiled functions run eagerly in it.
+    """
 
     supports_higher_order_operators = True
 
@@ -397,10 +414,10 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for event in _EVENTS
         }
         self._open = ExitStack()
-        self.has_compiled = False  # whether a compiled function was called, which ran eagerly
-        self._block_of_kernel = ""  # the device of the block around the fused kernel that runs next
-        self.sites = ForwardSites()  # where the ops of the forward passes ran
-        # names of ops that did not run once more, or whose inner ops could not be watched -> how often
+        self.has_compiled = False  # whether a compiled function was called, and so ran eagerly
+        self._block_of_kernel = ""  # the device of the autocast block around the fused kernel that runs next
+        self.sites = ForwardSites()  # where the ops of the forward passes were called
+        # How often an op could not run again, or the ops inside it could not be watched.
         self.unseen: Counter[str] = Counter()
 
     def __enter__(self) -> Self:
@@ -411,7 +428,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             ask = getattr(eval_frame, _ASKED, None)
-            if ask is None:  # in a torch without it nobody can tell
+            if ask is None:  # a torch without this function: a compiled function may have been called
                 self.has_compiled = True
             else:
                 stack.enter_context(patch.object(eval_frame, _ASKED, self._notes_compiled(ask)))
@@ -432,7 +449,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ended(error)
 
     def _notes_compiled(self, choose: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Note the calls of compiled functions, which torch asks the stance about."""
+        """Return torch's function for the stance, changed to note that a compiled function is called."""
 
         def choose_and_note(callback: Any) -> Any:
             self.has_compiled |= callback not in {None, False}
@@ -441,7 +458,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return choose_and_note
 
     def _as_in_block(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Let a fused kernel call its ops in the block that is open around it, as without this region."""
+        """Return a fused op whose inner ops are cast by the open autocast block, as without this region."""
 
         def run_in_block(first: Tensor, *args: Any, **kwargs: Any) -> Any:
             device = first.device.type
@@ -458,10 +475,10 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tell(event, optimizer)
 
     def ended(self, error: BaseException | None) -> None:
-        """Do what is left when the region is closed, after an error of the program too."""
+        """Finish when the region is closed. ``error`` is the error that ended the program, or None."""
 
     def tell(self, event: str, *what: Any) -> None:
-        """Call the observers' methods for an event, without watching what they do."""
+        """Call the observers' methods for an event. The ops that they call are not watched."""
         with unwatched():
             for hook in self._hooks[event]:
                 hook(*what)
@@ -469,16 +486,16 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an op between the observers' two looks; fake tensors have no numbers to look at."""
+        """Run an op, with calls of the observers before and after it. Ops on fake tensors are not watched."""
         kwargs = kwargs or {}
-        if isinstance(func, HigherOrderOperator):  # what happens in the functions it is given is not seen
+        if isinstance(func, HigherOrderOperator):  # the ops inside its functions cannot be watched
             if not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
                 self.unseen[str(func)] += 1
             return func(*args, **kwargs)
         if any(_dispatches(kind) for kind in types):
             if any(issubclass(kind, FakeTensor) for kind in types):
                 return func(*args, **kwargs)
-            return NotImplemented  # the subclass's own ops come here one by one
+            return NotImplemented  # the subclass then calls ops on plain tensors, which come here
         call = Call(func, args, kwargs, self)
         self.sites.record(call.traits.name, self.tracker.current())
         self.tell("before", call)
@@ -486,7 +503,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
             device, self._block_of_kernel = self._block_of_kernel, ""
             with _in_block(device) if device else nullcontext():
                 output = func(*args, **kwargs)
-        except Exception as error:  # it is raised again; what led to it is reported before
+        except Exception as error:  # it is raised again, after the observers have been called
             self.tell("failed", call, error)
             raise
         self.tell("after", call, output)
@@ -499,7 +516,7 @@ def is_watched() -> bool:
 
 
 def _in_block(device: str) -> AbstractContextManager[object]:
-    """Let autocast see the ops that a kernel calls, which it does not below a dispatch mode."""
+    """Let autocast cast the ops that a kernel calls. Under a dispatch mode it would not."""
     block = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(f"Autocast{device.upper()}"))
     excluded = torch._C._dispatch_tls_local_exclude_set() - block
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
@@ -507,10 +524,10 @@ def _in_block(device: str) -> AbstractContextManager[object]:
 
 @cache
 def _dispatches(kind: type) -> bool:
-    """Return whether a type of tensors has ops of its own; lazy parameters have not."""
+    """Return whether a tensor type overrides ``__torch_dispatch__``. Lazy parameters do not."""
     return getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
 
 
 def listed(ops: Mapping[str, int]) -> str:
-    """Return names of ops with how often each was called, as text."""
+    """Return a text that lists ops and how often each was called."""
     return ", ".join(f"{name} ({count} {'call' if count == 1 else 'calls'})" for name, count in ops.items())

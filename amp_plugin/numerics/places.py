@@ -1,4 +1,4 @@
-"""Where an op was called: the line of the program, and for a backward pass the op of the forward pass."""
+"""Find where an op was called: the line of the program and, in a backward pass, its forward op."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _STANDARD = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"
 _TYPED = ("<stdin", "<ipython-input-")
 _INSTALLED = ("site-packages", "dist-packages")
 
-# Functions around an op that a dispatch mode is told of.
+# The files of functions that run between the program's code and a dispatch mode.
 _AROUND_OPS = (_OURS, str(Path(_TORCH, "_dynamo")), str(Path(_TORCH, "_compile.py")))
 
 _MACHINERY, _LIBRARY, _PROGRAM = range(3)
-_MOST = 500_000  # sites kept; a node this old has long run its backward
+_MOST = 500_000  # the number of sites that are kept; older nodes have run their backward long ago
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """A line of a program."""
 
-    file: str  # its path
-    line: int  # counted from 1
-    function: str  # name of the function it is in
+    file: str  # the path of the file
+    line: int  # the line number, from 1
+    function: str  # the name of the function
 
     @property
     def text(self) -> str:
-        """The source of the line, without the blanks around it; empty if it cannot be read."""
+        """The source of the line without surrounding blanks, or ``""`` if it cannot be read."""
         return linecache.getline(self.file, self.line).strip()
 
     def __str__(self) -> str:
@@ -50,25 +50,32 @@ class Place:
 
 
 def called_from(frame: FrameType | None = None) -> tuple[Place | None, Place | None]:
-    """Return the line of a program or library that runs now, and the program's that led to a library's."""
+    """Return the line that runs now, outside torch and this package.
+
+    If it is in an installed library, also return the line of the program from which the library was called.
+    """
     return _innermost(traceback.walk_stack(frame or sys._getframe(1)))
 
 
 def raised_from(trace: TracebackType | None) -> tuple[Place | None, Place | None]:
-    """Return the line of a program or library that raised an error, and the program's that led there."""
+    """Return the line that raised an error, outside torch and this package.
+
+    If it is in an installed library, also return the line of the program from which the library was called.
+    """
     return _innermost(reversed([*traceback.walk_tb(trace)]))
 
 
 def is_called_by_engine() -> bool:
-    """Return True if autograd's engine calls the running op from C++: in a node of its own, or for DDP.
+    """Return whether autograd's engine calls the running op from C++: in one of torch's nodes, or for DDP.
 
-    A node or a hook that is written in Python has a frame between the engine and the op.
+    If a node or hook is written in Python, there is a Python frame between the engine and the op.
     """
     if torch._C._current_graph_task_id() == -1:
         return False
     frames = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe(1)))
     caller = next((code for code in frames if not code.co_filename.startswith(_AROUND_OPS)), None)
-    return caller is None or caller.co_name == "_engine_run_backward"  # None: a thread of the engine
+    # In a thread of the engine there is no frame of the program.
+    return caller is None or caller.co_name == "_engine_run_backward"
 
 
 def _innermost(frames: Iterable[tuple[FrameType, int]]) -> tuple[Place | None, Place | None]:
@@ -88,7 +95,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
 def place_in_trace(text: str) -> Place | None:
-    """Return the last line of a printed stack that is outside torch and this package."""
+    """Return the last line of a printed stack that is outside torch and this package, or None."""
     frames = [match.groups() for match in _FRAME.finditer(text)]
     outside = [frame for frame in frames if _kind(frame[0]) is not _MACHINERY]
     return _place(outside[-1][0], int(outside[-1][1]), outside[-1][2]) if outside else None
@@ -105,32 +112,33 @@ def _kind(file: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where an op ran."""
+    """Where an op was called."""
 
-    op: str  # full name
-    module: str  # path of the module; empty outside of modules
-    place: Place | None  # the line that called it, outside torch and this package; None if there is none
-    caller: Place | None  # the line of the program that led there, if place is in an installed library
-    in_block: bool  # whether an autocast block was open around it
+    op: str  # the full name of the op
+    module: str  # the path of the module; empty outside modules
+    place: Place | None  # the line that called the op, outside torch and this package; None if there is none
+    caller: Place | None  # if place is in an installed library: the line of the program that called it
+    in_block: bool  # whether an autocast block was open
 
     @classmethod
     def here(cls, op: str, module: str) -> Site:
         """Return the site of an op that runs now."""
-        depth = torch.autocast_increment_nesting()  # inside an op autocast's own flag is off
+        # Inside an op torch.is_autocast_enabled() is False, so the depth of nesting is read.
+        depth = torch.autocast_increment_nesting()
         torch.autocast_decrement_nesting()
         return cls(op, module, *called_from(), depth > 1)
 
 
 class ForwardSites:
-    """The site of each op that autograd recorded, by its thread and the number of its node there."""
+    """The site of each op that autograd has recorded, by thread and the number of its node."""
 
     def __init__(self) -> None:
         self._sites: dict[tuple[int, int], Site] = {}  # (thread, number) -> site
-        # thread -> the last number that is not ours to name, of this one now
+        # thread -> the number of the last node before this object saw the thread
         self._before: dict[int, int] = dict([self._latest()])
 
     def record(self, op: str, module: str) -> None:
-        """Record the op that runs, if autograd has just made a node for it."""
+        """Record the site of the op that runs now, if autograd has just made a node for it."""
         key = self._latest()
         if key in self._sites or key[1] <= self._before.setdefault(*key):
             return
@@ -140,14 +148,15 @@ class ForwardSites:
                 del self._sites[old]
 
     def of(self, node: Any) -> Site | None:
-        """Return where the forward op of an autograd node, or of None, ran; None if that is not known."""
+        """Return where the forward op of an autograd node was called. None if it is not known."""
         if node is None:
             return None
         number = node._sequence_nr()
         found = [self._sites[thread, number] for thread in self._before if (thread, number) in self._sites]
-        return found[0] if len(found) == 1 else None  # which thread's node it is cannot be told
+        # If several threads have a node of this number, the right one is not known.
+        return found[0] if len(found) == 1 else None
 
     @staticmethod
     def _latest() -> tuple[int, int]:
-        """Return this thread, and the number of the node that it made last."""
+        """Return the id of this thread, and the number of the last node that it made."""
         return threading.get_ident(), torch._C._autograd._get_sequence_nr() - 1

@@ -1,8 +1,8 @@
-"""Why torch refused the dtypes that an op was given, and how the program comes to give it others.
+"""Explain errors that torch raises for the dtypes of an op, and say how to change them.
 
-Each op that raises an error runs again on copies of its arguments: in the widest dtype among them, then in
-fp32. If it runs there, its dtypes were the reason. What came of it is reported when the program ends by that
-error, so that an error which the program catches is no finding.
+If an op raises an error, it runs again on copies of its arguments: first in the widest of their dtypes, then
+in fp32. If it runs there, its dtypes were the reason for the error. This is reported only if the program ends
+with that error. An error that the program catches is not reported.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ _ADVICE: Final = {
     "trace": "call .to(dtype) or float() on what this line reads so that the dtypes agree, or run the module "
     "in fp32; `amp-plugin diagnose` instead of `amp-plugin run` names the op, and a rule for it.",
 }
-# Texts by which torch refuses dtypes before it calls an op.
+# Parts of the messages by which torch refuses dtypes before it calls an op.
 _REFUSES: Final = re.compile(
     r"same (data ?)?type|same dtype|[Uu]nsupported dtype|[Ll]ow precision dtypes|does not match weight dtype|"
     r"[Tt]ype promoting not supported|expected scalar type|must be either float or double"
 )
 
-# Words in the errors of ops that refuse dtypes, where the op cannot run again in others.
+# Words in the messages of ops that refuse dtypes, for when the op cannot run again in other dtypes.
 _OF_DTYPES: Final = re.compile(
     rf"{_REFUSES.pattern}|\bdtypes?\b|scalar type|\b(Half|BFloat16|b?float16)\b|HalfTensor|BFloat16Type"
 )
 
 Refused = tuple[BaseException, Finding]
-"""An error for the dtypes of an op, and what to report if the program ends by it."""
+"""An error that an op raised for its dtypes, and the finding to report if the program ends with it."""
 
 
 def refused(tracker: Tracker, call: Call, error: BaseException) -> Refused | None:
-    """Run an op that raised an error again in other dtypes; None if its dtypes were not the reason."""
+    """Run an op that raised an error again in other dtypes. Return None if its dtypes were not the reason."""
     dtypes = {given.tensor.dtype for given in call.arguments}
     if not isinstance(error, (RuntimeError, TypeError)) or not dtypes:
         return None
@@ -69,7 +69,7 @@ def refused(tracker: Tracker, call: Call, error: BaseException) -> Refused | Non
 
 
 def _finding(tracker: Tracker, call: Call, rule: str) -> Finding:
-    """Describe an op that runs under a rule, and not with the dtypes that it was given."""
+    """Describe an op that runs under a rule, but not with the dtypes that it was given."""
     site, node = call.site, call.node
     inputs = tuple(summarise(a.tensor, tracker.weight(a.tensor) or a.label) for a in call.arguments)
     is_in_place = bool(call.traits.written)
@@ -115,12 +115,12 @@ def _finding(tracker: Tracker, call: Call, rule: str) -> Finding:
 
 
 def findings_at_end(tracker: Tracker, last: Refused | None, error: BaseException) -> Iterator[Finding]:
-    """Yield why an error ends the program, if it is for dtypes that torch refused.
+    """Yield a finding if the error that ends the program was raised because of dtypes.
 
     Args:
-        tracker: knows the modules.
-        last: the last op that was refused.
-        error: what ends the program.
+        tracker: The tracker of the modules.
+        last: The last op that was refused for its dtypes.
+        error: The error that ends the program.
     """
     if last is not None and _is_same(last[0], error):
         yield last[1]
@@ -141,9 +141,9 @@ def findings_at_end(tracker: Tracker, last: Refused | None, error: BaseException
 
 
 def finding_in_trace(error: BaseException) -> Finding | None:
-    """Return why an error ended a program if it is for dtypes that torch refused, from the traceback alone.
+    """Return a finding for an error about dtypes from its traceback alone. None if it is another error.
 
-    Nothing was watched while the program ran, so the line and the module stand for the op.
+    No op was watched while the program ran. So the finding names the line and the module, and not the op.
     """
     if not isinstance(error, (RuntimeError, TypeError, ValueError)) or not _OF_DTYPES.search(str(error)):
         return None
@@ -169,14 +169,14 @@ def finding_in_trace(error: BaseException) -> Finding | None:
 
 
 def _module_of(tracker: Tracker, trace: TracebackType | None) -> str:
-    """Return the path of the innermost module that a traceback went through; empty if there is none."""
+    """Return the path of the innermost module in a traceback, or ``""`` if there is none."""
     held = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(trace)]
     modules = [module for module in held if isinstance(module, nn.Module)]
     return tracker.name_of(modules[-1]) if modules else ""
 
 
 def _is_same(known: BaseException, error: BaseException) -> bool:
-    """Return whether an error is the known one, or was raised because of it."""
+    """Return whether an error is the known one, or was raised from it."""
     cause: BaseException | None = error
     while cause is not None:
         if cause is known or (type(cause) is type(known) and str(cause) == str(known)):
@@ -186,7 +186,7 @@ def _is_same(known: BaseException, error: BaseException) -> bool:
 
 
 def _decorated(function: Any) -> tuple[Cure, ...]:
-    """Return lines that let an autograd function follow autocast; none if it has a ``setup_context``."""
+    """Return lines that make an autograd function follow autocast. Empty if it has a ``setup_context``."""
     name = function.__qualname__
     if function.setup_context is not _SingleLevelFunction.setup_context or "<locals>" in name:
         return ()

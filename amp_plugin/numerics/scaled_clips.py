@@ -1,4 +1,4 @@
-"""Clips of torch's that take gradients of a scaled loss before they are unscaled: the line and the cure."""
+"""Find calls of torch's clip functions that clip gradients before they are unscaled."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
 
 _CLIPS: Final = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
-_MOST_LOOKS: Final = 20  # at the calls of one line: each reads the loss scale
-# A limit beyond this, and beyond a hundredth of the scale, was multiplied by the scale on purpose.
+_MOST_LOOKS: Final = 20  # calls of one line that are checked at most; each check reads the loss scale
+# If the limit is larger than this and than 1 % of the loss scale, the user has multiplied it by the scale.
 _LARGEST_LIMIT: Final = 10.0
 
 
 def carries_scale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
-    """Return whether an optimizer that a scaler steps has gradients of a scaled loss, not unscaled since."""
+    """Return whether the gradients of an optimizer are still multiplied by the scaler's loss scale."""
     if not scaler.is_enabled() or scaler._scale is None:
         return False
-    if isinstance(scaler, GradScaler):  # its records notice who looks at them
+    if isinstance(scaler, GradScaler):  # our scaler notices a read of _per_optimizer_states
         known = scaler.core.find(optimizer)
         return known is None or known.stage is OptState.READY
     state = scaler._per_optimizer_states.get(id(optimizer))
@@ -43,20 +43,20 @@ def carries_scale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
 
 
 class ScaledClips:
-    """A region that tells of each line that clips gradients of a scaled loss before they are unscaled.
+    """A region that reports each line that clips scaled gradients, that is, before they are unscaled.
 
-    An optimizer is known from the first time that a scaler steps or unscales it.
+    An optimizer is checked once a scaler has stepped or unscaled it for the first time.
     """
 
     def __init__(self, found: Callable[[Finding], None]) -> None:
         self._found = found
         self._optimizers: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
         self._looks: dict[tuple[Any, ...], int] = {}
-        self._is_inside = False  # a clip, which may call another
+        self._is_inside = False  # whether a clip function runs now; it may call another one
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        """Watch the clips of torch's and the steps of scalers."""
+        """Replace torch's clip functions, and ``step`` and ``unscale_`` of scalers, by watched ones."""
         with ExitStack() as stack:
             for kind in (torch.amp.GradScaler, GradScaler):
                 for name in ("step", "unscale_"):
@@ -70,11 +70,11 @@ class ScaledClips:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Give torch its functions back."""
+        """Restore the functions of torch and of the scalers."""
         self._open.close()
 
     def _noted(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method of a scaler that notes which optimizer it was called with."""
+        """Return a scaler's method that records with which optimizer it was called."""
 
         @functools.wraps(method)
         def call(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +85,7 @@ class ScaledClips:
         return call
 
     def _watched(self, name: str, clip: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a clip of torch's that is looked at before it runs."""
+        """Return a clip function that is checked before it runs."""
         signature = inspect.signature(clip)
 
         @functools.wraps(clip)
@@ -95,7 +95,7 @@ class ScaledClips:
             bound = signature.bind(*args, **kwargs)
             params, limit, *_ = bound.arguments.values()
             if not isinstance(params, Tensor):
-                params = bound.arguments["parameters"] = list(params)  # it may be a generator
+                params = bound.arguments["parameters"] = list(params)  # a list, because it may be a generator
             self._is_inside = True
             try:
                 self._look(name, [params] if isinstance(params, Tensor) else params, limit)
@@ -151,7 +151,10 @@ def _finding(name: str, scaler: Any, optimizer: Any, numbers: tuple[float, float
 
 
 def _names_of(wanted: Sequence[object], frame: FrameType | None) -> list[str]:
-    """Return the names of objects in the innermost frame of the program that has them all; else none."""
+    """Return the names of objects in the innermost frame of the program that has all of them.
+
+    If no frame has all of them, return an empty list.
+    """
     while frame is not None:
         if not str(frame.f_globals.get("__name__")).startswith(("amp_plugin.", "torch.")):
             known = {**frame.f_globals, **frame.f_locals}

@@ -1,4 +1,4 @@
-"""Which ops lose precision, and what of it arrives: each op of a program runs in fp32 or fp64, too."""
+"""Find the ops that lose precision: run each op of a program in fp32 or fp64 too, and compare the results."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ from amp_plugin.precision import short_name
 
 Key = tuple[str, str, str]  # module, op, direction
 
-_JUMP_TO, _JUMP_BY = 0.05, 10.0  # an arriving error that stands out, and by which factor over those before
+# An arriving error stands out if it is above the first number, and above all earlier ones by the second.
+_JUMP_TO, _JUMP_BY = 0.05, 10.0
 
 
 @dataclass(kw_only=True, slots=True)
 class Errors:
-    """Errors of the calls of one op in one module.
+    """The errors of one op in one module. Errors are those of the worst call.
 
     Attributes:
-        calls: how many calls were compared.
-        own: of the op alone: mean over the elements of |result - exact| / |exact|, where exact is the same op
-            in the wide dtype on the same inputs; rounding once gives a quarter of the dtype's eps, an
-            underflow 1. Worst call.
-        arriving: of all ops so far: norm(result - other) / norm(other), where other is the same op of a run
-            that rounds nothing. Worst call.
-        largest: the largest magnitude of a finite result.
-        narrow: the dtype of the results, of several that with the smallest range.
-        elements: in all results.
-        underflowed: results that are 0 though the exact ones are not.
+        calls: The number of calls that were compared.
+        own: The error that the op itself adds: the mean of |result - exact| / |exact| over the elements,
+            where ``exact`` is the result of the op in the wide dtype on the same inputs. A single rounding
+            gives a quarter of the dtype's eps. An element that underflows counts 1.
+        arriving: The error of all ops so far: norm(result - other) / norm(other), where ``other`` is the
+            result of the op in a run without rounding.
+        largest: The largest magnitude of a finite result.
+        narrow: The dtype of the results. If there are several, the one with the smallest range.
+        elements: The number of elements in all results.
+        underflowed: The number of elements that are 0 although the exact ones are not.
     """
 
     calls: int = 0
@@ -51,7 +52,13 @@ class Errors:
     underflowed: int = 0
 
     def add(self, result: Tensor, exact: Tensor, arriving: Tensor) -> None:
-        """Add a result, what the op makes of the same inputs in the wide dtype, and the other run's."""
+        """Add one call.
+
+        Args:
+            result: The result of the program.
+            exact: The result of the op in the wide dtype on the same inputs.
+            arriving: The result of the op in the run without rounding.
+        """
         values = result.to(exact.dtype)
         self.calls += 1
         self.own = max(self.own, _mean_relative_error(values, exact))
@@ -63,16 +70,16 @@ class Errors:
 
     @property
     def own_in_eps(self) -> float:
-        """The op's own error in units of its dtype's eps: 0.25 is rounding, 1 and more is not."""
+        """The op's own error in units of its dtype's eps. 0.25 is a single rounding; 1 or more is worse."""
         return self.own / torch.finfo(self.narrow).eps
 
     @property
     def headroom(self) -> float:
-        """Powers of two between the largest result and the largest number of its dtype."""
+        """The number of powers of two between the largest result and the largest number of its dtype."""
         return math.log2(torch.finfo(self.narrow).max / self.largest) if self.largest else math.inf
 
     def cells(self) -> dict[str, str]:
-        """Return what a row of a table shows, by column."""
+        """Return the texts of a table row, by column."""
         return {
             "in": short_name(self.narrow),
             "calls": f"{self.calls:,}",
@@ -85,7 +92,7 @@ class Errors:
 
 
 def _told(key: Key, before: float, after: float) -> str:
-    """Return an op by which much more error arrives than before it, in words, with what to do."""
+    """Return a sentence on an op after which the arriving error is much larger, and what to do."""
     where = f" in {key[0]}" if key[0] else ""
     return (
         f"the arriving error jumps from {before:.1e} to {after:.1e} at {key[1]}{where}: its inputs need more "
@@ -94,7 +101,10 @@ def _told(key: Key, before: float, after: float) -> str:
 
 
 def _mean_relative_error(values: Tensor, exact: Tensor) -> float:
-    """Return the mean of |values - exact| / |exact|, at most 1 per element, where ``exact`` is finite."""
+    """Return the mean of |values - exact| / |exact| over the elements at which ``exact`` is finite.
+
+    An element counts 1 at most.
+    """
     finite = exact.isfinite()
     values, exact = in_widest_float(values[finite]), in_widest_float(exact[finite])
     difference = (values - exact).abs()
@@ -103,19 +113,24 @@ def _mean_relative_error(values: Tensor, exact: Tensor) -> float:
 
 
 class WideRun(Region):  # type: ignore[no-untyped-call]
-    """A region whose ops run twice more, in a wide dtype: on the program's values, and without rounding."""
+    """A region that runs each op twice more in a wide dtype.
+
+    One run gets the program's own inputs. The other run gets the inputs that a program without rounding would
+    have (the shadows).
+    """
 
     def __init__(self, model: nn.Module | None, dtype: torch.dtype) -> None:
-        self.shadows = ShadowValues(dtype)  # what the program's tensors would hold without rounding
+        self.shadows = ShadowValues(dtype)  # the values that tensors would have without rounding
         tracker = Tracker(model)
-        self.formats = FormatLog(tracker)  # of layers below 16 bits
+        self.formats = FormatLog(tracker)  # measures layers in formats below 16 bits
         super().__init__(tracker, self.formats, self)
 
     def before(self, call: Call) -> None:
-        """Widen the arguments: with the program's own values, and with those of the other run."""
+        """Prepare the arguments of both wide runs: the program's own values, and the shadows."""
         if call.traits.is_view or not call.is_repeatable:
             return
-        shadows, copy = self.shadows, bool(call.traits.written)  # shadows are written by the results
+        # Arguments that the op writes to are copied, because shadows are updated from the results.
+        shadows, copy = self.shadows, bool(call.traits.written)
 
         def arriving(tensor: Tensor) -> Tensor:
             wide = shadows.of(tensor) if shadows.follows(tensor) else tensor
@@ -125,7 +140,7 @@ class WideRun(Region):  # type: ignore[no-untyped-call]
         call.keep([call.changed(change, shadows.dtype) for change in (exact, arriving)])
 
     def after(self, call: Call, output: Any) -> None:
-        """Run the op on both wide sides, take what they make, and write the results' shadows."""
+        """Run the op twice in the wide dtype, compare, and write the shadows of the results."""
         results = [made.tensor for made in call.made(output)]
         if call.traits.is_collective:
             self.exchanged(call, [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
@@ -138,7 +153,7 @@ class WideRun(Region):  # type: ignore[no-untyped-call]
             others = own and call.again(call.kept[1], results)
         elif not call.traits.is_unwritten and {a.name for a in call.arguments} - call.traits.overwritten:
             call.count_unmeasured()
-        if others is None:  # it is taken as exact
+        if others is None:  # the op cannot run in the wide dtype, so its result is taken as exact
             own, others = None, results
         for number, result in enumerate(results):
             if self.shadows.follows(result):
@@ -147,9 +162,9 @@ class WideRun(Region):  # type: ignore[no-untyped-call]
                     self.take(call, result, None if own is None else own[number])
 
     def exchanged(self, call: Call, results: list[Tensor]) -> None:
-        """Forget the shadows of a collective's results, which may still be on their way from other ranks.
+        """Forget the shadows of a collective's results, which may not have arrived from other ranks yet.
 
-        They get new ones, of their own values, when an op reads them.
+        When an op reads a result, it gets a new shadow that starts with its own values.
         """
         if any(map(self.shadows.follows, results)) and not call.traits.waits:
             call.count_unmeasured()
@@ -157,11 +172,17 @@ class WideRun(Region):  # type: ignore[no-untyped-call]
             self.shadows.discard(result)
 
     def take(self, call: Call, result: Tensor, exact: Tensor | None) -> None:
-        """Look at a result with a shadow, and at the op's own in the wide dtype, None where it has none."""
+        """Handle one result that has a shadow.
+
+        Args:
+            call: The call of the op.
+            result: The result of the program.
+            exact: The result in the wide dtype on the same inputs. None if the op did not run in it.
+        """
 
 
 class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
-    """A region whose ops run in a wide dtype, too; see ``shadow_run``."""
+    """A region whose ops run in a wide dtype too. See ``shadow_run``."""
 
     def __init__(self, model: nn.Module | None = None, *, dtype: torch.dtype = torch.float32) -> None:
         if dtype not in {torch.float32, torch.float64}:
@@ -171,7 +192,7 @@ class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
         super().__init__(model, dtype)
 
     def take(self, call: Call, result: Tensor, exact: Tensor | None) -> None:
-        """Add up the errors of 16-bit results."""
+        """Record the errors of a 16-bit result."""
         if exact is not None and is_low_precision(result.dtype):
             key = (call.site.module, call.traits.name, call.direction)
             self._errors.setdefault(key, Errors()).add(result, exact, self.shadows.of(result))
@@ -181,9 +202,9 @@ class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
         return dict(sorted(self._errors.items(), key=lambda row: (-row[1].own, -row[1].arriving)))
 
     def jump(self) -> tuple[Key, float] | None:
-        """Return the op of the forward pass by which the arriving error grows most; None if none stands out.
+        """Return the forward op at which the arriving error grows most, or None if no op stands out.
 
-        Ops are taken in the order in which they first ran, each against the largest error before it.
+        The ops are compared in the order in which they first ran: each with the largest error before it.
 
         Returns:
             The key of the op in :meth:`errors`, and the largest arriving error of the ops before it.
@@ -200,23 +221,23 @@ class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
         return found
 
     def without_rounding(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what a tensor of the program would hold without rounding: a copy in the wide dtype.
+        """Return the values that a tensor would have without rounding, as a copy in the wide dtype.
 
         Args:
-            tensor: dense, floating-point; one that no op of the region made has its own values.
+            tensor: A dense floating-point tensor. If no op of the region made it, its own values are copied.
         """
         with unwatched():
             return self.shadows.of(tensor).clone()
 
     def not_compared(self) -> dict[str, int]:
-        """Return how often ops could not be run again in the wide dtype; their results are taken as exact."""
+        """Return how often each op could not run in the wide dtype, so that its results count as exact."""
         return dict(self.unseen)
 
     def table(self, rows: int | None = 20) -> Table:
-        """Return a rich table, the largest own error first.
+        """Return a rich table of the errors, the largest own error first.
 
         Args:
-            rows: how many; None for all.
+            rows: The number of rows. None shows all.
         """
         errors = list(self.errors().items())
         table = Table("module", "op", "pass", title="Errors", box=None, pad_edge=False)
@@ -241,7 +262,7 @@ class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
         return table
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON's values."""
+        """Return everything as values that JSON can hold."""
         rows = [
             {"module": module, "op": op, "pass": direction, "headroom": errors.headroom, **as_json(errors)}
             for (module, op, direction), errors in self.errors().items()
@@ -251,25 +272,29 @@ class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
 
 
 def shadow_run(model: nn.Module | None = None, *, dtype: torch.dtype = torch.float32) -> ShadowRun:
-    """Run each op of a region in a wide dtype, too, and measure what 16 bits cost.
+    """Run each op of a region in a wide dtype too, and measure how much precision 16 bits lose.
 
-    Each op runs three times: as it is, in the wide dtype on the same inputs (the op's own error), and in the
-    wide dtype on what a run without rounding would have given it (what arrives). Listed are ops that return
-    16 bits. The program's own results are not changed. Memory: the wide values of every living tensor.
+    Each op runs three times:
 
-    Ops that draw numbers from tensors, collectives, and ops without a kernel for the wide dtype are not
-    measured, and pass their results on as exact; ``not_compared()`` counts them. Of a DTensor each rank
-    measures its own shard.
+    1. as usual, for the program, whose results do not change;
+    2. in the wide dtype on the same inputs, which gives the error that the op itself adds;
+    3. in the wide dtype on the inputs of a run without rounding, which gives the error that has arrived.
+
+    Ops that return 16 bits are listed. The region needs memory for the wide values of every living tensor.
+
+    Some ops cannot be measured: random ops, collectives, and ops without a kernel for the wide dtype. Their
+    results count as exact, and ``not_compared()`` counts them. For a DTensor each rank measures its shard.
 
     Args:
-        model: gives the module names; default: whatever module is called, its class in front.
-        dtype: the wide dtype, ``torch.float32`` or ``torch.float64``.
+        model: The model, which gives the module names. By default names begin with the class of the outermost
+            module that is called.
+        dtype: The wide dtype, ``torch.float32`` or ``torch.float64``.
 
     Returns:
-        A context manager; read it with ``errors()``, ``table()`` and ``to_dict()``.
+        A context manager. Read it with ``errors()``, ``table()`` and ``to_dict()``.
 
     Raises:
-        ValueError: another dtype.
+        ValueError: The dtype is another one.
 
     Example:
         >>> with shadow_run() as run:

@@ -1,4 +1,4 @@
-"""What tensors hold: ranges, numbers that are not finite, and facts kept while a storage lives."""
+"""Read the values of tensors: ranges, nans and infs, fingerprints, and facts kept for each storage."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from amp_plugin.precision import short_name
 Value = TypeVar("Value")
 
 Held = tuple[str, ...]
-"""Which numbers that are not finite a tensor holds: of ``"nan"``, ``"inf"`` and ``"-inf"``, in this order."""
+"""The kinds of non-finite numbers that a tensor holds: ``"nan"``, ``"inf"`` and ``"-inf"``, in this order."""
 
 PLAIN = (Tensor, nn.Parameter, nn.Buffer)
-"""The types of tensors that hold their numbers themselves."""
+"""The types of tensors that hold their values themselves. Other subclasses wrap such tensors."""
 
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
-_BUCKETS = 128  # of a fingerprint
+_BUCKETS = 128  # the number of buckets of a fingerprint
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SWEEP = 4096  # so many entries more, and those of dead storages are dropped
+_SWEEP = 4096  # after this many new entries, entries of freed storages are dropped
 _NARROW = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith(("float8_", "float4_")))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSummary:
-    """A tensor in a few numbers."""
+    """A few numbers that describe a tensor."""
 
-    name: str = ""  # of the op's argument; a weight's path where it is known; empty for an output
+    name: str = ""  # the name of the argument, or the path of the weight if known; empty for an output
     dtype: torch.dtype = torch.float32
     shape: tuple[int, ...] = ()
-    lowest: float = math.nan  # of its finite elements; nan if there is none
-    highest: float = math.nan
-    nan: int = 0  # how many elements are nan, and infinite
-    inf: int = 0
-    # index of the first element that is not finite; empty if all are, or it has no dimensions
+    lowest: float = math.nan  # the smallest finite element; nan if no element is finite
+    highest: float = math.nan  # the largest finite element
+    nan: int = 0  # the number of elements that are nan
+    inf: int = 0  # the number of elements that are infinite
+    # The index of the first element that is not finite. Empty if all are finite or the tensor is 0-dim.
     first: tuple[int, ...] = ()
 
     @property
     def largest(self) -> float:
-        """The largest magnitude among the finite elements; nan if there is none."""
+        """The largest magnitude of the finite elements, or nan if no element is finite."""
         return max(abs(self.lowest), abs(self.highest))
 
     def __str__(self) -> str:
@@ -58,14 +58,17 @@ class TensorSummary:
 
 
 def _stored(tensor: Tensor) -> Tensor:
-    """Return the tensor that holds the numbers: of a sparse one its values."""
+    """Return the tensor that holds the values: ``values()`` of a sparse tensor, or the tensor itself."""
     if tensor.layout is torch.sparse_coo:
         return tensor._values()
     return tensor.values() if tensor.layout in _COMPRESSED else tensor
 
 
 def real_values(tensor: Tensor) -> Tensor | None:
-    """Return a tensor's stored numbers as real ones, no copy if possible; None where none can be read."""
+    """Return the values of a tensor as a real tensor, without a copy if possible.
+
+    Return None if they cannot be read.
+    """
     is_number = tensor.is_floating_point() or tensor.is_complex()
     if type(tensor) not in PLAIN or tensor.is_meta or not is_number or tensor._is_zerotensor():
         return None
@@ -81,16 +84,19 @@ def real_values(tensor: Tensor) -> Tensor | None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether all elements are finite; one read, one host sync. True where they cannot be read."""
+    """Return whether all elements are finite, with one read and one host sync.
+
+    If the values cannot be read, return True.
+    """
     values = real_values(tensor)
     if values is None or values.numel() == 0:
         return True
-    bounds = torch.stack(torch.aminmax(values))  # nan comes through
+    bounds = torch.stack(torch.aminmax(values))  # if an element is nan, both are nan
     return all(map(math.isfinite, bounds.tolist()))
 
 
 def non_finite(tensor: Tensor, where: Tensor | None = None) -> Held:
-    """Return which numbers that are not finite a tensor holds, among the real values ``where`` chooses."""
+    """Return the kinds of non-finite numbers in a tensor, or in the elements that ``where`` selects."""
     values = None if is_finite(tensor) else real_values(tensor)
     if values is None:
         return ()
@@ -100,7 +106,7 @@ def non_finite(tensor: Tensor, where: Tensor | None = None) -> Held:
 
 
 def norm(tensor: Tensor) -> float:
-    """Return the Euclidean norm, computed in fp64; 0 where the numbers cannot be read."""
+    """Return the Euclidean norm, computed in fp64. If the values cannot be read, return 0."""
     with unwatched():
         values = real_values(tensor)
         return (
@@ -111,7 +117,10 @@ def norm(tensor: Tensor) -> float:
 
 
 def distance(value: Tensor, exact: Tensor, order: float = 2.0) -> float:
-    """Return the norm of a difference relative to that of ``exact``; infinite if one alone is not finite."""
+    """Return the norm of the difference, divided by the norm of ``exact``.
+
+    It is infinite if an element is finite in one tensor and not in the other.
+    """
     value, exact = in_widest_float(value.detach()), in_widest_float(exact.detach())
     alike = (value == exact) | (value.isnan() & exact.isnan())
     difference = torch.where(alike, 0.0, value - exact)
@@ -121,13 +130,13 @@ def distance(value: Tensor, exact: Tensor, order: float = 2.0) -> float:
 
 
 def summarise(tensor: Tensor, name: str = "") -> TensorSummary:
-    """Read a tensor and return it in a few numbers; of a complex one, real and imaginary parts."""
+    """Return a summary of a tensor. For a complex tensor it covers real and imaginary parts."""
     shape = () if tensor.is_nested else tuple(tensor.shape)
     values = real_values(tensor)
     known: dict[str, Any] = {"name": name, "dtype": tensor.dtype, "shape": shape}
     if values is None or not values.numel():
         return TensorSummary(**known)
-    lowest, highest = torch.stack(torch.aminmax(values)).tolist()  # nan comes through
+    lowest, highest = torch.stack(torch.aminmax(values)).tolist()  # if an element is nan, both are nan
     if math.isfinite(lowest) and math.isfinite(highest):
         return TensorSummary(**known, lowest=lowest, highest=highest)
     finite = values.isfinite()
@@ -145,29 +154,33 @@ def summarise(tensor: Tensor, name: str = "") -> TensorSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """A tensor in a few numbers; every element is in each of them."""
+    """A few numbers that stand for a tensor in a comparison. Every element has an effect on each of them."""
 
-    checksum: int  # of all bits and their places; equal tensors of one dtype have equal ones
-    norm: float  # Euclidean, of the finite elements
-    unfinite: int  # how many elements are not finite
-    # sums of elements with signs that look random, in buckets that look random: the norm of the difference of
-    # two sketches is that of the tensors' difference, to some 10 %
+    checksum: int  # a checksum of all bits and their places; equal tensors have equal checksums
+    norm: float  # the Euclidean norm of the finite elements
+    unfinite: int  # the number of elements that are not finite
+    # Each element is added, with a pseudo-random sign, to a pseudo-random bucket (a count sketch). The norm
+    # of the difference of two sketches is the norm of the tensors' difference, to about 10 %.
     sketch: Sequence[float]
-    is_discrete: bool = False  # it holds integers or booleans
-    made_by: int = -1  # number of the record that made it; -1 where no op of the region did
+    is_discrete: bool = False  # whether the tensor holds integers or booleans
+    made_by: int = -1  # the number of the record whose op made it; -1 if no op of the region did
 
     def difference(self, other: Fingerprint) -> float:
-        """Return the relative difference from a tensor of the same shape; inf if others are not finite."""
+        """Return the relative difference from a tensor of the same shape.
+
+        It is infinite if the tensors have different numbers of non-finite elements.
+        """
         if self.unfinite != other.unfinite:
             return math.inf
         apart = math.dist(self.sketch, other.sketch)
-        element = 2.0 if self.is_discrete and self.checksum != other.checksum else 0.0  # one at least
+        # Different checksums of integers mean that at least one element differs.
+        element = 2.0 if self.is_discrete and self.checksum != other.checksum else 0.0
         apart = max(apart, abs(self.norm - other.norm), element)
         return 0.0 if apart == 0 else apart / other.norm if other.norm else math.inf
 
 
 def fingerprint(tensor: Tensor, made_by: int = -1) -> Fingerprint:
-    """Return a dense tensor in a few numbers; integers and booleans count as equal or not, one by one."""
+    """Return the fingerprint of a dense tensor. Two integers or booleans are either equal or different."""
     is_discrete = not (tensor.is_floating_point() or tensor.is_complex())
     flat = (tensor.detach() if is_discrete else real_values(tensor)).contiguous().reshape(-1)  # type: ignore[union-attr]
     places = torch.arange(flat.numel(), device=flat.device)
@@ -191,7 +204,7 @@ def fingerprint(tensor: Tensor, made_by: int = -1) -> Fingerprint:
 
 
 def _mixed(numbers: Tensor) -> Tensor:
-    """Return whole numbers below 2^31 that look random."""
+    """Return pseudo-random integers below 2^31, a hash of each number."""
     mixed = (numbers * 0x9E3779B1 + 0x7F4A7C15) & 0x7FFFFFFF
     mixed = ((mixed ^ (mixed >> 15)) * 0x85EBCA6B) & 0x7FFFFFFF
     return mixed ^ (mixed >> 13)
@@ -199,7 +212,7 @@ def _mixed(numbers: Tensor) -> Tensor:
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Run ops below every dispatch mode, tensor subclass and autocast region, without gradients."""
+    """Run ops in a block that no dispatch mode, tensor subclass, autocast region or autograd sees."""
     with torch._C._DisableTorchDispatch(), torch._C._DisableAutocast(), torch.no_grad():
         yield
 
@@ -210,7 +223,10 @@ def is_low_precision(dtype: torch.dtype) -> bool:
 
 
 def as_json(value: Any) -> Any:
-    """Return a value as JSON has it: data by field, dtypes by name, nan and inf as words, tuples as lists."""
+    """Return a value that JSON can hold.
+
+    Dataclasses become dicts, tuples become lists, and dtypes, nan and inf become strings.
+    """
     if is_dataclass(value):
         return {entry.name: as_json(getattr(value, entry.name)) for entry in fields(value)}
     if isinstance(value, dict):
@@ -225,30 +241,31 @@ def as_json(value: Any) -> Any:
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Return the address of the storage that holds a tensor's numbers; 0 if it has none."""
+    """Return the address of the storage that holds a tensor's values, or 0 if it has none."""
     try:
         return int(_stored(tensor).untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError, ValueError):  # subclasses, lazy parameters
+    except (NotImplementedError, RuntimeError, ValueError):  # tensor subclasses and lazy parameters
         return 0
 
 
 class Storages(Generic[Value]):
-    """A value for each storage, so for a tensor, its views and what autograd saves of it.
+    """A mapping from storages to values. A tensor, its views and its copies saved by autograd share an entry.
 
-    The storage is held weakly: its memory is freed, but its address is not used again before the entry goes.
+    The storage is held by a weak reference. Its memory can be freed, but its address is not reused while the
+    entry exists.
     """
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[StorageWeakRef, Value]] = {}
 
     def get(self, tensor: Tensor) -> Value | None:
-        """Return the value of a tensor's storage; None if it has none."""
+        """Return the value of a tensor's storage, or None if it has none."""
         address = storage_address(tensor) if self._entries else 0
         entry = self._entries.get(address)
         return None if entry is None else entry[1]
 
     def set(self, tensor: Tensor, value: Value) -> None:
-        """Remember a value for a tensor's storage."""
+        """Set the value of a tensor's storage."""
         address = storage_address(tensor)
         if address:
             held = StorageWeakRef(_stored(tensor).untyped_storage())  # type: ignore[no-untyped-call]
@@ -257,18 +274,18 @@ class Storages(Generic[Value]):
                 self.alive()
 
     def forget(self, tensor: Tensor) -> None:
-        """Forget a storage that the tensor covers; of a part of one nothing is forgotten."""
+        """Remove the entry of a tensor's storage if the tensor covers the whole storage."""
         if self._entries and (address := storage_address(tensor)) in self._entries:
             stored = _stored(tensor)
             if stored.numel() * stored.element_size() >= stored.untyped_storage().nbytes():
                 del self._entries[address]
 
     def discard(self, tensor: Tensor) -> None:
-        """Forget the storage of a tensor, also if the tensor covers only a part of it."""
+        """Remove the entry of a tensor's storage, even if the tensor covers only a part of it."""
         self._entries.pop(storage_address(tensor), None)
 
     def alive(self) -> list[Value]:
-        """Drop what dead storages had, and return the values of those that live, oldest first."""
+        """Drop the entries of freed storages, and return the values of the others, oldest first."""
         self._entries = {
             address: entry
             for address, entry in self._entries.items()
@@ -278,16 +295,16 @@ class Storages(Generic[Value]):
 
 
 class ShadowValues(Storages[Tensor]):
-    """One flat shadow in a wider dtype for each storage, of which tensors that share it have views."""
+    """A flat tensor in a wider dtype (the shadow) for each storage. Views of the storage have views of it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
 
     def follows(self, tensor: Tensor) -> bool:
-        """Return whether a tensor has a shadow: a dense one no wider than that."""
+        """Return whether a tensor can have a shadow: it is dense, and no wider than the shadow."""
         return (
-            type(tensor) in PLAIN  # others hold plain ones, or no memory
+            type(tensor) in PLAIN  # other types wrap such tensors, or have no memory
             and tensor.layout is torch.strided
             and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
             and not (tensor.is_neg() or tensor._is_zerotensor())
@@ -296,17 +313,17 @@ class ShadowValues(Storages[Tensor]):
         )
 
     def wide(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of a shadow: the wide one, real or complex; of whole numbers their own."""
+        """Return the dtype of the shadow of a dtype. Integers keep their dtype."""
         if dtype.is_complex:
             return self.dtype.to_complex()
         return self.dtype if dtype.is_floating_point else dtype
 
     def plain(self, tensor: Tensor, *, copy: bool = False) -> Tensor:
-        """Return a tensor's own values in the dtype of its shadow, if it has one."""
+        """Return a tensor's own values in the dtype of its shadow. Unchanged if it cannot have a shadow."""
         return tensor.to(self.wide(tensor.dtype) if self.follows(tensor) else tensor.dtype, copy=copy)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return a tensor's shadow, of its shape; one without a shadow gets its own values, exactly."""
+        """Return a tensor's shadow in its shape. A new shadow starts with the tensor's own values."""
         flat = self.get(tensor)
         storage, dtype = tensor.untyped_storage(), self.wide(tensor.dtype)
         if flat is None or flat.dtype != dtype or flat.numel() != storage.nbytes() // tensor.element_size():
