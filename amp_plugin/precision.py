@@ -134,5 +134,5 @@ def refuse_other_precision(weights: str, precision: str, *, named: str = "precis
 
 
 def stores_all(weights: str) -> bool:
-    """Whether all weights are stored in 16 bits, and not only those that autocast would cast."""
+    """Return whether all weights are stored in 16 bits, and not only those that autocast would cast."""
     return weights.endswith("-true")

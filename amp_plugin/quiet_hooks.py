@@ -41,6 +41,6 @@ def register_quiet_hook(optimizer: Optimizer | None, hook: Callable[..., Any]) -
 
 
 def has_only_quiet_hooks(optimizer: Optimizer) -> bool:
-    """Whether all hooks before an optimizer's step are quiet. A wrapper may lack the dict of hooks."""
+    """Return whether all hooks before an optimizer's step are quiet. A wrapper may lack the dict of hooks."""
     own = getattr(optimizer, "_optimizer_step_pre_hooks", {})
     return all(key in _quiet for key in chain(_global_optimizer_pre_hooks, own))

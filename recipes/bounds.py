@@ -27,7 +27,7 @@ class Bounds:
     length: int | None = None
 
     def hold(self, value: Any) -> bool:
-        """Whether ``value``, a number or a list of numbers, fits."""
+        """Return whether ``value``, a number or a list of numbers, fits."""
         if isinstance(value, list):
             return len(value) == self.length and all(map(self.hold, value))
         return (

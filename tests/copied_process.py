@@ -40,7 +40,7 @@ def keep_copy() -> None:
 
 
 def copy_is_kept() -> bool:
-    """Whether there is a copy to start processes from."""
+    """Return whether there is a copy to start processes from."""
     return bool(_to_copy)
 
 

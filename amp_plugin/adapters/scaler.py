@@ -140,13 +140,13 @@ class GradientOrigins:
                     self._inside[id(param)] = weakref.ref(param.grad), param.grad._version
 
     def is_scaled(self, param: Tensor) -> bool:
-        """Whether a pass inside made this parameter's gradient, and nothing was written to it since."""
+        """Return whether a pass inside made the gradient of ``param``, and nothing has written it since."""
         made, version = self._inside.get(id(param), (None, 0))
         grad = param.grad
         return made is not None and grad is not None and made() is grad and version == grad._version
 
     def is_from_outside(self, param: Tensor) -> bool:
-        """Whether a pass outside made this parameter's gradient or added to it."""
+        """Return whether a pass outside made this parameter's gradient or added to it."""
         made = self._outside.get(id(param))
         return made is not None and param.grad is not None and made() is param.grad
 

@@ -492,7 +492,7 @@ class Session:
         return output
 
     def was_skipped(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer's step was skipped in this iteration.
+        """Return whether an optimizer's step was skipped in this iteration.
 
         An iteration ends when an optimizer steps a second time.
         """

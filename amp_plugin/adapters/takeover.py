@@ -252,7 +252,7 @@ class Takeover:
         return replaced(kind, "__init__", init)
 
     def _may_take(self, kind: type) -> bool:
-        """Whether a class of scalers is taken over. One that overrides torch's private methods is not."""
+        """Return whether a scaler class is taken over. One that overrides torch's private methods is not."""
         import torch  # noqa: PLC0415
 
         torchs = torch.amp.GradScaler

@@ -59,7 +59,7 @@ def _name_of(op: object) -> str:
 
 
 def _is_written_form(full: str) -> bool:
-    """Whether the op is the in-place or ``out=`` form of one of torch's ops.
+    """Return whether the op is the in-place or ``out=`` form of one of torch's ops.
 
     Custom ops are not. Neither are ops that write statistics into arguments, such as fake quantization.
     """

@@ -54,7 +54,7 @@ class Headroom:
         self._began = time.perf_counter()
 
     def is_due(self) -> bool:
-        """Whether the budget allows another read. It always allows the first one."""
+        """Return whether the budget allows another read. It always allows the first one."""
         return self.seconds <= BUDGET * (time.perf_counter() - self._began)
 
     def note_overflow(self, step: int, names: Iterable[str]) -> None:

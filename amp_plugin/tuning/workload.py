@@ -239,7 +239,7 @@ def used_ops(workload: Workload, rules: OpRules) -> list[str]:
 
 
 def _is_outermost(event: FunctionEvent) -> bool:
-    """Whether an event is an op of the forward pass that no other op called."""
+    """Return whether an event is an op of the forward pass that no other op called."""
     parent = event.cpu_parent
     while parent is not None:
         if "::" in parent.name or parent.name.startswith(_NOT_FORWARD):

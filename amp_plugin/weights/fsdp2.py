@@ -18,7 +18,7 @@ _SHARDS_ONE: Final = "_init_sharded_param"  # torch's method that shards one par
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Whether torch's ``fully_shard`` was called for this module."""
+    """Return whether torch's ``fully_shard`` was called for this module."""
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 

@@ -51,7 +51,7 @@ def difference(program: str, ours: Callable[[], Any] = two_sides.Ours) -> str:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape, layout, need of a gradient, and bits; nans are alike."""
+    """Return whether two tensors have the same dtype, layout, ``requires_grad`` and bits. Nans count as equal."""
     if (a.dtype, a.shape, a.stride(), a.requires_grad) != (b.dtype, b.shape, b.stride(), b.requires_grad):
         return False
     a, b = a.detach(), b.detach()

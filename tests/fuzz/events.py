@@ -41,7 +41,7 @@ class Run:
         return self.oracle.members[o]
 
     def may_call(self, o: int) -> bool:
-        """Whether a call on an optimizer has a meaning: something was scaled, and it may be met; meets it."""
+        """Return whether a call with this optimizer is allowed now. If it is, the oracle gets to know it."""
         if not self.oracle.used or not may_meet(self.oracle, o):
             return False
         self.oracle.meet(o)

@@ -155,7 +155,7 @@ class Model:
 
 
 def may_meet(model: Model, o: int, joining: Iterable[int] | None = None) -> bool:
-    """Whether an optimizer may be met now: all it brings comes from the last backward's scale.
+    """Return whether an optimizer may be met now: all it brings comes from the last backward's scale.
 
     An optimizer that is met later is a limit that the documentation names.
     """
@@ -170,7 +170,7 @@ def may_meet(model: Model, o: int, joining: Iterable[int] | None = None) -> bool
 
 
 def may_edit(model: Model, index: int) -> bool:
-    """Whether a change of a gradient by the user has one meaning.
+    """Return whether a change of a gradient by the user has one meaning.
 
     That of one which an optimizer has stepped with has: the change of an unscaled gradient before ``update()``,
     of a scaled one after it. Of others a change between ``update()`` and the next backward may come from a
@@ -184,7 +184,7 @@ def may_edit(model: Model, index: int) -> bool:
 
 
 def may_update(model: Model) -> bool:
-    """Whether no gradient is there that would look like one of an unseen backward after ``update()``."""
+    """Return whether no gradient would look as if an unseen backward had made it after ``update()``."""
     return not any(
         gradient.replaced and not gradient.pending and set(model.owners(i)) - gradient.used_by
         for i, gradient in enumerate(model.gradients)
@@ -193,7 +193,7 @@ def may_update(model: Model) -> bool:
 
 
 def are_unscaled(model: Model, indices: Iterable[int]) -> bool:
-    """Whether the user may treat these gradients as unscaled ones."""
+    """Return whether the user may treat these gradients as unscaled ones."""
     present = model.present(indices)
     windows = [model.windows[o] for i in present for o in model.owners(i)]
     return all(model.gradients[i].unscaled and model.owners(i) for i in present) and all(
@@ -202,7 +202,7 @@ def are_unscaled(model: Model, indices: Iterable[int]) -> bool:
 
 
 def error_of_unscale(model: Model, o: int) -> str:
-    """Whether ``unscale_`` is an error: called twice, or after ``step``, without new gradients."""
+    """Return whether ``unscale_`` is an error: called twice, or after ``step``, without new gradients."""
     window = model.windows[o]
     due = error_of_missing_update(model, o)
     if due != NO:
@@ -214,7 +214,7 @@ def error_of_unscale(model: Model, o: int) -> str:
 
 
 def error_of_step(model: Model, o: int, *, is_known: bool) -> str:
-    """Whether ``step`` is an error.
+    """Return whether ``step`` is an error.
 
     It is if it was called twice without new gradients, if all have stepped without an update, or if a scaled
     backward has run and no gradient of an optimizer that was known then was ever checked.
@@ -236,7 +236,7 @@ def error_of_step(model: Model, o: int, *, is_known: bool) -> str:
 
 
 def error_of_missing_update(model: Model, o: int) -> str:
-    """Whether an optimizer may not begin again: each one known has stepped since the last update."""
+    """Return whether an optimizer may not begin again: each one known has stepped since the last update."""
     stages = [model.windows[other].stages for other in {*model.known, o}]
     if not model.scales.is_dynamic or any("stepped" not in s for s in stages):
         return NO
@@ -244,7 +244,7 @@ def error_of_missing_update(model: Model, o: int) -> str:
 
 
 def error_of_copy(model: Model) -> str:
-    """Whether a copy is an error: in the middle of an iteration."""
+    """Return whether a copy is an error: in the middle of an iteration."""
     stages = [model.windows[o].stages for o in model.known]
     waits = update_waits(model)
     if waits or any("ready" not in s for s in stages):
@@ -253,7 +253,7 @@ def error_of_copy(model: Model) -> str:
 
 
 def update_waits(model: Model) -> bool | None:
-    """Whether a known optimizer holds scaled gradients that it has not used; None: open."""
+    """Return whether a known optimizer holds scaled gradients that it has not used; None: open."""
     states = set()
     for o in model.known:
         for index in model.present(model.members[o]):

@@ -71,7 +71,7 @@ def test_training_is_that_of_the_cpu(optimizer, clip):
 
 
 def is_of_a_kernel(name):
-    """Whether an op may launch a kernel: those of the device made of host memory only switch devices."""
+    """Return whether an op may launch a kernel. The ops of the host-memory device only switch devices."""
     return hasattr(torch.ops.aten, name) or hasattr(torch.ops.amp_plugin, name)
 
 

@@ -25,13 +25,13 @@ def copies(*lists, device="cpu"):
 
 
 def all_equal(ours, theirs):
-    """Whether the tensors of two lists of lists are equal, wherever they are."""
+    """Return whether the tensors of two lists of lists are equal, wherever they are."""
     pairs = zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True)
     return all(torch.equal(one.cpu(), other.cpu()) for one, other in pairs)
 
 
 def same_bits(theirs, ours, terms=()):
-    """Whether two lists have the same bits, but for last elements that do not fill a vector.
+    """Return whether two lists have the same bits, but for last elements that do not fill a vector.
 
     The compiler of torch's loop over those fuses other products into sums: a difference of one
     rounding or two of the larger of the ``terms`` that were added up, two ulps of the result without them.

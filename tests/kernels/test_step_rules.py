@@ -95,7 +95,7 @@ def copied(lists):
 
 
 def close_to(got, right, relative):
-    """Whether numbers agree up to a share of the largest."""
+    """Return whether numbers agree up to a share of the largest."""
     return all(
         ((mine - true).abs() <= relative * true.abs().max().clamp(min=1e-30)).all()
         for mine, true in zip(got, right, strict=True)

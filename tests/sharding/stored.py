@@ -273,7 +273,7 @@ def refusals(mesh):
 
 
 def gathered(mesh):
-    """Whether the parameters that FSDP2 holds are those of the model."""
+    """Return whether the parameters that FSDP2 holds are those of the model."""
     net = shard(Net(0), Layout(mesh=mesh))
     return set(gathered_dtypes(net)) == set(net.parameters())
 

@@ -24,7 +24,7 @@ RUNS = [f"{front} {strategy}" for front in FRONTS for strategy in STRATEGIES]
     ids=["few", "whole"],
 )
 def whole(request):
-    """Whether each run takes 20 steps, and overflows with a fused optimizer and with a plain one."""
+    """Return whether each run takes 20 steps, and overflows with a fused optimizer and with a plain one."""
     return request.param
 
 

@@ -21,7 +21,7 @@ LONG = ("AdamW", "SGD", "Lion", "tensor parallel")
     ids=["few", "whole"],
 )
 def whole(request):
-    """Whether each case takes 50 steps."""
+    """Return whether each case takes 50 steps."""
     return request.param
 
 

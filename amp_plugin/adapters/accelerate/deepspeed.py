@@ -141,7 +141,7 @@ def _is_on(config: Mapping[str, Any], section: str) -> bool:
 
 
 def is_ours(config: Mapping[str, Any]) -> bool:
-    """Whether the engine steps torch's optimizer, so that our scaler can take the place of torch's."""
+    """Return whether the engine steps torch's optimizer, so that our scaler can take the place of torch's."""
     stage = config.get("zero_optimization", {}).get("stage", 0)
     return not (stage or _is_on(config, "fp16") or _is_on(config, "bf16"))
 

@@ -24,7 +24,7 @@ _OWN_PRECISION: Final = {"DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStr
 
 
 def has_own_precision(strategy: object) -> bool:
-    """Whether a strategy does mixed precision itself. The package of the strategy may be missing."""
+    """Return whether a strategy does mixed precision itself. The package of the strategy may be missing."""
     return any(kind.__name__ in _OWN_PRECISION for kind in type(strategy).__mro__)
 
 

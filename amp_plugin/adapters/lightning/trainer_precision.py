@@ -327,7 +327,7 @@ class TrainerPrecision(PrecisionCore):
             self._scaler.clip_grad_value_(optimizer, clip_val)
 
     def _clips_as_stock(self, optimizer: Optimizer) -> bool:
-        """Whether Lightning's own clip is used: no loss was scaled so far, or a subclass decides."""
+        """Return whether Lightning's own clip is used: no loss was scaled so far, or a subclass decides."""
         core = self._scaler.core
         if self._scaler.is_enabled() and not core.has_scaled:
             return not core.awaits_first_loss(params_of(optimizer))  # torch's clip fails without gradients
