@@ -215,7 +215,7 @@ def chosen_for(hardware: Hardware) -> PrecisionChoice:
     elif fp16:
         reason = f"{hardware} computes fp16 fast, and bf16 at best by emulation"
     elif bf16 is None:
-        reason = f"torch does not tell whether {hardware} computes 16 bits fast"
+        reason = f"torch does not say whether {hardware} computes 16 bits fast"
     else:
         reason = f"{hardware} computes neither bf16 nor fp16 fast"
     return PrecisionChoice(precision=precision, device=hardware.device, reason=reason)
@@ -249,7 +249,7 @@ def warn_of_slow_fp16(precision: str, device_type: str) -> None:
     """Warn at the start of a run whose device has no fp16 arithmetic, as ``amp-plugin doctor`` does."""
     advice = speed_advice(precision, device_type) if precision == "fp16" else ""
     if advice:
-        warn_user(f"{advice}. The numbers are right all the same; amp-plugin doctor shows what is fast here")
+        warn_user(f"{advice}. The results are right, only slow; amp-plugin doctor shows what is fast here")
 
 
 @functools.cache

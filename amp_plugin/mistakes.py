@@ -45,7 +45,7 @@ MISTAKES: Final = {
     ),
     "AMP003": Mistake(
         name="framework-bypassed",
-        what="the framework scales the loss, and this call passes it by",
+        what="the framework scales the loss, but this call bypasses the framework",
         instead="call the method of the framework",
     ),
     "AMP004": Mistake(
@@ -55,7 +55,8 @@ MISTAKES: Final = {
     ),
     "AMP005": Mistake(
         name="update-between-steps",
-        what="the scaler is updated between the backward pass and a step, which then divides by a new scale",
+        what="the scaler is updated between the backward pass and a step, so the step divides by another "
+        "scale",
         instead="call scaler.update() once per iteration, after the last step",
     ),
     "AMP006": Mistake(
@@ -71,7 +72,7 @@ MISTAKES: Final = {
     "AMP008": Mistake(
         name="backward-in-autocast",
         what="the backward pass runs inside the autocast region",
-        instead="close the region before backward(), whose ops run in the dtypes of their forward ops",
+        instead="close the region before backward(), whose ops use the dtypes of the forward pass anyway",
         is_harmless=True,
     ),
     "AMP009": Mistake(
@@ -86,7 +87,7 @@ MISTAKES: Final = {
     ),
     "AMP011": Mistake(
         name="fp16-without-scaler",
-        what="float16 gradients without a loss scale: those below 6e-8 become 0",
+        what="without a loss scale, float16 gradients below 6e-8 become 0",
         instead="scale the loss with a GradScaler, or use bfloat16",
     ),
     "AMP012": Mistake(
@@ -108,13 +109,13 @@ MISTAKES: Final = {
     ),
     "AMP015": Mistake(
         name="scaler-not-saved",
-        what="the checkpoint holds the optimizer and not the scaler",
-        instead="save scaler.state_dict() too: a resumed run starts with a scale that overflows otherwise",
+        what="the checkpoint contains the optimizer but not the scaler",
+        instead="save scaler.state_dict() too; otherwise a resumed run starts with a scale that overflows",
         is_harmless=True,
     ),
     "AMP016": Mistake(
         name="scheduler-on-skip",
-        what="the learning rate moves on although the scaler may have skipped the step",
+        what="the learning rate scheduler advances although the scaler may have skipped the step",
         instead="step the scheduler only if the step was taken: if scaler.get_scale() has not decreased",
         is_harmless=True,
     ),
@@ -125,7 +126,7 @@ MISTAKES: Final = {
     ),
     "AMP018": Mistake(
         name="function-without-custom-fwd",
-        what="the autograd function computes in autocast's dtype forward and not backward",
+        what="the autograd function computes in autocast's dtype in its forward and not in its backward",
         instead="decorate forward with torch.amp.custom_fwd and backward with torch.amp.custom_bwd",
     ),
     "AMP019": Mistake(

@@ -83,23 +83,28 @@ class Spike:
     of: Annotated[
         Literal["norm", "loss"],
         Doc(
-            'What is looked at. ``"norm"``: the norm of the unscaled gradients, before clipping. ``"loss"``: '
-            "the losses that went through ``scale()`` since the step before, added up; under "
-            "torch.distributed their mean over all processes."
+            'The value that is judged. ``"norm"``: the norm of the unscaled gradients, before clipping. '
+            '``"loss"``: the sum of the losses that went through ``scale()`` since the last step. Under '
+            "torch.distributed it is the mean over all processes."
         ),
     ] = "norm"
-    sigma: Annotated[float, Doc("Deviations above the mean, more than 0.")] = 6.0
-    window: Annotated[int, Doc("Steps that mean and deviation look back, at least 2.")] = 128
+    sigma: Annotated[float, Doc("The number of standard deviations above the mean, more than 0.")] = 6.0
+    window: Annotated[
+        int, Doc("The number of steps over which the mean and the deviation are taken, at least 2.")
+    ] = 128
     warmup: Annotated[
         int | None,
-        Doc("Steps before the first that can be a spike, at most ``window``; None: a quarter of ``window``."),
+        Doc(
+            "The number of steps before a step can count as a spike, at most ``window``. None means a "
+            "quarter of ``window``."
+        ),
     ] = None
     action: Annotated[
         Literal["skip", "clip", "raise"],
         Doc(
-            '``"skip"``: the step changes nothing. ``"clip"``: the gradients are clipped to the running mean '
-            'of the norm. ``"raise"``: the step is skipped, and ``amp_plugin.SpikeError`` is raised; weights '
-            "stay as they are until it is."
+            '``"skip"``: the step changes nothing. ``"clip"``: the gradients are clipped to the running '
+            'mean of the norm. ``"raise"``: the step is skipped, and ``amp_plugin.SpikeError`` is '
+            "raised as soon as the host knows it. Until then, no later step changes the weights."
         ),
     ] = "skip"
 
@@ -141,61 +146,73 @@ class LossScaleOptions:
         OptionError: A value has the wrong type, a number is out of range, or a word is unknown.
     """
 
-    init_scale: Annotated[float, Doc("First loss scale.")] = field(default=2.0**16, kw_only=False)
-    growth_factor: Annotated[float, Doc("Factor of a growth, more than 1.")] = field(
+    init_scale: Annotated[float, Doc("The first loss scale.")] = field(default=2.0**16, kw_only=False)
+    growth_factor: Annotated[float, Doc("The factor by which the scale grows, more than 1.")] = field(
         default=2.0, kw_only=False
     )
-    backoff_factor: Annotated[float, Doc("Factor of a backoff, between 0 and 1.")] = field(
-        default=0.5, kw_only=False
-    )
-    growth_interval: Annotated[int, Doc("Good optimizer steps in a row before a growth.")] = field(
-        default=2000, kw_only=False
-    )
-    min_scale: Annotated[float | None, Doc("Floor of the scale; None only keeps it above 0.")] = None
-    max_scale: Annotated[float | None, Doc("Ceiling of the scale; None means float32's largest number.")] = (
-        None
-    )
-    hysteresis: Annotated[int, Doc("How many overflows lower the scale; 1: each does.")] = 1
+    backoff_factor: Annotated[
+        float, Doc("The factor by which an overflow lowers the scale, between 0 and 1.")
+    ] = field(default=0.5, kw_only=False)
+    growth_interval: Annotated[
+        int, Doc("The number of steps in a row without an overflow after which the scale grows.")
+    ] = field(default=2000, kw_only=False)
+    min_scale: Annotated[float | None, Doc("The smallest scale. None only keeps it above 0.")] = None
+    max_scale: Annotated[float | None, Doc("The largest scale. None means float32's largest number.")] = None
+    hysteresis: Annotated[
+        int, Doc("The number of overflows that it takes to lower the scale. With 1, each overflow does.")
+    ] = 1
     hysteresis_mode: Annotated[
         HysteresisMode,
         Doc(
-            'When that tolerance is restored: ``"apex"`` (any good step), ``"megatron"`` or '
-            '``"deepspeed"`` (a whole growth interval).'
+            'When the count of ``hysteresis`` starts again: ``"apex"`` (after any step without an '
+            'overflow), ``"megatron"`` or ``"deepspeed"`` (after a whole growth interval).'
         ),
     ] = "apex"
     on_min_scale: Annotated[
         Literal["hold", "raise"],
-        Doc('On overflow at the floor: ``"hold"`` it, or ``"raise"`` FloatingPointError.'),
+        Doc(
+            'What an overflow at the smallest scale does: ``"hold"`` keeps the scale, ``"raise"`` raises '
+            "FloatingPointError."
+        ),
     ] = "hold"
     dynamic: Annotated[
-        bool, Doc("False keeps the scale constant; overflowing steps are skipped all the same.")
+        bool, Doc("False keeps the scale constant. Steps with an overflow are still skipped.")
     ] = True
     fp16_gradients: Annotated[
-        bool, Doc("True allows parameters in float16, whose gradients lose what is below 6e-8.")
+        bool, Doc("True allows parameters in float16. Their gradients lose values below 6e-8.")
     ] = False
-    one_pass: Annotated[bool, Doc("False lets an optimizer's own code take every step.")] = True
+    one_pass: Annotated[
+        bool,
+        Doc(
+            "True lets amp_plugin take a whole optimizer step with one op, if it has a rule for the "
+            "optimizer. False always calls the optimizer's own ``step()``."
+        ),
+    ] = True
     on_nonfinite: Annotated[
         OnNonfinite,
         Doc(
-            'What a step with inf or nan in a gradient does, in every precision. ``"skip"``: it changes '
-            'nothing. ``"raise"``: it also raises FloatingPointError; under a loss scale that '
-            'adapts, only once it has fallen to 1 or to ``min_scale``. ``"ignore"``: without a loss scale '
-            "nothing is checked, as in torch; with one, overflows are skipped all the same."
+            'What a step with an inf or nan in a gradient does, in every precision. ``"skip"``: the '
+            'step changes nothing. ``"raise"``: it also raises FloatingPointError. With a dynamic loss '
+            'scale it raises only once the scale has fallen to 1 or to ``min_scale``. ``"ignore"``: '
+            "without a loss scale gradients are not checked, as in torch. With a loss scale, overflows "
+            "are still skipped."
         ),
     ] = "skip"
     on_spike: Annotated[
         Spike | Mapping[str, Any] | Literal["skip", "clip", "raise"] | None,
         Doc(
-            "What a step does whose gradient norm or loss is far above its running mean: a Spike, its action "
-            'alone (``"skip"``, ``"clip"``, ``"raise"``), or a mapping with its options. None: nothing.'
+            "What to do about a step whose gradient norm or loss is far above its running mean: a "
+            'Spike, only its action (``"skip"``, ``"clip"``, ``"raise"``), or a mapping with its '
+            "options. None does nothing."
         ),
     ] = None
 
     log: Annotated[
         str | Path | Callable[[Any], Any] | None,
         Doc(
-            "Where each step is recorded: a file that gets one line of JSON for each (``run.jsonl``), or a "
-            "function that is called with an ``amp_plugin.StepRecord``. Only rank 0 writes. None: nowhere."
+            "Where each step is recorded: a file that gets one line of JSON for each step "
+            "(``run.jsonl``), or a function that is called with an ``amp_plugin.StepRecord``. Only rank "
+            "0 writes. None records nothing."
         ),
     ] = None
 
@@ -211,7 +228,10 @@ class LossScaleOptions:
         if not (self.log is None or isinstance(self.log, str | Path) or callable(self.log)):
             raise OptionError(option="log", value=self.log, allowed="the path of a file, or a function")
         if self.on_spike is not None and self.on_nonfinite == "ignore":
-            allowed = "on_nonfinite='skip' or 'raise' beside it: nothing is measured with 'ignore'"
+            allowed = (
+                "on_spike together with on_nonfinite='skip' or 'raise': with 'ignore' gradients are not "
+                "measured"
+            )
             raise OptionError(
                 option="on_spike", value=self.on_spike, allowed=allowed, others=("on_nonfinite",)
             )
@@ -243,7 +263,7 @@ class LossScaleOptions:
 
 @dataclass(frozen=True)
 class _Device:
-    device: Annotated[str, Doc("Device type of the losses.")] = "cuda"
+    device: Annotated[str, Doc("The device type of the losses.")] = "cuda"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,23 +273,26 @@ class GradScalerOptions(LossScaleOptions, _Device):
     enabled: Annotated[
         bool,
         Doc(
-            "False makes the scale None, for bfloat16 and float32: gradients are divided by nothing; "
-            "``step`` skips and ``last_step`` reports as ever."
+            "False turns the loss scale off, for bfloat16 and float32. Gradients are then not divided. "
+            "Steps with an inf or nan are still skipped, and ``last_step`` still reports."
         ),
     ] = field(default=True, kw_only=False)
     losses: Annotated[
         Sequence[str],
         Doc(
-            "Names of losses with a scale of their own, for ``scale(loss, name=...)``; a loss scaled "
-            "without a name has the scaler's."
+            "Names of losses that have a loss scale of their own, for ``scale(loss, name=...)``. A loss "
+            "without a name uses the scaler's loss scale."
         ),
     ] = ()
-    process_groups: Annotated[Sequence[ProcessGroup], Doc("Groups whose ranks take the same decision.")] = ()
+    process_groups: Annotated[
+        Sequence[ProcessGroup],
+        Doc("Process groups whose ranks skip the same steps and have the same loss scale."),
+    ] = ()
     sharded_groups: Annotated[
         Sequence[ProcessGroup],
         Doc(
-            "Groups whose ranks hold different parts of the plain gradients (FSDP1): as "
-            "``process_groups``, and norms are added up over them."
+            "Process groups whose ranks hold different parts of the gradients as ordinary tensors "
+            "(FSDP1). They are like ``process_groups``, and norms are added up over them too."
         ),
     ] = ()
 
@@ -284,13 +307,16 @@ class PrecisionOptions(LossScaleOptions):
 
     eval_precision: Annotated[
         PrecisionName | StockName | torch.dtype | None,
-        Doc('Precision of models in evaluation: ``"fp16"``, ``"bf16"`` or ``"fp32"``; None: as in training.'),
+        Doc(
+            'The precision of evaluation: ``"fp16"``, ``"bf16"`` or ``"fp32"``. None means the same as in '
+            "training."
+        ),
     ] = None
     rules: Annotated[
         OpRules | Mapping[str, Any] | str | Path | None,
         Doc(
-            "Op rules other than the default ones, for the whole run: an OpRules, the path of a YAML file, "
-            "or a mapping with the keys of that file."
+            "The op rules of the whole run, instead of the default ones: an OpRules, the path of a YAML "
+            "file, or a mapping with the keys of that file."
         ),
     ] = None
     fp32_modules: Annotated[
@@ -303,41 +329,48 @@ class PrecisionOptions(LossScaleOptions):
     weights: Annotated[
         WeightsName,
         Doc(
-            'How weights are stored. ``"fp32"``: those that come in 16 bits become float32 before training; '
-            '``"bf16"``: what autocast would cast in bf16, with 16 bits more for each, trained exactly as in '
-            'float32; ``"fp16"``: likewise in fp16, with float32 masters; ``"bf16-stochastic"``: in bf16 '
-            'alone, rounded at random; ``"bf16-true"``, ``"fp16-true"``: all weights and activations.'
+            'How weights are stored. ``"fp32"``: in float32; weights that come in 16 bits are converted '
+            'before training. ``"bf16"``: weights that autocast would cast are stored in bf16 with a '
+            '16-bit remainder, and are trained exactly as in float32. ``"fp16"``: the same weights in '
+            'fp16, with a float32 copy. ``"bf16-stochastic"``: the same weights in bf16 without a '
+            'remainder, with stochastic rounding. ``"bf16-true"``, ``"fp16-true"``: all weights, and '
+            "activations too, are in 16 bits."
         ),
     ] = "fp32"
     state: Annotated[
         StateName,
         Doc(
-            'How optimizers keep their moments between steps, whatever ``weights`` is: ``"fp32"``; '
-            '``"bf16"``: in 2 bytes, second moments rounded at random; ``"8bit"``: in codes of 1 byte, with '
-            "a unit for each 128 elements."
+            "How optimizers store their moments between steps, for any value of ``weights``. "
+            '``"fp32"``: in 4 bytes. ``"bf16"``: in 2 bytes; second moments are rounded stochastically. '
+            '``"8bit"``: in 1 byte, with one scale for each 128 elements.'
         ),
     ] = "fp32"
     formats: Annotated[
         Mapping[str, str] | str | Path | None,
         Doc(
-            "Formats of Linear layers, where they differ from the precision's: pattern of names or class -> "
-            '``"bf16"``, ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"`` or ``"nvfp4"``; or the path of a YAML '
-            "file of them. The first pattern that matches a layer decides. Training is in bf16 around them."
+            "Formats of some Linear layers, if they differ from ``precision``: a mapping from a pattern "
+            'of names or a class name to ``"bf16"``, ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"`` or '
+            '``"nvfp4"``, or the path of a YAML file with it. The first pattern that matches a layer '
+            "decides. All other ops compute in bf16."
         ),
     ] = None
     emulate: Annotated[
         bool,
-        Doc("Compute formats below 16 bits by emulation, on any device: right numbers, slowly."),
+        Doc("Emulate formats below 16 bits. This gives the right numbers on any device, but it is slow."),
     ] = False
     reduce: Annotated[
         ReduceName,
         Doc(
-            'Dtype in which FSDP reduces gradients, and adds up those of micro-batches: ``"fp32"``, or '
-            '``"bf16"`` for half the bytes.'
+            'The dtype in which FSDP reduces gradients and adds up those of micro-batches: ``"fp32"``, '
+            'or ``"bf16"``, which sends half the bytes.'
         ),
     ] = "fp32"
     exact_schedulers: Annotated[
-        bool, Doc("Wait for the device after each step, so that no scheduler is ever a skipped step ahead.")
+        bool,
+        Doc(
+            "Wait for the device after each step, so that a learning rate scheduler never advances at a "
+            "skipped step."
+        ),
     ] = False
 
     def __post_init__(self) -> None:
@@ -358,10 +391,10 @@ class _Precision:
     precision: Annotated[
         TrainingPrecision | StockName | NameWithWeights | torch.dtype,
         Doc(
-            '``"fp16"`` (with a loss scale, on CPU too), ``"bf16"``, ``"fp32"``; ``"auto"``: bf16 where the '
-            'device computes it fast, else fp16, else fp32; or ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"``, '
-            '``"nvfp4"``: Linear layers in that format by torchao, bf16 around them. Lightning\'s names '
-            '(``"16-mixed"``) and dtypes are understood.'
+            '``"fp16"`` (with a loss scale, on a CPU too), ``"bf16"`` or ``"fp32"``. ``"auto"``: bf16 '
+            'if the device computes it fast, else fp16, else fp32. ``"fp8"``, ``"fp8-rowwise"``, '
+            '``"mxfp8"``, ``"nvfp4"``: Linear layers compute in that format by torchao, and all other '
+            'ops in bf16. Lightning\'s names (``"16-mixed"``) and dtypes are allowed too.'
         ),
     ] = "fp16"
 
@@ -371,16 +404,25 @@ class PluginOptions(PrecisionOptions, _Precision):
     """The arguments of AmpPrecision and FabricAmpPrecision, to which the program passes its precision."""
 
     device: Annotated[
-        str | None, Doc("Device type, an error where training runs on another; None: the one it runs on.")
+        str | None,
+        Doc(
+            "The device type. It is an error if training runs on another one. None means the one on which "
+            "training runs."
+        ),
     ] = None
     scaler: Annotated[
-        Any, Doc("A GradScaler in place of the plugin's own; torch's gives its options and state.")
+        Any,
+        Doc(
+            "A GradScaler that replaces the plugin's own. From one of torch, the options and the state "
+            "are taken."
+        ),
     ] = None
     recipe: Annotated[
         Any,
         Doc(
             "torchao's configuration of a precision below 16 bits (Float8LinearConfig, "
-            'MXFP8TrainingOpConfig, NVFP4TrainingConfig), or the name of a recipe: ``"rowwise"``.'
+            "MXFP8TrainingOpConfig or NVFP4TrainingConfig), or the name of a recipe, such as "
+            '``"rowwise"``.'
         ),
     ] = None
 
@@ -399,16 +441,19 @@ class AccelerateOptions(PrecisionOptions):
     max_skips_in_a_row: Annotated[
         int,
         Doc(
-            "Skipped steps in a row of one optimizer after which ``step()`` raises, with the names of "
-            "the parameters; 0 goes on for ever."
+            "The number of skipped steps in a row of one optimizer after which ``step()`` raises an "
+            "error with the names of the parameters. 0 means no limit."
         ),
     ] = 50
     report: Annotated[
         str | Path | None,
-        Doc("A page of the run, rewritten while it goes on: ``amp_plugin.report``. It waits for each step."),
+        Doc(
+            "The path of an HTML page of the run, which is rewritten during training (see "
+            "``amp_plugin.report``). It waits for the device at each step."
+        ),
     ] = None
     fp32_outputs: Annotated[
-        bool, Doc("Convert what a prepared model returns to fp32, as Accelerate does.")
+        bool, Doc("Convert the outputs of a prepared model to fp32, as Accelerate does.")
     ] = True
 
     def __post_init__(self) -> None:

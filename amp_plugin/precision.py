@@ -81,8 +81,9 @@ def checked_precision(
         )
     elif name in _DOUBLE:
         msg = (
-            f"{place} is not mixed precision, nothing is cast in float64; allowed are {allowed}. For "
-            "float64 leave amp_plugin out: use the framework's own precision='64-true', or model.double()"
+            f"{place} is not mixed precision, because float64 casts nothing; allowed are {allowed}. For "
+            "float64 do not use amp_plugin: use the framework's own precision='64-true', or "
+            "model.double()"
         )
     else:
         names = [*words, *OTHER_NAMES]

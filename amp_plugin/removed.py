@@ -23,7 +23,8 @@ REMOVED: Final[dict[str, str]] = {
     "GradScaler.explain_skips": _BY_DIAGNOSE,
     "GradScaler.recorded": f"call the function itself, and {_BY_DIAGNOSE}",
     "GradScaler.assume_unchanged": "call clip_and_step(optimizer, max_norm), which reads gradients once",
-    "GradScaler.ensure_unscaled": "call unscale_(); clips and steps unscale by themselves if need be",
+    "GradScaler.ensure_unscaled": "call unscale_(), or nothing: clips and steps unscale gradients that are "
+    "still scaled",
     "GradScaler.has_new_gradients": "compare gradients yourself",
     "GradScaler.has_scaled": "call scaler.core.has_scaled",
     "GradScaler.measure": "call scaler.core.measure()",

@@ -290,7 +290,7 @@ def test_what_was_cast_before_an_error_is_listed(script: Path) -> None:
     assert re.search(r"total +4 +", result.output)
     assert re.search(r"Linear +linear +weight +fp32 → bf16 +1 +0 +48 bytes", result.stdout)
     told, error = result.stderr.split("\n", 1)
-    assert told.startswith(f"amp-plugin casts: --by goes to {script}, which it follows")
+    assert told.startswith(f"amp-plugin casts: --by stands after {script}, so {script} gets it")
     assert error.startswith('Traceback (most recent call last):\n  File "' + str(script))
     assert "no casts" not in result.output
 
@@ -317,7 +317,7 @@ def test_casts_fold_siblings_and_count_compiled_graphs(script: Path) -> None:
     assert answer["compiled_graphs"] == 1
     every = json.loads(amp("casts", "--json", "--every", "--by", "module", str(script)).stdout)
     assert len(every["rows"]) == 12
-    assert "compiled graphs: their casts are inside them" in amp("casts", str(script)).stdout
+    assert "the casts inside the" in amp("casts", str(script)).stdout
 
 
 def test_a_recorded_run_as_json_is_one_object(script: Path, tmp_path: Path) -> None:

@@ -36,12 +36,20 @@ from amp_plugin.weights.formats import HALVES
 class IgniteOptions(PluginOptions):
     """The arguments of IgnitePrecision."""
 
-    max_norm: Annotated[float | None, Doc("Largest total norm of the gradients; None clips none.")] = None
-    gradient_accumulation_steps: Annotated[int, Doc("Micro-batches of one optimizer step.")] = 1
-    max_skips_in_a_row: Annotated[int, Doc("Skipped steps in a row that end the run; 0: none do.")] = 50
+    max_norm: Annotated[float | None, Doc("The largest total norm of the gradients. None does not clip.")] = (
+        None
+    )
+    gradient_accumulation_steps: Annotated[int, Doc("The number of micro-batches of one optimizer step.")] = 1
+    max_skips_in_a_row: Annotated[
+        int,
+        Doc("The number of skipped steps in a row after which the run ends with an error. 0 means no limit."),
+    ] = 50
     report: Annotated[
         str | Path | None,
-        Doc("A page of the run, rewritten while it goes on: ``amp_plugin.report``. It waits for each step."),
+        Doc(
+            "The path of an HTML page of the run, which is rewritten during training (see "
+            "``amp_plugin.report``). It waits for the device at each step."
+        ),
     ] = None
 
     def __post_init__(self) -> None:

@@ -46,7 +46,10 @@ def resolved(
     """
     given, sources = decided([*stated, *outside_program(environment)])
     for other in sorted(given.keys() - {*option_names(kind)}):
-        warn_user(f"{other} from {sources.pop(other)} has no effect in {door}, it is Accelerate's option")
+        warn_user(
+            f"{other} from {sources.pop(other)} has no effect in {door}, because it is an option for "
+            "Accelerate only"
+        )
         del given[other]
     with naming(sources):
         return kind(**given), sources

@@ -67,9 +67,10 @@ def anomalies_explained(scaler: Any) -> Iterator[None]:
         if not (torch.is_anomaly_enabled() and _ANOMALY in str(error) and scaler.is_enabled()):
             raise
         msg = (
-            f"{error} The loss scale is {scaler.get_scale():g}, and it may be the only reason: the scale is "
-            "found by gradients that overflow, which are skipped. Run without anomaly detection; "
-            "`amp-plugin diagnose train.py` finds a nan that has another reason. Or lower init_scale."
+            f"{error} The loss scale is {scaler.get_scale():g}, and it may be the only reason: while the "
+            "scaler finds the scale, some gradients overflow and their steps are skipped. Run without "
+            "anomaly detection, or lower init_scale. `amp-plugin diagnose train.py` finds a nan that "
+            "has another reason."
         )
         raise RuntimeError(msg) from error
 
@@ -168,8 +169,8 @@ def _refuse_unknown(
         return
     if scaled := sum(map(made.is_scaled, params_of(optimizer))):
         msg = (
-            f"{type(optimizer).__name__}.step(): {scaled} gradients are multiplied by the loss scale, and "
-            f"this optimizer was not prepared: step the one that {words.prepare} returns, or keep its "
-            "parameters out of prepared models"
+            f"{type(optimizer).__name__}.step(): {scaled} gradients are multiplied by the loss scale, "
+            f"but this optimizer was not prepared. Step the optimizer that {words.prepare} returns, or "
+            "keep its parameters out of prepared models"
         )
         raise RuntimeError(msg)

@@ -204,7 +204,10 @@ class Session:
         with naming(self.sources):
             patterns = read_formats(self.options.formats)
             if patterns and self.training_dtype is not torch.bfloat16:
-                allowed = f"precision='bf16', or one below 16 bits, next to formats; not {precision!r}"
+                allowed = (
+                    "formats= together with precision='bf16' or a precision below 16 bits, not with "
+                    f"{precision!r}"
+                )
                 raise OptionError(option="formats", value=self.options.formats, allowed=allowed)
             self.formats = LayerFormats(
                 default=precision if precision in BELOW_16_BITS else "bf16",
@@ -720,9 +723,10 @@ def _refuse_stranger(given: Any, name: str) -> None:
     missing = [name for name in methods if not callable(getattr(given, name, None))]
     if missing:
         msg = (
-            f"{name} = {given!r}: this object cannot stand in for an amp_plugin.GradScaler, it has no "
-            f"{', '.join(missing[:3])}...; give an amp_plugin.GradScaler, an object that has all of its "
-            "methods, a torch.amp.GradScaler (ours takes its options and state), or None to scale no loss"
+            f"{name} = {given!r}: this object cannot replace an amp_plugin.GradScaler, because it has no "
+            f"{', '.join(missing[:3])}...; give an amp_plugin.GradScaler, an object with all of its "
+            "methods, a torch.amp.GradScaler (its options and state are copied), or None for no loss "
+            "scale"
         )
         raise TypeError(msg)
 

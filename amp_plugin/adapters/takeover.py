@@ -133,9 +133,9 @@ class Takeover:
             undo.enter_context(when_imported(self._frameworks()))
             undo.enter_context(ScaledClips(self._tell_of_clip))
             self._undo = undo.pop_all()
-        said = f"{_NAMES} are amp_plugin's while {self._program} runs"
+        said = f"{_NAMES} are replaced by those of amp_plugin while {self._program} runs"
         if self._precision is not None:
-            said += f", in {self._precision} where it chooses no precision"
+            said += f"; the precision is {self._precision} unless the program chooses one"
         if rules is not None:
             said += f"; torch.autocast on {rules.device_type} follows {self._rules_file}"
         self._say(said)
@@ -184,11 +184,11 @@ class Takeover:
             does = "used none of these; a plain loop needs torch.autocast(device), enabled, around its model"
             if self._uses_ours or self._opened_regions_of_ours():
                 does = "uses amp_plugin itself, which needs no `amp-plugin run`"
-            self._say(f"nothing was taken over in this process: {self._program} {does}")
+            self._say(f"amp_plugin replaced nothing in this process: {self._program} {does}")
         if used and not dtypes and self._precision is not None and not self._uses_framework:
             no_block = f"{self._program} opened no block of torch.autocast, or none that is enabled"
             nothing = f"nothing was computed in {self._precision}"
-            self._say(f"--precision {self._precision} set nothing: {no_block}; {nothing}", in_children=True)
+            self._say(f"--precision {self._precision} had no effect: {no_block}; {nothing}", in_children=True)
         if "fp16" in dtypes and not self._scales:
             self._say(
                 "float16 ran without a torch.amp.GradScaler: if this was training, small gradients are lost; "
@@ -258,7 +258,9 @@ class Takeover:
         torchs = torch.amp.GradScaler
         inner = [name for name in vars(torchs) if name.startswith("_") and not name.startswith("__")]
         if any(getattr(kind, name) is not getattr(torchs, name) for name in inner):
-            self._say(f"{kind.__name__} overrides torch's own steps of a loss scale and is left as it is")
+            self._say(
+                f"{kind.__name__} overrides private methods of torch.amp.GradScaler, so it is not replaced"
+            )
             return False
         return True
 

@@ -308,6 +308,6 @@ def log_casts(model: nn.Module | None = None) -> CastLog:
         [('input', 'input', 12), ('weight', 'weight', 8), ('bias', 'weight', 2)]
     """
     if model is not None and not isinstance(model, nn.Module):
-        msg = f"log_casts({model!r}): a torch.nn.Module is wanted, or nothing"
+        msg = f"log_casts({model!r}): give a torch.nn.Module, or no argument"
         raise TypeError(msg)
     return CastLog(model)

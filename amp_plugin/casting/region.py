@@ -303,7 +303,7 @@ def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[
     if dtype is not None and not isinstance(dtype, torch.dtype):
         name = known_precision(dtype)
         near = str(DTYPES[name]) if name in {"bf16", "fp16"} else "torch.float16 or torch.bfloat16"
-        msg = f"autocast(dtype={dtype!r}): a torch.dtype is wanted, give {near}"
+        msg = f"autocast(dtype={dtype!r}): not a torch.dtype; give {near}"
         raise TypeError(msg)
     KERNELS.install()
     theirs = warned_at_user(torchs_autocast, device_type, dtype, enabled)

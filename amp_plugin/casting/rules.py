@@ -169,7 +169,7 @@ class OpRules:
         for op in self.rules:
             known = isinstance(op, str) and is_registered(op)
             if not known and (full := overloads_of(op)) != [op]:
-                msg = f"{op!r} is not a full name; with_rule() takes it, here give {', '.join(full)}"
+                msg = f"{op!r} is not a full name. with_rule() accepts it, but here give {', '.join(full)}"
                 raise ValueError(msg)
         rules = {op: OpRule(rule) for op, rule in sorted(self.rules.items())}
         keep = {op: frozenset(args) for op, args in sorted(self.keep.items()) if args}
@@ -406,6 +406,7 @@ def environment_rules() -> OpRules | None:
 def warn_of_device(source: str, theirs: str, device_type: str) -> None:
     """Warn once per process if autocast runs on a device for which a rules file has no rules."""
     warn_user(
-        f"{source}: the rules are for {theirs}; autocast on {device_type} follows the default ones. For "
-        f"the same policy there, write device_type: {device_type} into a copy of it"
+        f"{source}: the rules are for {theirs}, so autocast on {device_type} follows the default ones. "
+        f"To use the same policy on {device_type}, write device_type: {device_type} into a copy of the "
+        "file"
     )

@@ -171,7 +171,10 @@ class RunIn:
             _check_is_called(target)
             if _is_bound(target):
                 name = target.__name__
-                msg = f"run_in: others use {name} too; derive a class, class Mine({name}), and decorate that"
+                msg = (
+                    f"run_in: other code uses {name} too; derive a class, class Mine({name}), and decorate "
+                    "that"
+                )
                 raise TypeError(msg)
             target.forward = _function_in(target.forward, self)
             return target
@@ -201,8 +204,8 @@ def _apply_to_instance(module: nn.Module, settings: RunIn) -> nn.Module:
     _check_is_called(type(module))
     if "forward" in vars(module):
         msg = (
-            f"run_in: forward of this {type(module).__name__} was replaced on the instance; apply run_in "
-            "before that is done"
+            f"run_in: the forward of this {type(module).__name__} was replaced on the instance; apply "
+            "run_in before it is replaced"
         )
         raise ValueError(msg)
     changed = change_class(module, _methods_in, settings)
@@ -264,7 +267,7 @@ def _names_by_position(function: Callable[..., Any], keep: frozenset[str]) -> tu
     try:
         kinds = {name: parameter.kind for name, parameter in inspect.signature(function).parameters.items()}
     except ValueError as error:
-        msg = f"run_in(keep=...): {name} does not tell the names of its arguments; wrap it in a function"
+        msg = f"run_in(keep=...): the names of the arguments of {name} cannot be read; wrap it in a function"
         raise ValueError(msg) from error
     unknown = sorted(keep - kinds.keys())
     if unknown and inspect.Parameter.VAR_KEYWORD not in kinds.values():

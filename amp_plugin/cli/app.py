@@ -73,7 +73,9 @@ def _check_architectures(given: list[str] | None) -> list[str] | None:
 
 @app.command()
 def build(
-    rebuild: Annotated[bool, typer.Option("--rebuild", help="Compile even what the cache has.")] = False,
+    rebuild: Annotated[
+        bool, typer.Option("--rebuild", help="Compile again what the cache already has.")
+    ] = False,
     cuda: Annotated[
         list[str] | None,
         typer.Option(
@@ -123,14 +125,21 @@ def export(
         Path, typer.Argument(help="The file to write, *.safetensors; with --max-shard-size, a new folder.")
     ],
     dtype: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="Dtype of the weights.")] = "fp32",
-    prefix: Annotated[str, typer.Option(help="Take only names that begin so, and drop it: model.")] = "",
-    key: Annotated[str, typer.Option(help="Where a file of torch.save holds the state dict.")] = "",
-    max_shard_size: Annotated[
-        str, typer.Option(help="Write shards of at most this size, and their index: 5GB. Default: one file.")
+    prefix: Annotated[
+        str, typer.Option(help="Take only the names that begin with this text, and remove it: model.")
     ] = "",
-    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    key: Annotated[
+        str, typer.Option(help="The key under which a file of torch.save holds the state dict.")
+    ] = "",
+    max_shard_size: Annotated[
+        str,
+        typer.Option(
+            help="Write shards of at most this size, such as 5GB, and their index. Default: one file."
+        ),
+    ] = "",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     trust: Annotated[
-        bool, typer.Option("--trust", help="Unpickle any object; whoever wrote the file can run code here.")
+        bool, typer.Option("--trust", help="Unpickle any object. Code in the file can then run here.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -35,10 +35,16 @@ class ScriptCommand(TyperCommand):
         if script and own:
             options, command = " ".join(own), f"amp-plugin {ctx.info_name}"
             if given.get("as_module") or reads_arguments(script):
-                said = f"goes to {script}, which it follows; to give it to {command}, write it in front"
+                said = (
+                    f"stands after {script}, so {script} gets it; to give it to {command}, write it before "
+                    f"{script}"
+                )
             else:
                 ctx.allow_interspersed_args = ctx.ignore_unknown_options = True
-                said = f"is read by {command}, because {script} reads no arguments; write it in front"
+                said = (
+                    f"is an option of {command}, because {script} reads no arguments; write it before "
+                    f"{script}"
+                )
             print(f"{command}: {options} {said}", file=sys.stderr, flush=True)
         return super().parse_args(ctx, args)
 
@@ -47,13 +53,13 @@ def _before_dashes(words: list[str]) -> list[str]:
     return words[: words.index("--")] if "--" in words else words
 
 
-Script = Annotated[str, typer.Argument(help="A Python file to run; with -m a module.")]
+Script = Annotated[str, typer.Argument(help="The Python file to run, or with -m the module.")]
 Arguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")]
 AsModule = Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Device = Annotated[
     Literal["cpu", "cuda", "mps", "xpu"] | None,
-    typer.Option(help="Device; default: a rules file's, or the best here."),
+    typer.Option(help="The device type. Default: that of a rules file, or the best of this machine."),
 ]
 
 

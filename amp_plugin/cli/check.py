@@ -16,15 +16,16 @@ def check(
     fix: Annotated[bool, typer.Option("--fix", help="Rewrite deprecated names in the files.")] = False,
     diff: Annotated[bool, typer.Option("--diff", help="Show what --fix would change.")] = False,
     output: Annotated[
-        Literal["text", "github", "sarif"], typer.Option("--format", help="How to print what was found.")
+        Literal["text", "github", "sarif"],
+        typer.Option("--format", help="The format in which findings are printed."),
     ] = "text",
     select: Annotated[str, typer.Option(help="Rules to check: AMP001,AMP002.")] = "",
     ignore: Annotated[str, typer.Option(help="Rules to leave out.")] = "",
     baseline: Annotated[
-        Path | None, typer.Option(exists=True, help="Report only what this file does not hold.")
+        Path | None, typer.Option(exists=True, help="Report only findings that are not in this file.")
     ] = None,
     write_baseline: Annotated[
-        Path | None, typer.Option(help="Write what is found to this file, and report nothing.")
+        Path | None, typer.Option(help="Write the findings to this file, and report nothing.")
     ] = None,
 ) -> None:
     """Find mistakes with mixed precision in Python source.
@@ -37,7 +38,7 @@ def check(
     from amp_plugin.check.settings import Settings  # noqa: PLC0415
 
     if fix and diff:
-        fail("--diff changes nothing and --fix does; give one of them", code=2)
+        fail("--diff shows the changes and --fix makes them; give only one of them", code=2)
     try:
         settings = Settings.of_project(
             Path.cwd(), select=_codes(select), ignore=_codes(ignore), baseline=baseline

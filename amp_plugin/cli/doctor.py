@@ -38,7 +38,7 @@ def examine(precision: str, device_type: str) -> dict[str, Any]:
         planned = plan(precision, device_type)
     unset = f"; unset it; known are {', '.join(KNOWN_VARIABLES)}"
     unknown = {
-        name: f"nothing reads this variable{hint or unset}"
+        name: f"amp_plugin does not read this variable{hint or unset}"
         for name, hint in unknown_variables(os.environ).items()
     }
     return {

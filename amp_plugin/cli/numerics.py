@@ -23,10 +23,10 @@ def diagnose(
     arguments: Arguments = None,
     as_module: AsModule = False,
     keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="List every origin, not the first alone.")
+        bool, typer.Option("--keep-going", help="List every origin of nans and infs, not only the first.")
     ] = False,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Report an infinity even if nothing comes of it.")
+        bool, typer.Option("--strict", help="Report every nan and inf, even if it does not matter.")
     ] = False,
     compare: Annotated[
         Literal["fp32", "fp64", "eager"] | None,
@@ -35,11 +35,14 @@ def diagnose(
     save: Annotated[
         Path | None,
         typer.Option(
-            help="Record what each op makes into this file, or folder of several ranks, for `compare`."
+            help="Record the result of each op in this file (with several ranks, in this folder), for "
+            "`compare`."
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to record; with --save.")] = 10,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of the table of errors.")] = 20,
+    steps: Annotated[
+        int, typer.Option(min=1, help="The number of optimizer steps to record, with --save.")
+    ] = 10,
+    rows: Annotated[int, typer.Option(min=1, help="The number of rows of the table of errors.")] = 20,
     as_json: AsJson = False,
 ) -> None:
     """Run a script and name the first op that makes a nan or a harmful inf; exit code 1 if one does."""
@@ -82,8 +85,8 @@ def _find_non_finite(
         print("\n".join(["before this error all numbers in training were finite", *notes]))
     elif (rank := rank_of_process()) is not None:
         print(
-            f"rank {rank} found nothing before the error above; if another rank has stopped, that is why, "
-            "and its report names the op",
+            f"rank {rank} found nothing before the error above. If another rank has stopped, that is the "
+            "reason, and the report of that rank names the op",
             file=sys.stderr,
         )
     raise typer.Exit(1 if diagnosis.findings else code)

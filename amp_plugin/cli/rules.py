@@ -84,7 +84,11 @@ def _rule_sets(words: list[str], device: str | None) -> list[OpRules]:
         files = {word: OpRules.from_yaml(word) for word in words if word.endswith((".yaml", ".yml"))}
         devices = {rules.device_type for rules in files.values()} | ({device} if device else set())
         if len(devices) > 1:
-            fail(f"rules of {' and '.join(sorted(devices))} differ in device; give those of one", code=2)
+            fail(
+                f"these rules are for different devices, {' and '.join(sorted(devices))}; give rules for "
+                "one device",
+                code=2,
+            )
         of = devices.pop() if devices else default_device()
         default = {"default": OpRules.default(of)}
         return [files.get(word) or default.get(word) or OpRules.named(word, of) for word in words]
@@ -96,7 +100,7 @@ def _share(given: str) -> float:
     """Return a share as a number: 0.05 for ``5%`` and for ``0.05``."""
     number = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*(%?)", str(given).strip())
     if number is None:
-        msg = f"{given!r} is not a share; give it as 5% or 0.05"
+        msg = f"{given!r} is not a percentage or a fraction; give 5% or 0.05"
         raise typer.BadParameter(msg)
     return float(number[1]) / (100 if number[2] else 1)
 
@@ -106,13 +110,13 @@ Output = Annotated[
     typer.Option("-o", "--output", help="The file to write: rules.yaml, or formats.yaml with --formats."),
 ]
 Goal = Annotated[Literal["memory", "casts", "accuracy"], typer.Option("--for", help="What to improve.")]
-Reference = Annotated[Literal["fp64", "fp32"], typer.Option(help="What to compare gradients with.")]
+Reference = Annotated[Literal["fp64", "fp32"], typer.Option(help="The dtype of the reference gradients.")]
 Budget = Annotated[
     float,
     typer.Option(
         parser=_share,
         metavar="SHARE",
-        help="Share by which the gradient error may grow, 5% or 0.05; with --for accuracy the bytes.",
+        help="How much the gradient error may grow (with --for accuracy: the bytes), such as 5% or 0.05.",
     ),
 ]
 
@@ -124,19 +128,23 @@ def tune(
     output: Output = None,
     goal: Goal = "memory",
     budget: Budget = 0.05,
-    batches: Annotated[int, typer.Option(min=1, help="Backward passes to run and measure.")] = 4,
+    batches: Annotated[
+        int, typer.Option(min=1, help="The number of backward passes to run and measure.")
+    ] = 4,
     device: Device = None,
     reference: Reference = "fp64",
     formats: Annotated[
         str,
         typer.Option(
             metavar="NAMES",
-            help="Place Linear layers in formats instead: nvfp4,mxfp8,fp8,bf16. The budget is then the error "
-            "of the gradients.",
+            help="Choose a format for each Linear layer instead, from a list: nvfp4,mxfp8,fp8,bf16. The "
+            "budget is then the gradient error.",
         ),
     ] = "",
-    plot: Annotated[Path | None, typer.Option(help="Draw what was tried into this file.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw a plot of all sets of rules that were tried into this file.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Find op rules that save memory or casts, or that cure an overflow, and write them to a file.
@@ -149,7 +157,7 @@ def tune(
     """
     output = output or Path("formats.yaml" if formats else "rules.yaml")
     if formats and (goal != "memory" or plot is not None):
-        fail("--formats places layers; leave --for and --plot out", code=2)
+        fail("--formats chooses formats and not rules; leave --for and --plot out", code=2)
     for file in filter(None, (output, plot)):
         _require_target(file, force=force)
     from amp_plugin.hardware import default_device  # noqa: PLC0415 - loads torch

@@ -23,8 +23,9 @@ Rules = Annotated[
 Precision = Annotated[
     Literal["fp16", "bf16", "auto"] | None,
     typer.Option(
-        help="What the program gets where it chooses none: the dtype of autocast blocks, mixed_precision of "
-        "an Accelerator, precision of a Trainer or Fabric. auto: what this machine computes fast."
+        help="The precision wherever the program chooses none: the dtype of autocast blocks, mixed_precision "
+        "of an Accelerator, precision of a Trainer or Fabric. auto chooses what this machine computes "
+        "fast."
     ),
 ]
 
@@ -40,13 +41,13 @@ def run(
     ] = None,
     log: Annotated[
         Path | None,
-        typer.Option("--log", help="Record each optimizer step in this file, one line of JSON each."),
+        typer.Option("--log", help="Record each optimizer step in this file, as one line of JSON."),
     ] = None,
     on_spike: Annotated[
         str | None,
         typer.Option(
             "--on-spike",
-            help="What becomes of a step whose gradient norm is far above the mean: skip, clip, raise, or a "
+            help="What to do about a step whose gradient norm is far above the mean: skip, clip, raise, or a "
             "mapping such as '{of: loss, sigma: 8}'.",
         ),
     ] = None,
@@ -117,7 +118,10 @@ def casts(
     as_module: AsModule = False,
     by: Annotated[Literal["cast", "module", "op"], typer.Option(help="What a row adds up.")] = "cast",
     every: Annotated[
-        bool, typer.Option("--every", help="Give each module a row; else numbered siblings share one.")
+        bool,
+        typer.Option(
+            "--every", help="Give each module a row of its own. By default numbered siblings share a row."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -146,7 +150,7 @@ def casts(
     elif made or graphs:
         show(cast_table(made, by))
         if graphs:
-            print(f"{graphs} compiled graphs: their casts are inside them and not in this table")
+            print(f"the casts inside the {graphs} compiled graphs are not in this table")
     elif not failed:
         print(f"autocast made no cast in {script}: open torch.autocast(device) around its forward pass")
     if formats.ranges() and not as_json:

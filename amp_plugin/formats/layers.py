@@ -219,8 +219,8 @@ class LayerFormats:
                 found[name] = chosen
             elif pattern is not None and not any(sign in pattern for sign in "*?["):
                 msg = (
-                    f"formats: {name} is {layer.out_features} x {layer.in_features}, and {chosen} takes "
-                    f"sides that are multiples of {self._side(chosen)}; give it another format, or 'bf16'"
+                    f"formats: {name} is {layer.out_features} x {layer.in_features}, but {chosen} needs "
+                    f"multiples of {self._side(chosen)}; give it another format, or 'bf16'"
                 )
                 raise ValueError(msg)
         return found
@@ -267,8 +267,9 @@ class LayerFormats:
     def _nothing(self, model: nn.Module) -> str:
         name = self.default if self.default != "bf16" else next(iter(self._configs))
         return (
-            f"{name}: {type(model).__name__} has no Linear layer to convert: both sides must be multiples of "
-            f"{self._side(name)}, and fp32_modules are left out; {_INSTEAD}"
+            f"{name}: {type(model).__name__} has no Linear layer to convert: in_features and "
+            f"out_features must be multiples of {self._side(name)}, and fp32_modules are left out; "
+            f"{_INSTEAD}"
         )
 
 
@@ -362,9 +363,10 @@ class LayerInput:
         rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
         if rows % self.multiple and torch.is_grad_enabled() and module.training:
             msg = (
-                f"{self.layer} gets {rows} rows, and {self.format_name} trains on a multiple of "
-                f"{self.multiple}, batch times sequence: change the batch size, pad the batch, or drop the "
-                f"last one; or give this layer 'bf16' by formats={{{self.layer!r}: 'bf16'}}"
+                f"{self.layer} gets {rows} rows (batch times sequence), but training in "
+                f"{self.format_name} needs a multiple of {self.multiple}: change the batch size, pad the "
+                f"batch, or drop the last batch; or keep this layer in bf16: formats={{{self.layer!r}: "
+                "'bf16'}"
             )
             raise ValueError(msg)
         weight: Any = module.weight

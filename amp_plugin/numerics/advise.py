@@ -54,46 +54,51 @@ _CALLED_AS = {
 # nll_loss_forward.
 _WITHIN = re.compile(r"^_?(?:native_)?|_forward$")
 
-_SMALL = " In fp16 an eps below 6e-8 is 0: take a larger one, or call float() first."
+_SMALL = " In fp16 an eps below 6e-8 becomes 0: take a larger one, or call float() first."
 
 # A cause, or a cause and a case of it -> what to do. In a text, {c} is the _Case.
 _ADVICE = {
-    "weight": "look at the checkpoint, at how it is initialised, and at the last step: it was so before.",
-    "data": "look at the data: it was so before the first op read it; isfinite() in the loader finds it. If "
-    "it is meant, replace it first: a mask or where() afterwards hides no gradient.",
-    "unwritten": "torch.empty returns whatever the memory held: write every element, or use torch.zeros.",
-    "collective": "read the report of the other ranks: the one that made it names the op.",
-    "constant": "this nan was written, by the program or by a function of torch's in this line (logdet of a "
-    "negative determinant): leave those elements out before; a mask hides no gradient of them.",
-    "function": "look at what {c.finding.op} computes outside of torch: it got finite numbers.",
-    "mask": "a row with nothing but -inf has no softmax: every position of it is masked. Leave one open, or "
-    "mask with a large negative number and drop the row afterwards.",
-    "infinity": "{c.infinite} holds infinities, and inf - inf, inf / inf and 0 * inf are nan: put them in by "
-    "masked_fill or where after {c.base}, so that the gradient is masked too.",
-    "empty": "{c.base} of too few elements is 0 / 0: check the length first (an empty selection, targets "
-    "that are all ignored), or pass correction=0.",
+    "weight": "the weight was not finite before this op: look at the checkpoint, at the initialisation, and "
+    "at the last step.",
+    "data": "the data was not finite before the first op read it: isfinite() in the data loader finds it. If "
+    "it is there on purpose, replace it before the first op: a mask or where() afterwards does not hide "
+    "its gradient.",
+    "unwritten": "torch.empty returns memory with arbitrary values: write every element, or use torch.zeros.",
+    "collective": "read the reports of the other ranks: the report of the rank that made it names the op.",
+    "constant": "the program, or a torch function in this line (such as logdet of a negative determinant), "
+    "wrote this nan on purpose: leave those elements out before; a mask does not hide their gradient.",
+    "function": "look at what {c.finding.op} computes outside torch: its inputs were finite.",
+    "mask": "every position of a row is masked with -inf, and the softmax of such a row is nan. Leave one "
+    "position unmasked, or mask with a large negative number and drop the row afterwards.",
+    "infinity": "{c.infinite} holds infinities, and inf - inf, inf / inf and 0 * inf are nan: insert the "
+    "infinities with masked_fill or where after {c.base}, so that the gradient is masked too.",
+    "empty": "{c.base} of too few elements is 0 / 0: check the number of elements first (an empty selection, "
+    "or targets that are all ignored), or pass correction=0.",
     "divergence": f"{{c.growing}}{DIVERGES}",
-    "pole, root": "a root is 0 there, and its derivative infinite: put the eps inside, sqrt(x + eps), or "
+    "pole, root": "the derivative of a root is infinite at 0: add an eps inside the root, sqrt(x + eps), or "
     "rsqrt(x + eps) to divide by it. where() afterwards hides the value but not the gradient.",
-    "pole, derivative": "the derivative of {c.forward} is not finite there: move the input away (clamp, eps; "
-    "for equal eigenvalues cholesky) or mask it before; where() hides the value but not the gradient.",
-    "pole, division": "{c.base} by 0, in this line or its backward(): add an eps to the divisor (of a root "
-    "inside: rsqrt(x + eps)), or mask it before the division.",
-    "pole": "{c.base} of 0, or at an end of its range, is infinite: clamp its input, add an eps, or use "
+    "pole, derivative": "the derivative of {c.forward} is not finite at this input: move the input away from "
+    "it (clamp or eps; for equal eigenvalues use cholesky), or mask the input before the op. where() "
+    "afterwards hides the value but not the gradient.",
+    "pole, division": "{c.base} by 0, in this line or in its backward pass: add an eps to the divisor (if it "
+    "is a root, inside the root: rsqrt(x + eps)), or mask it before the division.",
+    "pole": "{c.base} is infinite at 0 or at the end of its range: clamp its input, add an eps, or use "
     "log_softmax or logsumexp.",
-    "digits": "in {c.dtype} numbers between {c.below_one:.6g} and 1 are 1, whatever clamp or eps says: its "
-    "digits are too few, its range does not matter. Compute in fp32 from {c.rounded_by} on: give it the rule "
-    "fp32, call float() before it, or use logsigmoid, log_softmax or a loss with logits.",
-    "domain, length": "an input is shorter than its target: leave it out, or pass zero_infinity=True.",
-    "domain": "{c.base} is not defined for these inputs: clamp them into its range and away from its ends; a "
-    "small negative number is a 0 that was rounded.",
-    "loss scale": "{c.overflow}. A loss scale that is still too large has this effect, and GradScaler halves "
-    "it: if steps are skipped again and again, make the loss smaller.",
+    "digits": "{c.dtype} rounds numbers between {c.below_one:.6g} and 1 to 1, so a clamp or an eps does not "
+    "help: it has too few digits. Compute in fp32 from {c.rounded_by} on: give it the rule fp32, call "
+    "float() before it, or use logsigmoid, log_softmax or a loss with logits.",
+    "domain, length": "an input is shorter than its target: leave this sample out, or pass "
+    "zero_infinity=True.",
+    "domain": "{c.base} is not defined for these inputs: clamp them into its range, away from the ends. (A "
+    "small negative number may be a 0 with a rounding error.)",
+    "loss scale": "{c.overflow}. The loss scale may still be too large; then GradScaler halves it. If steps "
+    "are skipped again and again, make the loss smaller.",
     "range, optimizer": "the optimizer's eps is 0 in this dtype: keep weights in fp32, or raise eps.",
-    "range, product": "{c.overflow}: scale before, as attention divides q by sqrt(d), or {c.in_fp32}.",
-    "range": "{c.overflow}: scale or divide before, keep it in fp32, or {c.in_fp32}.",
-    "size": "{c.overflow}: clamp its input, subtract the largest first, as logsumexp does, normalise what "
-    "goes in, or initialise it smaller; a recurrence with weights above 1 grows step after step.",
+    "range, product": "{c.overflow}: scale the inputs first, as attention divides q by sqrt(d), or "
+    "{c.in_fp32}.",
+    "range": "{c.overflow}: scale the inputs down first, keep them in fp32, or {c.in_fp32}.",
+    "size": "{c.overflow}: clamp its input, subtract the largest number first, as logsumexp does, normalise "
+    "the inputs, or initialise them smaller. A recurrence with weights above 1 grows step after step.",
 }
 _ADVICE["range, backward"] = _ADVICE["loss scale"].replace("loss smaller", "loss smaller, or {c.in_fp32}")
 
@@ -190,7 +195,7 @@ class _Case:
         finding = self.finding
         rule = f"give {' and '.join(finding.rule_names)} the rule fp32" if finding.rule_names else ""
         if not finding.in_block:
-            rule = rule and f"{rule} in an autocast block, of which none is open here"
+            rule = rule and f"{rule} in an autocast block (none is open here)"
             return " or ".join(filter(None, (rule, "call float() on its input")))
         module = f"run {finding.module} in fp32" if len(finding.cures) > bool(rule) else ""
         return " or ".join(filter(None, (rule, module))) or "call float() with autocast disabled"
@@ -330,12 +335,12 @@ def cures_of(
     """
     cures = []
     if path:  # not for the outermost module: nothing would be left in 16 bits
-        place = f"the module in fp32: after the line that makes the model; model is your {model}"
+        place = f"the module in fp32: paste after the line that makes the model; model is your {model}"
         code = f'import amp_plugin, torch\namp_plugin.run_in(torch.float32)(model.get_submodule("{path}"))'
         cures.append(Cure(place=place, code=code))
     if rule_names:
         how = "in fp32" if rule == "fp32" else f"with the rule {rule}"
-        place = f"{' and '.join(rule_names)} {how}, in all modules: once, right before the first step"
+        place = f"{' and '.join(rule_names)} {how}, in all modules: paste once, before the first step"
         rules = "".join(f'.with_rule("{name}", "{rule}")' for name in rule_names)
         rules = f'amp_plugin.OpRules.default("{device_type}"){rules}'
         cures.append(Cure(place=place, code=f"import amp_plugin\namp_plugin.set_default_rules({rules})"))

@@ -253,7 +253,10 @@ def _difference(
         line=f"{place}: {place.text}" if place else "",
         relative=apart,
         allowed=allowed,
-        reason="" if origin else "that op alone is right; it may be what it is compiled with",
+        reason=""
+        if origin
+        else "compiled alone, that op is right; the fault may be in the ops that are compiled together "
+        "with it",
     )
 
 

@@ -84,7 +84,7 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
             lines = ["every number that reached a loss, a gradient or a weight was finite", *self.notes()]
         lines += below
         if unseen := self.unseen:
-            lines.append(f"not looked into, or not in a wider dtype: {listed(unseen)}")
+            lines.append(f"not watched inside, or not run in a wider dtype: {listed(unseen)}")
         if self.has_compiled:
             lines.append(
                 "compiled functions ran eagerly; `amp-plugin diagnose --compare eager` compares them"
@@ -97,7 +97,7 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
             return []
         lines = [f"  {found.headline}, at {found.place}: {found.reached}" for found in self.read]
         return [
-            "others were not, and were read outside of training:",
+            "these numbers were not finite, and were read outside training:",
             *lines,
             "`amp-plugin diagnose --strict train.py` stops at the first of them and says what to do",
         ]

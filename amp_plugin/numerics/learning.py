@@ -31,19 +31,22 @@ _WIDE = ShadowValues(torch.float32)
 _REASONS = {
     "no step": (
         "no optimizer took a step in {passes} backward passes",
-        "call optimizer.step() after each backward pass; a scaler's leaves it out at an overflow.",
+        "call optimizer.step() after each backward pass. scaler.step(optimizer) skips it at an overflow.",
     ),
     "no step, no gradients": (
         "no parameter had a gradient in any of {steps} optimizer steps",
         "give the optimizer the loss's parameters; look for detach(), no_grad(), item() and torch.tensor().",
     ),
     "lost updates": (
-        "{updates:.0%} of the elements with a gradient did not move in {steps} steps: {dtype} rounds it away",
+        (
+            "in {steps} steps {updates:.0%} of the elements with a gradient did not change: {dtype} loses "
+            "the updates"
+        ),
         "store the weights exactly: fp32 weights under autocast, or store_weights(model, optimizer).",
     ),
     "underflow": (
         "{underflow:.0%} of the fp16 gradients' elements are 0 and would not be in fp32",
-        "scale the loss: GradScaler, whose scale is found by itself, or bf16.",
+        "scale the loss with a GradScaler, which finds the scale by itself, or use bf16.",
     ),
 }
 

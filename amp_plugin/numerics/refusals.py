@@ -27,16 +27,18 @@ from amp_plugin.precision import short_name
 
 _ADVICE: Final = {
     "rule": "give {ops} the rule {rule} in the autocast block, or call .to(dtype) or float() on its inputs.",
-    "in place": "an op in place keeps the dtype of what it writes into: call .to(dtype) on what {op} reads, "
-    "or make the tensor that is written in that dtype.",
-    "cast": "call .to(dtype) on the inputs of {op} so that they agree, or open an autocast block around it.",
+    "in place": "an in-place op keeps the dtype of the tensor that it writes to: call .to(dtype) on the "
+    "other inputs of {op}, or make that tensor in their dtype.",
+    "cast": "call .to(dtype) on the inputs of {op} so that their dtypes agree, or open an autocast block "
+    "around it.",
     "function": "{op} ran in the backward pass of {function}, an autograd function of the program, where no "
     "autocast block is open: decorate its forward with amp_plugin.custom_fwd and its backward with "
     "amp_plugin.custom_bwd; with custom_fwd(cast_inputs=torch.float32) it computes in fp32.",
     "line": "torch checked the dtypes in this line before it called an op: call .to(dtype) or float() on the "
     "inputs, or run the module in fp32.",
-    "trace": "call .to(dtype) or float() on what this line reads so that the dtypes agree, or run the module "
-    "in fp32; `amp-plugin diagnose` instead of `amp-plugin run` names the op, and a rule for it.",
+    "trace": "call .to(dtype) or float() on the tensors that this line reads so that their dtypes agree, or "
+    "run the module in fp32. `amp-plugin diagnose` instead of `amp-plugin run` names the op, and a rule for "
+    "it.",
 }
 # Parts of the messages by which torch refuses dtypes before it calls an op.
 _REFUSES: Final = re.compile(

@@ -143,10 +143,11 @@ def _finding(name: str, scaler: Any, optimizer: Any, numbers: tuple[float, float
         op=f"torch.nn.utils.{name}",
         place=place,
         caller=caller,
-        advice=f"{MISTAKES['AMP001'].instead_with(*shown)}, or {shown[0]}.{own}({shown[1]}, ...) of "
-        "amp_plugin.GradScaler in its place; in a framework, the framework's own clip.",
+        advice=f"{MISTAKES['AMP001'].instead_with(*shown)}, or replace the clip by "
+        f"{shown[0]}.{own}({shown[1]}, ...) of amp_plugin.GradScaler. In a framework, use the framework's "
+        "own clip.",
         cures=cures,
-        lesson=f"{scale:g}, to {limit:g}: that is {limit / scale:.2g} of the true ones",
+        lesson=f"{scale:g}, to {limit:g}: that limits the true gradients to {limit / scale:.2g}",
     )
 
 

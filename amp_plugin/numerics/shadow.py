@@ -95,8 +95,8 @@ def _told(key: Key, before: float, after: float) -> str:
     """Return a sentence on an op after which the arriving error is much larger, and what to do."""
     where = f" in {key[0]}" if key[0] else ""
     return (
-        f"the arriving error jumps from {before:.1e} to {after:.1e} at {key[1]}{where}: its inputs need more "
-        "digits than they have; compute them in fp32"
+        f"the arriving error jumps from {before:.1e} to {after:.1e} at {key[1]}{where}: its inputs do "
+        "not have enough digits; compute them in fp32"
     )
 
 
@@ -253,7 +253,7 @@ class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
         below = [f"{layer}, {operand}: {found}" for (layer, operand), found in self.formats.ranges().items()]
         notes += below[:rows]
         if self.not_compared():
-            notes.append(f"passed on as exact, not measured: {listed(self.not_compared())}")
+            notes.append(f"not measured, and taken as exact: {listed(self.not_compared())}")
         if jump := self.jump():
             key, before = jump
             notes.append(_told(key, before, self._errors[key].arriving))

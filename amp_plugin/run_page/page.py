@@ -17,7 +17,9 @@ from amp_plugin.run_page.history import History
 _MOST_LISTED: Final = 50  # rows of the table of skipped steps
 _MOST_RANGES: Final = 12
 _MOST_CHANGES: Final = 3
-_TOO_HIGH: Final = "the loss scale was too high for the gradients and was lowered, which is how it is found"
+_TOO_HIGH: Final = (
+    "the loss scale was too high for the gradients, so it was lowered; this is how the scaler finds it"
+)
 _LOSS_GROWN: Final = 100.0  # If the loss grows by this factor, the training diverges.
 _OFTEN: Final = 0.05  # If more than this share of steps is skipped, the page proposes a change.
 
@@ -93,7 +95,8 @@ def in_short(history: History, nearest: list[str], unseen: list[str], diagnose: 
         "skipped": [skipped + numbers],
         "why": _reasons(history),
         "loss not finite": [_ranges(history.wrong_steps)] if history.wrong_steps else [],
-        "gradients": [f"all zero in each of the {taken} steps that were taken"] * history.learns_nothing,
+        "gradients": [f"all gradients are zero in each of the {taken} steps that were taken"]
+        * history.learns_nothing,
         "nearest to overflow": nearest,
         "change": _changes(history),
         "op and line": [f"{diagnose} (a run of its own)"] * history.is_at_fault,
@@ -127,8 +130,8 @@ def _changes(history: History) -> list[str]:
     if history.learns_nothing:
         lost = "raise init_scale" if has_scale else "in fp16 use a loss scale"
         changes.append(
-            "look for what cuts the loss off from the weights, such as detach(), no_grad() or a factor of 0; "
-            f"if the gradients are too small for the dtype, {lost}"
+            "look for code that separates the loss from the weights, such as detach(), no_grad() or a "
+            f"factor of 0; if the gradients are too small for the dtype, {lost}"
         )
     others = history.skipped - len(finding_scale) - history.spikes
     # Weights grow without limit, so a wider dtype would only delay the end.
@@ -141,7 +144,7 @@ def _changes(history: History) -> list[str]:
     elif others or history.wrong_steps:
         changes.append("look at the modules that overflow, below; compute them in fp32 or use bf16")
     if history.spikes:
-        changes.append("look at the batches of the spikes that on_spike= has left out")
+        changes.append("look at the batches of the spikes that on_spike= has skipped")
     return changes[:_MOST_CHANGES] or ["nothing: no step was skipped"]
 
 

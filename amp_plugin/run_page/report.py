@@ -229,7 +229,10 @@ class RunReport:
         texts = []
         if self._log.has_captured:
             skipped = f"skipped in all, replays included: {self._log.skipped_steps()}."
-            texts.append(f"Steps captured in a CUDA graph are not drawn: nobody hears of replays; {skipped}")
+            texts.append(
+                "Steps captured in a CUDA graph are not drawn, because replays do not run Python code; "
+                f"{skipped}"
+            )
         return texts
 
 
@@ -345,7 +348,8 @@ def program_page(path: Path, program: str) -> Iterator[None]:
             print(f"amp-plugin: {program} is drawn in {pages[0].path}", file=sys.stderr)
     if not pages:
         print(
-            f"amp-plugin: {program} has called no model to be trained, or in compiled code only: no page; "
-            "write `with amp_plugin.report(scaler, model, path):` around the loop",
+            f"amp-plugin: no page was written, because {program} has called no model that is trained, or "
+            "only in compiled code; write `with amp_plugin.report(scaler, model, path):` around the "
+            "loop",
             file=sys.stderr,
         )

@@ -285,9 +285,9 @@ def check_against_plan(model: nn.Module, plan: DtypePlan) -> bool:
     rounded = [unit for unit in units if unit.reduced in HALVES and plan.reduce == "fp32"]
     for unit in rounded[:1]:
         warn_user(
-            f"{len(rounded)} of {len(units)} units of {type(model).__name__}, {unit.name or 'the model'!r} "
-            f"the first, reduce gradients in {unit.reduced}, as their own policy says, while reduce='fp32': "
-            f"use {_SET[unit.engine]}, or say reduce='bf16'"
+            f"reduce='fp32' was given, but {len(rounded)} of {len(units)} FSDP units of "
+            f"{type(model).__name__} (first {unit.name or 'the model'!r}) reduce gradients in "
+            f"{unit.reduced}, as their own policy says: use {_SET[unit.engine]}, or give reduce='bf16'"
         )
     return bool(units)
 

@@ -53,7 +53,7 @@ class _Apart:
     allowed: float
 
     def __str__(self) -> str:
-        return f"{self.what}: {self.apart:.2g} apart, relative; rounding explains {self.allowed:.2g}"
+        return f"{self.what}: relative difference {self.apart:.2g}; rounding explains {self.allowed:.2g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,5 +271,5 @@ def assert_same_numerics(run: Callable[[], Any], golden: str | Path, *, steps: i
             run()
         comparison = compare_runs(file, now)
     if comparison.unexplained is not None:
-        msg = f"this computes otherwise than {file} holds\n{comparison.report()}"
+        msg = f"the results differ from those recorded in {file}\n{comparison.report()}"
         raise AssertionError(msg)

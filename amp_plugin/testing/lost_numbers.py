@@ -61,7 +61,7 @@ class LostNumbers:
         found = [str(finding) for finding in self._diagnosis.findings]
         found += self._casts.lines()
         if self._skips:
-            found.append(f"{self._skips} steps were skipped: their gradients were not finite")
+            found.append(f"{self._skips} steps were skipped, because their gradients were not finite")
         return "\n\n".join(found)
 
 

@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("amp_plugin").addoption(
         "--amp-record",
         action="store_true",
-        help="let assert_same_numerics write its golden files in place of comparing with them",
+        help="let assert_same_numerics write its golden files instead of comparing with them",
     )
 
 

@@ -121,10 +121,11 @@ class FolderCopy:
 
     def _refuse(self, reached: Path, size: str) -> None:
         msg = (
-            f"the script runs in a copy of {self._folder}, so that it writes over nothing of yours, and a "
-            f"copy would hold {size}, counted to {reached.relative_to(self._folder)}. Run tune in a folder "
-            "without large data, and give the script the full paths of what it only reads; or set TMPDIR to "
-            "a folder of the same Btrfs or XFS file system, where copies take no space"
+            f"the script runs in a copy of {self._folder}, so that it cannot overwrite your files, but "
+            f"the copy would hold {size} (counted up to {reached.relative_to(self._folder)}). Run tune "
+            "in a folder without large data, and give the script the full paths of files that it only "
+            "reads. Or set TMPDIR to a folder of the same Btrfs or XFS file system, where copies take "
+            "no space"
         )
         raise RuntimeError(msg)
 

@@ -100,8 +100,9 @@ def gradient_error(gradients: Gradients, reference: Gradients, *, batch: int) ->
     if reference.keys() != gradients.keys():
         odd = sorted(reference.keys() ^ gradients.keys())
         msg = (
-            f"batch {batch} gives other parameters a gradient than before: {', '.join(odd[:3])}; "
-            "tune compares steps that are alike: fix the seeds of what chooses them"
+            f"batch {batch} gives gradients to other parameters than in the first run: "
+            f"{', '.join(odd[:3])}; each run must do the same: fix the seeds of the code that chooses "
+            "them"
         )
         raise ValueError(msg)
     sums = {name: _sums(reference[name], grad) for name, grad in gradients.items()}

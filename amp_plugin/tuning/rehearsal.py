@@ -121,8 +121,8 @@ class Rehearsal:
         moved = sum(name != "bf16" for name in self.placement.values())
         if self.error > self.budget:
             return (
-                f"all layers stay in bf16; its own error of the gradients, {self.error:.2%}, is more than "
-                f"the budget of {self.budget:.2%}"
+                f"all layers stay in bf16, whose own gradient error of {self.error:.2%} is already more "
+                f"than the budget of {self.budget:.2%}"
             )
         return (
             f"{moved} of {len(self.layers)} layers go below 16 bits, at {self.cost:.0%} of the cost of bf16; "

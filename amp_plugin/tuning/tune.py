@@ -119,8 +119,8 @@ class Tuning:
         """One line that says what the tuning did."""
         if not self.is_followed:
             return (
-                f"tuned for {self.goal}: nothing follows the rules, the default rules stay; open autocast on "
-                f"{self.rules.device_type} around the forward pass, without rules of its own"
+                f"tuned for {self.goal}: the rules have no effect, so the default rules stay; open "
+                f"autocast on {self.rules.device_type} around the forward pass, without rules of its own"
             )
         if self.keeps_default:
             nothing = f"tuned for {self.goal}: nothing better was found, the default rules stay"
@@ -128,7 +128,10 @@ class Tuning:
             return nothing + (missed if self.nearest else "")
         rules = f"{len(self.changes)} rule{'s' if len(self.changes) > 1 else ''}"
         if self.before.failed == self.batches:
-            return f"tuned for {self.goal}: {rules} without which every batch overflows, whatever the bytes"
+            return (
+                f"tuned for {self.goal}: {rules}, without which every batch overflows; the bytes did not "
+                "count"
+            )
         return f"tuned for {self.goal}: {rules}, budget {self.budget:.0%}"
 
 

@@ -157,8 +157,9 @@ class Script:
         if count < batches:
             ended = "an error" if failed else f"exit code {code}"
             msg = (
-                f"{self._program.name} ended with {ended} after {count} backward passes, and {batches} are "
-                "wanted; it has to run without tune, too, and to run backward(); --batches sets how often"
+                f"{self._program.name} ended with {ended} after {count} backward passes, but {batches} "
+                "are needed; check that it runs without tune and calls backward(), or set another "
+                "number with --batches"
             )
             raise RuntimeError(msg)
         self._has_run = True

@@ -84,9 +84,9 @@ def _refuse_shown(ddp: nn.Module, _args: object) -> None:
     weights = filter(None, map(stored_weight, ddp.parameters()))
     if torch.is_grad_enabled() and any(weight.shows for weight in weights):
         msg = (
-            "a forward pass under DistributedDataParallel within in_fp32, or after an optimizer step that an "
-            "exception has ended: its gradients would not be reduced. Train outside the block, and run the "
-            "step again first"
+            "a forward pass under DistributedDataParallel inside in_fp32, or after an optimizer step "
+            "that has raised an exception: its gradients would not be reduced. Train outside the block, "
+            "or run the step again first"
         )
         raise RuntimeError(msg)
 

@@ -211,9 +211,9 @@ def _restore(named: dict[str, Tensor], optimizers: Sequence[Mapping[str, Any]]) 
     stored = [name for name, value in named.items() if value.dtype in HALVES]
     if rests and [named[name].shape for name in stored] != [rest.shape for rest in rests]:
         msg = (
-            f"the optimizers keep the low halves of {len(rests)} weights by number, and the {len(stored)} "
-            "weights in 16 bits do not match them: load the checkpoint in the program that wrote it and save "
-            "it again, this release saves float32"
+            f"the optimizers hold the remainders of {len(rests)} weights by number, but the "
+            f"{len(stored)} weights in 16 bits do not match them: load the checkpoint in the program "
+            "that wrote it and save it again; this release saves float32"
         )
         raise ValueError(msg)
     for name, rest in zip(stored, rests, strict=False):
@@ -245,8 +245,8 @@ def _named(named: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
         other = made.setdefault(short, name)
         if other != name and not _are_equal(named[other], named[name]):
             msg = (
-                f"{other!r} and {name!r} are both {short!r} without what torch.compile adds, and differ; "
-                "give --prefix to take one, or delete the other from the checkpoint"
+                f"{other!r} and {name!r} are both called {short!r} without the prefix of torch.compile, and "
+                "differ; give --prefix to take one, or delete the other from the checkpoint"
             )
             raise ValueError(msg)
     return {short: named[name] for short, name in made.items()}

@@ -39,7 +39,7 @@ class MuonStep:
             ValueError: The matrices are sharded. The products need whole matrices.
         """
         if any(local_of(param) is not param for param in group["params"]):
-            msg = "its products take whole matrices, and its parameters are sharded"
+            msg = "its matrix products need whole matrices, but its parameters are sharded"
             raise ValueError(msg)
         self._tensors, self._group = tensors, group
 
@@ -79,4 +79,6 @@ class MuonStep:
 def why_not() -> str:
     """Return why Muon's steps cannot be taken in one pass, or ``""`` if they can."""
     known = _products is not None and _adjust_lr is not None
-    return "" if known else "torch.optim.Muon of this torch computes its products in another way"
+    return (
+        "" if known else "torch.optim.Muon of this torch release computes its matrix products in another way"
+    )

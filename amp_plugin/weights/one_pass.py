@@ -48,7 +48,10 @@ def why_not(optimizer: Optimizer) -> str:
     device_type = next((param.device.type for param in params), "cpu")
     missing = unavailable(device_type)
     if missing or (device_type != "cpu" and RULES[_class_of(optimizer)].schedule is not None):
-        return missing or "the host counts its steps, and does not know at once which are skipped"
+        return missing or (
+            "its step count is kept on the CPU, which does not know at once whether a step on the GPU was "
+            "skipped"
+        )
     for group in optimizer.param_groups:
         if group.get("differentiable") or any(map(_is_on_device, group.get("betas", ()))):
             return "differentiable=True" if group.get("differentiable") else "its betas are on a GPU"
@@ -252,7 +255,7 @@ def _named(rule: str, *states: str) -> Callable[[_Group], tuple[str, tuple[str, 
 def _count(group: _Group) -> _Group:
     """Return the step count of a group after the step."""
     if "step" not in group:
-        msg = "a group has no count of its steps yet, which its own step makes"
+        msg = "a parameter group has no step count before the first step"
         raise ValueError(msg)
     return {"step": group["step"] + 1}
 

@@ -150,8 +150,8 @@ class OptimizerHooks:
         if left:
             names, moments = ", ".join(map(repr, sorted(left))), ", ".join(compressed_state.MOMENTS)
             warn_user(
-                f"{type(optimizer).__name__} keeps {names} in float32: only moments are compressed, which "
-                f"are known by their names ({moments})"
+                f"{type(optimizer).__name__} keeps {names} in float32: only states with the names of "
+                f"moments are compressed ({moments})"
             )
 
     def warn_of_halves(self, optimizer: Optimizer) -> None:
@@ -163,9 +163,10 @@ class OptimizerHooks:
         if halves > self._halves:
             self._halves = halves  # the maximum, so that layers that are frozen again give one warning
             warn_user(
-                f"{type(optimizer).__name__} steps {halves} parameters in 16 bits: updates below 1/256 "
-                "of one, of float16 1/2048, are lost. Make them before the model is set up, in mixed "
-                "precision, which makes them float32; shard a model in float32, with a policy that casts it"
+                f"{type(optimizer).__name__} steps {halves} parameters in 16 bits, so updates below "
+                "1/256 of a parameter (1/2048 in float16) are lost. Make them before the model is set "
+                "up in mixed precision, which converts them to float32; shard a model in float32, with "
+                "a policy that casts it"
             )
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -180,8 +181,9 @@ class OptimizerHooks:
         self._is_widened = any(map(compressed_state.asked_for, _params(optimizer)))
         if any(param.grad is not None and param.grad.grad_fn is not None for param in params):
             msg = (
-                f"{type(optimizer).__name__} is given gradients with a graph (backward(create_graph=True)), "
-                "which leads to weights in 16 bits, not to the float32 it steps: use weights='fp32' with it"
+                f"{type(optimizer).__name__} got gradients with a graph (backward(create_graph=True)). "
+                "The graph leads to the 16-bit weights, not to the float32 weights that are stepped: "
+                "use weights='fp32' with it"
             )
             raise RuntimeError(msg)
         has_closure = callable(kwargs.get("closure")) or (len(args) > 1 and callable(args[1]))
@@ -298,8 +300,8 @@ def _refuse(optimizer: Optimizer) -> None:
     reason = ""
     if not _has_hooks(optimizer):
         reason = (
-            "was made without Optimizer.__init__, so that torch runs no hook before its step: hand over the "
-            "optimizer that it wraps if it writes no weight itself, or"
+            "was made without Optimizer.__init__, so torch runs no hooks at its step: pass the "
+            "optimizer that it wraps (if it writes no weights itself), or"
         )
     elif hasattr(optimizer, "fused_backward"):
         reason = "steps in backward, where weights are in 16 bits and small updates are lost:"

@@ -230,7 +230,7 @@ def _store(model: nn.Module, name: str, patterns: tuple[str, ...], seed: int) ->
     require_matches([model], patterns)
     # to_empty() of a meta tensor would make a 16-bit weight without a remainder.
     if any(param.is_meta for param in model.parameters()):
-        msg = f"weights={name!r} for a model on the meta device: give it memory and values first"
+        msg = f"weights={name!r} for a model on the meta device: give the model memory and values first"
         raise ValueError(msg)
     computed_in_16_bits = _computed_in_16_bits(model, name, patterns)
     for param in model.parameters():
@@ -294,8 +294,8 @@ def _refuse_unfit_shards(
         )
     elif stores_all(name) and any(param not in gathered for param in sharded):
         msg = (
-            f"weights={name!r} for DTensors that FSDP2 does not gather: only autocast makes 16 bits of them. "
-            f"Use weights={name.removesuffix('-true')!r} under autocast"
+            f"weights={name!r} for DTensors that FSDP2 does not gather: only autocast converts them to "
+            f"16 bits. Use weights={name.removesuffix('-true')!r} under autocast"
         )
     if msg:
         raise ValueError(msg)

@@ -324,9 +324,9 @@ def _settled(param: Tensor) -> StoredWeight:
     wanted = torch.float32 if weight.shows else weight.format.dtype
     if param.dtype is not wanted:
         msg = (
-            f"a weight of shape {tuple(param.shape)} that is stored with weights={weight.name!r} is in "
-            f"{param.dtype} now: something has converted the model (model.float(), model.half(), "
-            "model.to(dtype)), and rounded it. Call amp_plugin.restore_weights(model) before that"
+            f"a weight of shape {tuple(param.shape)} that was stored with weights={weight.name!r} is in "
+            f"{param.dtype} now: the model was converted (model.float(), model.half(), model.to(dtype)), "
+            "which has rounded it. Call amp_plugin.restore_weights(model) before that"
         )
         raise RuntimeError(msg)
     if weight.kept.device != param.device:
@@ -476,8 +476,9 @@ def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) -
                 weight.exported = key, ref(copy)
                 if not has_room(param):
                     warn_user(
-                        f"the state dict is made on the host, tensor by tensor: {param.device} has no room "
-                        "for a float32 copy of the weights that leaves an eighth of its memory to the run"
+                        "the state dict is made on the CPU, tensor by tensor, because a float32 copy of "
+                        f"the weights would leave less than an eighth of the memory of {param.device} "
+                        "free"
                     )
             state_dict[key] = copy
 

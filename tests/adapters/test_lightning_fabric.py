@@ -263,7 +263,9 @@ def test_an_optimizer_that_was_not_set_up_takes_no_scaled_gradients():
 def test_errors():
     for plugin in (FabricAmpPrecision(), AmpPrecision()):
         fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
-        with pytest.raises(RuntimeError, match=r"does not know its device yet.*fabric\.setup with a FabricA"):
+        with pytest.raises(
+            RuntimeError, match=r"does not know its device before.*fabric\.setup with a FabricA"
+        ):
             fabric.autocast()
     with pytest.raises(ValueError, match=r"delete precision=\.\.\. and keep this plugin"):
         Fabric(accelerator="cpu", precision="16-mixed", plugins=[FabricAmpPrecision()])

@@ -240,7 +240,7 @@ async def coroutine():
 @pytest.mark.parametrize(
     ("target", "kind", "error"),
     [
-        (torch.add, ValueError, "does not tell the names of its arguments"),
+        (torch.add, ValueError, "the names of the arguments of .* cannot be read"),
         (Pool(), ValueError, r"Pool.forward has no argument 'roi', did you mean rois\?; it has self, x"),
         (PATCHED, ValueError, "forward of this Linear was replaced on the instance"),
         (3, TypeError, "3 is not a module, module class or function"),

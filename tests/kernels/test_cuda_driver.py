@@ -81,7 +81,7 @@ def test_a_driver_that_does_not_take_the_code_is_told_of(run):
     assert "update the driver" in lines[-1]
     assert "for sm_90" in lines[-1]
     assert "loaded=False" in lines[-1]
-    assert errors.count("plain torch takes over") == 1
+    assert errors.count("plain torch is used") == 1
 
 
 def test_code_that_is_loaded_on_a_gpu_of_another_architecture_is_told_of(run):

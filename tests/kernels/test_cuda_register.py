@@ -47,7 +47,7 @@ def test_every_op_has_a_plain_one_of_the_same_schema(name):
 @pytest.mark.native
 def test_without_cuda_core_there_is_one_warning(monkeypatch):
     monkeypatch.setitem(sys.modules, "amp_plugin.kernels.cuda.compile", None)  # its import raises ImportError
-    message = r"plain torch takes over: .*pip install --upgrade 'cuda-core>="
+    message = r"so plain torch is used: .*pip install --upgrade 'cuda-core>="
     with pytest.warns(RuntimeWarning, match=message) as seen:
         assert not torch.ops.amp_plugin._cuda_prepare(0)
     assert len(seen) == 1

@@ -131,7 +131,7 @@ def test_where_no_rule_helps_the_module_or_a_cast_does(plain):
     with amp_plugin.diagnose(keep_going=True) as diagnosis:
         Net(OPS["mul"])(torch.full((4, 8), 300.0))
     assert diagnosis.findings[0].cures == ()
-    assert "in an autocast block, of which none is open here or call float()" in diagnosis.findings[0].advice
+    assert "in an autocast block (none is open here) or call float()" in diagnosis.findings[0].advice
 
 
 def test_a_gradient_that_overflows_is_cured_where_its_forward_op_is(plain):

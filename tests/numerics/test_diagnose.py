@@ -385,7 +385,7 @@ def test_what_cannot_run_in_a_wider_dtype_is_named(monkeypatch):
     monkeypatch.setattr(Call, "changed", lambda *_: (("no", "arguments"), {}))
     with diagnose() as diagnosis:
         (x.float() * 1e-9).sum().backward()
-    assert "not looked into, or not in a wider dtype: aten::" in diagnosis.report()
+    assert "not watched inside, or not run in a wider dtype: aten::" in diagnosis.report()
 
 
 def test_a_buffer_that_arithmetic_has_spoilt():

@@ -126,7 +126,7 @@ def test_an_option_after_the_script_is_passed_on(script: Path) -> None:
     result = amp(str(script), "--keep-going", "lr=3", "--save=a b.npz", "--help")
     assert "['--keep-going', 'lr=3', '--save=a b.npz', '--help']" in result.stdout
     (told,) = result.stderr.splitlines()
-    assert "which it follows" in told
+    assert "gets it; to give it to amp-plugin diagnose" in told
 
 
 def test_siblings_are_one_finding_with_a_count(script: Path) -> None:

@@ -94,7 +94,7 @@ def test_each_cure_runs_as_it_is_and_cures():
 def test_an_op_in_place_gets_a_cast_to_write(tmp_path):
     finding = refused(Net(in_place))
     assert (finding.op, finding.cures) == ("aten::index_put_.default", ())
-    assert "call .to(dtype) on what aten::index_put_.default reads" in finding.advice
+    assert "call .to(dtype) on the other inputs of aten::index_put_.default" in finding.advice
     assert "fp32 and fp16" in finding.headline
 
 

@@ -110,7 +110,7 @@ def test_a_program_that_trains_nothing_that_is_seen_is_told_how_to_get_a_page(tm
     page = run(tmp_path, source)
     said = capsys.readouterr().err
     assert not page.exists()
-    assert "called no model to be trained, or in compiled code only: no page" in said
+    assert "has called no model that is trained, or only in compiled code" in said
     assert "with amp_plugin.report(scaler, model, path):" in said
     assert "without an enabled GradScaler" not in said
 

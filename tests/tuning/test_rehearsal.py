@@ -99,7 +99,7 @@ def test_the_search_is_within_5_percent_of_all_placements_that_are_run(fixture, 
 def test_a_budget_below_bf16s_own_error_leaves_all_layers_in_bf16() -> None:
     found = rehearsed(GPT(1), formats=["fp8"], budget=1e-5)
     assert {*found.placement.values()} == {"bf16"}
-    assert "all layers stay in bf16; its own error" in found.headline
+    assert "all layers stay in bf16, whose own gradient error" in found.headline
 
 
 def test_the_losses_grow_as_formats_narrow(four_formats) -> None:

@@ -175,7 +175,7 @@ def test_two_weights_that_would_get_one_name_are_refused(tmp_path, target, prefi
     torch.save(state, tmp_path / "a.pt")
     code, text = export(tmp_path / "a.pt", target, "--prefix", prefix)
     assert (code, target.exists()) == (1, False)
-    assert f"'{prefix}w' and '{prefix}_orig_mod.w' are both 'w'" in text.replace(
+    assert f"'{prefix}w' and '{prefix}_orig_mod.w' are both called 'w'" in text.replace(
         f"'{prefix}w' without", "'w' without"
     )
     state[f"{prefix}_orig_mod.w"] = torch.ones(2)

@@ -189,7 +189,7 @@ def test_a_converted_model_is_an_error_at_the_next_use(weights, convert):
     getattr(stored, convert)()
     give_gradients(0, stored)
     for use in (optimizer.step, stored.state_dict, lambda: restore_weights(stored)):
-        with pytest.raises(RuntimeError, match=r"something has converted the model.*restore_weights"):
+        with pytest.raises(RuntimeError, match=r"the model was converted.*restore_weights"):
             use()
 
 
@@ -291,7 +291,7 @@ def test_unknown_ways_are_refused(name, value):
 def test_a_state_dict_is_made_on_the_host_where_a_gpu_is_nearly_full(monkeypatch):
     reference, model, _ = twins()
     monkeypatch.setattr("amp_plugin.weights.weight.has_room", lambda _: False)
-    with pytest.warns(UserWarning, match="the state dict is made on the host"):
+    with pytest.warns(UserWarning, match="the state dict is made on the CPU"):
         assert_same(reference, model)
 
 

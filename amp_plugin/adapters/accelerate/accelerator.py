@@ -478,8 +478,8 @@ class AmpAccelerator(FrontDoor, Accelerator):
             self._scaler.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
         elif self._scaler.is_enabled():
             warn_user(
-                f"the checkpoint {folder} has no {SCALER_NAME}, it was not saved in fp16; "
-                f"the loss scale stays at {self._scaler.get_scale():g}"
+                f"the checkpoint {folder} has no {SCALER_NAME}, because it was not saved in fp16; the "
+                f"loss scale stays at {self._scaler.get_scale():g}"
             )
         spikes = Path(folder, _SPIKES_NAME)
         if spikes.is_file():
@@ -487,8 +487,8 @@ class AmpAccelerator(FrontDoor, Accelerator):
         in_shards = self._is_fsdp1 and self.state.fsdp_plugin.state_dict_type.name == "SHARDED_STATE_DICT"
         if in_shards and not all(optimizer.state for optimizer in self._optimizers):
             warn_user(
-                f"a new optimizer's state in {folder} is not loaded, and the optimizer starts without one: "
-                "FSDP1 cannot fill it from a checkpoint in shards; use fsdp_version=2, which can"
+                f"the optimizer state in {folder} is not loaded, and the optimizer starts without state: "
+                "FSDP1 cannot load a sharded checkpoint into a new optimizer; fsdp_version=2 can"
             )
 
     def end_training(self) -> None:

@@ -30,7 +30,7 @@ INSTEAD: Final = {
     "weights": "'fp16_master_weights_and_grads' of 'fp16' or 'bf16_master_weights_and_grads' of 'bf16'",
     "state": "'bf16_optimizer_states' of 'bf16'",
     "reduce": "'communication_data_type'",
-    "eval_precision": "'dtype' of 'torch_autocast', which holds in evaluation too",
+    "eval_precision": "'dtype' of 'torch_autocast', which applies to evaluation too",
     "fp32_outputs": "'auto_cast' of 'fp16' for inputs; outputs keep their dtype",
     "formats": "'enabled' of 'bf16' (convert layers by amp_plugin.convert before prepare())",
     "emulate": "'enabled' of 'bf16' (convert layers by amp_plugin.convert before prepare())",
@@ -62,12 +62,12 @@ ELSEWHERE: Final = {
 """Options that take effect in another way."""
 
 _SCALED_IN_ZERO: Final = (
-    "DeepSpeed 0.19 clips gradients still multiplied by the loss scale under 'torch_autocast' in float16 "
-    "with a ZeRO stage: set 'stage' of 'zero_optimization' to 0, or use 'fp16' or bfloat16"
+    "under 'torch_autocast' in float16 with a ZeRO stage, DeepSpeed 0.19 clips gradients while they are "
+    "multiplied by the loss scale: set 'stage' of 'zero_optimization' to 0, or use 'fp16' or bfloat16"
 )
 _CLIPPED_IN_UNFUSED: Final = (
-    "DeepSpeed 0.19 moves weights far too little where its unfused optimizer (fp16 without ZeRO) clips: set "
-    "'stage' of 'zero_optimization' to 1, leave 'gradient_clipping' out, or use bfloat16"
+    "DeepSpeed 0.19 changes weights far too little if its unfused optimizer (fp16 without ZeRO) clips: "
+    "set 'stage' of 'zero_optimization' to 1, leave 'gradient_clipping' out, or use bfloat16"
 )
 
 
@@ -79,7 +79,9 @@ def translate(session: Session, config: dict[str, Any]) -> None:
         if name in INSTEAD and getattr(options, name) != defaults[name]:
             raise _refused(session, name, f"set {INSTEAD[name]} in its config")
         if name in IN_AUTOCAST and not autocast:
-            raise _refused(session, name, "it acts in autocast only: set 'enabled' of 'torch_autocast'")
+            raise _refused(
+                session, name, "it has an effect in autocast only: set 'enabled' of 'torch_autocast'"
+            )
         if name == "on_nonfinite" and not is_ours(config):
             _translate_checks(session, config)
         elif name in {*FP16_KEYS, *FIXED, "dynamic"} and not is_ours(config):
@@ -128,7 +130,7 @@ def _set(session: Session, config: dict[str, Any], path: tuple[str, str], value:
 
 def _refused(session: Session, name: str, remedy: str) -> OptionError:
     given = getattr(session.options, name)
-    text = f"{name}={given!r} cannot act under DeepSpeed (from {session.sources[name]}): {remedy}"
+    text = f"{name}={given!r} has no effect under DeepSpeed (from {session.sources[name]}): {remedy}"
     return OptionError(name, given, remedy, text)
 
 

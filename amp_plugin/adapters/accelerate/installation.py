@@ -66,7 +66,7 @@ def _warn_of_earlier_ones() -> None:
     for kind in kinds:
         if issubclass(kind, Accelerator) and not issubclass(kind, AmpAccelerator):
             warn_user(
-                f"install() has no effect on the {kind.__name__} that was made before it: that one computes "
+                f"install() has no effect on the {kind.__name__} that was made before it, which computes "
                 "without amp_plugin; call install() before the program makes an Accelerator, or run the "
                 "program unedited: amp-plugin run train.py"
             )

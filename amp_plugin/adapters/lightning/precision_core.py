@@ -37,8 +37,8 @@ def _checked_options(owner: str, given: Mapping[str, Any]) -> PluginOptions:
     if doubled and given.get("scaler") is not None:
         listed = ", ".join(f"{name}={given[name]!r}" for name in doubled)
         msg = (
-            f"{owner}(scaler=..., {listed}): the scaler has its own {' and '.join(doubled)}, which "
-            f"would win; give amp_plugin.GradScaler({listed}) as scaler=, or leave scaler= out"
+            f"{owner}(scaler=..., {listed}): the scaler has its own {' and '.join(doubled)}, which would "
+            f"be used instead; give scaler=amp_plugin.GradScaler({listed}), or leave scaler= out"
         )
         raise TypeError(msg)
     # A plugin reads AMP_PLUGIN_RULES later, when it learns its device.
@@ -146,8 +146,8 @@ class PrecisionCore(FrontDoor):
         if has_own_precision(strategy):
             msg = (
                 f"{type(self).__name__} does not work under {type(strategy).__name__}, which does mixed "
-                "precision itself and asks no plugin: delete the plugin and give precision= ('16-mixed', "
-                "'bf16-mixed', on XLA 'bf16-true'), or use strategy='fsdp'"
+                "precision itself without the plugin: delete the plugin and give precision= "
+                "('16-mixed', 'bf16-mixed', on XLA 'bf16-true'), or use strategy='fsdp'"
             )
             raise TypeError(msg)
 
@@ -195,8 +195,8 @@ class PrecisionCore(FrontDoor):
         """Return a new autocast region of the training precision; none if all weights are stored."""
         if not self.device:
             msg = (
-                f"{self!r} does not know its device yet: trainer.fit, or in Fabric fabric.setup with a "
-                "FabricAmpPrecision, tells it; before that use amp_plugin.autocast(device, dtype)"
+                f"{self!r} does not know its device before trainer.fit (in Fabric, fabric.setup with a "
+                "FabricAmpPrecision); before that use amp_plugin.autocast(device, dtype)"
             )
             raise RuntimeError(msg)
         return self.session.region(cache_enabled=self.shares_casts)

@@ -52,9 +52,9 @@ def refuse_strays(origins: GradientOrigins, optimizer: Optimizer, scaler: Any) -
     if strays:
         named = ", ".join(scaler.core.state(optimizer).parameter_names()[place] for place in strays[:3])
         msg = (
-            f"{type(optimizer).__name__}.step(): {len(strays)} parameters ({named}) have "
-            "gradients that self.manual_backward() did not make: their loss was not scaled and fp16 lost "
-            "small ones; write self.manual_backward(loss) instead of loss.backward()"
+            f"{type(optimizer).__name__}.step(): {len(strays)} parameters ({named}) have gradients that "
+            "self.manual_backward() did not make. Their loss was not scaled, so fp16 has lost small "
+            "gradients. Write self.manual_backward(loss) instead of loss.backward()"
         )
         raise RuntimeError(msg)
 

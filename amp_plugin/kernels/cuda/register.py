@@ -71,7 +71,7 @@ def _open(index: int) -> CudaCore:
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, ImportError):
             reason = f"{error}; install or update cuda-core (pip install --upgrade {PACKAGES})"
-        text = f"amp_plugin's CUDA kernels are not available on cuda:{index}, plain torch takes over"
+        text = f"amp_plugin's CUDA kernels are not available on cuda:{index}, so plain torch is used"
         warn_user(f"{text}: {reason}", RuntimeWarning)
         return CudaCore(loaded=False, reason=reason)
 
