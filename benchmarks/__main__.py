@@ -3,11 +3,11 @@
 python -m benchmarks                      all sections on the CPU: results/, pages and plots of docs/
 python -m benchmarks cuda                 on a GPU
 python -m benchmarks --only ops clipping  some sections; the others keep the figures they have
-python -m benchmarks --check              only what is promised; exit 1 if it is missed by more than 10 %
+python -m benchmarks --check              only promised figures; exit 1 if one is missed by more than 10 %
 python -m benchmarks --draw               write the documentation again from the figures kept for this machine
 python -m benchmarks --keep               keep the figures, write no page
 python -m benchmarks cuda --draw --figures FILE      the same from figures that were kept on another machine
-python -m benchmarks cuda --promises --figures FILE  what became of each promise; exit 1 if one is missed
+python -m benchmarks cuda --promises --figures FILE  whether each promise is kept; exit 1 if one is missed
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CONSOLE = Console(width=160)
 
 
 def run(section: Section, setting: Setting, *, gated: bool = False) -> SectionRecord:
-    """Measure a section; with ``gated`` only what is promised."""
+    """Measure a section. With ``gated``, measure only comparisons that have a promise."""
     begin = time.perf_counter()
     with threads(section.threads), older_objects_frozen():
         outcomes = [
@@ -58,7 +58,7 @@ def run(section: Section, setting: Setting, *, gated: bool = False) -> SectionRe
 
 @contextmanager
 def older_objects_frozen() -> Iterator[None]:
-    """Keep the objects there are out of garbage collection, which is then quick between comparisons."""
+    """Leave the existing objects out of garbage collection, so that it is quick between comparisons."""
     gc.collect()
     gc.freeze()
     try:
@@ -90,20 +90,20 @@ def write(report: Report) -> None:
 
 
 def save(report: Report) -> None:
-    """Keep the figures, sections in the order of the report."""
+    """Save the figures, with the sections in the order of the report."""
     ordered = {key: report.sections[key] for key in keys(report.device) if key in report.sections}
     report.path.parent.mkdir(exist_ok=True)
     report.path.write_text(replace(report, sections=ordered).to_json(), encoding="utf-8")
 
 
 def kept_report(device: str) -> Report:
-    """Return the figures kept for this machine and torch, or an empty report."""
+    """Return the saved figures for this machine and torch, or an empty report."""
     here = Report.here(device)
     return Report.from_json(here.path.read_text(encoding="utf-8")) if here.path.exists() else here
 
 
 def figures(options: argparse.Namespace) -> Report:
-    """Return the figures that are asked for; stop if there are none."""
+    """Return the figures that the command line asks for. Exit if there are none."""
     if options.figures:
         return Report.from_json(options.figures.read_text(encoding="utf-8"))
     report = kept_report(options.device)
@@ -113,7 +113,7 @@ def figures(options: argparse.Namespace) -> Report:
 
 
 def show_promises(report: Report) -> int:
-    """Print each promise and what became of it; return 1 if one is missed by more than the tolerance."""
+    """Print whether each promise is kept. Return 1 if one is missed by more than the tolerance."""
     outcomes = [outcome for record in report.sections.values() for outcome in record.outcomes]
     for outcome in outcomes:
         for verdict in outcome.verdicts:
@@ -133,7 +133,7 @@ def missed(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def arguments(device: str, words: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line; ``device`` chooses the sections there are."""
+    """Read the command line. The sections that can be chosen depend on ``device``."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -162,7 +162,7 @@ def arguments(device: str, words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def prepare(device: str) -> None:
-    """Load the kernels, or say why not and stop."""
+    """Load the kernels. If that is not possible, say why and exit."""
     try:
         require_native("the benchmarks")
         if device == "cuda":
@@ -175,7 +175,7 @@ def prepare(device: str) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Measure, keep, write; return 1 if a promise was checked and missed."""
+    """Measure, save and write the documentation. Return 1 if a promise was checked and missed."""
     device = "cuda" if "cuda" in (sys.argv[1:] if words is None else words) else "cpu"
     options = arguments(device, words)
     if options.draw or options.promises:
@@ -199,7 +199,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.check:
         return int(bool(found))
     if not options.keep:
-        write(kept_report(options.device))  # as rounded, so that drawing them again changes nothing
+        write(kept_report(options.device))  # from the saved, rounded figures, as --draw does
     return 0
 
 

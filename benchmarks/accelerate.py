@@ -1,6 +1,6 @@
 """Training steps under AmpAccelerator and under stock Accelerate.
 
-Stock Accelerate does no fp16 on the CPU, so there it is given torch's own scaler and told to use autocast.
+Stock Accelerate does not support fp16 on the CPU, so there it gets torch's own scaler and autocast.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.training_cases import CASES, NO_SLOWER, STOCK, Case, step_clock
 
 
 class Accelerate(Section):
-    """Whole training steps: each sample is a run of its own, the median of its steps."""
+    """Whole training steps. Each sample is the median step time of a run of its own."""
 
     key = "accelerate"
     timing = "CPU time of the process with one thread, median step of a run"
@@ -43,7 +43,7 @@ class Accelerate(Section):
 
 
 def make_accelerator(label: str, case: Case, device: str) -> Accelerator:
-    """Return a fresh accelerator: stock or ours."""
+    """Return a new accelerator: the stock one or ours."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     Session.forget_rules()
@@ -61,7 +61,7 @@ def make_accelerator(label: str, case: Case, device: str) -> Accelerator:
 
 
 def step_time(label: str, case: Case, setting: Setting) -> float:
-    """Train once; return the median microseconds of an optimizer step with its window."""
+    """Train once. Return the median time of an optimizer step with its micro-batches, in microseconds."""
     torch.manual_seed(0)
     accelerator = make_accelerator(label, case, setting.device)
     gpt = launch_bound_gpt(setting)

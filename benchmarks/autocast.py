@@ -1,4 +1,4 @@
-"""Autocast beside torch.autocast, op by op: what a region adds to a call, and what opening one costs."""
+"""Compare our autocast with torch.autocast: the time that a region adds to an op, and to open a region."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MICRO_BATCHES = 8
 
 
 class Ops(Section):
-    """Single ops in a region, regions themselves, and ops elsewhere while the core is loaded."""
+    """Single ops in a region, opening a region, and ops outside regions while the core is loaded."""
 
     key = "ops"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield ops with nothing to cast and with inputs to cast, regions, and what the core costs others."""
+        """Yield ops with and without casts, regions, and ops outside regions while the core is loaded."""
         yield from nothing_to_cast(setting)
         yield from something_to_cast(setting)
         yield from regions(setting)
@@ -67,7 +67,7 @@ def _calls(setting: Setting, dtype: torch.dtype) -> dict[str, Call]:
 
 
 def nothing_to_cast(setting: Setting) -> Iterator[Comparison]:
-    """Yield ops whose inputs have the dtype they run in; the limit is the op without autocast."""
+    """Yield ops whose inputs need no cast. The limit is the op without autocast."""
     single = torch.randn(4, 4, device=setting.device)
     calls = _calls(setting, BF16)
     calls["mse_loss, fp32"] = lambda: functional.mse_loss(single, single)
@@ -83,7 +83,7 @@ def nothing_to_cast(setting: Setting) -> Iterator[Comparison]:
 
 
 def something_to_cast(setting: Setting) -> Iterator[Comparison]:
-    """Yield ops with fp32 inputs, which a region casts each time: no weights, nothing kept."""
+    """Yield ops with fp32 inputs, which a region casts at each call. Without weights no cast is cached."""
     calls = _calls(setting, torch.float32)
     for name in ("linear", "mm", "conv2d"):
         yield Comparison(
@@ -109,7 +109,7 @@ def _plainly(setting: Setting, call: Call, repeat: int) -> dict[str, Callable[[]
 
 
 def regions(setting: Setting) -> Iterator[Comparison]:
-    """Yield opening and closing a region, alone and inside another."""
+    """Yield the time to open and close a region, alone and inside another one."""
 
     def opening(region: Callable[[str], AbstractContextManager[object]]) -> Call:
         def call() -> None:
@@ -137,7 +137,7 @@ def regions(setting: Setting) -> Iterator[Comparison]:
 
 
 def core_loaded(setting: Setting) -> Iterator[Comparison]:
-    """Yield a small op outside any region and in torch's own, with our kernels installed and without."""
+    """Yield a small op outside a region and in torch's region, with and without our kernels installed."""
     call = _calls(setting, BF16)["linear"]
     repeat = setting.sized(10_000, 2)
     cases = {
@@ -166,7 +166,7 @@ def core_loaded(setting: Setting) -> Iterator[Comparison]:
 
 
 def kept_casts(setting: Setting) -> Iterator[Comparison]:
-    """Yield a block that uses one weight 200 times: in a region of ours, and in torch's under our rules."""
+    """Yield a block that uses one weight 200 times: in our region, and in torch's region with our rules."""
     for name, calls in uses_of_one_weight(setting).items():
         yield Comparison(
             name=name,
@@ -180,7 +180,7 @@ def kept_casts(setting: Setting) -> Iterator[Comparison]:
 
 
 def uses_of_one_weight(setting: Setting) -> dict[str, dict[str, Call]]:
-    """Return calls that use a weight 200 times: in our region, and in torch's on both sets of kernels."""
+    """Return calls that use a weight 200 times: in our region, and in torch's region with either kernels."""
     weight = torch.nn.Parameter(torch.randn(512, 512, device=setting.device))
     inputs = torch.randn(4, 512, device=setting.device)
     uses = setting.sized(200, 2)
@@ -200,7 +200,7 @@ def uses_of_one_weight(setting: Setting) -> dict[str, dict[str, Call]]:
 
 @contextmanager
 def uninstalled(setting: Setting) -> Iterator[None]:
-    """Run on torch's own kernels."""
+    """Use torch's own autocast kernels in a block."""
     uninstall_kernels()
     try:
         _settle(setting)
@@ -211,7 +211,7 @@ def uninstalled(setting: Setting) -> Iterator[None]:
 
 @contextmanager
 def installed(setting: Setting) -> Iterator[None]:
-    """Run on ours, after the same work on the dispatcher."""
+    """Use our kernels in a block, after the same changes of the dispatcher as in ``uninstalled``."""
     uninstall_kernels()
     KERNELS.install()
     _settle(setting)
@@ -219,7 +219,7 @@ def installed(setting: Setting) -> Iterator[None]:
 
 
 def _settle(setting: Setting) -> None:
-    """Run other ops, so that the caches no longer hold what the change of the dispatcher used."""
+    """Run other ops, so that the processor's caches forget the change of the dispatcher."""
     x = torch.ones(4, 4, device=setting.device)
     for _ in range(setting.sized(5000, 2)):
         x.mm(x)

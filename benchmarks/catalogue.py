@@ -1,4 +1,4 @@
-"""The sections of the report, in its order; a section's module is imported when the section is wanted."""
+"""The sections of the report, in order. The module of a section is imported when the section is needed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NEEDS = {
     "lightning": ("lightning",),
     "accelerate": ("accelerate",),
 }
-"""The packages that a section needs, beside those that amp_plugin depends on."""
+"""The packages that a section needs in addition to the dependencies of amp_plugin."""
 
 CUDA = {"bandwidth": "cuda", "launches": "cuda", "forms": "forms", "training": "training", **CPU}
 

@@ -14,16 +14,16 @@ Call = Callable[[], object]
 Around = Callable[[], AbstractContextManager[object]]
 Sample = Callable[[], float]
 
-FLUSH_BYTES = 512 * 2**20  # several times the L2 of any GPU
-HEAD_START = 4_000_000  # cycles that a GPU spins, some 2 ms, while the host starts what is timed
+FLUSH_BYTES = 512 * 2**20  # several times the L2 cache of any GPU
+HEAD_START = 4_000_000  # the cycles (about 2 ms) that a GPU is kept busy while the host launches the call
 
 
 def nothing() -> None:
-    """Do nothing: the preparation of a call that needs none."""
+    """Do nothing. It is the preparation of a call that needs none."""
 
 
 class Clock(Protocol):
-    """Make a sample of a call; what comes before the call and the context around it are not timed."""
+    """Make a sample of a call. The preparation of the call and the context around it are not timed."""
 
     def __call__(
         self, call: Call, *, repeat: int = 1, prepare: Call = nothing, around: Around = nullcontext
@@ -31,18 +31,18 @@ class Clock(Protocol):
         """Return a function that runs ``call`` ``repeat`` times and gives the microseconds of one.
 
         Args:
-            call: What is timed.
-            repeat: Calls in a sample, for calls that a clock's resolution would blur.
-            prepare: Run once before each sample.
-            around: Makes the context that each sample is taken in.
+            call: The function to time.
+            repeat: The number of calls in a sample, for calls that are too short for the clock's resolution.
+            prepare: A function that runs once before each sample.
+            around: Makes the context in which each sample is taken.
         """
         ...
 
 
 def waited() -> float:
-    """Return the seconds that this process's threads have waited for a processor that others held.
+    """Return the seconds that this process's threads have waited for a processor used by other programs.
 
-    The count comes from the kernel, for all threads. It is 0 if the kernel keeps none.
+    Linux counts them for all threads. It is 0 if the kernel does not count.
     """
     nanoseconds = 0
     for task in Path("/proc/self/task").glob("*/schedstat"):
@@ -73,23 +73,23 @@ def _timed(clock: Callable[[], float], settle: Call, repeat: int) -> Clock:
 
 
 thread_time = _timed(time.thread_time, nothing, 1)
-"""CPU time of the calling thread: for one thread of work; what else runs hardly disturbs it."""
+"""CPU time of the calling thread, for work in one thread. Other programs hardly disturb it."""
 
 wall_time = _timed(time.perf_counter, nothing, 1)
-"""Wall time: for several threads of work on a quiet machine."""
+"""Wall time, for work in several threads on a quiet machine."""
 
 
 def synchronised_time(call: Call, **options: object) -> Sample:
-    """Wall time until an idle GPU is idle again: host and device work, whichever is longer."""
+    """Wall time until an idle GPU is idle again: the host's or the device's work, whichever is longer."""
     return _timed(time.perf_counter, torch.cuda.synchronize, 1)(call, **options)  # type: ignore[arg-type]
 
 
 def event_time(
     call: Call, *, repeat: int = 1, prepare: Call = nothing, around: Around = nullcontext
 ) -> Sample:
-    """Time from before the first to after the last launch, on an idle GPU whose L2 was flushed.
+    """Time on an idle GPU with a flushed L2 cache, from the first launch to the end of the last kernel.
 
-    Host time counts if the device waits for the host.
+    If the device waits for the host, the host's time counts too.
     """
     return _events(call, repeat, prepare, around, torch.cuda.synchronize)
 
@@ -97,9 +97,9 @@ def event_time(
 def device_time(
     call: Call, *, repeat: int = 1, prepare: Call = nothing, around: Around = nullcontext
 ) -> Sample:
-    """Time on a GPU whose L2 was flushed and that is busy until the host has started everything.
+    """Time on a GPU with a flushed L2 cache that is kept busy until the host has launched everything.
 
-    What a kernel takes in a training step whose host is ahead of the device.
+    This is the time of the kernels in a training step whose host is ahead of the device.
     """
     return _events(call, repeat, prepare, around, lambda: torch.cuda._sleep(HEAD_START))  # type: ignore[no-untyped-call]
 
@@ -110,7 +110,8 @@ def _events(call: Call, repeat: int, prepare: Call, around: Around, settle: Call
     def sample() -> float:
         prepare()
         with around():
-            elsewhere.sum()  # read, not written: a full L2 of dirty lines would go to memory while we time
+            # Read instead of write: otherwise the L2 cache would be written to memory during the timing.
+            elsewhere.sum()
             settle()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()

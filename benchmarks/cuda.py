@@ -1,4 +1,4 @@
-"""What only a GPU has: kernels compiled and checked before they are timed, launches and waits counted."""
+"""Measurements on a GPU only: compile and check the kernels, and count kernel launches and host syncs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def prepare() -> None:
 
     Raises:
         RuntimeError: There is no GPU, or the kernels cannot run on it.
-        ArithmeticError: A kernel computes something wrong: not worth timing.
+        ArithmeticError: A kernel computes a wrong result.
     """
     core = cuda_core()
     if not core.loaded:
@@ -41,10 +41,10 @@ def prepare() -> None:
 
 
 def check(grads: Sequence[Tensor]) -> None:
-    """Run the kernels on gradients, fp32, and compare with float64 and plain torch.
+    """Run the kernels on fp32 gradients, and compare the results with float64 and with plain torch.
 
     Raises:
-        ArithmeticError: They differ.
+        ArithmeticError: The results differ.
     """
     inverse = torch.tensor(1 / SCALE, device=grads[0].device)
     exact = math.sqrt(sum(grad.double().square().sum().item() for grad in grads)) / SCALE
@@ -61,7 +61,7 @@ def check(grads: Sequence[Tensor]) -> None:
 
 
 def launches(call: Call) -> int:
-    """Count what one call starts on the device: kernels, copies, memsets."""
+    """Count the launches of one call: kernels, copies and memsets."""
     call()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -69,7 +69,8 @@ def launches(call: Call) -> int:
         call()
         torch.cuda.synchronize()
     on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    return sum(not event.is_user_annotation for event in on_device)  # an optimizer's step is annotated
+    # torch annotates an optimizer step. The annotation is not a launch.
+    return sum(not event.is_user_annotation for event in on_device)
 
 
 def waits(call: Call) -> int:
@@ -86,20 +87,20 @@ def waits(call: Call) -> int:
 
 
 class Bandwidth(Section):
-    """Bytes read and written a second by the device, host time left out."""
+    """The bytes that the device reads and writes per second, without the host's time."""
 
     key = "bandwidth"
     threads = 0
     timing = "wall time"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield each op over several sets of gradients, beside ``copy_`` of one tensor of as many bytes."""
+        """Yield each op for several sets of gradients, next to ``copy_`` of one tensor with as many bytes."""
         for name in ("1 x 100 MB", "ResNet-50", "GPT-2 124M", "1 x 1 GB"):
             yield from bandwidths(setting, name)
 
 
 def bandwidths(setting: Setting, name: str) -> Iterator[Comparison]:
-    """Yield each op over a set of gradients."""
+    """Yield each op for a set of gradients."""
     grads = [torch.randn(shape, device=setting.device) for shape in shapes_of(name, setting)]
     flat = torch.randn(sum(grad.numel() for grad in grads), device=setting.device)
     copied = torch.empty_like(flat)
@@ -122,11 +123,11 @@ def bandwidths(setting: Setting, name: str) -> Iterator[Comparison]:
 
 
 Calls = dict[str, tuple[Call, Call | None, float]]
-"""By name: an op, torch's that does the same, and how many times the bytes of the gradients they move."""
+"""By name: our op, torch's op for the same work, and the bytes they move divided by the gradients' bytes."""
 
 
 def gradient_calls(grads: list[Tensor]) -> Calls:
-    """Return what is done to gradients, and the rounding of weights in 32 bits."""
+    """Return the ops on gradients, and the rounding of float32 weights."""
     half = [torch.empty_like(grad, dtype=torch.bfloat16) for grad in grads]
     low = [torch.empty_like(grad, dtype=torch.int16) for grad in grads]
     factor = torch.tensor(1.0000001, device=grads[0].device)
@@ -140,7 +141,7 @@ def gradient_calls(grads: list[Tensor]) -> Calls:
 
 
 def step_calls(grads: list[Tensor]) -> Calls:
-    """Return steps of AdamW and SGD with gradients that are divided and written, and torch's fused ones."""
+    """Return steps of AdamW and SGD that divide and write the gradients, and torch's fused steps."""
     device = grads[0].device
     params, first, second = ([torch.rand_like(grad) for grad in grads] for _ in range(3))
     steps = [torch.ones((), device=device) for _ in grads]
@@ -166,7 +167,7 @@ def step_calls(grads: list[Tensor]) -> Calls:
 
 
 def shares(setting: Setting, name: str) -> dict[str, dict[str, float]]:
-    """Return, for each op over a set of gradients, GB a second and shares of ``copy_``, ours and torch's."""
+    """Return the GB/s of each op for a set of gradients, and the share of ``copy_``: ours and torch's."""
     found = {}
     for comparison in bandwidths(setting, name):
         rates = {
@@ -181,12 +182,12 @@ def shares(setting: Setting, name: str) -> dict[str, dict[str, float]]:
 
 
 def bandwidth(sample: Sample, moved: float) -> Sample:
-    """Turn a sample in microseconds into one in GB a second, for so many bytes moved."""
+    """Convert a sample in microseconds to GB/s. ``moved`` is the number of bytes."""
     return lambda: moved / max(sample(), 1e-9) / 1e3
 
 
 class Launches(Section):
-    """Launches and waits of clipping and of the whole step."""
+    """The launches and host syncs of clipping and of the whole step."""
 
     key = "launches"
     timing = "counted by torch's profiler and its sync debug mode"

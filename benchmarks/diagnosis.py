@@ -1,4 +1,4 @@
-"""What watching ops costs, nothing while no region is open and how much in one; and the page of a run."""
+"""The time that diagnose takes: none while no region is open, and how much in one. And the page of a run."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ HOOKED = "hooks on modules"
 
 
 class Diagnosis(Section):
-    """Ops after a region of diagnose was closed, and training steps in one."""
+    """Ops after a region of diagnose was closed, and training steps inside one."""
 
     key = "diagnosis"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield an op while nothing is armed, and forward and backward passes in armed regions."""
+        """Yield an op while no region is open, and forward and backward passes inside regions."""
         yield not_armed(setting)
         for name, make in (
             ("GPT 6 x 64, launch-bound", launch_bound_gpt),
@@ -48,7 +48,7 @@ class Diagnosis(Section):
 
 
 def not_armed(setting: Setting) -> Comparison:
-    """Compare an op after a region was opened and closed with the op before."""
+    """Compare an op before a region was opened with the same op after the region was closed."""
     x = torch.randn(4, 4, device=setting.device)
 
     def opened_and_closed() -> None:
@@ -69,7 +69,7 @@ def not_armed(setting: Setting) -> Comparison:
 
 
 def armed(setting: Setting, name: str, step: Call) -> Comparison:
-    """Compare forward and backward passes in each kind of region with those outside."""
+    """Compare forward and backward passes inside each kind of region with those outside."""
     regions: dict[str, type[AbstractContextManager[object]] | object] = {
         "diagnose": diagnose,
         "shadow_run": shadow_run,
@@ -87,7 +87,7 @@ def armed(setting: Setting, name: str, step: Call) -> Comparison:
 
 
 def drawn(setting: Setting, name: str, make: Callable[[Setting], GPT], folder: str) -> Iterator[Comparison]:
-    """Compare training steps of a run that has a page with those of one that has none."""
+    """Compare the training steps of a run with a page with those of a run without."""
 
     def step_of(model: GPT, scaler: GradScaler) -> Call:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
@@ -111,10 +111,10 @@ def drawn(setting: Setting, name: str, make: Callable[[Setting], GPT], folder: s
         ModuleWatch(hooked_scaler.core.log, [hooked]),
     ):
         hooked_step = step_of(hooked, hooked_scaler)
-        hooked_step(math.nan)  # from the first skip on there are hooks
+        hooked_step(math.nan)  # the first skipped step, which places the hooks
         drawn_step = step_of(model, scaler)
         for _ in range(setting.sized(20, 1)):
-            drawn_step()  # the first is surveyed, and the first read is not within the budget
+            drawn_step()  # not timed: the first step reads the dtypes and is outside the time budget
         repeat = setting.sized(20, 1)
         yield Comparison(
             name=name,

@@ -1,4 +1,4 @@
-"""Put a report into the pages of the documentation: between markers, so that the prose around stays."""
+"""Write a report into pages of the documentation, between markers. The text around the markers stays."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ PAGES = tuple(LAB / name for name in ("performance.md", "measurements.md", "cuda
 
 
 def blocks(report: Report, figures: Mapping[str, list[str]]) -> dict[str, str]:
-    """Return marker -> what stands between it and its end.
+    """Return the text to write between each marker and its end marker.
 
     Args:
-        report: What was measured.
-        figures: What ``plots.draw`` returned.
+        report: The measurements.
+        figures: The result of ``plots.draw``.
     """
     made = {key: tables.section(report, key, figures.get(key, [])) for key in report.sections}
     if report.device == "cuda":
@@ -46,10 +46,10 @@ def read_pages() -> dict[Path, str]:
 
 
 def filled(pages: Mapping[Path, str], blocks: Mapping[str, str]) -> dict[Path, str]:
-    """Return the pages with each block between its markers, wherever those are.
+    """Return the pages with each block written between its markers.
 
     Raises:
-        ValueError: A block has no markers in any page.
+        ValueError: No page has the markers of a block.
     """
     texts = dict(pages)
     for key, block in blocks.items():

@@ -1,4 +1,4 @@
-"""Figures that others published, named as published; nothing here was measured by us."""
+"""Figures that other projects have published. We have not measured them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedClipping:
-    """Microseconds to clip a norm on a GPU, from the description of pytorch/pytorch#91846 (January 2023).
+    """The microseconds to clip a norm on a GPU, from the description of pytorch/pytorch#91846 (January 2023).
 
-    Tensors of 256 elements, its table "(tensors, scalar)".
+    The tensors have 256 elements. The numbers are those of its table "(tensors, scalar)".
     """
 
     tensors: int

@@ -1,4 +1,4 @@
-"""What the first use of the native core costs: compiled into an empty cache, or loaded from a full one."""
+"""The time of the first use of the native core, which compiles it or loads it from the cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ print(time.perf_counter() - start)
 
 
 def seconds(**environment: str) -> float:
-    """Return how long a fresh process takes to make or load the native core, torch's import left out."""
+    """Return the seconds in which a new process compiles or loads the core, without the import of torch."""
     answer = subprocess.run(
         [sys.executable, "-c", LOAD],
         env={**os.environ, **environment},
@@ -40,13 +40,13 @@ def compiled() -> float:
 
 
 class FirstUse(Section):
-    """The native core, by the host's compiler on all cores."""
+    """The time to compile the native core with the host's compiler on all cores, and to load it."""
 
     key = "first_use"
     timing = "wall time in a process of its own"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield a first use ever, which a smoke test leaves out, and the first use of a process."""
+        """Yield the first use on a machine (left out of a smoke test) and the first use in a process."""
         if not setting.tiny:
             limit = (Gate(limit=40.0, measure="ours", against=OURS),)
             yield _comparison("compiled, with an empty cache", compiled, rounds=3, gates=limit)

@@ -1,4 +1,4 @@
-"""Each form of the kernels on a GPU: dtypes of gradients, weights and states, beside ``copy_``."""
+"""Each variant of the kernels on a GPU (dtypes of gradients, weights and states), compared with ``copy_``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from benchmarks.setting import Section, Setting
 
 NUMEL = 2**27
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-BLOCK = 128  # elements whose 8-bit codes share a block scale, which is a float32 number
-# How a state is stored: its dtype, and bytes an element.
+BLOCK = 128  # the number of elements whose 8-bit codes share a scale, which is a float32 number
+# A format of states -> its dtype, and the bytes per element.
 STATES = {
     "fp32": (torch.float32, 4.0),
     "bf16": (torch.bfloat16, 2.0),
@@ -27,14 +27,14 @@ ADAMW = "AdamW over 134 million elements, GB a second, read and written"
 
 
 class Forms(Section):
-    """What a compiler makes of each dtype: 15 forms on gradients, 18 of AdamW."""
+    """The variants that are compiled for each dtype: 15 of ops on gradients, 18 of AdamW."""
 
     key = "forms"
     threads = 0
     timing = "wall time"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield the forms, each beside ``copy_`` of one float32 tensor of as many elements."""
+        """Yield the variants, each next to ``copy_`` of one float32 tensor with as many elements."""
         source = torch.randn(setting.sized(NUMEL, 2**10), device=setting.device)
         copied = torch.empty_like(source)
         copy = setting.device_clock(lambda: copied.copy_(source))
@@ -64,7 +64,7 @@ class Forms(Section):
 
 
 def on_gradients(grads: list[Tensor]) -> Iterator[tuple[str, Call, int]]:
-    """Yield the name, the call, and how many times the bytes of the gradients it moves."""
+    """Yield the name, the call, and the bytes that it moves divided by the gradients' bytes."""
     factor = torch.tensor(1.0000001, device=grads[0].device)
     for p in (2.0, float("inf"), 3.0):
         yield f"norm_check, {{}}, p = {p:g}", lambda p=p: OP.norm_check(grads, factor, p), 1
@@ -73,7 +73,7 @@ def on_gradients(grads: list[Tensor]) -> Iterator[tuple[str, Call, int]]:
 
 
 def adamw(source: Tensor, grad: torch.dtype, state: str, *, stored: bool) -> tuple[Call, float]:
-    """Return a step of AdamW whose gradients are divided and written, and the bytes it moves."""
+    """Return a step of AdamW that divides and writes the gradients, and the bytes that it moves."""
     device, numel = source.device, source.numel()
     kind, size = STATES[state]
     params = [source.bfloat16() if stored else source.clone()]

@@ -1,4 +1,4 @@
-"""Forward and backward passes under autocast: single batches, growth with depth."""
+"""Forward and backward passes under autocast: single batches, and the growth with depth."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODELS: dict[str, Callable[[Setting], Model]] = {
 
 
 def window(model: Model, batches: Sequence[Tensor], region: Region) -> None:
-    """Accumulate the gradients of a window of micro-batches, then drop them."""
+    """Accumulate the gradients of several micro-batches, then drop them."""
     for batch in batches:
         with region():
             loss = model(batch) / len(batches)
@@ -36,7 +36,7 @@ def window(model: Model, batches: Sequence[Tensor], region: Region) -> None:
 
 
 def variants(setting: Setting, model: Model) -> dict[str, Call]:
-    """Return calls for ours, torch's and the limit: a copy of the model in bf16 without autocast."""
+    """Return the calls of ours, of torch's, and of the limit: a bf16 copy of the model without autocast."""
     batches = model.batches(1, setting.device)
     half = copy.deepcopy(model).bfloat16()
     half_batches = [batch.bfloat16() if batch.is_floating_point() else batch for batch in batches]
@@ -49,7 +49,7 @@ def variants(setting: Setting, model: Model) -> dict[str, Call]:
 
 
 class Models(Section):
-    """One batch forward and backward."""
+    """The forward and backward pass of one batch."""
 
     key = "models"
 
@@ -73,7 +73,7 @@ class Models(Section):
 
 
 class Depth(Section):
-    """The cost of an op as the model grows."""
+    """The time per op as the model grows."""
 
     key = "depth"
     plots = (Plot(table="an op", x_label="layers", y_label="time an op, forward + backward, {unit}"),)
@@ -105,7 +105,7 @@ class _Counter(TorchDispatchMode):
 
 
 def count_ops(model: Model) -> int:
-    """Count the ops of a batch forward and backward under torch.autocast, casts included."""
+    """Count the ops of a forward and backward pass under torch.autocast, casts included."""
     copied = copy.deepcopy(model).cpu()
     batches = copied.batches(1, "cpu")
     with _Counter() as counter:

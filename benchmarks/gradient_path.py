@@ -1,4 +1,4 @@
-"""From backward to step: the kernels against the memory, unscaling and clipping against torch.amp."""
+"""From backward to step: our kernels compared with memory bandwidth, unscaling and clipping with torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.setting import Plot, Section, Setting
 
 OP = torch.ops.amp_plugin
 LIMIT = "limit"
-SCALE = 1.0000001  # gradients that are unscaled again and again stay what they are
+SCALE = 1.0000001  # nearly 1, so that gradients hardly change when they are unscaled many times
 MAX_NORM = 1e9
 PROMISED_ON_CUDA = {"GPT-2 124M, fused AdamW": 1.3}
 LARGE_ON_CUDA: dict[str, float | None] = {"GPT-2 774M": None, "GPT-2 1.5B": None}
@@ -35,7 +35,7 @@ SETS: dict[str, Callable[[], Shapes]] = {
 
 
 def shapes_of(name: str, setting: Setting) -> Shapes:
-    """Return the shapes of a set; in the smoke test three small tensors."""
+    """Return the shapes of a set. In the smoke test these are three small tensors."""
     return setting.sized(SETS[name](), [(3, 4), (5,), ()])
 
 
@@ -59,7 +59,7 @@ class Gradients:
         self.theirs.scale(self.loss)
 
     def scaled_again(self) -> None:
-        """Let ours take the gradients for scaled ones, as after a backward pass."""
+        """Let our scaler treat the gradients as scaled, as after a backward pass."""
         self.ours.core.note_step(self.optimizer)
         self.ours.update()
 
@@ -86,14 +86,14 @@ class Gradients:
 
 
 class Kernels(Section):
-    """The ops against the fastest that reads or writes the same bytes."""
+    """Our ops compared with the fastest op that reads or writes the same bytes."""
 
     key = "kernels"
     threads = 0
     timing = "wall time"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield the ops over one large tensor, then over many small ones."""
+        """Yield the ops for one large tensor, then for many small ones."""
         for name in ("1 x 100 MB",) if setting.device == "cpu" else ("1 x 1 GB", "ResNet-50", "GPT-2 124M"):
             yield from kernels(setting, name)
         yield from per_tensor(setting)
@@ -101,7 +101,7 @@ class Kernels(Section):
 
 
 def kernels(setting: Setting, name: str) -> Iterator[Comparison]:
-    """Yield each op over the gradients of a set, beside torch's op over one tensor of as many bytes."""
+    """Yield each op for the gradients of a set, next to torch's op for one tensor with as many bytes."""
     grads = [torch.randn(shape, device=setting.device) for shape in shapes_of(name, setting)]
     numel = sum(grad.numel() for grad in grads)
     flat = grads[0] if len(grads) == 1 else torch.randn(numel, device=setting.device)
@@ -128,7 +128,7 @@ def kernels(setting: Setting, name: str) -> Iterator[Comparison]:
 
 
 def per_tensor(setting: Setting) -> Iterator[Comparison]:
-    """Yield what one more small tensor costs, its gradient looked up natively."""
+    """Yield the time of one more small tensor, whose gradient the native core reads."""
     bench = Gradients(shapes_of("1000 x 1 KB", setting), setting.device)
     native: Any = native_core().extension
     ledger, factor = native.GradientLedger, torch.tensor(SCALE, device=setting.device)
@@ -149,7 +149,7 @@ def per_tensor(setting: Setting) -> Iterator[Comparison]:
 
 
 def norm_error(setting: Setting) -> Comparison:
-    """Compare the norm of many elements with float64's."""
+    """Compare the norm of many elements with the norm in float64."""
     numel = setting.sized(100_000_000, 1000)
     grad = torch.rand(numel, device=setting.device).add_(0.5)
     right = math.sqrt(sum(part.double().square().sum().item() for part in grad.split(1_000_000)))
@@ -169,7 +169,7 @@ def norm_error(setting: Setting) -> Comparison:
 
 
 class Clipping(Section):
-    """Unscale, check and clip, beside ``unscale_`` and ``clip_grad_norm_`` of torch."""
+    """Unscale, check and clip, compared with ``unscale_`` and ``clip_grad_norm_`` of torch."""
 
     key = "clipping"
     threads = 0
@@ -224,7 +224,7 @@ def _promised(setting: Setting, name: str, on_cpu: float | None) -> tuple[Gate, 
 
 
 class Counts(Section):
-    """The cost of a tensor as their number grows."""
+    """The time per tensor as the number of tensors grows."""
 
     key = "tensors"
     threads = 0

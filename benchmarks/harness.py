@@ -1,9 +1,9 @@
 """Compare variants that run in turns: samples, medians, ratios with their spread, and gates.
 
-One round takes one sample of each variant, in random order. A ratio is taken within a round, so what
-changes slowly on the machine is in both of its terms, and the median over the rounds counts. The spread
-is the range of the middle half of the rounds. Rounds in which other programs kept ours from a processor
-are taken again: up to half as many more rounds are run, and those with the least waiting count.
+One round takes one sample of each variant, in random order. Ratios are taken within a round, so slow changes
+of the machine affect both numbers of a ratio. The result is the median over the rounds. The spread is the
+range of the middle half of the rounds. Rounds in which this process had to wait for a processor are repeated:
+up to half as many more rounds are run, and the rounds with the least waiting count.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from benchmarks.clocks import Sample, waited
 
 OURS = "amp_plugin"
 TOLERANCE = 1.1  # a gate fails when it is missed by more than 10 %
-CALM = 0.02  # seconds of waiting a second in a round that counts as undisturbed
+CALM = 0.02  # the share of the time that a process may wait in a round that counts as undisturbed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measure:
-    """What a gate looks at.
+    """The number that a gate compares with a limit.
 
     Attributes:
-        of: (ours, theirs) of one round, in the unit of the comparison -> the number.
-        at_least: Whether the limit is a lower one.
-        text: How the number is written.
-        limit_text: How its limit is, if otherwise.
-        promise: How the limit is written on the page.
+        of: A function of our sample and theirs in one round that returns the number.
+        at_least: Whether the limit is a lower limit.
+        text: The format of the number.
+        limit_text: The format of the limit, if it is another one.
+        promise: The format of the limit on the page.
     """
 
     of: Callable[[float, float], float]
@@ -89,9 +89,9 @@ class Gate:
     """A limit that a comparison promises to keep.
 
     Attributes:
-        limit: In the terms of the measure.
-        measure: A key of ``MEASURES``.
-        against: The variant that ours is compared with, or ours itself for the measure ``"ours"``.
+        limit: The limit of the measure.
+        measure: The measure, a key of ``MEASURES``.
+        against: The variant that ours is compared with. For the measure ``"ours"`` it is ours itself.
     """
 
     limit: float
@@ -106,7 +106,7 @@ class Gate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What became of a gate: ``value`` beside ``limit``, and whether it holds within the tolerance."""
+    """The result of a gate: ``value``, ``limit``, and whether the limit is kept within the tolerance."""
 
     measure: str
     against: str
@@ -124,31 +124,31 @@ class Verdict:
 
     @property
     def kept(self) -> bool:
-        """Whether the promise is kept as it stands, without the tolerance."""
+        """Whether the promise is kept exactly, without the tolerance."""
         at_least = MEASURES[self.measure].at_least
         return self.value >= self.limit if at_least else self.value <= self.limit
 
     @property
     def promise(self) -> str:
-        """The promise and what became of it, as ``at most 1.15: kept``."""
+        """The promise and whether it is kept, as ``at most 1.15: kept``."""
         became = "kept" if self.kept else "just missed" if self.holds else "missed"
         return f"{MEASURES[self.measure].promise.format(self.limit)}: {became}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Variants to run in turns.
+    """Variants that are run in turns and compared.
 
     Attributes:
-        name: Row of the table.
-        samples: Label -> one sample in ``unit``; the first is ours, or the first of ours.
-        table: Comparisons with the same name of a table share it, and must have the same labels.
-        unit: ``"us"``, ``"bytes"`` or what else one sample returns.
-        rounds: How often each variant runs, after one round to warm up.
-        warm_up: Rounds not counted.
-        per: Things in one sample (ops, tensors, micro-batches); samples are divided by it.
-        x: Place on the axis of a plot, if the table has one.
-        remark: Shown beside the row.
+        name: The row of the table.
+        samples: Label -> a function that takes one sample in ``unit``. The first one is ours.
+        table: The name of the table. Comparisons of the same table must have the same labels.
+        unit: The unit of a sample: ``"us"``, ``"bytes"`` or another one.
+        rounds: The number of rounds that count.
+        warm_up: The number of rounds before them, which do not count.
+        per: The number of items in one sample (ops, tensors, micro-batches). Samples are divided by it.
+        x: The position on the axis of a plot, if the table has a plot.
+        remark: A text that is shown next to the row.
     """
 
     name: str
@@ -171,11 +171,11 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a comparison measured: as its ``Comparison``, with summaries for samples.
+    """The result of a comparison. It has the fields of its ``Comparison``, with summaries for samples.
 
     Attributes:
-        times: Label -> the samples of a variant, divided by ``per``.
-        ratios: Label -> ours / that variant, within a round; not of a variant that measured 0.
+        times: Label -> a summary of the samples of this variant, divided by ``per``.
+        ratios: Label -> a summary of ours / this variant within a round. Left out if the variant measured 0.
     """
 
     name: str
@@ -190,7 +190,7 @@ class Outcome:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Outcome:
-        """Rebuild what ``dataclasses.asdict`` took apart."""
+        """Make an outcome from the result of ``dataclasses.asdict``."""
         summaries = {
             key: {label: Spread(**kept) for label, kept in data[key].items()} for key in ("times", "ratios")
         }
@@ -199,7 +199,7 @@ class Outcome:
 
 
 def judge(gate: Gate, ours: Sequence[float], theirs: Sequence[float]) -> Verdict:
-    """Compare the median of a gate's measure with its limit."""
+    """Compare the median of a gate's measure with the limit."""
     measure = MEASURES[gate.measure]
     value = statistics.median(measure.of(a, b) for a, b in zip(ours, theirs, strict=True))
     holds = value >= gate.limit / TOLERANCE if measure.at_least else value <= gate.limit * TOLERANCE
@@ -250,7 +250,7 @@ def _rounds(comparison: Comparison) -> dict[str, list[float]]:
 
 
 def _round(comparison: Comparison, labels: Sequence[str]) -> tuple[float, dict[str, float]]:
-    """Take one sample of each variant; also return the share of the time that was spent waiting."""
+    """Take one sample of each variant. Also return the share of the time that the process has waited."""
     start, before = time.perf_counter(), waited()
     values = {label: comparison.samples[label]() / comparison.per for label in labels}
     return (waited() - before) / (time.perf_counter() - start), values

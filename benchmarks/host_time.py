@@ -1,4 +1,7 @@
-"""What an op on a GPU costs the host, without one: CUDA tensors in host memory and a driver doing nothing."""
+"""The host's time for ops on a GPU, measured without a GPU.
+
+The CUDA tensors are in host memory, and the driver does nothing.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ NAMES = {"survey": "each gradient looked at once, nothing launched"}
 
 
 class Child:
-    """The process that has the device."""
+    """The child process that has the device in host memory."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -45,12 +48,12 @@ class Child:
 
 @cache
 def child() -> Child:
-    """Return the process; it ends with this one."""
+    """Return the child process. It ends with this process."""
     return Child()
 
 
 class HostTime(Section):
-    """The ops from C++ to the driver, for 1 to 10 000 tensors that have not moved."""
+    """The time of the ops from C++ to the driver, for 1 to 10 000 tensors at unchanged addresses."""
 
     key = "host"
     timing = "wall time of the host; the driver's own calls, some 2 µs a launch, are not in it"

@@ -24,7 +24,7 @@ INIT_SCALE = 1024.0
 
 
 class Lightning(Section):
-    """Whole training steps: each sample is a run of its own, the median of its steps."""
+    """Whole training steps. Each sample is the median step time of a run of its own."""
 
     key = "lightning"
     timing = "CPU time of the process with one thread, median step of a run"
@@ -46,7 +46,7 @@ class Lightning(Section):
 
 
 class Learner(LightningModule):
-    """The GPT with the optimizers of a case; with two of them it optimizes manually."""
+    """The GPT with the optimizers of a case. With two optimizers it uses manual optimization."""
 
     def __init__(self, case: Case, setting: Setting) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Learner(LightningModule):
         self.automatic_optimization = case.optimizers == 1
 
     def training_step(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Return the loss, or step both optimizers on it."""
+        """Return the loss, or step both optimizers."""
         loss = self.gpt(tokens)
         if self.automatic_optimization:
             return loss
@@ -67,12 +67,12 @@ class Learner(LightningModule):
         return None
 
     def configure_optimizers(self) -> list[Optimizer]:
-        """Return those of the case."""
+        """Return the optimizers of the case."""
         return self.case.make_optimizers(self.gpt)
 
 
 class StepTimes(Callback):
-    """Seconds of each optimizer step with its window of micro-batches."""
+    """Records the seconds of each optimizer step with its micro-batches."""
 
     def __init__(self, window: int, device: str) -> None:
         self.window, self.clock = window, step_clock(device)
@@ -80,20 +80,20 @@ class StepTimes(Callback):
         self.start = 0.0
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: object, index: int) -> None:
-        """Start the clock at the first micro-batch of a window."""
+        """Start the clock at the first micro-batch of a step."""
         if index % self.window == 0:
             self.start = self.clock()
 
     def on_train_batch_end(
         self, trainer: Trainer, module: Any, outputs: object, batch: object, index: int
     ) -> None:
-        """Stop it after the last, optimizer step included."""
+        """Stop the clock after the last micro-batch and the optimizer step."""
         if (index + 1) % self.window == 0:
             self.times.append(self.clock() - self.start)
 
 
 def plugin_of(label: str, precision: str, device: str) -> MixedPrecision:
-    """Return ours, or the stock plugin with fp16 on the CPU allowed."""
+    """Return our plugin, or the stock plugin with fp16 allowed on the CPU."""
     if label == OURS:
         return AmpPrecision(precision, init_scale=INIT_SCALE)
     if precision == "bf16":
@@ -102,7 +102,7 @@ def plugin_of(label: str, precision: str, device: str) -> MixedPrecision:
 
 
 def step_time(label: str, case: Case, setting: Setting) -> float:
-    """Train once; return the median microseconds of an optimizer step with its window."""
+    """Train once. Return the median time of an optimizer step with its micro-batches, in microseconds."""
     torch.manual_seed(0)
     warm_up, _ = case.sized(setting)
     times = StepTimes(case.window, setting.device)

@@ -1,4 +1,4 @@
-"""Peak memory: what a batch and a clipped step allocate beyond what is there before."""
+"""Peak memory: the bytes that a batch and a clipped step allocate in addition."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints two 
 
 
 class Memory(Section):
-    """Bytes that torch's allocator hands out, counted by its profiler."""
+    """The bytes that torch's allocator allocates, counted by torch's profiler."""
 
     key = "memory"
     timing = "allocations counted by torch's profiler"
@@ -40,7 +40,7 @@ class Memory(Section):
             table = "A weight that is used 200 times in a block: peak above it"
             yield replace(_comparison(name, table, calls, setting), gates=gates)
         bench = Gradients(shapes_of("ResNet-50", setting), setting.device)
-        bench.step_theirs()  # the optimizers' states are there before
+        bench.step_theirs()  # makes the optimizers' states before the measurement
         bench.step_ours()
         calls = {OURS: partial(clip_scaled, bench), "torch": bench.clip_theirs}
         yield _comparison("clip, in place", "ResNet-50's gradients: peak above them", calls, setting)
@@ -50,7 +50,7 @@ class Memory(Section):
 
 
 def clip_scaled(bench: Gradients) -> None:
-    """Unscale and clip gradients that are taken for scaled ones."""
+    """Unscale and clip gradients that the scaler treats as scaled."""
     bench.scaled_again()
     bench.clip_ours()
 
@@ -66,7 +66,7 @@ def _comparison(name: str, table: str, calls: dict[str, Call], setting: Setting)
 
 
 def peak(call: Call, device: str) -> Sample:
-    """Return a sample of the most bytes that are allocated at once during a call, above those before it."""
+    """Return a sample of the peak memory of a call, without the memory that was allocated before it."""
 
     def on_cuda() -> float:
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""The models that are trained, and the shapes of larger ones' parameters."""
+"""The models that are trained, and the shapes of the parameters of larger models."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder that returns its own loss."""
+    """A decoder-only transformer that returns its own loss."""
 
     def __init__(self, size: GPTSize) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(size.width, size.words, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the loss of predicting each token, int64 (batch, length), from those before it."""
+        """Return the loss of predicting each token, int64 (batch, length), from the tokens before it."""
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
@@ -109,7 +109,7 @@ class ResidualNet(nn.Module):
         self.head = nn.Linear(stages[-1], 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the loss of images (batch, 3, pixels, pixels) whose labels are their places modulo 10."""
+        """Return the loss of images (batch, 3, pixels, pixels). The labels are the index modulo 10."""
         features = self.blocks(self.stem(images)).mean((2, 3))
         labels = torch.arange(len(images), device=images.device) % 10
         return functional.cross_entropy(self.head(features).float(), labels)
@@ -146,7 +146,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """ResNet-50 that returns its own loss; with the width 64 it has the parameters of ``resnet50_shapes``."""
+    """ResNet-50 that returns its own loss. With width 64 it has the parameters of ``resnet50_shapes``."""
 
     def __init__(self, *, width: int, pixels: int, batch: int) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class ResNet50(nn.Module):
         self.head = nn.Linear(before, 1000)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the loss of images (batch, 3, pixels, pixels) whose labels are their places."""
+        """Return the loss of images (batch, 3, pixels, pixels). The label of an image is its index."""
         features = self.blocks(self.stem(images)).mean((2, 3))
         labels = torch.arange(len(images), device=images.device) % 1000
         return functional.cross_entropy(self.head(features).float(), labels)
@@ -179,19 +179,19 @@ class ResNet50(nn.Module):
 
 
 def launch_bound_size(setting: Setting, layers: int = 6) -> GPTSize:
-    """Return the size of a GPT so narrow that starting its ops costs more than the arithmetic."""
+    """Return the size of a GPT so narrow that launching its ops takes longer than the arithmetic."""
     batch, length = (2, 16) if setting.device == "cpu" else (4, 64)
     return GPTSize(layers=layers, width=64, heads=4, batch=batch, length=length)
 
 
 def launch_bound_gpt(setting: Setting, layers: int = 6) -> GPT:
-    """Make it on the device of the setting."""
+    """Make a GPT of that size on the device of the setting."""
     torch.manual_seed(0)
     return GPT(launch_bound_size(setting, setting.sized(layers, min(layers, 2)))).to(setting.device)
 
 
 def compute_bound_gpt(setting: Setting) -> GPT:
-    """Make a GPT whose arithmetic takes the time."""
+    """Make a GPT in which the arithmetic takes most of the time."""
     size = GPTSize(layers=4, width=256, heads=8, batch=2, length=128, words=1024)
     if setting.device == "cuda":
         size = GPTSize(layers=12, width=768, heads=12, batch=8, length=512, words=8192)
@@ -200,7 +200,7 @@ def compute_bound_gpt(setting: Setting) -> GPT:
 
 
 def residual_net(setting: Setting) -> ResidualNet:
-    """Make a ResNet-18 for 32 x 32 pixels, a quarter as wide on the CPU."""
+    """Make a ResNet-18 for 32 x 32 pixels. On the CPU it has a quarter of the width."""
     width, batch = (16, 16) if setting.device == "cpu" else (64, 256)
     torch.manual_seed(0)
     return ResidualNet(

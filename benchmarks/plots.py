@@ -13,7 +13,7 @@ from benchmarks.report import Report
 from benchmarks.setting import Plot
 from benchmarks.tables import RIVALS, grouped, loses, unit_of
 
-INK = "#808080"  # 4:1 on white and on the dark page alike
+INK = "#808080"  # a contrast of 4:1 on white and on the dark page
 COLOURS = ("#d9591c", "#4a8fe0", "#2f9e6e", "#a874d1")
 MARKERS = ("o", "s", "^", "D")
 OVERVIEW = ("training", "models", "clipping", "steps", "lightning", "accelerate")
@@ -42,7 +42,7 @@ def draw(report: Report, folder: Path) -> dict[str, list[str]]:
     """Draw all figures of a report into a folder.
 
     Returns:
-        Section, or ``"overview"`` -> its figures as Markdown, relative to the folder above ``folder``.
+        The figures of each section (and ``"overview"``) as Markdown, relative to the folder above ``folder``.
     """
     figures: dict[str, list[str]] = {}
     with mpl.rc_context(STYLE):
@@ -71,7 +71,7 @@ def _figures(report: Report) -> Iterator[tuple[str, str, str, Figure]]:
 
 
 def growth(plot: Plot, title: str, rows: Sequence[Outcome]) -> Figure:
-    """Draw each variant over the size of the problem, with the range of the middle half."""
+    """Plot each variant against the size of the problem, with the range of the middle half."""
     figure = Figure(figsize=(6.4, 3.6))
     axes = figure.subplots()
     largest = max(spread.median for row in rows for spread in row.times.values())
@@ -105,7 +105,7 @@ def growth(plot: Plot, title: str, rows: Sequence[Outcome]) -> Figure:
 
 
 def overview(rows: Sequence[Outcome]) -> Figure:
-    """Draw ours / theirs of each comparison as a dot with the range of the middle half; losses in orange."""
+    """Plot ours / theirs of each comparison as a dot with the range of the middle half. Losses are orange."""
     lines: list[tuple[str, tuple[Outcome, str] | None]] = []
     for table, members in grouped(rows).items():
         lines.append((table, None))

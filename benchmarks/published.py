@@ -1,4 +1,4 @@
-"""Publish what a run on a GPU has kept: figures into results/, tables and plots into the documentation.
+"""Publish the figures of a run on a GPU: save them in results/, and write tables and plots into the docs.
 
 python -m benchmarks.published gpu.json    the file that ``python -m tests.on_gpu --results FOLDER`` writes
 """
@@ -15,10 +15,10 @@ from benchmarks.report import Report
 
 
 def publish(file: Path) -> Report:
-    """Keep the figures of a file, and write the tables and plots from them.
+    """Save the figures of a file, and write tables and plots from them.
 
     Args:
-        file: A report as JSON, with the outcomes of the parts.
+        file: A report as JSON, with the outcomes of its parts.
 
     Raises:
         ValueError: No figure was measured.
@@ -34,7 +34,7 @@ def publish(file: Path) -> Report:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Publish one file; return 1 if it cannot be."""
+    """Publish one file. Return 1 if that fails."""
     asked = sys.argv[1:] if words is None else words
     if len(asked) != 1:
         print(__doc__, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""A run's figures as data: what was measured, on what, when; kept as JSON."""
+"""The figures of a run as data: the measurements, the machine and the date. They are saved as JSON."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SectionRecord:
-    """What a section measured.
+    """The measurements of a section.
 
     Attributes:
-        date: Day of the run, ISO, UTC.
-        seconds: Wall time of the whole section.
-        threads: Of torch.
-        timing: How times were taken, in words.
+        date: The day of the run, ISO, UTC.
+        seconds: The wall time of the whole section.
+        threads: The number of torch's threads.
+        timing: A text on how times were taken.
     """
 
     date: str
@@ -40,7 +40,7 @@ class SectionRecord:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SectionRecord:
-        """Rebuild what ``dataclasses.asdict`` took apart."""
+        """Make a record from the result of ``dataclasses.asdict``."""
         outcomes = tuple(Outcome.from_dict(outcome) for outcome in data["outcomes"])
         plots = tuple(Plot(**plot) for plot in data["plots"])
         return cls(**{**data, "outcomes": outcomes, "plots": plots})
@@ -48,14 +48,14 @@ class SectionRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """All sections measured on one machine with one torch.
+    """All sections that were measured on one machine with one release of torch.
 
     Attributes:
         device: ``"cpu"`` or ``"cuda"``.
-        machine: Model of the processor or GPU; no host name.
-        details: What else decides the figures: instruction set, driver's CUDA.
-        sections: Key -> what was measured, in the order of the report.
-        parts: What else was run on a GPU: name, verdict and seconds of each part.
+        machine: The model of the processor or GPU, without a host name.
+        details: Other facts that the figures depend on: the instruction set, the CUDA version of the driver.
+        sections: The measurements of each section, in the order of the report.
+        parts: The other parts of a GPU run: name, verdict and seconds of each.
     """
 
     device: str
@@ -79,17 +79,17 @@ class Report:
 
     @property
     def path(self) -> Path:
-        """Where it is kept: ``<machine>-<torch>.json``."""
+        """The file in which it is saved: ``<machine>-<torch>.json``."""
         machine = re.sub(r"[^a-z0-9]+", "-", self.machine.lower()).strip("-")
         return RESULTS / f"{machine}-{self.torch}.json"
 
     def to_json(self) -> str:
-        """Write it as text; numbers keep six significant digits."""
+        """Return it as JSON text, with numbers of six significant digits."""
         return json.dumps(_rounded(asdict(self)), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Read what ``to_json`` wrote."""
+        """Read the text that ``to_json`` has written."""
         data = json.loads(text)
         sections = {key: SectionRecord.from_dict(section) for key, section in data["sections"].items()}
         return cls(**{**data, "sections": sections})

@@ -1,4 +1,4 @@
-"""Where a comparison runs, and how large."""
+"""The device and the size of a comparison."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Setting:
 
     Attributes:
         device: ``"cpu"`` or ``"cuda"``.
-        tiny: Sizes and rounds that only show that a comparison runs.
+        tiny: Whether sizes and rounds are so small that they only show that a comparison runs.
     """
 
     device: str = "cpu"
@@ -34,36 +34,36 @@ class Setting:
 
     @property
     def host_clock(self) -> Clock:
-        """For work that starting ops decides."""
+        """The clock for work whose time is that of launching ops."""
         return thread_time if self.device == "cpu" else synchronised_time
 
     @property
     def memory_clock(self) -> Clock:
-        """For work that memory bandwidth decides."""
+        """The clock for work that is limited by memory bandwidth."""
         return wall_time if self.device == "cpu" else event_time
 
     @property
     def device_clock(self) -> Clock:
-        """Times the work of the device alone, without the time to start it."""
+        """The clock for the device's work alone, without the time to launch it."""
         return wall_time if self.device == "cpu" else device_time
 
     def sized(self, usual: T, tiny: T) -> T:
-        """Choose between the usual and the smoke test's value."""
+        """Return the usual value, or in a smoke test the tiny one."""
         return tiny if self.tiny else usual
 
     def rounds(self, usual: int) -> int:
-        """Rounds of a comparison; fewer on a GPU, whose times vary less."""
+        """Return the number of rounds of a comparison. On a GPU there are fewer, because times vary less."""
         return self.sized(usual if self.device == "cpu" else max(3, usual // 3), 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plot:
-    """A figure of a table: each label of it over ``x``.
+    """A plot of a table: each label is a curve over ``x``.
 
     Attributes:
-        table: Which table is drawn.
-        x_label: With the unit.
-        y_label: With the unit ``{unit}``, filled in for the size of the values.
+        table: The name of the table.
+        x_label: The label of the axis, with its unit.
+        y_label: The label of the axis. ``{unit}`` in it is replaced by a unit that suits the values.
     """
 
     table: str
@@ -72,12 +72,12 @@ class Plot:
 
 
 class Section:
-    """Comparisons that belong together in the report; subclasses make them.
+    """Comparisons that belong together in the report. Subclasses make them.
 
     Attributes:
-        key: Its name in commands, files and markers.
-        threads: Of torch on the CPU; 0 for as many as torch chooses.
-        timing: How times are taken on the CPU, in words.
+        key: The name of the section in commands, files and markers.
+        threads: The number of torch's threads on the CPU. 0 lets torch choose.
+        timing: A text on how times are taken on the CPU.
     """
 
     key: str = ""
@@ -86,13 +86,13 @@ class Section:
     plots: tuple[Plot, ...] = ()
 
     def comparisons(self, setting: Setting) -> Iterable[Comparison]:
-        """Yield the comparisons, one at a time: each may hold much memory."""
+        """Yield the comparisons one at a time, because each may need much memory."""
         raise NotImplementedError
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Give torch ``count`` threads; 0 leaves its choice."""
+    """Give torch ``count`` threads. With 0 torch chooses."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:

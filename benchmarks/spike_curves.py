@@ -1,11 +1,12 @@
-"""Spikes planted into small trainings: what they do to the loss, and which sizes are caught.
+"""Add gradient spikes to small training runs: their effect on the loss, and which sizes are detected.
 
     python -m benchmarks.spike_curves            the plot, and the table of detection
     python -m benchmarks.spike_curves --quick    one run of each, to see that it runs
 
-A character model learns the source of this package in bf16. In one step of fifty all gradients are
-multiplied, as by a broken record. Which sizes are caught follows from the runs without spikes: a step of the
-norm n would have been caught with gradients k times as large if k * n is above the limit of that step.
+A character model learns the source of this package in bf16. In one of fifty steps all gradients are
+multiplied by a factor, as a broken record in the data would do. Which factors are detected is computed from
+the runs without spikes: with the factor k, a step of gradient norm n is detected if k * n is above the limit
+of the step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ CONTEXT, BATCH = 32, 16
 
 
 class Characters(nn.Module):
-    """A small model of characters: embedding, two layers of a convolution over the past, head."""
+    """A small character model: an embedding, two causal convolutions and a head."""
 
     def __init__(self, symbols: int) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class Characters(nn.Module):
 
 @functools.cache
 def corpus() -> tuple[Tensor, int]:
-    """Return the text as numbers, and how many symbols there are."""
+    """Return the text as numbers, and the number of different symbols."""
     text = "".join(path.read_text() for path in sorted((ROOT / "amp_plugin" / "scaling").glob("*.py")))
     symbols = sorted(set(text))
     place = {symbol: number for number, symbol in enumerate(symbols)}
@@ -50,7 +51,7 @@ def corpus() -> tuple[Tensor, int]:
 
 
 def train(seed: int, *, factor: float, on_spike: Spike | None) -> tuple[list[float], list[StepRecord]]:
-    """Train, with gradients multiplied by ``factor`` in one step of fifty; return losses and records."""
+    """Train with gradients multiplied by ``factor`` in one of fifty steps. Return losses and records."""
     text, symbols = corpus()
     torch.manual_seed(seed)
     model = Characters(symbols)
@@ -73,7 +74,7 @@ def train(seed: int, *, factor: float, on_spike: Spike | None) -> tuple[list[flo
 
 
 def detection(records: list[StepRecord]) -> str:
-    """Return a table: which part of the steps would have been caught with larger gradients."""
+    """Return a table of the share of steps that would be detected, for each factor."""
     judged = [(record.norm, record.limit) for record in records if record.norm and record.limit]
     alarms = sum(record.verdict == "spike" for record in records)
     rows = [f"| times its norm | caught of {len(judged)} steps |", "|---|---|"]

@@ -1,11 +1,11 @@
-"""Train models with each state from several seeds, and see by how much the final losses differ.
+"""Train models with each format of optimizer states from several seeds, and compare the final losses.
 
-    python -m benchmarks.state_losses FILE [--seconds 100]   train what FILE lacks, a line per run; until then
-    python -m benchmarks.state_losses FILE --draw PLOT       draw what FILE holds
+    python -m benchmarks.state_losses FILE [--seconds 100]   train runs that FILE lacks, for 100 seconds
+    python -m benchmarks.state_losses FILE --draw PLOT       plot the runs in FILE
 
-A GPT on characters, a ViT and a ResNet on digits, of some 65,000 parameters; and a GPT of 10 million. Each
-run steps in one pass; weights are stored in bfloat16, next to what makes them float32. The runs of
-docs/lab/stored_weights.md are benchmarks/results/state_losses.jsonl.
+The models are a GPT on characters, a ViT and a ResNet on digits, each with about 65,000 parameters, and a GPT
+with 10 million. Each step is taken in one pass. Weights are stored in bfloat16 with their remainders. The
+runs of docs/lab/stored_weights.md are in benchmarks/results/state_losses.jsonl, one line per run.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from recipes.shared import digits_batches, digits_loaders
 STATES = ("fp32", "bf16", "8bit")
 RATES = (1.0, 0.1, 10.0)
 WARM_UP = 50
-FINAL_STEPS = 20  # the final loss is their mean
+FINAL_STEPS = 20  # the final loss is the mean over so many last steps
 DIVERGED = 10.0
-T_95 = 2.776  # Student's t of five runs
+T_95 = 2.776  # Student's t for a 95 % interval of five runs
 Batches = Iterator[tuple[Tensor, Tensor]]
 
 
 class DigitsTransformer(nn.Module):
-    """A ViT for 8x8 images: patches of 2x2."""
+    """A ViT for 8x8 images, with patches of 2x2."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def residual_net(width: int) -> nn.Module:
 
 
 def gpt(**size: int) -> tuple[nn.Module, Batches]:
-    """Make a GPT, and batches of text from where the generator says."""
+    """Make a GPT, and batches of text from random positions."""
     config = Config(**size)
     text = "".join(topics[key] for key in sorted(topics))
     characters = {character: code for code, character in enumerate(sorted(set(text)))}
@@ -81,11 +81,12 @@ def gpt(**size: int) -> tuple[nn.Module, Batches]:
 
 
 def digits(model: nn.Module, seed: int) -> tuple[nn.Module, Batches]:
-    """Give a classifier its batches of digits."""
+    """Return a classifier with its batches of digits."""
     return model, digits_batches(digits_loaders(batch_size=32, seed=seed), steps=10**6)
 
 
-# Name -> the model and its batches by seed, steps, learning rates of AdamW and Adam and of SGD.
+# A function of the seed that makes the model and its batches; the number of steps; the learning rate of AdamW
+# and Adam; the learning rate of SGD.
 Case = tuple[Callable[[int], tuple[nn.Module, Batches]], int, float, float]
 CASES: dict[str, Case] = {
     "GPT": (lambda _: gpt(batch_size=8), 300, 3e-3, 0.1),
@@ -125,7 +126,10 @@ def train(case: str, optimizer_name: str, rate: float, state: str, seed: int) ->
 
 
 def draw(runs: list[dict[str, Any]], file: Path) -> None:
-    """Plot by how much each state moves the final loss, in spreads of the float32 runs; 95 % intervals."""
+    """Plot how much each state format changes the final loss, in units of the spread of the float32 runs.
+
+    The bars are 95 % intervals.
+    """
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     figure = Figure(figsize=(9, 7), layout="constrained")
@@ -156,13 +160,13 @@ def draw(runs: list[dict[str, Any]], file: Path) -> None:
 def difference(
     runs: list[dict[str, Any]], case: str, optimizer: str, rate: float, state: str
 ) -> tuple[float, float] | None:
-    """Return mean and half a 95 % interval of five seeds; None where float32 state diverges too."""
+    """Return the mean and half the 95 % interval of five seeds. None if float32 state diverges too."""
     by_seed: dict[int, dict[str, float]] = {}
     for run in runs:
         if (run["case"], run["optimizer"], run["rate"]) == (case, optimizer, rate):
             by_seed.setdefault(run["seed"], {})[run["state"]] = run["loss"]
     exact = [losses["fp32"] for losses in by_seed.values()]
-    if not all(loss < DIVERGED for loss in exact):  # nan is not
+    if not all(loss < DIVERGED for loss in exact):  # the comparison is False for nan
         return None
     spread = statistics.stdev(exact)
     moved = [(losses[state] - losses["fp32"]) / spread for losses in by_seed.values()]
@@ -170,7 +174,7 @@ def difference(
 
 
 def main() -> None:
-    """Train what the file lacks, or draw what it holds."""
+    """Train the runs that the file lacks, or plot the runs in it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.state_losses")
     parser.add_argument("file", type=Path, help="of JSON lines, a run each")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no run after so many")

@@ -1,4 +1,4 @@
-"""Whole steps, each after a backward: unscale, clip, step and update beside torch's and the bare step."""
+"""Whole steps after a backward pass: unscale, clip, step and update, compared with torch and a bare step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TABLE_FOREACH = "The same step with optimizers that are not fused, beside their 
 JUDGED: dict[str, Any] = {"on_spike": Spike(), "log": lambda _: None}
 """Options of the scaler that look at each step, and what they are set to."""
 FUSED = {"Adam": 2, "AdamW": 2, "SGD with momentum": 1, "Adagrad": 1}
-"""Optimizers, and how many states each parameter has."""
+"""Optimizers, and the number of states of each parameter."""
 NOT_FUSED = {
     "RMSprop with momentum": 2,
     "Adadelta": 2,
@@ -46,7 +46,7 @@ NOT_FUSED = {
     "AdamWScheduleFree": 2,
 }
 ON_THE_CPU = ("AdamWScheduleFree", "Adagrad")  # torch 2.11 has no fused Adagrad for CUDA
-MATRICES = [(512, 2048)] * 4  # for Muon, whose products take nearly all of its time
+MATRICES = [(512, 2048)] * 4  # for Muon, whose matrix products take nearly all of the time
 FOREACH = "torch, foreach"
 LIMIT = "copying as many bytes"
 MAX_NORM = 0.1
@@ -60,7 +60,7 @@ PROMISED = {
 
 
 class MadeGradients(torch.autograd.Function):
-    """A loss whose backward makes a new gradient for each parameter, and computes nothing else."""
+    """A loss whose backward only makes a new gradient for each parameter."""
 
     @staticmethod
     def forward(ctx: Any, *params: Tensor) -> Tensor:
@@ -76,14 +76,14 @@ class MadeGradients(torch.autograd.Function):
 
 
 class Steps(Section):
-    """Unscale, clip, step and update, beside torch's and beside the optimizer alone."""
+    """Unscale, clip, step and update, compared with torch's and with the optimizer alone."""
 
     key = "steps"
     threads = 0
     timing = "wall time"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield each set of gradients with fused AdamW, ResNet-50 with others too, and 16-bit weights."""
+        """Yield fused AdamW for each set of gradients, other optimizers for ResNet-50, and 16-bit weights."""
         names = ("ResNet-50", "GPT-2 124M", "1000 x 100 KB", "1000 x 1 KB")
         for name in names:
             yield whole_step(setting, name, "fused AdamW")
@@ -140,9 +140,10 @@ def looked_at(setting: Setting, name: str, option: str) -> Comparison:
 
 
 def beside_its_limit(setting: Setting, name: str, shapes: Shapes, optimizer: str) -> Comparison:
-    """Compare a whole step with torch's and with a copy of the bytes that the step cannot do without.
+    """Compare a whole step with torch's and with a copy of the fewest bytes that a step must move.
 
-    These are, of an element: 4 to measure the gradient; 8 each for gradient, parameter and states.
+    Per element these are 4 bytes to measure the gradient, and 8 each for the gradient, the parameter and each
+    state.
     """
     best = f"fused {optimizer}" if optimizer in FUSED else optimizer
     trained = Trained(shapes, setting.device, best)
@@ -169,7 +170,7 @@ def beside_its_limit(setting: Setting, name: str, shapes: Shapes, optimizer: str
 
 
 def copy_of(moved: int, setting: Setting) -> Sample:
-    """Return a sample of the time in which ``copy_`` reads and writes so many bytes."""
+    """Return a sample of the time in which ``copy_`` reads and writes ``moved`` bytes."""
     source = torch.zeros(setting.sized(2**26, 2**10), device=setting.device)
     target = torch.zeros_like(source)
     copy = setting.memory_clock(lambda: target.copy_(source))
@@ -177,7 +178,7 @@ def copy_of(moved: int, setting: Setting) -> Sample:
 
 
 def gates_of(name: str, optimizer: str, setting: Setting) -> tuple[Gate, ...]:
-    """Return what is promised of a row."""
+    """Return the promises of a row."""
     row = f"{name}, {optimizer}"
     limit = (PROMISED if setting.device == "cpu" else PROMISED_ON_CUDA).get(row)
     gates = () if limit is None else (Gate(limit=limit, measure="theirs / ours"),)
@@ -203,7 +204,7 @@ def in_16_bits(setting: Setting) -> Comparison:
 
 
 def in_8_bits(setting: Setting) -> Comparison:
-    """Compare a step of one thread with compressed state with the uncompressed one and with torch's."""
+    """Compare a step with compressed states with an uncompressed one and with torch's, in one thread."""
     steps: dict[str, Sample] = {}
     for label, weights, state in (
         (OURS, "bf16-true", "8bit"),
@@ -228,7 +229,7 @@ def in_8_bits(setting: Setting) -> Comparison:
 
 
 def in_one_thread(call: Callable[[], object]) -> Callable[[], object]:
-    """Return a call that leaves torch one thread."""
+    """Return a call that runs with one torch thread."""
 
     def run() -> None:
         with threads(1):
@@ -238,7 +239,7 @@ def in_one_thread(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def without_scale(setting: Setting, name: str, optimizer: str) -> Comparison:
-    """Compare clip and step where nothing is scaled (bf16, fp32), each after a backward that is not timed."""
+    """Compare clip and step without a loss scale (bf16, fp32). The backward pass before is not timed."""
     trained = Trained(shapes_of(name, setting), setting.device, optimizer, scaled=False)
     calls: dict[str, Callable[[], object]] = {
         OURS: trained.step_ours,
@@ -257,9 +258,9 @@ def without_scale(setting: Setting, name: str, optimizer: str) -> Comparison:
 
 
 def optimizer_of(description: str, params: list[Tensor]) -> Any:
-    """Return an optimizer of a row: ``"fused AdamW"``, ``"RMSprop with momentum"``, ``"Lion"``.
+    """Return the optimizer of a row: ``"fused AdamW"``, ``"RMSprop with momentum"``, ``"Lion"``, ...
 
-    On a GPU it counts its steps there, as a step in one pass needs.
+    On a GPU the step count is kept on the GPU, which a step in one pass needs.
     """
     *kind, name = description.removesuffix(" with momentum").split()
     if name == "Lion":
@@ -296,10 +297,10 @@ class Trained:
         self.ours = GradScaler(device, init_scale=SCALE, dynamic=False, enabled=scaled, **(options or {}))
         self.theirs = torch.amp.GradScaler(device, init_scale=SCALE, growth_interval=10**9)
         self.backward(self.ours)
-        self.step_ours()  # makes the optimizer's state
+        self.step_ours()  # the first step makes the optimizer's state
 
     def backward(self, scaler: Any) -> None:
-        """Make new gradients, scaled."""
+        """Make new scaled gradients."""
         self.optimizer.zero_grad()
         scaler.scale(MadeGradients.apply(*self.params)).backward()  # type: ignore[no-untyped-call]
 
@@ -309,7 +310,7 @@ class Trained:
         self.ours.update()
 
     def clip_and_step(self) -> None:
-        """The same by torch, where nothing is scaled."""
+        """Clip and step as torch does without a loss scale."""
         torch.nn.utils.clip_grad_norm_(self.params, MAX_NORM)
         self.optimizer.step()
 

@@ -1,4 +1,4 @@
-"""Turn figures into cells and Markdown tables."""
+"""Format figures as cells and Markdown tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.harness import Outcome, Spread
 from benchmarks.report import Report, SectionRecord
 
 RIVALS = ("torch", "stock")
-"""The variants that ours must not be slower than; others are limits."""
+"""The variants that ours must not be slower than. The other variants are limits."""
 
 RATE = "GB/s"
 """The unit in which more is better."""
@@ -28,7 +28,7 @@ UNITS: Mapping[str, Sequence[tuple[float, str]]] = {
 
 
 def unit_of(largest: float, unit: str) -> tuple[float, str]:
-    """Return the divisor and the name of the unit that suits a size."""
+    """Return the divisor and the name of the unit that suits the largest value."""
     steps = UNITS.get(unit, ((1.0, "" if unit == "relative error" else unit),))
     return next((step for step in steps if largest >= step[0]), steps[-1])
 
@@ -51,7 +51,7 @@ def ratio(spread: Spread) -> str:
 
 
 def loses(row: Outcome, label: str) -> bool:
-    """Say whether ours is slower than a rival: by 1 % or more, and in three quarters of the rounds."""
+    """Return whether ours is slower than a rival: by at least 1 %, and in three quarters of the rounds."""
     spread = row.ratios.get(label)
     if label not in RIVALS or spread is None:
         return False
@@ -69,7 +69,7 @@ def grouped(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
 
 
 def cells(rows: Sequence[Outcome], mark: str = "**") -> list[list[str]]:
-    """Return the header and the rows of a table; ``mark`` is set around what ours loses or misses."""
+    """Return the header and the rows of a table. Lost comparisons and missed promises get ``mark``."""
     labels, compared = list(rows[0].times), list(rows[0].ratios)
     gated = any(row.verdicts for row in rows)
     header = ["", *labels, *(f"ours / {label}" for label in compared), *(["promised"] if gated else [])]
@@ -91,19 +91,19 @@ def cells(rows: Sequence[Outcome], mark: str = "**") -> list[list[str]]:
 
 
 def markdown(table: Sequence[Sequence[str]]) -> str:
-    """Write cells as a Markdown table: text left, numbers right."""
+    """Write cells as a Markdown table, with text to the left and numbers to the right."""
     header, *rows = table
     rule = ["---", *("---:" for _ in header[1:])]
     return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *rows))
 
 
 def with_note(text: str) -> str:
-    """Explain the rows of a way that is gone below a table that has some."""
+    """Add a note below a table if it has rows of a removed feature."""
     return f"{text}\n\n{OLD_WAY_NOTE}" if f", {OLD_WAY}" in text else text
 
 
 def caption(report: Report, record: SectionRecord) -> str:
-    """Say what the figures of a section were measured on, how and when."""
+    """Return a text on how, when and on which machine a section was measured."""
     count = f"{record.threads} thread{'' if record.threads == 1 else 's'}"
     rounds = sorted({outcome.rounds for outcome in record.outcomes})
     span = str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
@@ -112,7 +112,7 @@ def caption(report: Report, record: SectionRecord) -> str:
 
 
 def section(report: Report, key: str, figures: Sequence[str] = ()) -> str:
-    """Write all tables of a section, its figures, and what they were measured on."""
+    """Write all tables and plots of a section, and on which machine it was measured."""
     record = report.sections[key]
     parts = []
     for name, rows in grouped(record.outcomes).items():
@@ -136,7 +136,7 @@ def losses(report: Report) -> str:
 
 
 def missed(report: Report) -> str:
-    """List every promise that is missed, also those against a limit that is no rival."""
+    """List every promise that is missed, including promises against a limit."""
     rows = [["", "against", "ours / theirs", "promised"]]
     for record in report.sections.values():
         for outcome in record.outcomes:
@@ -148,7 +148,7 @@ def missed(report: Report) -> str:
 
 
 def parts(report: Report) -> str:
-    """List what was run beside the benchmarks, and what became of it."""
+    """List the other parts of a GPU run, with their results."""
     rows = [["", "outcome", "seconds"]]
     rows += [
         [part["name"], part["verdict"].replace("|", "/"), f"{part['seconds']:.0f}"] for part in report.parts
@@ -157,9 +157,10 @@ def parts(report: Report) -> str:
 
 
 def summary(report: Report, most: int = 10) -> str:
-    """List promised comparisons with a rival, ``most`` at most.
+    """List at most ``most`` promised comparisons with a rival.
 
-    The first of each section is in, then the second of each, and so on; they stand in the report's order.
+    The first comparison of each section is chosen, then the second of each, and so on. They are listed in the
+    order of the report.
     """
     ranked = [
         (rank, place, row)
@@ -172,7 +173,7 @@ def summary(report: Report, most: int = 10) -> str:
 
 
 def _promised(record: SectionRecord) -> list[list[str]]:
-    """Return the rows of the comparisons whose ratio to a rival is promised; missed promises are bold."""
+    """Return the rows of comparisons that promise a ratio to a rival. Missed promises are bold."""
     rows = []
     for outcome in record.outcomes:
         for rival in (label for label in outcome.ratios if label in RIVALS):
@@ -185,7 +186,7 @@ def _promised(record: SectionRecord) -> list[list[str]]:
 
 
 def published(report: Report) -> str:
-    """Set the published figures of clipping beside ours, each against torch's on its own machine."""
+    """List published figures of clipping next to ours, each relative to torch's on the same machine."""
     here = {
         outcome.x: outcome for outcome in report.sections["tensors"].outcomes if "in place" in outcome.table
     }

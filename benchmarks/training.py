@@ -1,4 +1,7 @@
-"""Whole training steps of real sizes on a GPU: forward, backward, clip and fused AdamW, beside torch.amp."""
+"""Whole training steps of real models on a GPU, compared with torch.amp.
+
+A step is forward, backward, clip and fused AdamW.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ STORED = "The same step of GPT-2 124M, weights and states stored in fewer bits"
 HELD = "Memory of a training step, held between steps"
 PEAK = "Memory of a training step, at most"
 LOSS = "The loss after five steps: its distance from that in fp32"
-COUNTED = 5  # steps before any is timed
-# Precision, weights and state; torch's step beside them is of the same precision.
+COUNTED = 5  # the number of steps before the timing
+# Precision, weights and state. They are compared with torch's step in the same precision.
 WAYS = (
     ("bf16", "bf16", "fp32"),
     ("bf16", "bf16", "bf16"),
@@ -35,7 +38,7 @@ WAYS = (
 
 
 def gpt(setting: Setting) -> nn.Module:
-    """Make a GPT of GPT-2's size with an embedding and a head of their own, for 16 x 1024 tokens."""
+    """Make a GPT of GPT-2's size with an untied embedding and head, for 16 x 1024 tokens."""
     size = GPTSize(layers=12, width=768, heads=12, batch=16, length=1024, words=50_304)
     torch.manual_seed(0)
     model = GPT(setting.sized(size, launch_bound_size(setting, 1)))
@@ -56,12 +59,12 @@ MODELS: dict[str, Callable[[Setting], nn.Module]] = {"GPT-2 124M": gpt, "ResNet-
 
 
 class Training:
-    """A model that trains in one way; its first steps count memory and losses.
+    """A model that is trained in one of the ways. Its first steps measure memory and losses.
 
     Attributes:
-        held: Bytes of the device between steps: model, optimizer, batches.
-        peak: The most bytes of the device during a step.
-        loss: After ``COUNTED`` steps.
+        held: The device's bytes in use between steps: model, optimizer and batches.
+        peak: The largest number of the device's bytes in use during a step.
+        loss: The loss after ``COUNTED`` steps.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class Training:
             self.peak = torch.cuda.max_memory_allocated() - before
 
     def step(self) -> torch.Tensor:
-        """Take a step; return the loss before it."""
+        """Take a step, and return the loss before it."""
         with self.region():
             loss: torch.Tensor = self.model(self.batches[self.steps % 2])
         self.scaler.scale(loss).backward()
@@ -110,14 +113,14 @@ class Training:
 
 
 class TrainingSteps(Section):
-    """Time, memory and losses of whole steps in 16 bits, and of each way to store weights and states."""
+    """Time, memory and losses of whole steps in 16 bits, for each way to store weights and states."""
 
     key = "training"
     threads = 0
     timing = "wall time"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield both models as torch trains them, then the ways to store the weights of the first."""
+        """Yield both models compared with torch, then the ways to store the weights of the first model."""
         for name, make in MODELS.items():
             fp32 = Training(setting, make, "fp32", ours=False)
             for precision in DTYPES:
@@ -140,13 +143,13 @@ class TrainingSteps(Section):
 
 
 def timed(setting: Setting, name: str, table: str, runs: dict[str, Training]) -> Comparison:
-    """Compare the time of a step, host and device, whichever is longer."""
+    """Compare the time of a step: the host's or the device's, whichever is longer."""
     samples = {label: setting.host_clock(run.step) for label, run in runs.items()}
     return Comparison(name=name, table=table, samples=samples, rounds=setting.rounds(21))
 
 
 def counted(name: str, runs: dict[str, Training], exact: float) -> Iterator[Comparison]:
-    """Yield memory and losses, which were counted before."""
+    """Yield memory and losses, which were measured before."""
     pair = {label: runs[label] for label in (OURS, "torch")}
     for table, unit, counts in (
         (HELD, "bytes", {label: run.held for label, run in pair.items()}),

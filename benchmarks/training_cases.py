@@ -1,4 +1,4 @@
-"""The whole training steps that are compared under the frameworks' plugins."""
+"""The cases of whole training steps that are compared in Lightning and Accelerate."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Case:
 
     Attributes:
         precision: ``"fp16"`` or ``"bf16"``.
-        window: Micro-batches an optimizer step.
-        clip: The largest norm; None for no clipping.
-        optimizers: One for all parameters, or one for the blocks and one for the rest.
-        steps: Timed optimizer steps in a run; as many as a third of them warm up.
+        window: The number of micro-batches per optimizer step.
+        clip: The largest gradient norm. None does not clip.
+        optimizers: The number of optimizers. 2 means one for the blocks and one for the other parameters.
+        steps: The number of timed optimizer steps in a run. A third as many warm up before.
     """
 
     name: str
@@ -70,7 +70,7 @@ CASES = (
 
 
 def step_clock(device: str) -> Callable[[], float]:
-    """Return seconds: CPU time of the process on the CPU, wall time of an idle device on a GPU."""
+    """Return a clock in seconds: the CPU time of the process, or on a GPU the wall time of an idle device."""
     if device == "cpu":
         return time.process_time
 

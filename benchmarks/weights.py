@@ -1,4 +1,4 @@
-"""Weights stored in 16 bits: the time of forward and backward, and the bytes of each way to store them."""
+"""Weights stored in 16 bits: the time of forward and backward passes, and the bytes of each format."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from benchmarks.models import compute_bound_gpt, launch_bound_gpt
 from benchmarks.setting import Section, Setting
 
 IN_A_REGION = "weights='bf16', in our autocast"
-# torch's own param.grad_dtype: what gradients that add up in float32 cost without anything of ours.
+# torch's own param.grad_dtype: the time of float32 gradients without amp_plugin.
 FP32_GRADIENTS = "bf16 model, fp32 gradients"
 WAYS = ("fp32", "bf16", "bf16-stochastic", "fp16")
-# Model -> how much longer than a bf16 model it may take, whose gradients are in bf16.
+# Model -> the allowed ratio of its time to that of a bf16 model with bf16 gradients.
 MODELS = {
     "GPT 6 x 64, launch-bound": (launch_bound_gpt, 1.05),
     "GPT, compute-bound": (compute_bound_gpt, 1.03),
@@ -30,7 +30,7 @@ MODELS = {
 
 
 class StoredWeights(Section):
-    """Forward and backward with weights in bf16 and gradients in float32; memory of all ways."""
+    """Forward and backward passes with bf16 weights and float32 gradients, and the memory of all formats."""
 
     key = "weights"
 
@@ -100,7 +100,7 @@ class _Training:
         self.optimizer.step()
 
     def held(self) -> float:
-        """Return the bytes held with gradients."""
+        """Return the bytes that are held when gradients exist."""
         return float(weight_bytes(self.model, self.optimizer).total)
 
 
