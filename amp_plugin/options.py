@@ -489,7 +489,7 @@ def option_defaults(options: type) -> dict[str, Any]:
 @functools.cache
 def _annotations(options: type) -> dict[str, Any]:
     """Return option name -> ``Annotated[type, Doc(description)]``, in order."""
-    from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 -- of a room above this floor
+    from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - late: casting is a layer above
 
     found: dict[str, Any] = {}
     for kind in reversed(options.__mro__):
@@ -498,7 +498,7 @@ def _annotations(options: type) -> dict[str, Any]:
 
 
 def _read_rules(given: OpRules | Mapping[str, Any] | str | Path | None) -> OpRules | None:
-    from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 -- of a room above this floor
+    from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - late: casting is a layer above
 
     if given is None or isinstance(given, OpRules):
         return given
