@@ -1,1 +1,1 @@
-"""The tests; a package, so that no other package of this name on the path is taken for it."""
+"""The tests are a package, so that no other package called ``tests`` is imported instead."""

@@ -1,4 +1,4 @@
-"""Run `amp-plugin` in this process, and others as where the package is installed."""
+"""Run `amp-plugin` in this process, and other commands as if the package were installed."""
 
 import os
 from pathlib import Path

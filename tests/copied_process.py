@@ -1,4 +1,4 @@
-"""Processes that start as copies of this one as it was before its first test: what tests import is there.
+"""Processes that start as copies of this process before its first test, with the tests' imports done.
 
 :func:`keep_copy` forks one copy. It runs no test, has no other thread, and ends with this process. For each
 :class:`CopiedProcess` it forks a guard, which starts the process, tells how it ended, and kills it if nobody waits.

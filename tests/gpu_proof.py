@@ -1,4 +1,4 @@
-"""Pack what must travel to a machine with a GPU that has no network: ``make gpu-proof``.
+"""Pack the files for a machine with a GPU and without a network: ``make gpu-proof``.
 
 The pack holds the sources under git and ``run.sh``. With ``--python``, a Python whose torch is that machine's, it also holds the native core
 and the CUDA kernels, compiled; otherwise they are compiled there. ``--with`` adds packages that the machine lacks.

@@ -1,4 +1,4 @@
-"""Does an installed wheel or sdist work where nothing else is installed?
+"""Does an installed wheel or sdist work in an environment without anything else?
 
 ``make test-installed`` runs this file in an environment that has torch and the package, outside of the
 repository. It needs neither pytest nor the sources. It prints one line for each part and ends at the first

@@ -1,4 +1,4 @@
-"""All that needs a GPU, in one command with one summary: ``make test-gpu``.
+"""All checks that need a GPU, in one command with one summary: ``make test-gpu``.
 
 Each step is a command with a time limit and a process of its own, in the Python that this one is started with. The ops are
 checked first. Then everything that is timed runs, alone. Then tests, sanitizers and recipes run side by side. A step

@@ -1,4 +1,4 @@
-"""What the package promises to programs: names, parameters with their defaults, keys of states.
+"""The public interface: names, parameters with their defaults, and keys of state dicts.
 
 ``python -m tests.public_interface`` writes it to ``public_interface.json``; a change of that file is a change
 that users see, and belongs into the CHANGELOG.

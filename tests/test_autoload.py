@@ -1,4 +1,4 @@
-"""`import torch` calls amp_plugin_autoload in every program: it costs nothing, and nothing that is broken stops it."""
+"""`import torch` calls amp_plugin_autoload in every program: it takes no time, and never stops the import."""
 
 import os
 import shutil

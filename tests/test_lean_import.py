@@ -1,4 +1,4 @@
-"""Importing amp_plugin costs little: no framework, no compiler, no GPU."""
+"""Importing amp_plugin loads no framework, runs no compiler and starts no GPU."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Each option is stated once, and whoever shows options shows all of them, with types, defaults and meanings."""
+"""Each option is stated once, and all lists of options show all of them, with types and meanings."""
 
 import copy
 import inspect

@@ -1,4 +1,4 @@
-"""An option of ours behind the script goes to the script, and a line says so; if it reads no arguments, it is ours."""
+"""An option after the script goes to the script, unless the script reads no arguments. A line says so."""
 
 from pathlib import Path
 

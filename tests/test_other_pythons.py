@@ -1,4 +1,4 @@
-"""Every Python that is promised reads the sources and imports every public name, where it is at hand."""
+"""Every installed Python that is supported parses the sources and imports every public name."""
 
 import json
 import os

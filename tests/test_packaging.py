@@ -1,4 +1,4 @@
-"""The package as others get it: built, installed elsewhere, type-checked."""
+"""The package is built, installed elsewhere and type-checked, as users get it."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What is gone says what to use instead."""
+"""Errors for removed names say what to use instead."""
 
 import pickle
 

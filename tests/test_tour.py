@@ -1,4 +1,4 @@
-"""The notebook docs/start/tour.ipynb: it runs, at a small size, and was saved with what it shows."""
+"""The notebook docs/start/tour.ipynb runs at a small size, and is saved with its outputs."""
 
 import json
 import math

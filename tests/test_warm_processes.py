@@ -1,4 +1,4 @@
-"""A forked process tells how it ended, as one by ``subprocess`` does."""
+"""A forked process reports how it ended, like one started by ``subprocess``."""
 
 import multiprocessing
 import os

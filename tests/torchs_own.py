@@ -1,4 +1,4 @@
-"""Torch's own test lists, also where expecttest, which they import, is not installed."""
+"""torch's own test lists, also if expecttest, which they import, is not installed."""
 
 import importlib
 import importlib.util

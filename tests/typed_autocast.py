@@ -1,4 +1,4 @@
-"""Regions as a type checker sees them; ``make lint`` fails where an error that is expected here is none."""
+"""Regions as a type checker sees them. ``make lint`` fails if an expected error does not occur."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Options as a type checker sees them; ``make lint`` fails where an error that is expected here is none."""
+"""Options as a type checker sees them. ``make lint`` fails if an expected error does not occur."""
 
 from amp_plugin import AmpAccelerator, AmpKwargs, AmpPrecision, FabricAmpPrecision, GradScaler
 

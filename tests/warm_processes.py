@@ -1,4 +1,4 @@
-"""Processes of their own that start in milliseconds: forked from one that has imported torch, or all that tests import.
+"""Separate processes that start in milliseconds, forked from a process that has imported torch.
 
 For what needs a new process but no new interpreter: ranks, programs that load the native core, builds beside each
 other. What an import does, and what a process must find at its very start (``LD_LIBRARY_PATH``, ``-W error``), needs

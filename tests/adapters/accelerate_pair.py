@@ -1,4 +1,4 @@
-"""Stock Accelerate and AmpAccelerator, each in real fp16 on the CPU, for tests side by side.
+"""Stock Accelerate and AmpAccelerator, both in real fp16 on the CPU, to be compared in tests.
 
 Accelerate gives the CPU no scaler and no autocast; the stock one here is given torch's own before
 anything is prepared, and is Accelerate's code from then on.

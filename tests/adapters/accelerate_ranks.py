@@ -1,4 +1,4 @@
-"""What each of two processes does in test_accelerate_distributed.py; writes FOLDER/rankN.json."""
+"""The program of test_accelerate_distributed.py in each of two processes. It writes FOLDER/rankN.json."""
 
 import json
 from pathlib import Path

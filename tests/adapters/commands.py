@@ -1,4 +1,4 @@
-"""``accelerate launch``, ``torchrun`` and ``amp-plugin run`` in a process that runs already; what they start is new."""
+"""Run ``accelerate launch``, ``torchrun`` and ``amp-plugin run`` in an existing process."""
 
 import multiprocessing.process
 import sys

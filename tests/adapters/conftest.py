@@ -1,4 +1,4 @@
-"""Each test begins in a process that no adapter has changed."""
+"""Each test starts in a process that no adapter has changed."""
 
 from collections.abc import Iterator
 

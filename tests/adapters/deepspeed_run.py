@@ -1,4 +1,4 @@
-"""Trains under DeepSpeed and AmpAccelerator in each config, on the CPU, and writes what was seen as JSON.
+"""Train under DeepSpeed and AmpAccelerator in each config, on the CPU, and write the results as JSON.
 
 The second of four batches overflows.
 """

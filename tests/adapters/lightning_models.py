@@ -1,4 +1,4 @@
-"""Tiny models with gradients known by heart, and a Trainer that says nothing."""
+"""Tiny models with known gradients, and a Trainer that prints nothing."""
 
 from importlib import metadata
 

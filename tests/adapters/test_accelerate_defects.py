@@ -1,4 +1,4 @@
-"""Each defect of stock Accelerate, with its numbers, and AmpAccelerator right in the same program."""
+"""Each known defect of stock Accelerate, measured, and AmpAccelerator without it in the same program."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""What an accelerator says of skipped steps; in which order they become known: tests/scaling/test_step_log.py."""
+"""What an accelerator reports about skipped steps. tests/scaling/test_step_log.py tests their order."""
 
 import pytest
 import torch

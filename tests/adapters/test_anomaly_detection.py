@@ -1,4 +1,4 @@
-"""torch's anomaly detection in fp16: the error says that the loss scale may be all there is to it."""
+"""With torch's anomaly detection in fp16, the error says that the loss scale may be the only reason."""
 
 import pytest
 import torch

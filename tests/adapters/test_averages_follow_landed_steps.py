@@ -1,4 +1,4 @@
-"""Averages of weights are updated by steps that landed, and not by skipped ones."""
+"""Averages of weights are updated at steps that were taken, and not at skipped ones."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What happens in fp16 if a batch brings no loss, or a gradient that the front door has not scaled?"""
+"""What happens in fp16 if a batch has no loss, or if a gradient was not scaled by the front door?"""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Does a run go on from what release 0.3 has saved: by its scaler, its front doors, and its stored weights?
+"""Does a run resume from checkpoints of release 0.3: of the scaler, the front doors and stored weights?
 
 The file was written by 0.3.0 in plain torch: ``nn.Linear(4, 2)`` trained for four steps, of which the second
 was skipped in fp16.

@@ -1,4 +1,4 @@
-"""Schedulers stepped by hand."""
+"""Learning rate schedulers that are stepped in the user's code."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""AmpPrecision on a GPU: folded steps, skips the host learns of late, FSDP's first version."""
+"""AmpPrecision on a GPU: steps in one pass, skips that the host learns of later, FSDP1."""
 
 import pytest
 import torch

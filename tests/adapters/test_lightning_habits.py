@@ -1,4 +1,4 @@
-"""What Lightning's users do beside the plugin: callbacks, Tuner, special Trainer flags, second and nested runs.
+"""What Lightning's users do next to the plugin: callbacks, Tuner, Trainer flags, second and nested runs.
 
 Where the stock plugin does the same, the weights are compared bit for bit.
 """

@@ -1,4 +1,4 @@
-"""Two processes on gloo: DDP by subprocess and by spawn, FSDP2; each beside one process."""
+"""Two processes on gloo (DDP by subprocess and by spawn, FSDP2), each compared with one process."""
 
 import json
 import runpy

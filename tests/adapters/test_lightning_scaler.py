@@ -1,4 +1,4 @@
-"""plugin.scaler: there from the start, and replaced by scalers that users bring."""
+"""plugin.scaler exists from the start, and can be replaced by the user's scaler."""
 
 import copy
 import pickle

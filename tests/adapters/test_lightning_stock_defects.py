@@ -1,4 +1,4 @@
-"""What the stock plugin gets wrong, with its numbers, and ours right beside it.
+"""Defects of the stock plugin, measured, and ours without them in the same program.
 
 A row or test of the ``stock`` half that fails says that upstream has fixed the defect.
 """

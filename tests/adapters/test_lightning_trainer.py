@@ -1,4 +1,4 @@
-"""AmpPrecision in the Trainer: scope, windows, clipping, cadences, checkpoints, errors."""
+"""AmpPrecision in the Trainer: regions, accumulation, clipping, schedulers, checkpoints, errors."""
 
 import copy
 import importlib

@@ -1,4 +1,4 @@
-"""Steps in one pass under the frameworks, where nothing is scaled: what is folded, and what users see."""
+"""Steps in one pass under the frameworks without a loss scale: which ones are taken, and what users see."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Optimizers of other projects under a loss scale: exact, and a skipped step changes nothing of theirs."""
+"""Optimizers of other projects under a loss scale are exact, and a skipped step changes nothing."""
 
 import importlib
 import importlib.util

@@ -1,4 +1,4 @@
-"""One poisoned batch in twenty, in every precision: the run ends as if that batch had not been there.
+"""One batch of twenty has a nan: in every precision, the run ends as if that batch had not been there.
 
 A batch of nan makes every gradient nan; the step changes nothing, and the scheduler waits.
 """

@@ -1,4 +1,4 @@
-"""Do programs that know nothing of amp_plugin train under ``amp-plugin run`` as without it, digit for digit?"""
+"""Do programs that do not use amp_plugin train the same under ``amp-plugin run`` as without it?"""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Weights that come in 16 bits, or are stored in them, train in every framework as float32 ones do."""
+"""Weights that load in 16 bits, or are stored in 16 bits, train in every framework like float32 weights."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""`amp-plugin run`: programs that are not edited, on amp_plugin while they run and on their own afterwards."""
+"""`amp-plugin run`: unedited programs use amp_plugin while they run, and nothing stays changed."""
 
 import copy
 import importlib.util

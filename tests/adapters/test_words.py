@@ -1,4 +1,4 @@
-"""Do errors name calls that the program at hand can make: the door's own, and no framework's below the doors?"""
+"""Do errors name calls that the user can make: those of the front door, and no other framework's?"""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""A BERT of 32 numbers a word that learns which half of the words its first one is of."""
+"""A BERT with 32 numbers per word that learns from which half of the vocabulary the first word is."""
 
 import torch
 

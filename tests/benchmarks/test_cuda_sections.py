@@ -1,4 +1,4 @@
-"""Each section that is measured on a GPU runs there, at sizes that only show that."""
+"""Each section that is measured on a GPU runs there, at sizes that only show that it runs."""
 
 import math
 

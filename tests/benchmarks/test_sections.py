@@ -1,4 +1,4 @@
-"""Every comparison runs, at sizes that only show that; what only a GPU does, as far as a CPU can."""
+"""Every comparison runs, at sizes that only show that it runs."""
 
 import math
 import subprocess

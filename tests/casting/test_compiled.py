@@ -1,4 +1,4 @@
-"""Regions inside compiled code: dtypes and bits as without compilation, graphs as of torch.autocast."""
+"""Regions inside compiled code give the dtypes and bits of uncompiled code, with torch.autocast's graphs."""
 
 import io
 import itertools

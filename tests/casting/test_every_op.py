@@ -1,4 +1,4 @@
-"""The operators of torch's own test database beside torch.autocast: bit for bit, or by dtype on fake tensors."""
+"""The ops of torch's test database compared with torch.autocast: bits, or dtypes on fake tensors."""
 
 import functools
 import itertools

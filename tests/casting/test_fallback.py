@@ -1,4 +1,4 @@
-"""Without the native core: the default rules on torch's kernels, never a stale weight, and clear errors for the rest.
+"""Without the native core: default rules with torch's kernels, no stale casts, clear errors for the rest.
 
 ``make test-fallback`` runs this folder's tests so. Here one process with AMP_PLUGIN_NATIVE=0 answers what they do not ask.
 """

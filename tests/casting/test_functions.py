@@ -1,4 +1,4 @@
-"""custom_fwd and custom_bwd, beside torch's."""
+"""custom_fwd and custom_bwd, compared with torch's."""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple

@@ -1,4 +1,4 @@
-"""The casts of weights that a region keeps: those torch.autocast keeps, as many, and never stale."""
+"""A region keeps the same casts of weights as torch.autocast, and none of them is stale."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Rules of other torch releases: named policies, files that note their torch, the environment's file."""
+"""Rules of other torch releases: named policies, files that name their release, the environment's file."""
 
 import json
 import re

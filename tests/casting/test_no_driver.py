@@ -1,4 +1,4 @@
-"""Torch made for CUDA where no driver is: once it has made fake tensors, a guard says that there is a device."""
+"""A CUDA build of torch without a driver: once it has made fake tensors, a guard says there is a device."""
 
 import subprocess
 

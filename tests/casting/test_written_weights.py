@@ -1,4 +1,4 @@
-"""Which writes of a weight inside a region are seen: its version, its memory, a step; never an alias alone."""
+"""Which writes to a weight inside a region are noticed: its version, its memory, a step."""
 
 import pytest
 import torch

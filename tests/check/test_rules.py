@@ -1,4 +1,4 @@
-"""Each rule finds its mistake in a recipe that was changed for the worse, and nothing in its right twin."""
+"""Each rule finds its mistake in a changed recipe, and nothing in the correct one."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""One run of a sequence, and what may happen in it; steps are in steps.py."""
+"""One run of a sequence, and the events that can happen in it. Steps are in steps.py."""
 
 import math
 from typing import Any

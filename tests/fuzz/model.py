@@ -1,4 +1,4 @@
-"""What the oracle knows: float64 weights and gradients, what is promised of them, and which overflows were seen."""
+"""The state of the oracle: float64 weights and gradients, promises about them, and overflows so far."""
 
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field

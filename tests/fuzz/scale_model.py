@@ -1,4 +1,4 @@
-"""torch's rule for a loss scale, with what the documentation leaves open kept open.
+"""torch's rule for a loss scale. Where the documentation leaves the result open, it is left open here.
 
 ``update()`` is a request, and some checks may or may not count for a scale. So the model holds
 every state that the documentation allows; what the scaler shows rules some of them out. If none

@@ -1,4 +1,4 @@
-"""Steps, without a closure and with one."""
+"""Optimizer steps, with and without a closure."""
 
 import math
 from collections.abc import Callable

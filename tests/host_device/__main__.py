@@ -1,4 +1,4 @@
-"""Run a module on the CUDA device made of host memory, and every Python process that it starts.
+"""Run a module, and every Python process that it starts, on the CUDA device in host memory.
 
     python -m tests.host_device tests.on_gpu first-ten-minutes --results FOLDER
 

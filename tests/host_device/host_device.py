@@ -1,4 +1,4 @@
-"""Two CUDA devices made of host memory: what runs on a GPU runs here, on the CPU's kernels and ours emulated.
+"""Two CUDA devices in host memory: torch's ops run on the CPU's kernels, and our kernels are emulated.
 
 Tensors say that they are on ``cuda:0`` and are dispatched so; autograd gives
 each device a thread; a host tensor beside a device's is an error, as is waiting for the device where that is

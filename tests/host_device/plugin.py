@@ -1,4 +1,4 @@
-"""For ``pytest -p``: the tests marked ``gpu`` on a device made of host memory, where it can be had.
+"""For ``pytest -p``: run the tests marked ``gpu`` on a device in host memory, if it can be built.
 
 Starts pytest again with the device's shared object loaded before torch.
 """

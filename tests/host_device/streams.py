@@ -1,4 +1,4 @@
-"""Streams, events and graphs of the device made of host memory, as ``torch.cuda`` shows them."""
+"""Streams, events and graphs of the device in host memory, as ``torch.cuda`` shows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device made of host memory can be late: what forgets to wait for it is seen."""
+"""The device in host memory can delay its work, so that code which forgets to wait for it fails."""
 
 import pytest
 import torch

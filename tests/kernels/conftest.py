@@ -1,4 +1,4 @@
-"""Who runs the ops that tests of kernels call."""
+"""The implementations that the tests of kernels call: C++, plain torch, CUDA."""
 
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Machine code of a kernel, disassembled: its loops, and what a thread executes in one round of them."""
+"""Disassembled machine code of a kernel: its loops, and the instructions of one iteration."""
 
 from __future__ import annotations
 

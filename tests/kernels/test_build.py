@@ -1,4 +1,4 @@
-"""The native core as a process sees it: loaded, or why not. Small sources stand for ours."""
+"""The native core is loaded, or the reason is known. Small sources replace the real ones."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Only the user and root write to the cache, its files are whole, and what is old goes."""
+"""Only the user and root can write to the cache, its files are complete, and old files are removed."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Numbers that Python, C++ and CUDA share: each source states its own, and they agree."""
+"""Constants that Python, C++ and CUDA each state have the same value."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every CUDA source compiles with NVRTC for every architecture we name; cubins are kept."""
+"""Every CUDA source compiles with NVRTC for every architecture that we name, and cubins are cached."""
 
 import gc
 import itertools

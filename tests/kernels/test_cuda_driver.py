@@ -1,4 +1,4 @@
-"""What loading a kernel asks of the CUDA driver, with a driver that only takes notes."""
+"""The calls of the CUDA driver that load a kernel, with a driver that only records them."""
 
 import subprocess
 

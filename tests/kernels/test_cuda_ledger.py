@@ -1,4 +1,4 @@
-"""Gradients that have not moved are launched on past the dispatcher; whatever differs from their table is seen."""
+"""Gradients that have not moved are launched without the dispatcher, and any change is noticed."""
 
 import math
 

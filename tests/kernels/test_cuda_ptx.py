@@ -1,4 +1,4 @@
-"""What NVRTC makes of the sources: how wide memory is read, how much at once, and in which order blocks meet."""
+"""The PTX that NVRTC makes of the sources: width and number of loads, order in which blocks combine."""
 
 import functools
 import re

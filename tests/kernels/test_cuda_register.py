@@ -1,4 +1,4 @@
-"""Who serves CUDA tensors: our kernels, or plain torch with one warning."""
+"""CUDA tensors use our kernels, or plain torch after one warning."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The scaler on the CUDA kernels, beside the scaler on the CPU."""
+"""The scaler on the CUDA kernels, compared with the scaler on the CPU."""
 
 import pytest
 import torch

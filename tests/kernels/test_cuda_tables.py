@@ -1,4 +1,4 @@
-"""One launch an op whatever the number of tensors, eager and captured; tables are uploaded when a tensor moved."""
+"""One launch per op for any number of tensors; tables are uploaded again if a tensor moves."""
 
 import ctypes
 import gc

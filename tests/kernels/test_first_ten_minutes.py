@@ -1,4 +1,4 @@
-"""What the first ten minutes on a GPU are spent on: what no machine without one can show.
+"""The checks of the first ten minutes on a GPU, which no machine without one can do.
 
 ``make test-gpu`` runs each test here in a process of its own, since a kernel that fails ends all work of its process. On the
 device made of host memory they run with fewer repetitions, and each finds a fault that is planted for it.

@@ -1,4 +1,4 @@
-"""The scaling ops on the CPU, in plain torch and on CUDA, on a GPU or emulated: against plain torch and float64."""
+"""The scaling ops on the CPU, in plain torch and on CUDA (real or emulated), against float64."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""What ranks combine: packed by one op, read by another, on the CPU, on a GPU and in plain torch."""
+"""Numbers that ranks combine are packed by one op and read by another, on each device and in plain torch."""
 
 import math
 

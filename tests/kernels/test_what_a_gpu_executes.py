@@ -1,4 +1,4 @@
-"""What ptxas makes of the kernels for sm_90: instructions and bytes of an element, trips to memory, registers.
+"""The machine code for sm_90: instructions and bytes per element, memory accesses, registers.
 
 How each is counted:
 

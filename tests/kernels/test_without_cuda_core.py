@@ -1,4 +1,4 @@
-"""A build of torch with CUDA where cuda-core is missing: everything trains on plain torch, after one warning."""
+"""A CUDA build of torch without cuda-core: everything trains on plain torch, after one warning."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Ops in place under diagnose: the inputs that it shows, the advice, and overflows that vanish."""
+"""In-place ops under diagnose: the inputs that it shows, the advice, and overflows that vanish."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""diagnose on a library of programs: verdict and line, the cure pasted and run, and silence where all is well."""
+"""diagnose on many programs: verdict and line, the cure pasted and run, and silence for healthy programs."""
 
 import pytest
 

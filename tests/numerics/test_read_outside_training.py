@@ -1,4 +1,4 @@
-"""nan and inf that reach no gradient, but that Python, NumPy or a choice of places has read: listed, no finding."""
+"""A nan that reaches no gradient, but is read by Python or NumPy, is listed and is no finding."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What recipes change in their process, put back."""
+"""Restore what recipes change in their process."""
 
 import pytest
 import torch

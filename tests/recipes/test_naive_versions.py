@@ -1,4 +1,4 @@
-"""What each recipe is for: with its one line written naively, the run goes measurably wrong.
+"""The purpose of each recipe: if its one line is written naively, the result is measurably wrong.
 
 Each naive version replaces one name of the recipe by what a program without this package would do, and is compared
 with the recipe itself; both in fp16, beside the recipe in fp32.

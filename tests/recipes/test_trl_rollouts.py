@@ -1,4 +1,4 @@
-"""TRL's trainers, unmodified: they resume as they were, and fp16's rollouts are nearer to training than bf16's."""
+"""TRL's trainers, unmodified: they resume exactly, and fp16 rollouts are nearer to training than bf16."""
 
 import os
 

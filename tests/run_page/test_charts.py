@@ -1,4 +1,4 @@
-"""The charts of the page, drawn without a browser: where their lines break, and how their axes are written."""
+"""The charts of the page, drawn without a browser: gaps in lines, and labels of axes."""
 
 import re
 

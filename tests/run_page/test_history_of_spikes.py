@@ -1,4 +1,4 @@
-"""The page tells spikes from overflows: it blames neither the loss scale nor a module for one."""
+"""The page shows spikes and overflows separately, and blames no loss scale or module for a spike."""
 
 import pytest
 import torch

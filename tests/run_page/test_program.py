@@ -1,4 +1,4 @@
-"""`amp-plugin report`: programs that nobody edits are drawn, with a scaler of ours and without."""
+"""`amp-plugin report` draws unedited programs, with our scaler and without."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The page of a run: what it holds, that a run with one trains as one without, and that it is always whole."""
+"""The page of a run: its contents, that it does not change the run, and that the file is always complete."""
 
 import html
 import itertools

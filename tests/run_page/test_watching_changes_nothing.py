@@ -1,4 +1,4 @@
-"""A run that is watched trains as one that is not, to the bit: front doors x impure programs x watchers.
+"""A watched run equals an unwatched one bit for bit: front doors x impure programs x watchers.
 
 A step of such a program cannot be repeated: it draws numbers that torch does not know of, counts, keeps state,
 reads other data or writes weights. One batch is bad in each, so that a step is skipped and the watch begins.

@@ -1,4 +1,4 @@
-"""What test_distributed.py runs in each process: every scenario in turn, results as JSON."""
+"""The program that test_distributed.py runs in each process: all scenarios in turn, results as JSON."""
 
 import json
 import math

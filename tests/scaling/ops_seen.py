@@ -1,4 +1,4 @@
-"""The ops that run inside ``with``, by name: what is read and written, and how often."""
+"""Record the ops that run in a block, by name: what they read and write, and how often."""
 
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -1,4 +1,4 @@
-"""A CUDA graph on the CPU: what the ops of a block do is noted, undone, and done again at each replay.
+"""A CUDA graph on the CPU: the ops of a block are recorded, undone, and run again at each replay.
 
 As with a real one, a replay runs no Python, writes its results into the tensors of the capture, moves no
 version counter, and what the capture allocated holds rubbish before the first replay.

@@ -1,4 +1,4 @@
-"""Small trainings, with a loss scale and without one, and what is compared of them."""
+"""Small training runs, with and without a loss scale, and the values that are compared."""
 
 import torch
 

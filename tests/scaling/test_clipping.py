@@ -1,4 +1,4 @@
-"""Invariant 3: it is always the unscaled gradients that are clipped, and the norm is theirs."""
+"""Invariant 3: the unscaled gradients are clipped, and the norm is theirs."""
 
 import math
 

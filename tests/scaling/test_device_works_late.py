@@ -1,4 +1,4 @@
-"""The device works late: the loss scale is read where it has arrived, and on the stream it was made on."""
+"""The device works late: the loss scale is read when it has arrived, and on the stream that made it."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""Gradients without a loss scale are multiplied by 1: a tensor that is made once for each device and stream."""
+"""Gradients without a loss scale are multiplied by 1, a tensor that is made once per device and stream."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The first step that is skipped in a run without a loss scale is told once, with what finds the op."""
+"""The first skipped step without a loss scale gives one warning, with the command that finds the op."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Gradients of every kind are found, and seen again for what they are."""
+"""Gradients of every kind are found, and recognized at the next look."""
 
 import math
 from unittest.mock import MagicMock

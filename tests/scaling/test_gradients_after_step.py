@@ -1,4 +1,4 @@
-"""What ``.grad`` holds after ``scaler.step()``: what torch.amp leaves there, unscaled, clipped if it was clipped."""
+"""After ``scaler.step()``, ``.grad`` is what torch.amp leaves there: unscaled and clipped."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""A step captured in a CUDA graph: replays and eager steps in any order are the eager run.
+"""A step captured in a CUDA graph: replays and eager steps in any order equal the eager run.
 
 The graph is emulated on the CPU, and a real one where there is a GPU.
 """

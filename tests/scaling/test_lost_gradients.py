@@ -1,4 +1,4 @@
-"""Gradients that are dropped, written over, or taken away by hooks: which overflows still count, what is refused."""
+"""Gradients that are dropped, overwritten or removed by hooks: which overflows count, what is refused."""
 
 import itertools
 import math

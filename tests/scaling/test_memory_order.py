@@ -1,4 +1,4 @@
-"""Gradients that lie in memory otherwise than their parameters, for optimizers that read them as they lie."""
+"""Gradients in another memory order than their parameters, for optimizers that assume the same order."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Steps in one pass: torch's results, torch's state, and the reasons why another step is not."""
+"""Steps in one pass: torch's results, torch's state, and the reasons for another step."""
 
 import copy
 import itertools

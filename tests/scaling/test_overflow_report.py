@@ -1,4 +1,4 @@
-"""What a report of overflowed gradients says, and what it never says."""
+"""The contents of a report of overflowed gradients."""
 
 import math
 import re

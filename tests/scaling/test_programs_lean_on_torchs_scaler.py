@@ -1,4 +1,4 @@
-"""Do programs that lean on torch's own scaler find the same habits in ours?"""
+"""Do programs that rely on details of torch's scaler find the same details in ours?"""
 
 import pytest
 import torch

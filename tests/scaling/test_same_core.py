@@ -1,4 +1,4 @@
-"""All ranks compute with the same code, or say so."""
+"""All ranks compute with the same native code, or a warning says so."""
 
 from types import SimpleNamespace
 

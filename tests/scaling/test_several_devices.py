@@ -1,4 +1,4 @@
-"""A model over two devices under one scaler: every device is unscaled, and all skip together."""
+"""A model on two devices with one scaler: gradients on both devices are unscaled, and both skip together."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""DTensor gradients reach the kernels by the native ledger as they do one by one, without Python for each."""
+"""The native ledger passes DTensor gradients to the kernels without Python code for each of them."""
 
 import pytest
 import torch

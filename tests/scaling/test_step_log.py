@@ -1,4 +1,4 @@
-"""The log of steps, against every order in which a device may let the host know of its skips."""
+"""The log of steps, in every order in which the host can learn of skips."""
 
 import copy
 import itertools

@@ -1,4 +1,4 @@
-"""The norms of a result: before the first clip of a window, and of what the step used."""
+"""The norms in a result: before the first clip, and of the gradients that the step used."""
 
 import math
 

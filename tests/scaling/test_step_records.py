@@ -1,4 +1,4 @@
-"""Each step is recorded: in a file that is whole after a kill, for a function, and as news of the logger."""
+"""Each step is recorded: in a file that is complete after a kill, by a function, and by the logger."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""The optimizer step: its result, its value, what is asked on its way, and through which files it goes."""
+"""The optimizer step: its result, its return value, its host syncs, and the files that it passes through."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Is a scaler that a program switches off by ``_enabled``, and on again, as torch's?"""
+"""Does a scaler that a program switches off and on by ``_enabled`` behave like torch's?"""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""torch.amp's own checks next to ours: a misuse that torch refuses is refused here too, and some it does not see."""
+"""torch.amp's own checks compared with ours: a misuse that torch refuses is refused here too."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Does a scaler step what torch's would: optimizers that want the scaler, mocks, optimizers within others?"""
+"""Does the scaler step unusual optimizers as torch's does: grad_scaler arguments, mocks, nesting?"""
 
 import math
 import warnings

@@ -1,4 +1,4 @@
-"""``update()`` is a request: gradients that wait for their step keep their scale, or are converted."""
+"""``update()`` is a request: gradients that are not used yet keep their scale, or are converted."""
 
 import gc
 

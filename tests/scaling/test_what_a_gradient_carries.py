@@ -1,4 +1,4 @@
-"""What does a gradient carry? Each row of the ledger's table, on the core and on the fallback, beside torch.amp.
+"""Each row of the ledger's table, on the native core and on the fallback, compared with torch.amp.
 
 The gradient of ``loss(g)`` is ``g``. A row says what ``.grad`` is after its event, and what the step that follows
 makes of it. torch.amp gets the rows wrong that are marked so.

@@ -1,4 +1,4 @@
-"""What test_elastic.py runs: torchrun's elastic launcher, and training that resumes from the newest checkpoint."""
+"""The program of test_elastic.py: torchrun's elastic launcher, and training that resumes."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The collectives that a step of the sharded Net should run, from its shapes and a plan of dtypes alone."""
+"""The collectives that a step of the sharded Net should run, from its shapes and a plan of dtypes."""
 
 from collections import Counter
 from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""A few steps of a sharded model under each front: plain, Trainer, Fabric, Accelerate.
+"""A few steps of a sharded model in each front door: plain, Trainer, Fabric, Accelerate.
 
 Each function trains on this rank's share of the data and returns a Run. ``poison`` is a step at which the last
 rank's gradient of one element is infinite; ``log`` is one of collectives that is being written.

@@ -1,4 +1,4 @@
-"""The model of the tests of sharding, its data, and how one process trains it."""
+"""The model and the data of the tests of sharding, and training in one process."""
 
 import torch
 from torch import nn

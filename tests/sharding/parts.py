@@ -1,4 +1,4 @@
-"""The parts of what ranks do: functions of a folder, and of whether to do all; they return what JSON can hold."""
+"""The parts of the ranks' program: functions that return values that JSON can hold."""
 
 import functools
 import traceback

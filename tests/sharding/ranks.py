@@ -1,4 +1,4 @@
-"""What each of four processes does in test_ranks.py, and then each of two; every one writes FOLDER/rankN-of-M.json.
+"""The program of test_ranks.py, for four processes and then two. Each writes FOLDER/rankN-of-M.json.
 
 The processes are forked from one that has imported the frameworks: ``launch`` runs in it.
 """

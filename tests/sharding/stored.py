@@ -1,4 +1,4 @@
-"""What each of four processes does in test_stored_shards.py; writes FOLDER/rankN.json.
+"""The program of test_stored_shards.py, in four processes. Each writes FOLDER/rankN.json.
 
 Each run is made twice: with float32 shards, and with stored ones. Pairs of ranks train FSDP2 beside each other,
 then all four together train HSDP and two-dimensional meshes.

@@ -1,4 +1,4 @@
-"""The plan of dtypes, what is lowered from it, and where others contradict it; in a group of one process."""
+"""The plan of dtypes, the policies made from it, and conflicts with other settings, in one process."""
 
 from contextlib import nullcontext
 

@@ -1,4 +1,4 @@
-"""A rank that is killed in the middle of a run: torchrun starts all again, or fewer, and nothing is lost."""
+"""A rank is killed during a run: torchrun restarts all ranks, or fewer, and nothing is lost."""
 
 import json
 import subprocess

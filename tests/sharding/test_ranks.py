@@ -1,4 +1,4 @@
-"""Two and four gloo processes: what collectives carry, the same numbers as one process, skips on all ranks."""
+"""Two and four gloo processes: dtypes of collectives, the numbers of one process, skips on all ranks."""
 
 import json
 

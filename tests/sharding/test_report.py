@@ -1,4 +1,4 @@
-"""What is reported of a sharded model."""
+"""Reports on a sharded model."""
 
 import io
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Weights stored in 16 bits whose shards FSDP2 gathers: the float32 run to the bit, on two and on four gloo ranks."""
+"""16-bit weights sharded by FSDP2 equal the float32 run bit for bit, on two and four gloo ranks."""
 
 import json
 

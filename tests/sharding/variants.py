@@ -1,4 +1,4 @@
-"""What else FSDP2 is used with, each beside one process."""
+"""Other uses of FSDP2, each compared with one process."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Whether assert_trains_like tells healthy programs from others, and golden files hold."""
+"""assert_trains_like tells healthy programs from broken ones, and golden files can be compared."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the plugin of pytest does in a test suite of its user."""
+"""The pytest plugin in a user's test suite."""
 
 import importlib.metadata
 import subprocess

@@ -1,4 +1,4 @@
-"""A small GPT whose Linear layers take every format, with the batches that it is rehearsed on."""
+"""A small GPT whose Linear layers fit every format, and the batches for its rehearsal."""
 
 import torch
 from torch import nn

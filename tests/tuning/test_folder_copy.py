@@ -1,4 +1,4 @@
-"""A program that is tuned writes over nothing: it runs in a copy of its folder, which is the folder again at each run."""
+"""A tuned program overwrites no files: it runs in a copy of its folder, which is restored before each run."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which layers stand which format? The rehearsal, its placement, and the files that it writes."""
+"""Which layers can use which format? The rehearsal, the chosen formats, and the files that it writes."""
 
 import importlib.util
 import itertools

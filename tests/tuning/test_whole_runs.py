@@ -1,4 +1,4 @@
-"""What tuned rules are worth: six kinds of models, and trainings to their end."""
+"""The effect of tuned rules: six kinds of models, and training runs to their end."""
 
 import dataclasses
 from pathlib import Path

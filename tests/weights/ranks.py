@@ -1,4 +1,4 @@
-"""What each of several processes does in test_ddp.py; writes FOLDER/rankN.json."""
+"""The program of test_ddp.py in each process. It writes FOLDER/rankN.json."""
 
 import copy
 import itertools

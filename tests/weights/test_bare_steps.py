@@ -1,4 +1,4 @@
-"""Does ``optimizer.step()`` without a scaler decompress all states? No: one op takes the step on them."""
+"""Does ``optimizer.step()`` without a scaler decompress all states at once? It must not."""
 
 import pytest
 import torch

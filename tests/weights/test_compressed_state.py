@@ -1,4 +1,4 @@
-"""Optimizers' moments in bfloat16 and in 8-bit codes: steps, checkpoints, and whoever looks at them."""
+"""Optimizer moments in bfloat16 and in 8-bit codes: steps, checkpoints, and code that reads them."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""amp-plugin export: the model of a checkpoint as safetensors, exact or rounded, from whoever has saved it."""
+"""amp-plugin export: the model of any checkpoint as safetensors, exact or rounded."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Losses of models of four kinds with ``weights="bf16"``: those of stock bf16 autocast, but for exact ties.
+"""Losses of four kinds of models with ``weights="bf16"`` equal those of bf16 autocast, except for exact ties.
 
 65 537 float32 numbers round to an even bfloat16 number, and 16 more bits tell 65 536 apart: no pair of 16 bits can
 round ties as autocast does and hold all bits. Pairs round them away from zero.

@@ -1,4 +1,4 @@
-"""A random player: stores, steps, edits, saves, loads, converts, copies and thaws a model and its fp32 twin alike."""
+"""Random programs treat a model and its fp32 twin alike: store, step, edit, save, load, unfreeze."""
 
 import copy
 import operator

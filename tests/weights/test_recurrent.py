@@ -1,4 +1,4 @@
-"""Recurrent weights: stored on the CPU, where autocast casts them; float32 where there is a GPU."""
+"""Recurrent weights are stored on the CPU, where autocast casts them, and stay float32 if there is a GPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A model whose weights are stored: checkpoints, averages, writes of others, what is kept in float32.
+"""A model with stored weights: checkpoints, averages, writes by other code, and what stays in float32.
 
 The player (test_random_programs_equal_fp32.py) copies, pickles, edits, converts, saves and loads at random next to a float32 twin.
 """

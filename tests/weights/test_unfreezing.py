@@ -1,4 +1,4 @@
-"""Weights in 16 bits that are frozen when a model is set up, and trained later."""
+"""16-bit weights that are frozen when a model is set up, and trained later."""
 
 import copy
 

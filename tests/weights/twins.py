@@ -1,4 +1,4 @@
-"""A model with stored weights next to its fp32 twin: made alike, given the same gradients, compared bit for bit."""
+"""A model with stored weights and its fp32 twin, with the same gradients, compared bit for bit."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""A trainer whose scaler steps by closures, and which takes a batch again in smaller pieces if memory runs out.
+"""A trainer whose scaler steps with closures, and that splits a batch into smaller pieces if memory runs out.
 
 ``ClosureScaler`` puts torch's record of the optimizers in place of the old one after each update, and sets the
 stage itself. The second part steps as usual, and empties the record when a batch is taken again.

@@ -1,4 +1,4 @@
-"""fastai trains in fp16 by its own callback, which gives itself to ``scaler.step`` in the optimizer's place.
+"""fastai trains in fp16 with its own callback, which passes itself to ``scaler.step`` as the optimizer.
 
 The callback asks for CUDA; the two names below let it train on the CPU.
 """

@@ -1,4 +1,4 @@
-"""As trainers of low-rank additions do it: accumulation, a patched scaler, clipping, a schedule, float16 weights.
+"""A trainer of low-rank adapters: accumulation, a patched scaler, clipping, a schedule, float16 weights.
 
 Nothing here knows amp_plugin. Accelerate gives the CPU no scaler, so one is put in.
 """

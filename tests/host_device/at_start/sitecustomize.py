@@ -1,4 +1,4 @@
-"""Python imports this at its start: the device is there, in whatever the process runs.
+"""Python imports this at its start, so every process has the device in host memory.
 
 pytest and its workers load the plugin instead, since they rewrite what they import of the tests.
 """

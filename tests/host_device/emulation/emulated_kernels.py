@@ -1,4 +1,4 @@
-"""The package's CUDA kernels compiled for the CPU, from the very same sources."""
+"""The package's CUDA kernels, compiled for the CPU from the same sources."""
 
 import hashlib
 import os

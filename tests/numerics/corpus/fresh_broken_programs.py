@@ -1,4 +1,4 @@
-"""Broken programs that were written without a look at how the diagnosis works, as users of PyTorch break theirs."""
+"""Broken programs in the way users write them, made without knowledge of how the diagnosis works."""
 
 import math
 
