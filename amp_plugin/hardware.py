@@ -75,7 +75,7 @@ NEEDS: Final[dict[str, Needs]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """What torch tells of a device.
+    """The facts that torch reports on a device.
 
     Attributes:
         device: its type: ``"cpu"``, ``"cuda"``, ``"xpu"``, ``"mps"``.
@@ -124,7 +124,7 @@ def cpu_capabilities() -> dict[str, Any]:
 
 
 def hardware_of(device_type: str, index: int = 0) -> Hardware:
-    """Return what torch tells of a device of this machine; if it has none, ``is_known`` is False."""
+    """Return the facts on a device of this machine. ``is_known`` is False if there is no such device."""
     if device_type == "cpu":
         found = cpu_capabilities()
         return Hardware(

@@ -117,7 +117,7 @@ def train(config: DigitsConfig, page: Path | None = None) -> TrainingRecord:
     record = TrainingRecord(title=f"digits, {config.precision.value}")
     module = DigitsModule(config)
     trainer = new_trainer(config, record, page)
-    native_core()  # compiled the first time, which is no training
+    native_core()  # compile it now, so that the time to compile is not part of the training time
     start = time.perf_counter()
     trainer.fit(module, loaders.train, loaders.validation)
     record.seconds = time.perf_counter() - start

@@ -55,7 +55,7 @@ def train(config: DigitsConfig) -> TrainingRecord:
         model, optimizer, schedule, loaders.train, loaders.validation, loaders.test
     )
     record = TrainingRecord(title=f"digits, {accelerator.mixed_precision} x {accelerator.num_processes}")
-    native_core()  # compiled the first time, which is no training
+    native_core()  # compile it now, so that the time to compile is not part of the training time
     start = time.perf_counter()
     for _ in range(config.epochs):
         model.train()

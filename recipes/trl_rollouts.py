@@ -61,7 +61,7 @@ def policy() -> Any:
 
 
 def data(kind: str) -> Any:
-    """Return texts that count on, pairs of which the second one does not, or beginnings."""
+    """Return data on counting: texts, pairs with a right and a wrong continuation, or only prompts."""
     from datasets import Dataset  # noqa: PLC0415 -- of an extra
 
     prompts = [f"w{i % WORDS} w{(i + 1) % WORDS} w{(i + 2) % WORDS}" for i in range(64)]

@@ -162,7 +162,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
         return bool(self.session.device)
 
     def _show(self, scaler: Any) -> None:
-        """Set the public attribute ``scaler``, and the scaler of prepared optimizers; None scales no loss."""
+        """Set the public attribute ``scaler`` and the scaler of prepared optimizers. None scales no loss."""
         self._shown = scaler
         for optimizer in self._optimizers:
             optimizer.scaler = scaler
@@ -281,7 +281,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
         if self._engaged and not getattr(model, "_is_accelerate_prepared", False):
             evaluated = kwargs.get("evaluation_mode", len(args) > 1 and args[1])
             self._set_up([model], trained=not evaluated)
-        # Accelerator.prepare_model: "if self.native_amp:" it puts on a forward of which no copy works
+        # In Accelerator.prepare_model: "if self.native_amp:" it sets a forward that cannot be copied.
         with replaced(self, "native_amp", False):
             prepared: nn.Module = super().prepare_model(model, *args, **kwargs)
         reduce_in_fp32(prepared)
@@ -420,7 +420,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
         elif self.sync_gradients:
             self._scaler.clip_grad_value_(params, clip_value)
 
-    # -- what became of steps --------------------------------------------------------------------
+    # -- results of steps ------------------------------------------------------------------------
 
     def amp_metrics(self) -> dict[str, float | int]:
         """Return ``loss_scale`` and ``skipped_steps`` for ``accelerator.log``. The host waits for the device.
@@ -466,7 +466,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
             super().load_state(*args, **kwargs)
 
     def _save_spikes(self, _: list[Any], __: list[Any], folder: str) -> None:
-        """Save what is known of ordinary steps where no scaler is saved; a hook of Accelerate's."""
+        """Save the statistics of ``on_spike`` if no scaler is saved. Accelerate calls this hook."""
         state = {} if self._scaler.is_enabled() or not self._engaged else self.session.state_dict()
         if state and self.is_main_process:
             Path(folder, _SPIKES_NAME).write_text(json.dumps(state))

@@ -164,7 +164,7 @@ def _precision_for_accelerate(argument: Any, environment: Mapping[str, str], dev
     from_environment = argument is None and not AcceleratorState._shared_state
     given = environment.get(PRECISION_VARIABLE, "no").lower() if from_environment else argument
     if given is None or str(given) in (words := PrecisionType.list()):
-        return given  # the environment's spelling, not the argument: Accelerate reads the variable itself
+        return given  # already in Accelerate's words
     if given in BELOW_16_BITS:
         return "bf16"  # bf16 outside the layers that the session converts
     if given == "auto":

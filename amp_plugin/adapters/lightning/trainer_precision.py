@@ -93,7 +93,8 @@ class TrainerPrecision(PrecisionCore):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self._schedulers: list[Scheduled] = []  # schedulers that do not step after skipped steps
-        self._landed_steps = 0  # as schedulers count them; on a GPU the host learns of a skip one step later
+        # The number of steps that were taken. On a GPU the host learns of a skipped step one step later.
+        self._landed_steps = 0
         self._trainer: Any = None  # the Trainer of the present run
         self._loads_again = False  # True if weights that were loaded before the set-up were rounded
         self._users_methods: frozenset[str] = frozenset()
@@ -347,7 +348,7 @@ class TrainerPrecision(PrecisionCore):
         """Move the state to the stock plugin's key; the checkpoint then has stock's keys only."""
         payload = checkpoint.pop(type(self).__qualname__, None)
         if payload:
-            # Without a loss scale the state is none that a stock plugin could load.
+            # Without a loss scale a stock plugin could not load the state, so it gets a key of its own.
             checkpoint[self.checkpoint_key if "scale" in payload else OUR_KEY] = payload
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ _OF_PLUGINS: Final = {
 }
 NOT_AFTER_CLIPPING: Final = frozenset({"optimizer_step", _HOOK})
 """Methods that run no user code between Lightning's clipping and the step."""
-_NEVER: Final = sys.maxsize  # a frequency in batches that no batch index reaches
+_NEVER: Final = sys.maxsize  # a frequency so large that the Trainer never steps the scheduler
 
 
 def users_methods(module: Any, plugin: object, is_overridden: Callable[[str, Any], bool]) -> frozenset[str]:
@@ -111,7 +111,7 @@ def _after_landed_steps(should_update: Callable[..., bool], landed: Callable[[],
     seen = landed()
 
     def answer(step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Answer in the callback's place, after a step or (``step_idx`` None) at the end of an epoch."""
+        """Answer instead of the callback: after a step, or at the end of an epoch if ``step_idx`` is None."""
         nonlocal seen
         if step_idx is not None:
             before, seen = seen, landed()
