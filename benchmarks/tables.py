@@ -17,8 +17,8 @@ RATE = "GB/s"
 OLD_WAY = "folded"
 OLD_WAY_NOTE = (
     '*Rows named "folded" are of release 0.3, where a clip left its factor to the next optimizer step. '
-    "That feature was removed. `clip_and_step` clips within the step now; its rows replace these when the benchmarks "
-    "run again.*"
+    "That feature was removed. `clip_and_step` clips within the step now; its rows replace these when the "
+    "benchmarks run again.*"
 )
 
 UNITS: Mapping[str, Sequence[tuple[float, str]]] = {
