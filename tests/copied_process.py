@@ -25,7 +25,7 @@ _to_copy: list[socket.socket] = []
 
 
 def keep_copy() -> None:
-    """Fork the copy. Not where there is a GPU: its driver does not survive a fork."""
+    """Fork the copy. It is not done on a machine with a GPU, whose driver does not survive a fork."""
     if torch.cuda.is_available():
         return
     ours, its = socket.socketpair()
@@ -102,7 +102,7 @@ def _guard(tests: Connection) -> None:
 
 
 def _end_after(function: Callable[[Any], None], argument: object) -> NoReturn:
-    """Call a function and end this process; no code of who has forked it runs here."""
+    """Call a function and end this process without running code of the parent."""
     try:
         function(argument)
         os._exit(0)

@@ -274,7 +274,7 @@ class Results:
         return self.folder / "gpu.json"
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Start with an empty folder."""
         self.outcomes.clear()
         self.file.unlink(missing_ok=True)
 

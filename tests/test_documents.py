@@ -111,7 +111,7 @@ def test_the_list_of_pages_is_that_of_the_menu() -> None:
 
 @pytest.mark.parametrize("page", [ROOT / "AGENTS.md", ROOT / "README.md"], ids=name)
 def test_the_check_finds_nothing_in_loops_to_copy(page: Path) -> None:
-    """Each block is also read alone, because whoever copies one leaves the others."""
+    """Each block is also checked alone, because users copy single blocks."""
     programs = blocks(page, "python")
     assert len(programs) > 2
     for text in (*programs, "\n".join(programs)):

@@ -13,7 +13,7 @@ from amp_plugin.adapters.session import Session
 
 
 def reset():
-    """Forget the process-wide state of Accelerate and our default rules."""
+    """Reset Accelerate's process-wide state and our default rules."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     Session.forget_rules()

@@ -15,7 +15,7 @@ OVERFLOW = 1e38
 
 
 def distributed_data_parallel():
-    """A step, a window clipped without a guard, an overflow on rank 1 alone."""
+    """Train under DDP: a step, a clip at each micro-batch, and an overflow on rank 1 only."""
     reset()
     accelerator = AmpAccelerator(
         mixed_precision="fp16",
@@ -49,7 +49,10 @@ def distributed_data_parallel():
 
 
 class Layer(torch.nn.Module):
-    """Its norm of gradients is 4 at a factor of 2 and inputs of 1; the factor's gradient is in one rank's shard."""
+    """A layer whose gradient norm is 4 at a factor of 2 and inputs of 1.
+
+    One rank's shard holds the factor.
+    """
 
     def __init__(self):
         super().__init__()
@@ -62,7 +65,7 @@ class Layer(torch.nn.Module):
 
 
 def fully_sharded(folder, precision, version=2):
-    """A checkpoint, a step with clipping, a step with an overflow on rank 1 alone."""
+    """Train under FSDP: a checkpoint, a step with clipping, and a step with an overflow on rank 1 only."""
     reset()
     accelerator = AmpAccelerator(
         mixed_precision=precision,
@@ -105,7 +108,7 @@ def local(tensor):
 
 
 def on_cpu_as_on_gpus(state, *_args, **_kwargs):
-    """Accelerate knows FSDP on GPUs only: let it take two CPU processes for two GPU ones."""
+    """Accelerate supports FSDP on GPUs only. Let it treat two CPU processes like two GPU processes."""
     return "gloo", DistributedType.MULTI_GPU
 
 

@@ -86,7 +86,10 @@ class OneWeight(LightningModule):
 
 
 class TwoOptimizers(LightningModule):
-    """One joint backward, two optimizers; the step of ``a`` may overflow. Records the gradients stepped on."""
+    """One backward pass for two optimizers.
+
+    The step of ``a`` may overflow. The gradients of steps are recorded.
+    """
 
     def __init__(self, overflow_a=False, step=None):
         super().__init__()

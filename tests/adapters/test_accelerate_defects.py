@@ -26,7 +26,7 @@ PRECISIONS = pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
 
 
 def defect(*, stock_gives, ours_gives, init_scale=8.0, **options):
-    """Make a test of a program: what it returns under stock Accelerate, or the error there, and under ours."""
+    """Return a test of a program: its result or error under stock Accelerate, and its result under ours."""
 
     def decorate(program):
         def test(*_):
@@ -44,7 +44,7 @@ def defect(*, stock_gives, ours_gives, init_scale=8.0, **options):
 
 
 def two_optimizers(accelerator, first=3.0, second=3.0, between=lambda *_: None):
-    """One joint backward, then both step: the gradients each has seen."""
+    """Step two optimizers after one backward pass. Return the gradients that each has used."""
     models, optimizers = prepared(accelerator, 2)
     accelerator.backward(models[0](first) + models[1](second))
     between(*models)
@@ -54,7 +54,10 @@ def two_optimizers(accelerator, first=3.0, second=3.0, between=lambda *_: None):
 
 
 def one_window(accelerator, factors, clip):
-    """A window of micro-batches, each clipped without asking whether it is the last: clip's result, gradient."""
+    """Clip each micro-batch of a step without a check for the last one.
+
+    Return the clip's result and the gradient.
+    """
     (model,), (optimizer,) = prepared(accelerator)
     for factor in factors:
         with accelerator.accumulate(model):
@@ -325,7 +328,7 @@ def test_hooks_of_a_fused_optimizer_see_unscaled_gradients(accelerator):
 
 @pytest.mark.parametrize("in_window", [True, False])
 def test_an_iteration_ends_with_accumulate_or_when_all_have_stepped(in_window):
-    """Optimizers that are prepared one by one are known too."""
+    """Optimizers that are prepared one by one count too."""
     accelerator = ours(init_scale=8.0, growth_interval=1)
     a, b = (accelerator.prepare_model(Weights()) for _ in range(2))
     opt_a, opt_b = (accelerator.prepare_optimizer(GradientKeeper(model.parameters())) for model in (a, b))
@@ -347,7 +350,7 @@ def test_an_iteration_ends_with_accumulate_or_when_all_have_stepped(in_window):
 
 
 def test_threads_of_gloo_drop_their_tensors_before_the_group_ends(monkeypatch):
-    """Stock ends a run at times with "terminate called without an active exception"."""
+    """Stock Accelerate sometimes ends with "terminate called without an active exception"."""
 
     def run(accelerator):
         ready, dropped, seen = threading.Lock(), threading.Event(), []

@@ -54,7 +54,7 @@ def test_preparing_twice_wraps_once():
 class TestUnwrapping:
     @pytest.fixture(params=["method", "function"])
     def unwrap(self, request):
-        """Take the forward off by the accelerator or by Accelerate's function, which does without one."""
+        """Unwrap a model by the accelerator, or by Accelerate's function, which needs no accelerator."""
         if request.param == "function":
             return lambda _, model: extract_model_from_parallel(model, keep_fp32_wrapper=False)
         return lambda accelerator, model: accelerator.unwrap_model(model, keep_fp32_wrapper=False)
@@ -82,7 +82,7 @@ class TestUnwrapping:
         assert dtypes == [torch.float16, torch.float32]
 
     def test_hooks_of_accelerate_run_before_and_after(self, unwrap):
-        """In Accelerate's own, the forward is given the module twice after that (accelerate#4255)."""
+        """In stock Accelerate, forward gets the module twice after that (accelerate#4255)."""
         calls = []
 
         class Noted(ModelHook):
@@ -99,7 +99,7 @@ class TestUnwrapping:
         assert calls == [torch.float16, torch.float32]
 
     def test_the_class_and_the_signature_stay_the_programs_own(self):
-        """Programs compare it: ``isinstance(model, type(accelerator.unwrap_model(other)))``."""
+        """Programs compare classes: ``isinstance(model, type(accelerator.unwrap_model(other)))``."""
         accelerator = ours()
         model = accelerator.prepare(Pair())
         assert type(model) is type(accelerator.unwrap_model(model)) is Pair
@@ -151,7 +151,7 @@ def test_rules_and_stored_weights_hold_until_training_ends():
 
 @pytest.mark.native
 def test_accelerators_of_each_precision_one_after_another():
-    """The first of each has rules of its own, and nobody ends its training: its run has failed."""
+    """The first one of each precision has its own rules, and fails without ``end_training()``."""
     net, x, seen = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.ones(1, 2), []
     net[0].register_forward_hook(lambda *call: seen.append(call[-1].dtype))
     rules = OpRules.default("cpu").with_rule("aten::linear", "fp32")

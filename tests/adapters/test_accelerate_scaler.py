@@ -17,7 +17,7 @@ def torchs():
 
 
 def replaced(accelerator, given, when="before prepare"):
-    """Prepare a model and an optimizer, with the scaler put in place before or after."""
+    """Prepare a model and an optimizer, and replace the scaler before or after."""
     torch.manual_seed(0)
     net = nn.Linear(8, 1)
     if when == "before prepare":

@@ -7,7 +7,7 @@ from tests.adapters.accelerate_pair import ours, prepared
 
 
 def test_an_optimizer_that_did_not_step_was_not_skipped():
-    """An iteration is over when an optimizer steps that has already stepped in it."""
+    """An iteration ends when an optimizer steps a second time."""
     accelerator = ours(precision="bf16")
     models, optimizers = prepared(accelerator, count=2)
     for index, factor, expected in (

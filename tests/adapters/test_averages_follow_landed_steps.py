@@ -47,14 +47,14 @@ def numbers(values):
 
 
 def averaged(plugin, callback, *, model=None, steps=5, data=BATCHES, **options):
-    """Train, and return how often the callback has averaged."""
+    """Train, and return the number of times that the callback has averaged."""
     fit(model or Model(), plugin, steps, numbers(data), callbacks=[callback], **options)
     return int(callback._average_model.n_averaged)
 
 
 @pytest.mark.parametrize("make", [EMAWeightAveraging, WeightAveraging])
 def test_lightnings_own_plugin_averages_at_skipped_steps_too(make):
-    """What the issue is about; if this fails, Lightning has mended it, and ours may go."""
+    """If this fails, Lightning has fixed the issue, and our workaround can be removed."""
     assert averaged(stock(init_scale=8.0), make()) == len(BATCHES)
 
 

@@ -123,7 +123,7 @@ def test_the_engines_last_step_is_told_with_its_norm_and_scale():
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """What every config of the worker showed, in a process of its own."""
+    """The results of the worker for each config, from a process of its own."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     file = tmp_path_factory.mktemp("deepspeed") / "seen.json"
     (done,) = call_on_ranks(1, 300, deepspeed_run.main, file)

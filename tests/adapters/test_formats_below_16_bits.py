@@ -30,7 +30,7 @@ def emulated(**options):
 
 
 class Net(nn.Module):
-    """Two layers that all formats of 8 bits take, a norm, and a head that they do not take."""
+    """Two layers that fit all 8-bit formats, a norm, and a head that does not fit."""
 
     def __init__(self):
         super().__init__()
@@ -78,7 +78,7 @@ def converted_by_torchao(net, precision, left_out=()):
 
 
 def by_torchao(net, precision, clip=None, left_out=()):
-    """Train with torchao's conversion under torch.autocast; returns losses and weights."""
+    """Train with torchao's conversion under torch.autocast. Return losses and weights."""
     net = converted_by_torchao(net, precision, left_out)
     optimizer, losses = torch.optim.AdamW(net.parameters(), lr=1e-2), []
     for x, y in batches():
@@ -166,7 +166,7 @@ def test_losses_and_weights_are_torchaos(front, precision):
 
 @needs_torchao
 def test_torchaos_quantize_of_mxfp8_trains_alike_without_a_bias_and_drops_one():
-    """quantize_ of torchao 0.18 leaves the bias out, so we convert by its module, which adds it."""
+    """quantize_ of torchao 0.18 drops the bias, so we convert with its module, which keeps it."""
     from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
     from torchao.quantization import quantize_
 
@@ -193,7 +193,7 @@ def test_torchaos_quantize_of_mxfp8_trains_alike_without_a_bias_and_drops_one():
 @needs_torchao
 @pytest.mark.parametrize("precision", ["fp8", "fp8-rowwise", "mxfp8", "nvfp4"])
 def test_an_input_in_bfloat16_is_rounded_as_the_same_numbers_in_float32(precision):
-    """Attention hands bfloat16 on under autocast; torchao's emulated mxfp8 refuses it next to float32 weights."""
+    """Attention returns bfloat16 under autocast. torchao's emulated mxfp8 refuses it with float32 weights."""
     torch.manual_seed(0)
     net = amp_plugin.convert(nn.Sequential(nn.Linear(128, 128, bias=False)), precision, emulate=True)
     x, outputs = torch.randn(128, 128).bfloat16(), []
@@ -285,7 +285,7 @@ def test_rows_that_a_format_does_not_take_are_named():
 
 
 def wide():
-    """A model with a layer that each format takes; it is not run."""
+    """A model with a layer that fits each format. It is not run."""
     net = Net()
     net.first = nn.Linear(128, 128)
     return net

@@ -27,7 +27,10 @@ def norm(param):
 
 
 class Manual(LightningModule):
-    """Several weights with an optimizer each; ``play`` is the training step and notes gradients in ``seen``."""
+    """Several weights, each with an optimizer.
+
+    ``play`` is the training step and records gradients in ``seen``.
+    """
 
     def __init__(self, make, play, count=2):
         super().__init__()
@@ -123,7 +126,7 @@ class Automatic(Manual):
 
 
 def trainer(make, precision, clip):
-    """Leaves a clip to the step where it can."""
+    """The clip is part of the step, if that is possible."""
     after = AfterTheStep()
     options = {"gradient_clip_val": None if clip == "none" else 1.0, "callbacks": [after]}
     fit(Automatic(make), AmpPrecision(precision), steps=4, data=batches(value=GRADIENT), **options)

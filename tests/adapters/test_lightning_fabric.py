@@ -199,7 +199,7 @@ def test_an_optimizer_that_accumulates_before_its_first_step(order):
     ids=["stock", "ours"],
 )
 def test_a_thread_gets_the_dtype_of_the_plugin(make, first):
-    """As nn.DataParallel does: replicas run in threads, autocast on as outside, dtype left at the default."""
+    """As in nn.DataParallel: replicas run in threads with autocast on, and with the default dtype."""
     plugin, module, dtypes = make(), nn.Linear(2, 2), []
     model = Fabric(accelerator="cpu", devices=1, plugins=[plugin]).setup(module)
     assert model(torch.ones(1, 2)).dtype is torch.float32

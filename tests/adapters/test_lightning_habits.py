@@ -116,7 +116,7 @@ HABITS = {
 
 @pytest.fixture
 def flags_of_torch(monkeypatch):
-    """The process's flags, to be set by a Trainer and put back."""
+    """The flags of the process that a Trainer sets. They are restored."""
     # torch's own test modules, once imported, lock the flags for the process
     flags = torch.backends.flags_frozen.__globals__
     monkeypatch.setitem(flags, "__allow_nonbracketed_mutation_flag", True)
@@ -145,7 +145,7 @@ def test_same_weights_as_under_the_stock_plugin(habit, precision):
 
 
 def test_stochastic_weight_averaging_in_fp16():
-    """Its last epoch runs no backward, for which the stock plugin has no step."""
+    """Its last epoch runs no backward pass. The stock plugin fails at its step."""
     with pytest.raises(AssertionError, match="No inf checks were recorded"):
         run(STOCKS["fp16"](), HABITS["swa"]["callbacks"]())
     module, trainer = run(AmpPrecision("fp16", init_scale=SCALE), HABITS["swa"]["callbacks"]())
@@ -176,7 +176,7 @@ def test_lr_find_suggests_what_it_does_under_the_stock_plugin(precision, tmp_pat
 
 
 def test_resuming_in_the_middle_of_an_epoch_and_of_a_window(precision, tmp_path):
-    """Saved after the first batch of a window of two, whose gradients no checkpoint holds."""
+    """The checkpoint is saved after the first of two micro-batches. Gradients are not saved."""
 
     def play(plugin):
         path = tmp_path / f"{type(plugin).__name__}.ckpt"
@@ -205,7 +205,7 @@ def alone(precision):
 
 @pytest.mark.native
 def test_runs_one_after_another_are_stocks_also_behind_one_that_failed():
-    """Runs of each precision, twice; between ours, runs with op rules of their own fail."""
+    """Runs of each precision, twice. Between them, runs with op rules of their own fail."""
 
     def play(*makes):
         finals = []
@@ -221,7 +221,10 @@ def test_runs_one_after_another_are_stocks_also_behind_one_that_failed():
 
 
 def fail_with_rules():
-    """Train in bf16 with Linear in fp32 until a step raises; blocks of autocast follow the default rules again."""
+    """Train in bf16 with Linear in fp32 until a step raises.
+
+    Autocast blocks then follow the default rules again.
+    """
     module, x = RaisesOnce(), torch.ones(1, 8)
     linear, dtypes = module.net[0], []
     linear.register_forward_hook(lambda *call: dtypes.append(call[-1].dtype))

@@ -84,7 +84,7 @@ def test_the_bytes_per_parameter_are_logged_once_a_step_was_taken(caplog):
 
 @pytest.mark.parametrize("callbacks", [[], [AmpMonitor()]])
 def test_a_fit_that_took_no_step_ends_with_a_warning(precision, callbacks):
-    """Also behind one that an error has ended after a step, and while that error is handled."""
+    """It does so even after a fit that has ended with an error, and while that error is handled."""
     plugin, fails = AmpPrecision(precision), LambdaCallback(on_train_batch_end=Mock(side_effect=OSError))
     try:
         fit(OneWeight(), plugin, callbacks=[fails])
@@ -127,7 +127,7 @@ def test_a_resumed_run_goes_on_counting(tmp_path):
 
 
 def test_results_are_read_every_few_steps(monkeypatch):
-    """Where the host learns of them only by waiting, as on a GPU."""
+    """This holds where the host must wait to learn them, as on a GPU."""
     monkeypatch.setattr(StepResult, "known_at_once", staticmethod(lambda flag: None))
     monitor = AmpMonitor(max_skips_in_a_row=2, every_n_steps=4)
     module = OneWeight(overflow_at=range(9), fused=True)
@@ -166,7 +166,7 @@ def test_a_second_fit_after_an_exception_counts_each_step_once():
 
 
 class Traced(Linear):
-    """Logs, updates a metric, and by hand steps and clips; its fourth loss is infinite."""
+    """Logs, updates a metric, and steps and clips by hand. Its fourth loss is infinite."""
 
     def __init__(self, by_hand):
         super().__init__()
@@ -202,7 +202,7 @@ class Traced(Linear):
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_run_with_a_page_logs_and_counts_what_one_without_does(by_hand, precision, tmp_path):
-    """Torchmetrics' modules hash by their state."""
+    """The hash of a torchmetrics module depends on its state."""
     runs = []
     for report in (None, tmp_path / "run.html"):
         module, monitor = Traced(by_hand), AmpMonitor(report=report)

@@ -33,7 +33,7 @@ def run_script(words):
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """What each rank reports of each run; one start of the script for all: DDP's starts another, which imports."""
+    """The reports of each rank for each run. The script is started once for all runs."""
     folder = tmp_path_factory.mktemp("ranks")
     words = [str(SCRIPT), str(folder), *RUNS]
     done = call(run_script, words, environment={"PYTHONPATH": str(ROOT)}, frameworks=True)
@@ -80,7 +80,7 @@ def test_the_norm_of_shards_is_known_in_bf16_too(reports):
 
 @pytest.mark.parametrize("run", ["ddp:bf16:poisoned", "fsdp2:fp16:poisoned"])
 def test_ranks_write_one_page(run, reports):
-    """A nan in a batch of rank 1 skips the step of both; the page is rank 0's."""
+    """A nan in a batch of rank 1 skips the step on both ranks. Rank 0 writes the page."""
     ranks = reports(run)
     assert [rank["skipped"] for rank in ranks] == [1, 1]
     folder = reports.folder / run.replace(":", "_")

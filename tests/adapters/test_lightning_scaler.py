@@ -56,7 +56,7 @@ def test_groups_that_are_known_later():
 
 
 class AsksForTheScaler(OneWeight):
-    """Asserts what user code asserts when it makes its optimizers."""
+    """Asserts, when it makes its optimizers, what user code asserts."""
 
     def configure_optimizers(self):
         assert isinstance(self.trainer.precision_plugin.scaler, torch.amp.GradScaler)
@@ -157,7 +157,7 @@ def test_another_scaler_or_none(given, scale):
 
 
 class OwnStep(torch.amp.GradScaler):
-    """As programs write them for torch."""
+    """A scaler with its own ``step``, as programs write them for torch."""
 
     def step(self, optimizer, *args, **kwargs):
         return super().step(optimizer, *args, **kwargs)

@@ -95,7 +95,7 @@ def loss_seen_before_backward(plugin):
 
 
 def none_as_the_last_loss_of_a_window(plugin):
-    """What a hook sees, and the weight: it is 1 if the window's work is lost."""
+    """Return what a hook sees, and the weight. The weight is 1 if the gradients of the window were lost."""
     norms, module = GradientNorm(), OneWeight(none_at=(1,))
     fit(module, plugin, callbacks=[norms], accumulate_grad_batches=2)
     return [*norms.norms, module.w.item()]
@@ -180,7 +180,7 @@ def test_an_optimizer_without_gradients():
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 def test_clipping_with_a_fused_optimizer_stock(precision):
-    """An error in 2.6; in bf16 the release after it clips (Lightning-AI #21436)."""
+    """It is an error in Lightning 2.6. The next release clips in bf16 (Lightning-AI #21436)."""
     plugin = stock() if precision == "16-mixed" else MixedPrecision(precision, "cpu")
     refused = pytest.raises(RuntimeError, match="does not allow for gradient clipping")
     with nullcontext() if AFTER_2_6 and plugin.scaler is None else refused:
@@ -245,7 +245,7 @@ def test_a_step_without_any_loss_has_a_result():
 
 
 class ByHand(Linear):
-    """Steps LBFGS by a closure; notes whether autocast is on in it."""
+    """Steps LBFGS with a closure, and records whether autocast is on in it."""
 
     def __init__(self):
         super().__init__(torch.optim.LBFGS, lr=0.1, max_iter=4)
@@ -282,7 +282,7 @@ def test_lbfgs():
 
 
 class Lookback(torch.optim.SGD):
-    """Takes half a step, looks at the gradient there, and steps from where it started, as SAM does."""
+    """Takes half a step, computes the gradient there, and steps from the original point, as SAM does."""
 
     calls_closure_again = True
 

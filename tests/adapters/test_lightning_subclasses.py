@@ -52,7 +52,7 @@ class ClipsByItself:
 
 
 class ClipsByAnotherFunction:
-    """Its method is replaced on the object."""
+    """Its clipping method is replaced on the instance."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -104,7 +104,7 @@ def test_a_subclass_sees_and_clips_unscaled_gradients(mixin, algorithm, precisio
 
 
 class StepsByItself(Linear):
-    """Warms its learning rate up and looks at gradients when they are used up."""
+    """Warms up its learning rate, and reads gradients after they were used."""
 
     def __init__(self):
         super().__init__(optimizer=torch.optim.SGD)
@@ -165,7 +165,7 @@ FABRIC_METHODS = (
 
 
 def noting_calls(base):
-    """A subclass with a method of its own for each, that notes its arguments and what the gradients are then."""
+    """Return a subclass that overrides each method, and records its arguments and the gradients."""
 
     def noting(name):
         def method(self, *args, **kwargs):

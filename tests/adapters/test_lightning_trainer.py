@@ -38,7 +38,7 @@ pytestmark = QUIET
 
 
 class Hooks(Callback):
-    """Notes its hooks in order, between the module's own."""
+    """A callback that records its hooks in order, together with the module's."""
 
     def __init__(self):
         self.calls = []
@@ -54,7 +54,7 @@ class Hooks(Callback):
 
 
 def noting(calls):
-    """A module that notes the methods which Lightning calls around a step."""
+    """Return a module that records the methods which Lightning calls around a step."""
 
     def method(name):
         def call(self, *args, **kwargs):
@@ -86,7 +86,7 @@ def test_hook_order_is_that_of_the_stock_plugin():
 
 
 class Dtypes(Linear):
-    """Notes the dtype of a matrix product in each kind of step, and that of the batch."""
+    """Records the dtype of a matrix product in each kind of step, and that of the batch."""
 
     def __init__(self):
         super().__init__(torch.optim.SGD)
@@ -187,7 +187,7 @@ def test_a_step_whose_closure_raises_is_no_step(precision):
 
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_weight_used_several_times_in_a_step_has_the_stock_gradient(window):
-    """Its gradients add up in fp32; a cast shared by all uses would add them up in bf16."""
+    """Its gradients add up in fp32. With one cast shared by all uses they would add up in bf16."""
 
     class Recurrent(Linear):
         def training_step(self, batch, batch_idx):
@@ -203,7 +203,7 @@ def test_a_weight_used_several_times_in_a_step_has_the_stock_gradient(window):
         return module.gradients
 
     class Uncached(MixedPrecision):
-        """As in 2.6; the release after it shares casts again (Lightning-AI #21616)."""
+        """The behaviour of Lightning 2.6. The next release shares casts again (Lightning-AI #21616)."""
 
         def forward_context(self):
             return self.autocast_context_manager()
@@ -217,7 +217,7 @@ def test_a_weight_used_several_times_in_a_step_has_the_stock_gradient(window):
 
 
 class EditsGradients(OneWeight):
-    """LBFGS whose gradient of 3 becomes 0.5: its first step is the gradient, or 1 if that is larger."""
+    """LBFGS whose gradient of 3 is changed to 0.5. Its first step is the gradient, or 1 if that is larger."""
 
     def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters(), lr=1.0, max_iter=1)
@@ -243,7 +243,7 @@ def test_unscaled_gradients_of_a_repeated_closure_may_be_edited(module, precisio
 
 
 def overflowing(where, fused):
-    """A module whose gradient becomes infinite, unseen by torch's version counter, in a method of its own."""
+    """Return a module whose method makes a gradient infinite without a change of its version counter."""
 
     def clip_and_overflow(self, optimizer, *_, **__):
         LightningModule.clip_gradients(self, optimizer, 0.5, "norm")
@@ -295,7 +295,7 @@ def test_steps_by_hand_while_the_scale_grows(step, steps, taken):
 
 
 def test_the_end_of_a_manual_training_step_ends_the_iteration():
-    """The scale changes there although ``b`` keeps gradients it never steps on; they are converted."""
+    """The scale changes there. The gradients that ``b`` keeps and never uses are converted."""
     scales = []
 
     class Scales(Callback):
@@ -384,7 +384,7 @@ def after(module, first, second, loss):
 
 @pytest.mark.parametrize("wrong", [alone, set_by_hand, before, after])
 def test_gradients_that_manual_backward_has_not_made_are_named(wrong):
-    """Else they would be divided by a scale that they were never multiplied with."""
+    """Otherwise they would be divided by a scale that they were never multiplied with."""
 
     def step(module, batch, batch_idx):
         wrong(module, *module.optimizers(), batch * (module.a + module.b))
@@ -397,7 +397,7 @@ def test_gradients_that_manual_backward_has_not_made_are_named(wrong):
 
 
 def test_a_backward_whose_gradients_are_dropped_is_allowed():
-    """As where inputs are attacked: the gradients of the weights are thrown away."""
+    """Adversarial training does this: the gradients of the weights are dropped."""
 
     def step(module, batch, batch_idx):
         first, _ = module.optimizers()
@@ -545,7 +545,7 @@ def test_another_device_than_the_strategys_is_refused(kind):
     ],
 )
 def test_a_plugin_of_the_wrong_kind_or_package_says_so(package, plugin, options, text):
-    """A library may use one package (neuralforecast) and the program that calls it the other."""
+    """A library may use one Lightning package (neuralforecast), and the program the other one."""
     trainer = classes_for(package).AmpPrecision.package.Trainer
     with pytest.raises(Exception, match=text):
         trainer(plugins=[plugin()], accelerator="cpu", logger=False, **options)

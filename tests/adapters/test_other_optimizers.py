@@ -29,13 +29,13 @@ def make(request):
 
 
 def switched(optimizer, mode="train"):
-    """Put a schedule-free optimizer into its mode; others have none."""
+    """Switch a schedule-free optimizer between its modes. Other optimizers have none."""
     getattr(optimizer, mode, lambda: None)()
     return optimizer
 
 
 def tensors_of(optimizer):
-    """Return all that an optimizer keeps, 8-bit tensors as fp32."""
+    """Return all tensors of an optimizer's state, 8-bit tensors as fp32."""
     kept = [value for state in optimizer.state.values() for value in state.values()]
     return [value.dequantize() if hasattr(value, "codes") else value for value in kept]
 
@@ -44,7 +44,7 @@ BATCHES = torch.randn(6, 8, 16, generator=torch.Generator().manual_seed(0))
 
 
 def trained(make, step_on):
-    """Train a layer that 8-bit state is kept of; ``step_on(optimizer, loss, number)`` does one iteration."""
+    """Train a layer with 8-bit state. ``step_on(optimizer, loss, number)`` runs one iteration."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 1))
     optimizer = make(net.parameters())

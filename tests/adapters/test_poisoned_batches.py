@@ -138,7 +138,7 @@ WAYS = [
 
 
 def assert_one_batch_left_no_trace(loop, precision, way, through=as_it_is):
-    """The run without the batch is never compiled."""
+    """Assert that a run with a nan batch equals a run without it. The latter is never compiled."""
     net, optimizer, skipped = loop(precision, batches(), **way, through=through)
     torch._dynamo.reset()
     other, other_optimizer, _ = loop(precision, batches(drop=True), **way)
@@ -170,7 +170,7 @@ COMPILED = [(trainer, "fp16"), (trainer, "bf16"), (manual, "bf16"), (fabric, "fp
 )
 @pytest.mark.parametrize(("loop", "precision"), COMPILED)
 def test_so_it_is_where_the_step_is_compiled(loop, precision):
-    """The whole step, forward to optimizer, is given to torch.compile, but for what the Trainer does itself."""
+    """The whole step is compiled, except for the parts that the Trainer runs itself."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     way = {"kind": torch.optim.AdamW, "fused": False, "clip": 0.05}

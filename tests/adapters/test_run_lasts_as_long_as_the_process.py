@@ -71,7 +71,7 @@ def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_a_program_finds_what_it_finds_without_the_command(folder: Path) -> None:
-    """Settings before its import of torch, argv, its threads and its handlers at exit; our scalers to the end."""
+    """argv, its threads, its atexit handlers, and settings before the import of torch are unchanged."""
     plain = python(folder, "scripts/train.py", "--lr", "3")
     ours = python(folder, "-m", "amp_plugin", "run", "scripts/train.py", "--lr", "3")
     assert plain.stdout.count("65536.0") == 2, plain.stderr

@@ -46,7 +46,7 @@ def module(**options):
 
 
 def values(model):
-    """The weights in float32, exact where they are stored in 16 bits."""
+    """Return the weights in float32. For stored weights these are the exact values."""
     return {name: value.detach().float().clone() for name, value in model.state_dict().items()}
 
 

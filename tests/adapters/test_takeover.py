@@ -388,7 +388,10 @@ if __name__ == "__main__":
 
 @pytest.mark.dist
 def test_a_program_that_starts_others_takes_them_along(tmp_path, installed):
-    """A new interpreter and a spawned child read the environment when they import torch; a fork inherits."""
+    """New interpreters and spawned children read the environment when they import torch.
+
+    Forks inherit the state.
+    """
     (tmp_path / "parent.py").write_text(PARENT)
     (tmp_path / "child.py").write_text(CHILD)
     done = run_unedited("--precision", "fp16", "parent.py", environment=installed, folder=tmp_path)
@@ -431,7 +434,7 @@ destroy()
 @pytest.mark.dist
 @pytest.mark.slow
 def test_torchrun_takes_each_rank_over(tmp_path, installed):
-    """Both ranks have the weights of the ranks that run it without the command, and skip where one overflows."""
+    """Both ranks get the weights of a run without the command, and skip where one of them overflows."""
     program = tmp_path / "train.py"
     program.write_text(RANK)
     words = ("--nproc-per-node", "2", "-m", "amp_plugin", "run", program.name)

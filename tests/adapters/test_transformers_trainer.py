@@ -119,7 +119,7 @@ def test_it_resumes_with_its_loss_scale(make, tmp_path):
 @pytest.mark.filterwarnings("ignore:.*are float32 now:UserWarning")
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
 def test_a_model_that_comes_in_bfloat16_moves_wholly_and_resumes_all_bits(weights, tmp_path):
-    """transformers loads a checkpoint before it prepares the model, which must not round it."""
+    """transformers loads a checkpoint before it prepares the model. That must not round the checkpoint."""
 
     install(AmpKwargs(weights=weights))
     arguments = {

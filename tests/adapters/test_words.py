@@ -27,7 +27,7 @@ MODULES = {"accelerate", "lightning"}  # names of packages that are looked for a
 
 def test_each_front_door_is_looked_at():
     def last(kind):
-        """The classes of the package that no other class of it extends."""
+        """Return the classes of the package that have no subclass in it."""
         own = [sub for sub in kind.__subclasses__() if sub.__module__.startswith("amp_plugin.")]
         return {leaf for sub in own for leaf in last(sub)} or {kind}
 

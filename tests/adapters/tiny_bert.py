@@ -20,7 +20,7 @@ def bert(*, layers, dropout=0.0):
 
 
 def with_lora():
-    """Return one with dropout of which adapters and the head learn."""
+    """Return a model with dropout in which only the adapters and the head are trained."""
     from peft import LoraConfig, get_peft_model
 
     settings = LoraConfig(task_type="SEQ_CLS", r=4, lora_alpha=16, target_modules=["query", "value"])

@@ -42,7 +42,7 @@ class Written(TorchDispatchMode):
 
 
 def test_a_gpus_cache_is_flushed_by_reading(monkeypatch):
-    """Lines left dirty would go to memory while the call is timed, and count against what reads least."""
+    """Modified cache lines would be written to memory during the timing."""
     zeros = torch.zeros
     monkeypatch.setattr(clocks, "FLUSH_BYTES", 64)
     monkeypatch.setattr(torch, "zeros", lambda *shape, **where: zeros(*shape))

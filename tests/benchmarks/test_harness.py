@@ -26,7 +26,7 @@ def test_a_spread_is_the_median_and_the_middle_half():
 
 
 def test_ratios_are_taken_within_rounds():
-    """The machine slows down from round to round: the medians of the times would say 2, the rounds say 0.5."""
+    """The machine slows down from round to round: the medians of the times give 2, the rounds give 0.5."""
     samples = {OURS: counting([1, 20, 30]), "torch": counting([2, 10, 75])}
     outcome = measure(Comparison(name="x", samples=samples, rounds=3, warm_up=0))
     assert outcome.ratios["torch"].median == 0.5
@@ -50,7 +50,7 @@ def test_every_variant_runs_once_a_round_in_changing_order():
 
 
 def test_disturbed_rounds_are_taken_again(monkeypatch):
-    """In every third round another program holds the processor, and the sample takes ten times as long."""
+    """In every third round another program uses the processor, and the sample takes ten times as long."""
     clock, waiting = [0.0], [0.0]
     monkeypatch.setattr(harness, "waited", lambda: waiting[0])
     monkeypatch.setattr(harness.time, "perf_counter", lambda: clock[0])

@@ -109,7 +109,7 @@ def test_the_check_fails_when_a_promise_is_missed_and_writes_nothing(monkeypatch
 
 
 def test_figures_of_another_machine_are_judged_and_drawn(monkeypatch, capsys, tmp_path, report):
-    """Those of a GPU come back as a file, and the pages are written where there is none."""
+    """The figures of a GPU come as a file, and the pages are written on a machine without one."""
     file = tmp_path / "figures.json"
     file.write_text(replace(report, device="cuda").to_json())
     assert command.main(["cuda", "--promises", "--figures", str(file)]) == 1

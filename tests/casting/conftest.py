@@ -11,7 +11,7 @@ from amp_plugin.casting.rules_in_force import clear, number_on
 
 
 def give_back() -> None:
-    """Give torch its kernels back: an Accelerator that no test has ended has `torch.autocast` run on ours."""
+    """Restore torch's kernels: an Accelerator that no test has ended lets ``torch.autocast`` use ours."""
     if any(number_on(device) != NO_RULES for device in TABLES):
         clear()
 

@@ -97,7 +97,7 @@ BACKENDS = [*itertools.product(["eager", "aot_eager"], PLACES), ("inductor", ("n
 
 
 def marked(choice, place):
-    """Mark a case in which Dynamo sees a region being made."""
+    """Mark a case in which a region is made while Dynamo traces."""
     return pytest.param(choice, place, marks=[pytest.mark.one_graph] * (place[1] == "inside"))
 
 
@@ -220,7 +220,7 @@ def test_rules_are_read_from_their_content():
 
 
 def test_code_around_which_regions_are_opened_tells_many_rule_sets_apart():
-    """More than torch has dtypes, which show Dynamo one digit each."""
+    """There are more rule sets than dtypes, and each dtype shows Dynamo one digit."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
 
     def forward(x):
@@ -273,7 +273,7 @@ def test_rules_of_an_accelerator_stay_in_force_around_those_of_the_cpu():
 
 @pytest.mark.parametrize("rules", [None, SOFTMAX32], ids=["default", "own"])
 def test_a_break_inside_a_region(rules):
-    """Inside own rules the function runs as it is."""
+    """With rules of its own, the function runs eagerly."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     inner = torch.compile(lambda x: x.softmax(-1), backend=counter)
 

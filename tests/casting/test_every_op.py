@@ -81,7 +81,7 @@ def depends_on_order(device, op, sample):
 
 
 def same_but_for_order(one, other):
-    """Return whether results differ no more than sums of a few terms that are added in another order."""
+    """Return whether results differ only as sums of a few terms that are added in another order."""
     if isinstance(one, str) or isinstance(other, str) or len(one) != len(other):
         return False
     if any(isinstance(value, str) for value in (*one, *other)):

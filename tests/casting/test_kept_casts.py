@@ -138,12 +138,12 @@ def test_as_many_casts_as_torch_and_the_same_gradients(program):
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_torchs_blocks_under_our_rules_keep_what_torch_keeps(program):
-    """As under ``amp-plugin run``: blocks of torch's on our kernels make torch's casts, and torch's bits."""
+    """As under ``amp-plugin run``: blocks of torch.autocast on our kernels keep torch's casts and bits."""
     same_as_torch(program, torch.autocast, set_up=ours_by_default)
 
 
 class Quiet(TorchDispatchMode):
-    """A mode of a user's, which passes every op on."""
+    """A user's dispatch mode that only passes ops on."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
@@ -193,7 +193,7 @@ def test_selective_checkpointing_recomputes_with_torchs_bits(ours):
 
 
 def test_a_mode_sees_nothing_that_keeping_casts_needs():
-    """A mode that counts ops sees the ops of torch.autocast, the first time a thread keeps a cast too."""
+    """A mode that counts ops sees the same ops as with torch.autocast, even at a thread's first kept cast."""
 
     class Counting(Quiet):
         def __init__(self):
@@ -234,7 +234,10 @@ def test_the_cast_of_a_dtensor_is_kept():
 
 
 def test_a_thread_leaves_nothing_behind():
-    """DataParallel makes new threads at each forward; torch's cache, which all threads share, stays as it is."""
+    """DataParallel makes new threads at each forward.
+
+    torch's cache, which all threads share, does not change.
+    """
     layer, x = nn.Linear(8, 8), torch.ones(1, 8)
 
     def in_threads(count):
@@ -259,7 +262,7 @@ FLAGS = list(itertools.product([True, False], [None, True, False]))
 @pytest.mark.parametrize("made_inside", [True, False])
 @pytest.mark.parametrize("outer", FLAGS, ids=str)
 def test_the_flag_is_taken_over_as_in_torch(outer, made_inside):
-    """Gradients of a weight used twice add up in bfloat16 where its cast is kept, else in float32."""
+    """Gradients of a weight that is used twice add up in bfloat16 if its cast is kept, else in float32."""
 
     def gradient(autocast, inner):
         torch.manual_seed(0)
@@ -285,7 +288,7 @@ def test_the_flag_is_taken_over_from_accelerators_which_hide_it():
 
 
 def test_clearing_torchs_cache_shows_a_write_that_nothing_else_shows():
-    """As in torch: `torch.clear_autocast_cache()` inside a region has every weight cast again."""
+    """After ``torch.clear_autocast_cache()`` inside a region, every weight is cast again, as in torch."""
     weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(1, 2)
     with amp_plugin.autocast("cpu", BF16):
         x @ weight
@@ -299,7 +302,7 @@ def test_clearing_torchs_cache_shows_a_write_that_nothing_else_shows():
 
 
 class ThroughData(torch.optim.Optimizer):
-    """Writes weights as many an older optimizer does: no version counter moves."""
+    """Writes weights through ``.data``, as older optimizers do. Version counters do not change."""
 
     def __init__(self, params):
         super().__init__(params, {})
@@ -310,7 +313,7 @@ class ThroughData(torch.optim.Optimizer):
 
 
 class ThroughNumpy(ThroughData):
-    """Writes weights as a kernel of its own does: nothing but the step's hook shows it."""
+    """Writes weights through NumPy, like a custom kernel. Only the hook after the step notices it."""
 
     def step(self):
         for param in self.param_groups[0]["params"]:
@@ -357,7 +360,7 @@ def test_a_step_in_the_region_is_seen(name, backend):
 
 @pytest.mark.parametrize("opened", [False, True])
 def test_weights_can_be_swapped(opened):
-    """``swap_tensors`` takes no tensor that somebody refers to; conversions of modules use it."""
+    """``swap_tensors``, which conversions of modules use, refuses a tensor that has other references."""
     model = make_model()
     with amp_plugin.autocast("cpu", BF16):
         loss_of(model, BATCHES[0]).backward()

@@ -106,7 +106,7 @@ class TestEnvironment:
 
     @pytest.fixture(autouse=True)
     def fresh(self):
-        """The file is read when the first region of a kind is made: let there be none."""
+        """Forget all regions, because the file is read when the first region of a kind is made."""
         KERNELS.checked.clear()
         yield
         KERNELS.checked.clear()

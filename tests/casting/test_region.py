@@ -95,7 +95,7 @@ class TestLikeTorch:
 
 
 class TestTorchsDefects:
-    """Each shows torch 2.13 failing, then ours working."""
+    """Each test shows torch 2.13 failing, and ours working."""
 
     def test_nested_regions_of_different_dtype(self):
         w, x = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3)
@@ -270,7 +270,7 @@ class TestTorchIsLeftAlone:
         assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
     def test_our_kernels_hand_over_to_torchs(self):
-        """Only torch's kernel fills torch's weight cache: a second use finds the same cast."""
+        """Only torch's kernel fills torch's cache of weights, so a second use finds the same cast."""
         w, x = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3)
         KERNELS.install()
         with torch.autocast("cpu"):

@@ -20,7 +20,7 @@ SOFTMAX32 = OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
 
 @pytest.mark.parametrize("device", TABLES)
 def test_table_equals_torchs_registrations(device):
-    """Without the overloads for named tensors, gone since torch 2.13: torch's own kernels see to them."""
+    """Overloads for named tensors, removed in torch 2.13, are left out. torch's own kernels handle them."""
     uninstall_kernels()
     registered = torch._C._dispatch_get_registrations_for_dispatch_key(KEYS[device])
     names = {full_name(op) for op in registered if op.startswith("aten::")}

@@ -88,7 +88,7 @@ def test_a_transformers_model_gives_the_same_bits():
 
 @pytest.mark.native
 class TestWholeLoop:
-    """A region around forward, backward and step: the backward pass is not autocast by it."""
+    """A region around forward, backward and step does not autocast the backward pass."""
 
     def check(self, forward):
         seen, gradients = [], []

@@ -72,7 +72,7 @@ class TestCompile:
         assert seen == [torch.bfloat16, torch.float32, torch.bfloat16]
 
     def test_exception_inside_a_compiled_region_then_a_weight_update(self):
-        """torch leaks its nesting level there and serves stale weights ever after (pytorch 195488)."""
+        """torch leaks its nesting level there, and uses stale weights afterwards (pytorch 195488)."""
         x, w = torch.ones(3, 3), nn.Parameter(torch.ones(3, 3))
 
         def forward(x):
@@ -155,7 +155,7 @@ class TestCheckpoint:
     @pytest.mark.native
     @pytest.mark.parametrize("by_default", [True, False])
     def test_own_rules_reach_the_recomputation(self, by_default):
-        """Default rules do; those of a region by the context_fn."""
+        """Default rules do so by themselves, and those of a region through context_fn."""
         w = torch.randn(4, 4, requires_grad=True)
         seen = []
 

@@ -59,7 +59,7 @@ def test_a_write_that_moves_the_version_or_the_memory_is_seen(name):
 
 @pytest.mark.parametrize("name", UNSEEN)
 def test_a_write_through_an_alias_follows_torchs_rule(name):
-    """Nothing shows it until the cache is cleared, in torch's blocks and in our regions."""
+    """It is not noticed until the cache is cleared, in torch's blocks and in our regions."""
     for autocast in (torch.autocast, amp_plugin.autocast):
         assert not uses_new_values(UNSEEN[name], autocast)
         assert uses_new_values(UNSEEN[name], autocast, after=torch.clear_autocast_cache)

@@ -61,7 +61,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def sources(tmp_path, monkeypatch, cache):
-    """This process as if nothing was loaded yet, with small sources and a cache of its own."""
+    """Make this process look as if nothing was loaded, with small sources and a cache of its own."""
     monkeypatch.setattr(build, "SOURCES", small_sources(tmp_path))
     monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
     monkeypatch.setattr(build, "_core", None)
@@ -196,7 +196,7 @@ def test_a_whole_cache_on_a_read_only_file_system_is_used(no_compiler, cache, sm
 
 @needs_compiler
 def test_a_core_that_was_cut_short_is_not_loaded(sources, cache, small_core):
-    """To read behind the end of a file that is mapped ends a process by SIGBUS."""
+    """Reading beyond the end of a mapped file ends a process by SIGBUS."""
     file = place(small_core, cache)
     file.write_bytes(file.read_bytes()[:5000])
     broken = call(load, sources, environment={"AMP_PLUGIN_NATIVE": "1", "CXX": "false"})

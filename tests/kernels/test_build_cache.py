@@ -149,7 +149,7 @@ def test_what_others_can_write_to_is_refused(writable, tmp_path):
 
 
 def make_slowly(root, seconds):
-    """Obtain a file; whoever makes it says so and takes that long."""
+    """Get a file from the cache. The process that makes it prints a line and takes some time."""
 
     def make(folder):
         with (root / "calls").open("a") as calls:

@@ -26,7 +26,7 @@ def constant(name: str, constant: str) -> int:
 
 
 def enumerators(name: str, enum: str) -> list[str]:
-    """Return the names in an enum, in order; such as give no number are counted from 0."""
+    """Return the names in an enum, in order. Names without a number are counted from 0."""
     body = re.search(rf"enum (?:class )?{enum} : \w+ {{(.*?)}}", source(name), re.DOTALL)[1]
     return [part.strip() for part in body.split(",") if part.strip()]
 

@@ -197,7 +197,7 @@ def test_a_source_that_does_not_compile_says_where(tmp_path, monkeypatch):
 
 
 def test_an_error_of_nvrtc_is_freed_without_a_word(monkeypatch):
-    """cuda-core's Program cannot be freed with a cycle, which an error and its frames are soon part of."""
+    """cuda-core's Program prints an error if it is freed as part of a reference cycle."""
     heard = []
     monkeypatch.setattr(sys, "unraisablehook", heard.append)
     for _ in range(20):

@@ -55,7 +55,7 @@ def run(tmp_path_factory):
 
 
 def test_all_kernels_are_loaded_when_the_device_is_opened(run):
-    """In its context and outside of a capture; then both are as before. No later step can fail for want of one."""
+    """They are loaded in the device's context, outside of a capture, so no later step can fail."""
     lines, errors = run(ASKS * 2)
     blocks = [132 * tuning_of(kernel).blocks for kernel in all_kernels()]
     core = f"CudaCore(loaded=True, reason='', architecture='sm_90', identity={identity_of('sm_90', blocks)})"
@@ -85,7 +85,7 @@ def test_a_driver_that_does_not_take_the_code_is_told_of(run):
 
 
 def test_code_that_is_loaded_on_a_gpu_of_another_architecture_is_told_of(run):
-    """CUDA_MODULE_LOADING=EAGER does so; the driver has no error of its own for it."""
+    """CUDA_MODULE_LOADING=EAGER makes the driver report it at once."""
     lines, _ = run(ASKS, FAKE_LOAD_ERROR="209")
     assert "makes it load code on every GPU of the process, and these differ: unset it" in lines[-1]
 

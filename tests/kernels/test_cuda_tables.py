@@ -147,7 +147,7 @@ def test_a_factor_of_one_lets_every_block_end_at_once():
 
 
 def test_a_table_finds_memory_where_torchs_cache_has_all_of_the_card():
-    """At its worst, in the middle of a training."""
+    """This can happen in the middle of a training run."""
     huge = many(200_000)
     torch.ops.host_device.card_is_full(True)
     try:
@@ -255,7 +255,7 @@ def test_a_graph_gives_its_table_back_while_another_thread_allocates():
 
 
 def test_a_full_card_is_told_of_during_a_capture_too():
-    """torch cannot empty its cache then, and says so by an internal error."""
+    """During a capture torch cannot empty its cache, and raises an internal error."""
     huge, inverse, held = many(200_000), scalar(1.0), []
     while True:  # until what the driver has given is used up
         bytes_before = torch.ops.host_device.driver_bytes()

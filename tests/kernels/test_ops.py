@@ -18,7 +18,7 @@ GUARD = 24  # elements around a tensor, all nan
 
 
 class Guarded:
-    """A tensor in the midst of nan, which nobody may read and nobody may write."""
+    """A tensor surrounded by nan, which ops must neither read nor write."""
 
     def __init__(self, values: torch.Tensor, layout: str, device: torch.device) -> None:
         size, dtype = values.numel(), values.dtype
@@ -57,7 +57,7 @@ def on_cpu(guarded):
 
 
 def same(one, other):
-    """Equal bit for bit, but that one nan is as good as another."""
+    """Return whether tensors are equal bit for bit, with all nans counted as equal."""
     one, other = (torch.view_as_real(t) if t.is_complex() else t for t in (one.cpu(), other.cpu()))
     return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
 
@@ -201,7 +201,7 @@ def test_no_tensors_and_empty_tensors(on):
 @pytest.mark.parametrize("p", [2.0, 1.0, 3.0, 1.5])
 @pytest.mark.parametrize("magnitude", [1e30, 3e38, 1e-19, 1e-30, 1e-42])
 def test_squares_and_sums_beyond_the_range_of_fp32(on, magnitude, p):
-    """The element is finite though its square is not, or is lost."""
+    """The element is finite, although its square overflows or underflows."""
     values = random_values(4099, torch.float32).sign() * magnitude
     grads = [values.to(on.device), torch.zeros(77, device=on.device), (values[:50] / 2).to(on.device)]
     inverse = scalar(1e-5 if magnitude > 1 else 1e5, on)

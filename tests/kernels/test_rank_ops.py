@@ -18,7 +18,7 @@ def tensors(values, device):
 
 
 def combined(on, norms, flags, slots, replicas, p, ranks=1):
-    """Let ``ranks`` ranks that have measured the same combine."""
+    """Let several ranks combine the same measurements."""
     packed = torch.empty(len(replicas) + 1, dtype=torch.float64, device=on.device)
     on.ops.pack_measurements_(
         packed, tensors(norms, on.device), tensors(flags, on.device), slots, replicas, p

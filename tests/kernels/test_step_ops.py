@@ -351,7 +351,7 @@ def bits(tensor):
 @pytest.mark.native
 @pytest.mark.parametrize("scale", [0.25, 1.0, 3.7e4])
 def test_special_gradients_step_as_in_torch(scale):
-    """Nobody asked for a check: what torch makes of an infinity, we do; a zero keeps its sign."""
+    """Without a check for infinities the step gives torch's results, and zeros keep their sign."""
     given = Adam([(2 * VECTOR,)])
     given.grads[0][: len(SPECIAL)] = torch.tensor(SPECIAL)
     given.exp_avg[0][: len(SPECIAL)] = 0
@@ -437,6 +437,6 @@ def test_opcheck():
 
 
 def test_no_parameters_at_all():
-    """No tensor tells the device then, and torch's own ops are asked."""
+    """No tensor tells the device then, so torch's own ops run."""
     assert adam_(OP, *([] for _ in range(7)), decoupled_weight_decay=True, **ADAM) is None
     assert sgd_(OP, *([] for _ in range(4)), **SGD) is None

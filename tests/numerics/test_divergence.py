@@ -15,7 +15,7 @@ from amp_plugin.scaling.words import PLAIN
 
 
 def train(lr, steps=40):
-    """Train in fp16; return the growth, the last step and the model."""
+    """Train in fp16. Return the growth, the last step and the model."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
     growth = WeightGrowth([model])

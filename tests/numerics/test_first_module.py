@@ -35,7 +35,7 @@ def make_net():
 
 
 class Loop:
-    """A plain loop that is watched; step 3 and 4 go wrong as it is told."""
+    """A plain loop that is watched. Its steps 3 and 4 fail in the given way."""
 
     def __init__(self, net, *, call=None, enabled=False, dtype=torch.float32):
         self.net, self.call, self.dtype = net, call or net, dtype

@@ -37,7 +37,7 @@ def compared(recipe, options, measure, name, naive):
 
 
 class TorchScaler(torch.amp.GradScaler):
-    """torch's scaler, with what the record asks of ours."""
+    """torch's scaler, with the methods that the record needs from ours."""
 
     def __init__(self, device, *, losses=(), **options):
         super().__init__(device, **options)

@@ -31,7 +31,7 @@ def browser() -> Iterator[Any]:
 
 
 class Opened:
-    """A page that was opened, and all that it has said and asked for."""
+    """An opened page, with its console messages and requests."""
 
     def __init__(self, browser: Any, file: Path, *, width: int = 1200, scheme: str = "light") -> None:
         self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)

@@ -34,7 +34,7 @@ class Weights:
 
     @property
     def value(self) -> float:
-        """Minus the sum of the gradients stepped with, for SGD with lr=1."""
+        """Return minus the sum of the gradients of all steps, for SGD with lr=1."""
         values = {p.detach()[i].item() for p in self.params for i in range(4)}
         assert len(values) == 1, values
         return values.pop()

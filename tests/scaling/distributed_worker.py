@@ -59,7 +59,7 @@ def outcome(scaler, optimizer, params):
 
 
 def plain(rank, world, fused, has_gradients, scale):
-    """Nothing but process groups: the last rank overflows, and may have no gradients."""
+    """Only process groups. The last rank overflows, and may have no gradients."""
     param = zeros()
     optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
     scaler = scaler_of(scale, process_groups=[dist.group.WORLD])

@@ -44,7 +44,7 @@ OPTIONS = {"init_scale": 8.0, "growth_interval": 1}
 
 
 def play(script, scaler, weights):
-    """Do what a script says with two models; return their values, or the error."""
+    """Run a script with two models. Return their values, or the error."""
     models = {"a": weights(), "b": weights(), "same": weights()}
     models["same"].optimizer = torch.optim.SGD(models["a"].params, lr=1.0)
     if isinstance(scaler, GradScaler):
@@ -93,7 +93,7 @@ def test_another_losss_backward_leaves_unscaled_gradients_unscaled(weights):
 
 
 def test_a_loss_multiplied_by_hand(weights):
-    """Nobody sees that backward; then torch's assumption holds: new gradients are scaled."""
+    """The scaler cannot see that backward pass, so torch's assumption holds: new gradients are scaled."""
     one = weights()
     scaler = fresh(one.optimizer, growth_interval=100)
     scaler.scale(torch.ones(()))

@@ -94,7 +94,7 @@ def test_other_dtypes_and_a_subclass_of_tensor(kind):
 )
 @pytest.mark.parametrize("position", [0, 15, 16, 40])
 def test_a_list_that_holds_no_tensor_is_refused(given, position):
-    """The native ledger follows pointers, and what is no tensor has none."""
+    """The native ledger follows pointers, and other objects have none."""
     if native_core().extension is None:
         pytest.skip(native_core().reason)
     params, ledger = some_params(41), native_core().extension.GradientLedger

@@ -37,7 +37,7 @@ DROPS = {
 @pytest.mark.parametrize("order", list(itertools.permutations(("drop", "update", "backward"))), ids="-".join)
 @pytest.mark.parametrize("drop", DROPS)
 def test_one_dropped_gradient_drops_no_batch(order, drop, fused):
-    """Whatever comes between: the other gradient still holds what the overflowed backward brought."""
+    """The other gradient still holds the overflow of that backward pass."""
     overflowed, good = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     optimizer = torch.optim.SGD([overflowed, good], lr=1.0, fused=fused)
     scaler = fresh(optimizer)
@@ -56,7 +56,7 @@ def test_one_dropped_gradient_drops_no_batch(order, drop, fused):
 
 
 class TakesGradients(torch.optim.SGD):
-    """Takes each gradient away as soon as it is there, as optimizers that offload to the CPU do."""
+    """Removes each gradient as soon as it is made, as optimizers that offload to the CPU do."""
 
     def __init__(self, params, lr):
         super().__init__(params, lr)
@@ -74,7 +74,7 @@ CAUSES = {
 @pytest.mark.parametrize("make", [torch.amp.GradScaler, GradScaler])
 @pytest.mark.parametrize("cause", CAUSES)
 def test_a_step_for_which_no_gradient_was_checked_is_refused(weights, cause, make):
-    """As by torch.amp: gradients were scaled, and none of them can be checked."""
+    """As in torch.amp: a loss was scaled, and no gradient can be checked."""
     taking = cause == "a hook takes them away"
     one, other = weights(optimizer=TakesGradients if taking else torch.optim.SGD), weights()
     scaler = make("cpu", init_scale=8.0)
@@ -126,7 +126,7 @@ def test_steps_without_gradients_that_are_no_error(weights):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_an_overflow_written_over_counts_for_each_owner(weights, fused, late):
-    """Also for one that the scaler gets to know afterwards, and its parameters are known apart from then on."""
+    """It counts also for an optimizer that is registered afterwards."""
     one = weights(fused=fused)
     two = torch.optim.SGD(one.params[:1], lr=1.0, fused=fused)
     scaler = fresh(one.optimizer, *([] if late else [two]))

@@ -122,7 +122,7 @@ WRITERS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("writer", WRITERS)
 def test_gradients_that_were_unscaled_in_place_are_stepped_in_one_pass(writer, kind, fused):
-    """From the same start each time, by whoever has unscaled or clipped them."""
+    """Each step starts from the same state, and the gradients were unscaled or clipped in different ways."""
     run = Run(kind, fused=fused)
     run.step()
     for seed in range(3):

@@ -19,7 +19,10 @@ EDITS = {
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("whole", [True, False], ids=["optimizer", "params"])
 def test_gradients_are_read_again_after_user_code(weights, edit, whole):
-    """No version counter tells of .data and numpy: the old norm let a step of length 100 through."""
+    """Version counters do not show writes by .data and numpy.
+
+    An old norm would allow a step of length 100.
+    """
     one, scaler = weights(count=1), GradScaler("cpu", init_scale=8.0)
     one.backward(scaler, 3.0)
     scaler.unscale_(one.optimizer)

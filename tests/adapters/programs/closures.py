@@ -47,7 +47,7 @@ class ClosureScaler(GradScaler):
 
 
 class Ascending(torch.optim.Optimizer):
-    """SAM by a closure; a closure that returns None ends the step."""
+    """SAM with a closure. A closure that returns None ends the step."""
 
     def __init__(self, base, rho=0.05):
         self.base = base

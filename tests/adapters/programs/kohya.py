@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 
 class Addition(torch.nn.Module):
-    """A low-rank addition to a frozen layer, whose forward it takes over."""
+    """A low-rank adapter of a frozen layer, whose forward it replaces."""
 
     def __init__(self, frozen):
         super().__init__()

@@ -25,7 +25,7 @@ def plus(eps: float, x: torch.Tensor, fix: object) -> torch.Tensor:
 
 
 def from_a_file(shape: tuple[int, ...], *, at: tuple[int, ...], value: float) -> torch.Tensor:
-    """Return numbers that no op of torch has made, one of them not finite."""
+    """Return numbers that come from no op of torch. One of them is not finite."""
     numbers = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     numbers[at] = value
     return torch.from_numpy(numbers)
