@@ -97,7 +97,7 @@ def test_the_choice_follows_the_hardware(device, told, precision, narrow, monkey
         ("cuda", "gfx1030", "cuda (a GPU, gfx1030) computes fp16 fast, and bf16 at best by emulation"),
         ("cpu", ("avx2", "avx512_bf16"), "cpu (a processor, avx512_bf16) computes bf16 fast"),
         ("cpu", ("avx2",), "cpu (a processor) computes neither bf16 nor fp16 fast"),
-        ("mps", (), "torch does not tell whether mps computes 16 bits fast"),
+        ("mps", (), "torch does not say whether mps computes 16 bits fast"),
     ],
 )
 def test_choice_and_reason_are_logged_once(device, told, reason, monkeypatch, caplog) -> None:

@@ -157,8 +157,8 @@ def test_a_misspelt_variable_is_not_well(
     monkeypatch.setenv(name, "0")
     result = amp("doctor")
     assert result.exit_code == 1
-    assert re.search(rf"{name} +nothing reads this variable; {hint}", result.output)
-    assert not re.search(r"AMP_PLUGIN_INIT_SCALE +nothing", result.output)
+    assert re.search(rf"{name} +amp_plugin does not read this variable; {hint}", result.output)
+    assert not re.search(r"AMP_PLUGIN_INIT_SCALE +amp_plugin", result.output)
     assert "All is well" not in result.output
 
 

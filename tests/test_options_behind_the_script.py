@@ -33,7 +33,9 @@ def test_it_goes_to_a_script_that_reads_arguments(command: str, options: list[st
     assert f"given {['1', *options]}" in answer.stdout
     name = options[0]
     (line,) = [line for line in answer.stderr.splitlines() if name in line]
-    assert line.startswith(f"amp-plugin {command}: {name} goes to train.py, which it follows; to give it to")
+    assert line.startswith(
+        f"amp-plugin {command}: {name} stands after train.py, so train.py gets it; to give it to"
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,7 +60,7 @@ def test_it_is_ours_behind_a_script_that_reads_none() -> None:
     answer = amp("casts", "train.py", "--json", "--unknown", "x")
     assert answer.stdout.startswith('{"script": "train.py"')
     assert (
-        "amp-plugin casts: --json is read by amp-plugin casts, because train.py reads no arguments"
+        "amp-plugin casts: --json is an option of amp-plugin casts, because train.py reads no arguments"
         in answer.stderr
     )
 

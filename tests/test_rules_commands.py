@@ -45,7 +45,10 @@ def test_a_file_says_its_device_and_what_it_keeps(tmp_path: Path) -> None:
     [
         (["show", "torch-2.1", "--device", "cpu"], "unknown policy 'torch-2.1', did you mean torch-2.1"),
         (["show", "gone.yaml"], "No such file or directory: 'gone.yaml'; give default, a policy such as"),
-        (["diff", "FILE", "--device", "cpu"], "rules of cpu and xpu differ in device; give those of one"),
+        (
+            ["diff", "FILE", "--device", "cpu"],
+            "these rules are for different devices, cpu and xpu; give rules for one device",
+        ),
     ],
 )
 def test_what_is_wrong_on_the_command_line(tmp_path: Path, words: list[str], error: str) -> None:

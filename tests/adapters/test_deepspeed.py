@@ -73,7 +73,7 @@ def test_bf16_is_told_whether_to_check(given, checks):
         (FP16, {"max_scale": 2.0**20}, "max_scale=1048576.0 .* no key"),
         (FP16, {"rules": OpRules.default("cpu")}, "'torch_autocast'"),
         (BF16, {"fp32_modules": ["LayerNorm"]}, "fp32_modules=.*'enabled' of 'torch_autocast'"),
-        (BF16, {"weights": "bf16"}, r"weights='bf16' cannot act under DeepSpeed \(from AmpKwargs\).*'bf16_master_"),
+        (BF16, {"weights": "bf16"}, r"weights='bf16' has no effect under DeepSpeed \(from AmpKwargs\).*'bf16_master_"),
         (BF16, {"state": "bf16"}, "state='bf16' cannot act .*'bf16_optimizer_states'"),
         (FP16, {"reduce": "bf16"}, "'communication_data_type'"),
         (FP16, {"eval_precision": "fp32"}, "'dtype' of 'torch_autocast'"),

@@ -168,7 +168,7 @@ class OwnStep(torch.amp.GradScaler):
 def test_what_is_no_scaler_of_ours_is_refused(make, given):
     plugin = make()
     before = plugin.scaler
-    with pytest.raises(TypeError, match=r"\.scaler = .*it has no .*or None to scale no loss"):
+    with pytest.raises(TypeError, match=r"\.scaler = .*it has no .*or None for no loss scale"):
         plugin.scaler = given
     assert plugin.scaler is before
 

@@ -34,7 +34,7 @@ def test_an_option_of_accelerate_alone_is_told(plugin, monkeypatch):
 
 @pytest.mark.parametrize("scaler", [GradScaler("cpu"), torch.amp.GradScaler("cpu")], ids=["ours", "torchs"])
 def test_options_beside_a_scaler_are_refused(plugin, scaler, monkeypatch):
-    text = r"give amp_plugin.GradScaler\(init_scale=8\) as scaler=, or leave scaler= out"
+    text = r"give scaler=amp_plugin.GradScaler\(init_scale=8\), or leave scaler= out"
     with pytest.raises(TypeError, match=text):
         plugin("fp16", scaler=scaler, init_scale=8)
     monkeypatch.setenv("AMP_PLUGIN_INIT_SCALE", "8")

@@ -171,11 +171,11 @@ def test_nothing_that_a_program_stores_needs_this_package(tmp_path: Path) -> Non
     [
         (
             "scaler = torch.amp.GradScaler('cpu', enabled=False)",
-            "--precision bf16 set nothing: train.py opened no",
+            "--precision bf16 had no effect: train.py opened no",
         ),
         (
             "torch.autocast('cpu', enabled=False).__enter__(); torch.amp.GradScaler('cpu')",
-            "--precision bf16 set nothing",
+            "--precision bf16 had no effect",
         ),
         (
             "torch.autocast('cpu', dtype=torch.float32, enabled=True).__init__",

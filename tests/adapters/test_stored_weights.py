@@ -132,13 +132,15 @@ def test_an_optimizer_of_weights_that_are_made_later_is_told_of_once():
     loose = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     made = torch.optim.AdamW([*net.parameters(), loose], lr=LR)
     (line,) = warnings_of(lambda: fabric.setup_optimizers(made).step())
-    assert line.startswith("AdamW steps 1 parameters in 16 bits: updates below 1/256 of one")
+    assert line.startswith("AdamW steps 1 parameters in 16 bits, so updates below 1/256 of a parameter")
     assert warnings_of(made.step) == []
 
 
 def test_nothing_is_converted_where_nothing_casts():
     model, accelerator = module().bfloat16(), ours(precision="no")
-    with pytest.warns(UserWarning, match="SGD steps 4 parameters in 16 bits: updates below 1/256 of one"):
+    with pytest.warns(
+        UserWarning, match="SGD steps 4 parameters in 16 bits, so updates below 1/256 of a parameter"
+    ):
         accelerator.prepare(model.net, torch.optim.SGD(model.net.parameters(), lr=0.1))
     assert model.net[0].weight.dtype is torch.bfloat16
 

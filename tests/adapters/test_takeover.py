@@ -118,7 +118,9 @@ class TestTorchAmp:
     def test_precision_is_for_blocks_that_name_no_dtype(self, run):
         result, said = run(LOOP.format(block='autocast("cpu")'), "--precision", "fp16")
         assert "torch.float16" in result.stdout
-        assert said[0].endswith("are amp_plugin's while train.py runs, in fp16 where it chooses no precision")
+        assert said[0].endswith(
+            "are replaced by those of amp_plugin while train.py runs; the precision is fp16 unless the program chooses one"
+        )
         assert len(said) == 2
         result, said = run(LOOP.format(block='autocast("cpu", dtype=torch.bfloat16)'), "--precision", "fp16")
         assert said[1:] == ["amp-plugin run: train.py used torch.autocast in bf16, GradScaler"]
@@ -133,7 +135,7 @@ class TestTorchAmp:
     def test_a_program_of_which_nothing_is_taken_over_is_told(self, run, text, why):
         result, said = run(text, "--precision", "bf16")
         assert result.exit_code == 0
-        assert f"nothing was taken over in this process: train.py {why}" in said[1]
+        assert f"amp_plugin replaced nothing in this process: train.py {why}" in said[1]
 
     @pytest.mark.parametrize(
         ("made", "told"),
@@ -197,7 +199,10 @@ class TestTorchAmp:
         scaler = Inner("cpu")
         assert type(scaler) is Inner
         assert not isinstance(scaler, GradScaler)
-        assert "Inner overrides torch's own steps of a loss scale and is left" in capfd.readouterr().err
+        assert (
+            "Inner overrides private methods of torch.amp.GradScaler, so it is not replaced"
+            in capfd.readouterr().err
+        )
 
     def test_autocast_stays_torchs_class(self, taken):
         class Mine(torch.autocast):
@@ -402,7 +407,7 @@ def test_a_program_that_starts_others_takes_them_along(tmp_path, installed):
     )  # the spawned child goes by this name too
     names = ("parent.py", "this process", "child.py")  # the second is the fork server's
     assert [said.count(f"amp-plugin run: {name} used GradScaler") for name in names] == [2, 1, 1]
-    assert "nothing was taken over in this process: parent.py used none of these" in said[-1]
+    assert "amp_plugin replaced nothing in this process: parent.py used none of these" in said[-1]
 
 
 RANK = """\

@@ -43,7 +43,7 @@ class TestLikeTorch:
                 RuntimeError,
                 "unsupported autocast device_type|unknown device type",
             ),
-            ("cpu", {"dtype": "bf16"}, TypeError, "a torch.dtype is wanted, give torch.bfloat16$"),
+            ("cpu", {"dtype": "bf16"}, TypeError, "not a torch.dtype; give torch.bfloat16$"),
             ("cpu", {"dtype": "fp8"}, TypeError, "give torch.float16 or torch.bfloat16$"),
             ("cpu", {"rules": "my.yaml"}, TypeError, r"rules='my.yaml': .*OpRules.from_yaml\('rules.yaml'\)"),
         ],

@@ -141,7 +141,9 @@ class TestMeasurement:
         assert whole(math.nan, 4.0) == math.inf
 
     def test_other_parameters_than_before_are_an_error(self):
-        with pytest.raises(ValueError, match="batch 0 gives other parameters a gradient than before: a, b;"):
+        with pytest.raises(
+            ValueError, match="batch 0 gives gradients to other parameters than in the first run: a, b;"
+        ):
             gradient_error({"b": torch.ones(1)}, {"a": torch.ones(1)}, batch=0)
 
     def test_the_reference_is_the_gradient_of_the_model_in_fp64(self, model, batches):
@@ -301,7 +303,7 @@ class TestTune:
         draw(found, axes := Figure().subplots())
         assert not axes.lines, "a cure has no budget"
         assert found.headline == (
-            "tuned for accuracy: 1 rule without which every batch overflows, whatever the bytes"
+            "tuned for accuracy: 1 rule, without which every batch overflows; the bytes did not count"
         )
         with pytest.raises(ValueError, match="no batch has finite gradients .* goal='accuracy'"):
             amp_plugin.tune(step, model=model, batches=batches)
@@ -412,11 +414,11 @@ class TestCommand:
             (["--plot", "SCRIPT", "SCRIPT"], 2, "train.py' exists; give another name, or --force"),
             (["--plot", "sets.xyz", "SCRIPT"], 1, "cannot draw into 'sets.xyz'; let its name end in"),
             (["--budget", "2000%", "SCRIPT"], 1, "budget=20.0 (2000%) is not allowed; give a share from 0"),
-            (["--budget", "much", "SCRIPT"], 2, "'much' is not a share; give it as 5% or 0.05"),
+            (["--budget", "much", "SCRIPT"], 2, "'much' is not a percentage or a fraction; give 5% or 0.05"),
             (
                 ["--device", "cpu", "SCRIPT", "0.1"],
                 1,
-                "ended with exit code 0 after 0 backward passes, and 4 are wanted; it has to run without tune, too, and to run backward()",
+                "ended with exit code 0 after 0 backward passes, but 4 are needed; check that it runs without tune and calls backward()",
             ),
         ],
     )

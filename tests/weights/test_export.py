@@ -101,7 +101,7 @@ def test_low_halves_that_0_2_kept_in_the_optimizer_are_found(tmp_path, target, f
     torch.save({"state_dict": state, "optimizer_states": [optimizer]}, tmp_path / "last.ckpt")
     code, text = export(tmp_path / "last.ckpt", target, "--force")
     assert code == 1
-    assert "low halves of 1 weights by number, and the 2 weights in 16 bits do not match" in text
+    assert "remainders of 1 weights by number, but the 2 weights in 16 bits do not match" in text
 
 
 def test_shards_of_one_model_are_put_together(tmp_path, target):

@@ -375,7 +375,7 @@ class LOMO(SGD):
 @pytest.mark.parametrize("lomo", [LOMO, library("pytorch_optimizer", "LOMO")])
 def test_what_never_steps_stored_weights_is_refused_with_the_way_out(wrapper, lomo):
     _, stored, store = twins()
-    with pytest.raises(TypeError, match=r"Lookahead .*without Optimizer.__init__.*hand over the optimizer"):
+    with pytest.raises(TypeError, match=r"Lookahead .*without Optimizer.__init__.*pass the optimizer"):
         store.add(wrapper(SGD(stored.parameters(), lr=0.1), k=3))
     with pytest.raises(TypeError, match=r"LOMO steps in backward.*weights='fp32'"):
         store.add(lomo(stored, lr=1e-3))

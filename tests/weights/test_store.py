@@ -204,7 +204,9 @@ def test_fp32_modules_and_batch_norm_stay_in_float32():
     assert len(store) == 2
     with pytest.raises(ValueError, match="fp32_modules: 'Nothing' is not a name or class of a module"):
         store_weights(network(), fp32_modules=["Nothing"])
-    with pytest.raises(ValueError, match="weights='bf16' for a model on the meta device: give it memory"):
+    with pytest.raises(
+        ValueError, match="weights='bf16' for a model on the meta device: give the model memory"
+    ):
         store_weights(nn.Linear(1, 1, device="meta"))
 
 

@@ -117,7 +117,7 @@ def test_a_part_of_a_flat_tensor_is_left():
     assert model[0].weight.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
     store_weights(model[2], optimizer := adamw(model[2]))
     optimizer.add_param_group({"params": model[0].parameters()})
-    with pytest.warns(UserWarning, match="AdamW steps 2 parameters in 16 bits: updates below 1/256"):
+    with pytest.warns(UserWarning, match="AdamW steps 2 parameters in 16 bits, so updates below 1/256"):
         optimizer.step()
 
 
