@@ -163,11 +163,11 @@ def update_in_accumulation(module: Module) -> Iterator[Hit]:
         for step in flow.of("scaler step"):
             updates = [e for e in flow.of("update") if _turn(e) == _turn(step)]
             if updates and all(_is_rarer(update, step) for update in updates):
-                yield Hit("AMP006", step.call, "step() runs after each micro-batch, but update() once per window")
+                yield Hit("AMP006", step.call, "step() runs after each micro-batch, update() once a window")
         for update in flow.of("update"):
             steps = [e for e in flow.of("scaler step") if _turn(e) == _turn(update)]
             if steps and all(_is_rarer(step, update) for step in steps):
-                yield Hit("AMP006", update.call, "update() runs after each micro-batch, but step() once per window")
+                yield Hit("AMP006", update.call, "update() runs after each micro-batch, step() once a window")
             elif is_torchs and _follows_nothing(flow, update, steps):
                 yield Hit("AMP006", update.call, "update() without a step() before it raises an error")
 
@@ -209,7 +209,7 @@ def unscale_twice(module: Module) -> Iterator[Hit]:
                 yield Hit("AMP007", event.call)
             elif steps and all(_is_rarer(step, event) for step in steps):
                 yield Hit(
-                    "AMP007", event.call, "unscale_() runs after each micro-batch, but step() once per window"
+                    "AMP007", event.call, "unscale_() runs after each micro-batch, step() once a window"
                 )
 
 
