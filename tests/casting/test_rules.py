@@ -52,7 +52,7 @@ def test_an_op_name_means_every_functional_overload():
     ("op", "error"),
     [
         ("linear", r"got 'linear', did you mean aten::linear\?"),
-        ("aten::linear", r"with_rule\(\) takes it, here give aten::linear.default"),
+        ("aten::linear", r"with_rule\(\) accepts it, but here give aten::linear.default"),
         ("aten::sofmax.int", r"unknown op 'aten::sofmax.int', did you mean aten::softmax.int"),
         (torch.ops.aten.mm.default, "is not a full name.* here give aten::mm.default"),
         (5, "an op is named like .*, got 5"),
