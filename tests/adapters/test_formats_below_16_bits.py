@@ -237,7 +237,7 @@ def test_the_first_pattern_that_matches_decides(tmp_path):
         (
             {"formats": {"head": "mxfp8"}},
             ValueError,
-            "head is 1 x 32, and mxfp8 takes sides .* multiples of 32",
+            "head is 1 x 32, but mxfp8 needs multiples of 32",
         ),
         ({"formats": {"haed": "bf16"}}, ValueError, "formats: 'haed' is not a name.*did you mean head"),
         ({"formats": {"head": "mx8"}}, OptionError, "the format 'mx8' is unknown.*did you mean 'mxfp8'"),

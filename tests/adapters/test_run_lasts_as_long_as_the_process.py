@@ -179,7 +179,7 @@ def test_nothing_that_a_program_stores_needs_this_package(tmp_path: Path) -> Non
         ),
         (
             "torch.autocast('cpu', dtype=torch.float32, enabled=True).__init__",
-            "replaced nothing in this process",
+            "amp_plugin replaced nothing in this process",
         ),
         ("torch.autocast('cpu').__enter__()", "train.py used torch.autocast in bf16"),
     ],
