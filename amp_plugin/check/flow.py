@@ -343,7 +343,9 @@ class _Walker:
             if method is None or method in seen:
                 continue
             seen.add(method)
-            parts = self._parts.setdefault(method, tuple(ast.walk(method)))
+            if method not in self._parts:
+                self._parts[method] = tuple(ast.walk(method))
+            parts = self._parts[method]
             if any(isinstance(part, ast.Attribute) and "scale" in part.attr.lower() for part in parts):
                 return True
             pending.extend((p, self.names.scopes[method]) for p in parts if isinstance(p, ast.Call))

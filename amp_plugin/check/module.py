@@ -84,10 +84,20 @@ class Module:
         return self.covered.get(node)
 
     @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All syntax nodes."""
+        return tuple(ast.walk(self.tree))
+
+    @cached_property
+    def parents(self) -> dict[ast.AST, ast.AST]:
+        """Each syntax node -> the node around it."""
+        return {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
+
+    @cached_property
     def identifiers(self) -> str:
         """All names that the module uses, joined by blanks; comments and strings are left out."""
         found: set[str] = set()
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             for name in ("id", "attr", "arg", "name", "module"):
                 if isinstance(value := getattr(node, name, None), str):
                     found.add(value)

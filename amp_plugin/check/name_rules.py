@@ -18,10 +18,10 @@ _ALTERNATIVES: Final = re.compile(r"version|hasattr|torch_|available", re.IGNORE
 
 def deprecated_names(module: Module) -> Iterator[Hit]:
     """AMP013: names of torch.cuda.amp and torch.cpu.amp, with the edits that move them to torch.amp."""
-    parents = {child: node for node in ast.walk(module.tree) for child in ast.iter_child_nodes(node)}
+    parents = module.parents
     lines = module.text.split("\n")
     imported: set[str] = set()
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if not isinstance(node, ast.ImportFrom) or node.level or _is_alternative(node, parents):
             continue
         names = [alias.name for alias in node.names]
@@ -35,7 +35,7 @@ def deprecated_names(module: Module) -> Iterator[Hit]:
             device = str(node.module).partition(".")[2]
             edits = _moved(module, node, {local: ""}, device, parents, lines) if len(names) == 1 else ()
             yield Hit("AMP013", node, "", edits)
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute) and not isinstance(parents.get(node), ast.Attribute):
             yield from _attribute(module, node, imported, parents, lines)
 
@@ -99,7 +99,7 @@ def _moved(
         return ()
     new = "torch" if "" in uses.values() else "torch.amp"
     edits = [Edit(node.lineno, start, start + len(str(node.module)), new)]
-    for name in ast.walk(module.tree):
+    for name in module.nodes:
         if not isinstance(name, ast.Name) or name.id not in uses:
             continue
         use: ast.AST = name

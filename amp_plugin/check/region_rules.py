@@ -110,11 +110,7 @@ def _scalers_never_used(module: Module) -> set[str]:
         for key, values in module.names.bound.items()
         if any(isinstance(value, ast.Call) and "scaler" in module.names.made_by(value) for value, _ in values)
     }
-    read = {
-        node.id
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-    }
+    read = {node.id for node in module.nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     names = {key.text for key in made}
     return (
         set()
@@ -149,12 +145,12 @@ def cuda_scaler_on_cpu(module: Module) -> Iterator[Hit]:
     if not module.regions or any(region.device != "cpu" for region in module.regions):
         return
     for event in module.events():
-        if "scaler" not in module.names.made_by(event.call):
+        dotted = module.names.dotted(event.call.func)
+        if not {"scaler", "enabled scaler"} <= module.names.made_by(event.call) or ".cpu." in dotted:
             continue
         words = {word.arg: word.value for word in event.call.keywords}
         given = words.get("device") or (event.call.args[0] if event.call.args else None)
-        is_cuda = ".cuda." in module.names.dotted(event.call.func)
-        if is_cuda or (
+        if ".cuda." in dotted or (
             None not in words and (given is None or module.names.constant(given, event.scope) == "cuda")
         ):
             yield Hit("AMP019", event.call)

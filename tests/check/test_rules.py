@@ -484,6 +484,18 @@ class Precision:
     assert codes(text) == ["AMP016"]
 
 
+@pytest.mark.parametrize(("made", "expected"), [("torch.amp.GradScaler()", ["AMP019"]), ("torch.cuda.amp.GradScaler()", ["AMP013", "AMP019"]), ("torch.cpu.amp.GradScaler()", ["AMP013"]), ("torch.amp.GradScaler(enabled=False)", [])])  # fmt: skip
+def test_a_scaler_is_for_cuda_by_default_only(made, expected):
+    text = f"""
+import torch
+scaler = {made}
+with torch.autocast("cpu", dtype=torch.float16):
+    loss = model(batch)
+scaler.scale(loss).backward()
+"""
+    assert codes(text) == expected
+
+
 def test_a_function_that_writes_the_optimizer_of_another_module_is_found():
     text = """
 import torch
