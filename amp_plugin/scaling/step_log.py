@@ -12,6 +12,7 @@ skipped. Such a step is read when a later one is added, at ``update()``, or when
 
 from __future__ import annotations
 
+import copy
 import time
 import weakref
 from collections import deque
@@ -37,6 +38,8 @@ _AT_FLOOR = (
     "gradients overflowed although the loss scale is at min_scale: lowering it further does not help. Look "
     "at last_step(optimizer).overflow_report(), lower min_scale, or use bfloat16."
 )
+
+_NUMBERS = ("norm", "used_norm", "found_inf", "judged", "_scale_before")  # of a result
 
 _NOTHING_TO_DO = "the optimizer's own step (nothing was to be unscaled, clipped or checked)"
 
@@ -95,7 +98,8 @@ class StepResult:
         self.in_a_row, self.time = 0, time.time()
         self._known = self.known_at_once(found_inf) if known is None else known
         told = found_inf if judged is None else judged  # the first number of both is found_inf
-        self._arriving = copy_to_host(told) if self._known is None else None
+        # The copy of that number on its way to the host, and the event that tells when it has arrived.
+        self._arriving = copy_to_host([told]) if self._known is None else ((), [])
 
     @staticmethod
     def known_at_once(found_inf: Tensor) -> bool | None:
@@ -111,11 +115,10 @@ class StepResult:
 
     def skipped_if_known(self) -> bool | None:
         """Return whether the step was skipped; None if the host would have to wait for the answer."""
-        if self._arriving is not None:
-            event, copy = self._arriving
-            if event.query():
-                self._known, self._arriving = bool(copy.reshape(-1)[0].item() > 0), None
-                self.judged = None if self.judged is None else copy
+        events, copies = self._arriving
+        if events and events[0].query():
+            self._known, self._arriving = bool(copies[0].reshape(-1)[0].item() > 0), ((), [])
+            self.judged = None if self.judged is None else copies[0]
         # The result of a captured step may change at each replay, so it is not stored.
         return self.known_at_once(self.found_inf) if self._known is None else self._known
 
@@ -161,24 +164,19 @@ class StepResult:
         factor: Tensor = torch.ops.amp_plugin.clip_factor(used, self.max_norm, None, self.found_inf)
         return used * factor
 
-    def numbers(self) -> dict[str, Tensor]:
-        """Return name -> number of the step, on its device, for the numbers that need no launch."""
-        clipped = self.norm if self.used_norm is None else self.used_norm
-        found = {
-            "loss_scale": self._scale_before,
-            "norm": self.norm,
-            "used_norm": clipped,
-            "judged": self.judged,
-        }
-        return {name: number for name, number in found.items() if number is not None}
+    def to_host(self) -> tuple[Sequence[torch.Event], StepResult]:
+        """Queue copies of the numbers to the host. Nothing waits or launches a kernel.
 
-    def flags(self) -> Sequence[Tensor]:
-        """Return flags that tell which gradients were not finite (uint8), for :meth:`report_by`."""
-        return self._flags
-
-    def report_by(self, flags: Sequence[Tensor]) -> OverflowReport:
-        """Return the parameters whose gradients were not finite, given copies of :meth:`flags`."""
-        return self._report(flags) if flags else self._report()
+        Returns:
+            Events that tell when the copies are complete, and a result of the same step that holds the
+            copies. Nothing of that result waits for the device once they are complete.
+        """
+        names = [name for name in _NUMBERS if getattr(self, name) is not None]
+        flags = self._flags if self.skipped else ()
+        events, copies = copy_to_host([*(getattr(self, name) for name in names), *flags])
+        twin = copy.copy(self)
+        vars(twin).update(zip(names, copies, strict=False), _flags=copies[len(names) :])
+        return events, twin
 
     @property
     def kind(self) -> str:
@@ -199,7 +197,8 @@ class StepResult:
         If a page or AmpMonitor watches and an earlier step was skipped, the report also names the module at
         which the step went wrong.
         """
-        report, modules = self._report(), self._modules
+        report = self._report(self._flags) if self._flags else self._report()
+        modules = self._modules
         if self.judged is not None and self.is_left_out:
             value, limit = self.judged[3:5].tolist()
             return OverflowReport(spike=f"{value:.5g} above the limit {limit:.5g}")
@@ -256,19 +255,24 @@ def run_of_skips(step: StepResult) -> str:
     )
 
 
-def copy_to_host(numbers: Tensor) -> tuple[torch.Event, Tensor] | None:
-    """Queue a copy of numbers to the host, on CUDA and XPU. On other devices they are read when needed.
+def copy_to_host(tensors: Sequence[Tensor]) -> tuple[Sequence[torch.Event], list[Tensor]]:
+    """Queue copies of tensors to the host, on CUDA and XPU. Others are returned as they are.
 
     Returns:
-        An event that tells when the copy is complete, and the copy. None for numbers in a CUDA graph.
+        An event for each device that tells when the copies from it are complete, and the copies. A tensor of
+        a CUDA graph is not copied.
     """
-    if numbers.device.type not in {"cuda", "xpu"} or capturing(numbers.device):
-        return None
-    copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
-    copy.copy_(numbers.reshape(copy.shape), non_blocking=True)
-    arrived = torch.Event(numbers.device)
-    arrived.record(torch.accelerator.current_stream(numbers.device))  # not the stream of the current device
-    return arrived, copy
+    copies = list(tensors)
+    events: dict[torch.device, torch.Event] = {}
+    for place, tensor in enumerate(tensors):
+        device = tensor.device
+        if device.type in {"cuda", "xpu"} and not capturing(device):
+            copies[place] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+            copies[place].copy_(tensor.reshape(tensor.shape), non_blocking=True)
+            events[device] = events.get(device) or torch.Event(device)
+    for device, event in events.items():
+        event.record(torch.accelerator.current_stream(device))  # not the stream of the current device
+    return list(events.values()), copies
 
 
 Subscriber = Callable[[StepResult], None]
@@ -292,7 +296,6 @@ class _Record:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = reference_to(optimizer)
         self.exact = False
-        self.is_warned_of = False
         self.start_over()
 
     def start_over(self) -> None:
@@ -316,11 +319,6 @@ class _Record:
         self.steps += 1
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         self.owed += skipped
-
-    def is_endless(self) -> bool:
-        """Whether so many steps in a row were skipped that a warning is due. True only once."""
-        told, self.is_warned_of = self.is_warned_of, self.is_warned_of or self.in_a_row == RUN
-        return self.is_warned_of and not told
 
     def hold(self) -> None:
         """Hold the schedulers back for one known skip."""
@@ -448,7 +446,7 @@ class StepLog:
         if skipped and not (result.is_scaled or self._has_warned or result.is_left_out):
             self._has_warned = True
             warn_user(_first_skip(result, record.steps))
-        if record.is_endless():
+        if record.in_a_row == RUN:
             warn_user(run_of_skips(result))
         for subscriber in list(self._subscribers):
             subscriber(result)
@@ -461,7 +459,7 @@ class StepLog:
         return self.skipped_before + sum(record.total() for record in self._records.values())
 
     def holds_schedulers(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer's schedulers are held back at its last step, once for each known skip."""
+        """Return whether schedulers are held back at the optimizer's last step, once for each known skip."""
         record = self._records.get(id(optimizer))
         return record is not None and record.is_held
 

@@ -1,12 +1,13 @@
-"""What a step came to as plain numbers, for a file, a tracker or a page.
+"""Records of steps in plain numbers, for a file, a tracker or a page.
 
 ::
 
-    a step is known to the host  ->  its numbers are copied behind the work that is queued
-    they have arrived            ->  a StepRecord goes to whoever asked:  log="run.jsonl", log=function
+    the host knows whether a step was skipped  ->  copies of its numbers to the host are queued
+    the copies have arrived                    ->  a StepRecord is made, and passed to log="run.jsonl" or
+                                                   to log=function
 
-Nothing here waits for the device or launches a kernel. On a GPU a record comes some steps late; the last ones
-come when the run ends.
+Nothing here waits for the device or launches a kernel. On a GPU a record comes some steps late. The last
+records come when the process ends.
 """
 
 from __future__ import annotations
@@ -17,48 +18,52 @@ import logging
 import math
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, Final
 
-from torch import Tensor
+import torch
 
 from amp_plugin.messages import only_warning
-from amp_plugin.scaling.overflows import OverflowReport
 from amp_plugin.scaling.ranks import rank_of_process
-from amp_plugin.scaling.step_log import StepLog, StepResult, copy_to_host
+from amp_plugin.scaling.step_log import StepLog, StepResult
 
 NEWS: Final = logging.getLogger("amp_plugin")
-"""What happens in a run, for people: skipped steps, spikes, where a file is written."""
+"""The logger that tells people of skipped steps, of spikes, and where a file is written."""
 
-_FILE_BYTES: Final = 64 * 2**20  # of a log before it is continued in a new file
+_FILE_BYTES: Final = 64 * 2**20  # the size at which a log is continued in a new file
 _OLDER_FILES: Final = 9
 _MOST_NAMES: Final = 5
-_NO_LIMIT: Final = 3e38  # of float32; the limit before the first step that can be a spike
+_NO_LIMIT: Final = 3e38  # limits above it mean that no step can be a spike yet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """What one optimizer step came to.
+    """The record of one optimizer step.
 
     Attributes:
-        step: The number of the step, from 1 on, of its optimizer in this run, skipped ones counted.
-        optimizer: The optimizer: its place among those that step, and its type, as ``"0: AdamW"``.
+        step: The number of the step, from 1 on. Each optimizer's steps are counted from the start of this
+            run, skipped ones included.
+        optimizer: The number of the optimizer, in the order of their first steps, and its type, as
+            ``"0: AdamW"``.
         verdict: ``"landed"``, ``"overflow"``, ``"nan"``, ``"spike"`` or ``"held"``, as
             :attr:`amp_plugin.GradScaler.last_step`'s ``verdict``.
-        skipped: Whether the weights are unchanged. A spike that was clipped is not skipped.
-        loss_scale: The loss scale that the gradients came with; None if nothing is scaled.
+        skipped: True if the weights have not changed. A spike that was clipped is not skipped.
+        loss_scale: The loss scale that the gradients were made with; None if nothing is scaled.
         norm: The norm of the unscaled gradients before clipping; None if it was not measured, or is not
             finite.
-        clipped_norm: As ``norm``, after all clipping.
-        value: What ``on_spike`` has judged, the norm or the loss; None without it.
-        limit: The largest value that was no spike; None without ``on_spike`` and in its warm-up.
-        parameters: Whose gradients were not finite: the first five, those nearest the loss first.
-        seconds: Since the step before, of any optimizer; since the start of the log for the first one.
-        time: When the step returned, in seconds since 1970.
+        clipped_norm: The same norm after all clipping.
+        value: The norm or loss that ``on_spike`` has judged; None without ``on_spike``.
+        limit: The largest value that would not have been a spike; None without ``on_spike`` and in its
+            warm-up.
+        parameters: The first five parameters whose gradients were not finite, those nearest the loss first.
+        seconds: The time since the step before, of any optimizer. For the first step it is the time since
+            the start of the log.
+        time: The time when the step returned, in seconds since 1970.
     """
 
     step: int
@@ -75,7 +80,7 @@ class StepRecord:
     time: float = field(default=0.0, compare=False)
 
     def numbers(self, prefix: str = "") -> dict[str, float]:
-        """Return what a tracker draws: each number that is known, ``skipped`` as 0 or 1, by its name."""
+        """Return name -> number for a tracker: each known number, and ``skipped`` as 0 or 1."""
         names = ("loss_scale", "norm", "clipped_norm", "value", "limit", "seconds")
         found = {name: getattr(self, name) for name in names} | {"skipped": float(self.skipped)}
         return {prefix + name: number for name, number in found.items() if number is not None}
@@ -86,56 +91,60 @@ class StepRecord:
 
 
 class StepRecorder:
-    """Makes a record of each step that a log tells of, and passes it on.
+    """Make a record of each step of a log, and pass it on. Only rank 0 does.
+
+    If something fails here, there is one warning, and the run continues without records.
 
     Args:
-        to: Takes the records: a path gets a line of JSON for each; a function is called with each. None: only
-            the logger ``amp_plugin`` hears of steps that were skipped or clipped, at level INFO.
-
-    Rank 0 records. What fails in it is one warning; the run goes on without records.
+        to: Takes the records. A path gets a line of JSON for each record, and a function is called with each
+            record. With None, only the logger ``amp_plugin`` is told, at level INFO, of steps that were
+            skipped or clipped.
     """
 
     def __init__(self, to: str | Path | Callable[[StepRecord], Any] | None) -> None:
-        self._to: Any = to if callable(to) else None
-        self._path = None if to is None or callable(to) else Path(to)
-        self._waiting: deque[_Arriving] = deque()
-        self._names: dict[int, str] = {}  # of optimizers, by their id
-        self._counts: dict[str, int] = {}
-        self._last = time.time()
+        self._to = to if to is None or callable(to) else Path(to).absolute()
+        # Steps whose numbers are on their way to the host: events, and a function that makes the record.
+        self._waiting: deque[tuple[Sequence[torch.Event], Callable[[], StepRecord]]] = deque()
+        self._names: dict[int, str] = {}  # id of an optimizer -> its name in records
+        self._counts: Counter[str] = Counter()  # its name -> the number of its steps
+        self._last = time.time()  # the time of the step before
         self._is_on = True
 
     def follow(self, log: StepLog) -> None:
-        """Record the steps of a log, from now on to the end of the process."""
+        """Record the steps of a log until the process ends."""
         log.subscribe(self.hear, first=True)
-        reference = weakref.ref(self)
-        atexit.register(_pass_last_on, reference)
+        atexit.register(_pass_last_on, weakref.ref(self))
 
     def hear(self, step: StepResult) -> None:
-        """Take a step that the host knows; pass on what has arrived."""
+        """Take a step that the host knows, and pass on the records whose numbers have arrived."""
         if not self._is_on or rank_of_process():
             return
         name = self._names.setdefault(id(step.optimizer()), f"{len(self._names)}: {step.kind}")
-        self._counts[name] = number = self._counts.get(name, 0) + 1
-        if self._to is None and self._path is None:
-            is_news = step.skipped or step.judged is not None
-            if not (is_news and NEWS.isEnabledFor(logging.INFO)):
-                return
-        with only_warning(f"the log {self._path or self._to}", self._give_up):
-            self._waiting.append(_Arriving(step, name, number, self._last))
+        self._counts[name] += 1
+        is_news = (step.skipped or step.judged is not None) and NEWS.isEnabledFor(logging.INFO)
+        if self._to is None and not is_news:
+            return
+        with only_warning(f"the log {self._to}", self._give_up):
+            events, copied = step.to_host()
+            place = {"step": self._counts[name], "optimizer": name, "seconds": step.time - self._last}
+            self._waiting.append((events, partial(_record_of, copied, **place)))
             self._last = step.time
             self.pass_on()
 
     def pass_on(self, *, wait: bool = False) -> None:
-        """Pass on the records whose numbers have arrived; with ``wait`` all of them."""
-        while self._waiting and (wait or self._waiting[0].has_arrived()):
-            self._write(self._waiting.popleft().record())
+        """Pass on the records whose numbers have arrived; with ``wait``, wait for all of them."""
+        while self._waiting and (wait or all(event.query() for event in self._waiting[0][0])):
+            events, make = self._waiting.popleft()
+            for event in events if wait else ():
+                event.synchronize()
+            self._write(make())
 
     def _write(self, record: StepRecord) -> None:
         if record.skipped or record.verdict != "landed":
             NEWS.info("%s", news_of(record))
-        if self._to is None and self._path is not None:
-            self._to = _writer_of(self._path)
-        if self._to is not None:
+        if isinstance(self._to, Path):
+            _append(self._to, record)
+        elif self._to is not None:
             self._to(record)
 
     def _give_up(self) -> None:
@@ -143,72 +152,27 @@ class StepRecorder:
         self._waiting.clear()
 
 
-class _Arriving:
-    """The numbers of a step on their way to the host."""
-
-    def __init__(self, step: StepResult, name: str, number: int, before: float) -> None:
-        self._step, self._name, self._number = step, name, number
-        self._seconds = step.time - before
-        self._numbers = {key: _Copy(tensor) for key, tensor in step.numbers().items()}
-        self._flags = [_Copy(flags) for flags in step.flags()] if step.skipped else []
-
-    def has_arrived(self) -> bool:
-        """Whether a record can be made without a wait."""
-        return all(copy.has_arrived() for copy in (*self._numbers.values(), *self._flags))
-
-    def record(self) -> StepRecord:
-        """Return the record; waits for what has not arrived."""
-        numbers = {key: copy.wait() for key, copy in self._numbers.items()}
-        judged = numbers.get("judged")
-        told = None if judged is None else [float(number) for number in judged.tolist()]
-        code = 0 if told is None else int(told[2])
-        norm, used = (_number(numbers.get(key)) for key in ("norm", "used_norm"))
-        report = OverflowReport()
-        if self._step.skipped and not code:
-            report = self._step.report_by([copy.wait() for copy in self._flags])
-        return StepRecord(
-            step=self._number,
-            optimizer=self._name,
-            verdict=_verdict(code, norm, skipped=self._step.skipped),
-            skipped=self._step.skipped,
-            loss_scale=_number(numbers.get("loss_scale")),
-            norm=_finite(norm),
-            clipped_norm=_finite(self._clipped(used)),
-            value=None if told is None else _finite(told[3]),
-            limit=None if told is None or told[4] > _NO_LIMIT else _finite(told[4]),
-            parameters=tuple(dict.fromkeys([*report.nan[::-1], *report.inf[::-1]]))[:_MOST_NAMES],
-            seconds=self._seconds,
-            time=self._step.time,
-        )
-
-    def _clipped(self, used: float | None) -> float | None:
-        """Return the norm after the step's own clip."""
-        if used is None or self._step.max_norm is None or self._step.skipped:
-            return used
-        return used * min(1.0, self._step.max_norm / (used + 1e-6))
-
-
-class _Copy:
-    """A tensor on its way to the host; one that is there, or of a device without events, as it is."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._arriving = tensor, copy_to_host(tensor)
-
-    def has_arrived(self) -> bool:
-        """Whether the host can read it without a wait."""
-        return self._arriving is None or bool(self._arriving[0].query())
-
-    def wait(self) -> Tensor:
-        """Return it on the host."""
-        if self._arriving is None:
-            return self._tensor.cpu()
-        if not self._arriving[0].query():
-            self._arriving[0].synchronize()
-        return self._arriving[1]
+def _record_of(step: StepResult, /, **place: Any) -> StepRecord:
+    """Return the record of a step whose numbers are on the host."""
+    told = (None, None) if step.judged is None else step.judged[3:5].tolist()
+    report = step.overflow_report() if step.skipped else None
+    names = () if report is None else (*report.nan[::-1], *report.inf[::-1])
+    return StepRecord(
+        **place,
+        verdict=step.verdict,
+        skipped=step.skipped,
+        loss_scale=step.scale_before if step.is_scaled else None,
+        norm=_finite(step.norm),
+        clipped_norm=_finite(step.clipped_norm),
+        value=_finite(told[0]),
+        limit=_finite(None if told[1] is None or told[1] > _NO_LIMIT else told[1]),
+        parameters=tuple(dict.fromkeys(names))[:_MOST_NAMES],
+        time=step.time,
+    )
 
 
 def news_of(record: StepRecord) -> str:
-    """Return what a step that did not land came to, in one line for people."""
+    """Return one line for people about a step that was skipped or clipped."""
     done = "was skipped" if record.skipped else "was clipped"
     why = {"overflow": "a gradient is infinite", "nan": "a gradient is nan"}.get(record.verdict, "")
     if record.verdict == "spike":
@@ -224,28 +188,18 @@ def _shown(number: float | None) -> str:
     return "not finite" if number is None else f"{number:.5g}"
 
 
-def _verdict(code: int, norm: float | None, *, skipped: bool) -> str:
-    if code or not skipped:
-        return ("landed", "spike", "held")[code]
-    return "nan" if norm is not None and math.isnan(norm) else "overflow"
-
-
-def _number(tensor: Tensor | None) -> float | None:
-    return None if tensor is None else float(tensor.item())
-
-
-def _finite(number: float | None) -> float | None:
-    return None if number is None or not math.isfinite(number) else number
+def _finite(number: torch.Tensor | float | None) -> float | None:
+    return None if number is None or not math.isfinite(number) else float(number)
 
 
 # -- the file -------------------------------------------------------------------------------------
 
-_open_files: dict[Path, RotatingFileHandler] = {}  # one for each path: two would rotate each other's
+_open_files: dict[Path, RotatingFileHandler] = {}
+"""The handler of each path. Two handlers of one file would rotate it twice."""
 
 
-def _writer_of(path: Path) -> Callable[[StepRecord], None]:
-    """Return what appends whole lines to a file, and goes on in a new one when it is large."""
-    path = path.absolute()
+def _append(path: Path, record: StepRecord) -> None:
+    """Append a whole line to a file. A large file is continued in a new one."""
     if path not in _open_files:
         path.parent.mkdir(parents=True, exist_ok=True)
         _end_torn_line(path)
@@ -255,17 +209,12 @@ def _writer_of(path: Path) -> Callable[[StepRecord], None]:
         vars(handler)["handleError"] = _raise_again  # it would print to stderr
         _open_files[path] = handler
         NEWS.info("steps are logged in %s", path)
-    handler = _open_files[path]
-
-    def write(record: StepRecord) -> None:
-        line = record.line()
-        handler.handle(logging.LogRecord(NEWS.name, logging.INFO, "", 0, "%s", (line,), None))
-
-    return write
+    line = logging.LogRecord(NEWS.name, logging.INFO, "", 0, "%s", (record.line(),), None)
+    _open_files[path].handle(line)
 
 
 def _raise_again(_: logging.LogRecord) -> None:
-    raise  # noqa: PLE0704 - logging calls it where it handles an error
+    raise  # noqa: PLE0704 - logging calls it while it handles an error
 
 
 def _end_torn_line(path: Path) -> None:
@@ -278,17 +227,17 @@ def _end_torn_line(path: Path) -> None:
 
 
 def _pass_last_on(recorder: Callable[[], StepRecorder | None]) -> None:
-    """Pass on what is left when the process ends."""
+    """Pass on the last records when the process ends."""
     if (known := recorder()) is not None:
         with only_warning("the log of steps", list):
             known.pass_on(wait=True)
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """Return the records of a log, older files first; torn lines are left out.
+    """Return the records of a log, those of older files first. Torn lines are left out.
 
     Args:
-        path: The file that ``log=`` names.
+        path: The path that was given as ``log=``.
 
     Example:
         >>> import tempfile, torch

@@ -162,6 +162,18 @@ def test_two_scalers_share_a_file_and_other_ranks_write_none(tmp_path, monkeypat
     assert len(read_records(path)) == 10
 
 
+def test_a_relative_path_stays_when_the_program_changes_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    training = Run("sgd", scaler=scaler_of(8.0, log="run.jsonl"))
+    for seed, folder in enumerate((tmp_path / "other", tmp_path)):
+        monkeypatch.chdir(folder)
+        training.backward(seed)
+        training.scaler.step(training.optimizer)
+        training.scaler.update()
+    assert len(read_records(tmp_path / "run.jsonl")) == 2
+
+
 def test_something_else_than_a_path_or_a_function_is_refused():
     with pytest.raises(OptionError, match="log=3"):
         GradScaler("cpu", log=3)
