@@ -1,9 +1,10 @@
-"""Clip unscaled gradients in place, whatever they carry when asked."""
+"""Clips gradients in place. Scaled gradients are unscaled first."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ _UNKNOWN = (
 
 
 class NormClip(NamedTuple):
-    """A clip by norm that is asked for, its arguments checked."""
+    """A clip by norm, with arguments that were checked."""
 
     max_norm: float
     norm_type: float
@@ -37,24 +38,25 @@ class NormClip(NamedTuple):
 
     @classmethod
     def of(cls, max_norm: Any, norm_type: Any, error_if_nonfinite: Any) -> NormClip:
-        """Check the arguments of a user."""
+        """Check the arguments of a user, and return the clip."""
         limit = number("max_norm", max_norm, least=0)
         return cls(limit, number("norm_type", norm_type), bool(error_if_nonfinite))
 
     def factor(self, norm: Tensor, found: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Return what clipping multiplies gradients by, float32, 0-dim; 1 if they overflowed.
+        """Return the number by which the clip multiplies gradients (float32, 0-dim).
 
-        With the ``scale`` that they carry, what divides scaled ones.
+        It is 1 if they overflowed. If gradients carry ``scale``, return the number by which scaled gradients
+        are divided.
         """
         return torch.ops.amp_plugin.clip_factor(norm, self.max_norm, scale, found)  # type: ignore[no-any-return]
 
     def refuse_nonfinite(self, norm: Tensor) -> None:
-        """Raise if that is asked for and the norm is not finite: a host sync."""
+        """Raise if the norm is not finite and ``error_if_nonfinite`` is set. This is a host sync."""
         if self.error_if_nonfinite and not torch.isfinite(norm).item():
             raise RuntimeError(_NONFINITE.format(norm_type=self.norm_type))
 
     def by_torch(self, params: Iterable[Tensor]) -> Tensor:
-        """Clip by torch's own function, with its last bits; return the norm."""
+        """Clip with torch's own function, equal to the bit, and return the norm."""
         return torch.nn.utils.clip_grad_norm_(params, self.max_norm, self.norm_type, self.error_if_nonfinite)
 
 
@@ -63,7 +65,7 @@ def clip_norm(core: ScalerCore, target: Target, clip: NormClip) -> Tensor:
     shared = core.shared
     params, states, is_one = _owners(core, target, "clip_grad_norm_")
     if core.awaits_first_loss(params):
-        return clip.by_torch(params)  # of no gradients: 0
+        return clip.by_torch(params)  # there are no gradients, so it is 0
     if wants_torchs_bits(shared):
         if is_one:
             states[0].forget_stale_norm()
@@ -89,21 +91,29 @@ def clip_norm(core: ScalerCore, target: Target, clip: NormClip) -> Tensor:
 
 
 def wants_torchs_bits(shared: Shared) -> bool:
-    """Whether a clip is left to torch's own function: nothing is scaled, and steps are torch's own."""
+    """Return whether torch's own function clips, because nothing is scaled and steps are torch's own."""
     return not (shared.enabled or (shared.checks and shared.options.one_pass))
 
 
+def clip_measured(state: OptimizerState, clip: NormClip, norm: Tensor, found: Tensor) -> None:
+    """Clip all gradients of one optimizer, whose norm and found_inf are known, unless ``found`` is 1."""
+    if wants_torchs_bits(state.shared):
+        clip.by_torch(state.params)
+    else:
+        state.ledger.write(partial(multiply_, state.params, norm, clip.max_norm, found))
+
+
 def clip_state(state: OptimizerState, clip: NormClip) -> Tensor:
-    """Unscale and clip all gradients of one optimizer; return their norm before."""
+    """Unscale and clip all gradients of one optimizer, and return their norm before the clip."""
     state.forget_stale_norm()
     norm, found = state.unscale_(clip.norm_type, on_request=False)
     clip.refuse_nonfinite(norm)
-    state.clip_(norm, clip.max_norm, found)
+    clip_measured(state, clip, norm, found)
     return norm
 
 
 def clip_value(core: ScalerCore, target: Target, limit: float) -> None:
-    """Clip as :meth:`amp_plugin.GradScaler.clip_grad_value_` does; ``limit`` is checked."""
+    """Clip as :meth:`amp_plugin.GradScaler.clip_grad_value_` does. ``limit`` was checked before."""
     params, states, _ = _owners(core, target, "clip_grad_value_")
     if not core.awaits_first_loss(params):
         _unscale(core, params, states)
@@ -114,7 +124,10 @@ def clip_value(core: ScalerCore, target: Target, limit: float) -> None:
 
 
 def _owners(core: ScalerCore, target: Any, call: str) -> tuple[list[Tensor], list[OptimizerState], bool]:
-    """Return the parameters to clip, whose they are, and whether one optimizer has these and no others."""
+    """Return the parameters to clip, the states of their optimizers, and whether it is one whole optimizer.
+
+    The last is True if one optimizer has exactly these parameters.
+    """
     params = list(params_of(target)) if isinstance(target, Optimizer) else _params_in(target)
     if core.shared.enabled and not core.awaits_first_loss(params):
         core.shared.require_scale(call)
@@ -140,7 +153,7 @@ def _unscale(core: ScalerCore, params: list[Tensor], states: list[OptimizerState
 
 
 def number(name: str, given: Any, *, least: float = -math.inf) -> float:
-    """Return an argument of clipping as a float."""
+    """Return an argument of a clip as a float, or raise."""
     try:
         value = float(given)
     except (TypeError, ValueError):

@@ -1,8 +1,8 @@
-"""Closures: LBFGS, SAM, and any optimizer that calls its closure itself.
+"""Steps with a closure: LBFGS, SAM, and any optimizer that calls its closure itself.
 
-The closure runs backward on ``scaler.scale(loss)`` and returns the loss itself; its gradients are unscaled
-and checked before the optimizer goes on. If those of a call are not finite, the step is given up and what it
-has already changed is put back. Gradients that the optimizer may use before its first call are checked too.
+The closure runs backward on ``scaler.scale(loss)`` and returns the loss itself. Its gradients are unscaled
+and checked before the optimizer continues. If the gradients of a call are not finite, the step ends, and its
+changes so far are undone. Gradients that the optimizer may use before its first call are checked too.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_map
 
-from amp_plugin.scaling.clipping import NormClip, wants_torchs_bits
+from amp_plugin.scaling.clipping import NormClip, clip_measured
 from amp_plugin.scaling.gradients import match_memory_order, params_of
 from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.optimizer_state import OptimizerState, uses_gradients_before_closure
-from amp_plugin.scaling.spikes import Verdict
 from amp_plugin.scaling.step_log import StepResult
 from amp_plugin.scaling.updates import is_watched
 from amp_plugin.weights.weight import fp32_shown
@@ -38,7 +37,7 @@ _SCALED_LOSS = (
 
 
 class _NonfiniteError(Exception):
-    """Leaves ``optimizer.step`` from inside its closure."""
+    """Raised inside a closure, to end the optimizer's step."""
 
 
 def run(state: OptimizerState, closure: Closure) -> Any:
@@ -56,7 +55,7 @@ def run(state: OptimizerState, closure: Closure) -> Any:
 
 
 def _refuse_unscaled_backward(state: OptimizerState) -> None:
-    """Raise if a closure, in which no scaled backward pass has begun, has changed unscaled gradients."""
+    """Raise if a closure without a scaled backward pass has changed unscaled gradients."""
     unscaled = None in state.scales_carried()
     if unscaled and state.ledger.has_gradients() and state.ledger.is_changed():
         raise RuntimeError(_UNSCALED_BACKWARD.format(backward=state.shared.words.backward))
@@ -70,30 +69,43 @@ def step(
     how: str,
     clip: NormClip | None = None,
 ) -> tuple[Any, StepResult]:
-    """Step an optimizer by ``call`` of a checked closure; waits for the device in each call.
+    """Step an optimizer with a closure whose gradients are checked. Each call waits for the device.
 
     ::
 
-        gradients that the optimizer may use before its first call are not finite   ->  no step
-        each call:  closure, unscale, measure;  not finite  ->  leave the step, put back what it has changed
-                    else clip, and let the optimizer go on
+        gradients that the optimizer may use before its first call are not finite  ->  no step
+        each call:  run the closure, unscale and measure the gradients
+                    if one is not finite: end the step and undo its changes
+                    else: clip, and let the optimizer continue
+
+    Args:
+        state: The state of the optimizer.
+        optimizer: The optimizer, or an optimizer that wraps it.
+        closure: The user's closure.
+        call: Calls the optimizer's step with a closure.
+        how: How the step is taken, for people.
+        clip: The clip of the gradients of each call, if any.
+
+    Returns:
+        The result of the optimizer's step, and our result.
     """
     is_scaled = state.shared.enabled
-    verdicts: list[Verdict] = []  # on each call
+    norm_type = 2.0 if clip is None else clip.norm_type
+    last: tuple[Tensor, Tensor] | None = None  # norm and found_inf in the last call
     loss = value = None
 
     def check() -> Any:
-        nonlocal loss
+        nonlocal loss, last
         loss = run(state, closure)
         with torch.no_grad():
-            verdicts.append(_unscaled(state, clip, is_first=not verdicts))
-            norm, found, *_ = verdicts[-1]
+            norm, found = state.unscale_(norm_type)
+            if last is None:  # later calls come after changes, and are not judged
+                norm, found, _ = state.judge(norm, found)
+            last = norm, found
             if not capturing(found.device) and found.item() > 0:
                 raise _NonfiniteError
-            if clip is not None and wants_torchs_bits(state.shared):
-                clip.by_torch(state.params)
-            elif clip is not None:
-                state.clip_(norm, clip.max_norm, found)
+            if clip is not None:
+                clip_measured(state, clip, norm, found)
         match_memory_order(optimizer)
         return loss
 
@@ -106,39 +118,22 @@ def step(
             skipped, value = True, None if is_scaled else loss
             if put_back is not None:
                 put_back()
-    last = verdicts[-1] if verdicts else Verdict(*state.measure(unscale=False))
+    norm, found = last or state.measure(unscale=False)
     if clip is not None and skipped:
-        clip.refuse_nonfinite(last.norm)
-    last = last._replace(judged=verdicts[0].judged if verdicts else None)
-    return value, state.close(
-        last,
-        known=skipped,
-        how=how,
-        max_norm=None if clip is None else clip.max_norm,
-    )
-
-
-def _unscaled(state: OptimizerState, clip: NormClip | None, *, is_first: bool) -> Verdict:
-    """Unscale and measure the gradients of a call; judge those of the first, which come before any change."""
-    norm, found = state.unscale_(2.0 if clip is None else clip.norm_type)
-    if not is_first:
-        return Verdict(norm, found)
-    verdict = state.judge(norm, found)
-    if verdict.factor is not None:
-        state.multiply_(verdict.factor)
-    return verdict
+        clip.refuse_nonfinite(norm)
+    return value, state.close(norm, found, known=skipped, how=how, max_norm=clip and clip.max_norm)
 
 
 def _may_change_early(optimizer: Optimizer) -> bool:
-    """Whether anything may change before the last call: of torch's own optimizers only LBFGS does that."""
+    """Return whether a step may change something before its last call, as LBFGS alone does in torch."""
     return isinstance(optimizer, LBFGS) or uses_gradients_before_closure(optimizer)
 
 
 def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
-    """Copy an optimizer's parameters, exact where they are stored in 16 bits, and its state.
+    """Copy the parameters and the state of an optimizer. Weights stored in 16 bits are copied exactly.
 
     Returns:
-        What puts everything back.
+        A function that restores them.
     """
     params = params_of(optimizer)
     with fp32_shown(params):
@@ -160,7 +155,7 @@ def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of what optimizer state holds, parameters kept as they are."""
+    """Copy a value of an optimizer's state. Parameters are not copied."""
     if isinstance(value, Tensor):
         return value if isinstance(value, torch.nn.Parameter) else value.detach().clone()
     return copy.copy(value)

@@ -19,7 +19,6 @@ from amp_plugin.scaling.optimizer_state import OptimizerState
 from amp_plugin.scaling.ranks import Ranks
 from amp_plugin.scaling.shared import Shared
 from amp_plugin.scaling.step_log import StepLog, StepResult, reference_to
-from amp_plugin.scaling.words import Words
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -38,7 +37,9 @@ class ScalerCore:
     Attributes:
         shared: As given.
         log: As given.
+        awaits_update: True while a requested update waits for gradients that depend on the old scale.
         last_scale: The loss scale of the last scaled backward pass; None if there was none.
+        last_task: Autograd's number of that backward pass.
     """
 
     def __init__(self, shared: Shared, log: StepLog) -> None:
@@ -46,7 +47,9 @@ class ScalerCore:
         self._states: dict[int, OptimizerState] = {}
         # Ids of optimizers that may delay an update; it makes many update() calls cheap.
         self._may_delay_update: list[int] = []
+        self.awaits_update = False
         self.last_scale: LossScale | None = None
+        self.last_task = -1
         self._change: Change = lambda: None  # returns the change of that scale since that backward pass began
 
     def __iter__(self) -> Iterator[OptimizerState]:
@@ -123,13 +126,17 @@ class ScalerCore:
         self.shared.spikes.hear(loss)
         self.log.note_loss(loss)
 
-    def note_backward(self, scale: LossScale) -> None:
+    def note_backward(self, scale: LossScale, task: int) -> None:
         """Record that a scaled backward pass begins. After it, any optimizer may delay the next update."""
-        self.last_scale, self._change = scale, scale.change_from_now_on()
+        self.last_scale, self.last_task, self._change = scale, task, scale.change_from_now_on()
         self._may_delay_update = list(self._states)
 
+    def await_update(self, awaits: bool) -> None:
+        """Record that an update is requested, or that it was applied."""
+        self.awaits_update = awaits
+
     def delays_update(self) -> bool:
-        """Whether an optimizer still has to step before the scale may change.
+        """Return whether an optimizer still has to step before the scale may change.
 
         An optimizer that does not is not asked again until the next backward pass.
         """
@@ -149,7 +156,11 @@ class ScalerCore:
                     seen.update(map(id, own))
 
     def is_step_refused(self, state: OptimizerState, *, repeats: bool = False) -> bool:
-        """Whether a step lacks new gradients (a closure ``repeats`` it), or an update: all have stepped."""
+        """Return whether a step must be refused.
+
+        It must if there are no new gradients and no closure ``repeats`` it. It also must if all optimizers
+        have stepped, because an update is due then.
+        """
         if state.stage is not OptState.STEPPED:
             return False
         is_over = self.shared.options.dynamic and all(other.stage is OptState.STEPPED for other in self)
@@ -198,16 +209,6 @@ class ScalerCore:
             for stepping in _stepping(state.optimizer) if enabled else ():
                 _guard_steps(state, stepping)
 
-    def speak(self, words: Words, *, scales_all: bool) -> None:
-        """Set how error texts spell calls.
-
-        Args:
-            words: The spelling of the front door.
-            scales_all: True if the front door runs all scaled backward passes. Then gradients that were
-                made without one are not scaled.
-        """
-        self.shared.speak(words, scales_all=scales_all)
-
     def ensure_unscaled(self, optimizer: Optimizer) -> None:
         """Unscale gradients unless they are. Unlike ``unscale_``, it may be called several times."""
         if self.shared.enabled and not self.awaits_first_loss(params_of(optimizer)):
@@ -220,7 +221,7 @@ class ScalerCore:
         return self.shared.enabled and bool(self.shared.used_scales())
 
     def awaits_first_loss(self, params: Iterable[Tensor]) -> bool:
-        """Whether the front door has scaled no loss so far, and none of these parameters has a gradient."""
+        """Return whether the front door has scaled no loss yet, and these parameters have no gradient."""
         is_first = self.shared.scales_all and self.shared.enabled and not self.has_scaled
         return is_first and all(param.grad is None for param in params)
 
@@ -283,7 +284,7 @@ class ScalerCore:
 
 
 def is_optimizer(given: object) -> bool:
-    """Whether an object has parameters that can be read. A mock or an engine's optimizer may have none."""
+    """Return whether an object has parameters that can be read. A mock or an engine's may have none."""
     return isinstance(getattr(given, "param_groups", None), list | tuple)
 
 

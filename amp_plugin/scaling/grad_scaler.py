@@ -22,7 +22,7 @@ from amp_plugin.messages import warn_user
 from amp_plugin.mistakes import MISTAKES
 from amp_plugin.options import GradScalerOptions, LossScaleOptions, lists_options, option_names, takes
 from amp_plugin.removed import removed_attribute, without_removed_keywords
-from amp_plugin.scaling import clipping
+from amp_plugin.scaling import clipping, updates
 from amp_plugin.scaling.core import ScalerCore, is_optimizer
 from amp_plugin.scaling.loss_scale import is_state, moved, scale_outputs, widened
 from amp_plugin.scaling.optimizer_state import OptimizerState
@@ -33,15 +33,14 @@ from amp_plugin.scaling.shared import Shared
 from amp_plugin.scaling.step_log import StepLog, StepResult, raise_for_nonfinite, tell_of_floor
 from amp_plugin.scaling.step_records import StepRecorder
 from amp_plugin.scaling.steps import refuse_nothing_checked, take_step, take_step_by
-from amp_plugin.scaling.torch_names import OptimizerRecords, TorchNames
-from amp_plugin.scaling.updates import Updates
+from amp_plugin.scaling.torch_names import TorchNames
 
 T = TypeVar("T")
 
 _MAY_BE_OVERRIDDEN: Final = ("step", "unscale_", "_unscale_grads_", "_maybe_opt_step")
-"""Methods that a step calls if a subclass or the program has put its own in their place."""
+"""Methods that a step calls if a subclass or the program has replaced them."""
 
-_COLLABORATORS: Final = ("core", "_updates", "_records")
+_COLLABORATORS: Final = ("core", "_records")
 
 _UNSCALED_TWICE: Final = (
     "unscale_() has already been called on this optimizer since the last update(): "
@@ -49,20 +48,20 @@ _UNSCALED_TWICE: Final = (
 )
 
 _PASSED_ITSELF: Final = (
-    "GradScaler passes itself to this optimizer's step(grad_scaler=), a contract that torch gives up: let "
+    "GradScaler passes itself to this optimizer's step(grad_scaler=). torch will drop that argument: let "
     "step() read the tensors grad_scale and found_inf, which the scaler sets on the optimizer."
 )
 
 _UNSCALED_LATE: Final = f"unscale_() is being called after step(): {MISTAKES['AMP007'].instead}."
 
 _GROUPS_ARE_HERE: Final = (
-    "a GradScaler with process_groups or sharded_groups cannot be pickled, they belong to this "
+    "a GradScaler with process_groups or sharded_groups cannot be pickled, because the groups belong to this "
     "process: save its state_dict() and load it into a scaler made with the new groups."
 )
 
 _IN_AN_ITERATION: Final = (
-    "A GradScaler instance may only be pickled at the beginning of an iteration, or at the "
-    "end after scaler.update(): what gradients that wait for a step are multiplied by cannot be saved."
+    "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
+    "scaler.update(): scaled gradients wait for a step now, and their scale cannot be saved."
 )
 
 
@@ -70,22 +69,22 @@ _IN_AN_ITERATION: Final = (
 class GradScaler(TorchNames):
     """Scale losses, unscale gradients, skip steps that overflow.
 
-    A drop-in for :class:`torch.amp.GradScaler`: same methods, same numbers. Beyond it, a gradient
-    is divided by exactly the scale it was made with, once, whatever the number of optimizers,
-    losses and calls::
+    It replaces :class:`torch.amp.GradScaler`, with the same methods and the same numbers. In addition, a
+    gradient is divided exactly once, by the scale that it was made with. This holds for any number of
+    optimizers, losses and calls::
 
         scale(loss):      apply a requested update; return loss * scale
-        backward begins:  convert gradients in other units to this scale
-        step(optimizer):  unscale what is not unscaled; step if all gradients are finite, on all ranks
-        update():         ask for an update. It is applied once no registered optimizer holds unused scaled
-                          gradients; end_iteration() and the next scale() apply it and rescale them
+        backward begins:  convert gradients that carry another scale, or none, to this scale
+        step(optimizer):  unscale scaled gradients; step if all gradients are finite, on all ranks
+        update():         request an update. It is applied once no registered optimizer has unused scaled
+                          gradients. end_iteration() and the next scale() apply it and rescale such gradients
 
     Args:
         {options}
 
     Raises:
-        TypeError: An option is unknown, or of another type.
-        ValueError: A number is out of range, or a word unknown.
+        TypeError: An option is unknown, or its value has the wrong type.
+        ValueError: A number is out of range, or a word is unknown.
 
     Example:
         >>> import torch
@@ -114,7 +113,7 @@ class GradScaler(TorchNames):
         self._start(Shared(rule, options.losses, ranks, device=device, enabled=enabled), skipped_before=0)
 
     def _start(self, shared: Shared, skipped_before: int) -> None:
-        """Make the collaborators, which are neither copied nor pickled."""
+        """Make the objects that are neither copied nor pickled."""
         log, options = StepLog(skipped_before), shared.options
         if options.on_nonfinite == "raise":
             log.subscribe(raise_for_nonfinite(max(1.0, options.floor) if options.dynamic else math.inf))
@@ -123,9 +122,7 @@ class GradScaler(TorchNames):
             log.subscribe(tell_of_floor(options.floor, raises=raises))
         log.subscribe(partial(shared.spikes.raise_for_spike, shared.count_update))
         StepRecorder(options.log).follow(log)
-        self.core = ScalerCore(shared, log)
-        self._updates = Updates(self.core)
-        self._records = OptimizerRecords(self.core)
+        self._take_core(ScalerCore(shared, log))
         if shared.enabled:
             native_core()
 
@@ -135,27 +132,28 @@ class GradScaler(TorchNames):
         Applies an update that is still requested. No host sync.
 
         Args:
-            outputs: A tensor, or a list, tuple, named tuple, dict or other iterable of such.
-            name: One of the constructor's ``losses``: scale by its own scale.
+            outputs: A tensor, or a list, tuple, named tuple, dict or other iterable of tensors.
+            name: One of the constructor's ``losses``, to multiply by the scale of that loss.
 
         Returns:
-            The same structure, scaled; float16 becomes float32, so that it cannot overflow here.
+            The same structure with scaled tensors. float16 becomes float32, so that the product does not
+            overflow.
 
         Raises:
             FloatingPointError: As :meth:`update`.
-            ValueError: ``outputs`` is something else, or ``name`` unknown.
+            ValueError: ``outputs`` is something else, or ``name`` is unknown.
         """
         if not torch.compiler.is_compiling():
             self.core.note_loss(outputs)
         if not self.is_enabled():
             return outputs
-        watched = bool(name or len(self.core.shared.scales) > 1 or self._updates.requested)
+        watched = bool(name or len(self.core.shared.scales) > 1 or self.core.awaits_update)
         if torch.compiler.is_compiling() and not watched:
             return self._scale_in_graph(outputs)
         return self._scale_watched(outputs, name)
 
     def _scale_in_graph(self, outputs: T) -> T:
-        """Multiply by the scale that is live when the graph runs; no backward is watched, as in torch."""
+        """Multiply by the scale at the time when the graph runs. As in torch, no backward pass is watched."""
         loss_scale = self.loss_scale
 
         def apply(tensor: Tensor) -> Tensor:
@@ -167,11 +165,11 @@ class GradScaler(TorchNames):
     @outside_graphs
     def _scale_watched(self, outputs: T, name: str | None) -> T:
         loss_scale = self.core.shared.scale_of(name)
-        self._updates.settle(force=True)
+        updates.settle(self.core, force=True)
 
         def apply(tensor: Tensor) -> Tensor:
             scaled = loss_scale.multiply(tensor)
-            self._updates.watch(scaled, loss_scale)
+            updates.watch(self.core, scaled, loss_scale)
             return scaled
 
         return cast("T", scale_outputs(outputs, apply))
@@ -180,17 +178,17 @@ class GradScaler(TorchNames):
     def register(self, *optimizers: Optimizer, names: Any = None) -> None:
         """Make optimizers known before their first step.
 
-        A plain loop with one optimizer need not; with several, ``update()`` can only wait for the
-        gradients of those it knows.
+        A plain loop with one optimizer does not need it. With several optimizers, ``update()`` waits only
+        for the gradients of optimizers that it knows.
 
         Args:
             *optimizers: The optimizers.
-            names: Their parameters' names for :meth:`last_step`'s ``overflow_report()``: a module, the
+            names: The names of their parameters, for :meth:`last_step`'s ``overflow_report()``: a module, the
                 pairs of ``module.named_parameters()``, or a mapping of names to parameters.
 
         Raises:
-            TypeError: Something is not an optimizer, or ``names`` none of these.
-            ValueError: ``names`` names parameters, but none of an optimizer's.
+            TypeError: An argument is not an optimizer, or ``names`` is something else.
+            ValueError: ``names`` has no parameter of one of the optimizers.
         """
         named = checked_names(names)
         own = {id(param) for param in named.values()}
@@ -207,11 +205,12 @@ class GradScaler(TorchNames):
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by their scale, in place.
 
-        One pass: also measures their norm and finds overflows. No host sync. Gradients that a
-        later backward adds are unscaled as well.
+        The same pass over the gradients measures their norm and finds overflows. No host sync. If a later
+        backward pass adds to the gradients, they are unscaled again after it.
 
         Raises:
-            RuntimeError: Called twice, or after ``step()``, without new gradients; or before ``scale()``.
+            RuntimeError: It was called twice, or after ``step()``, without new gradients; or before
+                ``scale()``.
             ValueError: A gradient is float16.
         """
         if not self.is_enabled():
@@ -235,21 +234,21 @@ class GradScaler(TorchNames):
         state.unscale_by(unscale)
 
     def _is_overridden(self, name: str) -> bool:
-        """Whether a subclass or the program has put its own function in a method's place."""
+        """Return whether a subclass or the program has replaced a method."""
         return name in vars(self) or getattr(type(self), name) is not getattr(GradScaler, name)
 
     def _unscale_if_ready(self, call: str, optimizer: Optimizer) -> None:
-        """Unscale where torch's step does: by the method, which the program may have overridden."""
+        """Unscale in the cases in which torch's step does, by a method that the program may replace."""
         if self._state_for(call, optimizer).stage is OptState.READY:
             self.unscale_(optimizer)
 
     def _step_as_overridden(
         self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, StepResult] | None:
-        """Call the methods of torch's that the program has overridden where torch's step() calls them.
+        """Call methods that the program has replaced, in the places in which torch's ``step()`` calls them.
 
         Returns:
-            What the program's ``_maybe_opt_step`` returned; None if the step is still to be taken.
+            The result of the program's ``_maybe_opt_step``; None if the step is still to be taken.
         """
         unscales = self._is_overridden("unscale_") or self._is_overridden("_unscale_grads_")
         steps = self._is_overridden("_maybe_opt_step")
@@ -283,25 +282,26 @@ class GradScaler(TorchNames):
     ) -> Tensor:
         """Clip the norm of unscaled gradients, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-        Unscales them first if need be, and may be called any number of times::
+        It unscales the gradients first if they are scaled. It may be called any number of times::
 
             norm = || unscaled gradients ||_p          (over all ranks, float32, one pass)
-            gradients *= min(1, max_norm / (norm + 1e-6))          (nothing is written if that is 1)
+            gradients *= min(1, max_norm / (norm + 1e-6))          (nothing is written if the factor is 1)
 
-        Overflowed gradients are left as they are: the step will be skipped.
+        If a gradient is not finite, no gradient is clipped, because the step will be skipped.
 
         Args:
             optimizer_or_params: An optimizer, or parameters of optimizers the scaler knows.
             max_norm: Largest norm.
-            norm_type: The p of the norm; ``inf``, ``-inf`` and 0 included.
-            error_if_nonfinite: Raise if the norm is not finite: a host sync.
+            norm_type: The p of the p-norm. ``inf``, ``-inf`` and 0 are allowed.
+            error_if_nonfinite: True to raise if the norm is not finite. This is a host sync.
 
         Returns:
-            The norm before clipping, float32, 0-dim, no host sync.
+            The norm before clipping (float32, 0-dim). No host sync.
 
         Raises:
-            RuntimeError: ``error_if_nonfinite`` and the norm is not; or the parameters' optimizer is unknown.
-            TypeError: An argument is something else.
+            RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set; or no known optimizer has
+                these parameters.
+            TypeError: An argument has the wrong type.
             ValueError: ``max_norm`` is negative or nan.
         """
         clip = clipping.NormClip.of(max_norm, norm_type, error_if_nonfinite)
@@ -315,10 +315,10 @@ class GradScaler(TorchNames):
 
         Args:
             optimizer_or_params: An optimizer, or parameters of optimizers the scaler knows.
-            clip_value: Largest absolute value; infinities are clipped too, the step is skipped all the same.
+            clip_value: Largest absolute value. Infinities are clipped too, and the step is still skipped.
 
         Raises:
-            TypeError: An argument is something else.
+            TypeError: An argument has the wrong type.
             ValueError: ``clip_value`` is negative or nan.
         """
         limit = clipping.number("clip_value", clip_value, least=0)
@@ -336,30 +336,32 @@ class GradScaler(TorchNames):
     ) -> StepResult:
         """Clip the norm of the unscaled gradients and step, in one pass over the gradients where possible.
 
-        Weights and gradients are afterwards those of :meth:`clip_grad_norm_` and :meth:`step`::
+        Weights and gradients are afterwards the same as after :meth:`clip_grad_norm_` and :meth:`step`::
 
             norm = || unscaled gradients ||_p         (over all ranks, float32: one read)
             step with gradients * min(1, max_norm / (norm + 1e-6))     (one pass, skipped on overflow)
 
-        Any optimizer may be given. One without a rule of ours is clipped in place before its own step. For
-        one norm over several optimizers use :meth:`clip_grad_norm_`, and step each.
+        It works with any optimizer. If we have no rule for the optimizer, its gradients are clipped in place
+        before its own step. For one norm over several optimizers use :meth:`clip_grad_norm_`, and step each
+        optimizer.
 
         Args:
             optimizer: The optimizer.
             max_norm: Largest norm.
-            norm_type: The p of the norm; ``inf``, ``-inf`` and 0 included.
-            error_if_nonfinite: Raise if the norm is not finite: a host sync. Weights and gradients are then
-                as before the call; with a closure, the gradients are those of its last call.
-            closure: As for the optimizer's ``step``; the gradients of each call are clipped.
+            norm_type: The p of the p-norm. ``inf``, ``-inf`` and 0 are allowed.
+            error_if_nonfinite: True to raise if the norm is not finite. This is a host sync. Weights and
+                gradients are then as before the call. With a closure, the gradients are those of its last
+                call.
+            closure: As for the optimizer's ``step``. The gradients of each call are clipped.
 
         Returns:
-            The result of the step. ``norm`` is the norm before clipping, ``clipped_norm`` the one after; both
-            float32, 0-dim, no host sync.
+            The result of the step. ``norm`` is the norm before clipping, and ``clipped_norm`` the norm after
+            it (float32, 0-dim). No host sync.
 
         Raises:
-            RuntimeError: ``error_if_nonfinite`` and the norm is not finite; or as :meth:`step`.
+            RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set; or as :meth:`step`.
             AssertionError: As :meth:`step`.
-            TypeError: An argument is something else.
+            TypeError: An argument has the wrong type.
             ValueError: ``max_norm`` is negative or nan.
             FloatingPointError: As :meth:`step`.
 
@@ -386,30 +388,33 @@ class GradScaler(TorchNames):
 
     @outside_graphs
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale, and call ``optimizer.step`` unless a gradient is not finite, also if nothing is scaled.
+        """Unscale the gradients, and call ``optimizer.step`` unless a gradient is not finite.
 
-        Afterwards ``.grad`` is unscaled, and clipped if it was clipped, also after a skipped step.
-        Steps in one pass and those of fused optimizers do not wait for the device, except the first of fused
-        SGD with momentum; all others do. An optimizer without gradients steps as it would without a scaler.
+        Gradients are also checked if no loss is scaled. Afterwards ``.grad`` holds the unscaled gradients,
+        also after a skipped step. If the gradients were clipped, it holds the clipped ones.
+
+        Steps in one pass and steps of fused optimizers do not wait for the device. The first step of fused
+        SGD with momentum does, and so do all other steps. An optimizer without gradients steps as it would
+        without a scaler.
 
         Args:
             optimizer: The optimizer.
-            *args: For ``optimizer.step``; a callable first one is a closure.
-            **kwargs: For ``optimizer.step``; ``closure`` may scale and run backward itself.
+            *args: Passed to ``optimizer.step``. If the first one is callable, it is a closure.
+            **kwargs: Passed to ``optimizer.step``. ``closure`` may scale its loss and run backward itself.
 
         Returns:
-            What ``optimizer.step`` returns. A skipped step returns None or, where nothing is scaled, its
-            closure's loss. :meth:`last_step` has the details.
+            The result of ``optimizer.step``. A skipped step returns None or, if nothing is scaled, the loss
+            of its closure. :meth:`last_step` has the details.
 
         Raises:
-            RuntimeError: Called twice without new gradients, or before ``scale()``.
-            AssertionError: As torch.amp's: a scaled loss has run backward, and the optimizer has no gradient.
-            FloatingPointError: With ``on_min_scale="raise"``: the step was skipped at the smallest scale.
-                With ``on_nonfinite="raise"``: it was skipped, and no lower loss scale would help. On a GPU
-                the error comes as soon as the host knows, from a later call.
+            RuntimeError: It was called twice without new gradients, or before ``scale()``.
+            AssertionError: A scaled loss has run backward, and the optimizer has no gradient. As in torch.
+            FloatingPointError: With ``on_min_scale="raise"``, the step was skipped at the smallest scale.
+                With ``on_nonfinite="raise"``, it was skipped, and no lower loss scale would help. On a GPU a
+                later call raises the error, as soon as the host knows of the skip.
         """
         if not (self.is_enabled() or is_optimizer(optimizer)):
-            return optimizer.step(*args, **kwargs)  # as torch's: whatever has a step() passes
+            return optimizer.step(*args, **kwargs)  # as in torch, any object with a step() passes
         self._records.meet(optimizer)
         if self.is_enabled() and takes_scaler(optimizer):
             warnings.warn(_PASSED_ITSELF, FutureWarning, stacklevel=2)
@@ -422,7 +427,7 @@ class GradScaler(TorchNames):
         """Return the result of the optimizer's last step.
 
         Raises:
-            RuntimeError: It has not stepped yet.
+            RuntimeError: The optimizer has not stepped yet.
         """
         result = self.core.result_of(optimizer)
         if result is None:
@@ -434,17 +439,17 @@ class GradScaler(TorchNames):
     def landed(self, optimizer: Optimizer, *, wait: bool = True) -> bool:
         """Return True if the optimizer's last step was taken, and False if it was skipped.
 
-        Averages of weights, target networks and counters follow it: ``if scaler.landed(optimizer):
+        Use it for averages of weights, target networks and counters: ``if scaler.landed(optimizer):
         average.update_parameters(model)``.
 
         Args:
             optimizer: The optimizer, after its step.
-            wait: Wait for the device if the host does not know yet: a host sync after a step in one pass or a
-                fused step on a GPU. False never waits. There the host learns of a skip about one step later,
-                and False is then returned for that later step. Each skip is counted once.
+            wait: True waits for the device if the host does not know the answer: a host sync after a step in
+                one pass or a fused step on a GPU. False never waits. The host of a GPU learns of a skip about
+                one step later. For that later step, False is returned. Each skip is counted once.
 
         Raises:
-            RuntimeError: It has not stepped yet.
+            RuntimeError: The optimizer has not stepped yet.
 
         Example:
             >>> import torch
@@ -469,7 +474,7 @@ class GradScaler(TorchNames):
 
     @outside_graphs
     def skipped_steps(self, optimizer: Optimizer | None = None) -> int:
-        """Return how many steps were skipped, of one optimizer or (None) of all: a host sync."""
+        """Return the number of skipped steps of one optimizer, or of all (None). This is a host sync."""
         if optimizer is None:
             return self.core.log.skipped_steps()
         state = self.core.find(optimizer)
@@ -477,49 +482,49 @@ class GradScaler(TorchNames):
 
     @outside_graphs
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Request the scale's update; see the class for when it is applied.
+        """Request an update of the loss scale. The class says when it is applied.
 
         Args:
-            new_scale: Set this scale instead, at once; pending gradients are converted.
+            new_scale: Set this scale now instead. Scaled gradients that wait for a step are converted.
 
         Raises:
-            RuntimeError: Called before ``scale()``.
-            FloatingPointError: As :meth:`step`, of a step whose result the host has just learned.
+            RuntimeError: It was called before ``scale()``.
+            FloatingPointError: As :meth:`step`, for a step whose result the host has just learned.
         """
         shared = self.core.shared
         self.core.log.read()
         if shared.enabled:
             shared.require_scale("update")
-            self._records.settle(keep=self._updates.requested)
+            self._records.settle(keep=self.core.awaits_update)
             if new_scale is None:
-                self._updates.request()
+                updates.request(self.core)
             else:
-                self._updates.set_scale(new_scale)
+                updates.set_scale(self.core, new_scale)
 
     @outside_graphs
     def end_iteration(self) -> None:
         """Apply a requested update now.
 
-        For callers that know where an iteration ends (adapters). Gradients that are still pending are
-        multiplied by new/old; float16 ones are not, the update waits for their step.
+        Adapters call it, because they know where an iteration ends. Scaled gradients that wait for a step are
+        multiplied by new/old. If one of them is float16, the update waits for its step.
 
         Raises:
             FloatingPointError: As :meth:`update`.
         """
         if self.is_enabled():
-            self._updates.settle(force=True)
+            updates.settle(self.core, force=True)
 
     @outside_graphs
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain numbers: a host sync.
+        """Return the state as plain numbers. This is a host sync.
 
-        Applies a requested update first. torch.amp's scaler loads it too.
+        A requested update is applied first. torch.amp's scaler can load the state too.
 
         Returns:
             ``{}`` if disabled; else ``scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``,
-            ``_growth_tracker`` as torch's, and ``amp_plugin`` with ``hysteresis_tracker``,
-            ``skipped_steps``, the states of named ``losses`` and, with ``on_spike``, the ``spikes``: what is
-            known of each optimizer. With ``on_spike`` a disabled scaler returns these alone.
+            ``_growth_tracker`` as in torch, and ``amp_plugin`` with ``hysteresis_tracker``,
+            ``skipped_steps``, the states of named ``losses`` and, with ``on_spike``, ``spikes``: the
+            statistics of each optimizer. With ``on_spike`` a disabled scaler returns only these statistics.
 
         Raises:
             FloatingPointError: As :meth:`update`.
@@ -531,36 +536,36 @@ class GradScaler(TorchNames):
 
     @outside_graphs
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a saved state, ours or torch.amp's.
+        """Load a saved state, ours or torch.amp's.
 
-        A foreign state leaves the scaler as it is, with a warning. Gradients that wait for a step are
-        converted to the loaded scale.
+        The state of another object is not loaded, and there is a warning. Scaled gradients that wait for a
+        step are converted to the loaded scale.
 
         Raises:
             KeyError: The state lacks some of torch's keys.
-            RuntimeError: The state is empty, where torch's raises too; or a scaled float16 gradient waits.
+            RuntimeError: The state is empty, as in torch; or a scaled float16 gradient waits for a step.
         """
         if not self.is_enabled():
             self.core.shared.load_spikes(state_dict)
             return
         if not is_state(state_dict):
             return
-        with self._updates.set_by_hand("load_state_dict()"):
+        with updates.set_by_hand(self.core, "load_state_dict()"):
             self.core.log.start_over(self.core.shared.load_state_dict(state_dict))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy between iterations: the same process groups; optimizers and gradients stay behind."""
+        """Copy between iterations, with the same process groups. Optimizers and gradients are not copied."""
         twin, ranks = type(self).__new__(type(self)), self.core.shared.ranks
         memo[id(ranks)] = ranks
         twin.__setstate__(copy.deepcopy(self._between_iterations(), memo))
         return twin
 
     def __copy__(self) -> Self:
-        """As deepcopy: a scale cannot be shared."""
+        """Copy as deepcopy does, because a scale cannot be shared."""
         return copy.deepcopy(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle between iterations: optimizers and gradients stay behind."""
+        """Pickle between iterations. Optimizers and gradients are not pickled."""
         if self.core.shared.ranks:
             raise RuntimeError(_GROUPS_ARE_HERE)
         return self._between_iterations()
@@ -573,7 +578,7 @@ class GradScaler(TorchNames):
         self._start(shared, skipped_before)
 
     def _between_iterations(self) -> dict[str, Any]:
-        """Return what is copied and pickled: all but what :meth:`_start` makes."""
+        """Return the attributes that are copied and pickled: all except those that :meth:`_start` makes."""
         shared = self.core.shared
         states = self.core if shared.enabled else ()
         if any(state.ledger.waits() or state.stage is not OptState.READY for state in states):
@@ -584,7 +589,7 @@ class GradScaler(TorchNames):
 
 
 def _usable(device: str) -> bool:
-    torch.device(device)  # raises for a device that there is not
+    torch.device(device)  # raises if the device does not exist
     if device.startswith("cuda") and not torch.cuda.is_available():
         warn_user(
             "GradScaler(device='cuda') is disabled: CUDA is not available. "

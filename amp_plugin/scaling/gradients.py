@@ -112,12 +112,18 @@ class GradientBatch(NamedTuple):
 
 
 def measured(
-    params: list[Tensor], scale: LossScale | None, norm_type: float = 2.0, *, write: bool = False
+    params: list[Tensor], scale: LossScale | Tensor | None, norm_type: float = 2.0, *, write: bool = False
 ) -> list[Measurement]:
-    """Measure the gradients of parameters, divided by their loss scale; with ``write``, in place."""
+    """Measure the gradients of parameters, divided by their loss scale; with ``write``, in place.
+
+    With a tensor in place of the loss scale, they are multiplied by it (float32, 0-dim).
+    """
     found = []
     for batch in batches_of(params):
-        factor, divide = divisor_of(scale, batch.device)
+        if isinstance(scale, Tensor):
+            factor, divide = moved(scale, batch.device), False
+        else:
+            factor, divide = divisor_of(scale, batch.device)
         found.append(batch.measure(factor, norm_type, divide=divide, write=write))
     return found
 
@@ -237,7 +243,7 @@ def local_gradient(param: Tensor) -> tuple[Tensor, ShardLayout | None]:
 
 
 def is_partial(placements: Sequence[Any]) -> bool:
-    """Whether ranks hold summands of a DTensor's elements."""
+    """Return whether ranks hold summands of a DTensor's elements."""
     return any(placement.is_partial() for placement in placements)
 
 
@@ -293,7 +299,7 @@ def _match_states(params: list[Tensor], optimizer: Optimizer) -> None:
 
 
 def _has_strides_of(tensor: Tensor, param: Tensor) -> bool:
-    """Whether elements follow each other in memory as the parameter's do."""
+    """Return whether elements follow each other in memory as the parameter's do."""
     if tensor.stride() == param.stride():
         return True
     pairs = zip(tensor.stride(), param.stride(), param.shape, strict=True)

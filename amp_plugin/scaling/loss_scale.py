@@ -6,7 +6,7 @@ of :func:`amp_plugin.kernels.reference.update_scale_`, so no step waits for the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -59,8 +59,7 @@ class LossScale:
         self.generation = 0
         self.later: list[Tensor] = []
         self.found_inf: Tensor | None = None
-        self._snapshots: dict[Any, Tensor] = {}
-        self._captured = False
+        self._snapshots: dict[Any, Tensor] | None = {}  # None once a CUDA graph was captured
 
     @property
     def edition(self) -> tuple[int, int]:
@@ -92,7 +91,8 @@ class LossScale:
     def _forget_snapshots(self) -> None:
         """Begin a new generation: the value has changed."""
         self.generation += 1
-        self._snapshots.clear()
+        if self._snapshots:
+            self._snapshots.clear()
 
     def snapshot(self, device: torch.device | None = None, *, inverse: bool = False) -> Tensor:
         """Return a copy of the scale, or of 1/scale, that later updates do not change (float32, 0-dim).
@@ -102,11 +102,13 @@ class LossScale:
         nothing is cached after the first capture.
         """
         value, device = self.require(), device or self.require().device
-        self._captured = self._captured or capturing(value.device)
+        if capturing(value.device):
+            self._snapshots = None
         key = (self.edition, inverse, device, stream_number(value.device), stream_number(device))
-        if self._captured or key not in self._snapshots:
-            self._snapshots[key] = moved(value.reciprocal() if inverse else value.clone(), device)
-        return self._snapshots[key]
+        known = {} if self._snapshots is None else self._snapshots
+        if key not in known:
+            known[key] = moved(value.reciprocal() if inverse else value.clone(), device)
+        return known[key]
 
     def multiply(self, output: Tensor) -> Tensor:
         """Return ``output`` times the scale. float16 becomes float32, so the product does not overflow."""
@@ -118,13 +120,18 @@ class LossScale:
         edition, before = self.edition, self.snapshot()
         return lambda: None if self.edition == edition else self.require() / before
 
-    def record(self, found_inf: Tensor) -> None:
-        """Record one optimizer's check, for the next update."""
-        found_inf = moved(found_inf, self.require().device)
-        if self.found_inf is None:
+    def record(self, found_inf: Tensor, *, includes: Sequence[Tensor] = ()) -> None:
+        """Record one optimizer's check, for the next update.
+
+        Args:
+            found_inf: 1.0 if there was an overflow, else 0.0 (float32, 0-dim).
+            includes: Earlier flags that ``found_inf`` already takes into account.
+        """
+        found_inf, before = moved(found_inf, self.require().device), self.found_inf
+        if before is None or any(before is flag for flag in (found_inf, *includes)):
             self.found_inf = found_inf
-        elif self.found_inf is not found_inf:  # a clip and its step record the same check
-            self.found_inf = torch.maximum(self.found_inf, found_inf)
+        else:
+            self.found_inf = torch.maximum(before, found_inf)
 
     def replace_checks(self, found_infs: Iterable[Tensor], *, keep: bool) -> None:
         """Replace the checks for the next update; with ``keep``, keep those of earlier requested updates."""
@@ -199,7 +206,7 @@ class LossScale:
 
 
 def is_state(given: Any) -> bool:
-    """Whether an object is the state of a scaler. Warn if it is not; raise if keys are missing."""
+    """Return whether an object is the state of a scaler. Warn if it is not; raise if keys are missing."""
     if isinstance(given, dict) and "scale" in given:
         if missing := [key for key in _TORCH_KEYS if key not in given]:
             msg = f"the scaler state lacks {', '.join(missing)}"
@@ -238,7 +245,7 @@ def stream_number(device: torch.device) -> int:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured on ``device``."""
+    """Return whether a CUDA graph is being captured on ``device``."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

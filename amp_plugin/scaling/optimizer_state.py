@@ -22,7 +22,6 @@ from amp_plugin.mistakes import MISTAKES
 from amp_plugin.scaling.gradients import (
     Measurement,
     ShardLayout,
-    batches_of,
     first_float16,
     forgotten_if_zero,
     joined,
@@ -34,7 +33,6 @@ from amp_plugin.scaling.ledger import make_ledger
 from amp_plugin.scaling.loss_scale import LossScale, capturing, moved
 from amp_plugin.scaling.overflows import Names, names_of, report_of
 from amp_plugin.scaling.shared import Shared
-from amp_plugin.scaling.spikes import Verdict
 from amp_plugin.scaling.step_log import StepResult
 from amp_plugin.weights.one_pass import own_step, takes_own_step
 
@@ -74,6 +72,7 @@ class OptimizerState:
         found_inf_per_device: 1.0 if an overflow was found since the last step. Programs may write to it.
         measurements: The measurements since the last step, from which overflows get their names.
         contributions: Other loss scales that have gone into the gradients, each with its overflow flag.
+        judged: The result of ``judge_step_`` for the step that is being taken; None if it was not judged.
         result: The result of the last step.
     """
 
@@ -99,6 +98,7 @@ class OptimizerState:
         self._loss_scales: dict[LossScale, None] = {}  # the loss scales that its gradients were made with
         # Other loss scales whose gradients are among them, and what overflowed in those.
         self.contributions: list[tuple[LossScale, Tensor]] = []
+        self.judged: Tensor | None = None
 
     @property
     def optimizer(self) -> Any:
@@ -187,7 +187,7 @@ class OptimizerState:
         return {scale for scale, _, _ in self.parts()}
 
     def delays_update(self) -> bool:
-        """Whether the loss scale must not change before its step. All ranks get the same answer."""
+        """Return whether the loss scale must not change before its step. All ranks get the same answer."""
         return self.is_awaited if self.spans_ranks else bool(self.ledger.waits())
 
     def parameter_names(self) -> list[str]:
@@ -239,10 +239,7 @@ class OptimizerState:
             if before is scale:
                 continue
             factor = scale.require() if before is None else scale.require() / before.require()
-            found = [
-                batch.measure(moved(factor, batch.device), math.inf, write=True)
-                for batch in batches_of(params)
-            ]
+            found = measured(params, factor, math.inf, write=True)
             overflows: list[Tensor] = []
             if before is not None and self.spans_ranks:
                 overflows = [torch.zeros_like(before.require())] * was_awaited
@@ -313,7 +310,8 @@ class OptimizerState:
             self.norm = None  # it was the norm of fewer micro-batches
         found_now = self._measured_now(norm_type, unscale=unscale, on_request=on_request)
         self._forget_earlier(found_now, norm_type)
-        norm, found = self._combined(found_now, norm_type)
+        earlier = list(self.found_inf_per_device.values())
+        norm, found = self._combined(found_now, norm_type, earlier)
         for other in self._sharers:
             other.hear(found_now, other.params)
         self.measurements += found_now
@@ -322,7 +320,7 @@ class OptimizerState:
         if found_now:
             self.take_norm(norm, norm_type)
             self.found_inf_per_device = {found.device: found}
-        self._record(found, counts=bool(found_now) or self.spans_ranks)
+        self._record(found, earlier, counts=bool(found_now) or self.spans_ranks)
         return norm, found
 
     def _measured_now(self, norm_type: float, *, unscale: bool, on_request: bool) -> list[Measurement]:
@@ -346,17 +344,19 @@ class OptimizerState:
         elif self.stage is OptState.READY and norm_type >= 0:
             self._forget_if_zero(now)  # an update came after those overflows
 
-    def _record(self, found: Tensor, *, counts: bool) -> None:
+    def _record(self, found: Tensor, earlier: list[Tensor], *, counts: bool) -> None:
         """Record a check for all loss scales that have gone into the gradients."""
         for loss_scale in self._loss_scales if counts else ():
-            loss_scale.record(found)
+            loss_scale.record(found, includes=earlier)
         for loss_scale, overflow in self.contributions:
             loss_scale.record(found if self.spans_ranks else overflow)
         self.contributions = []
 
-    def _combined(self, found_now: list[Measurement], norm_type: float) -> tuple[Tensor, Tensor]:
+    def _combined(
+        self, found_now: list[Measurement], norm_type: float, earlier: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """Return norm and found_inf over all devices and ranks, including earlier overflows."""
-        device, earlier = self.device(), list(self.found_inf_per_device.values())
+        device = self.device()
         if len(found_now) == 1 and not self.spans_ranks:
             flags = (moved(flag, device) for flag in (found_now[0].found_inf, *earlier))
             return moved(found_now[0].norm, device), reduce(torch.maximum, flags)
@@ -447,33 +447,40 @@ class OptimizerState:
         left = uses_gradients_before_closure(optimizer) and self.is_awaited and self.ledger.has_gradients()
         return left and bool(self.unscale_()[1].item() > 0)
 
-    def clip_(self, norm: Tensor, max_norm: float, found_inf: Tensor) -> None:
-        """Clip all gradients to ``max_norm``, unless ``found_inf`` is 1."""
-        self.ledger.write(partial(multiply_, self.params, norm, max_norm, found_inf))
+    def judge(
+        self, norm: Tensor, found_inf: Tensor, *, in_place: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Judge whether the step is a spike.
 
-    def judge(self, norm: Tensor, found_inf: Tensor) -> Verdict:
-        """Judge whether the step is a spike, by the norm and found_inf that :meth:`measure` returned."""
-        before = norm if self.norm is None else self.norm
+        Args:
+            norm: The norm that :meth:`measure` returned.
+            found_inf: The flag that it returned.
+            in_place: True to clip the gradients of a spike here.
+
+        Returns:
+            The norm of the gradients that the step uses, 1.0 if it must be skipped (float32, 0-dim), and the
+            factor by which the gradients are still to be multiplied; None means 1.
+        """
+        before, spikes = norm if self.norm is None else self.norm, self.shared.spikes
         trackers = [scale.growth_tracker for scale in self._loss_scales]
         backward = self.shared.words.backward
-        return self.shared.spikes.judge(self.optimizer, (before, norm), found_inf, trackers, backward)
-
-    def note_verdict(self, verdict: Verdict) -> None:
-        """Add a spike to ``found_inf_per_device``, so that a program's own step function skips it."""
-        self._find(verdict.found_inf)
+        self.judged = judged = spikes.judge(self.optimizer, (before, norm), found_inf, trackers, backward)
+        found_inf = found_inf if judged is None else judged[0]
+        self.found_inf_per_device = {found_inf.device: found_inf}  # a program's own step function reads it
+        if judged is None or not spikes.clips:
+            return norm, found_inf, None
+        if in_place:
+            self.multiply_(judged[1])
+        return judged[5], found_inf, None if in_place else judged[1]
 
     def multiply_(self, factor: Tensor) -> None:
         """Multiply all gradients by a number on the device (0-dim)."""
         self.ledger.write(partial(multiply_, self.params, factor))
 
-    def call_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Call the step of the optimizer, or of an optimizer that wraps it."""
-        return self.run_step(partial(optimizer.step, *args, **kwargs))
-
-    def run_step(self, step: Callable[[], Any]) -> Any:
-        """Run a step of the optimizer that the scaler takes."""
+    def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a step of the optimizer that the scaler takes."""
         with own_step(self.optimizer):
-            return step()
+            return step(*args, **kwargs)
 
     def refuse_step_past_scaler(self) -> None:
         """Raise if the optimizer steps without the scaler and its gradients are scaled or not finite.
@@ -491,7 +498,7 @@ class OptimizerState:
             raise RuntimeError(_STEP_WITH_OVERFLOW.format(kind=kind, step=words.step))
 
     def _has_overflow(self) -> bool:
-        """Whether an overflow since the last step is still in the gradients. This is a host sync."""
+        """Return whether an overflow since the last step is still in the gradients. This is a host sync."""
         found = self.found_inf_per_device.values()
         return (
             not any(capturing(flag.device) for flag in found)
@@ -501,7 +508,8 @@ class OptimizerState:
 
     def close(
         self,
-        verdict: Verdict,
+        norm: Tensor,
+        found_inf: Tensor,
         *,
         known: bool | None,
         how: str,
@@ -513,10 +521,10 @@ class OptimizerState:
         seen, found = self.norm is not None, self.measurements
         result = StepResult(
             norm=self.norm,
-            used_norm=verdict.norm if seen else None,
+            used_norm=norm if seen else None,
             max_norm=max_norm if seen else None,
-            found_inf=verdict.found_inf,
-            judged=verdict.judged,
+            found_inf=found_inf,
+            judged=self.judged,
             scale_before=None if scale.value is None else scale.snapshot(),
             scale_after=scale.later,
             report=partial(report_of, self.params, found, self.names, self._optimizer),
@@ -537,5 +545,5 @@ class OptimizerState:
 
 
 def uses_gradients_before_closure(optimizer: Optimizer) -> bool:
-    """Whether the optimizer may use the present gradients before it calls its closure, as SAM does."""
+    """Return whether the optimizer may use the present gradients before it calls its closure, as SAM does."""
     return not type(optimizer).__module__.startswith("torch.optim")

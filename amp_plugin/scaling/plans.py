@@ -1,13 +1,13 @@
-"""The four ways to take an optimizer step, and the choice among them.
+"""The three ways to take an optimizer step, and the choice among them.
 
-=========== ============================================ ======================= ======= =================
-plan        who divides the gradients by scale and clip  who skips               syncs   when
-=========== ============================================ ======================= ======= =================
-`OnePass`   our kernel, which steps and writes ``.grad`` our kernel              none    we have its rule
-`Fused`     they are divided in place before             torch's fused kernel    none    ``fused=True``
-`Informed`  the optimizer itself, by the scaler          the optimizer itself    its own ``grad_scaler=``
-`Plain`     they are divided in place before             the host                one     any other one
-=========== ============================================ ======================= ======= =================
+========= ============================================ ======================= ======= ===================
+plan      who divides the gradients by scale and clip  who skips               syncs   when
+========= ============================================ ======================= ======= ===================
+`OnePass` our kernel, which steps and writes ``.grad`` our kernel              none    we have its rule
+`Fused`   they are divided in place before             torch's fused kernel    none    ``fused=True``
+`Fused`   the optimizer itself, by the scaler          the optimizer itself    its own ``grad_scaler=``
+`Plain`   they are divided in place before             the host                one     any other optimizer
+========= ============================================ ======================= ======= ===================
 
 A sync is a wait of the host for the device. One pass is preferred if there is a rule for the optimizer, on
 CPUs and on GPUs.
@@ -34,6 +34,8 @@ from amp_plugin.weights import one_pass
 from amp_plugin.weights.one_pass import OnePassStep
 
 Call = Callable[[], Any]
+Taken = tuple[Any, bool | None]
+"""The result of a step, and whether it was skipped; None if only the device knows."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,15 @@ class OnePass:
 
     _step: OnePassStep
 
-    def take(self, state: OptimizerState, found: Tensor, divisor: Tensor | None) -> tuple[Any, bool | None]:
+    how = "in one pass"
+    divides = True
+
+    def take(self, state: OptimizerState, call: Call, found: Tensor, divisor: Tensor | None) -> Taken:
         """Step unless ``found`` is 1.
 
         Args:
             state: The state of the optimizer.
+            call: Calls the optimizer's own step.
             found: 1.0 if the step must be skipped, else 0.0 (float32, 0-dim).
             divisor: The number by which the kernel divides the gradients (float32, 0-dim); None means 1.
 
@@ -54,6 +60,7 @@ class OnePass:
             The result of the optimizer's step, and whether it was skipped. The second is None if only the
             device knows.
         """
+        del call
         optimizer: Any = state.optimizer
         given: Tensor | None = getattr(optimizer, "grad_scale", None) if is_fused(optimizer) else None
         skipped = StepResult.known_at_once(found)
@@ -61,76 +68,54 @@ class OnePass:
         self._step.take(both, found, skipped=skipped)
         return None, skipped
 
-    def __str__(self) -> str:
-        """Say how the step is taken."""
-        return "in one pass"
-
 
 @dataclass(frozen=True)
 class Fused:
-    """torch's fused kernel checks the flag and steps, on gradients unscaled and clipped in place."""
+    """The optimizer's own step, which skips by itself if a gradient is not finite.
 
-    _call: Call
-    _why: str  # not in one pass
+    It is torch's fused kernel, on gradients unscaled and clipped in place. Or it is a step that takes the
+    scaler, and unscales too.
+    """
 
-    def take(self, state: OptimizerState, found: Tensor, divisor: Tensor | None) -> tuple[Any, bool | None]:
-        """Step as :meth:`OnePass.take` does; the gradients were divided before."""
+    how: str  # for people
+    divides: bool  # True if it takes the scaler, and divides the gradients by what they carry
+
+    def take(self, state: OptimizerState, call: Call, found: Tensor, divisor: Tensor | None) -> Taken:
+        """Step as :meth:`OnePass.take` does. The divisor is not used."""
         del divisor
         optimizer, skipped = state.optimizer, StepResult.known_at_once(found)
+        if self.divides:
+            return call(), skipped
         if skipped is not None and not state.shared.enabled:
-            return _take_unless(found, optimizer, self._call)  # to the bit torch's step without a scaler
+            return _take_unless(found, optimizer, call)  # to the bit torch's step without a scaler
         if any(param.grad is not None for param in _without_momentum(optimizer)) and found.item() > 0:
             return None, True
         with _kernel_reads(optimizer, found):
-            return self._call(), skipped
-
-    def __str__(self) -> str:
-        """Say how the step is taken, and why not in one pass."""
-        return f"torch's fused step ({self._why})"
-
-
-@dataclass(frozen=True)
-class Informed:
-    """The step of an optimizer that takes the scaler as ``grad_scaler=``, and unscales and skips itself."""
-
-    _call: Call
-
-    def take(self, state: OptimizerState, found: Tensor, divisor: Tensor | None) -> tuple[Any, bool | None]:
-        """Step as :meth:`OnePass.take` does, but the optimizer itself handles the gradients."""
-        del state, divisor
-        return self._call(), StepResult.known_at_once(found)
-
-    def __str__(self) -> str:
-        """Say how the step is taken."""
-        return "the optimizer's own step, which asked for the scaler"
+            return call(), skipped
 
 
 @dataclass(frozen=True)
 class Plain:
     """The optimizer's own step, on gradients unscaled and clipped in place; the host waits for the flag."""
 
-    _call: Call
-    _why: str  # not in one pass
+    how: str  # for people
 
-    def take(self, state: OptimizerState, found: Tensor, divisor: Tensor | None) -> tuple[Any, bool | None]:
-        """As :meth:`Fused.take`."""
+    divides = False
+
+    def take(self, state: OptimizerState, call: Call, found: Tensor, divisor: Tensor | None) -> Taken:
+        """Step as :meth:`OnePass.take` does. The divisor is not used."""
         del divisor
-        return _take_unless(found, state.optimizer, self._call)
-
-    def __str__(self) -> str:
-        """Say how the step is taken, and why not in one pass."""
-        return f"the optimizer's own step ({self._why})"
+        return _take_unless(found, state.optimizer, call)
 
 
-Plan = OnePass | Fused | Informed | Plain
+Plan = OnePass | Fused | Plain
 
 
-def choose(optimizer: Optimizer, call: Call, why_not: str, *, scales: bool) -> Plan:
+def choose(optimizer: Optimizer, why_not: str, *, scales: bool) -> Plan:
     """Choose how to step with the present gradients.
 
     Args:
         optimizer: The optimizer, or an optimizer that wraps it.
-        call: A function that calls the optimizer's own step.
         why_not: Why no step of this optimizer can be taken in one pass, for people; empty if it can.
         scales: True if losses are scaled.
     """
@@ -140,8 +125,10 @@ def choose(optimizer: Optimizer, call: Call, why_not: str, *, scales: bool) -> P
         except ValueError as reason:
             why_not = str(reason)
     if scales and takes_scaler(optimizer):
-        return Informed(call)
-    return Fused(call, why_not) if is_fused(optimizer) else Plain(call, why_not)
+        return Fused("the optimizer's own step, which asked for the scaler", divides=True)
+    if is_fused(optimizer):
+        return Fused(f"torch's fused step ({why_not})", divides=False)
+    return Plain(f"the optimizer's own step ({why_not})")
 
 
 def why_not_one_pass(state: OptimizerState, optimizer: Optimizer, *, has_arguments: bool) -> str:
@@ -157,12 +144,12 @@ def why_not_one_pass(state: OptimizerState, optimizer: Optimizer, *, has_argumen
 
 
 def is_fused(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's own step divides by a scale and skips steps itself."""
+    """Return whether the optimizer's own step divides by a scale and skips steps itself."""
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not takes_scaler(optimizer)
 
 
 def takes_scaler(optimizer: Optimizer) -> bool:
-    """Whether ``step`` takes the scaler itself, as torch's fused steps did before ``grad_scale`` existed."""
+    """Return whether ``step`` takes the scaler, as torch's fused steps did before ``grad_scale`` existed."""
     kind: Any = type(optimizer)
     return getattr(optimizer, "_step_supports_amp_scaling", False) and _has_grad_scaler(kind)
 
@@ -172,7 +159,7 @@ def _has_grad_scaler(kind: Any) -> bool:
     return hasattr(kind, "step") and "grad_scaler" in inspect.signature(kind.step).parameters
 
 
-def _take_unless(found: Tensor, optimizer: Optimizer, call: Call) -> tuple[Any, bool]:
+def _take_unless(found: Tensor, optimizer: Optimizer, call: Call) -> Taken:
     """Wait for the flag, and step unless it is 1."""
     captured = capturing(found.device)
     if captured:

@@ -16,8 +16,6 @@ from amp_plugin.scaling.words import PLAIN, Words
 OUR_KEY = "amp_plugin"
 """The key of our own part of a state dict. If no loss is scaled, it is the only key."""
 
-_SPIKES = "spikes"
-
 
 class Shared:
     """The state that all optimizers of a scaler share.
@@ -37,7 +35,7 @@ class Shared:
         words: How error texts spell calls.
         scales_all: True if the front door runs all scaled backward passes, so that other gradients are not
             scaled.
-        spikes: Tells spikes from ordinary steps.
+        spikes: Judges whether a step is a spike.
         updates: The number of updates that have been requested. An update ends the stage of an optimizer.
     """
 
@@ -77,7 +75,13 @@ class Shared:
         self.device, self.ranks = device, ranks
 
     def speak(self, words: Words, *, scales_all: bool) -> None:
-        """Set how error texts spell calls, and whether the front door runs all scaled backward passes."""
+        """Set how error texts spell calls.
+
+        Args:
+            words: The spelling of the front door.
+            scales_all: True if the front door runs all scaled backward passes. Then gradients that were
+                made without one are not scaled.
+        """
         self.words, self.scales_all = words, scales_all
 
     def count_update(self) -> None:
@@ -112,21 +116,16 @@ class Shared:
         states = {name: scale.state_dict() for name, scale in self.scales.items()}
         saved = states.pop(None)
         ours = {HYSTERESIS: saved.pop(HYSTERESIS), "skipped_steps": skipped_steps, "losses": states}
-        return {**saved, OUR_KEY: {**ours, **self.spikes_state()}}
-
-    def spikes_state(self) -> dict[str, Any]:
-        """Return the statistics of spikes for each optimizer. The host waits for the device."""
-        return {} if self.options.on_spike is None else {_SPIKES: self.spikes.state_dict()}
+        return {**saved, OUR_KEY: {**ours, **self.spikes.state_dict()}}
 
     def disabled_state(self) -> dict[str, Any]:
-        """Return the state of a disabled scaler; empty without ``on_spike``."""
-        spikes = self.spikes_state()
+        """Return the state of a disabled scaler; empty without ``on_spike``. This is a host sync."""
+        spikes = self.spikes.state_dict()
         return {OUR_KEY: spikes} if spikes else {}
 
     def load_spikes(self, saved: dict[str, Any]) -> None:
         """Load the statistics of spikes, if the state has them."""
-        if self.options.on_spike is not None and _SPIKES in saved.get(OUR_KEY, {}):
-            self.spikes.load_state_dict(saved[OUR_KEY][_SPIKES])
+        self.spikes.load_state_dict(saved.get(OUR_KEY, {}))
 
     def load_state_dict(self, saved: dict[str, Any]) -> int:
         """Load a state, ours or torch's, and return its count of skipped steps."""

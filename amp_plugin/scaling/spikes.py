@@ -2,18 +2,18 @@
 
 ::
 
-    hear(loss)        a backward pass is about to begin from it
-    judge(step)       one op on the device: is it a spike? what does the running mean learn from it?
-    raise_for_spike   once the host knows
+    hear(loss)        a backward pass from this loss is about to begin
+    judge(step)       one op on the device: is the step a spike? It also updates the running mean
+    raise_for_spike   once the host knows that the step was a spike
 
-Mean and deviation stay on the device, and so does the verdict: a step that is skipped or clipped for a spike
-waits for nobody. The rule is that of :func:`amp_plugin.kernels.reference.judge_step_`.
+The mean, the deviation and the result stay on the device. A step that is skipped or clipped because of a
+spike does not wait for the host. The rule is that of :func:`amp_plugin.kernels.reference.judge_step_`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +24,12 @@ from amp_plugin.options import Spike
 from amp_plugin.scaling.loss_scale import moved
 from amp_plugin.scaling.step_log import StepResult, reference_to
 
-_LEAST_FACTOR = 4.0  # of the mean: norms below are ordinary in some of our recipes, whatever their deviation
-_LEAST_LOSS_DEVIATION = 0.01  # of the mean: a loss that hardly changes has a deviation of nearly 0
+# A norm below this many times the mean is no spike: such norms are ordinary in some of our recipes.
+_LEAST_FACTOR = 4.0
+# The least deviation of losses, as a part of the mean. A loss that hardly changes has a deviation near 0.
+_LEAST_LOSS_DEVIATION = 0.01
+
+_KEY = "spikes"
 
 _NO_LOSS = (
     "on_spike=Spike(of='loss'): no loss was seen before this step. Call {backward}, outside of compiled "
@@ -36,7 +40,7 @@ _NO_LOSS = (
 class SpikeError(RuntimeError):
     """A step was a spike, and ``on_spike`` has ``action="raise"``. The weights are those before that step.
 
-    A trainer can load its last checkpoint, skip some batches, and go on: the next step is judged again.
+    A trainer can load its last checkpoint, skip some batches, and continue. The next step is judged again.
 
     Attributes:
         kind: The type of the optimizer.
@@ -63,45 +67,27 @@ class SpikeError(RuntimeError):
         )
 
 
-class Verdict(NamedTuple):
-    """What a step is to do.
-
-    Attributes:
-        norm: The norm of the gradients times ``factor``, float32, 0-dim.
-        found_inf: 1.0 if it is to be skipped, float32, 0-dim.
-        factor: What the gradients are multiplied by, float32, 0-dim; None for 1.
-        judged: All that ``judge_step_`` returns; None if nobody looks for spikes.
-    """
-
-    norm: Tensor
-    found_inf: Tensor
-    factor: Tensor | None = None
-    judged: Tensor | None = None
-
-
-class _Statistics(NamedTuple):
-    """Mean, variance, steps and held of an optimizer's values, float32 ``[4]``, on its device."""
-
-    optimizer: Callable[[], Any]
-    numbers: Tensor
-
-
 class Spikes:
-    """What is known of the values of a scaler's optimizers.
+    """The rule for spikes, and the statistics of each optimizer.
+
+    The statistics of an optimizer are the mean, the variance, the number of steps and ``held`` (float32
+    ``[4]``, on the optimizer's device).
 
     Args:
-        rule: What counts as a spike; None: nothing does, and steps are not judged.
+        rule: What counts as a spike. With None no step is judged.
     """
 
     def __init__(self, rule: Spike | None) -> None:
         self._rule = rule
-        self._known: list[_Statistics] = []  # in the order in which the optimizers stepped first
-        self._saved: list[list[float]] = []  # of optimizers that have yet to step, in that order
+        # References to optimizers with their statistics, in the order of their first steps.
+        self._known: list[tuple[Callable[[], Any], Tensor]] = []
+        # Loaded statistics of the optimizers that have not stepped yet, in the same order.
+        self._saved: list[list[float]] = []
         self._losses: list[Tensor] = []
-        self._has_stepped = False  # since the last loss
+        self._has_stepped = False  # True if an optimizer has stepped since the last loss
 
     def hear(self, loss: Any) -> None:
-        """Take a loss that a backward pass begins from; those before the next step are added up."""
+        """Note a loss before its backward pass. Losses before the same step are added up."""
         if self._rule is None or self._rule.of != "loss":
             return
         if self._has_stepped:
@@ -116,27 +102,32 @@ class Spikes:
         found_inf: Tensor,
         trackers: Sequence[Tensor],
         backward: str,
-    ) -> Verdict:
-        """Judge a step: one launch, no host sync; ``of="loss"`` on several ranks takes a collective more.
+    ) -> Tensor | None:
+        """Judge a step, in one launch and without a host sync.
+
+        With ``of="loss"`` on several ranks there is one collective more.
 
         Args:
-            optimizer: Whose step it is.
-            norms: The norm before any clip, and as it is now, float32, 0-dim.
-            found_inf: 1.0 if a gradient is not finite, float32, 0-dim.
-            trackers: The growth trackers of the loss scales that its gradients came with.
-            backward: How the user calls backward, for an error.
+            optimizer: The optimizer that steps.
+            norms: The norm before any clip, and the present norm (float32, 0-dim).
+            found_inf: 1.0 if a gradient is not finite (float32, 0-dim).
+            trackers: The growth trackers of the loss scales that the gradients were made with.
+            backward: The user's spelling of a backward pass, for an error.
+
+        Returns:
+            The result of ``judge_step_``; None without ``on_spike``.
 
         Raises:
-            RuntimeError: No loss was heard.
+            RuntimeError: ``of="loss"``, and there was no loss before this step.
         """
         rule, (before, now) = self._rule, norms
         if rule is None:
-            return Verdict(now, found_inf)
+            return None
         self._has_stepped = True
         device = found_inf.device
         values = [before] if rule.of == "norm" else self._values(device, backward)
         least = _LEAST_LOSS_DEVIATION if rule.of == "loss" else (_LEAST_FACTOR - 1) / rule.sigma
-        judged = torch.ops.amp_plugin.judge_step_(
+        judged: Tensor = torch.ops.amp_plugin.judge_step_(
             [moved(value, device) for value in values],
             now,
             found_inf,
@@ -148,11 +139,15 @@ class Spikes:
             least,
             ops.SPIKE_ACTIONS[rule.action],
         )
-        is_clip = rule.action == "clip"
-        return Verdict(judged[5] if is_clip else now, judged[0], judged[1] if is_clip else None, judged)
+        return judged
+
+    @property
+    def clips(self) -> bool:
+        """Whether the gradients of a spike are clipped."""
+        return self._rule is not None and self._rule.action == "clip"
 
     def _values(self, device: torch.device, backward: str) -> list[Tensor]:
-        """Return what adds up to the loss of the step, the same on all ranks."""
+        """Return losses that add up to the loss of the step. All ranks get the same sum."""
         if not self._losses:
             raise RuntimeError(_NO_LOSS.format(backward=backward))
         distributed = torch.distributed
@@ -164,48 +159,46 @@ class Spikes:
         return [total]
 
     def _statistics_of(self, optimizer: Optimizer, device: torch.device) -> Tensor:
-        for place, known in enumerate(self._known):
-            if known.optimizer() is optimizer:
-                if known.numbers.device != device:
-                    self._known[place] = known._replace(numbers=known.numbers.to(device))
-                return self._known[place].numbers
+        """Return the statistics of an optimizer on a device."""
+        for place, (known, numbers) in enumerate(self._known):
+            if known() is optimizer:
+                self._known[place] = known, numbers.to(device)
+                return self._known[place][1]
         saved = self._saved.pop(0) if self._saved else [0.0] * 4
         numbers = torch.tensor(saved, dtype=torch.float32, device=device)
-        self._known.append(_Statistics(reference_to(optimizer), numbers))
+        self._known.append((reference_to(optimizer), numbers))
         return numbers
 
-    def release(self) -> None:
-        """Let steps be taken again after a spike that was raised."""
-        for known in self._known:
-            known.numbers[3].zero_()
-
     def raise_for_spike(self, before: Callable[[], object], step: StepResult) -> None:
-        """Raise SpikeError if a step was a spike that is to raise; for the log of steps.
+        """Raise SpikeError if the step was a spike, and ``action`` is ``"raise"``. Later steps can be taken.
 
         Args:
             before: Called before it raises, so that the next step is not taken for a second one.
-            step: The step.
+            step: The result of the step.
         """
         rule, judged = self._rule, step.judged
         if rule is not None and judged is not None and rule.action == "raise" and step.verdict == "spike":
-            self.release()
+            for _, numbers in self._known:
+                numbers[3].zero_()
             before()
             raise SpikeError(step.kind, rule.of, judged[3].item(), judged[4].item())
 
-    def state_dict(self) -> list[list[float]]:
-        """Return mean, variance and steps of each optimizer: a host sync."""
-        gone = [known for known in self._known if known.optimizer() is None]
-        self._known = [known for known in self._known if known not in gone]
-        return [[*known.numbers[:3].tolist(), 0.0] for known in self._known] + self._saved
+    def state_dict(self) -> dict[str, Any]:
+        """Return the statistics of each optimizer; empty without a rule. The host waits for the device."""
+        known = [[*numbers[:3].tolist(), 0.0] for known, numbers in self._known if known() is not None]
+        return {} if self._rule is None else {_KEY: known + self._saved}
 
-    def load_state_dict(self, saved: Sequence[Sequence[float]]) -> None:
-        """Take over what was saved, optimizer by optimizer in the order in which they stepped first."""
-        self._known, self._saved = [], [[float(number) for number in numbers] for numbers in saved]
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Load saved statistics, if there are some. Optimizers get them in the order of their first steps."""
+        if self._rule is not None and _KEY in saved:
+            self._known, self._saved = [], [[float(number) for number in numbers] for numbers in saved[_KEY]]
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Keep numbers, without optimizers and their device."""
-        return {"_rule": self._rule, "_saved": self.state_dict()}
+    def __reduce__(self) -> Any:
+        """Copy and pickle the rule and the numbers, without optimizers and devices."""
+        return _restored, (self._rule, self.state_dict())
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_rule"])  # type: ignore[misc]
-        self._saved = state["_saved"]
+
+def _restored(rule: Spike | None, saved: dict[str, Any]) -> Spikes:
+    spikes = Spikes(rule)
+    spikes.load_state_dict(saved)
+    return spikes

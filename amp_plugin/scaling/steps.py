@@ -2,7 +2,7 @@
 
 ::
 
-    choose       a plan: one pass, fused, informed or plain
+    choose       a plan: one pass, fused or plain
     measure      norm and found_inf of the gradients, in one read
     combine      both numbers over all ranks
     judge        with on_spike=: is the step a spike?
@@ -27,11 +27,12 @@ from torch.optim import Optimizer
 
 from amp_plugin.mistakes import MISTAKES
 from amp_plugin.scaling import closures
-from amp_plugin.scaling.clipping import NormClip, clip_norm, wants_torchs_bits
+from amp_plugin.scaling.clipping import NormClip, clip_measured
 from amp_plugin.scaling.core import ScalerCore
 from amp_plugin.scaling.gradients import match_memory_order, params_of
+from amp_plugin.scaling.loss_scale import divisor_of
 from amp_plugin.scaling.optimizer_state import OptimizerState
-from amp_plugin.scaling.plans import Informed, OnePass, choose, why_not_one_pass
+from amp_plugin.scaling.plans import OnePass, choose, why_not_one_pass
 from amp_plugin.scaling.step_log import StepResult
 
 _NO_UPDATE = (
@@ -62,17 +63,14 @@ def take_step(
     why_not = why_not_one_pass(state, optimizer, has_arguments=bool(args or kwargs))
     if shared.enabled and core.is_step_refused(state, repeats=closure is not None):
         raise RuntimeError(_NO_UPDATE)
-    call = partial(state.call_step, optimizer, *args, **kwargs)
+    call = partial(state.run_step, optimizer.step, *args, **kwargs)
     if closure is None:
         refuse_nothing_checked(core, state)
-        if clip is not None and wants_torchs_bits(shared):
-            clip_norm(core, optimizer, clip)
-            clip = None
         value, result = _take(state, optimizer, call, why_not, clip)
     elif why_not:
 
         def call_with(run: Callable[[], Any]) -> Any:
-            return state.call_step(optimizer, run, *args, **kwargs)
+            return state.run_step(optimizer.step, run, *args, **kwargs)
 
         how = f"the optimizer's own step, with a closure ({why_not})"
         value, result = closures.step(state, optimizer, closure, call_with, how, clip)
@@ -108,25 +106,26 @@ def _take(
     state.begin_call()
     if clip is not None and clip.error_if_nonfinite:
         clip.refuse_nonfinite(state.measure(unscale=False, norm_type=clip.norm_type)[0])
-    plan = choose(optimizer, call, why_not, scales=state.shared.enabled)
+    plan = choose(optimizer, why_not, scales=state.shared.enabled)
     scales, is_one_pass = state.scales_carried(), isinstance(plan, OnePass)
-    divides = isinstance(plan, OnePass | Informed) and len(scales) == 1
+    divides = plan.divides and len(scales) == 1
     if not is_one_pass:
         match_memory_order(optimizer)
     norm_type = state.norm_type if clip is None else clip.norm_type
     norm, found = state.measure(unscale=not divides, norm_type=norm_type)
-    verdict = state.judge(norm, found)
-    norm, found = verdict.norm, verdict.found_inf
+    norm, found, factor = state.judge(norm, found, in_place=not is_one_pass)
     divisor = _value(scales) if divides else None
-    if verdict.factor is not None:
-        divisor = _with_factor(state, divisor, verdict.factor, divides=is_one_pass)
+    if factor is not None:
+        divisor = factor.reciprocal() if divisor is None else divisor / factor
     if clip is not None and is_one_pass:
-        divisor = clip.factor(norm, found, torch.ones_like(norm) if divisor is None else divisor)
+        divisor = clip.factor(norm, found, divisor_of(None, norm.device)[0] if divisor is None else divisor)
     elif clip is not None:
-        state.clip_(norm, clip.max_norm, found)
-    value, skipped = plan.take(state, found, divisor)
+        clip_measured(state, clip, norm, found)
+    value, skipped = plan.take(state, call, found, divisor)
     max_norm = None if clip is None else clip.max_norm
-    return value, state.close(verdict, known=skipped, how=str(plan), one_pass=is_one_pass, max_norm=max_norm)
+    return value, state.close(
+        norm, found, known=skipped, how=plan.how, one_pass=is_one_pass, max_norm=max_norm
+    )
 
 
 def take_step_by(
@@ -137,26 +136,12 @@ def take_step_by(
     if core.is_step_refused(state):
         raise RuntimeError(_NO_UPDATE)
     state.begin_call()
-    norm, found = state.measure(unscale=True)
-    verdict = state.judge(norm, found)
-    if verdict.factor is not None:
-        state.multiply_(verdict.factor)
-    state.note_verdict(verdict)
-    value = state.run_step(partial(maybe_step, state))
+    norm, found, _ = state.judge(*state.measure(unscale=True))
+    value = state.run_step(maybe_step, state)
     how = "the program's own _maybe_opt_step"
-    result = state.close(verdict, known=bool(verdict.found_inf.item() > 0), how=how)
+    result = state.close(norm, found, known=bool(found.item() > 0), how=how)
     core.log.add(state.optimizer, result)
     return value, result
-
-
-def _with_factor(
-    state: OptimizerState, divisor: Tensor | None, factor: Tensor, *, divides: bool
-) -> Tensor | None:
-    """Apply a spike's factor to the gradients: in the divisor, which is returned, or in place."""
-    if not divides:
-        state.multiply_(factor)
-        return divisor
-    return factor.reciprocal() if divisor is None else divisor / factor
 
 
 def _value(scales: set[Any]) -> Tensor | None:
@@ -178,7 +163,7 @@ def refuse_nothing_checked(core: ScalerCore, state: OptimizerState) -> None:
 
 
 def _has_checked(state: OptimizerState) -> bool:
-    """Whether an optimizer has gradients, or has used some since the last scaled backward pass began."""
+    """Return whether an optimizer has gradients, or has used some since the last scaled backward pass."""
     return bool(state.ledger.has_gradients()) or (state.backwards > 0 and not state.is_awaited)
 
 

@@ -1,10 +1,10 @@
-"""The names of torch.amp.GradScaler that other code reads: getters, setters, private attributes.
+"""The attributes and methods of torch.amp.GradScaler that other code uses: getters, setters, private names.
 
-Lightning, Accelerate and others check ``isinstance(scaler, torch.amp.GradScaler)`` and touch
-``_scale``, ``_device``, ``_lazy_init_scale_growth_tracker`` or ``_per_optimizer_states``.
-Nothing of torch's state machine runs: every method that does more than read these is overridden. A program's
-own ``_unscale_grads_`` or ``_maybe_opt_step`` is called where torch.amp calls it, and what a program writes
-into ``_per_optimizer_states`` is written into our states.
+Lightning, Accelerate and others check ``isinstance(scaler, torch.amp.GradScaler)``. They read or write
+``_scale``, ``_device``, ``_lazy_init_scale_growth_tracker`` or ``_per_optimizer_states``. None of torch's own
+logic runs, because every method that changes something is overridden. A program's own ``_unscale_grads_`` or
+``_maybe_opt_step`` is called in the places in which torch.amp calls it. A write into
+``_per_optimizer_states`` changes our states.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from amp_plugin.scaling.optimizer_state import OptimizerState
 
 
 def _of_loss_scale(name: str) -> Any:
-    """Return a property for an attribute of the default loss scale; programs also set torch's."""
+    """Return a property for an attribute of the default loss scale. Programs also set it."""
     return property(attrgetter(f"loss_scale.{name}"), lambda self, new: setattr(self.loss_scale, name, new))
 
 
 class TorchNames(torch.amp.GradScaler):
     """torch's getters, setters and private names over our loss scales and states."""
 
-    core: ScalerCore
-    _records: OptimizerRecords
+    def _take_core(self, core: ScalerCore) -> None:
+        """Set the core, whose states torch's names show."""
+        self.core, self._records = core, OptimizerRecords(core)
 
     _enabled = property(
         lambda self: self.core.shared.enabled, lambda self, enabled: self.core.switch(bool(enabled))
@@ -67,7 +68,7 @@ class TorchNames(torch.amp.GradScaler):
         return self.core.shared.enabled
 
     def get_scale(self, name: str | None = None) -> float:
-        """Return the scale as a number, 1.0 if disabled: a host sync.
+        """Return the scale as a number; 1.0 if disabled. This is a host sync.
 
         Args:
             name: One of the constructor's ``losses``; None for the default scale.
@@ -75,15 +76,15 @@ class TorchNames(torch.amp.GradScaler):
         return self.core.shared.scale_of(name).item() if self.is_enabled() else 1.0
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set the growth factor, more than 1."""
+        """Set the growth factor, which must be more than 1."""
         self._dynamic("set_growth_factor").growth_factor = between("growth_factor", new_factor, 1)
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the backoff factor, between 0 and 1."""
+        """Set the backoff factor, which must be between 0 and 1."""
         self._dynamic("set_backoff_factor").backoff_factor = between("backoff_factor", new_factor, 0, 1)
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set the growth interval; one that has already passed takes effect at the next good step."""
+        """Set the growth interval. If it has already passed, the scale grows at the next good step."""
         self._dynamic("set_growth_interval").growth_interval = whole("growth_interval", new_interval)
 
     def _dynamic(self, method: str) -> LossScale:
@@ -115,29 +116,29 @@ _FOUND: Final = "found_inf_per_device"
 
 
 class OptimizerRecords(dict[int, "OptimizerRecord"]):
-    """torch's ``_per_optimizer_states`` over our states: by the id of an optimizer, its stage and overflows.
+    """torch's ``_per_optimizer_states``, computed from our states.
 
-    Programs read it, write to it, empty it and put another in its place. As in torch, an update forgets it,
-    and the overflows that it holds then decide about the loss scale.
+    It maps the id of an optimizer to its stage and its overflows. Programs read it, write to it, empty it and
+    replace it. As in torch, an update empties it, and the overflows that it holds then decide about the loss
+    scale.
     """
 
     def __init__(self, core: ScalerCore) -> None:
         super().__init__()
         self._core = core
-        # Entries that a program has written and our states cannot hold. An update drops them.
-        # ``_own`` is by optimizer; ``_found`` holds overflows, by optimizer and stage.
+        # Entries that a program has written and that our states cannot hold. An update drops them.
+        # ``_own`` is by optimizer, and is empty if no record was used since the last update.
+        # ``_found`` holds overflows, by optimizer and stage.
         self._own: dict[int, dict[str, Any]] = {}
         self._found: dict[tuple[int, OptState], dict[Any, Tensor]] = {}
-        self._is_used = False  # True if the program has used the records since the last update
         self._wrapped: dict[int, int] = {}  # id of an optimizer -> id of the optimizer inside it
 
     def own(self, key: int) -> dict[str, Any]:
-        """Return what a program has written of an optimizer that our state of it does not hold."""
-        self._is_used = True
+        """Return the entries of an optimizer that our state of it does not hold."""
         return self._own.setdefault(key, {})
 
     def state_of(self, key: int) -> OptimizerState | None:
-        """Return our state of an optimizer; None if the scaler has not met it."""
+        """Return our state of an optimizer; None if the scaler does not know it."""
         return self._core.find_by_id(self._wrapped.get(key, key))
 
     def found(self, key: int, state: OptimizerState) -> dict[Any, Tensor]:
@@ -155,7 +156,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         self._found[key, state.stage] = found
 
     def write_stage(self, key: int, state: OptimizerState, stage: OptState) -> None:
-        """Take a stage that a program has written; overflows stay until the optimizer is unscaled again."""
+        """Take a stage that a program has written. Overflows stay until the optimizer is unscaled again."""
         found = self.found(key, state)
         self._found.pop((key, state.stage), None)
         state.write_stage(stage)
@@ -163,7 +164,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         self._found[key, stage] = found
 
     def meet(self, optimizer: Any) -> None:
-        """Note that an optimizer is used, and take what the program has written of it before."""
+        """Note that an optimizer is used, and take the entries that the program has written before."""
         key = id(optimizer)
         written = self._own.get(key, {})
         values = {str(name): written.pop(name) for name in (_FOUND, _STAGE) if name in written}
@@ -173,23 +174,23 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         self[key].update(values)
 
     def settle(self, *, keep: bool) -> None:
-        """Let the overflows that the program has looked at count for the update, and forget all.
+        """Use the overflows that the program has seen for the update, and empty the records.
 
         Args:
-            keep: Whether those of an update that is still to come count too.
+            keep: True to use the overflows of a requested update too.
         """
-        if self._is_used and len(self._core.shared.scales) == 1:
+        if self._own and len(self._core.shared.scales) == 1:
             for state in self._core:
                 self[id(state.optimizer)]
             found = [flag for record in self.values() for flag in record[_FOUND].values()]
             self._core.shared.default.replace_checks(found, keep=keep)
             for state in self._core:
                 state.forget_overflows()
-        self._own, self._found, self._wrapped, self._is_used = {}, {}, {}, False
+        self._own, self._found, self._wrapped = {}, {}, {}
         super().clear()
 
     def replace(self, records: Mapping[int, Mapping[str, Any]]) -> None:
-        """Take the records that a program puts in the place of these."""
+        """Take the records by which a program replaces these."""
         given = {key: dict(record) for key, record in records.items()}
         for state in self._core:
             self[id(state.optimizer)]
@@ -199,7 +200,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
             self[key].update(record)
 
     def __missing__(self, key: int) -> OptimizerRecord:
-        """Return a record that is alive, also of an optimizer that the scaler has not met."""
+        """Return a record that follows our state, also of an optimizer that the scaler does not know yet."""
         record = OptimizerRecord(self, key)
         super().__setitem__(key, record)
         return record
@@ -211,16 +212,15 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         self[key].update(given)
 
     def __delitem__(self, key: int) -> None:
-        """Forget what was found, and let the optimizer unscale and step again."""
+        """Forget the overflows, and let the optimizer unscale and step again."""
         super().__delitem__(key)
         if (state := self.state_of(key)) is not None:
             self.write_stage(key, state, OptState.READY)
             self.write_found(key, state, {})
-        self._own.pop(key, None)
-        self._is_used = True
+        self._own[key] = {}
 
     def pop(self, key: int, *default: Any) -> Any:
-        """As :meth:`__delitem__`; return what the record was."""
+        """Delete a record as :meth:`__delitem__` does, and return a copy of it."""
         if key not in self:
             return super().pop(key, *default)
         record = dict(self[key])
@@ -228,28 +228,28 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         return record
 
     def popitem(self) -> tuple[int, Any]:
-        """As :meth:`pop` for the last one."""
+        """Delete the last record as :meth:`pop` does."""
         key = next(reversed(self))
         return key, self.pop(key)
 
     def clear(self) -> None:
-        """As :meth:`pop` for all."""
+        """Delete all records as :meth:`pop` does."""
         while self:
             self.popitem()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[int, dict[str, Any]]:
-        """Copy into dicts, which can be put in the place of the records later."""
+        """Copy into dicts, by which the records can be replaced later."""
         return {key: copy.deepcopy(dict(record), memo) for key, record in self.items()}
 
 
 class OptimizerRecord(MutableMapping[str, Any]):
-    """torch's record of one optimizer over our state: ``"stage"``, the overflows, what a program adds."""
+    """torch's record of one optimizer: ``"stage"``, the overflows, and entries that a program adds."""
 
     def __init__(self, records: OptimizerRecords, key: int) -> None:
         self._records, self._key = records, key
 
     def __getitem__(self, name: str) -> Any:
-        """Return the stage, the overflows by device, or what the program has added."""
+        """Return the stage, the overflows by device, or an entry that the program has added."""
         own, state = self._records.own(self._key), self._records.state_of(self._key)
         if name == _STAGE:
             return own.get(name, OptState.READY) if state is None else state.stage
@@ -258,7 +258,7 @@ class OptimizerRecord(MutableMapping[str, Any]):
         return own[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Take what a program has written."""
+        """Take an entry that a program writes."""
         own, state = self._records.own(self._key), self._records.state_of(self._key)
         if state is not None and name == _STAGE:
             self._records.write_stage(self._key, state, value)
@@ -268,7 +268,7 @@ class OptimizerRecord(MutableMapping[str, Any]):
             own[name] = value
 
     def __delitem__(self, name: str) -> None:
-        """Remove what the program has added; the stage and the overflows always exist."""
+        """Remove an entry that the program has added. The stage and the overflows always exist."""
         del self._records.own(self._key)[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -276,11 +276,11 @@ class OptimizerRecord(MutableMapping[str, Any]):
         return iter(dict.fromkeys([_STAGE, _FOUND, *self._records.own(self._key)]))
 
     def __len__(self) -> int:
-        """Return their number."""
+        """Return the number of entries."""
         return sum(1 for _ in self)
 
     def __repr__(self) -> str:
-        """Show it as torch's."""
+        """Show the entries as torch does."""
         return repr(dict(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:

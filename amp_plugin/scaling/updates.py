@@ -42,127 +42,40 @@ _FLOAT16_WAITS = (
 )
 
 
-class Updates:
-    """The backward passes from scaled losses, and the requested update of the loss scales.
-
-    Attributes:
-        requested: True while an update waits for gradients that depend on the old scale.
-    """
-
-    def __init__(self, core: ScalerCore) -> None:
-        self._core = core
-        self._task = -1  # autograd's number of the last backward pass
-        self.requested = False
-
-    def watch(self, output: Tensor, scale: LossScale) -> None:
-        """Put a hook on an ``output`` times ``scale`` that records backward passes; not under functorch."""
-        if not output.requires_grad or torch._C._functorch.maybe_current_level() is not None:
-            return
-        hook = partial(_begin, weakref.ref(self), scale, scale.change_from_now_on())
-        output.register_hook(hook)  # type: ignore[no-untyped-call]
-
-    def begin_backward(self, scale: LossScale) -> None:
-        """Prepare all gradients for a backward pass from an output scaled by a loss scale."""
-        core, task = self._core, torch._C._current_graph_task_id()
-        if core.last_scale is not None and task == self._task:
-            if core.last_scale is not scale:
-                raise RuntimeError(_TWO_SCALES)
-            return
-        self._task = task
-        core.refresh_joined()
-        core.note_backward(scale)
-        again = [
-            state for state in core if state.stage is OptState.UNSCALED and None in state.scales_carried()
-        ]
-        for state in core:
-            state.begin_backward(scale)
-        # Queued twice, so that it runs after the callbacks that DDP and FSDP queue in the backward pass.
-        if again:
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: engine.queue_callback(partial(_unscale_again, again)))
-
-    def request(self) -> None:
-        """Request an update. It is applied at once if no gradient depends on the old scale."""
-        core = self._core
-        if not core.log.has_steps and core.last_scale is not None and not list(core):
-            words = core.shared.words
-            raise RuntimeError(_NO_STEP.format(step=words.step, prepare=words.prepare))
-        core.shared.count_update()
-        self.requested = True
-        self.settle(force=False)
-
-    def set_scale(self, new_scale: float | Tensor) -> None:
-        """Set all loss scales now, and convert the gradients that carry one."""
-        value = _checked(new_scale)
-        with self.set_by_hand(f"update({new_scale!r})"):
-            self._core.shared.count_update()
-            for loss_scale in self._core.shared.used_scales():
-                loss_scale.found_inf = None
-                loss_scale.fill_(value)
-
-    @contextmanager
-    def set_by_hand(self, call: str) -> Iterator[None]:
-        """Use the loss scales that the block sets, and convert the gradients that carry one.
-
-        Raises:
-            RuntimeError: there are scaled float16 gradients, which cannot be converted.
-        """
-        for name in self._float16_names():
-            raise RuntimeError(_FLOAT16_WAITS.format(call=call, name=name))
-        scales = self._core.shared.used_scales()
-        changes = [scale.change_from_now_on() for scale in scales]
-        yield
-        self.requested = False
-        for loss_scale, change in zip(scales, changes, strict=True):
-            self._rescale(loss_scale, change())
-            loss_scale.publish()
-
-    def settle(self, *, force: bool) -> None:
-        """Apply a requested update, unless gradients depend on the old scale."""
-        core = self._core
-        if not self.requested or (not force and core.delays_update()):
-            return
-        joined = core.refresh_joined()
-        if any(self._float16_names(pending=True)) if force else joined and core.delays_update():
-            return
-        self.requested = False
-        for loss_scale in core.shared.used_scales():
-            change = loss_scale.change_from_now_on()
-            loss_scale.update_()
-            self._rescale(loss_scale, change())
-            loss_scale.publish()
-        core.log.read()
-
-    def _float16_names(self, *, pending: bool = False) -> Iterator[str]:
-        """Yield the names of scaled float16 gradients; with ``pending``, of those that wait for a step."""
-        for state in self._core:
-            for scale, params, _ in state.parts() if not pending or state.ledger.waits() else ():
-                param = None if scale is None else first_float16(params)
-                if param is not None:
-                    yield state.name_of(param)
-
-    def _rescale(self, loss_scale: LossScale, change: Tensor | None) -> None:
-        """Multiply the gradients that carry a loss scale by its new value over the old one."""
-        if change is not None:
-            for state, params in self._core.carriers(loss_scale):
-                state.ledger.write(partial(multiply_, params, change))
-
-
-def is_watched(output: object) -> bool:
-    """Return whether an object is a scaled loss."""
-    hooks = getattr(output, "_backward_hooks", None) or {}
-    return any(isinstance(hook, partial) and hook.func is _begin for hook in hooks.values())
+def watch(core: ScalerCore, output: Tensor, scale: LossScale) -> None:
+    """Put a hook on an ``output`` times ``scale`` that records backward passes; not under functorch."""
+    if not output.requires_grad or torch._C._functorch.maybe_current_level() is not None:
+        return
+    hook = partial(_begin, weakref.ref(core), scale, scale.change_from_now_on())
+    output.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _begin(
-    updates: weakref.ref[Updates], scale: LossScale, change_since: Change, grad: Tensor
+    core: weakref.ref[ScalerCore], scale: LossScale, change_since: Change, grad: Tensor
 ) -> Tensor | None:
     """Begin the backward pass; correct its first gradient if the scale has changed since ``scale()``."""
-    owner = updates()
-    if owner is not None:
-        owner.begin_backward(scale)
+    if (known := core()) is not None:
+        _begin_backward(known, scale)
     change = change_since()
     return None if change is None else grad * change.to(device=grad.device, dtype=grad.dtype)
+
+
+def _begin_backward(core: ScalerCore, scale: LossScale) -> None:
+    """Prepare all gradients for a backward pass from an output scaled by a loss scale."""
+    task = torch._C._current_graph_task_id()
+    if core.last_scale is not None and task == core.last_task:
+        if core.last_scale is not scale:
+            raise RuntimeError(_TWO_SCALES)
+        return
+    core.refresh_joined()
+    core.note_backward(scale, task)
+    again = [state for state in core if state.stage is OptState.UNSCALED and None in state.scales_carried()]
+    for state in core:
+        state.begin_backward(scale)
+    # Queued twice, so that it runs after the callbacks that DDP and FSDP queue in the backward pass.
+    if again:
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: engine.queue_callback(partial(_unscale_again, again)))
 
 
 def _unscale_again(states: list[OptimizerState]) -> None:
@@ -170,6 +83,80 @@ def _unscale_again(states: list[OptimizerState]) -> None:
     for state in states:
         if state.stage is OptState.UNSCALED:
             state.measure(unscale=True)
+
+
+def request(core: ScalerCore) -> None:
+    """Request an update. It is applied at once if no gradient depends on the old scale."""
+    if not core.log.has_steps and core.last_scale is not None and not list(core):
+        words = core.shared.words
+        raise RuntimeError(_NO_STEP.format(step=words.step, prepare=words.prepare))
+    core.shared.count_update()
+    core.await_update(True)
+    settle(core, force=False)
+
+
+def settle(core: ScalerCore, *, force: bool) -> None:
+    """Apply a requested update, unless gradients depend on the old scale."""
+    if not core.awaits_update or (not force and core.delays_update()):
+        return
+    joined = core.refresh_joined()
+    if any(_float16_names(core, pending=True)) if force else joined and core.delays_update():
+        return
+    with _changing(core):
+        for loss_scale in core.shared.used_scales():
+            loss_scale.update_()
+    core.log.read()
+
+
+def set_scale(core: ScalerCore, new_scale: float | Tensor) -> None:
+    """Set all loss scales now, and convert the gradients that carry one."""
+    value = _checked(new_scale)
+    with set_by_hand(core, f"update({new_scale!r})"):
+        core.shared.count_update()
+        for loss_scale in core.shared.used_scales():
+            loss_scale.found_inf = None
+            loss_scale.fill_(value)
+
+
+@contextmanager
+def set_by_hand(core: ScalerCore, call: str) -> Iterator[None]:
+    """Use the loss scales that the block sets, and convert the gradients that carry one.
+
+    Raises:
+        RuntimeError: there are scaled float16 gradients, which cannot be converted.
+    """
+    for name in _float16_names(core):
+        raise RuntimeError(_FLOAT16_WAITS.format(call=call, name=name))
+    with _changing(core):
+        yield
+
+
+@contextmanager
+def _changing(core: ScalerCore) -> Iterator[None]:
+    """In the block the loss scales change. Afterwards convert the gradients that carry one."""
+    before = [(scale, scale.edition, scale.snapshot()) for scale in core.shared.used_scales()]
+    yield
+    core.await_update(False)
+    for scale, edition, value in before:
+        for state, params in core.carriers(scale) if scale.edition != edition else ():
+            if any(param.grad is not None for param in params):
+                state.ledger.write(partial(multiply_, params, scale.require() / value))
+        scale.publish()
+
+
+def _float16_names(core: ScalerCore, *, pending: bool = False) -> Iterator[str]:
+    """Yield the names of scaled float16 gradients; with ``pending``, of those that wait for a step."""
+    for state in core:
+        for scale, params, _ in state.parts() if not pending or state.ledger.waits() else ():
+            param = None if scale is None else first_float16(params)
+            if param is not None:
+                yield state.name_of(param)
+
+
+def is_watched(output: object) -> bool:
+    """Return whether an object is a scaled loss."""
+    hooks = getattr(output, "_backward_hooks", None) or {}
+    return any(isinstance(hook, partial) and hook.func is _begin for hook in hooks.values())
 
 
 def _checked(new_scale: float | Tensor) -> float | Tensor:

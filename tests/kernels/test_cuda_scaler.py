@@ -103,14 +103,17 @@ def test_the_launches_of_a_step_with_a_clip_after_an_update(captured):
 
 NO_LAUNCH = {"empty", "empty_like", "detach", "alias", "view", "select", "lift_fresh"}
 LAUNCHES = {
-    ("fp16", None): (["norm_check", "step", "update_scale"], 7),
-    ("fp16", "in place"): (["unscale", "multiply", "norm_check", "step", "update_scale"], 11),
-    ("fp16", "in the step"): (["norm_check", "clip_factor", "step", "update_scale"], 8),
+    ("fp16", None): (["norm_check", "step", "update_scale"], 6),
+    ("fp16", "in place"): (["unscale", "multiply", "norm_check", "step", "update_scale"], 9),
+    ("fp16", "in the step"): (["norm_check", "clip_factor", "step", "update_scale"], 7),
     ("bf16", None): (["norm_check", "step"], 4),
     ("bf16", "in place"): (["norm_check", "multiply", "norm_check", "step"], 6),
-    ("bf16", "in the step"): (["norm_check", "clip_factor", "step"], 6),
+    ("bf16", "in the step"): (["norm_check", "clip_factor", "step"], 5),
 }
-"""Our kernels in order, and the most ops of ours and of torch's, the copy of the flag to the host included."""
+"""Our kernels in order, and the most ops of ours and of torch's.
+
+The copy of the flag to the host is one of them, and so is the host's look at its own copy, which launches nothing.
+"""
 
 
 @pytest.mark.skipif(not host_device.LOADED, reason="counts what the device made of host memory is asked for")

@@ -78,6 +78,6 @@ def test_a_state_that_is_not_whole_is_refused(scaler_class):
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
 def test_a_copy_speaks_the_words_of_its_front_door(copied):
     scaler = GradScaler("cpu")
-    scaler.core.speak(Words(backward="door.backward(loss)"), scales_all=True)
+    scaler.core.shared.speak(Words(backward="door.backward(loss)"), scales_all=True)
     with pytest.raises(RuntimeError, match=r"Call door.backward\(loss\) earlier"):
         copied(scaler).update()
