@@ -14,6 +14,12 @@ used after a step and an update     carries S again     carries S               
 =================================== =================== ============================== ==================
 
 The caller multiplies the gradients (:mod:`amp_plugin.scaling.optimizer_state`), and the ledger records it.
+Three sentences complete the table:
+
+- "Carries S" names the loss scale and not its number. So a gradient is divided by the value that S has then.
+- If ``unscale_`` was called before a backward pass, the gradients are unscaled again when the pass ends.
+- ``update()`` is applied when no gradient ``waits()``, or at the latest when the next loss is scaled.
+
 The ledger also knows whether a gradient was changed by a backward pass or by the user. For this it compares
 each gradient's memory and version with those of its last look::
 
@@ -55,14 +61,14 @@ class Record:
     has_grown: bool = False  # a scaled backward pass has added to it since it was last used
 
     def is_changed(self, grad: Tensor | None) -> bool:
-        """Whether the gradient was written to, replaced or dropped since the last look."""
+        """Return whether the gradient was written to, replaced or dropped since the last look."""
         now, seen = _seen(grad), self.seen
         if now is None or seen is None:
             return now is not seen
         return seen[0].expired() or seen[1:] != now[1:]
 
     def is_elsewhere(self, grad: Tensor | None) -> bool:
-        """Whether the gradient is in other memory than at the last look, or gone."""
+        """Return whether the gradient is in other memory than at the last look, or gone."""
         now, seen = _seen(grad), self.seen
         return now is None or seen is None or seen[0].expired() or seen[1] != now[1]
 
@@ -89,7 +95,7 @@ class GradientLedger:
         self.records: list[Record] = [known_records.setdefault(id(param), Record(scale)) for param in params]
 
     def has_gradients(self) -> bool:
-        """Whether a parameter has a gradient."""
+        """Return whether a parameter has a gradient."""
         return any(param.grad is not None for param in self.params)
 
     def parts(self) -> list[tuple[LossScale | None, list[Tensor], bool]]:
@@ -167,18 +173,18 @@ class GradientLedger:
             record.seen = _seen(grad)
 
     def waits(self) -> bool:
-        """Whether a gradient carries a scale, has grown or changed, and was not used since."""
+        """Return whether a gradient carries a scale, has grown or changed, and was not used since."""
         return any(
             grad is not None and record.carries is not None and (record.has_grown or record.is_changed(grad))
             for grad, record in self._each()
         )
 
     def has_grown(self) -> bool:
-        """Whether a backward pass has added to a gradient since its last use; asked after one has begun."""
+        """Return whether a backward pass, which has begun, has added to a gradient since its last use."""
         return any(record.has_grown or record.is_changed(grad) for grad, record in self._each())
 
     def is_changed(self) -> bool:
-        """Whether a gradient was written to, replaced or dropped since the last look."""
+        """Return whether a gradient was written to, replaced or dropped since the last look."""
         return any(record.is_changed(grad) for grad, record in self._each())
 
     def _each(self) -> list[tuple[Tensor | None, Record]]:

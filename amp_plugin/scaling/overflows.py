@@ -1,4 +1,4 @@
-"""Which gradients of a step were not finite: remembered until the step, named, and what that means."""
+"""Reports which gradients of a step were not finite, and what it means."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from amp_plugin.scaling.gradients import Measurement
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstModules:
-    """At which modules the first numbers of a step that are not finite were seen.
+    """The modules at which a step first had numbers that are not finite.
 
     Attributes:
-        forward: A sentence on the first input or output; empty if all that were seen were finite.
-        backward: A sentence on the first gradient of an output, likewise.
-        unseen: Modules that were not looked into, with the reason.
-        numbers: How many inputs, outputs and gradients were looked at.
+        forward: A sentence about the first input or output that was not finite; empty if all were finite.
+        backward: A sentence about the first gradient of an output; empty if all were finite.
+        unseen: The modules that were not watched, with the reason.
+        numbers: The number of inputs, outputs and gradients that were checked.
     """
 
     forward: str = ""
@@ -31,7 +31,7 @@ class FirstModules:
     numbers: int = 0
 
     def __str__(self) -> str:
-        """Return it in sentences, in one line."""
+        """Return sentences in one line."""
         if self.forward:
             text = f"In the forward pass {self.forward}."
         elif self.backward:
@@ -47,21 +47,21 @@ class FirstModules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverflowReport:
-    """Which parameters had gradients that are not finite.
+    """The parameters whose gradients were not finite.
 
-    ``str(report)`` lists them, those nearest the loss first, and says what that means.
+    ``str(report)`` lists them, those nearest the loss first, and says what it means.
 
     Attributes:
-        inf: Names of those with an infinite element, in the optimizer's order.
-        nan: Names of those with a nan; a parameter may be in both.
-        elsewhere: True if this rank's gradients are finite and another's made the step be skipped.
-        unattributed: True if the norm was not finite, and which gradients made it so was not looked at.
-        spike: If ``on_spike`` has left the step out: the value that it judged, and the limit. All gradients
+        inf: The names of parameters with an infinite element in the gradient, in the optimizer's order.
+        nan: The names of parameters with a nan in the gradient. A parameter may be in both.
+        elsewhere: True if this rank's gradients are finite, and a gradient on another rank is not.
+        unattributed: True if the norm was not finite, and single gradients were not checked.
+        spike: The value that ``on_spike`` judged and the limit, if it has skipped the step. All gradients
             were finite then.
-        checked: How many gradients were looked at.
-        named: Whether the parameters have names, not only numbers.
-        scaled: Whether a loss scale above 1 may have caused it.
-        modules: Where the modules' numbers were not finite first; None if nobody watched.
+        checked: The number of gradients that were checked.
+        named: True if the parameters have names; False if they have only numbers.
+        scaled: True if a loss scale above 1 may be the cause.
+        modules: The modules that first had numbers that are not finite; None if modules were not watched.
     """
 
     inf: tuple[str, ...] = ()
@@ -75,15 +75,15 @@ class OverflowReport:
     modules: FirstModules | None = field(default=None, compare=False)
 
     def __bool__(self) -> bool:
-        """Whether anything overflowed."""
+        """Return whether anything overflowed."""
         return bool(self.inf or self.nan or self.elsewhere or self.unattributed)
 
     def __str__(self) -> str:
-        """Return the summary and, in lines of their own, what it means and where it began."""
+        """Return the summary, what it means, and where it began, each on its own line."""
         return "\n".join(filter(None, (self.summary(), self.meaning(), str(self.modules or ""))))
 
     def summary(self) -> str:
-        """Return one line, naming the first few parameters, those nearest the loss first."""
+        """Return one line that names the first few parameters, those nearest the loss first."""
         if self.spike:
             return f"a spike, {self.spike}"
         if self.unattributed:
@@ -95,7 +95,7 @@ class OverflowReport:
         return "; ".join(lines) or "overflow on another rank"
 
     def meaning(self) -> str:
-        """Return what the report says about the cause, in one line; empty if nothing overflowed."""
+        """Return one line about the cause; empty if nothing overflowed."""
         if self.spike:
             return "All gradients were finite, and on_spike= left the step out: look at that batch."
         if self.elsewhere:
@@ -106,7 +106,7 @@ class OverflowReport:
         return self._place() + unnamed * (not self.named) if self else ""
 
     def _place(self) -> str:
-        """Return where in the step to look: all at once means that the loss or its first gradient was bad."""
+        """Return where to look. If all gradients overflowed at once, the loss or its gradient was bad."""
         too_high = "the loss scale is still too high, which a few more skips mend; or else " * self.scaled
         if len({*self.inf, *self.nan}) < self.checked:
             where = "look at the batch, and at the backward pass near the first one named"
@@ -125,11 +125,11 @@ def _first(names: Sequence[str], count: int = 5) -> str:
 
 
 Names = dict[int, tuple[Tensor, str]]
-"""Names given to parameters, by the id of the parameter; swap_tensors forbids weak references."""
+"""Id of a parameter -> the parameter and its name. swap_tensors does not allow weak references."""
 
 
 def names_of(params: Sequence[Tensor], optimizer: Optimizer | None, given: Names) -> list[str]:
-    """Return the name of each parameter: a given one, the optimizer's, or its group and index."""
+    """Return the name of each parameter: the given name, the optimizer's, or its group and index."""
     known: list[str] = []
     for number, group in enumerate([] if optimizer is None else optimizer.param_groups):
         label = group.get("name", f"param_groups[{number}]['params']")
@@ -139,7 +139,7 @@ def names_of(params: Sequence[Tensor], optimizer: Optimizer | None, given: Names
 
 
 def checked_names(names: Any) -> dict[str, Tensor]:
-    """Return names as a mapping."""
+    """Return the argument ``names`` as name -> parameter, or raise TypeError."""
     pairs = names.named_parameters() if isinstance(names, torch.nn.Module) else names or {}
     try:
         named = dict(pairs)
@@ -163,7 +163,7 @@ def report_of(
 ) -> OverflowReport:
     """Return which of an optimizer's parameters had gradients that were not finite.
 
-    A host sync, unless ``copies`` are the flags of the measurements on the host.
+    This is a host sync, unless ``copies`` has the flags of the measurements on the host.
     """
     all_flags = copies or [measured.flags for measured in measurements]
     index = {id(param): i for i, param in enumerate(params)}

@@ -5,8 +5,9 @@
     scaled = d(outputs * scale) / d(inputs)        outside autocast
     grads  = scaled / scale                        float32, differentiable with create_graph
 
-An overflow makes the gradients inf or nan, so the penalty's own backward overflows and the step is
-skipped; it is noted for the scale's next update at once. Nothing here waits for the device.
+An overflow makes the gradients inf or nan. Then the backward pass of the penalty overflows too, and the step
+is skipped. The overflow is recorded at once for the next update of the scale. Nothing here waits for the
+device.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ def grad(
     retain_graph: bool | None = None,
     allow_unused: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Differentiate as ``torch.autograd.grad`` does, scaled on the way.
+    """Differentiate as ``torch.autograd.grad`` does, with scaled outputs, and unscale the gradients.
 
     Args:
-        outputs: What to differentiate; any shape if ``grad_outputs`` is given, else 0-dim.
-        inputs: With respect to what.
-        scaler: Whose scale to use; None or a disabled one: no scaling.
-        grad_outputs: Vectors of the vector-Jacobian product.
-        create_graph: Make the result differentiable.
-        retain_graph: As torch's; None means ``create_graph``.
-        allow_unused: Return None for inputs that were not used, instead of raising.
+        outputs: The tensors to differentiate: any shape if ``grad_outputs`` is given, else 0-dim.
+        inputs: The tensors with respect to which they are differentiated.
+        scaler: The scaler whose scale is used. With None or a disabled scaler nothing is scaled.
+        grad_outputs: The vectors of the vector-Jacobian product.
+        create_graph: True to make the result differentiable.
+        retain_graph: As in torch; None means ``create_graph``.
+        allow_unused: True to return None for inputs that were not used, instead of raising.
 
     Returns:
-        The unscaled gradients, one for each input; half precision ones as float32.
+        The unscaled gradients, one for each input. Gradients in half precision become float32.
 
     Example:
         >>> import torch
@@ -86,19 +87,20 @@ def gradient_penalty(
 ) -> Tensor:
     """Return a differentiable penalty on the gradients of ``outputs``.
 
-    ``"l2"``: the squared L2 norm of all gradients together (Drucker and LeCun 1992). ``"wgan-gp"``: the
-    mean over the samples of ``(norm - target)**2`` (Gulrajani et al. 2017), the norm over all but the
-    first dimension.
+    ``"l2"`` is the squared L2 norm of all gradients together (Drucker and LeCun 1992). ``"wgan-gp"`` is the
+    mean of ``(norm - target)**2`` over the samples (Gulrajani et al. 2017). There the norm is taken over all
+    dimensions except the first.
 
     Args:
-        outputs: What to differentiate; a critic's scores are summed.
-        inputs: With respect to what: samples, or parameters (``"l2"`` only).
-        scaler: Whose scale to use.
-        kind: Which penalty.
-        target: The norm that costs nothing, for ``"wgan-gp"``.
+        outputs: The tensors to differentiate. A critic's scores are summed.
+        inputs: The tensors with respect to which they are differentiated: samples, or parameters with
+            ``"l2"``.
+        scaler: The scaler whose scale is used.
+        kind: The penalty.
+        target: The norm without a penalty, for ``"wgan-gp"``.
 
     Returns:
-        float32, 0-dim; add it to the loss before ``scaler.scale``.
+        The penalty (float32, 0-dim). Add it to the loss before ``scaler.scale``.
 
     Raises:
         ValueError: ``kind`` is unknown.
@@ -133,6 +135,6 @@ _surroundings: list[Callable[[], AbstractContextManager[Any]]] = []
 
 
 def surround_backward(context: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Run each later backward pass of this module inside ``context()``, where a framework guards those."""
+    """Run each later backward pass of this module inside ``context()``, for frameworks that require it."""
     if context not in _surroundings:
         _surroundings.append(context)

@@ -1,8 +1,9 @@
-"""One decision and one norm for all ranks.
+"""Combines norms and overflow flags, so that all ranks take the same decision.
 
-Norm (to its power) and overflow flag travel together, packed by one op and read by another. Powers add up
-along a mesh dimension that shards a gradient; along one that replicates it they are divided by its size
-first. The flag is cut back to exactly 0 or 1 in the end: the CPU's fused AdamW steps on a found_inf of 2.0.
+One op packs the norm, to the power of p, with the overflow flag. Collectives add up the packed numbers, and
+another op reads them. Along a mesh dimension that shards a gradient, the powers add up. Along a dimension
+that replicates it, they are first divided by the size of the dimension. In the end the flag is set to exactly
+0 or 1, because the CPU's fused AdamW steps if found_inf is 2.0.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Ranks:
 
     Args:
         agree: Groups whose ranks take the same decision.
-        sharded: Groups whose ranks hold parts of the plain gradients too: norms are added up over them.
+        sharded: Groups whose ranks also hold different parts of plain gradients. Norms are combined over
+            them.
     """
 
     def __init__(self, agree: Sequence[ProcessGroup] = (), sharded: Sequence[ProcessGroup] = ()) -> None:
@@ -42,11 +44,11 @@ class Ranks:
         self._core_agreed = not self
 
     def __bool__(self) -> bool:
-        """Whether there is any group."""
+        """Return whether there is any group."""
         return bool(self._agree or self._sharded)
 
     def are_of(self, agree: Sequence[ProcessGroup], sharded: Sequence[ProcessGroup]) -> bool:
-        """Whether they are the ranks of these groups."""
+        """Return whether the groups are these."""
         return (self._agree, self._sharded) == (tuple(agree), tuple(sharded))
 
     def combine(
@@ -57,7 +59,18 @@ class Ranks:
         layouts: Sequence[ShardLayout],
         earlier: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor]:
-        """Combine the measurements of all devices and ranks."""
+        """Combine the measurements of all devices and ranks.
+
+        Args:
+            measurements: The measurements of this rank.
+            norm_type: The p of the p-norm.
+            device: The device of the results.
+            layouts: Every shard layout that gradients may have, in the same order on all ranks.
+            earlier: Overflow flags found earlier (float32, 0-dim).
+
+        Returns:
+            The norm of all gradients, and 1.0 if there is an overflow (float32, 0-dim).
+        """
         if not self._core_agreed:
             _agree_on_core((*self._agree, *self._sharded), device)
             self._core_agreed = True
@@ -66,13 +79,13 @@ class Ranks:
         for layouts_here, ranks in self._places(measurements, layouts):
             values = _pack(measurements, layouts_here, flags, norm_type, device)
             ranks.all_reduce(values, norm_type)
-            flags = [values[-1]]  # goes through every collective: all learn of it
+            flags = [values[-1]]  # the flag takes part in every collective, so all ranks get it
             packed.append(values)
         norm, found = _OPS.unpack_measurements(packed, norm_type)
         return norm, found
 
     def _places(self, measurements: Sequence[Measurement], layouts: Sequence[ShardLayout]) -> list[_Place]:
-        """Return the layouts with the ranks that combine them: those of each mesh, then the given groups."""
+        """Return shard layouts with the ranks that combine them: for each mesh, then for the given groups."""
         seen = [found.layout for found in measurements]
         by_mesh: dict[DeviceMesh, dict[ShardLayout | None, None]] = {}
         for layout in (*layouts, *seen):
@@ -85,7 +98,7 @@ class Ranks:
         return [*places, ((None,), self)] if self or None in seen or not places else places
 
     def all_reduce(self, packed: Tensor, norm_type: float) -> None:
-        """Join the measurements of all ranks, in place: one collective for each group."""
+        """Combine the packed numbers of all ranks in place, with one collective for each group."""
         reduce_op = torch.distributed.ReduceOp
         for group in self._sharded:
             op = reduce_op.MAX if math.isinf(norm_type) else reduce_op.SUM
@@ -104,7 +117,7 @@ def _pack(
     norm_type: float,
     device: torch.device,
 ) -> Tensor:
-    """Return what some ranks add up: the power of each layout, and the flag; one op."""
+    """Pack the numbers that ranks add up: the power of each layout, and the flag. One op."""
     members = [found for found in measurements if found.layout in layouts]
     packed = torch.empty(len(layouts) + 1, dtype=widest_float(device), device=device)
     norms = [moved(found.norm, device) for found in members]
@@ -115,7 +128,7 @@ def _pack(
 
 
 def _agree_on_core(groups: Sequence[ProcessGroup], device: torch.device) -> None:
-    """Check that all ranks have the same native core and CUDA kernels; others differ in the last few bits."""
+    """Raise unless all ranks have the same native core and CUDA kernels. Others differ in the last bits."""
     cuda = cuda_core(device.index).identity if device.type == "cuda" else 0
     loaded = torch.tensor([float(native_core().loaded), float(cuda)], device=device)
     most, least = loaded, -loaded
@@ -136,7 +149,7 @@ def _agree_on_core(groups: Sequence[ProcessGroup], device: torch.device) -> None
 
 
 def rank_of_process() -> int | None:
-    """Return the rank in the process group, or the launcher's; None where there is one process."""
+    """Return the rank in the process group, or the launcher's rank; None if there is one process."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return int(torch.distributed.get_rank())
     return int(os.environ["RANK"]) if os.environ.get("RANK", "").isdecimal() else None
