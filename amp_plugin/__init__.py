@@ -50,7 +50,9 @@ if TYPE_CHECKING:
     from amp_plugin.sharding.report import log_collectives as log_collectives
     from amp_plugin.testing.assertions import assert_same_numerics as assert_same_numerics
     from amp_plugin.testing.assertions import assert_trains_like as assert_trains_like
+    from amp_plugin.tuning.gap import Gap as Gap
     from amp_plugin.tuning.rehearsal import rehearse as rehearse
+    from amp_plugin.tuning.rollouts import Rollout as Rollout
     from amp_plugin.tuning.tune import tune as tune
     from amp_plugin.weights.store import restore_weights as restore_weights
     from amp_plugin.weights.store import store_weights as store_weights
@@ -81,7 +83,9 @@ _NAMES = {  # by the module they live in
     "sharding.plan": ("DtypePlan",),
     "sharding.report": ("dtype_report", "log_collectives"),
     "testing.assertions": ("assert_same_numerics", "assert_trains_like"),
+    "tuning.gap": ("Gap",),
     "tuning.rehearsal": ("rehearse",),
+    "tuning.rollouts": ("Rollout",),
     "tuning.tune": ("tune",),
     "weights.store": ("restore_weights", "store_weights"),
 }

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import typer
 
 import amp_plugin
-from amp_plugin.cli import check, numerics, rules, run
+from amp_plugin.cli import check, gap, numerics, rules, run
 from amp_plugin.cli.arguments import AsJson, Device, ScriptCommand, fail
 
 app = typer.Typer(
@@ -186,4 +186,5 @@ app.command(cls=ScriptCommand)(numerics.diagnose)
 app.command()(numerics.compare)
 app.command(cls=ScriptCommand)(run.report)
 app.command(cls=ScriptCommand)(rules.tune)
+app.command(cls=ScriptCommand)(gap.gap)
 app.add_typer(rules.commands)

@@ -159,7 +159,7 @@ def tune(
     if formats and (goal != "memory" or plot is not None):
         fail("--formats chooses formats and not rules; leave --for and --plot out", code=2)
     for file in filter(None, (output, plot)):
-        _require_target(file, force=force)
+        require_target(file, force=force)
     from amp_plugin.hardware import default_device  # noqa: PLC0415 - loads torch
     from amp_plugin.tuning import rehearsal, tune, workload  # noqa: PLC0415 - loads torch
 
@@ -206,7 +206,7 @@ def _print_placement(found: Rehearsal, files: list[Path], *, as_json: bool) -> N
     print(f"{files[0]} is for formats=, {files[1]} for torchao, {files[2]} for TransformerEngine")
 
 
-def _require_target(file: Path, *, force: bool) -> None:
+def require_target(file: Path, *, force: bool) -> None:
     """End the command before the tuning if its result could not be written."""
     if not file.parent.is_dir():
         fail(

@@ -51,8 +51,13 @@ class Tracker:
 
     def current(self) -> str:
         """Return the path of the innermost module that runs in this thread, or ``""`` outside modules."""
+        module = self.running()
+        return "" if module is None else self.name_of(module)
+
+    def running(self) -> nn.Module | None:
+        """Return the innermost module that runs in this thread, or None outside modules."""
         modules = self._modules()
-        return self.name_of(modules[-1]) if modules else ""
+        return modules[-1] if modules else None
 
     def name_of(self, module: nn.Module) -> str:
         """Return the path of a module, or its class if it was never called."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import mean, median
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,11 @@ from amp_plugin.tuning.workload import Gradients, Workload
 
 Goal = Literal["memory", "casts", "accuracy"]
 """What a search makes smaller: the bytes saved for the backward pass, the bytes cast, or the error."""
+
+SearchGoal = Goal | Literal["gap"]
+"""The same, or the gap to recorded log-probabilities, for which :class:`Gap` is given."""
+
+_TIMINGS: Final = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,19 +71,21 @@ class Measurement:
     def _finite(self) -> list[GradientError]:
         return [error for error in self.errors if math.isfinite(error.whole)]
 
-    def cost(self, goal: Goal) -> float:
+    def cost(self, goal: SearchGoal) -> float:
         """Return the number that a search for a goal makes smaller."""
-        return {"memory": self.saved_bytes, "casts": self.cast_bytes, "accuracy": self.error}[goal]
+        costs = {"memory": self.saved_bytes, "casts": self.cast_bytes}
+        return costs.get(goal, self.error)
 
-    def growth(self, goal: Goal, default: Measurement) -> float:
+    def growth(self, goal: SearchGoal, default: Measurement) -> float:
         """Return the factor by which the price grows: the larger one of both errors, or of both bytes."""
-        names = ("cast_bytes", "saved_bytes") if goal == "accuracy" else ("error", "mean_error")
+        is_exactness = goal in {"accuracy", "gap"}
+        names = ("cast_bytes", "saved_bytes") if is_exactness else ("error", "mean_error")
         pairs = [(getattr(self, name), getattr(default, name)) for name in names]
         return max(
             now / then if 0 < then < math.inf else (1.0 if now <= then else math.inf) for now, then in pairs
         )
 
-    def stays_within(self, budget: float, goal: Goal, default: Measurement) -> bool:
+    def stays_within(self, budget: float, goal: SearchGoal, default: Measurement) -> bool:
         """Return whether the price stays within the budget and no more batches overflow than by default."""
         return self.failed <= default.failed and self.growth(goal, default) <= 1 + budget
 
@@ -193,3 +200,17 @@ class Trials:
         with rules_on_trial(rules):
             self._workload.run(lambda _, taken: seconds.append(taken), batches=self.batches)
         return median(seconds)
+
+
+def timed_in_turns(
+    seconds: Callable[[OpRules], float],
+    seconds_after: Callable[[OpRules], float],
+    default: OpRules,
+    chosen: OpRules,
+) -> tuple[float, float]:
+    """Return the times of a batch under two rule sets, the medians of turns; equal ones are measured once."""
+    if chosen == default and seconds == seconds_after:
+        once = seconds(default)
+        return once, once
+    pairs = [(seconds(default), seconds_after(chosen)) for _ in range(_TIMINGS)]
+    return median(pair[0] for pair in pairs), median(pair[1] for pair in pairs)

@@ -12,20 +12,43 @@ while measure(chosen) is not allowed on all batches: drop the rule added last
 
 from __future__ import annotations
 
+import platform
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Final
+from datetime import datetime, timezone
+from typing import Final, Protocol
 
-from amp_plugin.casting.rules import OpRule, OpRules
-from amp_plugin.tuning.measure import Goal, Measurement, Trials
+import torch
 
-_LEAST_GAIN: Final = 0.002  # share of the default's cost that a rule must save
+from amp_plugin.casting.rules import OpRule, OpRules, torch_release
+from amp_plugin.tuning.measure import Measurement, SearchGoal
+
+# Share of the default's cost that a rule must save. Gaps of rounding differ by chance, so there it is larger.
+_LEAST_GAIN: Final[dict[SearchGoal, float]] = {
+    "memory": 0.002,
+    "casts": 0.002,
+    "accuracy": 0.002,
+    "gap": 0.1,
+}
 _ROUNDS: Final = 3
-_WANTED: Final[dict[Goal, tuple[OpRule, ...]]] = {
+_WANTED: Final[dict[SearchGoal, tuple[OpRule, ...]]] = {
     "memory": (OpRule.LOWER_PRECISION, OpRule.UNCHANGED),
     "casts": (OpRule.LOWER_PRECISION, OpRule.UNCHANGED, OpRule.FP32),
     "accuracy": (OpRule.FP32,),
+    "gap": (OpRule.FP32,),
 }
+
+
+class Measures(Protocol):
+    """Measures rule sets; :class:`Trials` does so by gradients."""
+
+    @property
+    def batches(self) -> int:
+        """The number of batches."""
+
+    def measure(self, rules: OpRules, *, batches: int | None = None) -> Measurement:
+        """Return the measurement of a rule set on the first ``batches`` batches, by default all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +63,19 @@ class Change:
 
 
 Changes = tuple[Change, ...]
+
+
+def as_yaml(device_type: str, changes: Changes, comments: Iterable[str]) -> str:
+    """Return rules as the text of a YAML file that ``OpRules.from_yaml`` reads.
+
+    Its comments are these, and a line that says with which versions, on which machine and when it was made.
+    """
+    version, today = vars(sys.modules["amp_plugin"])["__version__"], datetime.now(timezone.utc).date()
+    made_by = f"amp_plugin {version}, torch {torch.__version__}, {platform.machine()}, {today}"
+    lines = [f"# {comment}" for comment in (*comments, made_by)]
+    lines += [f"device_type: {device_type}", f"torch: '{torch_release()}'"]
+    lines += ["rules:" if changes else "rules: {}", *(f"  {change}" for change in changes)]
+    return "\n".join(lines) + "\n"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +99,12 @@ class Search:
     """
 
     def __init__(
-        self, trials: Trials, default: OpRules, goal: Goal, budget: float, on_tried: Callable[[Tried], None]
+        self,
+        trials: Measures,
+        default: OpRules,
+        goal: SearchGoal,
+        budget: float,
+        on_tried: Callable[[Tried], object],
     ) -> None:
         self._trials, self._default, self._on_tried = trials, default, on_tried
         self._goal, self._budget = goal, budget
@@ -120,7 +161,7 @@ class Search:
         """Return one change for each other rule that the op may have."""
         now = {rule.value for name, rule in self._default.rules.items() if name.split(".")[0] == op}
         now = now or {"unchanged"}
-        if now == {"banned"} or (now == {"lower_precision"} and self._goal != "accuracy"):
+        if now == {"banned"} or (now == {"lower_precision"} and self._goal not in {"accuracy", "gap"}):
             return []
         return [Change(op=op, rule=rule) for rule in _WANTED[self._goal] if now != {rule.value}]
 
@@ -157,12 +198,12 @@ class Search:
     def _saves(self, measured: Measurement, than: Measurement, default: Measurement) -> bool:
         """Return whether one measurement costs less than another by enough to justify a rule."""
         goal = self._goal
-        return measured.cost(goal) < than.cost(goal) - _LEAST_GAIN * default.cost(goal)
+        return measured.cost(goal) < than.cost(goal) - _LEAST_GAIN[goal] * default.cost(goal)
 
     def nearest(self) -> str:
         """Describe the set that saves something and exceeds the budget least; empty if there is none."""
         goal = self._goal
-        if goal == "accuracy":  # here the budget limits the bytes
+        if goal in {"accuracy", "gap"}:  # here the budget limits the bytes
             return ""
         before, found = self.default(), []
         for attempt in self.tried:

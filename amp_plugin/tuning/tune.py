@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import math
-import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
-from statistics import median
-from typing import Any, Final, get_args
+from typing import Any, Final, get_args, overload
 
 import torch
 from rich import filesize
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
-from amp_plugin.casting.rules import OpRules, torch_release
+from amp_plugin.casting.rules import OpRules
 from amp_plugin.messages import did_you_mean
-from amp_plugin.tuning.measure import Goal, Measurement, Trials, rules_without_16_bits
-from amp_plugin.tuning.search import Changes, Search, Tried
+from amp_plugin.tuning.gap import Gap, GapTuning, close_gap
+from amp_plugin.tuning.measure import Goal, Measurement, Trials, rules_without_16_bits, timed_in_turns
+from amp_plugin.tuning.search import Changes, Search, Tried, as_yaml
 from amp_plugin.tuning.workload import StepFunction, Workload, used_ops
 
 _REFERENCES: Final = {"fp32": torch.float32, "fp64": torch.float64}
-_TIMINGS: Final = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,18 +82,13 @@ class Tuning:
 
     def to_yaml(self) -> str:
         """Return the rules as the text of a YAML file, with the measurements in its comments."""
-        version, today = vars(sys.modules["amp_plugin"])["__version__"], datetime.now(timezone.utc).date()
         comments = [
             self.headline,
             f"gradients compared with {self.reference}, {self.batches} batches",
-            f"amp_plugin {version}, torch {torch.__version__}, {platform.machine()}, {today}",
         ]
         for name, old, new, changed in _rows(self.before, self.after):
             comments.append(f"{name}: {old} -> {new}" + (f" ({changed})" if changed else ""))
-        lines = [f"# {comment}" for comment in comments]
-        lines += [f"device_type: {self.rules.device_type}", f"torch: '{torch_release()}'"]
-        lines += ["rules:" if self.changes else "rules: {}", *(f"  {change}" for change in self.changes)]
-        return "\n".join(lines) + "\n"
+        return as_yaml(self.rules.device_type, self.changes, comments)
 
     def save(self, path: str | Path) -> None:
         """Write the rules to a file that ``OpRules.from_yaml`` reads."""
@@ -148,6 +140,7 @@ def require_plots(path: str | Path) -> None:
         raise ValueError(msg)
 
 
+@overload
 def tune(
     step: Callable[[Any], object],
     *,
@@ -158,32 +151,64 @@ def tune(
     budget: float = 0.05,
     reference: str = "fp64",
     progress: bool = False,
-) -> Tuning:
+) -> Tuning: ...
+
+
+@overload
+def tune(
+    step: Callable[[Tensor], object],
+    *,
+    goal: Gap,
+    model: nn.Module | None = None,
+    device_type: str = "",
+    progress: bool = False,
+) -> GapTuning: ...
+
+
+def tune(
+    step: Callable[[Any], object],
+    *,
+    model: nn.Module | None = None,
+    batches: Sequence[Any] = (),
+    device_type: str = "",
+    goal: Goal | Gap = "memory",
+    budget: float = 0.05,
+    reference: str = "fp64",
+    progress: bool = False,
+) -> Tuning | GapTuning:
     """Find op rules that save memory or casts without more gradient error, or that cure an overflow.
 
     ``step`` runs about fifty times under different rules, each time from the present weights and random
     states.
 
+    With ``goal=Gap(rollout)`` it finds out why the log-probabilities of a trainer differ from those that a
+    generator recorded, and what closes the gap. Then ``step`` takes token ids, int64 of shape (sequences,
+    longest), and returns logits of shape (sequences, longest, vocabulary), or an object with ``.logits``. It
+    runs forward passes only. ``batches``, ``budget`` and ``reference`` are not used.
+
     Args:
         step: a function that runs the forward and backward pass on a batch, in an autocast region without
             ``rules=``. It must not step an optimizer. It may scale the loss by a constant power of two.
-        model: the model whose gradients are compared. Its weights are not changed.
+        model: the model whose gradients are compared. Its weights are not changed. With a ``Gap`` it is
+            optional: its buffers are restored after each run.
         batches: the arguments of ``step``. The search uses the first half of them; the result is verified
             on all.
-        device_type: the device type of the rules; by default that of the model.
+        device_type: the device type of the rules; by default that of the model, or the CPU.
         goal: ``"memory"`` saves fewer bytes for the backward pass. ``"casts"`` casts fewer bytes.
             ``"accuracy"`` makes gradients finite with the fewest fp32 ops; if they are finite already, it
-            makes their error smaller.
+            makes their error smaller. A ``Gap`` brings a trainer nearer to its generator.
         budget: the share by which the gradient error may grow; for the goal ``"accuracy"``, the bytes.
         reference: the dtype of the reference gradients, ``"fp64"`` or ``"fp32"``.
         progress: True shows a progress bar.
 
     Returns:
         The chosen rules and their measurements. Use ``table()``, ``save("rules.yaml")`` and
-        ``plot("rules.png")``.
+        ``plot("rules.png")``. With a ``Gap``, a :class:`GapTuning`: print it.
 
     Raises:
-        ValueError: an option is not allowed, or the step changes a weight or gives no gradients.
+        ValueError: an option is not allowed, or the step changes a weight or gives no gradients, or no
+            logits for a ``Gap``.
+        TypeError: ``model`` or ``batches`` is missing.
         RuntimeError: the native core is missing, or no rules make the gradients finite.
 
     Example:
@@ -197,7 +222,13 @@ def tune(
         >>> tuning.after.saved_bytes <= tuning.before.saved_bytes
         True
     """
-    device = device_type or next((param.device.type for param in model.parameters()), "cpu")
+    params = () if model is None else model.parameters()
+    device = device_type or next((param.device.type for param in params), "cpu")
+    if isinstance(goal, Gap):
+        return close_gap(step, goal, model=model, device_type=device, progress=progress)
+    if model is None:
+        msg = f"tune(goal={goal!r}) needs model= and batches=; only goal=Gap(rollout) does without"
+        raise TypeError(msg)
     workload = StepFunction(step, model, batches)
     return tuned(workload, device, goal=goal, budget=budget, reference=reference, progress=progress)
 
@@ -223,7 +254,7 @@ def tuned(
         in_fp32 = rules_without_16_bits(device_type)
         is_followed = bool(changes) or trials.measure(in_fp32) != search.default()
         status.update("timing")
-        seconds = _timed(trials, default, rules)
+        seconds = timed_in_turns(trials.seconds, trials.seconds, default, rules)
     return Tuning(
         rules=rules,
         goal=wanted,
@@ -266,15 +297,6 @@ def _chosen(search: Search, ops: list[str], goal: Goal) -> Changes:
         "search for accuracy first: goal='accuracy', or amp-plugin tune --for accuracy"
     )
     raise ValueError(msg)
-
-
-def _timed(trials: Trials, default: OpRules, chosen: OpRules) -> tuple[float, float]:
-    """Return the times of a batch under two rule sets, measured in turns; equal sets are measured once."""
-    if chosen == default:
-        seconds = trials.seconds(default)
-        return seconds, seconds
-    pairs = [(trials.seconds(default), trials.seconds(chosen)) for _ in range(_TIMINGS)]
-    return median(pair[0] for pair in pairs), median(pair[1] for pair in pairs)
 
 
 def _size(count: float) -> str:

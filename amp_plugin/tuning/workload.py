@@ -10,10 +10,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from amp_plugin.patches import replaced
 from amp_plugin.program import Program, main_restored, run_program
 from amp_plugin.scaling.gradients import params_of
 from amp_plugin.tuning.folder_copy import FolderCopy
+from amp_plugin.tuning.model_call import ModelCall, model_calls
 
 Gradients = Mapping[str, Tensor]  # name of a parameter -> its gradient
 # Called after each batch with its gradients and its time in seconds.
@@ -141,6 +142,31 @@ class Script:
             if count >= batches:
                 sys.exit()  # the program ends here, as by an exit of its own
 
+        ended = self._run_quietly(_batches_followed(counted))
+        if count < batches:
+            msg = (
+                f"{self._program.name} ended with {ended} after {count} backward passes, but {batches} "
+                "are needed; check that it runs without tune and calls backward(), or set another "
+                "number with --batches"
+            )
+            raise RuntimeError(msg)
+        self._has_run = True
+
+    def first_call(self) -> ModelCall:
+        """Run the program until a model has made logits of token ids with gradients; return that call."""
+        calls: list[ModelCall] = []
+        ended = self._run_quietly(model_calls(calls.append))
+        if not calls:
+            msg = (
+                f"{self._program.name} ended with {ended}, and no module had returned logits of shape "
+                "(sequences, longest, vocabulary) for token ids of shape (sequences, longest) while "
+                "gradients were on; write a step that does, and call amp_plugin.tune(step, goal=Gap(rollout))"
+            )
+            raise RuntimeError(msg)
+        return calls[0]
+
+    def _run_quietly(self, around: AbstractContextManager[object]) -> str:
+        """Run the program in the copy of the folder; drop its output, and return how it ended, in words."""
         random.seed(0)
         torch.manual_seed(0)
         expected = (Exception,) if self._has_run else ()
@@ -152,17 +178,8 @@ class Script:
             main_restored(),
             ours_by_default(),
         ):
-            around = _batches_followed(counted)
             code, failed = run_program(self._program, self._arguments, around=around, expected=expected)
-        if count < batches:
-            ended = "an error" if failed else f"exit code {code}"
-            msg = (
-                f"{self._program.name} ended with {ended} after {count} backward passes, but {batches} "
-                "are needed; check that it runs without tune and calls backward(), or set another "
-                "number with --batches"
-            )
-            raise RuntimeError(msg)
-        self._has_run = True
+        return "an error" if failed else f"exit code {code}"
 
     def close(self) -> None:
         """Remove the copy of the folder."""
@@ -171,6 +188,13 @@ class Script:
 
 Workload = StepFunction | Script
 """Batches that can be run many times and give the same numbers each time."""
+
+
+class Runs(Protocol):
+    """A workload of any kind, which calls a function after each of its first batches."""
+
+    def run(self, on_batch: Callable[[Any, float], None], *, batches: int) -> None:
+        """Run the first batches."""
 
 
 @contextmanager
@@ -231,7 +255,7 @@ _LEFT_OUT: Final = {
 _NOT_FORWARD: Final = ("autograd::engine", "Optimizer.")
 
 
-def used_ops(workload: Workload, rules: OpRules) -> list[str]:
+def used_ops(workload: Runs, rules: OpRules) -> list[str]:
     """Run the first batch; return the outermost ops of its forward pass, the most frequent first."""
     with rules_on_trial(rules), profile() as profiled:
         workload.run(lambda *_: None, batches=1)

@@ -1,0 +1,66 @@
+"""The command `amp-plugin gap`: why trainer and generator differ, and what closes the gap."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from amp_plugin.cli.arguments import Arguments, AsJson, AsModule, Script, fail, program_of
+from amp_plugin.cli.rules import require_target
+
+
+def gap(
+    script: Script,
+    arguments: Arguments = None,
+    as_module: AsModule = False,
+    rollout: Annotated[
+        Path | None, typer.Option(help="What the generator recorded, one JSON object per line. Required.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the op rules here.")] = None,
+    temperature: Annotated[float, typer.Option(help="The trainer divides its logits by it.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="The trainer computes log-probabilities with it.")] = 1.0,
+    dtype: Annotated[
+        Literal["bf16", "fp16"], typer.Option(help="The 16-bit dtype that the generator computes in.")
+    ] = "bf16",
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a batch.")] = 8,
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find out why a trainer's log-probabilities differ from a generator's, and what closes the gap.
+
+    The script runs in a copy of this folder up to the first call in which its model makes logits with
+    gradients. That model, in the script's autocast block, then computes the log-probabilities of the rollout.
+
+    Exit code 0 if rounding alone explains the gap, 1 if there is a cause or an unexplained gap, 2 if the file
+    or an option is wrong.
+    """
+    if rollout is None:
+        fail("--rollout FILE is missing: the file that the generator recorded", code=2)
+    if output is not None:
+        require_target(output, force=force)
+    from amp_plugin.precision import DTYPES  # noqa: PLC0415 - loads torch
+    from amp_plugin.tuning.gap import Gap, close_gap  # noqa: PLC0415 - loads torch
+    from amp_plugin.tuning.workload import Script as Trainer  # noqa: PLC0415 - loads torch
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler prints its start and end
+    program = program_of(script, as_module=as_module, core_for="gap")
+    try:
+        goal = Gap(rollout, temperature=temperature, top_p=top_p, dtype=DTYPES[dtype], batch_size=batch_size)
+    except (OSError, ValueError) as error:
+        fail(str(error), code=2)
+    try:
+        with closing(Trainer(program, arguments or [], batches=1)) as trainer:
+            call = trainer.first_call()
+        device = call.device.type
+        found = close_gap(call.step, goal, model=call.model, device_type=device, progress=not as_json)
+        if output is not None:
+            found.save(output)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        fail(str(error), code=2)
+    print(json.dumps({"script": program.name, **found.to_dict()}) if as_json else found.report())
+    raise typer.Exit(0 if found.is_rounding else 1)

@@ -1,0 +1,121 @@
+"""The call by which a program's model makes logits of token ids, to be made again with other token ids."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from amp_plugin.patches import replaced
+
+_TOKENS: Final = ("input_ids", "tokens", "idx", "x")  # names of arguments that are looked at first
+
+
+def logits_of(output: Any, tokens: Tensor) -> Tensor | None:
+    """Return the logits in an output: a tensor, or those an object, mapping or tuple holds; None without.
+
+    Args:
+        output: what a model returned.
+        tokens: the token ids that it was given, of shape (sequences, longest).
+    """
+    found = output
+    if not isinstance(output, Tensor):
+        found = getattr(output, "logits", None)
+        if found is None and isinstance(output, Mapping):
+            found = output.get("logits")
+        if found is None and isinstance(output, (tuple, list)) and output:
+            found = output[0]
+    fits = isinstance(found, Tensor) and found.dim() == 3 and found.shape[:2] == tokens.shape
+    return found if fits and found.is_floating_point() else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelCall:
+    """A call of a model, with the autocast block that was open around it.
+
+    Attributes:
+        model: the module.
+        args, kwargs: its arguments.
+        tokens: the place or the name of the argument that holds the token ids.
+        device: of the token ids.
+        autocast: whether an autocast block was open for this device, and its dtype.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    tokens: int | str
+    device: torch.device
+    autocast: tuple[bool, torch.dtype]
+
+    def step(self, tokens: Tensor) -> Any:
+        """Call the model with other token ids, int64 of shape (sequences, longest); return its output.
+
+        Other tensors among the arguments, such as masks and labels, belong to the old token ids. They are
+        left out.
+        """
+
+        def argument(place: int | str, value: Any) -> Any:
+            if place == self.tokens:
+                return tokens.to(self.device)
+            return None if isinstance(value, Tensor) else value
+
+        args = [argument(place, value) for place, value in enumerate(self.args)]
+        kwargs = {name: argument(name, value) for name, value in self.kwargs.items()}
+        is_on, dtype = self.autocast
+        with torch.autocast(self.device.type, dtype=dtype, enabled=is_on):
+            return self.model(*args, **kwargs)
+
+
+@contextmanager
+def model_calls(on_call: Callable[[ModelCall], object]) -> Iterator[None]:
+    """Call a function with the first call that makes logits, and end the program there.
+
+    Of modules inside each other that return logits, the outermost one is taken. Calls without gradients, such
+    as those of sampling, are passed over.
+    """
+    plain = nn.Module.__call__
+    inside: list[nn.Module] = []
+    found: list[tuple[int, ModelCall]] = []
+
+    def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        place = _place_of_tokens(args, kwargs) if torch.is_grad_enabled() else None
+        tokens = None if place is None else kwargs[place] if isinstance(place, str) else args[place]
+        block = (False, torch.float32) if tokens is None else _autocast(tokens.device.type)
+        inside.append(module)
+        try:
+            output = plain(module, *args, **kwargs)
+        finally:
+            inside.pop()
+        if tokens is not None and place is not None and logits_of(output, tokens) is not None:
+            call = ModelCall(
+                model=module, args=args, kwargs=kwargs, tokens=place, device=tokens.device, autocast=block
+            )
+            found.append((len(inside), call))
+        if found and not inside:
+            on_call(min(found, key=lambda entry: entry[0])[1])
+            sys.exit()  # the program ends here, as by an exit of its own
+        return output
+
+    with replaced(nn.Module, "__call__", called):
+        yield
+
+
+def _autocast(device_type: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+
+
+def _place_of_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str | None:
+    """Return the place of the first argument that holds whole numbers in two dimensions; None without."""
+    names: list[int | str] = [*(name for name in _TOKENS if name in kwargs), *range(len(args)), *kwargs]
+    for place in names:
+        value = kwargs[place] if isinstance(place, str) else args[place]
+        is_whole = isinstance(value, Tensor) and value.dtype in {torch.int64, torch.int32}
+        if is_whole and value.dim() == 2:
+            return place
+    return None

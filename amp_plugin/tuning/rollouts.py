@@ -1,0 +1,277 @@
+"""What a generator recorded: the tokens that it sampled, with the log-probability that it gave to each.
+
+A rollout file holds one JSON object per line, and each line is one sequence::
+
+    {"version": 1, "prompt_ids": [1, 15, 9], "token_ids": [4, 27], "logprobs": [-0.71, -2.05],
+     "temperature": 1.0, "top_p": 1.0}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from amp_plugin.messages import did_you_mean
+
+VERSION: Final = 1
+_OPTIONAL: Final = {"temperature", "top_p"}
+_ROUNDING: Final = 1e-3  # a log-probability that was rounded may be so much above 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One sequence of a rollout file.
+
+    Attributes:
+        version: the version of the format, 1.
+        prompt_ids: the token ids that the generator was given; at least one.
+        token_ids: the token ids that it sampled; at least one.
+        logprobs: the natural logarithm of the probability of each sampled token, as it was recorded.
+        temperature: the temperature that it sampled with.
+        top_p: the share of the probability that it sampled from; 1 samples from all tokens.
+
+    Raises:
+        ValueError: a value does not fit; the text says which and what is allowed.
+    """
+
+    version: int = VERSION
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the values, and turn lists into tuples."""
+        if self.version != VERSION:
+            msg = f"version: got {self.version!r}; this release reads version {VERSION}"
+            raise ValueError(msg)
+        for name in ("prompt_ids", "token_ids", "logprobs"):
+            values = getattr(self, name)
+            if not isinstance(values, (list, tuple)) or not values:
+                msg = f"{name}: give a list with at least one number, got {values!r}"
+                raise ValueError(msg)
+            object.__setattr__(self, name, tuple(values))
+        for name in ("prompt_ids", "token_ids"):
+            wrong = [value for value in getattr(self, name) if type(value) is not int or value < 0]
+            if wrong:
+                msg = f"{name}: give token ids, whole numbers from 0, got {wrong[0]!r}"
+                raise ValueError(msg)
+        self._check_log_probabilities()
+        for name, most in (("temperature", math.inf), ("top_p", 1.0)):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 < value <= most or not math.isfinite(value):
+                limits = "a number above 0" + ("" if most == math.inf else " and at most 1")
+                msg = f"{name}: give {limits}, got {value!r}"
+                raise ValueError(msg)
+
+    def _check_log_probabilities(self) -> None:
+        if len(self.logprobs) != len(self.token_ids):
+            msg = (
+                f"logprobs: got {len(self.logprobs)} numbers for {len(self.token_ids)} token_ids; give one "
+                "for each sampled token, and none for the prompt"
+            )
+            raise ValueError(msg)
+        for value in self.logprobs:
+            if not _is_number(value) or not math.isfinite(value):
+                msg = f"logprobs: give finite numbers, got {value!r}; leave out what was not recorded"
+                raise ValueError(msg)
+            if value > _ROUNDING:
+                msg = (
+                    f"logprobs: give natural logarithms of probabilities, which are at most 0, got {value!r}"
+                )
+                raise ValueError(msg)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutBatch:
+    """Sequences of a rollout as tensors.
+
+    Attributes:
+        tokens: prompts and sampled tokens, int64 of shape (sequences, longest). Shorter sequences are filled
+            up with 0 on the right, where a causal model reads nothing of it.
+        rows: number of the sequence of each sampled token, int64 of shape (sampled tokens,).
+        columns: the place before each sampled token, whose logits predict it; shaped as ``rows``.
+        targets: the sampled tokens, shaped as ``rows``.
+        recorded: their recorded log-probabilities, float64, shaped as ``rows``.
+        temperature: that the file states for each, float64, shaped as ``rows``.
+        top_p: that the file states for each, float64, shaped as ``rows``.
+    """
+
+    tokens: Tensor
+    rows: Tensor
+    columns: Tensor
+    targets: Tensor
+    recorded: Tensor
+    temperature: Tensor
+    top_p: Tensor
+
+    @staticmethod
+    def of(samples: Sequence[Sample]) -> RolloutBatch:
+        """Return samples as one batch."""
+        longest = max(len(sample.prompt_ids) + len(sample.token_ids) for sample in samples)
+        tokens = torch.zeros(len(samples), longest, dtype=torch.int64)
+        rows: list[int] = []
+        columns: list[int] = []
+        for row, sample in enumerate(samples):
+            begin, count = len(sample.prompt_ids), len(sample.token_ids)
+            tokens[row, : begin + count] = torch.tensor([*sample.prompt_ids, *sample.token_ids])
+            rows += [row] * count
+            columns += range(begin - 1, begin - 1 + count)
+        places = torch.tensor(rows), torch.tensor(columns)
+
+        def each(name: str) -> Tensor:
+            values = [getattr(samples[row], name) for row in rows]
+            return torch.tensor(values, dtype=torch.float64)
+
+        return RolloutBatch(
+            tokens=tokens,
+            rows=places[0],
+            columns=places[1],
+            targets=tokens[places[0], places[1] + 1],
+            recorded=torch.tensor([value for s in samples for value in s.logprobs], dtype=torch.float64),
+            temperature=each("temperature"),
+            top_p=each("top_p"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """What a generator recorded.
+
+    Args:
+        samples: the sequences.
+
+    Raises:
+        ValueError: there is no sequence.
+
+    Example:
+        >>> rollout = Rollout.of([[1, 15]], [[4, 27]], [[-0.71, -2.05]])
+        >>> rollout.samples[0].token_ids
+        (4, 27)
+    """
+
+    samples: tuple[Sample, ...]
+
+    def __post_init__(self) -> None:
+        """Check that there are sequences."""
+        object.__setattr__(self, "samples", tuple(self.samples))
+        if not self.samples:
+            msg = "a rollout needs at least one sequence; some hundred sampled tokens tell rounding apart"
+            raise ValueError(msg)
+
+    @staticmethod
+    def of(
+        prompt_ids: Iterable[Sequence[int]],
+        token_ids: Iterable[Sequence[int]],
+        logprobs: Iterable[Sequence[float]],
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+    ) -> Rollout:
+        """Return a rollout from lists, one entry for each sequence.
+
+        Args:
+            prompt_ids: the token ids that the generator was given.
+            token_ids: the token ids that it sampled.
+            logprobs: their log-probabilities.
+            temperature: that the generator sampled with.
+            top_p: that the generator sampled with.
+
+        Raises:
+            ValueError: a value does not fit.
+        """
+        rows = zip(prompt_ids, token_ids, logprobs, strict=True)
+        return Rollout(
+            tuple(
+                Sample(
+                    prompt_ids=tuple(prompt),
+                    token_ids=tuple(tokens),
+                    logprobs=tuple(values),
+                    temperature=temperature,
+                    top_p=top_p,
+                )
+                for prompt, tokens, values in rows
+            )
+        )
+
+    @staticmethod
+    def from_jsonl(path: str | Path) -> Rollout:
+        """Read a rollout file: one JSON object per line, with the attributes of :class:`Sample` as keys.
+
+        Args:
+            path: the file.
+
+        Raises:
+            ValueError: a line does not fit; the text names file, line and key.
+            OSError: the file cannot be read.
+        """
+        samples = []
+        for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+            if line.strip():
+                try:
+                    samples.append(_sample_of(line))
+                except ValueError as error:
+                    msg = f"{path}, line {number}: {error}"
+                    raise ValueError(msg) from error
+        if not samples:
+            msg = f"{path} holds no sequence; write one JSON object per line"
+            raise ValueError(msg)
+        return Rollout(tuple(samples))
+
+    def save(self, path: str | Path) -> None:
+        """Write the rollout to a file that ``from_jsonl`` reads."""
+        lines = [json.dumps(asdict(sample)) + "\n" for sample in self.samples]
+        Path(path).write_text("".join(lines), encoding="utf-8")
+
+    def batches(self, size: int) -> list[RolloutBatch]:
+        """Return the sequences in batches of at most ``size``."""
+        parts = [self.samples[begin : begin + size] for begin in range(0, len(self.samples), size)]
+        return [RolloutBatch.of(part) for part in parts]
+
+
+def _sample_of(line: str) -> Sample:
+    try:
+        found: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        msg = f"not JSON: {error}"
+        raise ValueError(msg) from error
+    known = [entry.name for entry in fields(Sample)]
+    if not isinstance(found, dict):
+        msg = f"give an object with the keys {', '.join(known)}, got {type(found).__name__}"
+        raise ValueError(msg)  # noqa: TRY004 - of the file, not of an argument
+    for key in found:
+        if key not in known:
+            near = did_you_mean(key, known, aliases=_ALIASES)
+            msg = f"unknown key {key!r}{near}; allowed: {', '.join(known)}"
+            raise ValueError(msg)
+    if missing := [name for name in known if name not in found and name not in _OPTIONAL]:
+        msg = (
+            f"the key {missing[0]!r} is missing; needed: {', '.join(n for n in known if n not in _OPTIONAL)}"
+        )
+        raise ValueError(msg)
+    return Sample(**found)
+
+
+# Words of well-known engines for our keys.
+_ALIASES: Final = {
+    "prompt_token_ids": "prompt_ids",
+    "input_ids": "prompt_ids",
+    "output_ids": "token_ids",
+    "completion_ids": "token_ids",
+    "response_ids": "token_ids",
+    "log_probs": "logprobs",
+    "logps": "logprobs",
+    "old_logprobs": "logprobs",
+}
