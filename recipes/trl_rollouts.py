@@ -1,10 +1,8 @@
 """SFT, DPO and GRPO of TRL, unmodified: how far are sampling and training apart in fp16 and in bf16?
 
 A policy samples with a cache of keys, and is trained on all tokens at once: the same numbers up to rounding.
-So each token's log-probability differs between the two. fp16 has three bits more than bf16: a smaller gap::
-
-    d   = log p of a sampled token in training - in the rollout
-    KL  = mean(exp(d) - 1 - d)                    (of the rollout from the training policy, never negative)
+So each token's log-probability differs between the two. fp16 has three bits more than bf16: a smaller gap.
+``tune(step, goal=Gap(rollout))`` measures it, as ``amp-plugin gap`` does for programs.
 
 ``python -m recipes.trl_rollouts FOLDER`` trains each way, stops and resumes it half-way, and draws the gap.
 """
@@ -19,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_plugin import AmpKwargs
+from amp_plugin import AmpKwargs, Gap, Rollout, autocast, tune
 from amp_plugin.adapters.accelerate import install, uninstall
 
 WORDS, STEPS = 60, 20
@@ -127,7 +125,6 @@ def train(kind: str, precision: str, folder: Path, *, stop: int = STEPS, resume:
     return trainer
 
 
-@torch.no_grad()
 def gap(model: Any, dtype: torch.dtype, *, weights_too: bool, samples: int = 64, length: int = 24) -> float:
     """Return the KL between rollout and training of a policy that computes in a dtype.
 
@@ -138,13 +135,16 @@ def gap(model: Any, dtype: torch.dtype, *, weights_too: bool, samples: int = 64,
         samples: sequences that are sampled.
         length: tokens of each.
     """
-    from amp_plugin import autocast  # noqa: PLC0415
-
     model = model.to(dtype) if weights_too else model
     torch.manual_seed(1)
     prompt = torch.randint(3, WORDS + 3, (samples, 3))
-    with autocast("cpu", dtype=dtype, enabled=not weights_too):
-        rollout = model.generate(
+
+    def step(tokens: Tensor) -> Any:
+        with autocast("cpu", dtype=dtype, enabled=not weights_too):
+            return model(tokens)
+
+    with torch.no_grad(), autocast("cpu", dtype=dtype, enabled=not weights_too):
+        made = model.generate(
             prompt,
             do_sample=True,
             max_new_tokens=length,
@@ -152,14 +152,11 @@ def gap(model: Any, dtype: torch.dtype, *, weights_too: bool, samples: int = 64,
             output_logits=True,
             return_dict_in_generate=True,
         )
-        trained = model(rollout.sequences).logits[:, 2:-1]
-    sampled = rollout.sequences[:, 3:]
-    difference = (_chosen(trained, sampled) - _chosen(torch.stack(rollout.logits, 1), sampled)).double()
-    return float((difference.expm1() - difference).mean())
-
-
-def _chosen(logits: Tensor, tokens: Tensor) -> Tensor:
-    return logits.float().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    sampled = made.sequences[:, 3:]
+    every = torch.stack(made.logits, 1).float().log_softmax(-1)
+    recorded = every.gather(-1, sampled[..., None])[..., 0]
+    rollout = Rollout.of(prompt.tolist(), sampled.tolist(), recorded.tolist())
+    return tune(step, goal=Gap(rollout, dtype=dtype), model=model).gap.kl
 
 
 def main(folder: str, tell: Callable[[str], Any] = print) -> dict[str, list[float]]:
