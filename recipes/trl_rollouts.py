@@ -2,7 +2,7 @@
 
 A policy samples with a cache of keys, and is trained on all tokens at once: the same numbers up to rounding.
 So each token's log-probability differs between the two. fp16 has three bits more than bf16: a smaller gap.
-``tune(step, goal=Gap(rollout))`` measures it, as ``amp-plugin gap`` does for programs.
+``Gap(rollout).measure(step)`` measures it. ``amp-plugin gap`` also says where it comes from.
 
 ``python -m recipes.trl_rollouts FOLDER`` trains each way, stops and resumes it half-way, and draws the gap.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_plugin import AmpKwargs, Gap, Rollout, autocast, tune
+from amp_plugin import AmpKwargs, Gap, Rollout, autocast
 from amp_plugin.adapters.accelerate import install, uninstall
 
 WORDS, STEPS = 60, 20
@@ -156,7 +156,7 @@ def gap(model: Any, dtype: torch.dtype, *, weights_too: bool, samples: int = 64,
     every = torch.stack(made.logits, 1).float().log_softmax(-1)
     recorded = every.gather(-1, sampled[..., None])[..., 0]
     rollout = Rollout.of(prompt.tolist(), sampled.tolist(), recorded.tolist())
-    return tune(step, goal=Gap(rollout, dtype=dtype), model=model).gap.kl
+    return Gap(rollout).measure(step).kl
 
 
 def main(folder: str, tell: Callable[[str], Any] = print) -> dict[str, list[float]]:

@@ -71,6 +71,10 @@ _NOT_CLOSED: Final = (
 )
 
 
+Step = Callable[[Tensor], object]
+"""Token ids of shape (sequences, longest) -> logits of shape (sequences, longest, vocabulary)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gap:
     """The goal of making trainer and generator agree: ``tune(step, goal=Gap(rollout))``.
@@ -116,6 +120,19 @@ class Gap:
         """The sequences in batches."""
         assert isinstance(self.rollout, Rollout)  # noqa: S101 - __post_init__ has read the file
         return self.rollout.batches(self.batch_size)
+
+    def measure(self, step: Step) -> GapNumbers:
+        """Return the gap of a trainer's step as it is, without a search; it runs the step once a batch.
+
+        Args:
+            step: takes token ids and returns logits, as :func:`amp_plugin.tune` says.
+
+        Raises:
+            ValueError: the step returned no logits.
+        """
+        scored = ScoredRollout(step, self.batches, None)
+        trials = GapTrials(scored, "cpu", Sampling(temperature=self.temperature, top_p=self.top_p))
+        return GapNumbers.of(trials.scores(), trials.recorded(len(scored.inputs)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,9 +278,6 @@ def _told(setting: Setting) -> float | str:
 # -- running the trainer on the rollout -----------------------------------------------------------
 
 
-Step = Callable[[Tensor], object]
-"""Token ids of shape (sequences, longest) -> logits of shape (sequences, longest, vocabulary)."""
-
 OnBatch = Callable[[Any, float], None]
 
 
@@ -354,16 +368,18 @@ class GapTrials:
     def log_probs(self, rules: OpRules, *, batches: int | None = None) -> Tensor:
         """Return the trainer's log-probabilities of the first batches, by default all; float64."""
         with rules_on_trial(rules), self._around():
-            return self._scores(lambda logits: logits, batches or len(self._scored.inputs))
+            return self.scores(batches=batches)
 
     def exact(self) -> Tensor:
         """Return the trainer's log-probabilities of all batches without any rounding; float64."""
         shadow = ShadowRun(dtype=widest_float(torch.device(self._device_type)))
         with rules_on_trial(rules_without_16_bits(self._device_type)), shadow:
-            return self._scores(shadow.without_rounding, len(self._scored.inputs))
+            return self.scores(shadow.without_rounding)
 
-    def _scores(self, values: Callable[[Tensor], Tensor], batches: int) -> Tensor:
-        """Run the step and return the log-probabilities that ``values`` of the logits give."""
+    def scores(
+        self, values: Callable[[Tensor], Tensor] = torch.Tensor.detach, *, batches: int | None = None
+    ) -> Tensor:
+        """Run the step and return the log-probabilities that ``values`` of the logits give; float64."""
         found: list[Tensor] = []
         begin = 0
 
@@ -375,7 +391,7 @@ class GapTrials:
             begin += len(targets)
 
         with torch.no_grad():
-            self._scored.run(score, batches=batches)
+            self._scored.run(score, batches=batches or len(self._scored.inputs))
         return torch.cat(found)
 
     def gap(self, rules: OpRules, *, batches: int | None = None) -> GapNumbers:

@@ -14,14 +14,16 @@ from torch import Tensor, nn
 from amp_plugin.patches import replaced
 
 _TOKENS: Final = ("input_ids", "tokens", "idx", "x")  # names of arguments that are looked at first
+_KEPT: Final = ("logits_to_keep", "num_logits_to_keep")  # transformers' names: make the last logits only
 
 
-def logits_of(output: Any, tokens: Tensor) -> Tensor | None:
+def logits_of(output: Any, tokens: Tensor, *, are_all: bool = True) -> Tensor | None:
     """Return the logits in an output: a tensor, or those an object, mapping or tuple holds; None without.
 
     Args:
         output: what a model returned.
         tokens: the token ids that it was given, of shape (sequences, longest).
+        are_all: whether there have to be logits for each token, or for some of each sequence.
     """
     found = output
     if not isinstance(output, Tensor):
@@ -30,8 +32,10 @@ def logits_of(output: Any, tokens: Tensor) -> Tensor | None:
             found = output.get("logits")
         if found is None and isinstance(output, (tuple, list)) and output:
             found = output[0]
-    fits = isinstance(found, Tensor) and found.dim() == 3 and found.shape[:2] == tokens.shape
-    return found if fits and found.is_floating_point() else None
+    if not isinstance(found, Tensor) or found.dim() != 3 or not found.is_floating_point():
+        return None
+    dims = 2 if are_all else 1
+    return found if found.shape[:dims] == tokens.shape[:dims] else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +61,7 @@ class ModelCall:
         """Call the model with other token ids, int64 of shape (sequences, longest); return its output.
 
         Other tensors among the arguments, such as masks and labels, belong to the old token ids. They are
-        left out.
+        left out, and so is the number of logits to make.
         """
 
         def argument(place: int | str, value: Any) -> Any:
@@ -66,7 +70,7 @@ class ModelCall:
             return None if isinstance(value, Tensor) else value
 
         args = [argument(place, value) for place, value in enumerate(self.args)]
-        kwargs = {name: argument(name, value) for name, value in self.kwargs.items()}
+        kwargs = {name: argument(name, value) for name, value in self.kwargs.items() if name not in _KEPT}
         is_on, dtype = self.autocast
         with torch.autocast(self.device.type, dtype=dtype, enabled=is_on):
             return self.model(*args, **kwargs)
@@ -92,7 +96,9 @@ def model_calls(on_call: Callable[[ModelCall], object]) -> Iterator[None]:
             output = plain(module, *args, **kwargs)
         finally:
             inside.pop()
-        if tokens is not None and place is not None and logits_of(output, tokens) is not None:
+        are_all = not any(kwargs.get(name) for name in _KEPT)
+        is_found = tokens is not None and logits_of(output, tokens, are_all=are_all) is not None
+        if is_found and tokens is not None and place is not None:
             call = ModelCall(
                 model=module, args=args, kwargs=kwargs, tokens=place, device=tokens.device, autocast=block
             )

@@ -12,6 +12,7 @@ import amp_plugin
 from amp_plugin import Gap, OpRules, Rollout
 from amp_plugin.tuning.gap import CLOSE, GapTuning
 from amp_plugin.tuning.log_probs import GapNumbers, Sampling
+from amp_plugin.tuning.model_call import model_calls
 from amp_plugin.tuning.rollouts import RolloutBatch, Sample
 from tests.commands import amp
 
@@ -384,6 +385,18 @@ class TestTheDoor:
         assert torch.equal(torch.get_rng_state(), state)
         assert torch.equal(weight.grad, torch.ones_like(weight))
 
+    def test_a_measurement_alone_is_that_of_the_formula(self):
+        model, rollout = policy(), Engine(policy()).rollout(prompts(), length=4)
+        numbers = Gap(rollout).measure(step_of(model))
+        batch = RolloutBatch.of(rollout.samples)
+        with torch.no_grad():
+            logits = step_of(model)(batch.tokens).logits.double()
+        ours = logits.log_softmax(-1)[batch.rows, batch.columns, batch.targets]
+        d = ours - batch.recorded
+        assert numbers.mean == pytest.approx(float(d.abs().mean()))
+        assert numbers.kl == pytest.approx(float((d.expm1() - d).mean()))
+        assert numbers.tokens == 4 * PROMPTS
+
     @pytest.mark.parametrize(
         ("given", "told"),
         [
@@ -479,3 +492,21 @@ class TestTheCommand:
         done = amp("gap", *words)
         assert done.exit_code == 2
         assert told in done.output
+
+    @pytest.mark.parametrize("given", ["labels", "logits_to_keep"])
+    def test_the_call_of_a_trainer_is_made_again_without_what_belongs_to_its_batch(self, given):
+        model, calls = policy(), []
+        tokens, others = torch.randint(1, WORDS, (2, 9)), torch.randint(1, WORDS, (3, 12))
+        mask = torch.ones_like(tokens)
+        more = {"labels": tokens} if given == "labels" else {"logits_to_keep": 4}
+        with torch.no_grad():
+            expected = step_of(model)(others).logits
+        with model_calls(calls.append), torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                model(input_ids=others)
+            with pytest.raises(SystemExit):
+                model(input_ids=tokens, attention_mask=mask, use_cache=False, **more)
+        with torch.no_grad():
+            found = calls[0].step(others).logits
+        assert calls[0].model is model
+        assert torch.equal(found, expected)
