@@ -78,6 +78,7 @@ class EmulatedRounding(Region):  # type: ignore[no-untyped-call]
         found: the places of all results that are wider than ``dtype`` -> the shape of the first one, in the
             order in which they first ran. With ``roundings``, the places of their ops only.
         product: the module that called the last matrix product of the forward pass; None if there is none.
+        last: the place of that product; None if its result is not wider than ``dtype``.
     """
 
     def __init__(self, dtype: torch.dtype, roundings: Mapping[OpPlace, Rounded] | None = None) -> None:
@@ -85,6 +86,7 @@ class EmulatedRounding(Region):  # type: ignore[no-untyped-call]
         self._ops = {place.op for place in self._roundings}  # to find the place of others takes time
         self.found: dict[OpPlace, tuple[int, ...]] = {}
         self.product: nn.Module | None = None
+        self.last: OpPlace | None = None
         super().__init__(Tracker(), self)
 
     def after(self, call: Call, output: Any) -> None:
@@ -97,12 +99,13 @@ class EmulatedRounding(Region):  # type: ignore[no-untyped-call]
         if self._ops and traits.base not in self._ops:
             return
         if traits.base in _PRODUCTS:
-            self.product = self.tracker.running()
+            self.product, self.last = self.tracker.running(), None
         results = [made.tensor for made in call.made(output) if self._is_wider(made.tensor)]
         if not results:
             return
         place = self._place(call)
         self.found.setdefault(place, tuple(results[0].shape))
+        self.last = place if place.is_product else self.last
         if chosen := self._roundings.get(place):
             self._round(call, results, chosen)
 

@@ -460,19 +460,21 @@ _ATTENTION_SETTINGS: Final = {
 }
 
 
-def suspects_of(found: Mapping[OpPlace, tuple[int, ...]], dtype: torch.dtype) -> list[Suspect]:
+def suspects_of(
+    found: Mapping[OpPlace, tuple[int, ...]], head: OpPlace | None, dtype: torch.dtype
+) -> list[Suspect]:
     """Return the roundings that a generator may have at places where the trainer has none.
 
     Args:
         found: places of the trainer's results that are wider than ``dtype``, in the order in which they first
-            ran -> their shapes. The last matrix product is the head.
+            ran -> their shapes.
+        head: the place among them that makes the logits; None if its result is not wider than ``dtype``.
         dtype: what the generator may round to.
     """
     short = str(dtype).removeprefix("torch.")
-    products = [place for place in found if place.is_product]
     suspects = [_STEPS]
     for place in found:
-        is_head = place in products[-1:]
+        is_head = place == head
         name = f"the head computes in {short} ({place})" if is_head else f"{place} rounds to {short}"
         setting = ("head", "float32") if is_head else (f"{place}", "float32")
         both = Rounded(operands=place.is_product)
@@ -559,9 +561,10 @@ class _Closing:
         is_followed = not torch.equal(trials.log_probs(rules_without_16_bits(self._device)), mine)
         left = sampled = GapNumbers.of(mine, recorded)
         if sampled.mean > _NEGLIGIBLE * floor:
+            suspects = suspects_of(region.found, region.last, self._goal.dtype)
             sides = [
                 partial(self._search_trainer, sampling, floor, head, ops if is_followed else []),
-                partial(self._search_generator, sampling, floor, suspects_of(region.found, self._goal.dtype)),
+                partial(self._search_generator, sampling, floor, suspects),
             ]
             for search in sides if errors[0] > errors[1] else reversed(sides):
                 search()

@@ -10,7 +10,8 @@ from torch import nn
 
 import amp_plugin
 from amp_plugin import Gap, OpRules, Rollout
-from amp_plugin.tuning.gap import CLOSE, GapTuning
+from amp_plugin.numerics.emulated_rounding import EmulatedRounding
+from amp_plugin.tuning.gap import CLOSE, GapTuning, suspects_of
 from amp_plugin.tuning.log_probs import GapNumbers, Sampling
 from amp_plugin.tuning.model_call import model_calls
 from amp_plugin.tuning.rollouts import RolloutBatch, Sample
@@ -329,6 +330,23 @@ def scored(model, rollout) -> Rollout:
             for s in rollout.samples
         )
     )
+
+
+class TestSuspects:
+    @pytest.mark.parametrize("head_in_fp32", [True, False])
+    def test_the_head_is_the_last_product_and_no_other_one_in_fp32(self, head_in_fp32):
+        model = with_head_in_fp32() if head_in_fp32 else policy()
+        table = torch.randn(4, 4)
+        region = EmulatedRounding(torch.bfloat16)
+        with torch.no_grad(), region:
+            table @ table  # as some models compute their rotary angles
+            step_of(model)(torch.ones(1, 4, dtype=torch.int64))
+        suspects = suspects_of(region.found, region.last, torch.bfloat16)
+        heads = {suspect.name.partition(" (")[0] for suspect in suspects if suspect.setting[0] == "head"}
+        told = {"the head computes in bfloat16", "the head casts its operands to bfloat16"}
+        assert heads == (told if head_in_fp32 else set())
+        assert any(suspect.name.startswith("mm in ") for suspect in suspects)
+        assert region.product is model.lm_head
 
 
 class TestTheTrainersOwnRounding:
