@@ -237,7 +237,7 @@ def _log_once(choice: PrecisionChoice) -> None:
 
 
 def speed_advice(precision: str, device_type: str) -> str:
-    """Return what to know of a precision's speed on a device; empty if it is fast, or nothing is known."""
+    """Return a sentence that says that a precision is slow on a device, or "" if it is fast or unknown."""
     if precision not in {"fp16", "bf16"} or is_fast(precision, device_type) is not False:
         return ""
     other = "bf16" if precision == "fp16" else "fp16"

@@ -2,9 +2,10 @@
 
     python -m recipes run several_losses [scales=per_loss] [key=value ...]
 
-Losses of different size want different scales: the small one's gradients vanish under a scale that just
-fits the large one. Gradients made under different scales are added up in one unit by the scaler. Both losses
-reach the trunk: an overflow there cannot be told apart, and lowers both scales.
+Losses of different sizes need different scales: gradients of the small loss underflow at a scale that is as
+large as the large loss allows. The scaler rescales gradients to one common scale before it adds them up. Both
+losses have gradients in the trunk. If one overflows there, the scaler cannot tell which loss it came from and
+lowers both scales.
 """
 
 from __future__ import annotations

@@ -692,7 +692,7 @@ def on_ranks(function: Callable[[Config], Result], config: Config, processes: in
     Under torchrun the processes are there already: the function is called here, and its result returned.
 
     Args:
-        function: what each process calls; defined at the top of a module.
+        function: what each process calls. It must be importable: defined at module level.
         config: its argument.
         processes: how many to start; 1: run in this process. Not used under torchrun.
 

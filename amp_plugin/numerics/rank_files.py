@@ -2,9 +2,9 @@
 
 A folder ``run.amp/`` holds ``rank-0.amp``, ``rank-1.amp`` and so on, and ``manifest.json``. The manifest has
 the format, the number of ranks, the dimensions of the device mesh if they are known, and the names of all
-files. Each rank writes the same manifest, so that it is there whichever rank dies. A name without its file is
-a rank that is missing. Each file is written under another name and then renamed, so a reader never meets half
-of one.
+files. Each rank writes the same manifest, so that it exists even if some ranks die. If a file of the manifest
+does not exist, its rank is missing. Each file is written under another name and then renamed, so a reader
+never finds a partial file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ANOTHER_KIND = (
 
 
 def seat_of_process() -> tuple[int, int]:
-    """Return the rank and the number of ranks, of the process group or of the launcher; else (0, 1)."""
+    """Return rank and number of ranks, from the process group or the launcher, or (0, 1) without them."""
     seats = [(0, 1)]
     rank, ranks = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
     if rank.isdecimal() and ranks.isdecimal():
@@ -36,7 +36,7 @@ def seat_of_process() -> tuple[int, int]:
 
 
 def _replace(file: Path, save: Callable[[Path], object]) -> None:
-    """Write a file in one piece: another process finds the old one or the new one."""
+    """Write a file atomically: another process reads the old file or the new one, never a part."""
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         save(partial)
@@ -49,7 +49,7 @@ class RankFile:
     """The file that this process writes.
 
     Args:
-        path: of the recording: the file itself, or the folder if there are several ranks.
+        path: path of the recording: the file itself, or the folder if there are several ranks.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,13 +68,13 @@ class RankFile:
         return self._path / f"rank-{self._rank}.amp" if self.has_other_ranks else self._path
 
     def settle(self) -> None:
-        """Find out which rank this is. One of several makes the folder, and drops its own earlier file.
+        """Find out this process's rank. If there are several, make the folder and remove an earlier file.
 
         A process group may be made after a recording has begun, and destroyed before it ends. Therefore this
         is called more than once, and the largest number of ranks counts.
 
         Raises:
-            FileExistsError: there is a folder where a file is to be, or a file where a folder is to be.
+            FileExistsError: ``path`` is a folder but a file is needed, or a file but a folder is needed.
         """
         rank, ranks = seat_of_process()
         if ranks > self._ranks:
@@ -97,7 +97,7 @@ class RankFile:
             self._mesh = dict(dimensions)
 
     def write(self, save: Callable[[Path], object]) -> None:
-        """Write the file of this process, by a function that writes to the path that it is given."""
+        """Write the file of this process with ``save``, a function that takes a path."""
         _replace(self.path, save)
         if self.has_other_ranks and self._mesh:
             self._write_manifest()
@@ -111,22 +111,22 @@ class RankFile:
 
 @dataclass(frozen=True, slots=True)
 class RecordedFiles:
-    """The files of a recording that are there."""
+    """The files of a recording that exist."""
 
-    ranks: int  # that took part
+    ranks: int  # number of ranks that took part
     present: Mapping[int, Path]  # rank -> its file
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The ranks whose file is not there."""
+        """The ranks whose file does not exist."""
         return tuple(rank for rank in range(self.ranks) if rank not in self.present)
 
     @classmethod
     def find(cls, path: Path) -> RecordedFiles:
-        """Find the files of a recording; of a file, that file alone.
+        """Find the files of a recording. If ``path`` is a file, that is the only one.
 
         Raises:
-            ValueError: it is a folder, and not a recording's.
+            ValueError: ``path`` is a folder, but not that of a recording.
         """
         if not path.is_dir():
             return cls(1, {0: path})

@@ -1,10 +1,11 @@
-"""Gradients that should be the same on all ranks of one recording, and are not.
+"""Find gradients that should be the same on all ranks of one recording, but differ.
 
-for each weight that had the same bits on all ranks before its first step: it is a replica
-    a weight of one number throughout, such as a new bias, says nothing: it goes with the others of its module
-for each step, in order: compare the replicas' gradients between the ranks
+for each weight: it is a replica if it had the same bits on all ranks before its first step
+    a constant weight, such as a new bias of zeros, can be equal by chance:
+        it is a replica if the other weights of its module are replicas
+for each step, in order: compare the gradients of the replicas between the ranks
     they differ by more than rounding: one rank lacks an all-reduce, or has one too many
-return what differs in the first step in which anything does; later steps only follow
+return the differences of the first step that has any; those of later steps are their consequences
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _module(weight: str) -> str:
 
 
 def unlike_the_others(checksums: Mapping[int, int]) -> tuple[int, ...]:
-    """Return the ranks that hold another value than most; all ranks if no value is held by most."""
+    """Return the ranks whose value differs from the majority's, or all ranks if there is no majority."""
     (common, count), *_ = Counter(checksums.values()).most_common(1)
     if 2 * count <= len(checksums):
         return tuple(checksums)

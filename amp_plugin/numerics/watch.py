@@ -1,11 +1,13 @@
-"""Follow numbers that are not finite from where they come from to a loss, a gradient or a weight.
+"""Follow infinities and nans from their origin to a loss, a gradient or a weight.
 
 for each op: look at the results
-    finite: what came in is absorbed; the storage holds nothing odd any more
-    else: judge whether the op made it, passes it on, or a constant of the program put it there on purpose
+    finite: forget what the storage held before; an infinity or nan of the inputs is absorbed
+    else: judge whether the op made the infinity or nan, passes on that of an input, or got it from a constant
+        of the program, such as a mask of -inf
 report an origin when its numbers reach the start of a backward pass, a leaf's gradient, a result of
-    autograd.grad, a parameter or an optimizer's state; torch masks what its own derivatives make
-at the end, of a region without a backward pass: report what nothing has hidden
+    autograd.grad, a parameter or an optimizer's state; results of backward ops alone are not reported,
+    because torch masks many of them
+at the end of a region without a backward pass: report each infinity or nan that no op has absorbed
 """
 
 from __future__ import annotations
@@ -43,16 +45,17 @@ from amp_plugin.numerics.values import (
 
 Verdict = Literal["made", "on purpose", "masked", "passed on"]
 
-# Share of a dtype's largest number beyond which numbers are masks. Nobody computes with 1e38. In fp16
-# activations and scaled gradients do get near 65504, so there it is the end of the range alone.
+# A number beyond this share of its dtype's largest number is taken for a mask: no program computes with 1e38.
+# In fp16, activations and scaled gradients do get near 65504, so only the end of the range counts there.
 _MASKING, _MASKING_IN_FP16 = 0.25, 0.999
-PATIENCE: Final = 20  # backward passes in a row: from 2^16 the scale is below 1 then
+# Overflows in this many backward passes in a row are reported. A loss scale of 2^16 is below 1 by then.
+PATIENCE: Final = 20
 _ORDERS = frozenset({"ord", "p", "norm_type"})
 _SCALED = "made", "backward", torch.float16
 _PYTHON, _SELECTION = "Python", "an op that chooses places, such as argmin"
 _TO_PYTHON = "aten::_local_scalar_dense.default"
 _READERS = ("numpy", "tolist", "__dlpack__")  # methods that read a tensor past the dispatcher
-# What they return depends on which numbers are larger, and says nothing about infinities among them.
+# Ops that choose elements by size. An infinity may decide the choice and not be in the result.
 _SELECTING = frozenset(
     {"argmin", "argmax", "argsort", "sort", "topk", "min", "max", "kthvalue", "median", "nanmedian", "mode",
      "searchsorted", "bucketize", "multinomial"}
@@ -61,25 +64,25 @@ _SELECTING = frozenset(
 
 @dataclass(eq=False, slots=True)
 class Origin:
-    """The origin of numbers that are not finite, shared by every tensor they were passed on to."""
+    """The origin of infinities or nans. All tensors that they were passed on to share it."""
 
     kind: Kind  # as in Finding
-    # what to report; None if it was on purpose, and of memory and collectives not looked at yet
+    # what to report; None for a constant, and for unwritten memory and collectives before an op reads them
     finding: Finding | None = None
-    site: Site | None = None  # of the op that made it; for a backward op of its forward op
-    is_reported: bool = False  # what follows from it is not reported again
-    is_read: bool = False  # an op has computed with it; moving it about does not count
-    is_absorbed: bool = False  # an op has made finite numbers of it
-    is_compared: bool = False  # an op has made integers or booleans of it
-    became_nan: bool = False  # an op has made a nan of it
-    read_by: str = ""  # who has read it outside of training, in words: _PYTHON or _SELECTION
-    source: str = ""  # of data: where it was loaded
-    # origins whose numbers were in the same arithmetic; they arrive where it does
+    site: Site | None = None  # of the op that made it; if that is a backward op, of its forward op
+    is_reported: bool = False  # then nothing that follows from it is reported
+    is_read: bool = False  # whether an op has computed with it; copies and views do not count
+    is_absorbed: bool = False  # whether an op has computed finite numbers from it
+    is_compared: bool = False  # whether an op has computed integers or booleans from it
+    became_nan: bool = False  # whether an op has computed a nan from it
+    read_by: str = ""  # _PYTHON or _SELECTION if it was read outside of training
+    source: str = ""  # for input data: where it was loaded
+    # Origins whose numbers went into the same op. When one of them is reported, all are.
     others: dict[Origin, None] = field(default_factory=dict)
 
     @property
     def explains(self) -> bool:
-        """Whether it is a fault, and so the reason of what arithmetic makes of it."""
+        """Whether it is a fault. Then it is also the cause of what ops compute from it."""
         return self.kind != "constant"
 
 
@@ -87,22 +90,23 @@ _ON_PURPOSE = Origin("constant")
 
 
 class Watch:
-    """The observer of ``diagnose``; it calls ``found`` with each finding that matters."""
+    """The observer of ``diagnose``. It calls ``found`` with each finding to report."""
 
     def __init__(
         self, tracker: Tracker, found: Callable[[Finding], None], *, strict: bool, patience: int
     ) -> None:
         self._tracker, self._found, self._strict, self._patience = tracker, found, strict, patience
-        # backward passes in a row whose fp16 gradients overflowed, by number: a few find the loss scale
+        # The latest backward passes in a row whose fp16 gradients overflowed, by number. A few are normal:
+        # the loss scale is still too large.
         self._overflowed: dict[int, Origin] = {}
         self._origins: Storages[Origin] = Storages()
         self._seen: list[Origin] = []
         self._first_at: dict[Site, Origin] = {}
-        self._wide = ShadowValues(torch.float64)  # of what overflowed
-        self._in_buffers: dict[str, Origin] = {}  # of models, put there by arithmetic
+        self._wide = ShadowValues(torch.float64)  # the float64 values of tensors that overflowed
+        self._in_buffers: dict[str, Origin] = {}  # by name of a model's buffer that an op has written to
 
     def open(self, stack: ExitStack) -> None:
-        """Take the places of torch's functions."""
+        """Patch torch's backward engine, ``Function.apply``, the DataLoader, and methods that read values."""
         for owner, name, make in (
             (torch.autograd, "_engine_run_backward", self._engine),
             (Function, "apply", self._apply),
@@ -126,7 +130,7 @@ class Watch:
         def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
             with unwatched():
                 for origin in self._origins_of(_tensors([outputs, args[:1]])):
-                    self._report(origin, "the loss, of which a backward pass begins")
+                    self._report(origin, "the loss, where a backward pass starts")
             gradients = run(outputs, *args, **kwargs)
             with unwatched():
                 for origin in self._origins_of(_tensors(gradients)):
@@ -148,7 +152,7 @@ class Watch:
         return classmethod(apply)
 
     def _function_ended(self, site: Site, forward_op: str, outputs: object, inputs: object) -> None:
-        """Take what a user's autograd function made outside of torch's ops."""
+        """Look for infinities and nans that a user's autograd function made without torch's ops."""
         with unwatched():
             for output in _tensors(outputs):
                 known = self._origins.get(output)
@@ -169,13 +173,13 @@ class Watch:
                 self._tracker.sources.set(tensor, f"batch {number} of the DataLoader")
                 origin = self._origins.get(tensor)
                 if origin is not None and not origin.explains:
-                    self._origins.forget(tensor)  # it is data, whoever wrote it
+                    self._origins.forget(tensor)  # it counts as input data, even if an op wrote it
             return batch
 
         return next_batch
 
     def before(self, call: Call) -> None:
-        """Report what has reached a gradient, and read what the op is going to write."""
+        """Report what has reached a gradient, and keep the values that the op is going to overwrite."""
         if call.is_backward:
             self._tracker.in_backward(torch._C._current_graph_task_id())
         for origin in self._read_by(call):
@@ -191,7 +195,7 @@ class Watch:
             call.keep(call.changed(lambda tensor: self._widened(tensor).clone(), torch.float64))
 
     def _may_overflow_in_place(self, call: Call) -> bool:
-        """Return whether an op writes over what its overflow could be judged by afterwards."""
+        """Return whether an op may overflow and overwrites the inputs by which that would be judged."""
         if call.is_backward or self._tracker.in_step or not call.is_repeatable:
             return False
         read = [given.tensor for given in call.arguments if given.name not in call.traits.overwritten]
@@ -203,14 +207,15 @@ class Watch:
             self._report(origin, f"an error of {call}")
 
     def after(self, call: Call, output: Any) -> None:
-        """Look at the results, and at the arguments that were written."""
+        """Look at the results, and at the arguments that the op wrote to."""
         traits = call.traits
         if traits.is_view:
             return
         for position in traits.partly_unwritten:
             self._origins.set(output[position], Origin("unwritten", site=call.site))
         results = [result for result in call.made(output) if not result.is_discrete]
-        if traits.is_unwritten or traits.is_collective:  # what this rank sent is its own
+        # If this rank sent an infinity or nan to a collective, its origin is that of the results, too.
+        if traits.is_unwritten or traits.is_collective:
             sent = next(self._read_by(call), None) if traits.is_collective else None
             kind: Kind = "collective" if traits.is_collective else "unwritten"
             for result in results:
@@ -232,7 +237,10 @@ class Watch:
             origin.is_compared |= not results
 
     def _follow_overflow(self, call: Call, output: Any, *, is_new: bool) -> None:
-        """Follow infinities that are none in fp64, and report one that vanishes in numbers unlike fp64's."""
+        """Follow overflows: infinities where float64 has a finite number.
+
+        An overflow is reported if finite numbers are computed from it that differ much from float64's.
+        """
         followed = [read.tensor for read in call.arguments if self._wide.get(read.tensor) is not None]
         if not (followed or (is_new and not call.is_backward)):
             return
@@ -256,7 +264,7 @@ class Watch:
         return self._wide.plain(tensor) if self._wide.get(tensor) is None else self._wide.of(tensor)
 
     def _trace(self, call: Call, result: Argument) -> None:
-        """Find the origin of a result that is not finite, and report it if it has reached a weight."""
+        """Find the origin of an infinite or nan result, and report it if it has reached a weight."""
         numbers = [number for name, number in call.numbers.items() if name not in _ORDERS]
         judged = judge(result, call.arguments, call.traits, numbers)
         match judged.verdict:
@@ -276,7 +284,7 @@ class Watch:
             self._report(origin, f"{' and '.join(judged.held)} in {call}")
         elif owner and isinstance(result.tensor, nn.Parameter):
             if origin.kind == "input" and call.traits.moves:
-                origin.kind = "weight"  # loaded so: it matters once it is used
+                origin.kind = "weight"  # the weight was loaded so; it is reported once an op uses it
             else:
                 self._report(origin, f"the weight {owner}, written by {call}")
         elif self._strict and judged.verdict == "made":
@@ -285,7 +293,7 @@ class Watch:
             self._in_buffers[owner] = origin
 
     def _origins_of(self, tensors: Iterator[Tensor]) -> Iterator[Origin]:
-        """Yield the origins of what tensors hold, but for what was put there on purpose or not looked at."""
+        """Yield the origins of what tensors hold, if they have a finding to report."""
         origins = (self._origins.get(tensor) for tensor in tensors)
         return (origin for origin in origins if origin is not None and origin.finding is not None)
 
@@ -298,10 +306,10 @@ class Watch:
         return self._seen[-1]
 
     def _origin_of(self, call: Call, result: Argument, given: Argument) -> Origin:
-        """Return the origin of an argument's numbers; its finding shows the first op that computes."""
+        """Return the origin of an argument's numbers. Its finding names the first op that reads them."""
         tensor = given.tensor
         origin = self._origins.get(tensor)
-        if origin is None:  # no watched op made them
+        if origin is None:  # no op in the region made them
             origin = Origin("weight" if self._weight(tensor) else "input")
             self._origins.set(tensor, origin)
         if origin is _ON_PURPOSE:
@@ -319,7 +327,7 @@ class Watch:
         return origin
 
     def _made(self, call: Call, result: Argument, judged: Judgement) -> Origin:
-        """Return the origin of numbers an op made, which is an earlier one if that explains them."""
+        """Return the origin of numbers that an op made: the origin of an input if that is their cause."""
         if call.traits.base not in SOFTMAXES or any("inf" in given.held for given in judged.of):
             for given in judged.of:
                 origin = self._origin_of(call, result, given)
@@ -333,14 +341,14 @@ class Watch:
         site = call.forward_site
         first = None if site is None else self._first_at.get(site)
         if first is not None and (first.is_reported or first.is_compared):
-            return first  # a derivative is not a second origin
+            return first  # the derivative of an op belongs to the origin of the op
         origin = self._new("made", call, result, judged.held, site)
         if site is not None:
             self._first_at.setdefault(site, origin)
         return origin
 
     def _passed_on(self, call: Call, result: Argument, judged: Judgement) -> Origin:
-        """Return the origin of numbers that came in."""
+        """Return the origin of numbers that an op passes on from its inputs."""
         faults = [
             (given, origin)
             for given in judged.of
@@ -352,7 +360,7 @@ class Watch:
         return origin
 
     def step_ended(self, optimizer: Optimizer) -> None:
-        """Report what an optimizer's step has left in its state."""
+        """Report infinities and nans in the state of an optimizer after its step."""
         states = [state for state in optimizer.state.values() if isinstance(state, dict)]
         for key, state in (entry for entries in states for entry in entries.items()):
             for origin in self._origins_of(_tensors(state)):
@@ -360,7 +368,11 @@ class Watch:
                     self._report(origin, f"the state {key} of {type(optimizer).__name__}")
 
     def left_over(self) -> None:
-        """Report the gradients of the last pass, and without any pass what nothing has hidden."""
+        """Report, at the end of the region, what was not reported at once.
+
+        These are overflows of the last backward passes, buffers, and, if there was no backward pass, each
+        infinity or nan that no op has absorbed.
+        """
         passes = self._tracker.backward_passes
         if passes in self._overflowed and not next(iter(self._overflowed.values())).is_absorbed:
             self._report_overflowed()
@@ -378,9 +390,9 @@ class Watch:
                 self._report(origin, "still there at the end of the region")
 
     def read_elsewhere(self) -> Iterator[Finding]:
-        """Yield what Python has read or an op has selected by, and what reached no gradient or weight.
+        """Yield findings that reached no gradient or weight, but were read by Python or an op like argmin.
 
-        A gradient in fp16 that overflows is left out: so the loss scale is found.
+        Overflows of fp16 gradients are left out: they are how the scaler finds the loss scale.
         """
         for origin in self._seen:
             found = origin.finding
@@ -391,12 +403,12 @@ class Watch:
                 yield replace(found, reached=f"{found.reached}; read by {origin.read_by}".removeprefix("; "))
 
     def _weight(self, tensor: Tensor) -> str:
-        """Return the path of a weight; empty if the tensor is not one."""
+        """Return the path of a weight, or "" if the tensor is none."""
         return self._tracker.weight(tensor) or ("(a parameter)" if isinstance(tensor, nn.Parameter) else "")
 
     def _reaches_gradient(self, origin: Origin, what: str) -> None:
         found = origin.finding
-        # as a loss scale that is too large makes it
+        # an overflow of the kind that a too large loss scale causes
         is_scaled = found is not None and (found.kind, found.direction, found.dtype) == _SCALED
         if found is None or not is_scaled or "nan" in found.held or self._strict:
             self._report(origin, what)
@@ -417,7 +429,7 @@ class Watch:
         if origin.is_reported or origin.finding is None:
             return
         origin.is_reported = True
-        if origin.site is not None:  # what the backward pass of the same op has made is part of this
+        if origin.site is not None:  # numbers of the backward pass of the same op are not reported again
             self._first_at.get(origin.site, origin).is_reported = True
             self._first_at[origin.site] = origin
         then = "; ".join(filter(None, (origin.finding.reached, reached)))
@@ -428,7 +440,10 @@ class Watch:
 
 
 def _is_another(result: Tensor, wide: Tensor) -> bool:
-    """Return whether elements are nothing like those of a wider dtype that the result's dtype can hold."""
+    """Return whether an element is more than 50 % away from its value in a wider dtype.
+
+    Only values that the dtype of the result can hold count.
+    """
     info = torch.finfo(result.dtype)
     holds = (wide.abs() >= info.smallest_normal) & (wide.abs() <= info.max)
     return bool((holds & ((result.to(wide.dtype) - wide).abs() > 0.5 * wide.abs())).any())
@@ -441,21 +456,22 @@ def _tensors(values: object) -> Iterator[Tensor]:
 
 
 class Judgement(NamedTuple):
-    """What became of one result.
+    """Where the infinities or nans of one result come from.
 
-    ``"made"`` from inputs that do not explain it; ``"on purpose"``: a constant of the caller; ``"masked"``:
-    -inf from numbers so large that only masks have them; ``"passed on"`` from an input.
+    The verdict is ``"made"`` if the op made them from inputs that are not their cause, ``"on purpose"`` if
+    the program gave them as a constant, ``"masked"`` if they are -inf computed from numbers as large as masks
+    are, and ``"passed on"`` if an input had them.
     """
 
     verdict: Verdict
-    held: Held  # what it made, or what it passes on
+    held: Held  # the numbers that were made or passed on: "inf", "-inf" or "nan"
     of: Sequence[Argument] = ()  # the arguments that were not finite, those with a nan first
 
 
 def judge(
     result: Argument, given: Sequence[Argument], traits: OpTraits, scalars: Sequence[float]
 ) -> Judgement:
-    """Return where the numbers of one result that are not finite come from."""
+    """Return where the infinities or nans of one result come from."""
     if traits.is_listwise and result.index is not None:
         given = [argument for argument in given if argument.index in {None, result.index}]
     values = non_finite(result.tensor)
@@ -463,7 +479,7 @@ def judge(
     own: list[tuple[Held, Tensor | None]] = [] if unfinite else [(values, None)]  # none from an input
     if unfinite and traits.is_pointwise and (new := _new_elements(result.tensor, unfinite)) is not None:
         own.append((non_finite(result.tensor, new), new))
-    if unfinite and traits.moves:  # it did not find what no argument has
+    if unfinite and traits.moves:  # an op that only copies: which numbers did no argument bring?
         brought = {name for argument in unfinite for name in argument.held}
         own.append((tuple(name for name in values if name not in brought), None))
     for held, where in own:
@@ -482,7 +498,7 @@ def judge(
 
 
 def _are_constants(held: Held, scalars: Sequence[float], *, computes: bool) -> bool:
-    """Whether numbers are those that the caller gave; an op that computes may turn an infinity's sign."""
+    """Return whether the caller gave these numbers. Ops that compute may change the sign of an infinity."""
     if "nan" in held:
         return any(map(math.isnan, scalars))
     if computes:
@@ -491,7 +507,7 @@ def _are_constants(held: Held, scalars: Sequence[float], *, computes: bool) -> b
 
 
 def _is_masked(result: Tensor, given: Sequence[Argument], where: Tensor | None) -> bool:
-    """Whether each -inf stands where an input has a number from the end of its dtype's range."""
+    """Return whether at each -inf an input has a number near the negative end of its dtype's range."""
     values = real_values(result)
     if values is None:
         return False
@@ -509,7 +525,7 @@ def _is_masked(result: Tensor, given: Sequence[Argument], where: Tensor | None) 
 
 
 def _new_elements(result: Tensor, unfinite: Sequence[Argument]) -> Tensor | None:
-    """Return where a pointwise result is not finite though every input is; None if that cannot be read."""
+    """Return where a pointwise result is not finite although all inputs are, or None if that is unknown."""
     values = real_values(result)
     if values is None:
         return None
@@ -518,7 +534,7 @@ def _new_elements(result: Tensor, unfinite: Sequence[Argument]) -> Tensor | None
         if argument.values is None:
             return None
         finite = argument.values.isfinite()
-        if argument.tensor.is_complex():  # either part of a number spoils both of what is made of it
+        if argument.tensor.is_complex():  # one part that is not finite affects both parts of a result
             finite = finite.all(-1, keepdim=True).expand_as(finite)
         spread = _spread(finite, new)
         if spread is None:
@@ -528,7 +544,7 @@ def _new_elements(result: Tensor, unfinite: Sequence[Argument]) -> Tensor | None
 
 
 def _spread(mask: Tensor, over: Tensor) -> Tensor | None:
-    """Return an argument's mask over a result; None if their shapes have nothing to do with each other."""
+    """Return an argument's mask, broadcast to the shape of a result, or None if it cannot be."""
     try:
         return mask.broadcast_to(over.shape)
     except RuntimeError:

@@ -57,7 +57,7 @@ class History:
     def __init__(self) -> None:
         self.skipped = self._zero_steps = 0  # over all optimizers
         self.is_wrong = False  # whether the last step was skipped, or its loss or gradients were not finite
-        self.growth = 1.0  # the factor by which weights had grown when that last happened
+        self.growth = 1.0  # the factor by which weights had grown at the last skipped or wrong step
         # Steps whose loss was not finite, or that were taken with gradients that were not finite.
         self.wrong_steps: list[int] = []
         self.skips: list[Skip] = []  # the first _MOST_SKIPS ones

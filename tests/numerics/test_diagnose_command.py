@@ -34,7 +34,7 @@ def test_a_script_stops_at_the_op(script: Path) -> None:
     assert result.exit_code == 1
     assert result.stdout.startswith("argument 0\n\naten::log.default made -inf in forward, in fp32\n")
     assert "train.py:4 in loss_of: return x.clamp(min=0).log().mean()" in result.stdout
-    assert "then    the loss, of which a backward pass begins" in result.stdout
+    assert "then    the loss, where a backward pass starts" in result.stdout
     assert "Traceback" not in result.output
 
 
