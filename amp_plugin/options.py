@@ -525,7 +525,7 @@ KNOWN_VARIABLES: Final = (
 
 def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables ``AMP_PLUGIN_...`` that nothing reads, each with a hint (may be ``""``)."""
-    # Without the prefix, which makes all names look alike.
+    # Names are compared without the prefix: with it, all names would seem similar.
     known = _NOT_OURS | {name.removeprefix(PREFIX): name for name in KNOWN_VARIABLES}
     return {
         name: did_you_mean(name.removeprefix(PREFIX), known, written=known.__getitem__)

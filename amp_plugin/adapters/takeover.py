@@ -68,8 +68,9 @@ class Takeover:
         self._rules_file, self._page, self._options = rules, page, dict(options or {})
         ranks, local = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_RANK", "0")
         self._rank = f" [rank {os.environ.get('RANK', local)} of {ranks}]" if ranks != "1" else ""
-        self._made: dict[str, None] = {}  # names of the objects of ours that the program made, in order
-        self._uses_ours = False  # True once a scaler of ours was made, by any name
+        # names of the objects of amp_plugin that the program made, in order
+        self._made: dict[str, None] = {}
+        self._uses_ours = False  # True once a scaler of amp_plugin was made, by any name
         self._scales = False  # True once an enabled scaler was made, or a framework that makes one if needed
         self._uses_framework = False
         self._blocks: Counter[tuple[str, torch.dtype]] = Counter()

@@ -50,7 +50,7 @@ _CALLED_AS = {
     "mm": ("linear", "matmul", "mm"),
     "mv": ("matmul", "mv"),
 }
-# The parts of an op's name that the op called by the program lacks: _softmax, native_layer_norm,
+# Parts of an internal op's name that the public op's name lacks, as in _softmax, native_layer_norm,
 # nll_loss_forward.
 _WITHIN = re.compile(r"^_?(?:native_)?|_forward$")
 
