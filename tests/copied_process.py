@@ -54,19 +54,19 @@ class CopiedProcess:
         self.exitcode: int | None = None
 
     def start(self) -> None:
-        """Start it."""
+        """Start the process."""
         self._to_guard, its = Pipe()
         with its:
             socket.send_fds(_to_copy[0], [b"+"], [its.fileno()])
         self._to_guard.send((self._target, self._args))
 
     def join(self, seconds: float | None = None) -> None:
-        """Wait for its end; ``exitcode`` is None if it runs on."""
+        """Wait for the end of the process. ``exitcode`` is None if it is still running."""
         if self.exitcode is None and self._to_guard.poll(seconds):
             self.exitcode = self._to_guard.recv()
 
     def kill(self) -> None:
-        """Kill it if it runs; its guard does that when we hang up."""
+        """Kill the process if it runs. Its guard does so when the connection is closed."""
         if self.exitcode is None:
             with contextlib.suppress(BrokenPipeError):  # it ended meanwhile
                 self._to_guard.send(None)

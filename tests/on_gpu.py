@@ -85,7 +85,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of a step."""
+    """The outcome of a step."""
 
     name: str
     verdict: str  # "passed", "FAILED" and why, why it was left out, or that it was cut off for want of time
@@ -170,7 +170,7 @@ def checked(tool: str) -> Step:
 
 
 def steps() -> list[Step]:
-    """Return what there is to run, in the order of its weight, what runs alone first."""
+    """Return all steps, the most important first, and before them those that run alone."""
     adapters = ("hypothesis", "lightning", "accelerate")
     recipes = ("omegaconf", "sklearn", "matplotlib", "tensorboard", "lightning", "accelerate")
     promises = (sys.executable, "-m", "benchmarks", "cuda", "--promises")
@@ -197,13 +197,13 @@ def steps() -> list[Step]:
 
 
 def missing(step: Step) -> list[str]:
-    """Return what a step needs and this machine lacks."""
+    """Return what a step needs but this machine lacks."""
     found = {need: Path(need).exists() if "/" in need else bool(find_spec(need)) for need in step.needs}
     return [need for need, is_there in found.items() if not is_there]
 
 
 def run(step: Step, log: Path, limit: float) -> Outcome:
-    """Run a step for at most ``limit`` seconds; its output goes to the log as it comes."""
+    """Run a step for at most ``limit`` seconds. Its output is written to the log at once."""
     if lacking := missing(step):
         return Outcome(name=step.name, verdict=f"left out: {', '.join(lacking)} is not installed")
     begin, most = time.perf_counter(), min(step.limit * PATIENCE, limit)
@@ -249,7 +249,7 @@ def _status(step: Step, output: int, most: float) -> int | None:
 
 
 def copy_newer(source: Path, target: Path) -> None:
-    """Copy the figures of a folder that another lacks or has an older form of."""
+    """Copy figures to a folder that lacks them or has older ones."""
     target.mkdir(parents=True, exist_ok=True)
     for figures in source.glob(KEPT):
         other = target / figures.name
@@ -258,7 +258,7 @@ def copy_newer(source: Path, target: Path) -> None:
 
 
 class Results:
-    """The folder that is kept: ``gpu.json`` and the logs. What is known is written after each step."""
+    """The folder of results: ``gpu.json`` and the logs. Results are written after each step."""
 
     def __init__(self, folder: Path, device: str, torch: str) -> None:
         self.folder, self.device, self.torch = folder, device, torch
@@ -270,7 +270,7 @@ class Results:
 
     @property
     def file(self) -> Path:
-        """What ``benchmarks.published`` reads."""
+        """The file that ``benchmarks.published`` reads."""
         return self.folder / "gpu.json"
 
     def forget(self) -> None:
@@ -279,7 +279,7 @@ class Results:
         self.file.unlink(missing_ok=True)
 
     def add(self, outcome: Outcome) -> None:
-        """Print an outcome, and keep it with all figures that there are."""
+        """Print an outcome, and save it together with all figures so far."""
         with self.lock:
             print(outcome, flush=True)
             self.outcomes[outcome.name] = outcome

@@ -22,7 +22,7 @@ XMX = "has_subgroup_matrix_multiply_accumulate"
 
 
 def fake(monkeypatch, device, told):
-    """Make torch tell of a device: compute capability, AMD's architecture, or features."""
+    """Make torch report a device with a compute capability, an architecture of AMD, or features."""
     hardware._log_once.cache_clear()
     is_amd = isinstance(told, str)
     monkeypatch.setattr(torch.version, "hip", "6.4" if is_amd else None)

@@ -88,7 +88,7 @@ def test_a_broken_file_is_a_line_and_no_error(tmp_path: Path, name, break_it, va
 
 
 def bind_without(package: str) -> None:
-    """Do what `import torch` does where a package is missing."""
+    """Do what `import torch` does if a package is missing."""
     for name in [
         name for name in sys.modules if name.startswith("amp_plugin") or name.partition(".")[0] == package
     ]:
@@ -110,7 +110,7 @@ def test_a_missing_dependency_is_a_line_and_no_error(tmp_path: Path, package: st
 
 
 def bind_in_a_home_that_cannot_be_written() -> None:
-    """Take over as a user without a cache, and use what was taken over."""
+    """Run the takeover as a user who cannot write to a cache, and use a scaler."""
     os.setgid(65534)
     os.setuid(65534)
     import torch
@@ -156,7 +156,7 @@ def test_a_line_that_cannot_be_printed_is_no_error(monkeypatch: pytest.MonkeyPat
 
 
 def test_it_costs_less_than_a_millisecond() -> None:
-    """The best of several: other processes take the processor now and then."""
+    """Return the shortest of several times, because other processes also use the processor."""
 
     value = entry_point()
 

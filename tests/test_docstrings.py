@@ -21,7 +21,7 @@ def modules() -> Iterator[str]:
 
 
 def examples(module_name: str) -> list[doctest.DocTest]:
-    """The examples of a module; they see what its reader has: torch, its names and the public ones."""
+    """Return the examples of a module. They can use torch, the module's names and the public names."""
     module = importlib.import_module(module_name)
     public = {name: getattr(amp_plugin, name) for name in amp_plugin.__all__}
     finder = doctest.DocTestFinder(exclude_empty=True)

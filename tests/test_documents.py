@@ -80,7 +80,7 @@ def test_a_page_is_easy_to_read_as_text(page: Path) -> None:
 
 
 def headings(page: Path) -> set[str]:
-    """The anchors a page offers, as GitHub and mkdocs make them."""
+    """Return the anchors of a page, as GitHub and mkdocs make them."""
     titles = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
     plain = (re.sub(r"[^\w\- ]", "", title.lower()).strip() for title in titles)
     return {title.replace(" ", "-") for title in plain}

@@ -16,7 +16,7 @@ HEAVY = ("accelerate", "cuda", "lightning", "matplotlib", "pytorch_lightning", "
 
 
 def loaded_by(statements: str, cache: Path, *, with_torch: bool = False) -> dict[str, object]:
-    """Run statements in a new process, which may have torch; return its modules and what it has touched."""
+    """Run statements in a new process. Return its modules, processes it started, and if it used CUDA."""
     code = f"""
 import json, os, subprocess, sys
 started = []

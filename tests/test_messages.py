@@ -26,7 +26,7 @@ def test_lines_of_the_package_and_of_frameworks_are_passed_over(recwarn, package
 
 
 def test_each_warning_of_a_scaler_shows_the_users_line(recwarn):
-    """Each is raised at another depth below the call."""
+    """Each error is raised at a different depth below the call."""
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([weight], lr=1.0)
 

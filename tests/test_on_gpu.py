@@ -47,7 +47,7 @@ def test_recipes_of_several_processes_take_one_where_there_is_one_gpu():
 
 @pytest.fixture
 def on_a_gpu(monkeypatch, tmp_path):
-    """Runs the given steps as on a machine with a GPU, the results in ``kept``, the figures in ``figures``."""
+    """Run steps as on a machine with a GPU. Results go to ``kept``, figures to ``figures``."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(on_gpu, "FIGURES", tmp_path / "figures")
@@ -94,7 +94,10 @@ def test_the_rest_is_what_has_no_outcome_yet(on_a_gpu, monkeypatch, capsys, tmp_
 
 
 def test_the_first_ten_minutes_are_asked_for_by_one_name_and_fit(on_a_gpu, tmp_path):
-    """Ops first, then all that is timed, then the rest side by side; the seconds are those of docs/lab/cuda.md."""
+    """Ops run first, then what is timed, then the rest in parallel.
+
+    The seconds are those of docs/lab/cuda.md.
+    """
     names = [step.name for step in steps()]
     asked = on_gpu.asked_for(["first-ten-minutes"], names)
     assert asked.within == 480.0
@@ -110,7 +113,7 @@ def test_the_first_ten_minutes_are_asked_for_by_one_name_and_fit(on_a_gpu, tmp_p
 
 
 def test_what_is_timed_runs_alone_and_the_rest_side_by_side(on_a_gpu, tmp_path):
-    """Each step writes down when it begins and when it ends."""
+    """Each step records when it begins and when it ends."""
     seen = tmp_path / "seen"
     code = (
         f"import time; say = lambda w: open({str(seen)!r}, 'a').write(w); say('<'); time.sleep(0.5); say('>')"
@@ -134,7 +137,7 @@ def test_a_package_named_tests_elsewhere_on_the_path_is_not_taken(tmp_path):
 
 
 def test_it_needs_no_package_of_the_recipes(tmp_path):
-    """A machine with a GPU may have torch and pytest alone; recipes are left out there."""
+    """A machine with a GPU may have only torch and pytest. Recipes do not run there."""
     (tmp_path / "omegaconf.py").write_text("raise ModuleNotFoundError('no omegaconf here')")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-c", "import tests.on_gpu as it; print(len(it.steps()))"]

@@ -158,7 +158,7 @@ def test_whole_numbers_may_be_written_as_floats_and_others_are_refused(name):
 
 
 class TestErrors:
-    """An error about an option knows the option, its value, what is allowed, and what has set it."""
+    """An error about an option has its name, its value, the allowed values, and the source of the value."""
 
     @pytest.mark.parametrize(
         ("make", "option", "value", "allowed"),

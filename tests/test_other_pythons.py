@@ -36,7 +36,7 @@ print(json.dumps(failed))
 
 
 def pythons() -> dict[str, str]:
-    """Return version -> interpreter: those in PYTHON310 and so on, on PATH, and beside the one that runs this."""
+    """Return interpreters by version: from PYTHON310 and so on, from PATH, and next to the running one."""
     found = {}
     for minor in MINORS:
         beside = sorted(Path(sys.base_prefix).parent.glob(f"3.{minor}.*/bin/python3"))

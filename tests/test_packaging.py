@@ -47,7 +47,7 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.Compl
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A wheel, made from the sdist, as a package index would hold them."""
+    """Build a wheel from the sdist, as it would be on a package index."""
     folder = tmp_path_factory.mktemp("dist")
     answer = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
     assert answer.returncode == 0, answer.stdout + answer.stderr
@@ -84,7 +84,7 @@ def test_the_sdist_holds_the_whole_project(built: tuple[Path, Path]) -> None:
 
 
 def installed(wheel: Path, folder: Path) -> tuple[Path, Path, dict[str, str]]:
-    """Return the programs and packages of an environment without a compiler, to which this one lends torch."""
+    """Make an environment without a compiler that uses this environment's torch."""
     venv.create(folder / "empty", with_pip=False)
     programs = folder / "empty" / "bin"
     python = programs / "python"
@@ -124,7 +124,7 @@ def test_the_wheel_works_in_an_empty_environment(built: tuple[Path, Path], tmp_p
 
 @pytest.mark.whole_run
 def test_a_wheel_with_the_core_inside_needs_no_compiler(tmp_path: Path) -> None:
-    """`make wheels`, installed into a fresh environment; the first region is open within 3 s."""
+    """Install the result of `make wheels` into a new environment. The first region opens within 3 s."""
     core, dist = tmp_path / "core", tmp_path / "dist"
     write = "import sys, pathlib; from amp_plugin.kernels.build import write_cores; write_cores(pathlib.Path(sys.argv[1]))"
     answer = run(sys.executable, "-c", write, core, cwd=ROOT)
@@ -172,7 +172,7 @@ def test_make_refuses_a_python_that_is_too_old(tmp_path: Path) -> None:
 
 
 def test_between_releases_the_version_is_a_development_version() -> None:
-    """Else two different packages would go by one version, and pip would take the newer for the older."""
+    """Otherwise two packages would have the same version, and pip would not install the newer one."""
     changelog = (ROOT / "CHANGELOG.md").read_text()
     released = re.findall(r"^## \[(.+?)\](?:.*)\n+(.*)", changelog, re.MULTILINE)
     (unreleased, first_line), (newest, _), *_ = released

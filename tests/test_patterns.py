@@ -33,7 +33,7 @@ def by_plan(model, patterns):
 
 
 def by_weights(model, patterns):
-    """The modules whose weights stay in float32, of all that could be stored."""
+    """Return the modules whose weights stay in float32, of all that could be stored."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     store_weights(model, optimizer, weights="bf16-true", fp32_modules=patterns)
     return {

@@ -27,7 +27,7 @@ def source(cell: dict[str, Any]) -> str:
 
 @pytest.fixture
 def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the notebook has defined after its last cell."""
+    """Return the names that the notebook has defined after its last cell."""
     matplotlib = pytest.importorskip("matplotlib")
     pytest.importorskip("sklearn")
     matplotlib.use("agg")

@@ -15,7 +15,7 @@ def _asked_again():
 
 
 def answers(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> list[torch.device]:
-    """Let a device that this machine lacks answer as drivers do; return the devices that were asked."""
+    """Imitate a device that this machine lacks. Return the devices that were queried."""
     asked = []
 
     def ones(*size, dtype, device):
@@ -50,7 +50,7 @@ def test_the_cpu_is_not_asked(monkeypatch):
 
 
 def test_a_tracer_does_not_see_the_question():
-    """The answer is that of the device, also if the first caller runs under a fake-tensor mode."""
+    """The result is that of the device, even if the first caller runs under a fake-tensor mode."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():

@@ -12,7 +12,7 @@ def doubled(batch: torch.Tensor, times: int) -> torch.Tensor:
 
 
 def right() -> torch.Tensor:
-    """A region is a block of torch's."""
+    """A region has the type of torch's autocast blocks."""
     region: torch.autocast = autocast("cpu")
     with region, autocast("cpu", torch.float16, enabled=False):
         return doubled(torch.ones(1), 2)

@@ -60,13 +60,16 @@ class WarmProcess:
         return self._text(self._files[1])
 
     def kill(self) -> None:
-        """Kill it if it runs, wait until it is gone, and remove its output."""
+        """Kill the process if it runs, wait for its end, and remove its output."""
         self._process.kill()
         self._process.join()
         self._folder.cleanup()
 
     def wait(self, seconds: float) -> CompletedProcess[str]:
-        """Wait for its end, and return its exit status, output and errors; raise TimeoutExpired if it hangs."""
+        """Wait for the end of the process. Return exit status, output and errors.
+
+        Raises TimeoutExpired if it takes too long.
+        """
         self._process.join(seconds)
         if self._process.exitcode is None:
             said = self.errors()
@@ -78,7 +81,7 @@ class WarmProcess:
 
     @staticmethod
     def _text(file: Path) -> str:
-        """What a file holds; nothing, if the process ended before it could open it."""
+        """Return the content of a file, or nothing if the process ended before it could open the file."""
         return file.read_text() if file.exists() else ""
 
 

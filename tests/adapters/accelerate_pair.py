@@ -78,5 +78,5 @@ def prepared(accelerator, count=1, **kwargs):
 
 
 def last_gradient(optimizer):
-    """Return the first element of the gradient that the last taken step saw."""
+    """Return the first element of the gradient of the last step that was taken."""
     return optimizer.optimizer.seen[-1][0].flatten()[0].item()

@@ -20,7 +20,7 @@ def fused(request):
 
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:
-    """Take back what this test or one before has installed, Accelerate's state of the process, and our default rules."""
+    """Restore Accelerate's process-wide state, our default rules, and what tests have installed."""
     reset()
     yield
     uninstall()

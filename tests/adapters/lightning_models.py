@@ -135,7 +135,7 @@ class Linear(LightningModule):
 
 
 def regression(count=16, size=8, seed=1, repeat=False):
-    """Batches of a sum to be learned; ``repeat`` gives the same batch each time."""
+    """Batches of a regression on a sum. With ``repeat`` all batches are the same."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(size if repeat else count * size, 8, generator=generator)
     x = x.repeat(count, 1) if repeat else x

@@ -54,7 +54,7 @@ def batches(count=4, rows=32):
 
 
 def converted_by_torchao(net, precision, left_out=()):
-    """Convert a copy as torchao's documentation does."""
+    """Convert a copy of a model as in torchao's documentation."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
     from torchao.quantization.quantize_.common import KernelPreference

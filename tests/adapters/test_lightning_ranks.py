@@ -26,14 +26,14 @@ RUNS = (
 
 
 def run_script(words):
-    """Do what ``python SCRIPT WORDS`` does."""
+    """Run a script with arguments, as ``python SCRIPT WORDS`` does."""
     sys.argv = words
     runpy.run_path(words[0], run_name="__main__")
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """The reports of each rank for each run. The script is started once for all runs."""
+    """Return the reports of each rank for each run. The script is started once for all runs."""
     folder = tmp_path_factory.mktemp("ranks")
     words = [str(SCRIPT), str(folder), *RUNS]
     done = call(run_script, words, environment={"PYTHONPATH": str(ROOT)}, frameworks=True)

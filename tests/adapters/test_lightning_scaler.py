@@ -56,7 +56,7 @@ def test_groups_that_are_known_later():
 
 
 class AsksForTheScaler(OneWeight):
-    """Asserts, when it makes its optimizers, what user code asserts."""
+    """A module that checks the scaler in ``configure_optimizers``, as user code does."""
 
     def configure_optimizers(self):
         assert isinstance(self.trainer.precision_plugin.scaler, torch.amp.GradScaler)

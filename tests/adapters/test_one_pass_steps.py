@@ -12,7 +12,7 @@ MAX_NORM = 0.01
 
 
 class After(Callback):
-    """Keeps what there is after each step."""
+    """A callback that records weights and states after each step."""
 
     def __init__(self):
         self.results, self.norms = [], []

@@ -72,7 +72,7 @@ print(*dtypes)
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Write a program, run it by the command; return the result and the lines of amp-plugin."""
+    """Write a program and run it with the command. Return the result and the lines of amp-plugin."""
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
 
     def run_text(text: str, *words: str, arguments: tuple[str, ...] = ()):

@@ -31,7 +31,7 @@ def tiny_bert():
 
 
 def train(folder, make=tiny_bert, resume=None, **arguments):
-    """Train on whether the first word is one of the upper half; return the trainer and its log."""
+    """Train a classifier: is the first token in the upper half? Return the trainer and its log."""
     examples = texts(48)
     defaults = {"gradient_accumulation_steps": 2, "save_strategy": "no", "num_train_epochs": 2}
     defaults |= {"use_cpu": True, "report_to": [], "logging_steps": 1, "disable_tqdm": True}

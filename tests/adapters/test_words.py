@@ -45,7 +45,7 @@ def test_a_front_door_has_words_of_its_own(door):
 
 
 def texts(file):
-    """The strings of a file without docstrings, with their lines."""
+    """Return the strings of a file, except docstrings, with their line numbers."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):

@@ -8,13 +8,13 @@ from benchmarks.setting import Plot
 
 
 def outcome(name, table, ours, theirs, label="torch", **options):
-    """The outcome of a comparison whose samples never change."""
+    """Return the outcome of a comparison in which all samples are equal."""
     samples = {OURS: lambda: ours, label: lambda: theirs}
     return measure(Comparison(name=name, table=table, samples=samples, rounds=3, **options))
 
 
 def record(*outcomes, plots=()):
-    """A section of one thread."""
+    """Return a section that runs on one thread."""
     return SectionRecord(
         date="2026-01-02", seconds=3.0, threads=1, timing="CPU time", plots=plots, outcomes=outcomes
     )
@@ -22,7 +22,7 @@ def record(*outcomes, plots=()):
 
 @pytest.fixture(scope="session")
 def report():
-    """Sections with a table that wins, one that loses, and one with a plot."""
+    """Return sections with a faster result, a slower one, and a plot."""
     plot = Plot(table="in place", x_label="tensors", y_label="time a tensor, {unit}")
     growth = [outcome(str(n), "clip in place", 2.0 / n, 4.0, x=n, per=2) for n in (10, 100, 1000)]
     return Report(

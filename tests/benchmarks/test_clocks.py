@@ -30,7 +30,7 @@ def test_cpu_time_does_not_count_waiting():
 
 
 class Written(TorchDispatchMode):
-    """Notes the ops that write memory they were given."""
+    """A dispatch mode that records the ops which write to their inputs."""
 
     def __init__(self):
         super().__init__()

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.native
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
-    """Our kernels installed, as the command installs them."""
+    """Install our autocast kernels, as the command does."""
     KERNELS.install()
 
 
@@ -52,12 +52,12 @@ def test_each_comparison_runs(key):
 
 
 def read(file):
-    """The report that a file holds."""
+    """Return the report in a file."""
     return Report.from_json(file.read_text())
 
 
 def test_tables_have_the_same_variants_in_each_row_and_the_limits_of_the_pages():
-    """No limit is loosened in the code alone. At this size two sections promise less."""
+    """The limits in the code are those of the documentation. At this size two sections promise less."""
     (kept,) = [report for report in map(read, RESULTS.glob("*.json")) if report.device == "cpu"]
     tables = {}
     for key, of_key in SECTIONS.items():

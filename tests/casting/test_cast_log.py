@@ -98,7 +98,7 @@ def test_a_module_whose_hash_changes_keeps_its_path():
 
 
 def test_all_dtypes_match_what_ops_were_given():
-    """The log against torch's own view below autocast: each logged cast is one _to_copy, no more."""
+    """Each logged cast is one ``_to_copy`` that torch's dispatcher sees, and there are no others."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Copies(TorchDispatchMode):

@@ -43,7 +43,11 @@ RULES = {"default": [None], "own": [SOFTMAX32], "nested": [None, [SOFTMAX32, [LI
 
 
 class Model(nn.Module):
-    """A linear per region, used once: compilers keep no casts, so what uses a weight twice is summed otherwise."""
+    """A model that uses each weight once.
+
+    Compiled code keeps no casts, so the gradients of a weight that is used twice are added up in another
+    dtype.
+    """
 
     def __init__(self, how, rules, *inner):
         super().__init__()
@@ -133,7 +137,7 @@ def test_exported_programs_equal_eager(strict, place):
 
 
 class Layer(nn.Linear):
-    """A region within one of another dtype."""
+    """A region inside a region of another dtype."""
 
     def __init__(self, autocast):
         super().__init__(8, 8)
@@ -159,7 +163,7 @@ def test_a_region_with_default_rules_is_exported_as_torchs(strict):
 
 
 def count_frames(program):
-    """Return how many graphs are made of a program, per call, and how often it is compiled again."""
+    """Return the number of graphs of a program for each call, and the number of recompilations."""
     torch.compiler.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(program, backend=counter, fullgraph=True)
@@ -220,7 +224,7 @@ def test_rules_are_read_from_their_content():
 
 
 def test_code_around_which_regions_are_opened_tells_many_rule_sets_apart():
-    """There are more rule sets than dtypes, and each dtype shows Dynamo one digit."""
+    """There are more rule sets than dtypes, so two dtypes together encode the rule set for Dynamo."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
 
     def forward(x):
@@ -371,7 +375,7 @@ def test_run_in_and_custom_functions_inside():
 
 
 def softmax_by(rule, number):
-    """Compile a softmax inside and around which a region is opened; print dtypes and hits of caches on disk."""
+    """Compile a softmax with a region inside it and around it. Print dtypes and hits of disk caches."""
     warnings.simplefilter("ignore")
     rules = DEFAULT.with_rule("aten::softmax.int", rule)
 

@@ -13,7 +13,7 @@ BF16 = torch.bfloat16
 
 
 def product(fwd, bwd, *, with_setup_context=False, **options):
-    """x @ w as a Function of either form that records in which state its methods run."""
+    """Return x @ w as an autograd Function of either form. It records the autocast state of its methods."""
 
     def multiply(x, w):
         Product.seen.append((torch.is_autocast_enabled("cpu"), x.dtype))

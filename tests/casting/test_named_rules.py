@@ -22,7 +22,7 @@ NO_RULE = re.compile(r"\.(names_|\w*[Dd]imname)|aten::_cudnn_rnn\.default")
 
 
 def registered_in(release: str, device: str) -> set[str]:
-    """What a release registers on a device's key."""
+    """Return the ops that a release registers on a device's autocast key."""
     groups = REGISTERED["registered"][device].items()
     names = {full_name(op) for releases, ops in groups if release in releases.split() for op in ops}
     return {name for name in names if not NO_RULE.search(name)}

@@ -37,7 +37,7 @@ def calls(lists, name):
 
 
 def outcome(function, args, kwargs):
-    """Return the dtypes that come out, or the error."""
+    """Return the dtypes of the results, or the error."""
     try:
         return str(tree_map_only(torch.Tensor, lambda t: t.dtype, function(*args, **kwargs)))
     except Exception as error:  # noqa: BLE001 - the error is what is compared
@@ -66,7 +66,7 @@ def cuda_autocast(*, native):
 @pytest.mark.native
 @pytest.mark.parametrize("name", LISTS)
 def test_cuda_cases_with_fake_tensors(name):
-    """What cannot run on fakes says so alike: cuDNN's ops and the GRU's cell, an equation that does not fit."""
+    """Ops that cannot run on fake tensors raise the same error in both: cuDNN's ops and the GRU cell."""
     with FakeTensorMode():
         cases = list(calls(torchs_own("autocast_test_lists").AutocastTestLists("cuda"), name))
         seen = []

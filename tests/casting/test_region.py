@@ -95,7 +95,7 @@ class TestLikeTorch:
 
 
 class TestTorchsDefects:
-    """Each test shows torch 2.13 failing, and ours working."""
+    """Each test shows a defect of torch 2.13 that amp_plugin does not have."""
 
     def test_nested_regions_of_different_dtype(self):
         w, x = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3)

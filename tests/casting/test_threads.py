@@ -18,7 +18,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Net(nn.Module):
-    """Tells the dtypes of two ops: a product, and a softmax that only own rules run in fp32."""
+    """Returns the dtypes of two ops: a product, and a softmax that runs in fp32 only with custom rules."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ def in_thread(call, *args):
 
 
 def as_data_parallel(module, x, copies=3):
-    """What nn.DataParallel does, on the CPU: replicas made here, run in threads in torch's block."""
+    """Do what nn.DataParallel does, on the CPU: run replicas in threads, in blocks of torch.autocast."""
     replicas = []
     for _ in range(copies):
         replica = module._replicate_for_data_parallel()

@@ -23,7 +23,7 @@ def classifier():
 
 
 def losses(autocast, scaler_class, dtype, *, steps=50, whole_loop=False):
-    """Losses and final weights of digits training; `whole_loop` opens one region around it all."""
+    """Return losses and final weights of a training run. ``whole_loop`` puts it all into one region."""
     data = load_digits()
     images, labels = torch.tensor(data.images).float().unsqueeze(1) / 16, torch.tensor(data.target)
     model = classifier()

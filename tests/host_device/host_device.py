@@ -50,7 +50,7 @@ COUNT = 2
 
 
 def cannot() -> str:
-    """Return why the device cannot be had here, or an empty string."""
+    """Return why the device cannot be used here, or an empty string."""
     if torch.version.cuda is not None and not LOADED:
         return "this build of torch has CUDA's own kernels"
     return "" if compiler() else "needs g++"
@@ -90,13 +90,13 @@ def _digest(*parts: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment variables of a process that is to have the device."""
+    """Return the environment variables for a process that uses the device."""
     return {**os.environ, "LD_PRELOAD": str(library())}
 
 
 @contextlib.contextmanager
 def late_work() -> Iterator[None]:
-    """Put all work of the device off until somebody waits for its stream; the memory it is given up to, too."""
+    """Delay all work of the device until the program waits for its stream. Memory is freed late, too."""
     torch.ops.host_device.late(True)
     try:
         yield

@@ -18,7 +18,7 @@ def index_of(device: torch.device | str | int | None) -> int:
 
 
 class HostStream:
-    """A stream; what is put on it has run when the call returns, unless work is late."""
+    """A stream. Work that is put on it runs at once, unless work is delayed."""
 
     _numbers = itertools.count(1)
     _by_number: ClassVar[dict[tuple[int, int], HostStream]] = {}
@@ -60,7 +60,7 @@ class HostStream:
 
 
 class HostEvent:
-    """A place in the work of a stream; a time on the host's clock."""
+    """An event: a place in the work of a stream, and a time on the host's clock."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.moment = (0, 0, 0)

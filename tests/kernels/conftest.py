@@ -26,7 +26,7 @@ class Kernels:
     name: str
 
     def chunk(self, dtype: torch.dtype) -> int:
-        """Elements that a thread or a block works on at a time: kGranuleBytes on a GPU."""
+        """Return the elements that a thread or block processes at a time: kGranuleBytes on a GPU."""
         return 4096 // dtype.itemsize if self.device.type == "cuda" else 32768
 
     def sizes(self, dtype: torch.dtype) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ def kernel(request):
 
 @pytest.fixture
 def numbers_of_threads():
-    """1, 2, 3: each is in force while the test goes on with it."""
+    """Yield 1, 2 and 3 threads. Each number is set while the test runs with it."""
     before = torch.get_num_threads()
     yield (torch.set_num_threads(count) or count for count in (1, 2, 3))
     torch.set_num_threads(before)

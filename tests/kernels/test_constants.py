@@ -75,7 +75,7 @@ def test_op_rules():
 
 
 def test_device_numbers():
-    """As c10::DeviceType has them."""
+    """The numbers are those of c10::DeviceType."""
     header = Path(torch.__file__).parent / "include/torch/headeronly/core/DeviceType.h"
     numbers = dict(re.findall(r"^  (\w+) = (\d+),", header.read_text(), re.MULTILINE))
     assert {name: int(numbers[name.upper()]) for name in installed_kernels.DEVICE_NUMBERS} == (

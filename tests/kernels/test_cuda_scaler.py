@@ -30,7 +30,7 @@ KERNELS = {
 
 
 def train(optimizer, clip, device):
-    """Train on batches of which some overflow; return what each step came to, and the weights."""
+    """Train on batches of which some overflow. Return the result of each step, and the weights."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 1)).to(device)
     stepper = optimizer(model.parameters())

@@ -52,14 +52,14 @@ def values(seed, sizes, dtype=torch.float32):
 
 
 def unaligned(tensor, device):
-    """The same on a device, one element behind an aligned address."""
+    """Copy tensors to a device, each one element after an aligned address."""
     buffer = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device=device)
     buffer[1:].copy_(tensor.flatten())
     return buffer[1:].view(tensor.shape)
 
 
 def stored(params, how):
-    """Parameters and remainders as the ops take them."""
+    """Return parameters and remainders in the form that the ops take."""
     if how == "bf16 pair":
         high = [torch.empty_like(param, dtype=torch.bfloat16) for param in params]
         low = [torch.empty_like(param, dtype=torch.int16) for param in params]
@@ -95,7 +95,7 @@ def assert_same_bits(ours, theirs):
 
 
 def assert_alike(ours, host):
-    """To the bit where the host computes both."""
+    """The bits are equal where the host computes both."""
     if host_device.LOADED:
         assert_same_bits(ours, host)
     for mine, right in pairs(ours, host):
@@ -116,7 +116,7 @@ def test_adam_is_the_cpus_bit_for_bit(device, how, grad, aligned):
 
 
 def compressed(lists, form):
-    """States in bfloat16 or in codes, squares behind the first list."""
+    """Return states in bfloat16 or in codes. The second list holds the averages of squares."""
     if form == "bf16":
         return [[state.bfloat16() for state in part] for part in lists]
     return [[encode(state.flatten(), signed=i == 0) for state in part] for i, part in enumerate(lists)]

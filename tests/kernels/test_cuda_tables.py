@@ -35,7 +35,7 @@ def gradients(count, size=3):
 
 
 def many(count):
-    """So many gradients of one element: their table is larger than what memory is reserved for tables."""
+    """Return so many gradients that their table is larger than the memory reserved for tables."""
     return list(torch.ones(count, device="cuda").unbind())
 
 
@@ -187,7 +187,7 @@ def test_a_table_that_another_thread_pushes_out_keeps_its_memory_until_it_is_lau
 
 @pytest.fixture
 def of_context():
-    """Make a context current in this thread, by a number; 0 is none."""
+    """Make the context with this number current in this thread; 0 means no context."""
     set_current = ctypes.CDLL("libcuda.so.1").cuCtxSetCurrent
     yield lambda number: set_current(ctypes.c_size_t(number))
     set_current(ctypes.c_size_t(0))

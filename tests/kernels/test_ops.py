@@ -214,7 +214,7 @@ def test_squares_and_sums_beyond_the_range_of_fp32(on, magnitude, p):
 @pytest.mark.parametrize("p", [3.0, 5.0, 32.0, 0.5, 1.7, 4.0, -0.5, -3.3])
 @pytest.mark.parametrize("exponents", [(-20, 20), (-126, -100), (-149, -120), (100, 127)], ids=str)
 def test_powers_of_numbers_of_all_sizes(on, exponents, p):
-    """The error of a GPU's approximations does not grow with the logarithm of an element."""
+    """The error of the GPU's approximate functions does not grow with the size of an element."""
     generator = torch.Generator().manual_seed(3)
     sizes = torch.randint(*exponents, (2000,), generator=generator)
     values = torch.randn(2000, generator=generator).clamp(min=0.01).ldexp(sizes)
@@ -445,7 +445,7 @@ def test_the_norm_is_the_same_with_any_number_of_threads(numbers_of_threads):
 
 @pytest.mark.slow
 def test_the_norm_of_1e8_elements():
-    """torch 2.13's own is wrong by 1 % here."""
+    """torch 2.13's own result is wrong by 1 % here."""
     grad = torch.rand(100_000_000).add_(0.5)
     right = math.sqrt(sum(part.double().square().sum().item() for part in grad.split(1_000_000)))
     assert OP.norm_check([grad], torch.tensor(1.0))[0].item() == pytest.approx(right, rel=1e-6)

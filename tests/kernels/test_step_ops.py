@@ -185,7 +185,7 @@ def test_an_overflow_only_divides_gradients(on, scale, found):
 
 @pytest.mark.parametrize("place", ["second moment", "largest so far", "both"])
 def test_a_nan_is_the_largest_in_amsgrad(on, place):
-    """As torch.maximum has it, in whole vectors and behind them."""
+    """The result is that of torch.maximum, in whole vectors and in the elements after them."""
     given = Adam([(2 * VECTOR + 5,)], amsgrad=True)
     for at in (3, 2 * VECTOR + 4):
         if place != "largest so far":

@@ -75,7 +75,7 @@ def tensors_of(name, weights, form, grad_dtype):
 
 
 def values_of(name, lists):
-    """What a step has made, in float64: parameters, states, counters."""
+    """Return the results of a step in float64: parameters, states, counters."""
     params, _, states, counters, remainders = lists
     kinds = [kind for kind in reference.RULES[name].states for _ in params]
     if remainders:
@@ -148,7 +148,7 @@ def test_a_poisoned_batch_changes_gradients_alone(name, form):
 @pytest.mark.parametrize("name", [name for name, rule in reference.RULES.items() if "square" in rule.states])
 @pytest.mark.parametrize("form", ["bf16", "8bit"])
 def test_squares_are_rounded_without_bias(name, form):
-    """Over the draws of many steps, each from the same start, the mean is that of float32."""
+    """The mean over many steps from the same start is the float32 result."""
     rule, count = reference.RULES[name], len(SIZES)
     numbers = [NUMBERS[number] for number in rule.numbers]
     params, grads, states, counters, _ = tensors_of(name, "fp32", form, torch.float32)
@@ -159,7 +159,7 @@ def test_squares_are_rounded_without_bias(name, form):
     at = rule.states.index("square")
 
     def square_after(step, lists):
-        """The state after a step of this number, in float64."""
+        """Return the state after the step with this number, in float64."""
         if rule.counters:
             lists[3][0].fill_(step)
         else:

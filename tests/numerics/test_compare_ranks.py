@@ -25,7 +25,7 @@ SECONDS = 120  # far below the half hour that gloo waits for a rank that says no
 
 
 class Net(nn.Module):
-    """Layers of one shape, so that a result is not told apart by its shape."""
+    """Layers of one shape, so results cannot be matched by their shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Net(nn.Module):
 
 
 def train(folder: Path) -> None:
-    """Record one run after the other on this rank; each has a folder of its name."""
+    """Record several runs on this rank, each into a folder with its name."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
     for name, options in RUNS.items():
@@ -48,7 +48,7 @@ def train(folder: Path) -> None:
 
 
 def record_sum(path: Path, rank: int, *, is_summed: bool) -> None:
-    """Record a sum over the ranks in a forward pass, as row-parallel layers have it."""
+    """Record a run whose forward pass sums over the ranks, as row-parallel layers do."""
     torch.manual_seed(rank)
     with record_run(path):
         part = torch.randn(8).tanh()

@@ -37,7 +37,7 @@ OPS = {
 
 
 class Scaled(nn.Module):
-    """What an op makes, divided by its largest element: nan where that is infinite."""
+    """Return the result of an op divided by its largest element: nan if that is infinite."""
 
     def __init__(self, op) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Net(nn.Module):
 
 
 def finding_in(model: nn.Module, x: torch.Tensor) -> Finding | None:
-    """Run a model in a block of torch's and in one of ours; they agree."""
+    """Run a model in torch's block and in ours, and assert that the results are equal."""
     found = []
     for block in (torch.autocast, amp_plugin.autocast):
         with amp_plugin.diagnose(keep_going=True) as diagnosis, block("cpu", dtype=torch.float16):
@@ -124,7 +124,7 @@ def test_what_is_no_matter_of_range_has_no_cure_in_fp32(plain):
 
 
 def test_where_no_rule_helps_the_module_or_a_cast_does(plain):
-    """An op in place keeps its dtype whatever the rules say; outside of a block none are read."""
+    """In-place ops keep their dtype under all rules, and outside of regions no rule applies."""
     finding = finding_in(Net(lambda x: x.clone().mul_(x)), torch.full((4, 8), 300.0))
     assert (finding.rule_names, len(finding.cures)) == ((), 1)
     assert "run Net.blocks.2.norm in fp32" in finding.advice

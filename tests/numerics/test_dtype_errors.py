@@ -56,7 +56,7 @@ class Net(nn.Module):
 
 
 def refused(model: nn.Module, dtype: torch.dtype = torch.float16) -> Finding | None:
-    """Run a model in a block under diagnose, and return what is found if torch raises an error."""
+    """Run a model in a block under diagnose. Return the finding about torch's error."""
     diagnosis = amp_plugin.diagnose()
     try:
         with diagnosis, torch.autocast("cpu", dtype=dtype):

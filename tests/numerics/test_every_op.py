@@ -19,7 +19,10 @@ MODES = ((math.nan, False), (math.inf, True), (math.inf, False))  # what is put 
 
 
 def verdict_of(target: Target, own: list[Finding], finding: Finding | None, *, strict: bool) -> str:
-    """Return what a finding proves; of a sample that is not finite by itself only that no finite op is blamed."""
+    """Return a verdict on a finding.
+
+    For a sample that is not finite by itself, the only requirement is that no finite op is named.
+    """
     if finding is None:
         return "unseen" if strict else "absorbed"  # torch or a later op has masked it
     if (finding.op, finding.direction) == (target.op, target.direction):
@@ -30,7 +33,7 @@ def verdict_of(target: Target, own: list[Finding], finding: Finding | None, *, s
 
 
 def trials(infos):
-    """Yield the verdict for each op, direction and mode, and what was tried."""
+    """Yield the verdict for each op, direction and mode, and the sample."""
     choice = random.Random(0)
     for info in infos:
         for sample in samples_of(info, SAMPLES) if torch.float32 in info.dtypes else ():

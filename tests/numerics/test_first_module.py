@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:step . of SGD was skipped, and n
 
 
 class LogOf(nn.Module):
-    """A log, of 0 where the loop says so."""
+    """A layer that computes the logarithm, of 0 if the loop requests it."""
 
     factor = 1.0
 
@@ -35,7 +35,7 @@ def make_net():
 
 
 class Loop:
-    """A plain loop that is watched. Its steps 3 and 4 fail in the given way."""
+    """Run a plain loop with a watcher. Its steps 3 and 4 fail in the given way."""
 
     def __init__(self, net, *, call=None, enabled=False, dtype=torch.float32):
         self.net, self.call, self.dtype = net, call or net, dtype
@@ -143,7 +143,7 @@ def test_a_run_has_hooks_for_a_bounded_number_of_steps():
 
 
 def test_no_op_waits_and_no_mode_is_used():
-    """What is measured stays on the device until a step was skipped."""
+    """Measurements stay on the device until a step is skipped."""
     loop, seen = Loop(make_net()), []
     for is_watched in (False, True):
         assert (loop.hooks() > 0) is is_watched
@@ -211,7 +211,7 @@ NOT_A_LEAF = "ignore:The .grad attribute of a Tensor that is not a leaf"  # Dyna
 @pytest.mark.parametrize("how", ["compile(net)", "function", "net.compile()"])
 @pytest.mark.parametrize("is_new", [False, True])
 def test_nothing_is_compiled_again(how, is_new):
-    """Graphs made while hooks are on, too, are those without them."""
+    """Graphs that are made while hooks are registered equal those without hooks."""
     assert compiled_frames(how, is_new=is_new, is_watched=True) == compiled_frames(how, is_new=is_new)
 
 

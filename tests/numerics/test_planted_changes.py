@@ -78,7 +78,7 @@ def test_rounding_passes(tmp_path: Path, dtype) -> None:
 
 
 class Experts(nn.Module):
-    """The best of four experts for each row: what is chosen is discrete."""
+    """A layer that uses the best of four experts for each row: a discrete choice."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ from recipes.config import ROOT, load_config
 
 
 def on_the_command_line(words: list[str]) -> None:
-    """Do what ``python -m recipes WORDS`` does."""
+    """Run the command ``python -m recipes`` with arguments."""
     os.environ["COLUMNS"] = "150"
     sys.argv[1:] = words
     runpy.run_module("recipes", run_name="__main__", alter_sys=True)

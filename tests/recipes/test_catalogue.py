@@ -100,7 +100,7 @@ def test_a_config_sets_every_key_to_its_default_and_explains_it(name):
 
 
 def keys_of(config, prefix=""):
-    """Key, class that holds it and default of each value of a config."""
+    """Return the key, its class and its default for each value of a config."""
     for field in fields(config):
         default = getattr(config, field.name)
         yield prefix + field.name, type(config), default

@@ -37,7 +37,7 @@ def compared(recipe, options, measure, name, naive):
 
 
 class TorchScaler(torch.amp.GradScaler):
-    """torch's scaler, with the methods that the record needs from ours."""
+    """torch's scaler with the methods of our scaler that the record calls."""
 
     def __init__(self, device, *, losses=(), **options):
         super().__init__(device, **options)
@@ -75,7 +75,7 @@ def test_a_penalty_on_scaled_gradients_stops_the_learning():
 
 
 def clip_scaled(self, optimizer, max_norm):
-    """Clip what is in ``.grad`` after the backward pass, still multiplied by the loss scale."""
+    """Clip ``.grad`` after the backward pass without unscaling it first."""
     return torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], max_norm)
 
 
@@ -93,7 +93,7 @@ def test_clipping_scaled_gradients_stops_the_learning(kind):
 
 
 class TwoScalesOneDivision(TorchScaler):
-    """The small loss has a scale 256 times as large, and the sum is divided by the other one."""
+    """Scale the small loss by 256 times as much, but divide the sum by the scale of the other loss."""
 
     def scale(self, loss, *, name):
         return super().scale(loss) * (256 if name == "drawing" else 1)

@@ -27,7 +27,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def same_weights() -> None:
-    """With some, the first step in fp16 overflows."""
+    """With some initial scales, the first step in fp16 overflows."""
     torch.manual_seed(1)
 
 

@@ -244,7 +244,7 @@ def test_reads_stay_within_their_budget(monkeypatch):
 
 
 def test_long_runs_stay_small(tmp_path):
-    """10 000 steps of 200 modules: at most 8 MB."""
+    """The page of 10 000 steps of 200 modules has at most 8 MB."""
     net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(200)))
     scaler = amp_plugin.GradScaler("cpu")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
@@ -328,7 +328,7 @@ def test_the_last_page_is_whole_and_two_runs_into_one_folder_do_not_mix(tmp_path
 
 
 def test_a_page_under_diagnose_leaves_that_of_the_run_alone(tmp_path):
-    """Its steps are those of another run: it would say that nothing was skipped."""
+    """Its steps belong to another run, so it would report no skipped steps."""
     model, scaler = torch.nn.Linear(2, 1), amp_plugin.GradScaler("cpu")
     with amp_plugin.report(scaler, model, tmp_path / "run.html") as page:
         assert page.path == tmp_path / "run.html"

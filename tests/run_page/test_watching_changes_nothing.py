@@ -34,7 +34,7 @@ STEPS, BAD = 14, (4, 5)
 
 
 class Pure(nn.Module):
-    """Two layers; the programs below add what makes a step impure."""
+    """Two layers. The programs below add side effects to a step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Pure(nn.Module):
         self.begin()
 
     def begin(self) -> None:
-        """Make what the program keeps."""
+        """Make the objects that the program keeps between steps."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the scores."""
@@ -242,7 +242,7 @@ WATCHERS = ("page", "monitor", "log")
 
 
 def everything(net: nn.Module) -> list[object]:
-    """Return what a run has left: weights, the states of random numbers, and what the program keeps."""
+    """Return the state after a run: weights, random states, and objects that the program keeps."""
     kept = [getattr(net, name, None) for name in ("calls", "queue", "norms", "state")] + [
         net.generator.get_state() if hasattr(net, "generator") else None
     ]

@@ -25,7 +25,7 @@ SCALING = {"init_scale": 2.0**10, "growth_interval": 3}
 
 
 def options_of(strategy):
-    """FSDP1 gathers in 16 bits only without modules in fp32; its micro-batches are to add up in fp32 then too."""
+    """FSDP1 gathers 16 bits only if no module stays in fp32. Gradients are still added up in fp32."""
     return {"fp32_modules": () if strategy == "fsdp1" else IN_FP32, **SCALING, **stored_by(strategy)}
 
 
@@ -39,7 +39,7 @@ def own_shares():
 
 
 def micro_batches(step):
-    """Of this rank's window: the share, whether it is the last, and a factor that may overflow."""
+    """Yield this rank's micro-batches, whether each is the last, and a factor that may overflow."""
     shares = own_shares()
     for share in shares:
         yield share, share == shares[-1], torch.inf if (step, share) == (POISONED, SHARES - 1) else 0.0
@@ -56,7 +56,7 @@ def result(losses, steps, scaler, weights):
 
 
 class Keeper:
-    """A run that can ``train`` so many steps, ``write`` a checkpoint and ``read`` it."""
+    """A run that can ``train`` some steps, ``write`` a checkpoint and ``read`` it."""
 
     def save(self):
         before = self.train(range(SAVED_AT))["weights"]
@@ -74,7 +74,7 @@ class Keeper:
 
 
 class ByHand(Keeper):
-    """A loop of one's own and torch.distributed.checkpoint."""
+    """A plain training loop with torch.distributed.checkpoint."""
 
     def __init__(self, folder, strategy):
         self.path = folder / f"by hand {strategy}"
@@ -113,7 +113,7 @@ class ByHand(Keeper):
 
 
 class Module(LightningModule):
-    """An epoch is one window, so that ranks of two counts agree on how far a run is."""
+    """One epoch is one accumulation window, so runs with 2 and 4 ranks count epochs alike."""
 
     def __init__(self, strategy):
         super().__init__()
@@ -143,7 +143,7 @@ class Module(LightningModule):
 
 
 class ByTrainer:
-    """The Trainer's own, one file a rank."""
+    """The Trainer's own checkpoints: one file per rank."""
 
     def __init__(self, folder, strategy):
         self.path, self.module = folder / f"trainer {strategy}", Module(strategy)
@@ -173,7 +173,7 @@ class ByTrainer:
 
 
 class ByFabric(Keeper):
-    """Fabric's own, one file a rank."""
+    """Fabric's own checkpoints: one file per rank."""
 
     def __init__(self, folder, strategy):
         self.path = folder / f"fabric {strategy}"
@@ -223,7 +223,7 @@ class ByFabric(Keeper):
 
 
 class ByAccelerate(Keeper):
-    """Accelerate's own, one file a rank; in one file FSDP1's do not work on CPUs."""
+    """Accelerate's own checkpoints: one file per rank, since FSDP1's single file does not work on CPUs."""
 
     def __init__(self, folder, strategy):
         self.path = folder / f"accelerate {strategy}"

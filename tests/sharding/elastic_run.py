@@ -22,7 +22,7 @@ END, SAVED_EVERY, KILLED_AT = 8, 2, 5  # in step 5 the newest checkpoint is that
 
 
 def launch(folder, ranks, *, restarts=0, killed=False, end=END):
-    """Run torchrun's agent with forked ranks; return whether all of them came to their end."""
+    """Run torchrun's agent with forked ranks. Return whether all of them finished."""
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -66,7 +66,7 @@ class Run:
         return total.item()
 
     def save(self, steps):
-        """Write a checkpoint; it counts once all of it is written."""
+        """Write a checkpoint, and then its number into the file ``newest``."""
         if dist.get_rank() == 0:
             states = [part.state_dict() for part in (self.model, self.optimizer, self.scaler)]
             torch.save(states, self.folder / f"after-{steps}")
@@ -85,7 +85,7 @@ class Run:
 
 
 def train(folder, killed, end):
-    """Train on one rank, from the newest checkpoint on; the last rank of the first attempt may be killed."""
+    """Train on one rank from the newest checkpoint on. In the first attempt the last rank may be killed."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # forked with the agent's handler, which waits for Python
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     store, rank, size = next(dist.rendezvous("env://"))
@@ -107,7 +107,7 @@ def train(folder, killed, end):
 
 
 def main(folder):
-    """Train unbroken, broken and restarted, and broken and resumed by one rank."""
+    """Train without interruption, with a restart after a failure, and with a failure resumed by one rank."""
     folder = Path(folder)
     for name in ("unbroken", "restarted", "fewer", "fewer, unbroken"):
         (folder / name).mkdir()

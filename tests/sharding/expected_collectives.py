@@ -48,7 +48,7 @@ def planned(units: Collection[str], dtypes: DtypePlan, strategy: str, ranks: int
 def _weights(
     units: Collection[str], dtypes: DtypePlan, strategy: str
 ) -> dict[str, list[tuple[Size, torch.dtype]]]:
-    """Return, for each unit, shape and dtype of the weights that it holds and no unit inside it does."""
+    """Return shape and dtype of each unit's own weights, without those of units inside it."""
     net, found = Net(), {}
     in_fp32 = dtypes.in_fp32(net)
     for name, param in net.named_parameters():
@@ -61,7 +61,7 @@ def _weights(
 
 
 def _part(name: str, param: Tensor) -> Size:
-    """Return the shape of one of two ranks' part: ``up`` is divided by columns, ``down`` by rows."""
+    """Return the shape of a rank's part of two: ``up`` is split by columns, ``down`` by rows."""
     if ".up." in name:
         return param.chunk(2)[0].shape
     return param.chunk(2, dim=1)[0].shape if name.endswith("down.weight") else param.shape
@@ -72,7 +72,7 @@ def _padded(shape: Size, shards: int) -> int:
 
 
 def _flat(shapes: list[Size], dtype: torch.dtype, shards: int) -> int:
-    """Return the elements of FSDP1's flat weight, in which each weight begins at a multiple of 16 bytes."""
+    """Return the size of FSDP1's flat weight. In it, each weight begins at a multiple of 16 bytes."""
     aligned, total = 16 // dtype.itemsize, 0
     for shape in shapes:
         total = ceil(total / aligned) * aligned + shape.numel()

@@ -47,7 +47,7 @@ class Run:
     ends: list = field(default_factory=list)
 
     def add(self, loss, skipped):
-        """Note that a step has ended; what follows in the log belongs to the next."""
+        """Mark the end of a step in the log."""
         self.losses.append(loss.detach().clone())
         self.skipped.append(bool(skipped))
         self.ends.append(len(self.log))
@@ -76,7 +76,7 @@ def options_of(strategy, given):
 
 
 def meshes(strategy):
-    """The mesh of all, and that of FSDP."""
+    """Return the mesh of all ranks, and the part of it that FSDP uses."""
     ranks = dist.get_world_size()
     if strategy == "fsdp2":
         return None, init_device_mesh("cpu", (ranks,))
@@ -85,7 +85,7 @@ def meshes(strategy):
 
 
 def share_of(strategy):
-    """Which rows are this rank's: under tensor parallelism two ranks have the same."""
+    """Return the rows of this rank. Under tensor parallelism two ranks have the same rows."""
     ranks = dist.get_world_size()
     return dist.get_rank() // (ranks // 2) if strategy == "tp" else dist.get_rank()
 
@@ -147,7 +147,7 @@ def plain(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None, 
 
 
 class OnCpu(FSDPStrategy):
-    """Lightning has FSDP's first version on GPUs only."""
+    """Lightning supports FSDP1 on GPUs only."""
 
     def _setup_model(self, model):
         return wrap(model, self.mixed_precision_config)

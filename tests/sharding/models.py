@@ -57,7 +57,7 @@ def optimizer_of(params, *, fused=False):
 
 
 def alone(shares, precision="bf16", fp32_modules=IN_FP32, steps=STEPS, change=None):
-    """Train in one process on the rows of all, one micro-batch for each of the others' processes."""
+    """Train in one process on the rows of all ranks, with one micro-batch for each rank."""
     net = Net()
     apply_fp32_modules(net, fp32_modules)
     if change is not None:

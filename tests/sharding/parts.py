@@ -32,14 +32,14 @@ def recorded(model, strategy):
 
 
 def compare(calls, units, dtypes, strategy):
-    """What a step carries against the plan."""
+    """Return the calls that the plan does not expect, and those that it expects in vain."""
     names = {unit.name for unit in units}
     seen, want = Counter(calls), planned(names, dtypes, strategy, dist.get_world_size())
     return {"extra": rows(seen - want), "missing": rows(want - seen), "calls": sum(seen.values())}
 
 
 def collectives(_, __):
-    """The collectives of a forward and backward pass, against the plan."""
+    """Compare the collectives of a forward and backward pass with those of the plan."""
     report = {}
     ranks = dist.get_world_size()
 
@@ -93,7 +93,7 @@ def reference(strategy, steps):
 
 
 def overflow(_, whole):
-    """Skips of three steps in fp16, the second of which overflows in one element on one rank."""
+    """Return which of three fp16 steps were skipped. In the second, one element overflows on one rank."""
 
     def skips(key, front, strategy):
         report = {}
@@ -112,7 +112,7 @@ def overflow(_, whole):
 
 
 def each(run):
-    """Run every strategy under every front; an error of one is in its place, and the others go on."""
+    """Run every strategy under every front door. An error is returned in place of that run's result."""
     report = {}
     for strategy in STRATEGIES:
         for name, front in FRONTS.items():
@@ -124,7 +124,7 @@ def each(run):
 
 
 def refusals(_, __):
-    """What is said of weights stored in 16 bits under FSDP1, which stores float32."""
+    """Return the error that refuses weights stored in 16 bits under FSDP1, which stores float32."""
     report = {}
     for name, front in FRONTS.items():
         try:
@@ -135,7 +135,7 @@ def refusals(_, __):
 
 
 def stored(_, __):
-    """Runs with weights stored in 16 bits beside those with float32 shards, under every front."""
+    """Compare runs with weights stored in 16 bits with runs of float32 shards, under every front door."""
     report = {}
     for name, front in FRONTS.items():
         try:

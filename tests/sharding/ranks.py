@@ -24,7 +24,7 @@ OF_FOUR = tuple(part for part in parts.PARTS if part != "resume")
 
 
 def launch(folder, whole):
-    """Run four ranks to their end, then two; each step and each way, or a few."""
+    """Run the checks on four ranks, then on two: all of them, or a few."""
     for count, chosen in ((4, OF_FOUR), (2, OF_TWO)):
         ended = fork_ranks(count, Path(folder), chosen, whole)
         if any(ended):

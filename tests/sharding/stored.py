@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Uneven shards (5 rows), empty ones (1 row), a tied weight, a frozen layer, and a block that is checkpointed."""
+    """A model with uneven and empty shards, a tied weight, a frozen layer and a checkpointed block."""
 
     def __init__(self, seed, *, tied=True):
         super().__init__()
@@ -123,7 +123,7 @@ def batch(step, micro, share):
 
 
 def shards(net):
-    """The exact weights of this rank, whole parameters alike, in one row."""
+    """Return the exact weights of this rank as one flat tensor; unsharded parameters too."""
     return torch.cat([local_of(value).flatten() for value in net.state_dict().values()])
 
 
@@ -175,7 +175,7 @@ def train(layout, make, *, stored, steps, seed, state="fp32", one_pass=True, wei
 
 
 def compared(group, layout, name, steps, **options):
-    """Train float32 shards and stored ones; pairs round ties away from zero, so a seed without any is taken."""
+    """Train float32 shards and stored ones, with a seed that makes no ties, which pairs round differently."""
     for seed in range(8):
         plain = train(layout, OPTIMIZERS[name], stored=False, steps=steps, seed=seed, **options)
         any_ties = torch.tensor(plain.ties)
@@ -199,7 +199,7 @@ def compared(group, layout, name, steps, **options):
 
 
 def alone_in_pairs(inside, pair):
-    """Cases of two ranks each: one pair has the first half of them, the other pair the rest."""
+    """Run cases that need two ranks. One pair of ranks runs the first half, the other pair the rest."""
     share = inside.get_local_rank()
     layout = Layout(mesh=inside, share=share)
     offloaded = Layout(
@@ -239,7 +239,7 @@ def all_together():
 
 
 def counted(mesh):
-    """Bytes of one layer of 512 x 512 per parameter, with 8-bit states, after two steps."""
+    """Return the bytes per parameter of a 512 x 512 layer with 8-bit states, after two steps."""
     net = fully_shard(nn.Linear(512, 512), mesh=mesh, mp_policy=policy())
     optimizer = torch.optim.AdamW(net.parameters())
     store_weights(net, optimizer, weights="bf16", state="8bit")
@@ -257,7 +257,7 @@ def counted(mesh):
 
 
 def refusals(mesh):
-    """What is said of sharded models whose weights cannot be stored."""
+    """Return the errors for sharded models whose weights cannot be stored."""
     found = {}
     cases = {
         "gathered in fp32": (fully_shard(nn.Linear(4, 4), mesh=mesh), "bf16"),
@@ -279,7 +279,10 @@ def gathered(mesh):
 
 
 def checkpoints(folder, inside):
-    """Four ranks save a stored run and a float32 one; each pair of ranks loads both into both kinds and goes on."""
+    """Save a stored run and a float32 run on four ranks. Each pair of ranks loads both and trains on.
+
+    Both are loaded into a model with stored weights and into a float32 one.
+    """
     everybody = init_device_mesh("cpu", (4,))
     share, saved = dist.get_rank(), {}
     for stored in (False, True):

@@ -163,7 +163,7 @@ def one_backward(model):
 
 
 def assert_added_up(in_fp32, otherwise):
-    """257 gradients of 1 + 1/128: in bf16 their sum has no place for the fractions."""
+    """Add up 257 gradients of 1 + 1/128. A sum in bf16 loses the fractions."""
     assert in_fp32 == 257 * (1 + 2**-7)
     assert otherwise != in_fp32  # so that the sum tells the two apart
 

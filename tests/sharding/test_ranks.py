@@ -30,7 +30,7 @@ def whole(request):
 
 @pytest.fixture(scope="module")
 def reports(whole, tmp_path_factory):
-    """Number of ranks -> what each of them reports."""
+    """Return what each rank reports, by number of ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     ended = WarmProcess(launch, folder, whole, frameworks=True).wait(800)
     assert ended.returncode == 0, ended.stderr[-6000:]
@@ -51,7 +51,7 @@ def two(reports):
 
 
 def found(ranks, part, key):
-    """What each rank reports; an error there is shown here."""
+    """Return what each rank reports. An error on a rank fails the test."""
     reports = [rank[part] for rank in ranks]
     for report in reports:
         assert "error" not in report, report["error"]

@@ -27,7 +27,7 @@ def whole(request):
 
 @pytest.fixture(scope="module")
 def ranks(whole, tmp_path_factory):
-    """What each of four ranks reports."""
+    """Return what each of four ranks reports."""
     folder = tmp_path_factory.mktemp("ranks")
     for rank in call_on_ranks(4, 600, main, folder, whole, CUDA_VISIBLE_DEVICES=""):
         assert rank.returncode == 0, rank.stderr
@@ -35,7 +35,7 @@ def ranks(whole, tmp_path_factory):
 
 
 def found(ranks, case):
-    """What the ranks of a case report; an error there is shown here."""
+    """Return what the ranks of a case report. An error on a rank fails the test."""
     reports = [rank[case] for rank in ranks if case in rank]
     assert len(reports) == (4 if case in TOGETHER else 2)
     for report in reports:
@@ -62,7 +62,10 @@ class TestEachLayout:
             assert report["carried"][1] == report["carried"][0] > 0
 
     def test_which_parameters_are_stored(self, ranks, case):
-        """All but those whose unit gathers float32, and frozen ones; without FSDP2 those that autocast casts."""
+        """Frozen parameters are not stored, nor are those whose FSDP2 unit gathers float32.
+
+        Without FSDP2 only those that autocast casts are stored.
+        """
         norms = {f"blocks.{block}.norm.{name}" for block in range(2) for name in ("weight", "bias")}
         for report in found(ranks, case):
             if case == "tensor parallel":

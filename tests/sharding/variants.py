@@ -37,7 +37,7 @@ VARIANTS = {
 
 
 def on_ranks(change, options, micro_batches):
-    """Each rank has a share of each micro-batch; all but the last are not reduced."""
+    """Each rank has a share of each micro-batch. Only the last one's gradients are reduced."""
     net = Net()
     if change is not None:
         change(net)

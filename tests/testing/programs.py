@@ -17,7 +17,7 @@ STEPS = 3
 
 
 def _trained(make, dtype, *, optimizer=torch.optim.SGD, lr=0.1, whole=False, seed=0):
-    """Return the weights of a model and a step that trains them; ``whole`` holds the weights in the dtype."""
+    """Return the weights of a model and a function that trains them. ``whole`` casts the weights too."""
     torch.manual_seed(seed)
     model, loss_of = make()
     if whole:

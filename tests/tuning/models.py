@@ -24,20 +24,20 @@ def _texts(batch: int = 8, length: int = 64) -> list[torch.Tensor]:
 
 
 def encoder() -> Made:
-    """BERT, filling in words."""
+    """BERT that predicts masked words."""
     config = transformers.BertConfig(vocab_size=WORDS, **SIZES, **NO_DROPOUT)
     return transformers.BertForMaskedLM(config), [{"input_ids": ids, "labels": ids} for ids in _texts()]
 
 
 def decoder() -> Made:
-    """Llama, predicting the next word."""
+    """Llama that predicts the next word."""
     sizes = {**SIZES, "intermediate_size": 3 * WIDTH}
     config = transformers.LlamaConfig(vocab_size=WORDS, num_key_value_heads=HEADS, **sizes)
     return transformers.LlamaForCausalLM(config), [{"input_ids": ids, "labels": ids} for ids in _texts()]
 
 
 def encoder_decoder() -> Made:
-    """T5, writing a text backwards."""
+    """T5 that writes a text backwards."""
     config = transformers.T5Config(
         vocab_size=WORDS,
         d_model=WIDTH,
@@ -53,7 +53,7 @@ def encoder_decoder() -> Made:
 
 
 def vision() -> Made:
-    """ViT, naming pictures."""
+    """ViT that classifies images."""
     config = transformers.ViTConfig(image_size=32, patch_size=4, num_labels=10, **SIZES, **NO_DROPOUT)
     batches = [
         {"pixel_values": torch.randn(8, 3, 32, 32), "labels": torch.randint(10, (8,))} for _ in range(2)
@@ -62,7 +62,7 @@ def vision() -> Made:
 
 
 def speech() -> Made:
-    """wav2vec 2.0, naming sounds."""
+    """wav2vec 2.0 that classifies sounds."""
     config = transformers.Wav2Vec2Config(
         **SIZES,
         conv_dim=(64, 64, 64),
@@ -85,7 +85,7 @@ def speech() -> Made:
 
 
 def state_space() -> Made:
-    """Mamba, predicting the next word."""
+    """Mamba that predicts the next word."""
     config = transformers.MambaConfig(
         vocab_size=WORDS, hidden_size=WIDTH, num_hidden_layers=LAYERS, state_size=8
     )

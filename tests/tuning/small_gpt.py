@@ -24,7 +24,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Words to next words: four Linear layers for each block, and a head if ``with_head``."""
+    """A language model with four Linear layers per block, and a head if ``with_head``."""
 
     def __init__(self, blocks: int, *, width: int = 128, with_head: bool = True) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class GPT(nn.Module):
 
 
 def workload(model, *, batch=2, count=1):
-    """Return a step and its batches."""
+    """Return a training step and its batches."""
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randint(WORDS, (batch, LENGTH), generator=generator) for _ in range(count)]
 

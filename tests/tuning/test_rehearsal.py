@@ -40,7 +40,7 @@ def numbers_of(found):
 
 
 def cheapest(costs, errors, budget):
-    """Return the cost of the best of all placements."""
+    """Return the lowest cost of all placements."""
     layers = [*costs]
     placements = (
         dict(zip(layers, names, strict=True)) for names in itertools.product(*(costs[at] for at in layers))

@@ -60,7 +60,7 @@ def exact(model):
 
 
 def train(weights, ranks, *, ddp):
-    """Windows of two micro-batches; without DDP each has the rows of all ranks."""
+    """Yield windows of two micro-batches. Without DDP each micro-batch has the rows of all ranks."""
     rank = dist.get_rank()
     model = Net(seed=rank if ddp else 0)  # DDP gives all the first rank's
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -80,7 +80,7 @@ def train(weights, ranks, *, ddp):
 
 
 def compared(one, other):
-    """Compare the weights of two runs, and these with those before."""
+    """Compare the final weights of two runs, and the final weights with the initial ones."""
     return {
         "same_on_all_ranks": is_same_on_all_ranks(one),
         "distance": (one - other).abs().mean().item(),
@@ -93,7 +93,7 @@ def compare_with_one_process(weights, ranks):
 
 
 def reduced_gradients(ranks):
-    """Gradients of a window, and the mean over ranks of what each has added up by itself in float32."""
+    """Return a window's gradients, and the mean over ranks of gradients added up locally in float32."""
     model = Net()
     store_weights(model, weights="bf16")
     alone = copy.deepcopy(model)
@@ -215,7 +215,7 @@ def described(model):
 
 
 def compressed_states(form, *, sharded):
-    """AdamW with moments of a format under DDP or FSDP2, saved after five steps and gone on with twice."""
+    """Train with compressed moments under DDP or FSDP2, save after five steps, and continue twice."""
     rank, runs, saved = dist.get_rank(), [], ({}, {})
     for resumed in (False, True):
         model = Net().to(memory_format=torch.contiguous_format)

@@ -31,7 +31,7 @@ def backward(model, optimizer):
 
 @pytest.fixture
 def decompressed(monkeypatch):
-    """How often states were decompressed."""
+    """Return how often states were decompressed."""
     calls, decompress = [], compressed_state.decompress
     monkeypatch.setattr(compressed_state, "decompress", lambda state: calls.append(1) or decompress(state))
     return calls

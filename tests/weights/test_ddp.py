@@ -12,7 +12,7 @@ pytestmark = pytest.mark.dist
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What each of two ranks reports."""
+    """Return what each of two ranks reports."""
     folder = tmp_path_factory.mktemp("ranks")
     for rank in call_on_ranks(2, 400, main, folder, CUDA_VISIBLE_DEVICES=""):
         assert rank.returncode == 0, rank.stderr

@@ -28,7 +28,7 @@ def export(*words: object) -> tuple[int, str]:
 
 
 def export_same(source: Path, file: Path, wanted: dict[str, torch.Tensor], *options: str) -> str:
-    """Assert that an export has these tensors; return what it says."""
+    """Assert that an export has these tensors. Return its output."""
     code, text = export(source, file, *options)
     assert code == 0, text
     found = load_file(file)
@@ -269,7 +269,7 @@ def test_what_cannot_be_exported_says_what_to_do(tmp_path, target):
 
 
 def test_shards_and_their_index_load_as_transformers_loads_them(tmp_path, target):
-    """transformers reads the folder; an export of the folder is the model again, to the bit."""
+    """transformers loads the folder, and an export of the folder has the same bits as the model."""
     config = BertConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=50
     )

@@ -49,7 +49,11 @@ def furthest(ours, stock):
 
 
 def losses(name, region, weights, *, ties=True):
-    """Return losses and model; ``ties=False`` moves weights off ties by float32's last place after each step."""
+    """Return losses and model.
+
+    ``ties=False`` changes the last bit of a float32 weight that lies halfway between two 16-bit numbers,
+    after each step.
+    """
     torch.manual_seed(0)
     kind, (config, batch) = getattr(transformers, name), MODELS[name]
     model = kind(kind.config_class(**config)).train()
@@ -72,7 +76,10 @@ def losses(name, region, weights, *, ties=True):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_are_autocasts_but_for_what_the_last_place_of_ties_does_to_autocast(name):
-    """Moved off ties, both runs are one to the bit; else a pair is as far as autocast is from itself, moved off them."""
+    """Without ties, both runs have the same bits.
+
+    With ties, pairs differ from autocast as much as an autocast run without ties does.
+    """
     stock, _ = losses(name, torch.autocast, "fp32")
     moved, reference = losses(name, torch.autocast, "fp32", ties=False)
     for region in (torch.autocast, autocast):

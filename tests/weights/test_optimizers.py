@@ -55,7 +55,7 @@ class Hidden(SGD):
 
 
 class Decays(SGD):
-    """An optimizer that calls the step of its base class, and goes on."""
+    """An optimizer that calls the step of its base class and then changes weights."""
 
     def __init__(self, params, error=None):
         SGD([torch.ones(1)], lr=0.0)  # from now on torch runs hooks within that step, too
@@ -74,7 +74,7 @@ class Decays(SGD):
 
 
 def library(module, name):
-    """Return what makes an optimizer of a library that need not be installed."""
+    """Return a function that makes an optimizer of an optional library."""
 
     def make(*args, **options):
         return getattr(pytest.importorskip(module), name)(*args, **options)
@@ -147,7 +147,7 @@ def test_those_of_other_weights_step_as_before():
 
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
 def test_lbfgs_equals_the_float32_run(line_search):
-    """The closure must give both the same gradients: they are of the float32 weights."""
+    """The closure gives both models the same gradients, because it computes them from float32 weights."""
     models, optimizers = stepped_twins(
         lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=4, line_search_fn=line_search)
     )
@@ -362,7 +362,7 @@ class Lookahead(Optimizer):
 
 
 class LOMO(SGD):
-    """Steps in backward, by hooks on its parameters."""
+    """An optimizer that steps during the backward pass, by hooks on its parameters."""
 
     fused_backward = None  # what the LOMO optimizers are called by
 
@@ -504,7 +504,7 @@ def test_a_copy_of_an_optimizer_goes_on_and_one_with_its_model_does_in_float32()
 
 
 class WithoutLoadHooks(AdamW):
-    """Loads a state dict by its own code, as bitsandbytes' optimizers do."""
+    """An optimizer that loads a state dict by its own code, as bitsandbytes' optimizers do."""
 
     def load_state_dict(self, state_dict, move_to_device=True):
         params = [param for group in self.param_groups for param in group["params"]]

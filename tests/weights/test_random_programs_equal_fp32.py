@@ -27,7 +27,7 @@ class Net(nn.Module):
 
 
 class Player:
-    """Plays one sequence of moves on a model and its fp32 twin; says which when they differ."""
+    """Apply random operations to a model and its fp32 twin. Report the operations if the two differ."""
 
     def __init__(self, seed):
         self.random, self.moves, self.count = random.Random(seed), [], 0

@@ -172,7 +172,7 @@ def test_float32_that_is_transposed_in_place_is_stored(weights):
 
 @pytest.mark.parametrize("convert", [nn.Module.double, lambda model: model.load_state_dict(exact(model))])
 def test_parameters_that_torch_would_swap_are_refused(convert):
-    """Their records would be lost, and they would be trained in 16 bits."""
+    """Otherwise their remainders would be lost, and they would be trained in 16 bits."""
     reference, stored, _ = twins()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:

@@ -25,7 +25,7 @@ def network(seed=0):
 
 
 def give_gradients(step, *models, seed=0):
-    """Give models the same gradients, bfloat16 numbers in float32."""
+    """Give models the same gradients: float32 tensors whose values bfloat16 can hold."""
     for model in models:
         generator = torch.Generator().manual_seed(1000 * seed + step)
         for param in model.parameters():
@@ -34,7 +34,7 @@ def give_gradients(step, *models, seed=0):
 
 
 def twins(weights="bf16", make=network, **options):
-    """Return a model, its stored twin, and the store."""
+    """Return a float32 model, a copy with stored weights, and the store."""
     reference, stored = make(), make()
     return reference, stored, store_weights(stored, weights=weights, **options)
 
@@ -69,7 +69,10 @@ def train(models, optimizers, count, *, first=0):
 
 @torch.no_grad()
 def away_from_ties(model):
-    """Move weights that lie half-way between two bfloat16 numbers: pairs round those away from zero, autocast to even."""
+    """Change weights that lie halfway between two bfloat16 numbers.
+
+    Pairs round those away from zero, autocast rounds them to even.
+    """
     for param in model.parameters():
         bits = param.view(torch.int32)
         bits.add_((bits & 0xFFFF) == 0x8000)
@@ -81,7 +84,10 @@ def load_state_dicts(saved, resumed):
 
 
 def assert_steps_and_resumes(make, resume=load_state_dicts):
-    """Assert that an optimizer steps a stored model, and one resumed from it on the way, as its float32 twin."""
+    """Assert that a stored model trains like its float32 twin.
+
+    The same is asserted for a model that is loaded from a checkpoint of the stored one.
+    """
     (reference, stored), optimizers = stepped_twins(lambda params: make(params, lr=1e-3))
     train((reference, stored), optimizers, 10)
     resumed = network(3)

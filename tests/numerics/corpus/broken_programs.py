@@ -76,7 +76,7 @@ class Apply(nn.Module):
 
 
 def backward_in_fp16(fix, batch, *layers):
-    """Run a model in fp16, cured by what is pasted after it was made."""
+    """Run a model in fp16, with the suggested lines pasted after the model is made."""
     model = nn.Sequential(*layers)
     fix(model)
     with torch.autocast(**FP16):

@@ -46,7 +46,7 @@ class Program:
 
 @dataclass
 class Fix:
-    """Whether a program is to be cured, and the lines to paste."""
+    """Whether the suggested lines are used in a program, and these lines."""
 
     wanted: bool = False
     code: str = ""
@@ -129,7 +129,7 @@ def findings_of(run: Callable[[], object]) -> list:
 
 
 def wrong_verdict(program: Program) -> str:
-    """Return what is wrong with the finding that a broken program gets; empty if nothing is."""
+    """Return what is wrong with the finding about a broken program, or "" if nothing is."""
     found = findings_of(lambda: program.run(Fix()))
     if not found:
         return "nothing was found"
@@ -146,7 +146,7 @@ def wrong_verdict(program: Program) -> str:
 
 
 def wrong_cure(program: Program) -> str:
-    """Return why the cure that a finding names does not cure; empty if it does."""
+    """Return why the cure that a finding names does not work, or "" if it works."""
     found = findings_of(lambda: program.run(Fix()))
     if not found:
         return "nothing was found"
