@@ -245,7 +245,7 @@ async def coroutine():
         (PATCHED, ValueError, "forward of this Linear was replaced on the instance"),
         (3, TypeError, "3 is not a module, module class or function"),
         (int, TypeError, "int'> is not a module"),
-        (Pool, TypeError, r"others use Pool too; derive a class, class Mine\(Pool\)"),
+        (Pool, TypeError, r"other code uses Pool too; derive a class, class Mine\(Pool\)"),
         (Net().forward, TypeError, r"Net.forward is bound to an object, .* decorate it in its class"),
         (coroutine, TypeError, "coroutine is a generator or coroutine function"),
     ],
