@@ -66,25 +66,25 @@ def clip_norm(core: ScalerCore, target: Target, clip: NormClip) -> Tensor:
     params, states, is_one = _owners(core, target, "clip_grad_norm_")
     if core.awaits_first_loss(params):
         return clip.by_torch(params)  # there are no gradients, so it is 0
-    if wants_torchs_bits(shared):
-        if is_one:
-            states[0].forget_stale_norm()
-        else:
-            _unscale(core, params, states)
-        norm = clip.by_torch(params)
-        for state in states:
-            if is_one:
-                state.take_norm(norm, clip.norm_type)
-            state.ledger.look_again()
-        return norm
     if is_one:
-        return clip_state(states[0], clip)
-    _unscale(core, params, states)
-    device = shared.scale_device or next((param.device for param in params), torch.device("cpu"))
-    found_now = measured(params, None, clip.norm_type)
-    norm, found = shared.ranks.combine(found_now, clip.norm_type, device, parameter_layouts(params))
-    clip.refuse_nonfinite(norm)
-    multiply_(params, norm, clip.max_norm, found)
+        states[0].forget_stale_norm()
+    else:
+        _unscale(core, params, states)
+    if wants_torchs_bits(shared):
+        norm = clip.by_torch(params)
+        if is_one:
+            states[0].take_norm(norm, clip.norm_type)
+    elif is_one:
+        norm, found = states[0].unscale_(clip.norm_type, on_request=False)
+        clip.refuse_nonfinite(norm)
+        clip_measured(states[0], clip, norm, found)
+        return norm
+    else:
+        device = shared.scale_device or next((param.device for param in params), torch.device("cpu"))
+        found_now = measured(params, None, clip.norm_type)
+        norm, found = shared.ranks.combine(found_now, clip.norm_type, device, parameter_layouts(params))
+        clip.refuse_nonfinite(norm)
+        multiply_(params, norm, clip.max_norm, found)
     for state in states:
         state.ledger.look_again()
     return norm
@@ -101,15 +101,6 @@ def clip_measured(state: OptimizerState, clip: NormClip, norm: Tensor, found: Te
         clip.by_torch(state.params)
     else:
         state.ledger.write(partial(multiply_, state.params, norm, clip.max_norm, found))
-
-
-def clip_state(state: OptimizerState, clip: NormClip) -> Tensor:
-    """Unscale and clip all gradients of one optimizer, and return their norm before the clip."""
-    state.forget_stale_norm()
-    norm, found = state.unscale_(clip.norm_type, on_request=False)
-    clip.refuse_nonfinite(norm)
-    clip_measured(state, clip, norm, found)
-    return norm
 
 
 def clip_value(core: ScalerCore, target: Target, limit: float) -> None:

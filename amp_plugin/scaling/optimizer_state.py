@@ -10,7 +10,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial, reduce
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -30,7 +30,7 @@ from amp_plugin.scaling.gradients import (
     parameter_layouts,
 )
 from amp_plugin.scaling.ledger import make_ledger
-from amp_plugin.scaling.loss_scale import LossScale, capturing, moved
+from amp_plugin.scaling.loss_scale import LossScale, capturing
 from amp_plugin.scaling.overflows import Names, names_of, report_of
 from amp_plugin.scaling.shared import Shared
 from amp_plugin.scaling.step_log import StepResult
@@ -240,13 +240,25 @@ class OptimizerState:
                 continue
             factor = scale.require() if before is None else scale.require() / before.require()
             found = measured(params, factor, math.inf, write=True)
-            overflows: list[Tensor] = []
-            if before is not None and self.spans_ranks:
-                overflows = [torch.zeros_like(before.require())] * was_awaited
-            elif before is not None and changed:
-                overflows = [measurement.found_inf for measurement in found]
-            self.contributions += [(before, overflow) for overflow in overflows if before is not None]
+            if before is not None:
+                now = found if changed else []
+                self.contribute(before, now, was_awaited=was_awaited)
+                here = {id(param) for param in params} if self._sharers else set()
+                for other in self._sharers:
+                    if not here.isdisjoint(map(id, other.params)):
+                        shared = [part for kept in now for part in kept.of(other.params)]
+                        other.contribute(before, shared, was_awaited=was_awaited)
         self.ledger.begin_backward(scale)
+
+    def contribute(self, scale: LossScale, found: list[Measurement], *, was_awaited: bool) -> None:
+        """Note that gradients made with another loss scale stay among the present ones, with their overflows.
+
+        All ranks note the same. They learn at the next measurement whether there was an overflow.
+        """
+        overflows = [measurement.found_inf for measurement in found]
+        if self.spans_ranks:
+            overflows = [torch.zeros_like(scale.require())] * was_awaited
+        self.contributions += [(scale, overflow) for overflow in overflows]
 
     def _forget_dropped(self) -> None:
         """When a backward pass begins, forget overflows of gradients that are gone or zero."""
@@ -311,7 +323,8 @@ class OptimizerState:
         found_now = self._measured_now(norm_type, unscale=unscale, on_request=on_request)
         self._forget_earlier(found_now, norm_type)
         earlier = list(self.found_inf_per_device.values())
-        norm, found = self._combined(found_now, norm_type, earlier)
+        ranks, device = self.shared.ranks, self.device()
+        norm, found = ranks.combine(found_now, norm_type, device, self.layouts, earlier)
         for other in self._sharers:
             other.hear(found_now, other.params)
         self.measurements += found_now
@@ -351,16 +364,6 @@ class OptimizerState:
         for loss_scale, overflow in self.contributions:
             loss_scale.record(found if self.spans_ranks else overflow)
         self.contributions = []
-
-    def _combined(
-        self, found_now: list[Measurement], norm_type: float, earlier: list[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Return norm and found_inf over all devices and ranks, including earlier overflows."""
-        device = self.device()
-        if len(found_now) == 1 and not self.spans_ranks:
-            flags = (moved(flag, device) for flag in (found_now[0].found_inf, *earlier))
-            return moved(found_now[0].norm, device), reduce(torch.maximum, flags)
-        return self.shared.ranks.combine(found_now, norm_type, device, self.layouts, earlier)
 
     def _refuse_float16(self, scale: LossScale | None, params: list[Tensor]) -> None:
         param = None if scale is None or self.shared.options.fp16_gradients else first_float16(params)

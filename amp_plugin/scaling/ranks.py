@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,6 +76,8 @@ class Ranks:
             _agree_on_core((*self._agree, *self._sharded), device)
             self._core_agreed = True
         flags = [moved(flag, device) for flag in (*(found.found_inf for found in measurements), *earlier)]
+        if len(measurements) == 1 and measurements[0].layout is None and not (self or layouts):
+            return moved(measurements[0].norm, device), reduce(torch.maximum, flags)
         packed = []
         for layouts_here, ranks in self._places(measurements, layouts):
             values = _pack(measurements, layouts_here, flags, norm_type, device)

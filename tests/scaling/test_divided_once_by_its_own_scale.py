@@ -142,6 +142,19 @@ def test_one_backward_for_two_scales_is_refused(weights, how):
         how(losses)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_overflow_of_another_loss_counts_whichever_of_two_optimizers_of_a_weight_steps(first):
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizers = [torch.optim.SGD([weight], lr=1.0) for _ in range(2)]
+    scaler = GradScaler("cpu", init_scale=8.0, losses=["other"])
+    scaler.register(*optimizers)
+    scaler.scale((weight * math.inf).sum(), name="other").backward()
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizers[first])
+    scaler.update()
+    assert scaler.get_scale("other") == 4.0
+
+
 @pytest.mark.parametrize("names", ["abc", ["a", "a"]])
 def test_names_of_losses_are_a_list_without_repeats(names):
     with pytest.raises(ValueError, match=r"losses=.* is not allowed; give a list of different names"):
