@@ -157,8 +157,10 @@ def refuse_nothing_checked(core: ScalerCore, state: OptimizerState) -> None:
     another rank may have some.
     """
     nothing = not state.found_inf_per_device and not state.ledger.has_gradients()
-    others = (other for other in core if other is not state)
-    if nothing and state.is_awaited and not state.spans_ranks and not any(map(_has_checked, others)):
+    if not (nothing and state.is_awaited) or state.spans_ranks:
+        return
+    core.refresh_joined()  # another optimizer may have got parameters with gradients
+    if not any(_has_checked(other) for other in core if other is not state):
         raise AssertionError(_NOTHING_CHECKED.format(kind=type(state.optimizer).__name__))
 
 

@@ -107,6 +107,17 @@ def test_a_step_without_gradients_is_none_if_another_optimizer_has_some(weights)
     assert (one.value, other.value) == (0.0, -4.0)
 
 
+def test_the_gradients_of_another_optimizer_count_that_got_their_parameters_after_backward():
+    shared, late = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    growing, other = (torch.optim.SGD([shared], lr=1.0) for _ in range(2))
+    scaler = fresh(growing, other)
+    scaler.scale(late.sum()).backward()
+    growing.add_param_group({"params": [late]})
+    scaler.step(other)
+    scaler.step(growing)
+    assert torch.equal(late, torch.zeros(2))
+
+
 def test_steps_without_gradients_that_are_no_error(weights):
     """Nothing was scaled for the optimizer: no backward pass has begun since its last step."""
     one, other = weights(), weights()
