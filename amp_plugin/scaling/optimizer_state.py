@@ -341,9 +341,10 @@ class OptimizerState:
         for scale, params, _ in parts if unscale else ():
             self._refuse_float16(scale, params)
         for scale, params, _ in parts:
-            if scale is not None:
+            found = measured(params, scale, norm_type, write=unscale and scale is not None)
+            if scale is not None and (found or self.spans_ranks):
                 self._loss_scales[scale] = None
-            found_now += measured(params, scale, norm_type, write=unscale and scale is not None)
+            found_now += found
         if unscale:
             user = self._number if on_request else 0
             self.ledger.carry_nothing(user, self.shared.updates, False)

@@ -142,6 +142,21 @@ def test_one_backward_for_two_scales_is_refused(weights, how):
         how(losses)
 
 
+def test_a_scale_that_no_gradient_carries_is_not_checked():
+    unused, used, waiting = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+    optimizer, idle = (torch.optim.SGD(params, lr=1.0) for params in ([unused, used], [waiting]))
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1, losses=["other"])
+    scaler.register(optimizer, idle)
+    scaler.scale(used.sum()).backward()
+    scaler.step(optimizer)
+    scaler.scale(used.sum(), name="other").backward()
+    scaler.unscale_(optimizer)
+    scaler.update()
+    scaler.clip_grad_norm_(optimizer, 0.1)
+    scaler.update()
+    assert scaler.get_scale() == 16.0
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_an_overflow_of_another_loss_counts_whichever_of_two_optimizers_of_a_weight_steps(first):
     weight = torch.nn.Parameter(torch.ones(2))
