@@ -19,7 +19,7 @@ ROOMS = [
     "scaling",
 ]
 FRAMEWORK = re.compile(
-    r"\b(lightning|fabric|trainer|accelerat(e|or)|ignite|\w*Amp(Accelerator|Kwargs|Precision|Monitor))\b",
+    r"\b(lightning|fabric|(?-i:Trainer)|accelerat(e|or)|ignite|\w*Amp(Accelerator|Kwargs|Precision|Monitor))\b",
     re.IGNORECASE,
 )
 MODULES = {"accelerate", "lightning"}  # names of packages that are looked for among those that are loaded
