@@ -110,8 +110,8 @@ def _measure(
     """Run a program in a region that records its ops into a file, or compares its ops or graphs."""
     import torch  # noqa: PLC0415 - takes seconds
 
-    from amp_plugin.numerics.compare import RunRecorder  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.compiled import CompiledComparison  # noqa: PLC0415 - loads torch
+    from amp_plugin.numerics.run_recorder import RunRecorder  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.shadow import ShadowRun  # noqa: PLC0415 - loads torch
 
     region: RunRecorder | CompiledComparison | ShadowRun
@@ -133,18 +133,38 @@ def _measure(
 
 def compare(
     first: Annotated[Path, typer.Argument(exists=True, help="A run by diagnose --save.")],
-    second: Annotated[Path, typer.Argument(exists=True, help="Another, of as many ranks.")],
+    second: Annotated[
+        Path, typer.Argument(exists=True, help="Another, of as many ranks; or one of the two of one process.")
+    ],
+    names: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="YAML file: modules of the first run, and what the second calls them.",
+        ),
+    ] = None,
+    layouts: Annotated[
+        bool,
+        typer.Option(
+            "--layouts", help="One process in both runs: put the micro-batches of the second together."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Name the first result in which two recorded runs differ.
+
+    One process is compared with several ranks by putting their shards, partial sums and replicas together.
 
     Exit code 1 if they differ by more than rounding, if ranks of a run differ where they must agree, or if a
     rank is missing or was cut off.
     """
     from amp_plugin.numerics.compare import compare_runs  # noqa: PLC0415 - loads torch
+    from amp_plugin.numerics.module_names import ModuleNames  # noqa: PLC0415
 
     try:
-        comparison = compare_runs(first, second)
+        known = None if names is None else ModuleNames.read(names)
+        comparison = compare_runs(first, second, names=known, layouts=layouts)
     except (ImportError, OSError, ValueError) as error:
         fail(str(error), code=2)
     print(json.dumps(comparison.to_dict()) if as_json else comparison.report())

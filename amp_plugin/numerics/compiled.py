@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, fx
 from typing_extensions import Self
 
-from amp_plugin.numerics.compare import Difference
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Call, Region, listed
 from amp_plugin.numerics.places import place_in_trace
+from amp_plugin.numerics.recorded import Difference
 from amp_plugin.numerics.shadow import WideRun
 from amp_plugin.numerics.values import as_json, distance, unwatched
 from amp_plugin.precision import short_name

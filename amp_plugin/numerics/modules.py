@@ -19,6 +19,7 @@ from amp_plugin.numerics.values import Storages, norm
 
 # Classes of modules that wrap a model.
 _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule"}
+_SHARDED = {"FSDPModule", "ReplicateModule"}
 
 
 class Tracker:
@@ -61,12 +62,12 @@ class Tracker:
 
     def name_of(self, module: nn.Module) -> str:
         """Return the path of a module, or its class if it was never called."""
-        return self._names.get(module, type(module).__name__)
+        return self._names.get(module, _class_of(module))
 
     def address(self, path: str) -> tuple[str, str]:
         """Return the class name of a module's model, and the module's path for ``get_submodule``."""
         if self._model is not None:
-            return type(self._model).__name__, path
+            return _class_of(self._model), path
         model, _, inner = path.partition(".")
         return model, inner
 
@@ -78,7 +79,7 @@ class Tracker:
         modules = self._modules()
         if not modules:
             model = _unwrapped(module)
-            prefix = self._names[model] if model in self._names else type(model).__name__
+            prefix = self._names[model] if model in self._names else _class_of(model)
             self._name_tree(model, prefix=prefix)
             self._names.setdefault(module, prefix)
             # The recomputation of a checkpoint in a backward pass does not count as a forward pass.
@@ -143,6 +144,12 @@ class Tracker:
         self.in_step = False
         self.steps += 1
         self._passes_at_step = self.backward_passes
+
+
+def _class_of(module: nn.Module) -> str:
+    """Return the name of a module's class, without the one that ``fully_shard`` puts before it."""
+    kinds = type(module).__mro__
+    return kinds[2 if kinds[1].__name__ in _SHARDED else 0].__name__
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

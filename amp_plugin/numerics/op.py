@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
@@ -160,11 +161,15 @@ class OpTraits:
         return self.is_collective and self.base == "wait_tensor"
 
     @cached_property
+    def may_draw(self) -> bool:
+        """Whether the op may draw random numbers. Attention does so if its dropout is not 0."""
+        return torch.Tag.nondeterministic_seeded in self._op.tags
+
+    @cached_property
     def is_repeatable(self) -> bool:
         """Whether the op gives the same results for the same arguments."""
-        is_random = torch.Tag.nondeterministic_seeded in self._op.tags
         reads_workspace = self._packet in _READ_A_WORKSPACE
-        return not (is_random or self.is_collective or self.is_unwritten or reads_workspace)
+        return not (self.may_draw or self.is_collective or self.is_unwritten or reads_workspace)
 
 
 traits_of = cache(OpTraits)
@@ -268,6 +273,22 @@ class Call:
         values = output if isinstance(output, tuple) else (output,)
         results = [result for value in values for result in _tensors("", value)]
         return [*written, *(result for result in results if id(result.tensor) not in known)]
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """The ranks of a collective's process group. Empty for other ops."""
+        group, name = self.named.get("process_group"), self.named.get("group_name")
+        if isinstance(name, str):
+            group = vars(dist.distributed_c10d)["_resolve_process_group"](name)
+        elif isinstance(group, torch.ScriptObject):
+            group = dist.ProcessGroup.unbox(group)
+        return () if group is None else tuple(dist.get_process_group_ranks(group))
+
+    @property
+    def draws(self) -> bool:
+        """Whether the call draws random numbers."""
+        may_drop = "dropout_p" in self.traits.arguments
+        return self.traits.may_draw and not (may_drop and not self.named.get("dropout_p"))
 
     @property
     def is_backward(self) -> bool:

@@ -190,17 +190,27 @@ def fingerprint(tensor: Tensor, made_by: int = -1) -> Fingerprint:
     flat = in_widest_float(flat)
     finite = flat.isfinite()
     flat = torch.where(finite, flat, 0.0)
-    hashed = _mixed(places)
-    sketch = torch.zeros(_BUCKETS, dtype=flat.dtype, device=flat.device)
-    sketch.index_add_(0, hashed % _BUCKETS, flat * ((hashed >> 20 & 1) * 2 - 1))
     return Fingerprint(
         checksum=int((bits * (2 * places + 1)).sum()),
         norm=float(torch.linalg.vector_norm(flat)),
         unfinite=int((~finite).sum()),
-        sketch=tuple(sketch.tolist()),
+        sketch=tuple(sketch_of(flat, places).tolist()),
         is_discrete=is_discrete,
         made_by=made_by,
     )
+
+
+def sketch_of(flat: Tensor, places: Tensor, buckets: int = _BUCKETS) -> Tensor:
+    """Return sums of elements with signs that look random, in buckets that look random; it is linear.
+
+    Args:
+        flat: the elements, ``[numel]``.
+        places: of the elements in the tensor, which choose bucket and sign: int64, ``[numel]``.
+        buckets: number of sums.
+    """
+    hashed = _mixed(places)
+    sketch = torch.zeros(buckets, dtype=flat.dtype, device=flat.device)
+    return sketch.index_add_(0, hashed % buckets, flat * ((hashed >> 20 & 1) * 2 - 1))
 
 
 def _mixed(numbers: Tensor) -> Tensor:

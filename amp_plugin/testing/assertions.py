@@ -29,9 +29,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_plugin.hardware import in_widest_float
-from amp_plugin.numerics.compare import RunRecorder, compare_runs
+from amp_plugin.numerics.compare import compare_runs
 from amp_plugin.numerics.finding import laid_out
 from amp_plugin.numerics.op import Call
+from amp_plugin.numerics.run_recorder import RunRecorder
 from amp_plugin.numerics.shadow import WideRun
 from amp_plugin.numerics.values import Storages, distance, is_low_precision, unwatched
 

@@ -1,0 +1,237 @@
+"""How the parts that several ranks hold make up the tensor that one process holds.
+
+The ranks stand on a mesh. Along each of its dimensions the parts either add up (shards of the tensor, or
+partial sums) or are the same (replicas). Shapes tell whether a tensor is cut, and the numbers tell the rest.
+Micro-batches, which one rank runs after each other, are a dimension of the mesh, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import NamedTuple
+
+from amp_plugin.numerics.parts import Dims, Part
+from amp_plugin.numerics.values import Fingerprint
+
+Coordinates = tuple[int, ...]
+
+MICRO_BATCHES = "micro-batches"
+
+
+class Axis(NamedTuple):
+    """A dimension of the mesh."""
+
+    name: str
+    size: int
+
+
+class Piece(NamedTuple):
+    """A result of one rank, or the result of one process."""
+
+    held: Fingerprint
+    part: Part
+
+
+class Combined(NamedTuple):
+    """One way to put pieces together, and how far the result is from the tensor of one process.
+
+    Attributes:
+        relative: the difference, relative to the tensor.
+        added: the dimensions of the mesh along which pieces are added; along the others they are the same.
+        scale: by which the sum is multiplied.
+        condition: by how much the pieces are larger than what they add up to: their rounding counts so much.
+        unlike: where replicas stand that differ from the tensor most; all coordinates if pieces are added.
+    """
+
+    relative: float
+    added: tuple[Axis, ...]
+    scale: float
+    condition: float
+    unlike: Mapping[Coordinates, float]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the pieces are replicas as they are."""
+        return not self.added and self.scale == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A tensor of one process, and the pieces of it that the ranks hold.
+
+    Attributes:
+        whole: the tensor of one process.
+        pieces: by their coordinates on the mesh. Ranks without an element have none.
+        axes: the dimensions of the mesh.
+    """
+
+    whole: Piece
+    pieces: Mapping[Coordinates, Piece]
+    axes: tuple[Axis, ...]
+
+    @property
+    def cut(self) -> Dims:
+        """The dimensions of the tensor of which some rank has a part only."""
+        shape = self.whole.part.shape
+        shapes = [piece.part.shape for piece in self.pieces.values()]
+        return tuple(dim for dim, size in enumerate(shape) if any(other[dim] != size for other in shapes))
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether the pieces may be parts of the tensor, and enough is known of them."""
+        shape = self.whole.part.shape
+        for piece in self.pieces.values():
+            other = piece.part.shape
+            if len(other) != len(shape) or any(mine > size for mine, size in zip(other, shape, strict=True)):
+                return False
+        if self.is_located:
+            return True
+        cut, ranks = self.cut, math.prod(axis.size for axis in self.axes)
+        if not cut:
+            return len(self.pieces) == ranks
+        return cut in self.whole.part.sums and self._parts_in(cut) <= ranks
+
+    @property
+    def is_located(self) -> bool:
+        """Whether DTensors tell where the pieces lie."""
+        shape = self.whole.part.shape
+        return all(piece.part.whole_shape == shape and piece.part.whole for piece in self.pieces.values())
+
+    def ways(self, *, are_means: bool = False, are_backward: bool = False) -> Iterator[Combined]:
+        """Yield the ways to put the pieces together that their shapes allow, the plainest first.
+
+        Args:
+            are_means: the pieces may be means of a rank's part of the batch, so that their mean is due.
+            are_backward: they may be gradients of a mean of a rank's part. Each is larger than that of the
+                mean of the whole batch, replicas too.
+        """
+        cut = self.cut
+        for added in _subsets(self.axes):
+            if cut and math.prod(axis.size for axis in added) < self._parts_in(cut):
+                continue
+            for scale in _scales(self.axes) if are_backward else _scales(added) if are_means else (1.0,):
+                yield self.combined(added, scale, cut)
+
+    def strict_ways(self) -> Iterator[Combined]:
+        """Yield the ways for a gradient or a weight: its shards add up, and all else must be the same."""
+        if self.is_located:
+            names = next(iter(self.pieces.values())).part.added
+            added = tuple(axis for axis in self.axes if axis.name in names)
+            yield self.located(added)
+            return
+        cut = self.cut
+        for added in _subsets(self.axes):
+            if math.prod(axis.size for axis in added) == self._parts_in(cut):
+                yield self.combined(added, 1.0, cut)
+
+    def _parts_in(self, cut: Dims) -> int:
+        """Return into how many parts the tensor is cut."""
+        whole = self.whole.part.shape
+        largest = [max(piece.part.shape[dim] for piece in self.pieces.values()) for dim in cut]
+        return math.prod(-(-whole[dim] // size) for dim, size in zip(cut, largest, strict=True))
+
+    def located(self, added: tuple[Axis, ...], factor: float = 1.0) -> Combined:
+        """Combine pieces by their places in the whole tensor, and multiply the result by a factor."""
+        scale = factor / next(iter(self.pieces.values())).part.divided
+        return self._sum(added, scale, lambda piece: piece.part.whole, self.whole.held.sketch)
+
+    def combined(self, added: tuple[Axis, ...], scale: float, cut: Dims) -> Combined:
+        """Combine pieces of a tensor that is cut along some dimensions, in whatever order."""
+        if not cut:
+            if not added and scale == 1:
+                return self._same()
+            return self._sum(added, scale, lambda piece: piece.held.sketch, self.whole.held.sketch)
+        found = self._sum(added, scale, lambda piece: piece.part.sums[cut], self.whole.part.sums[cut])
+        if math.prod(axis.size for axis in added) > self._parts_in(cut):
+            return found
+        return found._replace(relative=max(found.relative, self._apart_in_norm(added, scale)))
+
+    def _same(self) -> Combined:
+        unlike = {place: self.whole.held.difference(piece.held) for place, piece in self.pieces.items()}
+        return Combined(max(unlike.values()), (), 1.0, 1.0, unlike)
+
+    def _sum(
+        self,
+        added: tuple[Axis, ...],
+        scale: float,
+        vector_of: Callable[[Piece], Sequence[float]],
+        whole: Sequence[float],
+    ) -> Combined:
+        if any(piece.held.unfinite for piece in (self.whole, *self.pieces.values())):
+            counts = self._groups(added, lambda piece: [float(piece.held.unfinite)])
+            if any(count[0] != self.whole.held.unfinite for count in counts.values()):
+                return Combined(math.inf, added, scale, 1.0, dict.fromkeys(counts, math.inf))
+        size = max(math.hypot(*whole), self.whole.held.norm)
+        unlike = {
+            place: _relative(math.dist([scale * number for number in total], whole), size)
+            for place, total in self._groups(added, vector_of).items()
+        }
+        squares = self._groups(added, lambda piece: [piece.held.norm**2]).values()
+        largest = scale * math.sqrt(max(total[0] for total in squares))
+        condition = max(1.0, largest / size) if size else 1.0
+        return Combined(max(unlike.values()), added, scale, condition, unlike)
+
+    def _apart_in_norm(self, added: tuple[Axis, ...], scale: float) -> float:
+        squares = self._groups(added, lambda piece: [piece.held.norm**2]).values()
+        norm = self.whole.held.norm
+        return max(_relative(abs(scale * math.sqrt(total[0]) - norm), norm) for total in squares)
+
+    def _groups(
+        self, added: tuple[Axis, ...], vector_of: Callable[[Piece], Sequence[float]]
+    ) -> dict[Coordinates, list[float]]:
+        """Add vectors along some dimensions of the mesh; keys have 0 there."""
+        keeps = [axis not in added for axis in self.axes]
+        totals: dict[Coordinates, list[float]] = {}
+        for place, piece in self.pieces.items():
+            key = tuple(number if keep else 0 for number, keep in zip(place, keeps, strict=True))
+            vector = vector_of(piece)
+            total = totals.get(key)
+            totals[key] = list(vector) if total is None else [*map(sum, zip(total, vector, strict=True))]
+        return totals
+
+    def reduced(self, reduce: Callable[[Sequence[float]], float]) -> Combined | None:
+        """Combine few numbers element by element, as a norm or a maximum over the ranks does."""
+        values = [piece.part.values for piece in self.pieces.values()]
+        whole = self.whole.part.values
+        if self.cut or not whole:
+            return None
+        found = [reduce(column) for column in zip(*values, strict=True)]
+        apart = _relative(math.dist(found, whole), math.hypot(*whole))
+        return Combined(apart, self.axes, 1.0, 1.0, dict.fromkeys(self.pieces, apart))
+
+    def differing_axes(self, allowed: float) -> tuple[Axis, ...]:
+        """Return the dimensions of the mesh along which pieces differ by more than is allowed."""
+        found = []
+        for number, axis in enumerate(self.axes):
+            lines: dict[Coordinates, list[Piece]] = {}
+            for place, piece in self.pieces.items():
+                lines.setdefault((*place[:number], *place[number + 1 :]), []).append(piece)
+            if any(_differ(line, allowed) for line in lines.values()):
+                found.append(axis)
+        return tuple(found)
+
+
+def _differ(pieces: Sequence[Piece], allowed: float) -> bool:
+    first, *others = pieces
+    return any(
+        other.part.shape != first.part.shape or first.held.difference(other.held) > allowed
+        for other in others
+    )
+
+
+def _relative(apart: float, size: float) -> float:
+    return 0.0 if apart == 0 else apart / size if size else math.inf
+
+
+def _subsets(axes: tuple[Axis, ...]) -> Iterator[tuple[Axis, ...]]:
+    for count in range(len(axes) + 1):
+        yield from combinations(axes, count)
+
+
+def _scales(axes: tuple[Axis, ...]) -> tuple[float, ...]:
+    """Return by what a sum over ranks is multiplied, if a mean over some of them is due; 1 first."""
+    sizes = [math.prod(axis.size for axis in subset) for subset in _subsets(axes)]
+    return tuple(1 / size for size in dict.fromkeys(sizes))

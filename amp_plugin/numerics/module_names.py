@@ -1,0 +1,76 @@
+"""Names of modules of one implementation of a model as another implementation calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+# Modules that wrappers put between a module and its parent.
+_WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+_NOT_A_MAPPING = (
+    "{path} is not a mapping of names; write a YAML file with lines such as: "
+    "GPT.layers.*.mlp: Net.blocks.*.feed_forward"
+)
+
+
+class ModuleNames:
+    """Turns module names of the second run into those of the first.
+
+    A name stands for a module and everything below it. ``*`` stands for one part of a name, such as the
+    number of a layer. The longest name that fits counts.
+
+    Args:
+        names: names in the first run -> names in the second run.
+
+    Example:
+        >>> names = ModuleNames({"GPT.layers.*.mlp": "Net.blocks.*.feed_forward"})
+        >>> names.of("Net.blocks.3.feed_forward.up")
+        'GPT.layers.3.mlp.up'
+    """
+
+    def __init__(self, names: Mapping[str, str] | None = None) -> None:
+        self._names = dict(names or {})
+        pairs = [(second.split("."), first.split(".")) for first, second in (names or {}).items()]
+        for second, first in pairs:
+            if second.count("*") != first.count("*"):
+                pair = f"{'.'.join(first)} and {'.'.join(second)}"
+                msg = f"{pair} have different numbers of *; give as many to both"
+                raise ValueError(msg)
+        self._pairs = sorted(pairs, key=lambda pair: -len(pair[0]))
+
+    @classmethod
+    def read(cls, path: Path) -> ModuleNames:
+        """Read a YAML or JSON file with a mapping.
+
+        Raises:
+            ValueError: it does not hold a mapping of texts.
+        """
+        try:
+            held = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            raise ValueError(_NOT_A_MAPPING.format(path=path)) from error
+        if not isinstance(held, dict) or not all(
+            isinstance(text, str) for pair in held.items() for text in pair
+        ):
+            raise ValueError(_NOT_A_MAPPING.format(path=path))
+        return cls(held)
+
+    def inverted(self) -> ModuleNames:
+        """Return what turns names of the first run into those of the second."""
+        return ModuleNames({second: first for first, second in self._names.items()})
+
+    def of(self, name: str) -> str:
+        """Return the name in the first run of a module, or of a weight, of the second run."""
+        parts = [part for part in name.split(".") if part not in _WRAPPED]
+        for second, first in self._pairs:
+            head = parts[: len(second)]
+            if len(head) == len(second) and all(
+                want in {"*", part} for want, part in zip(second, head, strict=True)
+            ):
+                found = iter([part for want, part in zip(second, head, strict=True) if want == "*"])
+                return ".".join(
+                    [next(found) if part == "*" else part for part in first] + parts[len(second) :]
+                )
+        return ".".join(parts)

@@ -1,0 +1,163 @@
+"""What the part of a tensor that one rank holds tells of the whole tensor.
+
+Several ranks may hold what one process holds in one tensor. Everything that is kept here is linear, so that
+it can be put together later, when all ranks have written their files:
+
+    the tensor is cut along a dimension: the sums over that dimension add up, in whatever order it is cut
+    each rank has a partial sum: the sketches add up
+    each rank has a replica: the sketches are equal
+
+A DTensor tells which part it is. Its sketch is then taken by the places in the whole tensor. The sketches of
+all parts add up to the sketch of the whole tensor, and a part in a wrong place is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp_plugin.numerics.values import real_values, sketch_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Dims = tuple[int, ...]
+
+_BUCKETS = 64  # of a sum over dimensions; a sum with fewer elements is kept as it is
+_MOST_VALUES = 16  # a tensor with so many elements is kept as it is, too
+_MOST_DIMS = 4  # of a tensor that is summed over pairs of dimensions, too
+
+
+class MeshDimension(NamedTuple):
+    """A dimension of the device mesh, and the place of this process on it."""
+
+    name: str
+    size: int
+    coordinate: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A rank's part of a tensor, in numbers that add up over the ranks.
+
+    Attributes:
+        shape: of the part, with the two parts of a complex number as a dimension more.
+        sums: for dimensions that are summed over, the sum that is left, or its sketch.
+        values: all elements, if they are few; else empty.
+        whole_shape: of the whole tensor, if a DTensor tells it; else empty.
+        whole: the sketch by places in the whole tensor; empty if they are not known.
+        added: names of the mesh dimensions over which the parts add up, by shards or by partial sums.
+        divided: by how much the sum of the parts is divided: the ranks, where a mean is due; else 1.
+        rounding: of a gradient, its rounding in this run, relative; else 0.
+        is_random: whether the op draws random numbers.
+        is_made: whether the op reads no tensor.
+        group: of a collective, the ranks that it is between; else empty.
+        maker: of a gradient, the number of the record that made it; -1 if it is not known.
+    """
+
+    shape: tuple[int, ...]
+    sums: Mapping[Dims, Sequence[float]]
+    values: tuple[float, ...] = ()
+    whole_shape: tuple[int, ...] = ()
+    whole: tuple[float, ...] = ()
+    added: tuple[str, ...] = ()
+    divided: float = 1.0
+    rounding: float = 0.0
+    is_random: bool = False
+    is_made: bool = False
+    group: tuple[int, ...] = ()
+    maker: int = -1
+
+
+def part_of(exact: Tensor) -> Part:
+    """Return what a rank's part tells of the whole tensor.
+
+    Args:
+        exact: what the part would be without rounding.
+    """
+    values = real_values(exact)
+    if values is None:  # integers and booleans are compared where all ranks have the whole tensor
+        return Part(shape=tuple(exact.shape), sums={})
+    finite = torch.where(values.isfinite(), values, 0.0)
+    is_small = finite.numel() <= _MOST_VALUES
+    return Part(
+        shape=tuple(finite.shape),
+        sums=dict(_sums(finite)),
+        values=tuple(finite.flatten().tolist()) if is_small else (),
+    )
+
+
+def _sums(values: Tensor) -> Iterator[tuple[Dims, tuple[float, ...]]]:
+    for count in (1, 2) if values.ndim <= _MOST_DIMS else (1,):
+        for dims in combinations(range(values.ndim), count):
+            left = values.sum(dims).reshape(-1)
+            if left.numel() > _BUCKETS:
+                left = sketch_of(left, torch.arange(left.numel(), device=left.device), _BUCKETS)
+            yield dims, tuple(left.tolist())
+
+
+def located(part: Part, exact: Tensor, holder: Any) -> Part:
+    """Return the part with its place in the whole tensor, as far as a DTensor tells it.
+
+    Args:
+        part: of ``exact``.
+        exact: what the local tensor of ``holder`` would be without rounding.
+        holder: the tensor that the program has; if it is not a DTensor, ``part`` is returned.
+    """
+    if not is_distributed(holder) or exact.is_complex():
+        return part
+    whole_shape, offset = tuple(holder.shape), _offset_of(holder)
+    ends = [start + size for start, size in zip(offset, exact.shape, strict=True)]
+    added, divided = [], 1.0
+    for dimension, placement in zip(mesh_of(holder), holder.placements, strict=True):
+        if placement.is_partial() and placement.reduce_op not in {"sum", "avg"}:
+            return part
+        if placement.is_partial() and placement.reduce_op == "avg":
+            divided *= dimension.size
+        if not placement.is_replicate():
+            added.append(dimension.name)
+    if any(end > size for end, size in zip(ends, whole_shape, strict=True)):
+        return part
+    whole = sketch_of(exact.reshape(-1), _places(exact, offset, whole_shape)).tolist()
+    return replace(part, whole_shape=whole_shape, whole=tuple(whole), added=tuple(added), divided=divided)
+
+
+def _places(part: Tensor, offset: Sequence[int], whole_shape: Sequence[int]) -> Tensor:
+    """Return the place of each element in the whole tensor, flattened."""
+    places, step = torch.zeros(part.shape, dtype=torch.int64, device=part.device), 1
+    for dim in reversed(range(part.ndim)):
+        along = torch.arange(part.shape[dim], device=part.device) + offset[dim]
+        places += (along * step).reshape([-1] + [1] * (part.ndim - dim - 1))
+        step *= whole_shape[dim]
+    return places.reshape(-1)
+
+
+def is_distributed(tensor: object) -> bool:
+    """Return True if a tensor is a DTensor. Nothing is imported."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def _offset_of(tensor: Any) -> tuple[int, ...]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
+
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(map(int, offset))
+
+
+def mesh_of(tensor: Any) -> tuple[MeshDimension, ...]:
+    """Return the dimensions of a DTensor's device mesh; none for other tensors."""
+    return dimensions_of(getattr(tensor, "device_mesh", None))
+
+
+def dimensions_of(mesh: DeviceMesh | None) -> tuple[MeshDimension, ...]:
+    """Return the dimensions of a device mesh; none if there is no mesh, or this process is not on it."""
+    place = None if mesh is None else mesh.get_coordinate()
+    if mesh is None or place is None:
+        return ()
+    names = mesh.mesh_dim_names or [str(number) for number in range(mesh.ndim)]
+    return tuple(map(MeshDimension, names, mesh.shape, map(int, place)))

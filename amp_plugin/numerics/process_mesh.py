@@ -1,0 +1,50 @@
+"""The ranks of a recorded run as a mesh."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from amp_plugin.numerics.layouts import Axis, Coordinates
+from amp_plugin.numerics.recorded import Run
+
+
+class ProcessMesh:
+    """The ranks of a run as a mesh.
+
+    Args:
+        runs: by rank. If a DTensor told the mesh, it has its dimensions, else one: ``"ranks"``.
+    """
+
+    def __init__(self, runs: Mapping[int, Run]) -> None:
+        known = max((run.mesh for run in runs.values()), key=len)
+        axes = [Axis(dimension.name, dimension.size) for dimension in known]
+        places = {rank: tuple(entry.coordinate for entry in run.mesh) for rank, run in runs.items()}
+        if len({len(place) for place in places.values()}) > 1:  # a rank that stopped before its first step
+            axes, places = [], dict.fromkeys(runs, ())
+        sharing: Counter[Coordinates] = Counter()
+        for rank, place in places.items():  # the mesh of weights may be one of several equal ones
+            places[rank] = (sharing[place], *place)
+            sharing[place] += 1
+        outer = Axis("ranks" if not axes else "other ranks", max(sharing.values()))
+        self.axes = (outer, *axes)
+        if outer.size == 1:
+            self.axes = self.axes[1:]
+            places = {rank: place[1:] for rank, place in places.items()}
+        self._places = places
+        self.ranks = {place: rank for rank, place in places.items()}
+
+    def place(self, rank: int) -> Coordinates:
+        """Return the coordinates of a rank."""
+        return self._places[rank]
+
+    def axes_of(self, groups: Iterable[Sequence[int]]) -> tuple[Axis, ...]:
+        """Return the dimensions along which the ranks of some process groups lie."""
+        found = []
+        for number, axis in enumerate(self.axes):
+            if any(
+                len({self._places[rank][number] for rank in group if rank in self._places}) > 1
+                for group in groups
+            ):
+                found.append(axis)
+        return tuple(found)

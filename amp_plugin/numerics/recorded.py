@@ -1,0 +1,146 @@
+"""What a recording holds: results of ops, gradients and weights, and the file they are kept in."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from amp_plugin.numerics.finding import laid_out
+from amp_plugin.numerics.parts import MeshDimension, Part
+from amp_plugin.numerics.replicas import Weight
+from amp_plugin.numerics.values import Fingerprint
+
+FORMAT = "amp_plugin run 7"
+_FORMAT_WITHOUT_PARTS = "amp_plugin run 6"
+_FORMAT_OF_RESULTS_ALONE = "amp_plugin run 5"  # without weights and gradients
+_OF_EARLIER_RELEASES = "amp_plugin.numerics.compare."  # where these classes were then
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A result that two runs of a program do not share."""
+
+    result: str  # which, in words
+    op: str  # that made it
+    module: str = ""  # path of the module; empty outside of modules
+    line: str = ""  # of the program, that calls the op; empty if unknown
+    relative: float  # the difference; of recorded runs that of what the results would be without rounding
+    allowed: float  # how large it may be
+    reason: str = ""  # what is known of it besides
+    is_rounding: bool = False  # whether rounding explains it
+    ranks: tuple[int, ...] = ()  # that have it; empty if one process was recorded
+    mesh: tuple[str, ...] = ()  # the dimensions of the device mesh along which it arises
+
+    def __str__(self) -> str:
+        explains = "explains it" if self.is_rounding else "does not explain it"
+        difference = f"{self.relative:.2g}, relative; rounding {explains}: {self.allowed:.2g}"
+        known = [
+            ("rank" if len(self.ranks) == 1 else "ranks", listed_ranks(self.ranks)),
+            ("mesh", " or ".join(self.mesh)),
+            ("op", self.op),
+            ("line", self.line),
+            ("reason", self.reason),
+            ("difference", difference),
+        ]
+        return laid_out(self.result, [row for row in known if row[1]])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpRecord:
+    """One result of one op."""
+
+    step: int  # optimizer steps before it
+    direction: str  # "forward" or "backward"
+    module: str  # path of the module; empty outside of modules
+    op: str  # full name
+    line: str  # the line that called it, or its forward op; empty if unknown
+    dtype: str  # of the result
+    shape: tuple[int, ...]  # of the result
+    checksum: int  # of its bits
+    held: Fingerprint  # of what it would be without rounding
+    reads: tuple[Fingerprint, ...]  # of the inputs without rounding
+    eps: float  # of the coarsest dtype among result and inputs
+    excess: float  # the op's own error over what rounding its result once and sums in fp32 may come to
+    taken: float  # rounding of the inputs, where the result is taken as exact; else 0
+
+    @property
+    def base(self) -> str:
+        """The name of the plain op: ``"add"`` of ``"aten::add_.Tensor"``."""
+        return self.op.split("::")[-1].split(".")[0].rstrip("_")
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.shape)) or "scalar"
+        where = f" in {self.module}" if self.module else ""
+        return f"{self.op}{where}, {self.direction}, step {self.step}, {self.dtype}[{shape}]"
+
+
+class WeightRecord(NamedTuple):
+    """A weight before its first step, as it is compared with a run of another layout."""
+
+    dtype: str
+    held: Fingerprint
+    part: Part
+
+
+class Run(NamedTuple):
+    """A recorded run of one process."""
+
+    records: list[OpRecord]  # results in the order of the ops
+    unmeasured: dict[str, int]  # ops that did not run in fp64 -> how often
+    weights: dict[str, Weight]  # by name, before their first step
+    gradients: dict[int, str]  # number of a record of a gradient -> name of its weight
+    is_whole: bool = True  # whether the region ended, and not by an error
+    # number of a record -> what is known of the whole tensor; empty in files of earlier releases
+    parts: dict[int, Part] = {}  # noqa: RUF012 - each recorder gives its own
+    begun: dict[str, WeightRecord] = {}  # noqa: RUF012 - weights by name
+    mesh: tuple[MeshDimension, ...] = ()  # empty if no DTensor told it
+
+    @classmethod
+    def load(cls, path: Path) -> Run:
+        """Read a file; nothing else is unpickled, and another file is a ValueError."""
+        kept, reason = None, None
+        known = [OpRecord, Fingerprint, Weight, Part, WeightRecord, MeshDimension]
+        moved = [(OpRecord, f"{_OF_EARLIER_RELEASES}OpRecord")]
+        with torch.serialization.safe_globals([*known, *moved]):
+            try:
+                kept = torch.load(path, weights_only=True)
+            except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+                reason = error
+        match kept:
+            case (found, *fields) if found in {FORMAT, _FORMAT_WITHOUT_PARTS}:
+                return cls(*fields)
+            case (found, records, unmeasured) if found == _FORMAT_OF_RESULTS_ALONE:
+                return cls(records, unmeasured, {}, {})
+        msg = f"{path} is not a recorded run; make one with: amp-plugin diagnose --save run.amp train.py"
+        raise ValueError(msg) from reason
+
+    @property
+    def steps(self) -> int:
+        """How many optimizer steps it has begun."""
+        return max((record.step + 1 for record in self.records), default=0)
+
+    def gradient_records(self) -> dict[tuple[int, str, int], OpRecord]:
+        """Return the records of gradients by step, weight, and how often that came before."""
+        counts: Counter[tuple[int, str]] = Counter()
+        found = {}
+        for number, name in self.gradients.items():
+            record = self.records[number]
+            found[record.step, name, counts[record.step, name]] = record
+            counts[record.step, name] += 1
+        return found
+
+
+def listed_ranks(ranks: Sequence[int]) -> str:
+    """Return the numbers of ranks as text."""
+    return ", ".join(map(str, ranks))
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as text: ``"rank 1"``, ``"ranks 0, 1"``."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed_ranks(ranks)}"

@@ -1,0 +1,86 @@
+"""Does FSDP2 compute what one process computes? Record both, compare them, and plant a bug to see it named.
+
+    python -m recipes.compare_layouts FOLDER
+
+A classifier trains for three steps on one process with the whole batch, and on two processes with FSDP2 and a
+half each. Then it trains once more with the last layer left out of FSDP2, as an entry of
+``ignored_params`` that should not be there. Nobody averages the gradients of that layer, so its copies drift
+apart. The loss still falls.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+
+from amp_plugin.numerics.compare import RunComparison, compare_runs, record_run
+from recipes.shared import CLASSES, digits_batches, digits_loaders, on_ranks, process_group
+
+STEPS, BATCH, PROCESSES = 3, 64, 2
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run to record."""
+
+    path: Path
+    is_sharded: bool = True
+    forgets_last: bool = False
+
+
+class Classifier(nn.Module):
+    """Names a digit from its 64 pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 32), nn.Linear(32, CLASSES)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the logits, ``[B, 10]``, of ``images [B, 1, 8, 8]``."""
+        return self.last(self.first(images.flatten(1)).relu())  # type: ignore[no-any-return]
+
+
+def train(run: Run) -> float:
+    """Train as one of the processes, record it, and return the last loss."""
+    with process_group("cpu") as (rank, ranks):
+        torch.manual_seed(0)
+        model = Classifier()
+        if run.is_sharded:
+            mesh = dist.init_device_mesh("cpu", (ranks,), mesh_dim_names=("data",))
+            left_out = set(model.last.parameters()) if run.forgets_last else None
+            fully_shard(model, mesh=mesh, ignored_params=left_out)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        batches = digits_batches(digits_loaders(batch_size=BATCH, seed=0), steps=STEPS, device="cpu")
+        with record_run(run.path, steps=STEPS):
+            for images, labels in batches:
+                loss = cross_entropy(model(images.chunk(ranks)[rank]), labels.chunk(ranks)[rank])
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return float(loss)
+
+
+def compare(folder: Path) -> dict[str, RunComparison]:
+    """Record all runs in a folder, and compare those of two processes with that of one."""
+    on_ranks(train, Run(folder / "one.amp", is_sharded=False), 1)
+    runs = {
+        "FSDP2": Run(folder / "fsdp2.amp"),
+        "FSDP2 without the last layer": Run(folder / "forgotten.amp", forgets_last=True),
+    }
+    found = {}
+    for name, run in runs.items():
+        on_ranks(train, run, PROCESSES)
+        found[name] = compare_runs(folder / "one.amp", run.path)
+    return found
+
+
+if __name__ == "__main__":
+    for title, comparison in compare(Path(sys.argv[1])).items():
+        print(f"{title}\n{comparison.report()}\n")

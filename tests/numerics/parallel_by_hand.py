@@ -1,0 +1,289 @@
+"""A small language model, sharded by hand over data, tensors and sequence, with bugs to plant.
+
+The ranks stand on a mesh of data x tensor. A batch is shared out over ``data``. Over ``tensor``, heads and hidden
+features are shared out inside attention and feed-forward, and the tokens outside of them.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.functional import cross_entropy, dropout, embedding, gelu, linear, scaled_dot_product_attention
+
+from amp_plugin.numerics.compare import record_run
+from tests.process_groups import leave
+
+WIDTH, HEADS, WORDS, TOKENS, BATCH, STEPS = 16, 4, 32, 8, 8, 2
+
+BUGS = {  # name -> dimension of the mesh along which it is
+    "no all-reduce of a norm's gradient": "tensor",
+    "gradients reduced twice": "data",
+    "a sum where a mean is due": "data",
+    "shards gathered in the wrong order": "tensor",
+    "dropout the same on shards": "tensor",
+    "dropout differs on replicas": "tensor",
+    "a weight not gathered after a step": "data",
+    "a norm over local shards": "tensor",
+    "a bias added before the reduce": "tensor",
+    "a mean over unequal counts": "data",
+    "gradients of tied weights not summed": "",  # on every rank alike
+    "positions without the offset of the shard": "tensor",
+    "a reduce in bf16": "data",
+    "q, k and v interleaved otherwise": "tensor",
+}
+
+
+class Grid:
+    """The place of this rank on the mesh, and the collectives; without a mesh of one process."""
+
+    def __init__(self, mesh: DeviceMesh | None, bug: str = "") -> None:
+        self.bug = bug
+        names = ("data", "tensor")
+        # A mesh computes with tensors, and the recorder would record that.
+        self._counts = (
+            dict.fromkeys(names, 1) if mesh is None else {name: mesh[name].size() for name in names}
+        )
+        self._places = {} if mesh is None else {name: mesh[name].get_local_rank() for name in names}
+        self._groups = {} if mesh is None else {name: mesh[name].get_group() for name in names}
+
+    def count(self, name: str) -> int:
+        return self._counts[name]
+
+    def place(self, name: str) -> int:
+        return self._places.get(name, 0)
+
+    def sum(self, tensor: Tensor, name: str) -> Tensor:
+        """Sum in place over a dimension of the mesh."""
+        if self.count(name) > 1:
+            dist.all_reduce(tensor, group=self._groups[name])
+        return tensor
+
+    def gathered(self, tensor: Tensor, dim: int, name: str = "tensor") -> Tensor:
+        if self.count(name) == 1:
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in range(self.count(name))]
+        dist.all_gather(parts, tensor.contiguous(), group=self._groups[name])
+        return torch.cat(parts, dim)
+
+    def own(self, tensor: Tensor, dim: int, name: str = "tensor") -> Tensor:
+        return tensor.chunk(self.count(name), dim)[self.place(name)].contiguous()
+
+
+class Gather(torch.autograd.Function):
+    """Gather tokens before a layer that is sharded over features."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grid: Grid) -> Tensor:
+        ctx.grid = grid
+        whole = grid.gathered(x, 1)
+        if grid.bug == "shards gathered in the wrong order":
+            whole = torch.cat(whole.chunk(grid.count("tensor"), 1)[::-1], 1)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.grid.own(ctx.grid.sum(gradient.contiguous(), "tensor"), 1), None
+
+
+class Scatter(torch.autograd.Function):
+    """Sum what the ranks have, and share the tokens out."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grid: Grid) -> Tensor:
+        ctx.grid = grid
+        return grid.own(grid.sum(x.clone(), "tensor"), 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.grid.gathered(gradient, 1), None
+
+
+class Rows(nn.Module):
+    """A linear layer whose input features are shared out; the bias is added once."""
+
+    def __init__(self, inputs: int, outputs: int, grid: Grid) -> None:
+        super().__init__()
+        whole = nn.Linear(inputs, outputs)
+        self.weight, self.bias, self.grid = nn.Parameter(grid.own(whole.weight.detach(), 1)), whole.bias, grid
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.grid.bug == "a bias added before the reduce":
+            return Scatter.apply(linear(x, self.weight, self.bias), self.grid)
+        return Scatter.apply(linear(x, self.weight), self.grid) + self.bias
+
+
+class Columns(nn.Module):
+    """A linear layer whose output features are shared out: of each of ``parts`` an equal share."""
+
+    def __init__(self, inputs: int, outputs: int, grid: Grid, parts: int = 1) -> None:
+        super().__init__()
+        whole = nn.Linear(inputs, outputs)
+        if grid.bug == "q, k and v interleaved otherwise":
+            parts = 1
+
+        def own(tensor: Tensor) -> nn.Parameter:
+            return nn.Parameter(torch.cat([grid.own(part, 0) for part in tensor.detach().chunk(parts)]))
+
+        self.weight, self.bias, self.grid = own(whole.weight), own(whole.bias), grid
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class Block(nn.Module):
+    def __init__(self, grid: Grid, number: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = Columns(WIDTH, 3 * WIDTH, grid, parts=3), Rows(WIDTH, WIDTH, grid)
+        self.up, self.down = Columns(WIDTH, 4 * WIDTH, grid), Rows(4 * WIDTH, WIDTH, grid)
+        self.grid, self.number = grid, number
+
+    def forward(self, x: Tensor, drop: Callable[..., Tensor]) -> Tensor:
+        whole = drop(Gather.apply(self.norm1(x), self.grid), self.number, is_shard=False)
+        parts = [
+            part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in self.qkv(whole).chunk(3, -1)
+        ]
+        mixed = scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + drop(self.out(mixed), self.number, is_shard=True)
+        return x + self.down(gelu(self.up(Gather.apply(self.norm2(x), self.grid))))
+
+
+class Net(nn.Module):
+    def __init__(self, grid: Grid, *, is_tied: bool) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(WORDS, WIDTH), nn.Embedding(TOKENS, WIDTH)
+        self.blocks = nn.ModuleList(Block(grid, number) for number in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight if is_tied else nn.Parameter(self.words.weight.detach().clone())
+        self.grid = grid
+
+    def forward(self, tokens: Tensor, drop: Callable[..., Tensor]) -> Tensor:
+        own = self.grid.own(tokens, 1)
+        start = self.grid.place("tensor") * own.shape[1]
+        if self.grid.bug == "positions without the offset of the shard":
+            start = 0
+        x = self.words(own) + embedding(torch.arange(start, start + own.shape[1]), self.positions.weight)
+        for block in self.blocks:
+            x = block(x, drop)
+        return self.head(self.norm(x))
+
+
+def dropout_of(grid: Grid, step: int, rate: float) -> Callable[..., Tensor]:
+    """Return dropout that is the same on ranks with the same tensor, and another one on ranks with shards."""
+
+    def drop(x: Tensor, number: int, *, is_shard: bool) -> Tensor:
+        if not rate:
+            return x
+        differs = is_shard
+        if grid.bug == "dropout the same on shards":
+            differs = False
+        if grid.bug == "dropout differs on replicas":
+            differs = True
+        with torch.random.fork_rng():
+            seed = 1000 * step + 100 * number + 10 * grid.place("data") + is_shard
+            torch.manual_seed(5 * seed + (grid.place("tensor") if differs else 0))
+            return dropout(x, rate)
+
+    return drop
+
+
+def reduce_gradients(net: Net, grid: Grid) -> None:
+    """Sum gradients over shards of the tokens, and average them over shards of the batch."""
+    for name, weight in net.named_parameters():
+        if not is_shared_out(name):
+            is_left_out = grid.bug == "no all-reduce of a norm's gradient" and name == "blocks.1.norm1.weight"
+            if not is_left_out:
+                grid.sum(weight.grad, "tensor")
+        reduced = weight.grad.bfloat16() if grid.bug == "a reduce in bf16" else weight.grad
+        grid.sum(reduced, "data")
+        if grid.bug == "gradients reduced twice":
+            grid.sum(reduced, "data")
+        if reduced is not weight.grad:
+            weight.grad.copy_(reduced)
+        if grid.bug != "a sum where a mean is due":
+            weight.grad.div_(grid.count("data"))
+
+
+def is_shared_out(name: str) -> bool:
+    """Return True if ranks along ``tensor`` hold shards of a weight."""
+    return any(layer in name for layer in ("qkv", "up.")) or name.endswith(("out.weight", "down.weight"))
+
+
+def clip(net: Net, grid: Grid, largest: float) -> None:
+    """Scale gradients to a norm over all shards."""
+    weights = {name: weight for name, weight in net.named_parameters() if name != "head.weight"}  # it is tied
+    squares = {name: weight.grad.square().sum() for name, weight in weights.items()}
+    shards = torch.stack([square for name, square in squares.items() if is_shared_out(name)]).sum()
+    if grid.bug != "a norm over local shards":
+        grid.sum(shards, "tensor")
+    replicas = torch.stack([square for name, square in squares.items() if not is_shared_out(name)]).sum()
+    factor = (largest / (shards + replicas).sqrt()).clamp(max=1.0)
+    for weight in net.parameters():
+        weight.grad.mul_(factor)
+
+
+def record(path: Path, mesh: DeviceMesh | None, bug: str = "", *, rate: float = 0.0) -> None:
+    """Train and record; with a mesh in shards, else on one process."""
+    torch.manual_seed(0)
+    grid = Grid(mesh, bug)
+    net = Net(grid, is_tied=mesh is None)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(3)
+    with record_run(path, steps=STEPS, mesh=mesh):
+        for step in range(STEPS):
+            tokens = torch.randint(0, WORDS, (BATCH, TOKENS + 1), generator=generator)
+            inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+            targets[: BATCH // 2, : TOKENS // 2] = -100  # the first half of the batch has fewer targets
+            inputs, targets = grid.own(inputs, 0, "data"), grid.own(targets, 0, "data")
+            logits = net(inputs, dropout_of(grid, step, rate))
+            own = grid.own(targets, 1)
+            losses = cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum", ignore_index=-100)
+            count = (targets >= 0).sum().float()
+            if bug != "a mean over unequal counts":
+                count = grid.sum(count, "data") / grid.count("data")
+            (losses / count).backward()
+            if mesh is not None and bug != "gradients of tied weights not summed":
+                net.words.weight.grad += net.head.weight.grad
+                net.head.weight.grad.copy_(net.words.weight.grad)
+            reduce_gradients(net, grid)
+            clip(net, grid, 1.0)
+            step_shards(net, grid, optimizer)
+            optimizer.zero_grad()
+
+
+def step_shards(net: Net, grid: Grid, optimizer: torch.optim.Optimizer) -> None:
+    """Step; of one weight each rank along ``data`` keeps its own rows only, and gathers the others."""
+    weight = net.blocks[1].up.weight.detach()
+    before = weight.clone()
+    optimizer.step()
+    if grid.count("data") > 1:
+        own = grid.own(weight, 0, "data").clone()
+        rows = weight.chunk(grid.count("data"))
+        for place, part in enumerate(before.chunk(grid.count("data"))):
+            if place != grid.place("data"):
+                rows[place].copy_(part)
+        if grid.bug != "a weight not gathered after a step":
+            weight.copy_(grid.gathered(own, 0, "data"))
+
+
+def record_all(folder: Path, bugs: list[str]) -> None:
+    """Record a healthy run, one with dropout, and those with bugs, on this rank of four."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    record(folder / "healthy.amp", mesh)
+    record(folder / "dropout.amp", mesh, rate=0.2)
+    for bug in bugs:
+        record(folder / f"{bug}.amp", mesh, bug, rate=0.2 if "dropout" in bug else 0.0)
+    leave()
+
+
+def record_alone(folder: Path) -> None:
+    """Record the same on one process."""
+    assert "RANK" not in os.environ
+    record(folder / "one.amp", None)
+    record(folder / "one dropout.amp", None, rate=0.2)

@@ -1,0 +1,222 @@
+"""A transformer of two layers, 16 wide, and the layouts in which several ranks train it."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.parallel import DistributedDataParallel
+
+from amp_plugin.numerics.compare import record_run
+
+WIDTH, HEADS, WORDS, TOKENS, BATCH = 16, 4, 32, 8, 8
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [layer(x).unflatten(-1, (-1, WIDTH // HEADS)) for layer in (self.query, self.key, self.value)]
+        mixed = scaled_dot_product_attention(*(part.transpose(1, 2) for part in parts), is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention, self.feed_forward = Attention(), FeedForward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.feed_forward(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train: layout, precision, optimizer, clipping and micro-batches."""
+
+    layout: str = "one"
+    precision: str = "fp32"
+    optimizer: str = "SGD"
+    clip: bool = False
+    micro_batches: int = 1
+    steps: int = 2
+
+    @property
+    def name(self) -> str:
+        clip, micro = (
+            "-clip" if self.clip else "",
+            f"-micro{self.micro_batches}" if self.micro_batches > 1 else "",
+        )
+        return f"{self.layout}-{self.precision}-{self.optimizer}{clip}{micro}"
+
+    @property
+    def alone(self) -> "Case":
+        """The same on one process, with the whole batch."""
+        return Case("one", self.precision, self.optimizer, self.clip, steps=self.steps)
+
+
+def ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def tensor_plan(*, sequence: bool) -> dict[str, object]:
+    into, out = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(1) if sequence else Replicate())
+    plan: dict[str, object] = {
+        "words": RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(1) if sequence else Replicate()
+        ),
+        "head": ColwiseParallel(
+            input_layouts=Shard(1) if sequence else Replicate(), output_layouts=Replicate()
+        ),
+    }
+    for number in range(2):
+        block = f"blocks.{number}"
+        plan |= {f"{block}.attention.{name}": into for name in ("query", "key", "value")}
+        plan |= {
+            f"{block}.attention.out": out,
+            f"{block}.feed_forward.up": into,
+            f"{block}.feed_forward.down": out,
+        }
+        if sequence:
+            gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+            plan |= {f"{block}.norm1": SequenceParallel(), f"{block}.norm2": SequenceParallel()}
+            plan |= {f"{block}.attention": gather, f"{block}.feed_forward": gather}
+    if sequence:
+        plan["norm"] = SequenceParallel()
+    return plan
+
+
+def mesh_of(layout: str) -> DeviceMesh | None:
+    count = ranks()
+    shapes = {
+        "fsdp2": ((count,), ("data",)),
+        "hsdp": ((2, count // 2), ("replicas", "shards")),
+        "tp": ((count,), ("tensor",)),
+        "sp": ((count,), ("tensor",)),
+        "fsdp_tp": ((2, count // 2), ("data", "tensor")),
+    }
+    if layout not in shapes:
+        return None
+    shape, names = shapes[layout]
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def shard(net: Transformer, mesh: DeviceMesh, precision: str) -> None:
+    policy = MixedPrecisionPolicy()
+    if precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(net, mesh=mesh, mp_policy=policy)
+
+
+def prepared(net: Transformer, case: Case, mesh: DeviceMesh | None) -> nn.Module:
+    """Put a model into a layout."""
+    if case.layout == "ddp":
+        return DistributedDataParallel(net)
+    if case.layout in {"tp", "sp"}:
+        parallelize_module(net, mesh, tensor_plan(sequence=case.layout == "sp"))
+    elif case.layout == "fsdp_tp":
+        parallelize_module(net, mesh["tensor"], tensor_plan(sequence=False))
+        shard(net, mesh["data"], case.precision)
+    elif mesh is not None:
+        shard(net, mesh, case.precision)
+    return net
+
+
+def share(case: Case, mesh: DeviceMesh | None) -> tuple[int, int]:
+    """Return which part of a batch this rank has, and of how many."""
+    if case.layout in {"one", "tp", "sp"}:
+        return 0, 1
+    if case.layout == "fsdp_tp":
+        return mesh["data"].get_local_rank(), mesh["data"].size()
+    return dist.get_rank(), dist.get_world_size()
+
+
+def batches(steps: int) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(steps):
+        yield torch.randint(0, WORDS, (BATCH, TOKENS + 1), generator=generator)
+
+
+def record(path: Path, case: Case, change: Callable[[nn.Module], None] = lambda _: None) -> None:
+    """Train in a layout and record it."""
+    torch.manual_seed(0)
+    net, mesh = Transformer(), mesh_of(case.layout)
+    change(net)
+    model = prepared(net, case, mesh)
+    optimizer = getattr(torch.optim, case.optimizer)(
+        model.parameters(), lr=0.1 if case.optimizer == "SGD" else 0.01
+    )
+    number, count = share(case, mesh)
+    is_cast = case.precision == "bf16" and (mesh is None or case.layout in {"tp", "sp"})
+    with record_run(path, steps=case.steps):
+        for tokens in batches(case.steps):
+            own = tokens.chunk(count)[number]
+            for micro in own.chunk(case.micro_batches):
+                with torch.autocast("cpu", torch.bfloat16) if is_cast else nullcontext():
+                    logits = model(micro[:, :-1])
+                loss = (
+                    cross_entropy(logits.float().flatten(0, 1), micro[:, 1:].flatten()) / case.micro_batches
+                )
+                loss.backward()
+            if case.clip:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def record_all(folder: Path, cases: list[Case]) -> None:
+    """Record several cases on this rank, one after the other."""
+    folder.mkdir(exist_ok=True)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    for case in cases:
+        record(folder / f"{case.name}.amp", case)
+    if dist.is_initialized():
+        from tests.process_groups import leave
+
+        leave()
