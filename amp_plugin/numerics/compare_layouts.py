@@ -395,6 +395,8 @@ class LayoutComparison:
             noise = self._noise_of_gradients[mine.step] / mine.held.norm if mine.held.norm else 0.0
         else:
             noise = 0.0
+            if mine.direction == "forward" and not mine.module and mine.held.norm:  # such as a clip
+                noise = self._noise_of_gradients.get(mine.step, 0.0) / mine.held.norm
             taken = mine.taken + max(record.taken for record in theirs)
         known = self._largest if math.isinf(inputs) else inputs
         # One element of whole numbers may always turn.
