@@ -41,8 +41,13 @@ READY := .venv/.ready-torch-$(firstword $(TORCH))
 # One thread of inductor's compiles in the process itself; a second would be a process that imports torch.
 # Four processes collect the tests, so what one has compiled of them is kept, whatever the user's setting.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pytest -q --durations=10 --durations-min=5 --timeout 900 --timeout-method thread
-# What these show lies in compilers, launchers and frameworks, and is the same on the fallback.
-WITHOUT_OPS := poisoned_batches takeover lightning_habits transformers_trainer accelerate_install
+# What these show lies in compilers, launchers, options and frameworks, and is the same on the fallback. `make
+# test-whole` runs them there too.
+WITHOUT_OPS := accelerate_defects accelerate_install accelerate_models accelerate_settings \
+	averages_follow_landed_steps batches_without_a_loss checkpoints_of_release_0_3 deepspeed \
+	formats_below_16_bits ignite lightning_habits lightning_monitor lightning_stock_defects \
+	lightning_subclasses option_sources poisoned_batches run_lasts_as_long_as_the_process spikes_left_out \
+	takeover transformers_trainer words
 NATIVE_SOURCES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 PARALLEL := -n $(JOBS) --dist worksteal
 # The compiler's own tests need NVRTC, which the host device stands in for.
@@ -107,6 +112,8 @@ test-fallback: $(READY)
 test-whole: $(READY)
 	$(PYTEST) $(PARALLEL) -m whole_run
 	$(PYTEST) $(PARALLEL) $(ON_HOST_DEVICE) -m "gpu and whole_run"
+	AMP_PLUGIN_NATIVE=0 $(PYTEST) $(PARALLEL) -m "not native and not dist and not slow" \
+		$(addprefix tests/adapters/test_,$(addsuffix .py,$(WITHOUT_OPS)))
 
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz scaler --count 20000 --seed $(SEED)

@@ -141,7 +141,7 @@ def test_a_wheel_with_the_core_inside_needs_no_compiler(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+@pytest.mark.parametrize("checker", [pytest.param("mypy", marks=pytest.mark.whole_run), "pyright"])
 def test_types_reach_a_consumer(checker: str, tmp_path: Path) -> None:
     python, settings = sys.executable, ROOT / "pyproject.toml"
     # The options and the cache of `make lint`: to read torch's modules takes a minute.

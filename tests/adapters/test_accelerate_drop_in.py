@@ -194,6 +194,6 @@ def test_slow_fp16_is_told_once(adapter, monkeypatch):
         "accelerate": lambda: AmpAccelerator(mixed_precision="fp16", cpu=True),
         "lightning": lambda: fit(OneWeight(), AmpPrecision("fp16"), steps=2),
     }
-    with pytest.warns(UserWarning, match="fp16 is not fast on this cpu; bf16 is. The numbers") as told:
+    with pytest.warns(UserWarning, match="fp16 is not fast on this cpu; bf16 is. The results") as told:
         runs[adapter]()
     assert sum("not fast" in str(warning.message) for warning in told) == 1

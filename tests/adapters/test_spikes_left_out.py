@@ -138,6 +138,7 @@ torch.save([p.detach() for p in net.parameters()], sys.argv[2])
 
 
 @pytest.mark.slow
+@pytest.mark.whole_run
 def test_so_it_is_in_a_program_that_is_not_edited(tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
     saved = {}

@@ -33,9 +33,12 @@ def kernels():
     KERNELS.install()
 
 
+LONG = ("compiled", "first_use", "host")  # sections that compile
+
+
 @pytest.mark.filterwarnings("ignore:.*")  # the frameworks' own; benchmarks show them to whoever runs them
 @pytest.mark.parametrize(
-    "key", [pytest.param(key, marks=[pytest.mark.whole_run] * (key == "compiled")) for key in SECTIONS]
+    "key", [pytest.param(key, marks=[pytest.mark.whole_run] * (key in LONG)) for key in SECTIONS]
 )
 def test_each_comparison_runs(key):
     section = SECTIONS[key]

@@ -397,6 +397,7 @@ def softmax_by(rule, number):
 
 
 @pytest.mark.slow
+@pytest.mark.whole_run
 def test_another_process_finds_the_graphs_of_the_same_rules_only():
     """Processes number different rules alike and share inductor's and AOTAutograd's caches.
 

@@ -135,7 +135,9 @@ class TestEnvironment:
 
     def test_another_device_is_told(self, file):
         file.write_text("device_type: cuda")
-        with pytest.warns(UserWarning, match="AMP_PLUGIN_RULES=.*: the rules are for cuda; autocast on cpu"):
+        with pytest.warns(
+            UserWarning, match="AMP_PLUGIN_RULES=.*: the rules are for cuda, so autocast on cpu"
+        ):
             region = amp_plugin.autocast("cpu")
         with region:
             assert torch.softmax(self.x, 0).dtype is torch.bfloat16

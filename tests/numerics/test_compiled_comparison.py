@@ -78,7 +78,7 @@ def changing(name: str, number: int, factor: float) -> Callable[..., Any]:
     [
         ("aot_eager", False),
         ("aot_eager", True),
-        pytest.param("inductor", True, marks=pytest.mark.slow),
+        pytest.param("inductor", True, marks=[pytest.mark.slow, pytest.mark.whole_run]),
         pytest.param("inductor", False, marks=[pytest.mark.slow, pytest.mark.whole_run]),
     ],
 )

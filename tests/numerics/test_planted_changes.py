@@ -60,7 +60,13 @@ def record(path: Path, *, dtype=torch.bfloat16, enabled=True, at=-1, where="bran
     return path
 
 
-@pytest.mark.parametrize("where", ["branch", "mlp", "scores"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param(name, marks=[pytest.mark.whole_run] * (name != "mlp"))
+        for name in ("branch", "mlp", "scores")
+    ],
+)
 def test_five_per_cent_in_a_branch_are_found_at_any_depth(tmp_path: Path, where: str) -> None:
     plain = record(tmp_path / "fp32.pt", enabled=False, where=where, train=False)
     for at in (0, BLOCKS // 2, BLOCKS - 1):

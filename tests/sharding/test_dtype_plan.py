@@ -190,7 +190,7 @@ class TestContradictions:
     def test_a_policy_that_reduces_in_16_bits_is_told(self, mesh, policy):
         model = torch_fully_shard(Net(), mesh=mesh, mp_policy=policy)
         with pytest.warns(
-            UserWarning, match=r"1 of 1 units .* reduce gradients in torch.bfloat16, as their own"
+            UserWarning, match=r"1 of 1 FSDP units .* reduce gradients in torch.bfloat16, as their own"
         ):
             check_against_plan(model, DtypePlan())
         check_against_plan(model, DtypePlan(reduce="bf16"))  # asked for

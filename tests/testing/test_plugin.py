@@ -73,6 +73,7 @@ def test_the_fixture_fails_tests_that_lose_numbers(suite):
     assert "test_user.py" in text
 
 
+@pytest.mark.whole_run
 def test_the_option_records_golden_files(suite):
     assert "does not exist; record it with: pytest --amp-record" in run(suite, "-k", "golden")
     assert "1 passed" in run(suite, "-k", "golden", "--amp-record")
