@@ -115,11 +115,14 @@ class GradientLedger:
     def begin_backward(self, scale: LossScale) -> None:
         """Record that a backward pass from a loss times ``scale`` begins, after gradients were multiplied."""
         for grad, record in self._each():
+            goes_on = record.carries is scale and not record.used_by
             if not record.used_by:
                 record.has_grown |= record.is_changed(grad)
             record.has_grown &= grad is not None
             record.used_by.clear()
-            record.carries, record.seen = scale, _seen(grad)
+            record.carries = scale
+            if not goes_on:  # else a change in an earlier pass of this scale would be forgotten
+                record.seen = _seen(grad)
 
     def carry_nothing(self, optimizer: int, updates: int, steps: bool) -> None:
         """Record that an optimizer uses its gradients, after they were divided by what they carried.

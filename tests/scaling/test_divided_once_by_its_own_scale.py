@@ -170,6 +170,19 @@ def test_an_overflow_of_another_loss_counts_whichever_of_two_optimizers_of_a_wei
     assert scaler.get_scale("other") == 4.0
 
 
+def test_an_overflow_counts_although_a_later_pass_of_its_loss_did_not_reach_the_weight():
+    weight, elsewhere = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=8.0, losses=["first", "second"])
+    scaler.register(optimizer)
+    scaler.scale((weight * math.inf).sum(), name="first").backward()
+    scaler.scale(elsewhere.sum(), name="first").backward()
+    scaler.scale(weight.sum(), name="second").backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale("first") == scaler.get_scale("second") == 4.0
+
+
 @pytest.mark.parametrize("names", ["abc", ["a", "a"]])
 def test_names_of_losses_are_a_list_without_repeats(names):
     with pytest.raises(ValueError, match=r"losses=.* is not allowed; give a list of different names"):

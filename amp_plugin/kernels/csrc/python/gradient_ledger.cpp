@@ -255,11 +255,13 @@ class GradientLedger {
 
   void begin_backward(const py::object& scale) {
     each([&](Record& record, const at::Tensor& grad) {
+      const bool goes_on = record.carries.is(scale) && record.used_by.empty();
       if (record.used_by.empty()) record.has_grown |= change_since(record.mark, grad) != Change::kSame;
       record.has_grown &= grad.defined();
       record.used_by.clear();
       if (!record.carries.is(scale)) record.carries = scale;
-      look(record.mark, grad);
+      if (!goes_on)
+        look(record.mark, grad);  // else a change in an earlier pass of this scale would be forgotten
     });
   }
 
