@@ -592,7 +592,7 @@ def lists_options(options: type) -> Callable[[Class], Class]:
     return decorate
 
 
-lists_options(Spike)  # which stands above, since the options of a loss scale have one
+lists_options(Spike)(Spike)  # which stands above, since the options of a loss scale have one
 
 
 def unknown_option(source: str, name: object, allowed: Sequence[str]) -> str:

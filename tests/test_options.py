@@ -235,3 +235,11 @@ def test_an_accelerator_shows_the_arguments_of_accelerates_and_type_checkers_see
     assert list(stated) == ["self", *own.parameters]
     differ = {name for name in own.parameters if stated[name].default != own.parameters[name].default}
     assert differ == {"split_batches"}  # Accelerate's default says that it was not given
+
+
+def test_no_docstring_shows_the_place_of_its_options():
+    import amp_plugin
+
+    named = {name: getattr(amp_plugin, name) for name in amp_plugin.__all__}
+    assert [name for name, value in named.items() if "{options}" in (value.__doc__ or "")] == []
+    assert "sigma: The number of standard deviations" in amp_plugin.Spike.__doc__
