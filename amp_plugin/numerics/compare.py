@@ -36,16 +36,16 @@ from amp_plugin.numerics.values import as_json
 __all__ = ["RunComparison", "RunRecorder", "compare_runs", "record_run"]
 
 _MOST_REPLICAS = 5  # of the gradients that differ between ranks, in a report
-_GROWTH = 3.0  # by which one op may enlarge differences that are there
+_GROWTH = 3.0  # an op may enlarge the difference of its inputs by this factor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AbsentRanks:
-    """Ranks of which a recording holds not everything.
+    """The ranks whose recording is missing or incomplete.
 
     Attributes:
-        missing: have no file.
-        stopped: ended by an error, or were killed; the steps before are there.
+        missing: ranks that have no file.
+        stopped: ranks that ended by an error or were killed. Their earlier steps are recorded.
     """
 
     missing: tuple[int, ...] = ()
@@ -76,7 +76,7 @@ class RunComparison:
         ranks: that both recordings have; empty if each is the file of one process.
         absent_first, absent_second: ranks that are missing in a recording, or were cut off.
         replicas_first, replicas_second: gradients that differ between the ranks of a recording though their
-            weights began with the same bits; of the first step that has any.
+            weights began with the same bits. Only those of the first such step are listed.
         dropouts_first, dropouts_second: dropout that is the same on ranks of a recording where it must
             differ, or differs where it must be the same.
         mesh: the sizes of the dimensions of the mesh by name, with the micro-batches, if one process was
@@ -306,7 +306,7 @@ def _earliest(found: Mapping[int, Sequence[tuple[int, Difference]]], *, has_rank
 
 
 def _unlike_replicas(runs: Mapping[int, Run]) -> tuple[Difference, ...]:
-    """Return the gradients that differ between ranks and must not, of the first step that has any."""
+    """Return the gradients of the first step in which gradients differ between ranks and must not."""
     replicas = replicas_of([run.weights for run in runs.values()])
     gradients = {rank: run.gradient_records() for rank, run in runs.items()}
     shared = set.intersection(*map(set, gradients.values())) if len(runs) > 1 else set()
@@ -369,7 +369,9 @@ def _compared(ours: Run, theirs: Run, names: ModuleNames) -> _Compared:
 def _judged(
     mine: OpRecord, its: OpRecord, alone: Sequence[Mapping[int, OpRecord]], largest: float, inputs: float
 ) -> Difference:
-    """Compare a result, or the input of it that an op which one run alone has made too different.
+    """Compare a result, or one of its inputs.
+
+    An input is compared in its place if it comes from an op that only one run has, and differs too much.
 
     ``largest`` is the largest difference so far that is explained. ``inputs`` is the difference of the inputs
     as far as it is known without their fingerprints.

@@ -35,19 +35,19 @@ from amp_plugin.numerics.parts import Part
 from amp_plugin.numerics.process_mesh import ProcessMesh
 from amp_plugin.numerics.recorded import Difference, OpRecord, Run
 
-_GROWTH = 4.0  # by which one op may enlarge differences that are there
-_AMPLIFIED, _SMALL = 300.0, 1e-3  # one op may enlarge them so much, up to a difference that is small anyway
-_OF_ADAM = 0.1  # Adam's steps are signs of gradients: rounding turns those of small ones
-_OF_USUAL = 8  # a gradient that is 0 but for rounding is smaller than the usual rounding by this
-_FP32_SUMS = 2.0**-20  # rounding of sums that cancel, of what is summed
+_GROWTH = 4.0  # an op may enlarge the difference of its inputs by this factor
+_AMPLIFIED, _SMALL = 300.0, 1e-3  # or by this one, as long as the result differs by no more than _SMALL
+_OF_ADAM = 0.1  # Adam steps by the sign of a gradient, and rounding may change the sign of a small one
+_OF_USUAL = 8  # a gradient that is this many times smaller than the usual rounding counts as 0
+_FP32_SUMS = 2.0**-20  # rounding of a sum that cancels, relative to its summands
 _LARGEST_KNOWN = 0.05  # larger differences of single results are not expected of gradients
 _USUAL = 256  # nor are differences so much larger than rounding
-# ops -> how much smaller a result is than its inputs, if it is what rounding has left of their sum
+# op -> a result that is this many times smaller than its inputs may be rounding alone
 _CANCELS = {"sum": 4.0, "add": 4.0, "sub": 4.0, **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), 100.0)}
 _EXCHANGED = 4  # times eps: rounding of what ranks exchange, perhaps more than once
 _KERNEL_ERROR = 2.0  # times what rounding allows
 
-_UNKNOWN = Part(shape=(), sums={})  # of an input, of which the fingerprint alone is known
+_UNKNOWN = Part(shape=(), sums={})  # of an input whose fingerprint is all that is known
 
 Place = tuple[int, str, str, str]  # step, direction, module, op
 

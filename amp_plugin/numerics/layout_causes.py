@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from amp_plugin.numerics.layouts import Axis, Combined, Layout
 
-_GROWTH = 3.0  # by which one op may enlarge differences that are there
+_GROWTH = 3.0  # an op may enlarge the difference of its inputs by this factor
 
 
 class Cause(NamedTuple):

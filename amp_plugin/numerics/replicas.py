@@ -5,7 +5,7 @@ for each weight: it is a replica if it had the same bits on all ranks before its
         it is a replica if the other weights of its module are replicas
 for each step, in order: compare the gradients of the replicas between the ranks
     they differ by more than rounding: one rank lacks an all-reduce, or has one too many
-return the differences of the first step that has any; those of later steps are their consequences
+stop at the first step with differences, and return them: those of later steps follow from them
 """
 
 from __future__ import annotations

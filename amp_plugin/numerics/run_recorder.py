@@ -160,7 +160,7 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
         self._add(site, "backward", local, _coarsest([local]), part, taken=taken)
 
     def step_ended(self, _: Optimizer) -> None:
-        """Write what is there, if this rank may be killed because another one ends."""
+        """Write the records so far if there are other ranks: one that fails may end this rank."""
         self._taken = Storages()
         self._taken_of_weights = {}
         if self._file.has_other_ranks and self.tracker.steps < self._most:

@@ -49,7 +49,7 @@ def run(state: OptimizerState, closure: Closure) -> Any:
     if state.shared.enabled:
         if state.backwards == before:
             _refuse_unscaled_backward(state)
-        if is_watched(loss):  # a line search would compare it along unscaled gradients
+        if is_watched(loss):  # a line search compares losses with unscaled gradients
             raise RuntimeError(_SCALED_LOSS)
     return loss
 

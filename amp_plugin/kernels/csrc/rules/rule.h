@@ -12,8 +12,9 @@
 // - operator(), which takes an element, its gradient and its states. It writes the new states over the old
 //   ones, and returns the new element.
 //
-// `Real` is one float32 on a GPU and a vector of them on the CPU. csrc/step_arithmetic.h and
-// cuda/arithmetic.cuh have the functions on them; one of the two is included before this.
+// `Real` is a vector of float32 on the CPU, and a few neighbouring float32 of a thread on a GPU.
+// csrc/step_arithmetic.h and cuda/arithmetic.cuh have the functions on them; one of the two is included
+// before this.
 #pragma once
 
 #include "states.h"
