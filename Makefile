@@ -17,7 +17,7 @@
 # make docs    build the documentation into site/
 # make wheels  build a wheel with the native core inside, for AVX2 and AVX-512, into dist/; for several releases of
 #              torch with TORCH="2.11.0 2.13.0 2.15.0", CPU and CUDA builds alike; the CPU builds are smaller, with
-#              PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+#              PyTorch's index of CPU builds as PIP_EXTRA_INDEX_URL
 # make sdist   build the source distribution into dist/
 # make test-installed    install what dist/ holds into a fresh environment, and train with it; TORCH=2.15.0 with
 #              another torch
@@ -27,7 +27,8 @@
 # make bench-check   measure what is promised; fails where a promise is missed by more than 10 %
 #
 # Each makes .venv with the pinned versions first, if it is not there.
-# TORCH=2.15.0 takes another torch, PYTHON=python3.12 another Python (for a new .venv: make clean first),
+# TORCH=2.15.0 takes another torch; TORCH=nightly the newest one that pip finds, previews included, with PyTorch's
+# index of nightly builds as PIP_EXTRA_INDEX_URL. PYTHON=python3.12 another Python (for a new .venv: make clean first),
 # JOBS=8 more test processes.
 
 PYTHON ?= python3
@@ -37,6 +38,7 @@ SEED ?= 0
 
 BIN := .venv/bin
 READY := .venv/.ready-torch-$(firstword $(TORCH))
+ASKED_TORCH := $(if $(filter nightly,$(TORCH)),--pre torch,"torch==$(firstword $(TORCH))")
 # A test that hangs shows its stacks after 900 s, and the others go on.
 # One thread of inductor's compiles in the process itself; a second would be a process that imports torch.
 # Four processes collect the tests, so what one has compiled of them is kept, whatever the user's setting.
@@ -141,7 +143,7 @@ INSTALLED := build/installed
 test-installed:
 	rm -rf $(INSTALLED)
 	$(PYTHON) -m venv $(INSTALLED)
-	$(INSTALLED)/bin/python -m pip install -q --disable-pip-version-check "torch==$(firstword $(TORCH))" dist/*
+	$(INSTALLED)/bin/python -m pip install -q --disable-pip-version-check $(ASKED_TORCH) dist/*
 	cp tests/installed.py $(INSTALLED)/try.py
 	cd $(INSTALLED) && bin/python try.py $(if $(wildcard dist/*.whl),--core-inside)
 
@@ -178,7 +180,7 @@ $(READY): pyproject.toml constraints.txt | asked-python
 	@rm -f .venv/.ready-*
 	@echo "installing torch $(TORCH) and the pinned tools into .venv (a few minutes the first time)"
 	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --disable-pip-version-check \
-		"torch==$(firstword $(TORCH))" --editable ".[dev]"
+		$(ASKED_TORCH) --editable ".[dev]"
 	@# timm needs a torchvision that loads beside a CPU build of torch. Tests read only its optimizers, so it lies
 	@# where nothing imports it: accelerate's command imports a timm that is installed, and would fail.
 	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --disable-pip-version-check -q --no-deps \
