@@ -1,4 +1,4 @@
-// What torch asks of a device itself: which is current, its memory, its streams, whether it is there.
+// What torch asks of a device: whether it exists, which one is current, its memory and its streams.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/empty.h>
@@ -22,8 +22,9 @@ thread_local c10::DeviceIndex current_index = 0;
 namespace {
 
 std::atomic<int64_t> bytes_in_use{0}, most_in_use{0};
-std::atomic<int64_t> unsafe_allocations{0};  // of pinned memory, which would break another thread's capture
-std::atomic<int64_t> debug_mode{0};  // of torch.cuda.set_sync_debug_mode: 1 warns, 2 is an error
+// allocations of pinned memory that would break another thread's capture
+std::atomic<int64_t> unsafe_allocations{0};
+std::atomic<int64_t> debug_mode{0};  // as in torch.cuda.set_sync_debug_mode: 1 warns, 2 raises an error
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::kCUDA; }
@@ -45,7 +46,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return getNewStream(device, 0);
   }
   c10::Stream getNewStream(c10::Device device, int) const override {
-    static std::atomic<int64_t> last{1000};  // Python's have lower numbers
+    static std::atomic<int64_t> last{1000};  // streams made by Python have lower numbers
     return shown({device_at(device.index()).index(), ++last});
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
@@ -99,11 +100,12 @@ struct Block {
   void* memory;
   size_t bytes;
   std::function<void()> free;
-  Stream stream;  // it was allocated on; its later work may be given the memory
-  std::vector<Stream> users;  // other streams that were named to the allocator
+  Stream stream;  // the stream it was allocated on; later work of that stream may reuse it
+  std::vector<Stream> users;  // other streams that were recorded for it (record_stream)
 };
 
-// As torch's allocator: behind the work of the streams it knows of, somebody else has the memory.
+// Releases a block as torch's allocator does: others may use the memory after the work on all streams
+// recorded for it.
 void release(void* context) {
   auto* block = static_cast<Block*>(context);
   if (works_late()) {
@@ -237,10 +239,11 @@ TORCH_LIBRARY(host_device, library) {
 
 namespace at {
 
-using CUDAHooks = host_device::Hooks;  // torch asks for it by this name
+using CUDAHooks = host_device::Hooks;  // torch looks for a class of this name
 REGISTER_CUDA_HOOKS(CUDAHooks)
 
-// A build of torch says by these which accelerator it was compiled for. Preloaded, ours are found first.
+// These functions say which accelerator torch was compiled for. This library is preloaded, so its versions
+// are found first.
 namespace accelerator {
 std::optional<c10::DeviceType> getAccelerator(bool) { return c10::kCUDA; }
 bool isAccelerator(c10::DeviceType type) { return type == c10::kCUDA; }

@@ -1,5 +1,6 @@
-// The CUDA driver of the device, under its name: what the package asks of libcuda.so.1. Machine code is the
-// path of a kernel that was compiled for the CPU; see tests/host_device/emulation.
+// The CUDA driver of the host device, under the name libcuda.so.1. It has the functions that the package
+// calls. The "machine code" of a kernel is the path of a shared object compiled for the CPU; see
+// tests/host_device/emulation.
 #include <dlfcn.h>
 #include <torch/library.h>
 
@@ -20,12 +21,12 @@ namespace {
 struct Kernel {
   std::string name;
   const char* (*run)(unsigned blocks, unsigned threads, void** arguments, int descending);
-  const size_t* sizes;  // of the parameters, with 0 behind the last
-  uint64_t (*barriers)();  // that its blocks have met since it was asked last
-  bool is_function = false;  // the CUfunction of one context, not the CUkernel of all
+  const size_t* sizes;  // sizes of the parameters, then a 0
+  uint64_t (*barriers)();  // the barriers that its blocks have met since the last call
+  bool is_function = false;  // true for the CUfunction of one context, false for the CUkernel of all
 };
 
-std::atomic<int64_t> user_objects{0};  // that live
+std::atomic<int64_t> user_objects{0};  // how many exist
 
 struct UserObject {
   void* data;
@@ -36,7 +37,7 @@ struct UserObject {
   }
 };
 
-// A launch keeps its arguments, as the driver does.
+// The arguments of a launch, which copies them as the driver does.
 struct Arguments {
   struct alignas(16) Sixteen {
     char bytes[16];
@@ -57,8 +58,8 @@ std::mutex mutex;
 std::vector<std::string> launched;
 std::atomic<uint64_t> barriers{0};
 std::atomic<int64_t> driver_bytes{0};
-std::vector<std::string> calls;  // that launch, or change contexts
-std::atomic<int64_t> failures{0};  // calls that were an error
+std::vector<std::string> calls;  // calls that launch kernels or change contexts
+std::atomic<int64_t> failures{0};  // calls that returned an error
 std::atomic<int64_t> streams_made{0};
 thread_local int capture_mode = 0;
 
@@ -70,8 +71,8 @@ int note(const char* call) {
 
 int failed(int status) { return ++failures, status; }
 
-// A call that a test lets wait while other threads go on: a launch for room in the driver's queue, or an
-// allocation for the device.
+// Lets a test block a call while other threads go on: a launch that waits for room in the driver's queue, or
+// an allocation that waits for the device.
 class Hold {
  public:
   void next(bool on) { state_ = on ? kNext : kNone; }
@@ -88,14 +89,15 @@ class Hold {
 };
 Hold launch, allocation;
 
-// HOST_DEVICE_FAULT plants what a test of the device is to find.
+// Return true if HOST_DEVICE_FAULT asks for this fault. Tests of the host device plant faults and check that
+// they are found.
 bool planted(const char* fault) {
   const char* asked = std::getenv("HOST_DEVICE_FAULT");
   return asked != nullptr && std::strcmp(asked, fault) == 0;
 }
 thread_local uintptr_t context = 0;
-constexpr uintptr_t kContexts = 0xC0;  // + index of the device
-constexpr int kDeviceNumbers = 7;  // the driver's number of a device, less its index
+constexpr uintptr_t kContexts = 0xC0;  // plus the index of the device
+constexpr int kDeviceNumbers = 7;  // the driver's number of a device minus its index
 
 int capture_status() {
   if (!capturing()) return 0;
@@ -103,7 +105,7 @@ int capture_status() {
 }
 
 void run(const Kernel& kernel, unsigned blocks, unsigned threads, Arguments& arguments) {
-  static std::mutex one_at_a_time;  // an emulated kernel keeps its threads in globals
+  static std::mutex one_at_a_time;  // an emulated kernel keeps its threads in global variables
   std::lock_guard lock(one_at_a_time);
   std::vector<void*> pointers;
   for (auto& value : arguments.values) pointers.push_back(value.data());

@@ -1,5 +1,4 @@
-// CUDA graphs: what the ops of a capture do is noted and undone; a
-// replay does it again.
+// CUDA graphs. A capture records the ops and undoes their effects; a replay runs them again.
 #include <torch/library.h>
 
 #include <atomic>
@@ -45,7 +44,7 @@ void replay(int64_t number) {
   for (const auto& work : graphs.at(number).work) submit(current_stream(), work);
 }
 
-// A graph that is still at work goes when that is done, as CUDA's.
+// Destroys a graph. As in CUDA, a graph that is still running is destroyed when it has finished.
 void release(int64_t number) {
   std::lock_guard lock(mutex);
   auto node = graphs.extract(number);

@@ -1,4 +1,4 @@
-// The ops of the device: each is the CPU's, on host tensors over the same memory.
+// The ops of the host device. Each runs the CPU's op on host tensors that share the device tensors' memory.
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_log_softmax.h>
@@ -30,7 +30,7 @@ const std::set<std::string> kWaits = {
 
 void release_storage(void* storage) { delete static_cast<c10::Storage*>(storage); }
 
-// The same memory as a storage of another device.
+// A storage on another device that shares the memory.
 c10::Storage on(c10::Device device, const c10::Storage& storage) {
   auto* data = const_cast<void*>(storage.data());
   c10::DataPtr pointer = device.is_cpu()
@@ -58,7 +58,7 @@ bool same_layout(const at::Tensor& one, const at::Tensor& other) {
       one.storage_offset() == other.storage_offset();
 }
 
-// One call: which host tensor stands for which of the device.
+// One call of an op: maps each device tensor to the host tensor that stands in for it.
 class Call {
  public:
   at::Tensor host(const at::Tensor& tensor) {
@@ -97,7 +97,7 @@ class Call {
     return tensor_of(storage, result);
   }
 
-  // What resize_ and set_ do to a tensor.
+  // Copies back the metadata that resize_ and set_ change.
   void take_over_metadata() const {
     for (const auto& [ours, theirs] : pairs_) {
       c10::StorageImpl* storage = ours.storage().unsafeGetStorageImpl();
@@ -137,7 +137,8 @@ c10::IValue map_tensors(const c10::IValue& value, const Change& change) {
   return value;
 }
 
-// As TensorIterator and the checks in torch's CUDA kernels: all on one device, numbers apart.
+// Checks what TensorIterator and torch's CUDA kernels check: all tensors are on one device, except
+// one-element CPU tensors.
 class DeviceCheck {
  public:
   explicit DeviceCheck(const c10::OperatorName& name)
@@ -171,7 +172,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       return call.host(tensor);
     });
   }
-  for (size_t i = 0; i < schema.arguments().size(); ++i) {  // last: where to make the result
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {  // the device on which to make the result
     c10::IValue& value = (*stack)[first + i];
     if (!value.isDevice()) continue;
     value.toDevice().is_cuda() ? call.make_on(value.toDevice()) : call.make_on_host();
@@ -206,7 +207,8 @@ void write_into(const c10::IValue& target, const c10::IValue& source) {
 
 namespace {
 
-// The storage, without holding it: what is put off must not keep memory that the program has given up.
+// A view of the storage that does not keep it alive. Deferred work must not keep memory that the program has
+// freed.
 c10::Storage borrowed(const c10::Storage& storage) {
   auto* data = const_cast<void*>(storage.data());
   return {
@@ -214,7 +216,8 @@ c10::Storage borrowed(const c10::Storage& storage) {
       false};
 }
 
-// The arguments of an op that runs later. Host memory that it reads is read now, as from pageable memory.
+// The arguments of an op that runs later. Host memory that it reads is copied now, as CUDA does with pageable
+// memory.
 torch::jit::Stack arguments_for_later(const torch::jit::Stack& given, bool writes_to_host) {
   torch::jit::Stack later;
   for (size_t i = 0; i < given.size(); ++i) {
@@ -227,7 +230,7 @@ torch::jit::Stack arguments_for_later(const torch::jit::Stack& given, bool write
   return later;
 }
 
-// The same memory: a graph keeps that, but not what autograd knows of it.
+// The same memory without autograd's data, which a graph does not keep.
 torch::jit::Stack without_autograd(torch::jit::Stack values) {
   for (c10::IValue& value : values) {
     value = map_tensors(value, [](const at::Tensor& tensor) {
@@ -239,7 +242,7 @@ torch::jit::Stack without_autograd(torch::jit::Stack values) {
   return values;
 }
 
-// What an op waits for the device for, if it does.
+// Returns the name under which an op waits for the device, or an empty string if it does not wait.
 std::string wait_of(const std::string& name, const torch::jit::Stack& given) {
   if (kWaits.count(name)) return name;
   if (name != "aten::copy_") return "";
@@ -331,7 +334,7 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
   c10::impl::VirtualGuardImpl(c10::kCUDA).recordDataPtrOnStream(self.storage().data_ptr(), stream);
 }
 
-// CUDA's softmax reads fp16 and writes fp32 at once, the CPU's does not.
+// CUDA's softmax can read float16 and write float32 in one op. The CPU's cannot.
 template <auto by_host>
 at::Tensor softmax(const at::Tensor& self, int64_t dim, bool half_to_float) {
   const at::Tensor input = half_to_float ? self.to(at::kFloat) : self;
@@ -356,8 +359,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   auto by_host = [&](const std::string& name) {
     library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   };
-  by_host("copy_");  // torch's own asks for a function of a build with CUDA
-  // An op with a kernel for the CPU has one for CUDA; without, torch would take it apart.
+  by_host("copy_");  // torch's own kernel calls a function that only CUDA builds have
+  // Every op with a CPU kernel gets one for CUDA. Otherwise torch would decompose it.
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
     const auto op = c10::Dispatcher::singleton().findSchema(name);
     if (!op || name.getNamespace() != "aten" || !op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;

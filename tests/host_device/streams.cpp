@@ -1,5 +1,5 @@
-// Streams and events. Work runs when it is asked for, or, where a test asks for late work, not before
-// somebody waits for its stream: what forgets to wait then finds old numbers, or rubbish.
+// Streams and events. Work normally runs immediately. If a test asks for late work, it runs only when
+// somebody waits for its stream. Code that forgets to wait then finds old or meaningless numbers.
 #include <torch/library.h>
 
 #include <atomic>

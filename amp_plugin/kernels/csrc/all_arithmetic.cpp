@@ -1,4 +1,4 @@
-// What computes on elements.
+// One translation unit: the sources that compute on the elements of tensors.
 #include "scaling_cpu.cpp"
 #include "scaling_ranks.cpp"
 #include "scaling_update.cpp"

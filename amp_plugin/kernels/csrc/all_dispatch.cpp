@@ -1,4 +1,4 @@
-// What the dispatcher calls, and what launches CUDA kernels.
+// One translation unit: the functions that the dispatcher calls, and those that launch CUDA kernels.
 #include "autocast_kernel.cpp"
 #include "cast_log.cpp"
 #include "cuda_device.cpp"

@@ -20,14 +20,14 @@ using c10::OperatorHandle;
 using c10::ScalarType;
 using torch::jit::Stack;
 
-// The call being autocast.
+// The op call that is being autocast.
 struct Call {
   const OperatorHandle& op;
   DeviceType device;
   const Plan& plan;
   uint64_t keep;  // bit i: argument i is never cast
   Stack* stack;
-  size_t base;  // position of argument 0 on the stack
+  size_t base;  // position of the first argument on the stack
   IValue& argument(size_t index) const { return (*stack)[base + index]; }
   bool casts(size_t index) const { return index >= 56 || ((keep >> index) & 1) == 0; }
 };
@@ -50,19 +50,20 @@ bool is_on(const at::Tensor& tensor, DeviceType device) {
   }
 }
 
-// A plain cast, below autocast: the caller has excluded the key.
+// Casts without autocast: the caller has already excluded the autocast key.
 at::Tensor cast_tensor(const at::Tensor& tensor, ScalarType dtype) {
   return at::_ops::_to_copy::call(
       tensor, dtype, std::nullopt, std::nullopt, std::nullopt, false, std::nullopt);
 }
 
-// The cast of a weight that our innermost region keeps; `cached` says whether it was there.
+// Returns the cast of a weight, from the casts that our innermost region keeps if it is there. `cached` says
+// whether it was.
 at::Tensor cast_weight(const at::Tensor& weight, ScalarType dtype, bool& cached) {
   at::Tensor kept = find_cast(weight, dtype);
   cached = kept.defined();
   if (cached) return kept;
   if (is_refilled(weight)) return cast_tensor(weight, dtype);
-  // Built with grad even under no_grad, so that a later use in this region can differentiate it.
+  // Record the cast for autograd even under no_grad: a later op in this region may need its gradient.
   const c10::AutoGradMode with_grad(true);
   at::Tensor cast = cast_tensor(weight, dtype);
   keep_cast(weight, cast);
@@ -92,7 +93,7 @@ bool needs_cast(const IValue& value, ScalarType dtype, DeviceType device) {
   return is_eligible(tensor, device) && tensor.scalar_type() != dtype;
 }
 
-// Tensor[] and Tensor?[]: a new list, only where something is cast.
+// For arguments of type Tensor[] and Tensor?[]. A new list is made only if an element has to be cast.
 void cast_list(IValue& value, ScalarType dtype, size_t index, const Call& call) {
   const c10::ArrayRef<IValue> given = value.toListRef();
   const auto needed = [&](const IValue& item) { return needs_cast(item, dtype, call.device); };
@@ -131,8 +132,10 @@ void cast_arguments(const Call& call, const std::vector<size_t>& arguments, Scal
   }
 }
 
-// fp32 if the eligible arguments differ, else their dtype. torch starts from the region's dtype and
-// raises on another half type; mixed half types have fp32 as their only common dtype.
+// Returns float32 if the eligible arguments have different dtypes, else their common dtype.
+//
+// Torch starts from the region's dtype, and raises an error if it meets the other half type. We return
+// float32 there: it is the only dtype that float16 and bfloat16 both promote to.
 ScalarType widest_dtype(const Call& call, const std::vector<size_t>& arguments, ScalarType lower) {
   ScalarType widest = ScalarType::Undefined;
   for_each_tensor(call, arguments, [&](const at::Tensor& tensor) {
@@ -223,7 +226,8 @@ void set_entry(int rules, size_t kernel, size_t kernels, uint64_t entry) {
   Entries* entries = set.load(std::memory_order_acquire);
   if (entries == nullptr || kernel >= entries->size()) {
     auto* larger =
-        new Entries(std::max(2 * kernel, kernels) + 1);  // the other stays for those who read it now
+        // the old array is not freed: other threads may be reading it
+        new Entries(std::max(2 * kernel, kernels) + 1);
     for (size_t i = 0; entries != nullptr && i < entries->size(); ++i) (*larger)[i] = (*entries)[i].load();
     set.store(entries = larger, std::memory_order_release);
   }
@@ -239,7 +243,8 @@ void AutocastKernel::operator()(const OperatorHandle& op, c10::DispatchKeySet ke
   if (plan.course == Course::kTorchKernel) return call_torch_kernel(op, keys, stack);
   const uint64_t entry = plan.course == Course::kLeaveAsIs ? 0 : this->entry(plan.rules);
   const auto rule = static_cast<Rule>(entry & 0xff);
-  // Ops inside this one are decided one by one, as if it had no autocast kernel.
+  // The rule set does not name this op. Each op that it calls inside follows its own rule, as if this op had
+  // no autocast kernel.
   if (rule == Rule::kNone) return redispatch(op, keys, stack);
   const c10::impl::ExcludeDispatchKeyGuard below_autocast(facts_.key);
   const size_t base = stack->size() - facts_.argument_count;

@@ -1,4 +1,5 @@
-// The kernel of one op at one autocast key: cast the arguments as the rules in force say, call the op.
+// Our autocast kernel of one op on one device type. It casts the arguments as the op rules in force say, then
+// calls the op.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +14,7 @@
 
 namespace amp_plugin {
 
-// Numbered as OpRule in casting/rules.py; 0 where a rule set does not name the op.
+// The same numbers as OpRule in casting/rules.py. kNone (0) means that the rule set does not name the op.
 enum class Rule : uint8_t {
   kNone,
   kLowerPrecision,
@@ -27,16 +28,16 @@ enum class Rule : uint8_t {
 
 c10::DispatchKey autocast_key(c10::DeviceType device);
 
-// Which tensors autocast may cast: floating point, not fp64, on the region's device.
+// Return true if autocast may cast the tensor: it is floating point, not float64, and on the region's device.
 bool is_eligible(const at::Tensor& tensor, c10::DeviceType device);
 
-// What never changes about an op at one autocast key.
+// Facts about an op at one autocast key. They never change.
 struct OpFacts {
   c10::OperatorHandle op;
   c10::DeviceType device;
   c10::DispatchKey key;
   size_t argument_count;
-  std::vector<size_t> tensors;  // arguments that hold tensors
+  std::vector<size_t> tensors;  // positions of the arguments that hold tensors
   std::optional<size_t> dtype_argument;  // for fp32_set_opt_dtype
   std::optional<c10::OperatorHandle> dtype_overload;  // for fp32_append_dtype
   std::optional<c10::SafeKernelFunction> torch_kernel;
@@ -44,10 +45,11 @@ struct OpFacts {
 
 OpFacts facts_of(const c10::OperatorHandle& op, c10::DeviceType device);
 
-// Per rule set and kernel: the rule in the low byte, above it one bit per argument that is never cast.
+// The entry of a kernel in a rule set: the rule in the low byte, and above it one bit for each argument that
+// is never cast.
 uint64_t entry_of(int rules, size_t kernel);
 
-// Sets an entry; one thread at a time. `kernels`: how many there are.
+// Sets an entry. Only one thread may call this at a time. `kernels` is the total number of kernels.
 void set_entry(int rules, size_t kernel, size_t kernels, uint64_t entry);
 
 void forget_entries();

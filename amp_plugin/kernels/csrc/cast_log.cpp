@@ -16,7 +16,7 @@ namespace {
 struct Log {
   std::mutex mutex;
   std::vector<LoggedCast> casts;
-  // Weakly held, so that no address comes back for another cast.
+  // The weak reference keeps a tensor's address from being reused for another cast.
   std::unordered_map<const c10::TensorImpl*, c10::weak_intrusive_ptr<c10::TensorImpl>> handed_out;
   size_t prune_at = 64;
 };
@@ -28,7 +28,8 @@ Log& the_log() {
 
 thread_local int64_t log_scope = -1;
 
-// Compilers trace with fake tensors: such a cast is part of a graph, it does not happen now.
+// Return true while a compiler traces with fake tensors. A cast is then recorded in a graph, and does not
+// happen now.
 bool is_traced() {
   using Modes = c10::impl::TorchDispatchModeTLS;
   return Modes::get_mode(c10::impl::TorchDispatchModeKey::FAKE).has_value();

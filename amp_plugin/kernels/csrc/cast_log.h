@@ -1,4 +1,4 @@
-// A record of every cast autocast makes, while somebody asks for it.
+// A log of the casts that autocast makes. It is off unless somebody asks for it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +14,7 @@ namespace amp_plugin {
 struct LoggedCast {
   std::string op;
   std::string device;
-  std::string before;  // dtype
+  std::string before;  // dtype before the cast
   std::string after;
   int64_t argument;
   int64_t elements;
@@ -32,16 +32,17 @@ inline bool is_logging_casts() { return cast_log_on.load(std::memory_order_relax
 void log_cast(
     const c10::OperatorName& op, size_t argument, const at::Tensor& from, c10::ScalarType to, bool cached);
 
-// Whether a cast that torch's cache has handed out was handed out before while the log was open.
+// Return true if this cast from torch's cache was already returned once while the log was on.
 bool was_logged(const at::Tensor& cast);
 
-// Turns the log on or off; returns whether it was on. One that is turned on is empty.
+// Turns the log on or off, and returns whether it was on. Turning it on empties it.
 bool log_casts(bool on);
 
-// Sets the number that this thread's casts are logged with; returns the one before. -1 stands for none.
+// Sets the scope number that this thread's casts are logged with, and returns the previous one. -1 means no
+// scope.
 int64_t set_log_scope(int64_t scope);
 
-// Returns what was logged since the last call.
+// Returns the casts that were logged since the last call.
 std::vector<LoggedCast> take_cast_log();
 
 }  // namespace amp_plugin

@@ -1,5 +1,5 @@
-// The ops for the CPU: plain functions, so that the sources which compute need none of torch's headers for
-// registering ops, a third of their work of compiling.
+// The CPU implementations of our ops, as plain functions. The files that compute therefore do not include
+// torch's headers for registering ops, which would take a third of their compile time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,7 +19,7 @@ at::Tensor multiply_(
     at::TensorList grads, const at::Tensor& factor, std::optional<double> max_norm,
     const OptionalTensor& found_inf);
 
-// What clipping multiplies gradients by.
+// Returns the factor that clipping multiplies gradients by.
 float clip_factor_of(float norm, double max_norm, const OptionalTensor& found_inf);
 at::Tensor clip_factor(
     const at::Tensor& norm, double max_norm, const OptionalTensor& scale, const OptionalTensor& found_inf);

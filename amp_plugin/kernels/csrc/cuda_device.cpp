@@ -20,7 +20,8 @@ std::array<std::atomic<Server>, kMostDevices> servers{};
 
 const c10::impl::DeviceGuardImplInterface& guard() { return *c10::impl::getDeviceGuardImpl(c10::kCUDA); }
 
-// Makes sure that a context of the device is current. One that is, such as a green context, stays.
+// Makes a context of the device current for the lifetime of this object. If another context of the same
+// device (such as a green context) is current already, it stays current.
 class OnDevice {
  public:
   explicit OnDevice(const Context& primary) {
@@ -36,7 +37,7 @@ class OnDevice {
   OnDevice& operator=(const OnDevice&) = delete;
 
  private:
-  // The driver answers for a current context only; without one the question is an error.
+  // cuCtxGetDevice() needs a current context and fails without one.
   static bool is_of(Handle current, int device) {
     int found = -1;
     return current != nullptr && driver().cuCtxGetDevice(&found) == 0 && found == device;
@@ -46,8 +47,8 @@ class OnDevice {
   bool changed_ = false;
 };
 
-// A kernel without a context of its own. Asking for its function loads it now; CUDA's lazy loading would do
-// so in the first launch.
+// Loads a kernel that is not tied to a context. Asking for its function loads it now; otherwise CUDA's lazy
+// loading would do so in the first launch.
 Handle loaded(const std::string& name, const at::Tensor& code) {
   const std::string function_name = name.substr(0, name.find(' '));
   Handle library = nullptr, kernel = nullptr, function = nullptr;
@@ -120,7 +121,7 @@ void Device::open(c10::DeviceIndex index, const std::vector<Code>& kernels) {
   if (place.load() != nullptr) return;
   std::unique_ptr<Device> made(new Device(index, kernels));
   Device* nothing = nullptr;
-  if (place.compare_exchange_strong(nothing, made.get())) made.release();  // stays until the process ends
+  if (place.compare_exchange_strong(nothing, made.get())) made.release();  // lives until the process ends
 }
 
 Device::Device(c10::DeviceIndex index, const std::vector<Code>& kernels)

@@ -1,4 +1,5 @@
-// A CUDA device that runs our kernels: all loaded when it is opened, launched on torch's streams.
+// A CUDA device that runs our kernels. All kernels are loaded when the device is opened, and are launched on
+// torch's streams.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,15 +17,15 @@
 
 namespace amp_plugin::cuda {
 
-// The function in cuda/<file>.cu that a name begins with; behind a space, the norm or the rule that the file
-// is compiled for.
+// A kernel. The first word of its name is the function in cuda/<word>.cu; a second word is the norm or the
+// rule that the file is compiled for.
 struct Kernel {
   std::string name;
-  uint32_t threads;  // of a block
+  uint32_t threads;  // threads per block
 };
 
-// In the order of kernels(); the first two stand for one kernel for each norm, the last for one for each
-// rule.
+// Positions in kernels(). kNormCheck and kUnscale are the first of three kernels each, one per norm. kStep is
+// the first of the kernels of the rules, one per rule.
 enum KernelNumber : size_t {
   kNormCheck = 0,
   kUnscale = 3,
@@ -41,12 +42,13 @@ enum KernelNumber : size_t {
 
 const std::vector<Kernel>& kernels();
 
-// The kernel of a rule, one of step_rules().
+// The position of a rule's kernel. The rule must be an element of step_rules().
 inline size_t step_kernel(const StepRule& rule) {
   return kStep + static_cast<size_t>(&rule - step_rules().data());
 }
 
-// The primary context of a device, and the driver's number of the device, which is not torch's index.
+// The primary context of a device, and the CUDA driver's number of the device. That number can differ from
+// torch's index.
 struct Context {
   explicit Context(c10::DeviceIndex index);
   Handle handle = nullptr;
@@ -55,35 +57,37 @@ struct Context {
 
 class Device {
  public:
-  // Machine code of a kernel, uint8 on the host, its name as in kernels(), and how many of its blocks the
-  // device runs at once.
+  // One compiled kernel: its name as in kernels(), the number of its blocks that the device can run at once,
+  // and its machine code (uint8, on the host).
   struct Code {
     std::string name;
     uint32_t most_blocks;
     at::Tensor bytes;
   };
 
-  // The device that runs our kernels, or null where plain torch serves. Asks Python once.
+  // Returns the device, or null if plain torch ops are used instead of our kernels. Asks Python once per
+  // device.
   static Device* find(c10::DeviceIndex index);
-  // Loads all kernels; Python has compiled them.
+  // Loads all kernels. Python has already compiled them.
   static void open(c10::DeviceIndex index, const std::vector<Code>& kernels);
 
   c10::Device device() const { return {c10::kCUDA, index_}; }
-  // Blocks for a table; of those a launch takes no more than the device runs at once of the kernel.
+  // The number of blocks that a table can use. A launch takes at most as many as the device can run at once.
   static uint32_t blocks(const Table& table) { return std::max(table.granules, uint32_t{1}); }
 
-  // The current stream of torch, and whether it is being captured into a graph.
+  // torch's current stream, and whether it is being captured into a CUDA graph.
   Handle stream() const;
   static bool is_captured(Handle stream);
 
   SharedTable table(const Rows& rows, Handle stream);
-  // Of dense tensors that are read, or written in place.
+  // The table of dense tensors that are only read, or are written in place.
   SharedTable table(at::TensorList tensors, Handle stream);
-  // One on the device where nothing is captured, without a wait; see TableCache::kept.
+  // A table that is already on the device; see TableCache::kept. Returns null during a capture, and never
+  // waits.
   SharedTable kept_table(size_t count, const at::Tensor& first, Handle stream);
   int64_t uploads() const { return tables_.uploads(); }
 
-  // Launches a kernel; the arguments have exactly the types of its parameters.
+  // Launches a kernel. The arguments must have exactly the types of the kernel's parameters.
   template <typename... Arguments>
   void launch(size_t kernel, uint32_t blocks, Handle stream, Arguments... arguments) {
     void* pointers[] = {&arguments...};
@@ -100,11 +104,11 @@ class Device {
 
   c10::DeviceIndex index_;
   Context primary_;
-  std::vector<Loaded> kernels_;  // as kernels()
+  std::vector<Loaded> kernels_;  // in the order of kernels()
   TableCache tables_;
 };
 
-// Numbers on the device, which kernels read and the host does not.
+// Checks a one-element tensor on the device. Kernels read it; the host does not.
 inline void require_one_element(
     const at::Tensor& tensor, const char* name, c10::Device device, at::ScalarType type,
     bool or_double = false) {
@@ -121,7 +125,7 @@ inline DeviceScalar scalar(
   return {tensor.const_data_ptr(), tensor.scalar_type() == at::kDouble, is_inverted};
 }
 
-// No address where there is none.
+// A missing tensor gives a DeviceScalar with a null address.
 inline DeviceScalar optional_scalar(
     const std::optional<at::Tensor>& tensor, const char* name, c10::Device device) {
   return tensor ? scalar(*tensor, name, device) : DeviceScalar{nullptr, 0, 0};

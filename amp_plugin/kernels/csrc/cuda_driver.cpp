@@ -14,7 +14,8 @@ void find(void* library, Function& function, const char* symbol) {
   TORCH_CHECK(function != nullptr, "the CUDA driver has no ", symbol, "; update it to CUDA 12 or newer");
 }
 
-// Symbols by the names of the ABI: those without _ptsz take 0 for the legacy default stream, as torch does.
+// The names are those of the driver's ABI. Functions without the suffix _ptsz take 0 for the legacy default
+// stream, as torch does.
 Driver load() {
   void* library = dlopen("libcuda.so.1", RTLD_LAZY);
   TORCH_CHECK(

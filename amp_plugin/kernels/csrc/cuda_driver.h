@@ -1,4 +1,5 @@
-// What is called of the CUDA driver. Found in libcuda at run time: nothing of CUDA is needed to compile.
+// The functions of the CUDA driver that we call. They are looked up in libcuda at run time, so compiling
+// needs nothing from CUDA.
 #pragma once
 
 #include <cstddef>
@@ -8,9 +9,10 @@
 namespace amp_plugin::cuda {
 
 using Status = int;
-using Address = uint64_t;  // of device memory
-constexpr int kCaptured = 1;  // of a stream that is being captured; 2: the capture has failed
-using Handle = void*;  // of a context, a stream, a graph, a library, a kernel or a function
+using Address = uint64_t;  // an address in device memory
+// status of a stream that is being captured; 2 means that the capture has failed
+constexpr int kCaptured = 1;
+using Handle = void*;  // a context, stream, graph, library, kernel or function of the driver
 
 struct Driver {
   Status (*cuLaunchKernel)(
@@ -41,17 +43,18 @@ struct Driver {
   Status (*cuGetErrorString)(Status status, const char** text);
 };
 
-// Raises RuntimeError if there is no driver, or one that lacks a function.
+// Returns the loaded functions. Raises RuntimeError if there is no driver, or if it lacks one of the
+// functions.
 const Driver& driver();
 
-// The name and the text of an error of the driver.
+// The name and description of a driver error.
 std::string told(Status status);
 
-// Raises RuntimeError "`what`: ..." unless the driver was content.
+// Raises RuntimeError "`what`: ..." if the status is an error.
 void check(Status status, const char* what);
 
-// While it lives, this thread may allocate and load code although a stream is being captured: nothing of
-// that goes to the stream.
+// During the lifetime of this object, the thread may allocate memory and load code although one of its
+// streams is being captured. Neither of these becomes part of the captured graph.
 class OutsideCapture {
  public:
   OutsideCapture();

@@ -8,7 +8,7 @@
 namespace amp_plugin::cuda {
 namespace {
 
-// The form of a kernel for a norm, in the order of kKernels.
+// The position of a norm among the kernels for the three norms; see KernelNumber.
 size_t form_of(double p) {
   if (p == 2.0) return 0;
   return p == std::numeric_limits<double>::infinity() ? 1 : 2;

@@ -1,4 +1,4 @@
-// What is launched on gradients whose table is on the device; calls of the ops come here too.
+// Launches on gradients whose table is on the device. The CUDA implementations of the ops use it too.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,18 +13,19 @@ namespace amp_plugin::cuda {
 
 class GradientTable {
  public:
-  // The table of dense gradients; it is uploaded if one of them has moved.
+  // Makes the table of dense gradients. It is uploaded if one of them has moved.
   GradientTable(Device& device, at::TensorList gradients);
 
-  // So many gradients on the device of `scale`, of which another call on this stream had the first one too.
-  // Null if there are none, where no kernel of ours runs, and where a graph is captured. For callers that
-  // hold the GIL and keep the gradients.
+  // Finds the table of an earlier call on this stream with `count` gradients whose first one is `first`.
+  // Returns null if there is none, if our kernels do not run on the device of `scale`, or during a capture.
+  // The caller must hold the GIL and keep the gradients alive.
   static std::unique_ptr<GradientTable> kept(size_t count, const at::Tensor& first, const at::Tensor& scale);
-  // Whether gradients, from the one numbered `begin` on, are where they were; each is read once.
+  // Return true if the gradients are still where the table says, beginning with row `begin`. Each gradient is
+  // read once.
   bool are_same(size_t begin, const at::Tensor* const* gradients, size_t count) const;
 
-  // Once all are, one launch each, which reads no tensor but the number: unscale_ if it writes, else
-  // norm_check.
+  // Call these two only when are_same() was true for all gradients. Each is one launch and reads no tensor on
+  // the host. `measure` is unscale_ if `writes`, else norm_check.
   Measured measure(bool writes, const at::Tensor& inv_scale, double p, bool is_scale) const;
   at::Tensor multiply_(
       const at::Tensor& factor, std::optional<double> max_norm, const OptionalTensor& skipped) const;

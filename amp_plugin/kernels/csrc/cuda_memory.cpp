@@ -15,7 +15,8 @@ constexpr size_t kSlab = 4 * 1024 * 1024;  // 64 tables of 1000 tensors
 constexpr Status kOutOfMemory = 2;
 constexpr unsigned kNonBlocking = 1, kNoDestructorSync = 1, kMove = 1;
 
-// Torch keeps memory that nobody uses. It cannot give it to the driver while any stream is being captured.
+// Asks torch's allocator to free the memory that it holds but does not use. It cannot do so while any stream
+// is being captured; then this returns false.
 bool release_cached_memory() {
   try {
     c10::getDeviceAllocator(c10::kCUDA)->emptyCache();
@@ -71,7 +72,7 @@ void Memory::give_back(const Block& block) {
 void copy_at_once(Address target, const void* source, size_t bytes) {
   const OutsideCapture outside;
   static std::mutex mutex;
-  static std::map<Handle, Handle> streams;  // one for each context
+  static std::map<Handle, Handle> streams;  // one stream per context
   const std::lock_guard lock(mutex);
   Handle context = nullptr;
   check(driver().cuCtxGetCurrent(&context), "the CUDA driver tells no context");
@@ -94,7 +95,7 @@ void when_graph_is_gone(Handle stream, void* data, void (*destroy)(void* data)) 
   check(
       driver().cuUserObjectCreate(&object, data, destroy, 1, kNoDestructorSync),
       "the CUDA driver ties nothing to a graph");
-  owned.release();  // the object destroys it
+  owned.release();  // from here on the user object destroys it
   const Status tied = driver().cuGraphRetainUserObject(graph, object, 1, kMove);
   if (tied != 0) driver().cuUserObjectRelease(object, 1);
   check(tied, "the CUDA driver ties nothing to a graph");

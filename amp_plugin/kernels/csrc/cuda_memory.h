@@ -1,5 +1,5 @@
-// Device memory for tables, apart from torch's allocator: a table may outlive the CUDA graph, or the pool of
-// a compiled function, in whose capture or warm-up it was made.
+// Device memory for tables. It does not come from torch's allocator: a table may be made during the capture
+// of a CUDA graph or the warm-up of a compiled function, and outlive their memory pool.
 #pragma once
 
 #include <map>
@@ -19,10 +19,10 @@ class Memory {
     bool of_graph;
   };
 
-  // Takes the first slab from the device, before torch's allocator holds all there is.
+  // Allocates the first slab from the device, before torch's allocator has taken all of its memory.
   void reserve();
-  // Memory for work of one stream: what is given back is used again by later work of that stream. Or memory
-  // for a graph, which nobody uses when it is given back.
+  // Returns memory for one stream or for one graph. Memory of a stream is reused by later work of the same
+  // stream after it is given back. Memory of a graph is given back when nothing uses it any more.
   Block take(size_t bytes, Handle stream, bool of_graph);
   void give_back(const Block& block);
 
@@ -34,16 +34,16 @@ class Memory {
   static Slab slab_of(size_t bytes);
 
   using Shelf = std::tuple<bool, Handle, size_t>;
-  std::mutex mutex_;  // never held across a call of the driver: a callback of the driver gives memory back
+  std::mutex mutex_;  // not held during driver calls: a callback of the driver gives memory back
   std::map<Shelf, std::vector<Address>> free_;
-  Slab slab_;  // blocks are cut from it, and never joined again
+  Slab slab_;  // blocks are cut from it and never merged again
 };
 
-// Copies bytes of the host to the device at once, whatever is being captured.
+// Copies bytes from the host to the device immediately, even during a capture.
 void copy_at_once(Address target, const void* source, size_t bytes);
 
-// Calls `destroy(data)` when the graph that the stream is captured into, and all that was made of it, is
-// gone; or before it raises.
+// Calls `destroy(data)` when the graph that the stream is being captured into, and everything made from that
+// graph, has been destroyed. If this function raises, it calls `destroy(data)` first.
 void when_graph_is_gone(Handle stream, void* data, void (*destroy)(void* data));
 
 }  // namespace amp_plugin::cuda

@@ -1,4 +1,4 @@
-// The ops on CUDA tensors: one launch each, no wait for the device, no Python.
+// The ops for CUDA tensors. Each is one launch, never waits for the device, and runs no Python code.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
@@ -16,7 +16,7 @@
 namespace amp_plugin::cuda {
 namespace {
 
-// The device that serves: the scale's, or else the first tensor's.
+// The index of the device: that of the scale if it is on a GPU, else that of the first tensor on a GPU.
 c10::DeviceIndex index_of(const at::Tensor& scale, at::TensorList tensors) {
   if (scale.is_cuda()) return scale.device().index();
   for (const at::Tensor& tensor : tensors) {
@@ -25,7 +25,7 @@ c10::DeviceIndex index_of(const at::Tensor& scale, at::TensorList tensors) {
   return 0;
 }
 
-// Tensors, and dense copies in place of those with gaps.
+// A list of tensors in which each tensor with gaps in memory is replaced by a dense copy.
 class Dense {
  public:
   explicit Dense(at::TensorList tensors) : tensors_(tensors) {

@@ -14,7 +14,8 @@
 namespace amp_plugin::cuda {
 namespace {
 
-// What is too much for one launch is left to plain torch, as where our kernels do not run.
+// Returns null if the measurements do not fit into one launch, or if our kernels do not run on the device.
+// Plain torch ops are used then.
 Device* device_for(const at::Tensor& packed, size_t most) {
   return most > kMostPacked ? nullptr : Device::find(packed.device().index());
 }

@@ -1,4 +1,4 @@
-// Whole optimizer steps and stored weights on CUDA tensors: one launch each, no wait for the device.
+// Optimizer steps and stored weights on CUDA tensors. Each op is one launch and never waits for the device.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/library.h>
@@ -29,7 +29,7 @@ uint32_t add_granules(uint64_t& granules, uint64_t numel) {
 static_assert(
     kStateBFloat16 == static_cast<int>(State::bfloat16) && kStateCodes == static_cast<int>(State::codes));
 
-// As cuda/step_rows.cuh reads them.
+// The rows of a step, in the layout that cuda/step_rows.cuh describes.
 Rows table_rows(const StepRows& parameters, const StepTensors& tensors, const StepRule& rule) {
   const size_t count = parameters.rows().size();
   Rows result;
@@ -89,7 +89,7 @@ void step_(
   rows.finish();
 }
 
-// Whether the kernels take a stored weight as it is; anything else goes through torch's ops.
+// Return true if the kernels can work on this stored weight. Any other is processed by torch's ops.
 bool is_a_pair(const at::Tensor& master, const at::Tensor& high, const at::Tensor& low, c10::Device device) {
   return master.device() == device && high.device() == device && low.device() == device &&
       master.scalar_type() == at::kFloat && high.scalar_type() == at::kBFloat16 &&
@@ -98,7 +98,7 @@ bool is_a_pair(const at::Tensor& master, const at::Tensor& high, const at::Tenso
       same_memory_order(master, low);
 }
 
-// As cuda/step_rows.cuh's for_each_pair reads them; no rows if one is no pair.
+// The rows for for_each_pair() in cuda/step_rows.cuh. Returns nothing if one of the weights is not a pair.
 std::optional<Rows> pair_rows(List masters, List high, List low, c10::Device device) {
   const size_t count = masters.size();
   if (high.size() != count || low.size() != count) return std::nullopt;
@@ -119,7 +119,7 @@ std::optional<Rows> pair_rows(List masters, List high, List low, c10::Device dev
   return result;
 }
 
-// Runs a kernel over stored weights; false if they are for torch's ops.
+// Runs a kernel over stored weights. Returns false if torch's ops have to do it.
 bool run_on_pairs(size_t kernel, List masters, List high, List low) {
   Device* device = device_of(masters);
   if (device == nullptr) return false;

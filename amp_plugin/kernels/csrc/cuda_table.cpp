@@ -14,7 +14,7 @@ namespace {
 
 constexpr size_t kKeptTables = 64;
 constexpr size_t kTicketBytes = 16;
-constexpr uint8_t kSizes[] = {2, 2, 4, 8, 8, 16};  // of an element, by code
+constexpr uint8_t kSizes[] = {2, 2, 4, 8, 8, 16};  // bytes per element, by dtype code
 
 size_t marks_bytes(size_t count) { return (4 * count + 15) / 16 * 16; }
 
@@ -23,17 +23,18 @@ bool is_of(const Row& row, const at::Tensor& tensor, c10::Device device) {
   c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   if (code_of(tensor.scalar_type()) != row.dtype || static_cast<uint64_t>(impl.numel()) != row.numel)
     return false;
-  if (row.out_address != 0) return false;  // of a step
+  if (row.out_address != 0) return false;  // a row of a step, which has a second tensor
   if (row.numel == 0) return true;
   if (!impl.is_non_overlapping_and_dense() || !impl.unsafe_storage()) return false;
   const auto offset = static_cast<uint64_t>(impl.storage_offset()) * kSizes[row.dtype];
   c10::StorageImpl& storage = *impl.unsafe_storage().unsafeGetStorageImpl();
-  return reinterpret_cast<uint64_t>(storage.mutable_data()) + offset == row.address;  // as rows_of
+  // the address that rows_of() would store
+  return reinterpret_cast<uint64_t>(storage.mutable_data()) + offset == row.address;
 }
 
 size_t image_bytes(size_t count) { return kTicketBytes + count * sizeof(Row) + marks_bytes(count); }
 
-// The bytes as the upload needs them: the ticket, the rows, the marks; all but the rows 0.
+// Writes the bytes to upload: the ticket, the rows, the marks. The ticket and the marks are 0.
 void write_image(const std::vector<Row>& rows, void* image) {
   std::memset(image, 0, image_bytes(rows.size()));
   if (!rows.empty())
@@ -67,7 +68,7 @@ bool is_table_of(const HeldTable& held, const Rows& rows, Handle stream) {
 }  // namespace
 
 bool are_of(const Row* rows, const at::Tensor* const* tensors, size_t count, c10::Device device) {
-  for (size_t i = 0; i < count; ++i) {  // so that all are on their way before one is waited for
+  for (size_t i = 0; i < count; ++i) {  // prefetch all of them before the first one is read
     const auto* storage = tensors[i]->unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
     __builtin_prefetch(reinterpret_cast<const char*>(storage) + 16);
     __builtin_prefetch(reinterpret_cast<const char*>(storage) + 60);
@@ -114,7 +115,7 @@ Rows rows_of(at::TensorList tensors, c10::Device device) {
     row.numel = static_cast<uint64_t>(tensor.numel());
     row.first_granule = static_cast<uint32_t>(granules);
     const size_t size = kSizes[row.dtype];
-    // mutable: a lazily cloned tensor gets memory of its own before it is written
+    // mutable_data_ptr() gives a lazily cloned tensor its own memory before a kernel writes to it.
     row.address = reinterpret_cast<uint64_t>(tensor.mutable_data_ptr());
     if (row.numel > 0) {
       granules += (row.address % 16 + row.numel * size + kGranuleBytes - 1) / kGranuleBytes;
@@ -166,9 +167,9 @@ SharedTable TableCache::moved_to_front(Entries::iterator entry) {
   return entries_.front();
 }
 
-// From pinned memory, which torch's host allocator hands out again only behind the copy.
+// Copies from pinned memory. torch's host allocator reuses that memory only after the copy has ended.
 void TableCache::upload(const HeldTable& held) {
-  const OutsideCapture outside;  // another thread's capture breaks if pinned memory is allocated in its mode
+  const OutsideCapture outside;  // else allocating pinned memory would break another thread's capture
   const auto bytes = static_cast<int64_t>(image_bytes(held.rows.size()));
   const at::AutoDispatchBelowADInplaceOrView below;
   const at::Tensor pinned =
@@ -182,8 +183,8 @@ void TableCache::upload(const HeldTable& held) {
   ++uploads_;
 }
 
-// Addresses are frozen in a graph, so its table is on the device before the first replay, and no node of the
-// graph brings it there.
+// A graph replays with fixed addresses. Its table is uploaded now, before the first replay; no node of the
+// graph uploads it.
 SharedTable TableCache::for_graph(const Rows& rows, Handle stream) {
   SharedTable made = std::make_shared<const HeldTable>(memory_, rows, nullptr, true, most_blocks_);
   std::vector<char> image(image_bytes(rows.rows.size()));

@@ -1,4 +1,5 @@
-// The tables of tensors that launches work on: made from a list without Python, compared, uploaded.
+// The tables of tensors that kernels work on: how they are made from a list of tensors without Python,
+// compared and uploaded.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,21 +19,22 @@ constexpr u8 kUnknownDtype = 255;
 
 u8 code_of(at::ScalarType type);
 
-// The rows of dense tensors.
-// Raises ValueError or TypeError for what the kernels do not take.
+// The rows of a list of dense tensors. rows_of() raises ValueError or TypeError for tensors that the kernels
+// cannot work on.
 struct Rows {
   std::vector<Row> rows;
-  uint32_t count = 0;  // of tensors; a step has several rows for each
+  uint32_t count = 0;  // number of tensors; a step has several rows per tensor
   uint32_t granules = 0;
 };
 Rows rows_of(at::TensorList tensors, c10::Device device);
 
-// Whether tensors are what the rows were made of; false also where rows_of would raise, or copy first.
+// Return true if the rows were made from these tensors. False also for tensors that rows_of() would reject or
+// copy.
 bool are_of(const Row* rows, const at::Tensor* const* tensors, size_t count, c10::Device device);
 bool are_of(const Row* rows, at::TensorList tensors, c10::Device device);
 
-// A table on the device. Its memory is given back when nobody holds it any more: a launch does until it is in
-// its stream, though another thread's tables push this one out of the cache.
+// A table on the device. Its memory is given back when nobody refers to it any more. A launch refers to it
+// until the launch is in its stream, so another thread that evicts the table from the cache does no harm.
 struct HeldTable {
   HeldTable(Memory& memory, const Rows& rows, Handle stream, bool of_graph, size_t most_blocks);
   ~HeldTable() { memory.give_back(block); }
@@ -41,7 +43,7 @@ struct HeldTable {
 
   Memory& memory;
   const Handle stream;
-  const std::vector<Row> rows;  // read while others look up tables
+  const std::vector<Row> rows;  // const: other threads read it without the lock
   const Memory::Block block;
   const Table table;
 };
@@ -49,20 +51,22 @@ using SharedTable = std::shared_ptr<const HeldTable>;
 
 // The tables of one device.
 //
-// A table is immutable once it is on the device, but for what kernels leave in it and take away again. It is
-// looked up by the stream and its rows, so gradients that did not move upload nothing. As it belongs to one
-// stream, its memory, and that of pinned rows, is used again only behind the kernels that read them.
+// A table does not change once it is on the device, except for results that kernels store in it and clear
+// again. A table is looked up by its stream and its rows, so nothing is uploaded if no gradient has moved.
+// Each table belongs to one stream. Its memory, and the pinned memory of its rows, is therefore reused only
+// after the kernels that read it.
 class TableCache {
  public:
   TableCache(c10::Device device, uint32_t most_blocks) : device_(device), most_blocks_(most_blocks) {}
 
-  // Before anything else fills the device: memory for tables.
+  // Allocates memory for tables, before the device is full.
   void reserve() { memory_.reserve(); }
-  // For a launch on the stream; one that is captured gets a table that lives as long as its graph.
+  // Returns the table for a launch on the stream. If the launch is captured, the table lives as long as the
+  // graph.
   SharedTable of(const Rows& rows, Handle stream, bool captured);
-  // The one on the device of so many dense tensors that are read, or written in place, of which the first has
-  // not moved; the caller compares the others. Null if there is none, or if somebody else is looking up a
-  // table now, and may wait for the device.
+  // Returns a table on the device that has `count` dense tensors and whose first tensor is `first`. The
+  // caller compares the others. Returns null if there is none. Also returns null if another thread holds the
+  // lock: that thread may be waiting for the device.
   SharedTable kept(size_t count, const at::Tensor& first, Handle stream);
   int64_t uploads() const { return uploads_; }
 
@@ -77,7 +81,7 @@ class TableCache {
   uint32_t most_blocks_;
   std::mutex mutex_;
   Memory memory_;
-  Entries entries_;  // the last used first
+  Entries entries_;  // most recently used first
   std::atomic<int64_t> uploads_ = 0;
 };
 

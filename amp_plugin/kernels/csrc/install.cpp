@@ -1,4 +1,4 @@
-// Registers the autocast kernels with the dispatcher, and takes them back; registers the ops of the CPU.
+// Registers the autocast kernels with the dispatcher and removes them again. Also registers the CPU ops.
 #include "install.h"
 
 #include <ATen/core/IListRef.h>
@@ -23,8 +23,9 @@ using c10::IValue;
 using c10::OperatorHandle;
 using torch::jit::Stack;
 
-// Kernels of ops on tensor lists: boxing a list copies it, which cat and stack are too quick for.
-// Op is at::_ops::cat or at::_ops::stack, List its list of tensors.
+// Unboxed kernels for ops that take a list of tensors. Boxing copies the list, which would take long compared
+// with cat and stack themselves. Op is at::_ops::cat or at::_ops::stack; List is the type of its list
+// argument.
 template <typename Op, typename List>
 class ListKernel final : public c10::OperatorKernel {
  public:
@@ -44,7 +45,7 @@ class ListKernel final : public c10::OperatorKernel {
   }
 
  private:
-  // Then promotion has nothing to cast.
+  // Return true if all eligible tensors have the same dtype. Then promotion casts nothing.
   static bool has_one_dtype(const List& tensors, c10::DeviceType device) {
     auto first = c10::ScalarType::Undefined;
     for (const at::Tensor& tensor : tensors) {
@@ -74,7 +75,7 @@ c10::KernelFunction unboxed(AutocastKernel kernel) {
       std::make_unique<Kernel>(std::move(kernel)));
 }
 
-// The dispatcher's form of a kernel: unboxed for the ops above, boxed for all others.
+// The kernel in the form that the dispatcher takes: unboxed for cat and stack, boxed for all other ops.
 c10::KernelFunction kernel_for(AutocastKernel kernel) {
   const auto& name = kernel.facts().op.operator_name();
   if (name.overload_name.empty() && name.name == "aten::cat") {
@@ -86,14 +87,15 @@ c10::KernelFunction kernel_for(AutocastKernel kernel) {
   return c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<AutocastKernel>(std::move(kernel)));
 }
 
-// Dispatcher warns that a kernel is overridden; here that is the purpose.
+// The dispatcher warns when a kernel is overridden. Here overriding is the purpose, so the warning is
+// dropped.
 class NoWarnings final : public c10::WarningHandler {
   void process(const c10::Warning& /*warning*/) override {}
 };
 
 class Installation {
  public:
-  // Never destroyed: the dispatcher may be gone before it.
+  // Never destroyed: at exit the dispatcher may be destroyed first.
   static Installation& get() {
     static auto* installation = new Installation;
     return *installation;

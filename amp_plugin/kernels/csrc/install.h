@@ -1,4 +1,4 @@
-// Puts the autocast kernels into the dispatcher, and takes them back.
+// Registers our autocast kernels with the dispatcher, and removes them again.
 #pragma once
 
 #include <cstdint>
@@ -7,16 +7,16 @@
 
 namespace amp_plugin {
 
-// Sets what a rule set's number means for some ops of a device. An entry holds the rule in its low byte,
-// and above it one bit for each argument that is never cast.
+// Sets the entries of some ops of a device in the rule set with this number. An entry holds the rule in its
+// low byte, and above it one bit for each argument that is never cast.
 void set_rules(
     const std::string& device, int number, const std::vector<std::string>& ops,
     const std::vector<uint64_t>& entries);
 
-// Gives every op its kernel back.
+// Removes our kernels, so that every op has torch's autocast kernel again.
 void uninstall();
 
-// The ops of a device that have a kernel of ours.
+// The ops of a device that have one of our kernels.
 std::vector<std::string> installed(const std::string& device);
 
 }  // namespace amp_plugin

@@ -1,4 +1,4 @@
-// Numbers as tensors on the CPU: factors, scales, norms, flags.
+// One-element CPU tensors that hold a number: a factor, a scale, a norm or a flag.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -6,7 +6,8 @@
 
 namespace amp_plugin {
 
-// The one element of a float32 or float64 tensor on the CPU; `name` is what the op calls it.
+// Returns the value of a float32 or float64 tensor on the CPU that has one element. `name` is the argument's
+// name in the op, for errors.
 inline double one_value(const at::Tensor& number, const char* name) {
   TORCH_CHECK(
       number.numel() == 1 && number.device().is_cpu(), "amp_plugin: ", name,

@@ -1,4 +1,4 @@
-// Calls of our ops through the dispatcher.
+// Calls our ops through the dispatcher.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -7,7 +7,7 @@
 
 namespace amp_plugin {
 
-// Calls the op of this name. It has the signature of `function`, for which it is looked up once.
+// Calls the op with this name. Its signature must be that of `function`. The op is looked up once.
 template <auto function, typename Result, typename... Parameters>
 Result call_op_as(
     Result (*)(Parameters...), const char* name, const std::type_identity_t<Parameters>&... arguments) {

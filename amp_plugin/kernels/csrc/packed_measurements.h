@@ -1,4 +1,4 @@
-// What ranks add up of their measurements; the layout is told in kernels/reference.py.
+// Checks for the packed measurements that ranks add up. kernels/reference.py describes the layout.
 #pragma once
 
 #include <ATen/core/Tensor.h>

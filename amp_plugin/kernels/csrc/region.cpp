@@ -14,10 +14,11 @@ namespace {
 
 thread_local std::vector<Region> open_regions;
 
-// Whether torch's cache, which all threads share, may hold casts that an op of this thread has put there.
+// True if an op of this thread may have put a cast into torch's cache, which all threads share.
 thread_local bool uses_torch_cache = false;
 
-// Zero-initialised, so a rule set's number is stored plus one.
+// Zero means no rules, because statics are zero-initialized. So the number of the rule set is stored plus
+// one.
 std::array<std::atomic<int>, 64> default_rules_plus_one;
 
 int current_nesting() {
@@ -37,15 +38,16 @@ int default_rules_of(c10::DeviceType device) {
   return default_rules_plus_one[static_cast<size_t>(device)].load(std::memory_order_acquire) - 1;
 }
 
-// In a block of torch's casts are kept where torch keeps them, by torch.
+// In a torch.autocast block, torch's own cache keeps the casts.
 Plan plan_in_torch_block(Course course, int rules) {
   uses_torch_cache = true;
   const bool keeps = at::autocast::is_autocast_cache_enabled();
   return {course, rules, keeps ? Keeper::kTorch : Keeper::kNobody};
 }
 
-// A region on the CPU shows its cache flag as torch's, which blocks and tracers inside it change. On an
-// accelerator it hides the flag.
+// A region on the CPU sets torch's cache flag to its own, because torch.autocast blocks and tracers inside
+// the region change that flag. A region on an accelerator turns torch's flag off, and only its own flag
+// counts.
 Keeper keeper_in(const Region& region) {
   const bool shows_flag = open_regions.back().device == c10::DeviceType::CPU;
   const bool keeps = shows_flag ? at::autocast::is_autocast_cache_enabled() : region.cache_enabled;
@@ -58,7 +60,8 @@ constexpr Plan leave_as_is{Course::kLeaveAsIs, kNoRules, Keeper::kNobody};
 
 Region enter_region(RegionOptions options) {
   const int previous_code = shown_code();
-  const int code = code_with(previous_code, options.device, options.rules);  // throws before any change
+  // throws before anything has changed
+  const int code = code_with(previous_code, options.device, options.rules);
   Region region{
       .device = options.device,
       .nesting = 0,
@@ -73,8 +76,8 @@ Region enter_region(RegionOptions options) {
   at::autocast::set_autocast_enabled(options.device, options.enabled);
   at::autocast::set_autocast_dtype(options.device, options.dtype);
   set_marked(options.enabled);
-  // A reentrant checkpoint recomputes with the flag it found. With torch's cache on, make_graphed_callables
-  // refuses to capture.
+  // A reentrant checkpoint recomputes with the cache flag that it finds here. But make_graphed_callables
+  // refuses to capture if torch's cache is on, so the flag is shown only on the CPU.
   const bool shows_cache = options.cache_enabled && options.device == c10::DeviceType::CPU;
   at::autocast::set_autocast_cache_enabled(shows_cache);
   region.nesting = at::autocast::increment_nesting();
@@ -103,16 +106,17 @@ Plan plan_for(c10::DeviceType device) {
   const Region* region = innermost(device);
   const int graph_task = torch::autograd::get_current_graph_task_id();
   if (region != nullptr) {
-    // Opened outside the backward pass that runs now, it is followed only in a torch.autocast block opened
-    // inside that (checkpoint's recomputation).
+    // The region was opened outside the backward pass that is running. Its rules are then followed only in a
+    // torch.autocast block that was opened inside the backward pass, as a checkpoint's recomputation does.
     const bool is_followed =
         region->graph_task == graph_task || current_nesting() > open_regions.back().nesting;
     return is_followed ? Plan{Course::kFollowRules, shown_rules(device), keeper_in(*region)} : leave_as_is;
   }
-  // A thread of autograd's inherits the state of a region it did not open.
+  // Autograd's threads inherit the state of a region that they did not open.
   const bool inherited = open_regions.empty() && is_marked() && graph_task != -1;
   if (inherited && current_nesting() == 0) return leave_as_is;
-  // Opened inside compiled code, a region is torch's blocks and what `show_rules` has said in them.
+  // A region in compiled code consists of torch.autocast blocks and the rules that `show_rules` has set
+  // inside them.
   const int shown = shown_rules(device), by_default = default_rules_of(device);
   if (shown > 0 && shown != by_default) return plan_in_torch_block(Course::kFollowRules, shown);
   const auto course = by_default == kNoRules ? Course::kTorchKernel : Course::kFollowRules;
@@ -120,9 +124,9 @@ Plan plan_for(c10::DeviceType device) {
 }
 
 void set_default_rules(c10::DeviceType device, int rules) {
-  const bool is_open = !open_regions.empty();  // regions that are open keep their rules
+  const bool is_open = !open_regions.empty();  // open regions keep their rules
   const int before = is_open ? open_regions.front().previous_code : shown_code();
-  const int code = code_with(before, device, rules);  // throws before any change
+  const int code = code_with(before, device, rules);  // throws before anything has changed
   default_rules_plus_one[static_cast<size_t>(device)].store(rules + 1, std::memory_order_release);
   if (is_open) {
     open_regions.front().previous_code = code;

@@ -1,4 +1,4 @@
-// The regions a thread has open, and what an op in them is to do.
+// The regions that are open in a thread, and what an op inside them does.
 #pragma once
 
 #include <c10/core/DeviceType.h>
@@ -20,10 +20,10 @@ struct RegionOptions {
 
 struct Region {
   c10::DeviceType device;
-  int nesting;  // torch's autocast nesting level inside this region
-  int graph_task;  // the backward pass it was opened in, -1 for none
+  int nesting;  // torch's autocast nesting level in this region
+  int graph_task;  // the backward pass that it was opened in, or -1
   bool cache_enabled;
-  // What torch's state was, to be restored.
+  // torch's state before the region was opened. It is restored when the region is closed.
   bool previous_enabled;
   c10::ScalarType previous_dtype;
   bool previous_cache_enabled;
@@ -31,18 +31,18 @@ struct Region {
   int previous_code;
 };
 
-// What an op reached through an autocast key is to do.
+// What an op does when it is reached through an autocast key.
 enum class Course {
-  kFollowRules,  // cast by our rules
-  kTorchKernel,  // nothing of ours is active: call torch's own kernel
-  kLeaveAsIs,  // a backward pass inside a region opened outside it: cast nothing
+  kFollowRules,  // cast as our op rules say
+  kTorchKernel,  // none of our rules apply: call torch's own kernel
+  kLeaveAsIs,  // in a backward pass that started inside an open region: cast nothing
 };
 
-// Who keeps casts of weights.
+// Which cache holds the casts of weights.
 enum class Keeper {
   kNobody,
-  kRegion,  // the innermost region of ours (region_casts.h)
-  kTorch,  // torch's own cache: a block of torch's, which has torch's bits
+  kRegion,  // our innermost region (region_casts.h)
+  kTorch,  // torch's own cache, in a torch.autocast block
 };
 
 struct Plan {
@@ -54,13 +54,13 @@ struct Plan {
 // Opens a region: sets torch's autocast state and remembers the previous one.
 Region enter_region(RegionOptions options);
 
-// Closes an open region of this thread, counted from the innermost one, 0.
+// Closes an open region of this thread. The innermost region is number 0.
 void exit_region(size_t from_innermost);
 
-// Decides for an op of `device` called now in this thread.
+// Decides what an op on `device` does if it is called now in this thread.
 Plan plan_for(c10::DeviceType device);
 
-// Rules for autocast blocks outside our regions, per device; kNoRules for torch's kernels.
+// Sets the rules for autocast blocks outside our regions, for each device. kNoRules means torch's kernels.
 void set_default_rules(c10::DeviceType device, int rules);
 
 }  // namespace amp_plugin

@@ -25,13 +25,14 @@ namespace {
 
 std::atomic<RefillTest> refill_test{nullptr};
 
-// The version counter is a tensor's identity: held here, its address cannot come back for another.
+// What the refill test answered for a tensor. The tensor is identified by its version counter: because we
+// hold the counter, its address cannot be reused for another tensor's.
 struct Answer {
   c10::VariableVersion version;
   bool is_refilled;
 };
 
-// A VariableVersion is a pointer that it does not show.
+// A VariableVersion holds one pointer, which it does not expose.
 uintptr_t address_of(const c10::VariableVersion& version) {
   static_assert(sizeof(c10::VariableVersion) == sizeof(uintptr_t));
   uintptr_t address;
@@ -39,7 +40,7 @@ uintptr_t address_of(const c10::VariableVersion& version) {
   return address;
 }
 
-// Each tensor is asked once: its answer never changes.
+// The answers so far. The test is called once per tensor, because its answer never changes.
 struct Answers {
   std::unordered_map<const c10::TensorImpl*, Answer> known;
   size_t prune_at = 64;
@@ -51,7 +52,8 @@ struct Answers {
   }
 };
 
-// Ask the CUDA driver, which is loaded where there are CUDA tensors; without an answer, yes.
+// Asks the CUDA driver whether the stream is being captured. libcuda is already loaded if there are CUDA
+// tensors. Returns true if the driver cannot be asked.
 bool driver_says_capturing(void* stream) {
   using Query = int (*)(void* stream, int* status);
   static const auto query = [] {
@@ -62,7 +64,7 @@ bool driver_says_capturing(void* stream) {
   return query == nullptr || query(stream, &status) != 0 || status != 0;
 }
 
-// A template, since torch before 2.13 has no such method: then the driver is asked.
+// A template, because torch before 2.13 does not have isStreamCapturing(). The driver is asked instead.
 template <typename Guard>
 bool is_recording(const Guard& guard, c10::DeviceType device) {
   const c10::Stream stream = guard.getStream(guard.getDevice());
@@ -73,14 +75,14 @@ bool is_recording(const Guard& guard, c10::DeviceType device) {
   }
 }
 
-// True while the device's current stream records a graph, or where that cannot be told.
+// Return true while the device's current stream is being captured, and if that is unknown.
 bool is_capturing(c10::DeviceType device) {
   const c10::impl::DeviceGuardImplInterface* guard =
       c10::impl::device_guard_impl_registry[static_cast<size_t>(device)].load();
   return guard == nullptr || is_recording(*guard, device);
 }
 
-// Whether a mode of torch's own is on that makes fake tensors or records the ops.
+// Return true while a torch mode is on that makes fake tensors or records ops.
 bool is_recorded_by_a_mode() {
   using Modes = c10::impl::TorchDispatchModeTLS;
   using Key = c10::impl::TorchDispatchModeKey;
@@ -89,10 +91,11 @@ bool is_recorded_by_a_mode() {
       Modes::get_mode(Key::FUNCTIONAL).has_value();
 }
 
-// The casts made before it was last counted up are forgotten.
+// The number of times that all casts were forgotten. A cast is valid only if this number was the same when it
+// was made.
 std::atomic<uint64_t> forgotten{0};
 
-// Stands for the device's current stream.
+// A number that identifies the device's current stream.
 int64_t stream_number(c10::Device device) {
   if (device.is_cpu()) return 0;
   return static_cast<int64_t>(c10::impl::VirtualGuardImpl(device.type()).getStream(device).id());
@@ -102,8 +105,8 @@ uint32_t version_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
-// A cast, and the memory and version that it was made from. No reference to the weight is held, which
-// torch.utils.swap_tensors would refuse to swap.
+// A cast, with the memory and the version of the weight that it was made from. It holds no reference to the
+// weight, because torch.utils.swap_tensors refuses to swap a tensor that has other references.
 class KeptCast {
  public:
   KeptCast(const at::Tensor& weight, at::Tensor cast)
@@ -118,7 +121,7 @@ class KeptCast {
 
   const at::Tensor& cast() const { return cast_; }
 
-  // Another stream may be ahead of the one that the cast was made on.
+  // False on another stream: that stream may run before the cast has been computed on its own stream.
   bool is_of(const at::Tensor& weight, c10::ScalarType dtype) const {
     return cast_.scalar_type() == dtype && stream_ == stream_number(weight.device());
   }
@@ -144,14 +147,17 @@ class KeptCast {
   c10::DimVector strides_;
 };
 
-// By the weight's address, which does not come back: its cast's autograd graph holds the weight.
+// The casts by the address of their weight. The address is not reused, because the autograd graph of the cast
+// keeps the weight alive.
 using CastsByWeight = std::unordered_map<const c10::TensorImpl*, c10::SmallVector<KeptCast, 1>>;
 
-// torch.clear_autocast_cache() forgets ours too. Torch tells nobody, but its cache lets go of the leaves
-// that it has casts of, to which it holds a weak reference. One leaf of ours is in it, for all threads.
+// Notices torch.clear_autocast_cache(), which must forget our casts too. Torch does not announce that call.
+// But torch's cache holds a weak reference to each leaf tensor whose cast it keeps, and drops the reference
+// when it is cleared. So we put the cast of one leaf of our own into that cache, for all threads, and count
+// the weak references to the leaf.
 class TorchCacheWatch {
  public:
-  // Never destroyed: threads may end after it.
+  // Never destroyed: threads may still run at exit.
   static TorchCacheWatch& get() {
     static auto* watch = new TorchCacheWatch;
     return *watch;
@@ -159,7 +165,8 @@ class TorchCacheWatch {
 
   bool was_cleared() const { return leaf_.weak_use_count() <= 1; }
 
-  // Has torch keep a cast of the leaf. What any thread kept before the cache was cleared is forgotten.
+  // Puts the cast of the leaf into torch's cache. If the cache was cleared since the last time, the kept
+  // casts of all threads are forgotten.
   void start() {
     const std::lock_guard lock(mutex_);
     if (!was_cleared()) return;

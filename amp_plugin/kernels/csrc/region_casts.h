@@ -1,4 +1,5 @@
-// Casts of weights, kept while a thread's outermost region is open, and which may be.
+// Casts of weights that are kept while a thread's outermost region is open, and the conditions for keeping
+// them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -6,31 +7,33 @@
 
 namespace amp_plugin {
 
-// Whether somebody refills a tensor's memory with no version counter moving, as FSDP does with its unsharded
-// parameters. Answers for a tensor that `is_weight` accepts.
+// A test for tensors whose memory is refilled without a change of their version counter, as FSDP does with
+// its unsharded parameters. It is called only for tensors that `is_weight` accepts.
 using RefillTest = bool (*)(const at::Tensor& tensor);
 void set_refill_test(RefillTest test);
 bool is_refilled(const at::Tensor& tensor);
 
-// False while something records or transforms the program: jit tracing, a mode of torch's own that makes
-// fake tensors or records ops, functorch, stream capture, inference mode. A cast made there must not outlive
-// it.
+// Returns false while the program is being recorded or transformed: by jit tracing, by a torch mode that
+// makes fake tensors or records ops, by functorch, by stream capture, or in inference mode. A cast that is
+// made then must not be used afterwards.
 bool may_keep(c10::DeviceType device);
 
-// True for what torch.autocast keeps the casts of: an fp32 leaf that requires grad and is not a view.
+// Return true for the tensors whose casts torch.autocast keeps: float32 leaves that require grad and are not
+// views.
 bool is_weight(const at::Tensor& tensor);
 
-// The kept cast of a weight, or an undefined tensor if there is none that is still right.
+// Returns the kept cast of a weight, or an undefined tensor if there is none or the weight has changed since.
 at::Tensor find_cast(const at::Tensor& weight, c10::ScalarType dtype);
 void keep_cast(const at::Tensor& weight, const at::Tensor& cast);
 
 // Forgets this thread's casts.
 void clear_region_casts();
 
-// Forgets every thread's casts: weights may have changed without a version counter that shows it.
+// Forgets the casts of all threads. Call it when weights may have changed without a change of their version
+// counters.
 void forget_all_casts();
 
-// Casts kept in this thread; for tests and diagnosis.
+// The number of casts that this thread keeps; for tests and diagnosis.
 int64_t kept_cast_count();
 
 }  // namespace amp_plugin

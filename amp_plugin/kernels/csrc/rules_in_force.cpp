@@ -12,7 +12,8 @@ namespace {
 
 constexpr int kBase = static_cast<int>(c10::ScalarType::Float4_e2m1fn_x2) + 1;
 
-// Of one kind of device alone every rule set has a code; of two at a time, the first ones.
+// If only one of the two devices has its own rules, any rule set has a code. If both have, only rule sets
+// below this number do.
 constexpr int kTogether = 30;
 static_assert(2 * kMaxRuleSets + kTogether * kTogether <= (kBase - 1) * kBase);
 

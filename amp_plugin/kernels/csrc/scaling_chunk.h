@@ -1,4 +1,4 @@
-// One chunk of one gradient: read it once, write it at most once.
+// Works on one chunk of one gradient: reads it once and writes it at most once.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>
@@ -18,16 +18,18 @@ enum class Norm : uint8_t { none, one, two, infinity, any };
 constexpr uint8_t kInf = 1;
 constexpr uint8_t kNan = 2;
 
-// What one chunk adds to the result.
+// The contribution of one chunk to the result.
 struct Partial {
-  double power = 0.0;  // sum of |x|^p, count, largest or smallest |x|: see Norm
+  // depends on the norm: the sum of |x|^p, the count of x != 0, or the largest or smallest |x|
+  double power = 0.0;
   uint8_t flags = 0;
 };
 
 template <typename T>
 using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// A vector of T as one (float, double) or two (float16, bfloat16) vectors of Wide<T>.
+// The elements of one vector of T, as vectors of Wide<T>: one vector for float and double, two for float16
+// and bfloat16.
 template <typename T>
 struct Lanes {
   using Stored = at::vec::Vectorized<T>;
@@ -68,7 +70,7 @@ inline Vec accumulate(const Vec& sum, const Vec& x) {
   }
 }
 
-// The lanes of a vector added up in double, or the largest of them.
+// Returns the sum of a vector's lanes, added in double, or their largest.
 template <Norm norm, typename Vec>
 inline double reduce(const Vec& lanes) {
   constexpr int kChains = 4;
@@ -93,7 +95,8 @@ inline double reduce(const Vec& lanes) {
   return (total[0] + total[1]) + (total[2] + total[3]);
 }
 
-// Rare, and the same for all norms: not made anew in each loop that calls it.
+// Returns the flags of the elements. Rarely needed and the same for all norms, so it is not inlined into each
+// loop.
 template <typename T>
 [[gnu::noinline]] uint8_t element_flags(const T* data, int64_t count) {
   uint8_t flags = 0;
@@ -114,7 +117,8 @@ template <typename T>
   return sum;
 }
 
-// |x|^p for the norms without a loop of their own: p is 0, -inf or any other number.
+// Returns the sum of |x|^p for norms that have no loop of their own. If p is 0, it counts the nonzero
+// elements; if p is inf or -inf, it returns the largest or the smallest |x|.
 template <typename X>
 [[gnu::noinline]] double any_power(const X* data, int64_t count, double p) {
   const bool smallest = p == -std::numeric_limits<double>::infinity();
@@ -137,7 +141,8 @@ template <typename X>
   return result;
 }
 
-// The one loop: x is read, its norm taken, x * factor checked for finiteness and, if asked, written.
+// The loop over a chunk. It reads each x, adds it to the norm, checks that x * factor is finite, and writes
+// the product if asked to.
 template <typename T, Norm norm, bool write>
 Partial run_chunk(T* data, int64_t count, Wide<T> factor) {
   using L = Lanes<T>;
@@ -147,7 +152,7 @@ Partial run_chunk(T* data, int64_t count, Wide<T> factor) {
   const Vec scale(factor);
   const Vec zero(0);
   Vec sum[kAccumulators] = {zero, zero, zero, zero};
-  Vec bad[kAccumulators] = {zero, zero, zero, zero};  // stays 0 while all products are finite
+  Vec bad[kAccumulators] = {zero, zero, zero, zero};  // stays 0 as long as all products are finite
 
   const auto step = [&](T* at, int64_t size, int first) {
     L x = L::load(at, size);
@@ -163,8 +168,9 @@ Partial run_chunk(T* data, int64_t count, Wide<T> factor) {
     }
   };
 
-  // Several streams, a part of the chunk each: more loads are in flight. With and without writing, the same
-  // elements are added up in the same order: clipping folded or in place gives the same bits.
+  // The chunk is read as several streams, so that more loads are in flight. The elements are added in the
+  // same order with and without writing. So a clip that is part of the step and a clip in place give the same
+  // bits.
   const int64_t stream = count / (kUnroll * L::kSize) * L::kSize;
   for (int64_t i = 0; i < stream; i += L::kSize) {
     for (int u = 0; u < kUnroll; ++u) {

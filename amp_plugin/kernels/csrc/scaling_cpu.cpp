@@ -1,4 +1,4 @@
-// norm_check, unscale_ and multiply_ on the CPU: chunks over all gradients, one pass.
+// norm_check, unscale_ and multiply_ on the CPU: one pass over all gradients, in chunks.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -17,9 +17,11 @@
 namespace amp_plugin {
 namespace {
 
-// Elements: float32 partial sums are exact enough, and it fits L2.
+// Elements of a chunk. Float32 partial sums are exact enough for so many, and the chunk fits into the L2
+// cache.
 constexpr int64_t kChunk = 32768;
-// Elements that a thread takes at a time: some 40 us, well above a fork and join.
+// Elements that a thread processes at a time. They take about 40 us, much longer than starting and joining
+// threads.
 constexpr int64_t kTask = 8 * kChunk;
 
 using ChunkFunction = Partial (*)(void* data, int64_t count, double factor, double p);
@@ -49,10 +51,11 @@ Norm norm_of(double p) {
 
 bool takes_extreme(double p) { return std::isinf(p); }
 
-// The square of an element may leave float32's range although the element and the norm do not.
+// Return true if all squares are within float32's range. A square can leave it although the element and the
+// norm are in range.
 template <typename T>
 bool is_exact(double sum_of_squares) {
-  constexpr double kSmallest = 1e-26;  // below it, squares lost to underflow would show
+  constexpr double kSmallest = 1e-26;  // below this, squares lost to underflow would matter
   return std::is_same_v<T, double> || (sum_of_squares >= kSmallest && std::isfinite(sum_of_squares));
 }
 
@@ -64,7 +67,8 @@ Partial chunk_of_reals(void* data, int64_t count, double factor, double p) {
     Partial partial = run_chunk<T, Norm::none, write>(values, count, static_cast<Wide<T>>(factor));
     partial.power = power;
     return partial;
-  } else if constexpr (write && (norm == Norm::one || norm == Norm::infinity)) {  // too rare for a loop
+  } else if constexpr (write && (norm == Norm::one || norm == Norm::infinity)) {
+    // Rare, so it takes two passes instead of a loop of its own.
     const double power = chunk_of_reals<T, norm, false>(data, count, factor, p).power;
     Partial partial = run_chunk<T, Norm::none, true>(values, count, static_cast<Wide<T>>(factor));
     partial.power = power;
@@ -73,7 +77,7 @@ Partial chunk_of_reals(void* data, int64_t count, double factor, double p) {
     Partial partial = run_chunk<T, norm, write>(values, count, static_cast<Wide<T>>(factor));
     if constexpr (norm == Norm::two) {
       if (partial.flags == 0 && !is_exact<T>(partial.power)) {
-        // After a write the data are multiplied already: undo that in the power.
+        // The values have been multiplied already if `write`. Divide the result to undo that.
         partial.power = sum_of_squares(values, count) / (write ? factor * factor : 1.0);
       }
     } else if constexpr (norm == Norm::one) {
@@ -83,7 +87,7 @@ Partial chunk_of_reals(void* data, int64_t count, double factor, double p) {
   }
 }
 
-// Complex numbers are pairs of reals, except in norms of their magnitudes.
+// Complex numbers are processed as pairs of reals, except in norms that need their magnitudes.
 template <typename T, Norm norm, bool write>
 Partial chunk_of_complex(void* data, int64_t count, double factor, double p) {
   if constexpr (norm == Norm::two || norm == Norm::none) {
@@ -124,7 +128,7 @@ ChunkFunction function_for(at::ScalarType type, Norm norm) {
   }
 }
 
-// Gradients as memory without gaps. A strided one is worked on in a copy and written back.
+// Gradients as memory without gaps. If a gradient has gaps, a dense copy is processed and then written back.
 class Flattened {
  public:
   explicit Flattened(at::TensorList grads) {
@@ -159,17 +163,17 @@ class Flattened {
   std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
 };
 
-// The beginning of a chunk, before its turn: of small tensors that is most of it, and no two lie side by
-// side.
+// Prefetches the beginning of a later chunk. For small tensors that is most of the chunk, and the hardware
+// cannot predict where the next tensor lies.
 void fetch_ahead(const Chunk& chunk) {
-  constexpr int64_t kLine = 64, kMost = 1024;  // bytes
+  constexpr int64_t kLine = 64, kMost = 1024;  // bytes, both
   const int64_t bytes = std::min<int64_t>(chunk.count * 4, kMost);
   for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(chunk.data + at);
 }
 
 template <bool write>
 std::vector<Chunk> cut(const std::vector<c10::TensorImpl*>& tensors, Norm norm) {
-  constexpr size_t kAhead = 8;  // storages
+  constexpr size_t kAhead = 8;  // how many storages ahead to prefetch
   std::vector<Chunk> chunks;
   chunks.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -188,7 +192,8 @@ std::vector<Chunk> cut(const std::vector<c10::TensorImpl*>& tensors, Norm norm) 
   return chunks;
 }
 
-// First chunks of the tasks, each of about kTask elements; fixed, so that results do not depend on threads.
+// Returns the number of the first chunk of each task. A task has about kTask elements. The division is
+// independent of the number of threads, and so are the results.
 std::vector<size_t> share(const std::vector<Chunk>& chunks) {
   std::vector<size_t> first{0};
   int64_t elements = 0;
@@ -244,7 +249,8 @@ Measured measured(const Result& result, double factor, double p) {
   return {tensor_of(norm), tensor_of(result.found()), flags};
 }
 
-// What gradients are multiplied by; 1 divided by a scale is rounded to the dtype of the scale.
+// Returns the factor that gradients are multiplied by. If a scale is given, 1 / scale is rounded to the
+// scale's dtype.
 double factor_of(const at::Tensor& inv_scale, bool is_scale) {
   const double value = one_value(inv_scale, "inv_scale");
   if (!is_scale) return value;

@@ -1,4 +1,5 @@
-// pack_measurements_ and unpack_measurements on the CPU, a few scalars; see kernels/reference.py.
+// pack_measurements_ and unpack_measurements on the CPU. They process a few scalars; see
+// kernels/reference.py.
 
 #include <ATen/core/Tensor.h>
 
@@ -16,7 +17,7 @@ namespace {
 
 bool has_no_power(double p) { return p == 0.0 || std::isinf(p); }
 
-// As torch's pow, whose special cases are exact.
+// Computes a power as torch.pow does, which treats these exponents specially and exactly.
 double raised(double value, double exponent) {
   if (exponent == 2.0) return value * value;
   if (exponent == 0.5) return std::sqrt(value);
@@ -27,7 +28,7 @@ double neutral(double p) { return p < 0 && std::isinf(p) ? p : 0.0; }
 
 double join(double a, double b, double p) {
   if (!std::isinf(p)) return a + b;
-  return b > a || std::isnan(b) ? b : a;  // nan wins
+  return b > a || std::isnan(b) ? b : a;  // a NaN counts as the largest
 }
 
 }  // namespace

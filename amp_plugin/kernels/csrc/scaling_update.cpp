@@ -1,5 +1,5 @@
-// update_scale_, clip_factor and judge_step_ on the CPU: a few scalars; the rules are told in
-// kernels/reference.py.
+// update_scale_, clip_factor and judge_step_ on the CPU. They process a few scalars. kernels/reference.py
+// describes their rules.
 
 #include <ATen/core/Tensor.h>
 
@@ -41,7 +41,7 @@ void update_scale_(
     ++steps;
     const bool grows = steps >= std::min<int64_t>(growth_interval, std::numeric_limits<int32_t>::max());
     if (grows) {
-      const auto grown = static_cast<float>(value * growth_factor);  // in double, as torch
+      const auto grown = static_cast<float>(value * growth_factor);  // computed in double, as torch does
       const auto ceiling =
           std::max(value, static_cast<float>(std::min<double>(max_scale, std::numeric_limits<float>::max())));
       value = std::isfinite(grown) ? std::min(grown, ceiling) : value;

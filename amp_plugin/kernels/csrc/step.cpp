@@ -1,4 +1,4 @@
-// step_ on the CPU.
+// The op step_ on the CPU.
 
 #include <algorithm>
 #include <array>
@@ -13,14 +13,15 @@
 namespace amp_plugin {
 namespace {
 
-// What one step does to the elements of a row.
+// The rule, prepared for one step on the elements of a row.
 struct RowStep {
-  uint32_t seed = 0;  // of what is rounded at random
+  uint32_t seed = 0;  // the seed of random rounding
   alignas(16) std::array<std::byte, StepRule::kMostBytes> made;
 };
 
-// Calls run(row, begin, end) for the whole units of a range, and for what is left behind them as a row of its
-// own, which `written` says what to write back of.
+// Calls run(row, begin, end) for the whole units of a range. The elements after the last whole unit are
+// copied into a row of their own, on which `run` is called too. `written` says which tensors of that row to
+// copy back.
 template <typename Run>
 void in_whole_units(
     const Row& row, int64_t begin, int64_t end, int64_t unit, LastBlock::Written written, Run&& run) {
@@ -41,7 +42,7 @@ void divide_range(const Row& row, int64_t begin, int64_t end, const Divisor& div
   }
 }
 
-// A step that is skipped: gradients are divided, and nothing else is written.
+// Carries out a skipped step: it divides the gradients and writes nothing else.
 void divide_gradients(const StepRows& rows, const Divisor& divisor) {
   if (divisor.is_one()) return;
   for_each_range(rows.rows(), [&](size_t row, int64_t begin, int64_t end) {
@@ -67,7 +68,7 @@ void write_counter(const at::Tensor& counter, double value) {
   }
 }
 
-// What a step does to each row; counters are written.
+// Prepares the rule for each row, and writes the counters.
 std::vector<RowStep> steps_of(const StepTensors& tensors, const StepRule& rule, const double* numbers) {
   using Counters = std::array<double, cuda::kMostCounters>;
   std::vector<RowStep> steps;
@@ -76,7 +77,7 @@ std::vector<RowStep> steps_of(const StepTensors& tensors, const StepRule& rule, 
   for (size_t i = 0; i < tensors.params.size(); ++i) {
     Counters counters{};
     for (size_t k = 0; k < rule.counters; ++k) counters[k] = read_counter(tensors.counter(k, i));
-    if (i > 0 && counters == before) {  // parameters mostly have taken as many steps
+    if (i > 0 && counters == before) {  // usually all parameters have taken the same number of steps
       steps.push_back(steps.back());
     } else {
       before = after = counters;
@@ -100,7 +101,7 @@ void step_(
   const StepRows rows(tensors, rule, !divisor.is_one(), c10::kCPU);
   if (found_inf && one_value(*found_inf, "found_inf") > 0) return divide_gradients(rows, divisor);
   std::vector<double> values(numbers.begin(), numbers.end());
-  if (lr) values.front() = one_value(*lr, "lr");  // the first number of every rule
+  if (lr) values.front() = one_value(*lr, "lr");  // the learning rate is the first number of every rule
   const std::vector<RowStep> steps = steps_of(tensors, rule, values.data());
   const LastBlock::Written written{!divisor.is_one(), true};
   for_each_range(rows.rows(), [&](size_t i, int64_t begin, int64_t end) {

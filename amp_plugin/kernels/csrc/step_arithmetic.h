@@ -1,4 +1,4 @@
-// What rules compute with on the CPU: vectors of float32.
+// The arithmetic of the rules on the CPU: vectors of float32.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>
@@ -12,7 +12,7 @@ namespace amp_plugin {
 
 using Floats = at::vec::Vectorized<float>;
 
-// As many elements as Floats holds, as bits.
+// The bits of a Floats, with the same number of elements.
 using Words = uint32_t [[gnu::vector_size(sizeof(Floats))]];
 
 [[gnu::always_inline]] inline Words bits_of(const Floats& floats) {
@@ -28,20 +28,21 @@ using Words = uint32_t [[gnu::vector_size(sizeof(Floats))]];
 
 [[gnu::always_inline]] inline Floats root(const Floats& x) { return x.sqrt(); }
 [[gnu::always_inline]] inline Floats magnitude(const Floats& x) { return x.abs(); }
-// 1, -1 or 0, of a NaN 0.
+// Returns 1, -1 or 0. For a NaN it returns 0.
 [[gnu::always_inline]] inline Floats sign_of(const Floats& x) {
   return ((x > Floats(0)) & Floats(1)) - ((x < Floats(0)) & Floats(1));
 }
 
-// The larger of numbers without a sign: their bits are ordered as they are, and a NaN is the largest.
+// Returns the larger of two numbers that have no sign. The bits of such floats are ordered as the floats are,
+// and a NaN is the largest.
 [[gnu::always_inline]] inline Floats larger(const Floats& first, const Floats& second) {
   const Words bits = bits_of(first), others = bits_of(second);
   const Words larger = bits > others ? bits : others;
   return Floats::loadu(&larger);
 }
 
-// Division by a number that is the same for all: as quick as multiplications, and rounded as a division
-// (Markstein, 1990), but for results below float32's normal range.
+// Division by a number that is the same for all elements. It is as fast as multiplications, and rounds as a
+// division does (Markstein, 1990), except if the result is below float32's normal range.
 class Divisor {
  public:
   Divisor() = default;
@@ -53,7 +54,8 @@ class Divisor {
     const Floats quotient = x * Floats(inverse_);
     const Floats rest = at::vec::fmadd(quotient, Floats(-divisor_), x);
     const Floats corrected = at::vec::fmadd(rest, Floats(inverse_), quotient);
-    // Without a rest the quotient is exact, down to the sign of a zero; of an infinity there is none.
+    // If the rest is 0, the quotient is exact, including the sign of a zero. For an infinity the rest is a
+    // NaN. In both cases the quotient is returned without correction.
 #if defined(CPU_CAPABILITY_AVX512)
     constexpr int kZeroInfinityOrNan = 0x9F;
     return _mm512_mask_mov_ps(corrected, _mm512_fpclass_ps_mask(rest, kZeroInfinityOrNan), quotient);
@@ -68,8 +70,9 @@ class Divisor {
   float inverse_;
 };
 
-// A choice between two numbers that is the same for all, made of both. With branches the loop's instructions
-// follow each other in pieces that the compiler does not order: a step of a pair then takes 1.4 of this.
+// A choice between two numbers that is the same for all elements. Both are computed, then one is selected.
+// With branches instead, the compiler cannot reorder the instructions of the loop across them, and a step of
+// a 16-bit pair takes 1.4 times as long.
 class Choice {
  public:
   Choice() = default;

@@ -12,7 +12,8 @@
 namespace amp_plugin {
 namespace {
 
-// Elements that a thread takes at a time: some 50 us of memory traffic, well above a fork and join.
+// Elements that a thread processes at a time. They take about 50 us of memory traffic, much longer than
+// starting and joining threads.
 constexpr int64_t kStepTask = 65536;
 
 }  // namespace
@@ -78,7 +79,7 @@ void StepRows::check(size_t i) const {
   for (size_t k = 0; k < rule_.counters; ++k) check_counter(i, k);
 }
 
-// Codes follow each other as the parameter's elements do in memory.
+// Codes are stored in the order in which the parameter's elements lie in memory.
 void StepRows::check_codes(size_t i, size_t k) const {
   const at::Tensor& param = tensors_.params[i];
   const bool ordered = param.is_non_overlapping_and_dense() &&
@@ -96,7 +97,7 @@ void StepRows::check_codes(size_t i, size_t k) const {
       ", at a multiple of 4.");
 }
 
-// The first one counts steps; a second one is multiplied in float32.
+// The first counter counts steps. The second one is a product that the rule computes in float32.
 void StepRows::check_counter(size_t i, size_t k) const {
   const at::Tensor& counter = tensors_.counter(k, i);
   const at::ScalarType type = counter.scalar_type();
@@ -108,7 +109,7 @@ void StepRows::check_counter(size_t i, size_t k) const {
       device_.is_cpu() ? "." : ", as fused=True and capturable=True make it.");
 }
 
-// The format of the states of a parameter, but for weights, which are float32.
+// The format of a parameter's states. Weights among the states do not count: they are always float32.
 State StepRows::format_of(size_t i) const {
   std::optional<at::ScalarType> first;
   for (size_t k = 0; k < rule_.states.size(); ++k) {
@@ -123,7 +124,7 @@ State StepRows::format_of(size_t i) const {
   return first == at::kBFloat16 ? State::bfloat16 : State::fp32;
 }
 
-// The gradient, in a dtype that the device steps.
+// The gradient, converted if the device has no loop for its dtype.
 at::Tensor StepRows::readable_grad(size_t i, Weight weight) const {
   const at::Tensor& grad = tensors_.grads[i];
   return device_.is_cpu() && !has_loop(grad.scalar_type(), weight) ? grad.to(at::kFloat) : grad;
@@ -218,11 +219,11 @@ void for_each_range(const std::vector<Row>& rows, RunRange run) {
   constexpr int64_t kBlock = LastBlock::kMostElements;
   std::vector<Range> ranges;
   ranges.reserve(rows.size());
-  std::vector<size_t> first{0};  // of each task
+  std::vector<size_t> first{0};  // the first range of each task
   int64_t elements = 0;
   for (size_t row = 0; row < rows.size(); ++row) {
     for (int64_t begin = 0; begin < rows[row].numel;) {
-      // Whole blocks, so that loads stay aligned and a tensor has one tail.
+      // Ranges end at whole blocks, so that loads stay aligned and each tensor has only one partial block.
       const int64_t room = (kStepTask - elements + kBlock - 1) / kBlock * kBlock;
       const int64_t end = std::min(rows[row].numel, begin + room);
       ranges.push_back({row, begin, end});

@@ -1,4 +1,4 @@
-// The tensors of an optimizer step, a row for each parameter, as memory without gaps.
+// The tensors of an optimizer step as memory without gaps, with one row per parameter.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,8 +17,9 @@ namespace amp_plugin {
 
 using cuda::kMostStates;
 
-// As the op takes them: lists with an entry for each parameter. All first states come first, then all second
-// ones; counters likewise. Remainders may be empty.
+// The lists that the op takes. `params`, `grads` and `remainders` have one tensor per parameter; `remainders`
+// may be empty. `states` has the first states of all parameters, then the second states of all, and so on.
+// `counters` likewise.
 struct StepTensors {
   at::TensorList params;
   at::TensorList grads;
@@ -30,11 +31,12 @@ struct StepTensors {
   const at::Tensor& counter(size_t k, size_t i) const { return counters[k * params.size() + i]; }
 };
 
-// What holds a parameter: a float32, or a bfloat16 with its remainder.
+// How a parameter is stored: as float32, or as bfloat16 with a remainder.
 enum class Weight : uint8_t { fp32, bfloat16_pair };
 
-// Whether the CPU steps such a gradient as it is: one in float32, or in the dtype that the model computes
-// with. Torch makes no others, unless a parameter's grad_dtype asks for it. Those are widened first.
+// Return true if the CPU has a loop for this gradient: one in float32, or in the dtype that the model
+// computes with. Torch makes gradients in another dtype only if the parameter's grad_dtype asks for it. Such
+// a gradient is first converted to float32.
 constexpr bool has_loop(at::ScalarType grad, Weight weight) {
   return grad == at::kFloat || (grad == at::kBFloat16 && weight == Weight::bfloat16_pair);
 }
@@ -45,7 +47,8 @@ enum class State : uint8_t { fp32, bfloat16, codes };
 constexpr int64_t kCodeBlock = cuda::kCodeBlock;
 constexpr int64_t kCodeBlockBytes = cuda::kCodeBlockBytes;
 
-// Bytes of a state of so many elements from the first of a block on; codes are of whole blocks.
+// The number of bytes of `count` elements of a state, counted from the start of a block. Codes are stored in
+// whole blocks.
 constexpr int64_t state_bytes(State state, int64_t count) {
   if (state == State::codes) return (count + kCodeBlock - 1) / kCodeBlock * kCodeBlockBytes;
   return count * (state == State::bfloat16 ? 2 : 4);
@@ -57,22 +60,23 @@ struct Row {
   void* grad;
   std::array<void*, kMostStates> states;
   int64_t numel;
-  int64_t offset;  // of its first element in the parameter
+  int64_t offset;  // position of the row's first element in the parameter
   at::ScalarType grad_type;
   Weight weight;
-  State format;  // of the states that are no weights
-  std::array<bool, kMostStates> are_weights;  // which are float32
+  State format;  // of all states that are not weights
+  std::array<bool, kMostStates> are_weights;  // true for states that are weights; they are float32
 
   State format_of(size_t k) const { return are_weights[k] ? State::fp32 : format; }
 };
 
-// The elements behind the last whole block of a parameter, as a block of their own: the loops over elements
-// then need no second form for them.
+// The elements after the last whole block of a parameter, copied into a block of their own. So the loops over
+// elements only ever see whole blocks.
 class LastBlock {
  public:
   static constexpr size_t kMostElements = kCodeBlock;
 
-  // `count` elements of `row` from `begin` on, fewer than a block; behind them are zeros.
+  // Copies `count` elements of `row`, from `begin` on. They are fewer than a block, and the rest of the block
+  // is filled with zeros.
   LastBlock(const Row& row, int64_t begin, int64_t count);
   LastBlock(const LastBlock&) = delete;
   LastBlock& operator=(const LastBlock&) = delete;
@@ -84,7 +88,7 @@ class LastBlock {
     bool rest;
   };
 
-  // To where it came from.
+  // Copies the elements back to the row.
   void write_back(Written written) const;
 
  private:
@@ -94,7 +98,8 @@ class LastBlock {
   };
   static constexpr size_t kParts = 3 + kMostStates;  // gradient, parameter, remainder, states
 
-  // Its part of memory with so many bytes of `data`; null where there are none.
+  // Copies `bytes` bytes of `data` into this part's memory, and returns that memory. Returns null if `data`
+  // is null.
   void* hold(size_t part, void* data, int64_t begin, int64_t bytes);
 
   alignas(64) std::byte memory_[kParts][kMostElements * sizeof(float)] = {};
@@ -102,21 +107,22 @@ class LastBlock {
   Row block_;
 };
 
-// Calls run(row, begin, end) for ranges of elements that together are all of all rows, on all threads.
+// Calls run(row, begin, end) for ranges that together cover all elements of all rows. Uses all threads.
 using RunRange = c10::function_ref<void(size_t row, int64_t begin, int64_t end)>;
 void for_each_range(const std::vector<Row>& rows, RunRange run);
 
-// Rows of tensors that are checked. Where memory orders differ, a row is worked on in copies.
+// The rows of a step's tensors, which are checked. If the tensors of a row differ in memory order, the step
+// works on copies.
 class StepRows {
  public:
-  // All tensors are to be on `device`. Gradients may be written only if so said.
+  // All tensors must be on `device`. Gradients may be written only if `writes_gradients`.
   StepRows(const StepTensors& tensors, const StepRule& rule, bool writes_gradients, c10::Device device);
 
   const std::vector<Row>& rows() const { return rows_; }
 
-  // After the step: what was worked on in copies is written back, and versions are counted.
+  // Call after the step. Copies are written back, and version counters are increased.
   void finish() const;
-  // After a step that was skipped: the same for gradients alone.
+  // Call after a skipped step instead. Does the same, for the gradients only.
   void finish_gradients() const;
 
  private:

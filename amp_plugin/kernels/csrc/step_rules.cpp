@@ -8,7 +8,7 @@
 #include <type_traits>
 
 #include "step_run.h"
-// A second block: rules need the arithmetic.
+// In a block of its own, so that it comes last: the rules need the arithmetic above.
 #include "rules/all.h"
 
 namespace amp_plugin {

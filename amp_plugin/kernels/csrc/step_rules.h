@@ -1,4 +1,4 @@
-// The rules of rules/all.h by their names.
+// Looks up the rules of rules/all.h by name.
 #pragma once
 
 #include <cstddef>
@@ -17,13 +17,14 @@ struct Row;
 struct StepRule {
   std::string_view name;
   size_t numbers;
-  size_t counters;  // of each parameter
+  size_t counters;  // counters per parameter
   std::vector<rules::StateKind> states;
 
-  // Makes what a step does to the elements of a parameter, in memory of kMostBytes. `counters` are those
-  // before the step, and count it. Returns the seed of what is rounded at random.
+  // Constructs the rule for one step of one parameter, in memory of kMostBytes. `counters` hold the values
+  // before the step and are advanced. Returns the seed of random rounding.
   uint32_t (*make)(void* place, const double* numbers, double* counters);
-  // Applies it to elements [begin, end) of a row, whole units of them.
+  // Applies the constructed rule to elements [begin, end) of a row. The range must consist of whole units of
+  // the states.
   void (*step)(
       const Row& row, int64_t begin, int64_t end, const Divisor& divisor, const void* made, uint32_t seed);
 
@@ -32,10 +33,10 @@ struct StepRule {
 
 const std::vector<StepRule>& step_rules();
 
-// Each rule as "name numbers counters kinds...", for tests.
+// One line per rule, "name numbers counters kinds...", for tests.
 std::vector<std::string> described_rules();
 
-// Raises ValueError for a name that is not known, and for another count of numbers.
+// Looks up a rule. Raises ValueError if the name is unknown, or if the rule takes another count of numbers.
 const StepRule& step_rule(std::string_view name, size_t numbers);
 
 }  // namespace amp_plugin

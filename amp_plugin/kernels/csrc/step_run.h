@@ -1,5 +1,5 @@
-// The one loop over the elements of a parameter, for every rule and every format. Gradients are divided in
-// the pass that reads them.
+// The loop over the elements of a parameter, for every rule and every storage format. Gradients are divided
+// in the same pass.
 #pragma once
 
 #include "step_rows.h"
@@ -10,8 +10,8 @@ namespace amp_plugin {
 
 static_assert(Block::kSize <= static_cast<int64_t>(LastBlock::kMostElements));
 
-// Gradients are written if `divided`; a division by 1 leaves them as they are. `place`: of the block within
-// the unit of states that begins at `at - place`.
+// Steps one block. Divided gradients are written back if `divided`. `place` is the position of the block
+// within its unit of states, which begins at `at - place`.
 template <typename Rule, typename Grad, typename WeightType, typename States>
 [[gnu::always_inline]] inline void step_block(
     const Row& row, const Divisor& divisor, bool divided, const Rule& rule, States& states, int64_t at,
@@ -34,8 +34,8 @@ template <typename Rule, typename Grad, typename WeightType, typename States>
   WeightType::store(row, at, stepped);
 }
 
-// Whole units of states. Row and rule come by value: what is stored through the row's pointers cannot be
-// theirs, so that they stay in registers.
+// Steps whole units of states. `row` and `rule` are passed by value: the compiler then knows that stores
+// through the row's pointers cannot change them, and keeps them in registers.
 template <typename Rule, typename Grad, typename WeightType, typename States>
 void step_range(
     const Row row, int64_t begin, int64_t end, const Divisor divisor, const Rule rule, uint32_t seed) {
@@ -50,7 +50,7 @@ void step_range(
   if (begin < end) states.flush();
 }
 
-// A loop for each pair of dtypes that has_loop() names.
+// Chooses the loop by the dtypes of weight and gradient; see has_loop().
 template <typename Rule, typename States, typename... Arguments>
 void step_as_stored(const Row& row, const Arguments&... arguments) {
   if (row.weight == Weight::fp32) {
@@ -62,7 +62,7 @@ void step_as_stored(const Row& row, const Arguments&... arguments) {
   }
 }
 
-// And for each way to store states, if there are any.
+// Chooses the loop by the storage format of the states, if the rule has states.
 template <typename Rule>
 void step_units(
     const Row& row, int64_t begin, int64_t end, const Divisor& divisor, const Rule& rule, uint32_t seed) {

@@ -1,14 +1,15 @@
-// An optimizer's states as blocks of float32 lanes, whatever they are stored as;
-// docs/decisions/compressed_state.md says why.
+// Loads an optimizer's states as blocks of float32 lanes, and stores them, in each storage format.
+// docs/decisions/compressed_state.md gives the reasons.
 //
-//   float32    as they are; weights among them always
+//   float32    as they are. States that are weights are always float32.
 //   bfloat16   kSigned rounded to nearest, squares up or down at random
-//   codes      blocks of kCodeBlock bytes and a float32, the block's unit:
-//              kSigned   code * |code| * unit, code of -127..127, rounded to nearest
-//              squares   (code * unit)^2, code of 0..255, rounded up or down at random; 0 only of 0
+//   codes      blocks of kCodeBlock bytes and one float32, the block's unit:
+//              kSigned   code * |code| * unit, code in -127..127, rounded to nearest
+//              squares   (code * unit)^2, code in 0..255, rounded up or down at random; 0 only for 0
 //
-// A second moment moves by 1/1000 of itself, less than half of what 8 bits tell apart: rounded to nearest it
-// would stand still. What is drawn for an element follows from its place and the number of the step.
+// A second moment changes by 1/1000 of its value per step. That is less than half of the distance between two
+// 8-bit codes, so rounding to nearest would never change it. The random bits of an element depend only on its
+// position and on the number of the step.
 #pragma once
 
 #include <array>
@@ -20,9 +21,9 @@
 
 namespace amp_plugin {
 
-// As many elements as Floats holds.
+// Integers, as many as Floats has elements.
 using Numbers = int32_t [[gnu::vector_size(sizeof(Floats))]];
-// Four times as many bytes.
+// Bytes, four times as many as Floats has elements.
 using Bytes = uint8_t [[gnu::vector_size(sizeof(Floats))]];
 
 [[gnu::always_inline]] inline Numbers truncated(const Floats& floats) {
@@ -47,8 +48,8 @@ template <typename Byte>
 #endif
 }
 
-// Four vectors of numbers as bytes, each cut off at what a byte holds. They are in the order that packing
-// leaves them in, which store_bytes() undoes.
+// Converts four vectors of numbers to bytes, with saturation. The bytes are in the order in which the packing
+// instructions leave them; store_bytes() restores the order.
 template <typename Byte>
 [[gnu::always_inline]] inline Bytes packed(const Numbers (&numbers)[4]) {
 #if defined(CPU_CAPABILITY_AVX512)
@@ -87,7 +88,7 @@ template <typename Byte>
 
 using cuda::Draws;
 
-// The high bytes of draws, in units: of a block from its `first` on.
+// A table of the high bytes of Draws, times `unit`. A block begins at index Draws::first.
 template <typename T>
 constexpr auto spread(T unit) {
   std::array<T, 256 + kCodeBlock> draws{};
@@ -95,8 +96,11 @@ constexpr auto spread(T unit) {
   return draws;
 }
 
-// The states of a row; `List` is the rule's StateList. A unit of kUnit elements begins at `at`; then each of
-// its blocks, at a `place` in it, is loaded and stored; then it ends. flush() comes behind the last unit.
+// The states of a row, in float32. `List` is the rule's StateList.
+//
+// The formats share this interface. begin(at) starts a unit of kUnit elements. Then each block of the unit is
+// loaded and stored at its `place` in the unit, and end() closes the unit. flush() is called after the last
+// unit.
 template <typename List>
 class Fp32States {
  public:
@@ -165,8 +169,8 @@ class Bf16States {
   Draws draws_[kStates] = {};
 };
 
-// A unit is encoded when the next one has been computed: else the processor would wait for its largest
-// element (a fifth of a step).
+// A unit is encoded only after the next one has been computed. Otherwise the processor would have to wait for
+// the unit's largest element, which takes a fifth of a step.
 template <typename List>
 class CodedStates {
   static constexpr size_t kStates = List::kCount;
@@ -236,8 +240,10 @@ class CodedStates {
 
   static constexpr float kSignedUnit = static_cast<float>(1.0 / (127 * 127));
   static constexpr float kUnsignedUnit = static_cast<float>(1.0 / 255);
-  static constexpr float kLeastUnit = 0x1p-120F;  // below, all are 0: its inverse might be infinite
-  // Of a first moment, and of a second one's root: an infinite unit times 0 would be nan.
+  // for a smaller unit all codes are 0, as its inverse might be infinite
+  static constexpr float kLeastUnit = 0x1p-120F;
+  // The largest values that are stored, of a first moment and of the root of a second moment. With an
+  // infinite unit, a code of 0 would be decoded as a NaN.
   static constexpr float kMostSigned = 0x1p127F, kMostRoot = 0x1p63F;
 
   static constexpr bool is_signed(size_t i) { return List::kind(i) == rules::kSigned; }
@@ -252,9 +258,10 @@ class CodedStates {
     return root * root;
   }
 
-  // Until the unit's largest is known: the first state, or the root of a second moment.
+  // Keeps the values until the largest of the unit is known: a first moment itself, or the root of a second
+  // moment.
   [[gnu::always_inline]] void keep(size_t i, int64_t place, const Floats& value) {
-    const Floats root = value.sqrt().abs();  // of a NaN without its sign
+    const Floats root = value.sqrt().abs();  // abs() removes the sign of a NaN
     (is_signed(i) ? value : root).store(&(*kept_)[i][place]);
     largest_[i] = larger(is_signed(i) ? value.abs() : root, largest_[i]);
   }
@@ -263,7 +270,7 @@ class CodedStates {
     return at::vec::vec_reduce_all<float>([](Floats& a, Floats& b) { return larger(a, b); }, lanes);
   }
 
-  // What was kept of the unit before.
+  // Encodes the values kept of the previous unit.
   [[gnu::always_inline]] void encode(const Kept* kept) {
     for (size_t i = 0; i < kStates; ++i) {
       if (is_weight(i)) continue;
@@ -285,7 +292,8 @@ class CodedStates {
     return packed<int8_t>(codes);
   }
 
-  // The bits of a number that is not 0 fill its byte.
+  // A nonzero root must get a code of at least 1. Its bits, read as an integer and saturated to a byte, are
+  // nonzero.
   [[gnu::always_inline]] Bytes square_codes(size_t i, int64_t place, const Floats (&roots)[4]) const {
     static constexpr auto kSpread = spread<float>(0x1p-8F);
     const Floats low(static_cast<float>(last_draws_[i].low) * 0x1p-16F);
@@ -308,7 +316,7 @@ class CodedStates {
   Floats units_[kStates], inverses_[kStates], largest_[kStates];
   alignas(64) Kept memory_[2] = {};
   Kept *kept_ = &memory_[0], *last_kept_ = &memory_[1];
-  alignas(64) uint8_t nothing_[kCodeBlock];  // in the place of the codes before the first unit
+  alignas(64) uint8_t nothing_[kCodeBlock];  // stands in for the previous unit's codes before there are any
 };
 
 }  // namespace amp_plugin

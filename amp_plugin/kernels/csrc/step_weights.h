@@ -1,4 +1,4 @@
-// Parameters and gradients as blocks of float32 lanes, whatever they are stored as.
+// Loads parameters and gradients as blocks of float32 lanes, and stores them, in each storage format.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace amp_plugin {
 
-// Two vectors of float32: as many elements as one vector of a 16-bit type holds.
+// Two vectors of float32. They have as many elements as one vector of a 16-bit type.
 struct Block {
   static constexpr int64_t kHalf = Floats::size();
   static constexpr int64_t kSize = 2 * kHalf;
@@ -19,8 +19,8 @@ struct Block {
   Floats high;
 };
 
-// Ask for what a later block of the same tensor reads: the processor's own look-ahead follows four to seven
-// streams less well (15 to 20 % of a step).
+// Prefetches the data of a later block of the same tensor. The hardware prefetcher alone is slower, as it has
+// to follow four to seven streams (15 to 20 % of a step).
 template <typename T>
 [[gnu::always_inline]] inline void fetch_ahead(const T* data) {
   constexpr int64_t kAhead = 512;  // elements
@@ -59,17 +59,19 @@ struct Fp32Weight {
   }
 };
 
-// As many elements as a Block holds, as 16 bits.
+// 16-bit integers, as many as a Block has elements.
 using Shorts = uint16_t [[gnu::vector_size(sizeof(Floats))]];
 
 #if defined(CPU_CAPABILITY_AVX2)
-// Of four parts the middle ones change places, as around instructions that work on halves of a vector.
+// Swaps the two middle quarters of a vector. AVX2 instructions work on each half separately, and this
+// restores the order.
 [[gnu::always_inline]] inline __m256i in_order(__m256i parts) {
   return _mm256_permute4x64_epi64(parts, 0b11011000);
 }
 #endif
 
-// The halves of 32 bits; the compiler makes twice as many instructions of the general form.
+// Splits 32-bit words into high and low halves. The compiler generates twice as many instructions from the
+// generic form.
 struct Halves {
   Shorts high, low;
 
@@ -100,12 +102,14 @@ struct Halves {
   }
 };
 
-// A bfloat16 parameter with the 16 bits that make it a float32.
+// A bfloat16 parameter with its remainder.
 //
-// Whole vectors in registers: through arrays in memory the compiler writes halves of a vector and reads the
-// whole, for which the processor waits until they are written (1.2 to 1.4 of the step of a float32).
+// The halves stay in registers. With arrays in memory instead, the compiler writes half vectors and reads
+// whole ones, and the processor waits until the writes have finished (1.2 to 1.4 times the step of a
+// float32).
 struct PairedWeight {
-  // unpack_weight of each: of a low half whose highest bit is turned, 0x8000 has to be taken off again.
+  // Does unpack_weight() for each element. The highest bit of the low half is flipped, which adds 0x8000;
+  // that is subtracted again.
   [[gnu::always_inline]] static Block load(const Row& row, int64_t at) {
     const auto* high = static_cast<const uint16_t*>(row.param) + at;
     const auto* low = static_cast<const uint16_t*>(row.remainder) + at;
@@ -138,8 +142,8 @@ struct PairedWeight {
 #endif
   }
 
-  // pack_weight of each. What is missing from the high half is the low 16 bits as they are; rounding turns
-  // the highest of them.
+  // Does pack_weight() for each element. Adding 0x8000 rounds the high half and flips the highest bit of the
+  // low half. Flipping that bit back gives the remainder.
   [[gnu::always_inline]] static void store(const Row& row, int64_t at, const Block& block) {
     auto* high = static_cast<uint16_t*>(row.param) + at;
     auto* low = static_cast<uint16_t*>(row.remainder) + at;

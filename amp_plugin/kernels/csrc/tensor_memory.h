@@ -1,4 +1,4 @@
-// Tensors as memory: which may be taken as they are, in what order elements lie, and that they were written.
+// Tensors as memory: whether a kernel may use it directly, the order of the elements, and version counters.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,7 +8,8 @@
 
 namespace amp_plugin {
 
-// Whether it is strided memory, with no wrapper and no lazy bit around it.
+// Return true if the tensor is plain strided memory: no subclass or wrapper, and no pending conjugation or
+// negation.
 inline bool is_plain(const at::Tensor& tensor) {
   using c10::DispatchKey;
   constexpr c10::DispatchKeySet special(
@@ -18,21 +19,22 @@ inline bool is_plain(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.key_set().has_any(special);
 }
 
-// Whether one loop over memory visits the same elements of two tensors.
+// Return true if one loop over memory visits the same elements of both tensors.
 inline bool same_memory_order(const at::Tensor& tensor, const at::Tensor& other) {
   if (tensor.is_contiguous() && other.is_contiguous()) return true;
   return tensor.strides() == other.strides() && tensor.is_non_overlapping_and_dense();
 }
 
-// A tensor in the memory order of another: itself, or a copy.
+// Returns the tensor itself if it has the memory order of the other one, else a copy in that order.
 inline at::Tensor ordered_as(const at::Tensor& tensor, const at::Tensor& other) {
   if (same_memory_order(tensor, other)) return tensor;
   return at::empty_like(other, tensor.scalar_type()).copy_(tensor);
 }
 
-// Version counters, by which autograd and callers know that a tensor was written.
+// Increases the version counters, which tell autograd and callers that the tensors were written.
 //
-// A count is an atomic operation, and those wait for memory one by one; reads before them do not.
+// Each increase is an atomic operation and would wait for its memory alone. So the counters of a block are
+// read first, and these reads overlap.
 inline void increment_versions(at::TensorList tensors) {
   constexpr size_t kBlock = 16;
   for (size_t begin = 0; begin < tensors.size(); begin += kBlock) {

@@ -1,4 +1,5 @@
-// What torch exports of its autocast, declared here: <ATen/autocast_mode.h> includes all of ATen.
+// Functions that torch exports for autocast. They are declared here because <ATen/autocast_mode.h> includes
+// all of ATen.
 #pragma once
 
 #include <ATen/core/Tensor.h>

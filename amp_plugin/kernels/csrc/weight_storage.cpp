@@ -1,4 +1,4 @@
-// pack_weights_, unpack_weights_ and round_weights_ on the CPU: many tensors, one pass over all of them.
+// pack_weights_, unpack_weights_ and round_weights_ on the CPU: one pass over many tensors.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -17,9 +17,9 @@
 namespace amp_plugin {
 namespace {
 
-constexpr int64_t kPiece = 32768;  // elements
+constexpr int64_t kPiece = 32768;  // elements per piece
 
-// Elements [begin, end) of the tensors with this number.
+// Elements [begin, end) of the tensor with this number.
 struct Piece {
   size_t tensor;
   int64_t begin;
@@ -40,7 +40,8 @@ void check_count(const char* op, size_t masters, size_t other, const char* name)
       masters == other, op, ": ", masters, " masters and ", other, " ", name, "; give one for each master.");
 }
 
-// Tensors to write in the memory order of others; finish() copies back what is not written in place.
+// Tensors to write, in the memory order of the tensors `like`. A tensor in another order is written through a
+// buffer, which finish() copies back.
 class Written {
  public:
   Written(at::TensorList tensors, const std::vector<at::Tensor>& like) : tensors_(tensors) {
@@ -75,7 +76,8 @@ std::vector<at::Tensor> dense(at::TensorList tensors) {
   return result;
 }
 
-// Of the loop over pieces there is one, whatever is run.
+// Calls `run` for pieces that together cover all elements, on all threads. It is not a template, so it is
+// compiled once.
 void for_each_piece(const std::vector<at::Tensor>& tensors, c10::function_ref<void(const Piece&)> run) {
   std::vector<Piece> pieces;
   int64_t total = 0;

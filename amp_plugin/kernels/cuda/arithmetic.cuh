@@ -1,17 +1,17 @@
-// What rules compute with on a GPU: a few float32 of a thread. To the bit as csrc/step_arithmetic.h, which
-// has vectors.
+// The arithmetic of the rules on a GPU: a few float32 elements of one thread. It gives the same bits as
+// csrc/step_arithmetic.h, which computes with vectors.
 #pragma once
 
 #include "elements.cuh"
 
 namespace amp_plugin {
 
-// kCount neighbouring elements, which a thread computes side by side: no element waits for another's root or
-// quotient.
+// kCount neighboring elements, which a thread computes side by side. No element has to wait for the square
+// root or the quotient of another.
 template <int kCount>
 struct Lanes {
   float lane[kCount];
-  // Its roots, if a rule has taken them: codes are made of roots, too.
+  // The square roots of the lanes, if a rule has computed them. Encoding a square to 8 bits uses them again.
   mutable float root[kCount] = {};
   mutable bool has_roots = false;
 
@@ -22,7 +22,7 @@ struct Lanes {
   }
 };
 
-// Apply a function of one number, of two or of three to each lane.
+// Applies a function of one, two or three numbers to each lane.
 template <int kCount, typename Function, typename... Other>
 __device__ inline Lanes<kCount> each(Function&& function, const Lanes<kCount>& first, const Other&... other) {
   Lanes<kCount> result;
@@ -31,7 +31,7 @@ __device__ inline Lanes<kCount> each(Function&& function, const Lanes<kCount>& f
   return result;
 }
 
-// Whether the magnitudes of all lanes are from `least` to `most`; of a NaN they are not.
+// Return true if the magnitudes of all lanes are between `least` and `most`. False if one is a NaN.
 template <int kCount>
 __device__ inline bool are_moderate(const Lanes<kCount>& lanes, float least, float most) {
   bool moderate = true;
@@ -56,7 +56,8 @@ template <int kCount>
 __device__ inline Lanes<kCount> operator*(const Lanes<kCount>& a, const Lanes<kCount>& b) {
   return each([](float a, float b) { return a * b; }, a, b);
 }
-// Rounded as a division. Where nothing comes near the ends of float32's range that takes no branch.
+// Rounded as a division is. Takes no branch per element if all operands are far from the ends of float32's
+// range.
 template <int kCount>
 __device__ inline Lanes<kCount> operator/(const Lanes<kCount>& a, const Lanes<kCount>& b) {
   if constexpr (kCount > 1) {
@@ -89,18 +90,18 @@ template <int kCount>
 __device__ inline Lanes<kCount> magnitude(const Lanes<kCount>& x) {
   return each([](float x) { return fabsf(x); }, x);
 }
-// 1, -1 or 0, of a NaN 0.
+// Returns 1, -1 or 0. For a NaN it returns 0.
 template <int kCount>
 __device__ inline Lanes<kCount> sign_of(const Lanes<kCount>& x) {
   return each([](float x) { return float(x > 0) - float(x < 0); }, x);
 }
-// Of numbers without a sign; a NaN is the largest.
+// The larger of two numbers that have no sign. A NaN is the largest.
 template <int kCount>
 __device__ inline Lanes<kCount> larger(const Lanes<kCount>& first, const Lanes<kCount>& second) {
   return each([](float a, float b) { return cuda::join_max(a, b); }, first, second);
 }
 
-// Division by a number that is the same for all.
+// Division by a number that is the same for all elements.
 struct Divisor {
   float divisor, inverse;
 
@@ -110,8 +111,8 @@ struct Divisor {
 
   __device__ float divide(float x) const {
     const float quotient = x * inverse;
-    // What the quotient is too large by, so that a correction by nothing leaves the sign of a zero as it is.
-    // Of an infinity, and where the quotient is one, there is no correction.
+    // The error of the quotient, with the sign that makes a correction by 0 keep the sign of a zero. An
+    // infinity, or a quotient that is one, is not corrected.
     const float excess = fmaf(quotient, divisor, -x);
     const float corrected = fmaf(-excess, inverse, quotient);
     return fabsf(excess) <= cuda::largest(excess) ? corrected : quotient;
@@ -122,7 +123,7 @@ struct Divisor {
   }
 };
 
-// A choice between two numbers that is the same for all: the same branch for all threads.
+// A choice between two numbers that is the same for all elements, so all threads take the same branch.
 struct Choice {
   bool is_first;
 

@@ -1,6 +1,7 @@
-// clip_factor: what clipping multiplies gradients by, or what a fused optimizer divides scaled ones by.
+// clip_factor: the factor that clipping multiplies gradients by. If a scale is given, the scale divided by
+// that factor, which a fused optimizer divides scaled gradients by.
 //
-// One thread in place of some ten launches; the formula is in kernels/reference.py.
+// One thread replaces about ten launches. The formula is in kernels/reference.py.
 #include "elements.cuh"
 
 using namespace amp_plugin::cuda;

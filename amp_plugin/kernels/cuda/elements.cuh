@@ -1,8 +1,9 @@
-// Element types of a gradient: how 16 bytes of memory become numbers and back.
+// The element types of gradients: how 16 bytes of memory are converted to numbers and back.
 //
-// No header of a toolkit is needed. fp16 and bf16 are 16-bit patterns here; arithmetic is in fp32
-// (fp64 for fp64). The two conversions between fp16 and fp32 are single instructions on a GPU; a
-// host compiler that builds these sources supplies them itself, and the approximations and the atomic count.
+// No header of the CUDA toolkit is needed. float16 and bfloat16 are 16-bit patterns here. Arithmetic is in
+// float32, or in float64 for float64 elements. The conversions between float16 and float32, the
+// approximations and the atomic addition are single GPU instructions. A host compiler that builds these
+// sources must supply functions for them.
 #pragma once
 
 #include "../csrc/cuda_layout.h"
@@ -16,13 +17,14 @@ __device__ inline float half_to_float(u16 bits) {
   return value;
 }
 
-__device__ inline u16 float_to_half(float value) {  // to nearest, ties to even
+__device__ inline u16 float_to_half(float value) {  // rounds to nearest, ties to even
   u16 bits;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
   return bits;
 }
 
-// One instruction each: within 2^-22 of the logarithm of a number from 1 to 2, and of the power, relatively.
+// One instruction each. The logarithm of a number between 1 and 2 has an absolute error below 2^-22, the
+// power of two a relative error below 2^-22.
 __device__ inline float log2_approximate(float x) {
   float value;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
@@ -35,8 +37,8 @@ __device__ inline float exp2_approximate(float x) {
   return value;
 }
 
-// One instruction in place of a fence, an atomic addition and a fence: releases what the block wrote before,
-// acquires what others have.
+// Counts one block, in one instruction instead of an atomic addition between two fences. It releases the
+// writes of this block and acquires those of the blocks that were counted before.
 __device__ inline u32 count_block(u32* count) {
   u32 before;
   asm volatile("atom.acq_rel.gpu.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
@@ -44,7 +46,7 @@ __device__ inline u32 count_block(u32* count) {
 }
 #endif
 
-// A byte of `word` in the place of the lowest of `high`.
+// Returns `high` with its lowest byte replaced by byte `i` of `word`.
 __device__ inline u32 byte_behind(u32 high, u32 word, int i) {
 #ifdef __CUDACC__
   return __byte_perm(word, high, 0x7650 + i);
@@ -53,7 +55,8 @@ __device__ inline u32 byte_behind(u32 high, u32 word, int i) {
 #endif
 }
 
-// The root of a number from 2^-100 to 2^127, rounded as sqrtf rounds it, without a branch for others.
+// Returns the square root of a number between 2^-100 and 2^127, rounded as sqrtf does. No branch handles
+// other numbers.
 __device__ inline float moderate_root(float x) {
 #ifdef __CUDACC__
   float inverse;
@@ -65,7 +68,7 @@ __device__ inline float moderate_root(float x) {
 #endif
 }
 
-// 1 / x of a number from 2^-125 to 2^125, likewise.
+// Returns 1 / x for x between 2^-125 and 2^125, rounded as a division is. No branch handles other numbers.
 __device__ inline float moderate_inverse(float x) {
 #ifdef __CUDACC__
   float inverse;
@@ -76,7 +79,8 @@ __device__ inline float moderate_inverse(float x) {
 #endif
 }
 
-// a / b, likewise: of a from 2^-95 to 2^62 and b from 2^-64 to 2^30, of either sign.
+// Returns a / b for |a| between 2^-95 and 2^62 and |b| between 2^-64 and 2^30, rounded as a division is. No
+// branch handles other numbers.
 __device__ inline float moderate_quotient(float a, float b) {
 #ifdef __CUDACC__
   float inverse;
@@ -89,7 +93,7 @@ __device__ inline float moderate_quotient(float a, float b) {
 #endif
 }
 
-// The largest number of a warp.
+// The largest number in a warp.
 __device__ inline u32 warp_max(u32 number) {
 #if __CUDA_ARCH__ >= 800
   return __reduce_max_sync(0xffffffffu, number);
@@ -102,8 +106,9 @@ __device__ inline u32 warp_max(u32 number) {
 #endif
 }
 
-// Of each type: kExponents masks the exponents in a word of 32 bits, and an exponent of a number that is not
-// finite carries into a bit of kSigns if kCarry is added. Of a float64 that is the word with the exponent.
+// Constants of each type, which find non-finite elements in a 32-bit word. kExponents masks the exponents. If
+// kCarry is added to the masked word, the exponent of a non-finite element carries into a bit of kSigns. For
+// float64, use the word that holds the exponent.
 struct Float16 {
   using Wide = float;
   static constexpr u32 kExponents = 0x7c007c00u, kCarry = 0x04000400u, kSigns = 0x80008000u;
@@ -126,12 +131,13 @@ struct BFloat16 {
   static constexpr u32 kExponents = 0x7f807f80u, kCarry = 0x00800080u, kSigns = 0x80008000u;
   u16 bits;
   __device__ static Wide widen(BFloat16 x) { return __uint_as_float(u32(x.bits) << 16); }
-  __device__ static BFloat16 narrow(Wide x) {  // in integers: sm_75 has no instruction for it
+  __device__ static BFloat16 narrow(Wide x) {  // with integers: sm_75 has no instruction for it
     if (x != x) return {0x7fc0};
     const u32 word = __float_as_uint(x);
     return {u16((word + 0x7fffu + ((word >> 16) & 1u)) >> 16)};
   }
-  __device__ static u32 narrow_two(Wide low, Wide high) {  // the same numbers; a NaN is the GPU's own
+  // the same result as narrow(), but a NaN gets the GPU's bits
+  __device__ static u32 narrow_two(Wide low, Wide high) {
 #if defined(__CUDACC__) && __CUDA_ARCH__ >= 800
     u32 word;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
@@ -163,13 +169,13 @@ inline constexpr bool is_same = false;
 template <typename T>
 inline constexpr bool is_same<T, T> = true;
 
-// `kCount` neighbours, moved by one access.
+// `kCount` neighboring elements, which one memory access moves.
 template <typename T, int kCount>
 struct alignas(sizeof(T) * kCount) Packet {
   T element[kCount];
 };
 
-// Element `i` of a packet, wide. Of two bfloat16 in a word each takes one instruction.
+// Element `i` of a packet, converted to the wide type. Two bfloat16 in one word take one instruction each.
 template <typename T, int kCount>
 __device__ inline typename T::Wide widened(const Packet<T, kCount>& packet, int i) {
   if constexpr (is_same<T, BFloat16> && kCount % 2 == 0) {
@@ -181,7 +187,7 @@ __device__ inline typename T::Wide widened(const Packet<T, kCount>& packet, int 
   }
 }
 
-// The word of `kBytes` that moves a packet.
+// The type of `kBytes` bytes that moves a packet.
 template <int kBytes>
 struct WordOf;
 template <>
@@ -201,7 +207,8 @@ struct WordOf<16> {
   using Type = uint4;
 };
 
-// An address out of a table could be of any memory space to the compiler; these say it is global.
+// Load and store packets in global memory. The compiler cannot know the memory space of an address that comes
+// from a table; these instructions state it.
 template <typename P>
 __device__ inline P load_packet(const P* address) {
   using Word = typename WordOf<sizeof(P)>::Type;
@@ -219,7 +226,7 @@ __device__ inline void store_packet(P* address, const P& packet) {
   __stwb(reinterpret_cast<Word*>(address), word);
 }
 
-// Round to the elements of a packet.
+// Rounds wide numbers to the elements of a packet.
 template <typename T, int kCount>
 __device__ inline Packet<T, kCount> narrowed(const typename T::Wide (&wide)[kCount]) {
   Packet<T, kCount> packet;
@@ -235,7 +242,7 @@ __device__ inline Packet<T, kCount> narrowed(const typename T::Wide (&wide)[kCou
   return packet;
 }
 
-// Not 0 if an element of the packet is not finite: a few integer operations for each 32 bits.
+// Returns nonzero if an element of the packet is not finite. It takes a few integer operations per 32 bits.
 template <typename T, int kCount>
 __device__ inline u32 non_finite_marks(const Packet<T, kCount>& packet) {
   constexpr int kWords = (sizeof(packet) + 3) / 4, kStep = sizeof(T) == 8 ? 2 : 1;
@@ -262,7 +269,7 @@ __device__ inline bool is_finite(Wide x) {
 
 constexpr u32 kHasInf = 1, kHasNan = 2;
 
-// What a number adds to the flags of its tensor.
+// The bits that a number adds to the flags of its tensor.
 template <typename Wide>
 __device__ inline u32 non_finite_bits(Wide x) {
   if (is_finite(x)) return 0;
@@ -270,7 +277,7 @@ __device__ inline u32 non_finite_bits(Wide x) {
 }
 
 template <typename Wide>
-__device__ inline Wide join_max(Wide a, Wide b) {  // nan wins
+__device__ inline Wide join_max(Wide a, Wide b) {  // a NaN counts as the largest
   return (b > a || b != b) ? b : a;
 }
 
@@ -283,7 +290,8 @@ __device__ inline double read(const DeviceScalar& scalar) {
   return scalar.is_inverted ? 1 / value : value;
 }
 
-// What clipping multiplies gradients by, 1 in a step that is skipped; the formula is in kernels/reference.py.
+// The factor that clipping multiplies gradients by, or 1 in a step that is skipped. The formula is in
+// kernels/reference.py.
 __device__ inline float clip_factor_of(float norm, float max_norm, const float* found_inf) {
   const float factor = max_norm / (norm + 1e-6f);
   const bool skipped = found_inf == nullptr ? !is_finite(norm) : *found_inf > 0;

@@ -1,4 +1,4 @@
-// judge_step: tell a spike from an ordinary step. One thread in place of some thirty launches; the rule is in
+// judge_step: decide whether a step is a spike. One thread replaces about thirty launches. The rule is in
 // kernels/reference.py.
 #include "elements.cuh"
 

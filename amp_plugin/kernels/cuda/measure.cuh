@@ -1,4 +1,4 @@
-// One pass over a chunk: measure it and, if asked, multiply it.
+// One pass over a chunk. It measures the chunk and, if asked to, multiplies it.
 #pragma once
 
 #include "norms.cuh"
@@ -6,7 +6,8 @@
 
 namespace amp_plugin::cuda {
 
-// Join the magnitudes of neighbouring components: single ones, or complex pairs.
+// Adds the magnitudes of a packet to the total of the norm. kComponents is 1 for real elements, 2 for complex
+// pairs.
 template <int kComponents, typename T, typename Wide, int kCount, typename Norm>
 __device__ Wide add_packet(const Norm& norm, Wide total, const Packet<T, kCount>& packet) {
   Wide magnitudes[kCount / kComponents];
@@ -34,7 +35,7 @@ __device__ bool all_zero(const Packet<T, kCount>& packet) {
   return zero;
 }
 
-// Multiply in the wide type, round once.
+// Multiplies in the wide type and rounds once.
 template <typename T, int kCount>
 __device__ void multiply_packet(Packet<T, kCount>& packet, typename T::Wide factor) {
   typename T::Wide products[kCount];
@@ -43,7 +44,7 @@ __device__ void multiply_packet(Packet<T, kCount>& packet, typename T::Wide fact
   packet = narrowed<T, kCount>(products);
 }
 
-// kComponents: 1, or 2 where the norm needs |z| of complex pairs.
+// kComponents is 2 if the norm needs |z| of complex pairs, else 1.
 template <typename T, int kComponents, typename Norm, bool kWrites>
 struct MeasureVisit {
   using Wide = typename T::Wide;
@@ -76,7 +77,8 @@ struct MeasureVisit {
     return marks == 0;
   }
 
-  // Multiply and leave them in `packets`; note what is no longer finite. What shrinks stays as it was.
+  // Multiplies the packets in place, and notes products that are not finite. If the factor shrinks, a product
+  // is finite exactly if its element was, so it is not checked.
   template <bool kWhole, int kPackets, int kCount>
   __device__ void multiply(Packet<T, kCount> (&packets)[kPackets], u32 valid) {
 #pragma unroll
@@ -158,7 +160,7 @@ __device__ Measured measure_piece(const Row& row, u32 begin, u32 end, const Norm
   }
 }
 
-// Join what the threads of a block measured, always in the same order; thread 0 has the result.
+// Joins the results of the threads of a block, always in the same order. Thread 0 gets the result.
 template <typename Norm>
 __device__ Measured reduce_block(const Norm& norm, Measured mine) {
   __shared__ Measured of_warp[kThreads / 32];
@@ -167,7 +169,7 @@ __device__ Measured reduce_block(const Norm& norm, Measured mine) {
     mine.total = norm.join(mine.total, __shfl_down_sync(kFullWarp, mine.total, distance));
     mine.bits |= __shfl_down_sync(kFullWarp, mine.bits, distance);
   }
-  __syncthreads();  // an earlier call's results have been read
+  __syncthreads();  // wait until the results of an earlier call have been read
   if (lane == 0) of_warp[warp] = mine;
   __syncthreads();
   if (warp > 0) return mine;
@@ -179,7 +181,8 @@ __device__ Measured reduce_block(const Norm& norm, Measured mine) {
   return mine;
 }
 
-// Leave what this block found, and let the last block join what all have left; its thread 0 has the result.
+// Stores the result of this block. The last block then joins the results of all blocks; it returns true, and
+// its thread 0 has the total.
 template <typename Norm>
 __device__ bool join_blocks(const Table& table, const Norm& norm, Measured mine, Measured& all) {
   mine = reduce_block(norm, mine);
@@ -187,8 +190,8 @@ __device__ bool join_blocks(const Table& table, const Norm& norm, Measured mine,
   if (!comes_last(table.ticket)) return false;
   all = {norm.identity(), 0};
   for (u32 start = threadIdx.x; start < gridDim.x; start += kThreads * kInFlight) {
-    Partial
-        loaded[kInFlight];  // all on their way at once: the other blocks have ended, so only this one waits
+    // The other blocks have ended and only this one waits, so issue all loads at once.
+    Partial loaded[kInFlight];
 #pragma unroll
     for (u32 k = 0; k < kInFlight; ++k) {
       loaded[k] = {norm.identity(), 0, 0};
@@ -204,8 +207,8 @@ __device__ bool join_blocks(const Table& table, const Norm& norm, Measured mine,
   return true;
 }
 
-// The whole of norm_check and unscale. norm = inv_scale * root(total) in fp64, rounded once; the order
-// is fixed, so the result is the same in every run.
+// The body of norm_check and unscale. The norm is inv_scale * root(total), computed in float64 and rounded
+// once. The order is fixed, so every run gives the same result.
 template <typename Norm, bool kWrites>
 __device__ void measure_all(const Table& table, const Norm& norm, DeviceScalar inv_scale, Results results) {
   const double factor = kWrites ? read(inv_scale) : 1;

@@ -1,8 +1,8 @@
-// multiply: multiply all tensors by a factor that lives on the device; touch none if it is 1.
+// multiply: multiply all tensors by a factor that is on the device. If the factor is 1, nothing is written.
 //
-// With a max_norm of 0 or more the number is a norm, and the factor is that of clipping to max_norm.
-// found_inf becomes 1 if a number that was written is not finite, else 0.
-// Bytes: B read, B written (0 if the factor is 1).
+// If max_norm is 0 or more, the number given is a norm, and the factor is the one that clips it to max_norm.
+// found_inf becomes 1 if a product that was written is not finite, else 0. Bytes: B read, B written (0 if the
+// factor is 1).
 #include "measure.cuh"
 
 using namespace amp_plugin::cuda;

@@ -1,7 +1,7 @@
-// norm_check: one read of all gradients gives their norm and which of them are not finite.
+// norm_check: read all gradients once; compute their norm, and find those that are not finite.
 //
-// Compiled once for each norm, with -DNORM=Squares and so on. One launch: the last block to come joins
-// what all have found. Bytes: B read.
+// Compiled once for each norm, for example with -DNORM=Squares. One launch: the last block to finish joins
+// the results of all blocks. Bytes: B read.
 #include "measure.cuh"
 
 using namespace amp_plugin::cuda;

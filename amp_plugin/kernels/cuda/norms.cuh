@@ -1,9 +1,10 @@
-// Norms as reductions: what a magnitude contributes, how contributions join, when fp32 suffices.
+// Norms as reductions: the contribution of a magnitude, how contributions are joined, and when float32 is
+// exact enough.
 //
-// A thread joins the contributions of one group of loads in the elements' own wide type. If the
-// result is `trusted`, no element was inf or nan and nothing was lost, so one comparison a group
-// replaces a test of every element. Otherwise the group is gone through again element by element,
-// in fp64, where the square of every fp32 number is representable. Groups join in fp64.
+// A thread joins the contributions of one group of loads in the wide type of the elements. If the result is
+// `trusted`, no element was inf or NaN and nothing was lost. So one comparison per group replaces a test of
+// every element. Otherwise the group is processed again, element by element, in float64, where the square of
+// every float32 number is in range. The results of groups are joined in float64.
 #pragma once
 
 #include "elements.cuh"
@@ -27,7 +28,7 @@ struct Squares {  // p = 2
     for (int i = 0; i < kCount; ++i) total = fma(magnitudes[i], magnitudes[i], total);
     return total;
   }
-  // Below 2^-100 squares of small elements may have been lost.
+  // Below 2^-100 the squares of small elements may have underflowed.
   __device__ bool trusted(float total) const { return total >= 7.88860905e-31f && total <= largest(total); }
   __device__ bool trusted(double total) const { return total <= largest(total); }
   __device__ double root(double total) const { return sqrt(total); }
@@ -56,15 +57,15 @@ struct Maximum {  // p = inf
   __device__ double root(double total) const { return total; }
 };
 
-// Called, not inlined: some hundred instructions for each of a thread's elements.
+// Not inlined: it is some hundred instructions, and would be repeated for each of a thread's elements.
 __device__ __noinline__ double power(double base, double exponent) { return pow(base, exponent); }
 
-// Any other p. p = 0 counts the elements that are not zero, and p = -inf takes the least.
+// Any other p. p = 0 counts the nonzero elements, and p = -inf takes the smallest magnitude.
 //
-// In float32, a whole p multiplies an element by itself. Another p, if it is moderate, takes a logarithm and
-// a power of two from the GPU's approximations: 2^e * m, with m from 1 to 2, becomes 2^(p * e) * 2^(p *
-// log2(m)). The first exponent is split exactly into a whole number and a rest, so the error of the norm is
-// below 8e-7 whatever the size of the elements. In float64 it is `pow`.
+// In float32, a whole p multiplies an element by itself. Any other moderate p uses the GPU's approximations
+// of the logarithm and of the power of two. An element 2^e * m, with m between 1 and 2, becomes 2^(p * e) *
+// 2^(p * log2(m)). The first exponent is split exactly into a whole number and a rest. So the error of the
+// norm is below 8e-7, whatever the size of the elements. In float64, `pow` is used.
 struct Power {
   static constexpr bool kOfComponents = false, kHidesNonFinite = true;
   enum Way { kAdds, kCounts, kTakesLeast, kMultiplies, kApproximates, kExactly };
@@ -73,8 +74,8 @@ struct Power {
 
   double p;
   Way way;
-  float high, low;  // together p
-  float least;  // a sum in float32 below it may have lost elements
+  float high, low;  // their sum is p
+  float least;  // a float32 sum below this may have lost elements
 
   __device__ static Power of(double p) {
     Power norm{p, kExactly, float(p), float(p - float(p)), 0};
@@ -89,7 +90,7 @@ struct Power {
       norm.least = 7.88860905e-31f;  // 2^-100
     } else if (fabs(p) >= kLeastApproximated && fabs(p) <= kMostApproximated) {
       norm.way = kApproximates;
-      // Elements below 2^-126 are left out, and powers below 2^-121.
+      // Elements below 2^-126 are treated as 0, and so are powers below 2^-121.
       const float without_least = p > 0 ? exp2f(float(30 - 126 * p)) : 0;
       norm.least = without_least > 8.07793567e-28f ? without_least : 8.07793567e-28f;  // 2^-90
     }
@@ -129,7 +130,7 @@ struct Power {
     for (int i = 0; i < kCount; ++i) powers[i] = exactly(magnitudes[i]);
   }
 
-  // All threads of a block go the same way.
+  // All threads of a block take the same branch.
   template <int kCount>
   __device__ void raise(const float (&magnitudes)[kCount], float (&powers)[kCount]) const {
     if (way == kApproximates) {
@@ -164,7 +165,8 @@ struct Power {
     return way == kAdds || way == kTakesLeast ? magnitude : power(magnitude, p);
   }
   __device__ float raised(float magnitude) const {
-    constexpr float kRounds = 12582912;  // 1.5 * 2^23: what is added to it is rounded to a whole number
+    // 1.5 * 2^23: adding a number to it rounds that number to a whole number
+    constexpr float kRounds = 12582912;
     constexpr float kLeastNormal = 1.17549435e-38f;
     const u32 bits = __float_as_uint(magnitude);
     const float exponent = __uint_as_float((bits >> 23) | 0x4b000000u) - 8388735.0f;  // 2^23 + 127
@@ -181,10 +183,10 @@ struct Power {
   }
 };
 
-// What a thread, a warp or a block knows so far.
+// The result so far of a thread, a warp or a block.
 struct Measured {
   double total;
-  u32 bits;  // kHasInf, kHasNan of the elements; the same two, shifted by kWritten, of what was written
+  u32 bits;  // kHasInf and kHasNan for the elements read, and, shifted by kWritten, for those written
 };
 
 constexpr u32 kWritten = 2;

@@ -1,4 +1,4 @@
-// pack_measurements: write what ranks are to add up. One thread in place of some four launches.
+// pack_measurements: write the measurements that ranks will add up. One thread replaces about four launches.
 #include "packed_measurements.cuh"
 
 using namespace amp_plugin::cuda;

@@ -1,11 +1,14 @@
-// pack_weights: split float32 tensors into bfloat16 halves and the int16 halves that make them float32 again.
+// pack_weights: split float32 weights into a bfloat16 high half and an int16 low half each, which together
+// restore the float32.
 //
-// Rows: master and high half; `table.count` behind it, the low half. Bytes: 4 read, 4 written a weight.
+// Two rows per weight, `table.count` apart: the first has the master and the high half, the second the low
+// half. Bytes: 4 read and 4 written per weight.
 #include "step_rows.cuh"
 
 using namespace amp_plugin::cuda;
 
-// No lambda with auto: NVRTC before 13.1 takes its template for a function of the host.
+// Not a generic lambda (one with `auto` parameters): NVRTC before 13.1 compiles its template as a host
+// function.
 struct PackWeights {
   template <int kCount>
   __device__ void operator()(u64 master, u64 high, u64 low, u64 at, Group<kCount>) const {

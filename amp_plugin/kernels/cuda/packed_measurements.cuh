@@ -1,4 +1,4 @@
-// What ranks add up of their measurements; the layout is told in kernels/reference.py.
+// The arithmetic of the measurements that ranks add up. kernels/reference.py describes the layout.
 #pragma once
 
 #include "norms.cuh"
@@ -13,7 +13,8 @@ __device__ inline double join_powers(double a, double b, double p) {
   return is_infinite(p) ? join_max(a, b) : a + b;
 }
 
-// To this exponent, for numbers to the power p; what is kept as it is for p = 0 and inf, negated for -inf.
+// Returns value^exponent, to convert norms to the powers that are added, and back. For p = 0 and p = inf the
+// value stays as it is; for p = -inf it is negated.
 __device__ inline double raised(double value, double exponent, double p) {
   if (p == 0 || is_infinite(p)) return p < 0 ? -value : value;
   if (exponent == 2) return value * value;

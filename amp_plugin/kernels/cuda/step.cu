@@ -1,11 +1,11 @@
-// step: a whole step of an optimizer over all parameters of a table, by the rule that it is compiled for:
-// -DRULE=adam, a name of csrc/rules/all.h.
+// step: a whole optimizer step over all parameters of a table. It is compiled once per rule, for example with
+// -DRULE=adam; csrc/rules/all.h has the names.
 //
-// Where found_inf is above 0 it only divides gradients by grad_scale. The last block counts the steps, when
-// all have read them. Bytes for B of float32 gradients: B read for the gradient, the parameter and each
-// state, and as much written, B less if grad_scale is 1.
+// If found_inf is above 0, the kernel only divides the gradients by grad_scale. The last block increases the
+// step counters, after all blocks have read them. Bytes, if float32 gradients have B bytes: B read for the
+// gradient, the parameter and each state, and the same written (B less if grad_scale is 1).
 #include "step_rows.cuh"
-// A second block: rules need the arithmetic.
+// In a block of its own, so that it comes last: the rules need the arithmetic above.
 #include "../csrc/rules/all.h"
 
 using namespace amp_plugin;
@@ -18,7 +18,7 @@ AMP_PLUGIN_RULES(AMP_PLUGIN_NAMED)
 
 using Rule = rules::named::RULE;
 
-// The numbers of the launch, with a learning rate that lies on the device in the place of the first.
+// The numbers of the rule. If the learning rate is on the device, it replaces the first number.
 struct GivenNumbers {
   double value[kMostNumbers];
 
@@ -39,9 +39,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   for_each_piece(table, [&](const Row&, u32 tensor, u32 begin, u32 end) {
     const Parameter parameter(table, tensor);
     const Counters counters = parameter.counters<Rule::kCounters>();
-    if (!is_known || !(counters == known)) {  // parameters mostly have taken as many steps
-      __syncthreads();  // all are done with the rule before
-      if (threadIdx.x == 0) {  // one thread works it out: powers in float64, which few units compute
+    if (!is_known || !(counters == known)) {  // usually all parameters have taken the same number of steps
+      __syncthreads();  // wait until no thread uses the previous rule
+      // one thread is enough: this needs float64 powers, for which a GPU has few units
+      if (threadIdx.x == 0) {
         const GivenNumbers given(numbers, lr);
         Counters counted = counters;
         rules::count_step<Rule>(given.value, counted.value);

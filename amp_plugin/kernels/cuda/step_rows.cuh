@@ -1,13 +1,14 @@
-// An optimizer's step over the tensors of a table: what a parameter has, and how its elements move.
+// An optimizer step over the tensors of a table: the tensors of a parameter, and how a rule is applied to
+// them.
 //
-// A parameter has four rows, `table.count` apart:
+// A parameter has four rows, `table.count` apart. `address` and `out_address` of the rows are:
 //
-//   address, out_address     gradient, parameter     dtype, out_dtype: theirs; a bfloat16 has a remainder
-//   address, out_address     remainder, first counter                     dtype: the counter's
-//   address, out_address     first state, second state                   dtype: a StateType
-//   address, out_address     third state, second counter, a float32
+//   gradient, parameter              dtype and out_dtype are theirs; a bfloat16 parameter has a remainder
+//   remainder, first counter         dtype is that of the counter
+//   first state, second state        dtype is a StateType
+//   third state, second counter      the second counter is a float32
 //
-// All tensors of a parameter are dense and ordered alike in memory. Gradients are divided in the pass that
+// All tensors of a parameter are dense and have the same memory order. Gradients are divided in the pass that
 // reads them.
 #pragma once
 
@@ -17,7 +18,7 @@
 
 namespace amp_plugin::cuda {
 
-// Those of a parameter before a step.
+// The counters of a parameter before a step.
 struct Counters {
   double value[kMostCounters] = {};
 
@@ -31,7 +32,7 @@ struct Parameter {
   u64 states[kMostStates];
   u64 numel;
   u8 grad_type, counter_type, state_type;
-  bool is_pair;  // a bfloat16 and its remainder
+  bool is_pair;  // the parameter is a bfloat16 with a remainder
 
   __device__ Parameter(const Table& table, u32 tensor) {
     const Row &first = table.rows[tensor], &second = table.rows[table.count + tensor];
@@ -63,7 +64,7 @@ struct Parameter {
   }
   __device__ bool is_double(u32 k) const { return k == 0 && counter_type == kFloat64; }
 
-  // Whether groups of `count` elements from `at` on are aligned in every tensor.
+  // Return true if groups of `count` elements, from `at` on, are aligned in every tensor.
   template <typename States>
   __device__ bool is_aligned(u64 at, u32 count) const {
     u64 wide = is_pair ? 0 : param, halves = is_pair ? param | remainder : 0;
@@ -96,8 +97,9 @@ __device__ inline void store_lanes(u64 address, u64 at, const Lanes<kCount>& lan
       reinterpret_cast<Packet<T, kCount>*>(address + at * sizeof(T)), narrowed<T, kCount>(lanes.lane));
 }
 
-// Neighbours as they lie in memory, of 16 or of 32 bits. What a step reads is first loaded so, all of it, and
-// then widened: a conversion between two loads would wait for the one before the other is on its way.
+// Neighboring elements of 16 or 32 bits, as they are in memory. A step first loads everything it needs in
+// this form and then converts it. A conversion between two loads would delay the second load until the first
+// has arrived.
 template <int kCount>
 struct Raw {
   u32 word[kCount];
@@ -139,7 +141,7 @@ __device__ inline Lanes<kCount> widen_bfloat16(const Raw<kCount>& raw) {
   return lanes;
 }
 
-// Whether a lane is a NaN: one test of a group lets what comes behind it forget of them.
+// Return true if a lane is a NaN. After this one test of a group, the code that follows can ignore NaNs.
 template <int kCount>
 __device__ inline bool any_nan(const Lanes<kCount>& lanes) {
   bool found = false;
@@ -148,7 +150,7 @@ __device__ inline bool any_nan(const Lanes<kCount>& lanes) {
   return found;
 }
 
-// The same branch for all threads of a block.
+// All threads of a block take the same branch.
 template <int kCount>
 __device__ inline Raw<kCount> load_raw_grad(const Parameter& parameter, u64 at) {
   return load_raw<kCount>(parameter.grad, at, parameter.grad_type == kFloat32);
@@ -178,7 +180,7 @@ __device__ inline void store_grad(const Parameter& parameter, u64 at, const Lane
   }
 }
 
-// 16 bits as they are.
+// 16 bits without interpretation.
 struct Bits16 {
   u16 bits;
 };
@@ -242,7 +244,8 @@ __device__ inline void store_param(const Parameter& parameter, u64 at, const Lan
   store_lanes<Float32, kCount>(parameter.param, at, lanes);
 }
 
-// Divide a gradient's elements, and write them; by exactly 1, which nobody can see, nothing is written.
+// Divides the elements of a gradient and writes them. A division by exactly 1 would change nothing, so
+// nothing is written.
 template <int kCount>
 __device__ inline void divide_grad(
     const Parameter& parameter, u64 at, const Divisor& divisor, Lanes<kCount>& grad) {
@@ -252,7 +255,7 @@ __device__ inline void divide_grad(
   store_grad<kCount>(parameter, at, grad);
 }
 
-// States as they are, and in bfloat16; csrc/step_states.h says how they are rounded.
+// States in float32 and in bfloat16. csrc/step_states.h describes how they are rounded.
 struct Float32States {
   template <int kCount>
   __device__ static Raw<kCount> load(u64 address, u64 at) {
@@ -302,8 +305,8 @@ struct BFloat16States {
   }
 };
 
-// Apply it to groups of kCount elements of [begin, end), with divided gradients. All loads come before the
-// first use of one.
+// Applies the rule to groups of kCount elements of [begin, end). All loads are issued before the first value
+// is used.
 template <int kCount, typename Format, typename Rule>
 __device__ void step_range(
     const Parameter& parameter, u64 begin, u64 end, const Divisor& divisor, const Rule& rule, u32 seed) {
@@ -338,9 +341,10 @@ __device__ void step_range(
   }
 }
 
-constexpr int kGroup = 4;  // elements that are moved at once
+constexpr int kGroup = 4;  // elements that one memory access moves
 
-// The elements of a run of granules; groups of kGroup end at `groups_end`.
+// The elements of a run of granules. Groups of kGroup elements end at `groups_end`, and single elements
+// follow.
 struct ElementRange {
   u64 begin, groups_end, end;
 
@@ -350,20 +354,21 @@ struct ElementRange {
     end = stop < numel ? stop : numel;
     groups_end = end - (end - begin) % kGroup;
   }
-  // Where tensors are not aligned, elements are moved one by one.
+  // If tensors are not aligned, all elements are moved one by one.
   __device__ void only_if(bool aligned) {
     if (!aligned) groups_end = begin;
   }
 };
 
-// kGroup neighbours of one state of a parameter whose states are in codes. A warp has a block of them:
-// csrc/step_states.h, to the bit. Weights among the states are float32, and moved as parameters are.
+// kGroup neighboring elements of one state, stored as codes. Each warp has one block of codes;
+// csrc/step_states.h describes the format and gives the same bits. States that are weights are float32, and
+// are loaded and stored as such.
 struct CodedLanes {
   u64 address, codes;
   rules::StateKind kind;
   float unit;
   Packet<u8, kGroup> packet;
-  Raw<kGroup> raw;  // of a weight
+  Raw<kGroup> raw;  // the elements of a weight
 
   CodedLanes() = default;
   __device__ CodedLanes(u64 address, u64 at, rules::StateKind kind, bool whole)
@@ -382,7 +387,7 @@ struct CodedLanes {
     Lanes<kGroup> lanes;
     u32 word;
     memcpy(&word, &packet, sizeof(word));
-    if (is_signed()) word ^= 0x80808080u;  // 128 more, so that none is negative
+    if (is_signed()) word ^= 0x80808080u;  // adds 128, so that no code is negative
     const float offset = is_signed() ? kWhole + 128 : kWhole;
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
@@ -393,8 +398,7 @@ struct CodedLanes {
     return lanes;
   }
 
-  // All lanes of a warp call it. Magnitudes are compared as their bits, of which those of a NaN are the
-  // largest.
+  // Every thread of a warp must call this. Magnitudes are compared by their bits, so a NaN is the largest.
   __device__ void store(Lanes<kGroup> lanes, u64 at, u32 seed, bool whole) const {
     if (kind == rules::kWeight) {
       if (whole) store_lanes<Float32, kGroup>(address, at, lanes);
@@ -423,16 +427,17 @@ struct CodedLanes {
     if (has_nan) {
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) out.element[i] = code_beside_nan(lanes.lane[i], out.element[i]);
-      now = __uint_as_float(0x7fc00000u);  // as on a CPU; a GPU's own has other bits
+      now = __uint_as_float(0x7fc00000u);  // the NaN that a CPU stores; a GPU's NaN has other bits
     }
     store_packet(reinterpret_cast<Packet<u8, kGroup>*>(codes), out);
-    __syncwarp();  // all have read the unit
+    __syncwarp();  // wait until all threads have read the unit
     if (at % kCodeBlock == 0) store_packet(unit_at(at), Packet<Float32, 1>{{now}});
   }
 
  private:
   static constexpr float kLeastUnit = 0x1p-120f, kMostSigned = 0x1p127f, kMostRoot = 0x1p63f;
-  static constexpr float kWhole = 8388608;  // 2^23: a number added to it, rounded to zero, is whole
+  // 2^23: adding a number to it with rounding to zero drops the fraction
+  static constexpr float kWhole = 8388608;
 
   __device__ bool is_signed() const { return kind == rules::kSigned; }
   __device__ Packet<Float32, 1>* unit_at(u64 at) const {
@@ -443,30 +448,31 @@ struct CodedLanes {
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) lanes.lane[i] = at_most(lanes.root[i], kMostRoot);
   }
-  __device__ static float at_most(float value, float most) { return value > most ? most : value; }  // or NaN
+  // a NaN stays
+  __device__ static float at_most(float value, float most) { return value > most ? most : value; }
   __device__ static u8 signed_code(float value, float inverse) {
     const float root = fminf(moderate_root(fmaxf(fabsf(value) * inverse, 0x1p-100f)) + 0.5f, 127.0f);
     const u32 code = __float_as_uint(__fadd_rz(root, kWhole));
     const u32 sign = u32(int(__float_as_uint(value)) >> 31);
     return u8((code ^ sign) - sign);
   }
-  // The high byte of the draw, 0 to 255, counts as so many 256ths.
+  // The high byte of the draw, 0 to 255, counts as that many 256ths.
   __device__ static u8 square_code(float root, float inverse, float low, u32 draw) {
     const float high = fmaf(__uint_as_float((draw & 0xffu) | 0x4b000000u), 0x1p-8f, -kWhole * 0x1p-8f);
     const float code = fmaf(root, inverse, low) + high;
     const float least = root != 0 ? 1.0f : 0.0f;
     return u8(__float_as_uint(__fadd_rz(fminf(fmaxf(code, least), 255.0f), kWhole)));
   }
-  // In a block with a NaN, whose unit is one: numbers of that block come to nothing, or to the least of
-  // squares.
+  // The code of an element whose block contains a NaN. The unit of the block is then a NaN, so every element
+  // is decoded as one.
   __device__ u8 code_beside_nan(float value, u8 code) const {
     if (!is_signed()) return code;
     return fabsf(value) * 0 == 0 ? code : 0x80;
   }
 };
 
-// Step the elements of a group of codes one by one, where it is not aligned or not whole. By value, and
-// called: it leaves the registers to the groups that are.
+// Steps the elements of a group of codes one by one, if the group is not aligned or not whole. Not inlined,
+// and with arguments by value, so that it takes no registers from the aligned groups.
 template <typename Rule>
 __device__ __noinline__ void step_group_alone(
     Parameter parameter, u64 at, u64 end, Divisor divisor, const Rule& rule, u32 seed) {
@@ -481,7 +487,7 @@ __device__ __noinline__ void step_group_alone(
   }
 #pragma unroll
   for (int i = 0; i < kGroup; ++i) {
-    if (at + i >= end) continue;  // what is kept there is 0, and stays
+    if (at + i >= end) continue;  // beyond the last element: the stored value is 0, and stays 0
     Lanes<1> grad = load_grad<1>(parameter, at + i), param = load_param<1>(parameter, at + i);
     divide_grad<1>(parameter, at + i, divisor, grad);
     Lanes<1> values[kStates + 1];
@@ -501,7 +507,8 @@ __device__ __noinline__ void step_group_alone(
   for (u32 k = 0; k < kStates; ++k) coded[k].store(states[k], at, seed, false);
 }
 
-// As step_range, of states in codes: a warp takes a block of them, a lane kGroup neighbours.
+// Does what step_range() does, for states stored as codes. A warp takes one block of codes, and each thread
+// kGroup neighboring elements.
 template <typename Rule>
 __device__ void step_codes(
     const Parameter& parameter, const ElementRange& range, bool aligned, const Divisor& divisor,
@@ -511,7 +518,7 @@ __device__ void step_codes(
   const u64 first = range.begin + u64(threadIdx.x / kWarp) * kCodeBlock;
   for (u64 block = first; block < range.end; block += kThreads / kWarp * kCodeBlock) {
     const u64 at = block + threadIdx.x % kWarp * kGroup;
-    if (!aligned || block + kCodeBlock > range.end) {  // the same for a warp
+    if (!aligned || block + kCodeBlock > range.end) {  // all threads of a warp take the same branch
       step_group_alone<Rule>(parameter, at, range.end, divisor, rule, seed);
       continue;
     }
@@ -541,7 +548,7 @@ __device__ void step_groups(
   step_range<1, Format>(parameter, range.groups_end, range.end, divisor, rule, seed);
 }
 
-// The same for a run of granules of kGranuleElements; `seed`: of what is rounded at random.
+// Applies the rule to a run of granules of kGranuleElements elements. `seed` is the seed of random rounding.
 template <typename Rule>
 __device__ void step_piece(
     const Parameter& parameter, u32 begin_granule, u32 end_granule, const Divisor& divisor, const Rule& rule,
@@ -549,7 +556,7 @@ __device__ void step_piece(
   ElementRange range(parameter.numel, begin_granule, end_granule);
   const bool aligned = parameter.is_aligned<typename Rule::States>(range.begin, kGroup);
   range.only_if(aligned);
-  if constexpr (Rule::States::kCount > 0) {  // the same branch for all threads of a block
+  if constexpr (Rule::States::kCount > 0) {  // all threads of a block take the same branch
     if (parameter.state_type == kStateCodes)
       return step_codes(parameter, range, aligned, divisor, rule, seed);
     if (parameter.state_type == kStateBFloat16)
@@ -566,7 +573,7 @@ __device__ void divide_range(const Parameter& parameter, u64 begin, u64 end, con
   }
 }
 
-// A step that is skipped: gradients are divided, and nothing else is written.
+// Carries out a skipped step: it divides the gradients and writes nothing else.
 __device__ inline void divide_all(const Table& table, const Divisor& divisor) {
   if (divisor.is_one()) return;
   for_each_piece(table, [&](const Row&, u32 tensor, u32 begin_granule, u32 end_granule) {
@@ -578,8 +585,9 @@ __device__ inline void divide_all(const Table& table, const Divisor& divisor) {
   });
 }
 
-// Call `visit(master, high, low, at, group)` for groups of `group`'s kCount elements of stored weights, whose
-// rows are: master, high half; `table.count` behind it, low half.
+// for_each_pair() calls `visit(master, high, low, at, group)` for groups of `group`'s kCount elements of
+// stored weights. A weight has two rows, `table.count` apart: the first has the master and the high half, the
+// second the low half.
 template <int kElements>
 struct Group {
   static constexpr int kCount = kElements;

@@ -1,25 +1,27 @@
-// The table of tensors of one launch, and which pieces of which tensors a block works on.
+// The table of tensors of one launch, and the parts of tensors that each block works on.
 //
-// Each tensor is cut into granules of equal size. Where it is measured or multiplied, kGranulesOfTensor more
-// stand for the trips to memory that its beginning costs, so that a block with many small tensors has fewer
-// bytes to move. As many blocks as the device runs at once share all granules evenly: a block takes one run
-// of them, which may begin within one tensor and end within another. Granules begin at multiples of 16 bytes
-// of the *address*, so that all accesses but those at the two ends of a tensor are aligned 16-byte accesses,
-// wherever the tensor begins.
+// Each tensor is cut into granules of equal size. The start of a tensor costs several trips to memory. If
+// tensors are measured or multiplied, kGranulesOfTensor extra granules per tensor stand for that cost, so a
+// block with many small tensors gets fewer bytes.
+//
+// The launch has as many blocks as the device runs at once, and they share all granules evenly. A block takes
+// one run of granules, which may begin in one tensor and end in another. Granules begin at multiples of 16
+// bytes of the *address*. So all accesses are aligned 16-byte accesses, except at the two ends of a tensor.
 #pragma once
 
 #include "elements.cuh"
 
 namespace amp_plugin::cuda {
 
-// What is to be swept on a device; __init__.py says how much of each.
+// Tuning parameters of a device. __init__.py sets them.
 constexpr u32 kBlocksPerMultiprocessor = BLOCKS_PER_MULTIPROCESSOR;
 constexpr u32 kInFlight = IN_FLIGHT;  // 16-byte loads a thread issues before it uses the first
 constexpr u32 kFullWarp = 0xffffffffu;
 
-// Find the row of a granule: the last one that begins at or before it.
+// Finds the row of a granule: the last row that begins at or before it.
 //
-// The block looks together, kThreads rows a round: each round is a trip to memory, and 256 tensors take one.
+// All threads of the block search together, kThreads rows per round. A round is one trip to memory, and 256
+// tensors need one round.
 __device__ inline u32 row_of_granule(const Row* rows, u32 count, u32 granule) {
   u32 low = 0, size = count;
   while (size > 1) {
@@ -33,7 +35,7 @@ __device__ inline u32 row_of_granule(const Row* rows, u32 count, u32 granule) {
   return low;
 }
 
-// Call `visit(row, tensor, begin, end)` for each run of granules of a tensor that this block works on.
+// Calls `visit(row, tensor, begin, end)` for each run of granules of one tensor that belongs to this block.
 template <typename Visit>
 __device__ void for_each_piece(const Table& table, Visit&& visit) {
   u32 granule = u32(u64(table.granules) * blockIdx.x / gridDim.x);
@@ -49,11 +51,11 @@ __device__ void for_each_piece(const Table& table, Visit&& visit) {
   }
 }
 
-// Tell all threads of the block that comes here last; called by all threads of all blocks.
+// Returns true to all threads of the block that comes last. All threads of all blocks must call it.
 //
-// What any thread of another block wrote before is seen after it. One thread's count serves its block: the
-// barrier before makes what the others wrote a part of what it releases, the one behind makes what it
-// acquires theirs.
+// That block then sees everything that the other blocks wrote before. One thread counts for its whole block.
+// The barrier before the count makes the writes of all its threads part of what it releases. The barrier
+// after the count passes what it acquires on to all threads.
 __device__ inline bool comes_last(u32* ticket) {
   __shared__ bool last;
   __syncthreads();
@@ -65,7 +67,7 @@ __device__ inline bool comes_last(u32* ticket) {
   return last;
 }
 
-// A run of bytes: scalars, then whole vectors, then scalars.
+// A run of bytes: first single elements, then whole vectors, then single elements.
 struct Span {
   u64 begin, vectors_begin, vectors_end, end;  // addresses
 };
@@ -74,7 +76,7 @@ __device__ inline Span span_of_piece(u64 address, u64 bytes, u32 begin_granule, 
   const u64 first = address & ~u64(15);
   const u64 piece_begin = first + u64(begin_granule) * kGranuleBytes;
   const u64 piece_end = first + u64(end_granule) * kGranuleBytes;
-  const u64 end = address + bytes;  // a tensor's last granules may lie behind it
+  const u64 end = address + bytes;  // a tensor's last granules may begin after its end
   Span span;
   span.begin = piece_begin < address ? address : piece_begin < end ? piece_begin : end;
   span.end = piece_end < end ? piece_end : end;
@@ -84,10 +86,13 @@ __device__ inline Span span_of_piece(u64 address, u64 bytes, u32 begin_granule, 
   return span;
 }
 
-// Call `visit.vectors<kWhole>(address, valid)` for groups of kInFlight vectors, vector k of a thread at
-// address[k * kThreads] and present while k < valid, and `visit.unit(address)` for each run of `unit_bytes`
-// (an element, or a complex pair) outside the vectors. All are present in a whole group, which tests none; of
-// another a visit sets those that are not to 0: left as they are they would be carried along in registers.
+// Calls `visit` for a span:
+//
+// - `visit.vectors<kWhole>(address, valid)` for groups of kInFlight vectors. Vector k of a thread is at
+//   address[k * kThreads] and exists if k < valid. In a whole group all of them exist, so it tests none. In
+//   any other group, `visit` must set the missing vectors to 0; uninitialized ones would be carried along in
+//   registers.
+// - `visit.unit(address)` for each run of `unit_bytes` outside the vectors: an element, or a complex pair.
 template <typename T, typename Visit>
 __device__ void for_each_in_span(const Span& span, u32 unit_bytes, Visit&& visit) {
   auto* vectors = reinterpret_cast<Vector<T>*>(span.vectors_begin) + threadIdx.x;

@@ -1,4 +1,5 @@
-// unpack_measurements: norm and found_inf of what ranks have added up. One thread in place of four launches.
+// unpack_measurements: compute norm and found_inf from the sums over all ranks. One thread replaces four
+// launches.
 #include "packed_measurements.cuh"
 
 using namespace amp_plugin::cuda;

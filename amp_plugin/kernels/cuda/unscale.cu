@@ -1,7 +1,7 @@
-// unscale: multiply all gradients by inv_scale in place and measure them on the way.
+// unscale: multiply all gradients by inv_scale in place, and measure them in the same pass.
 //
-// Compiled once for each norm, as norm_check; one launch. An inv_scale of exactly 1 writes nothing.
-// Bytes: B read, B written (0 if 1).
+// Compiled once for each norm, as norm_check is; one launch. If inv_scale is exactly 1, nothing is written.
+// Bytes: B read, B written (0 if inv_scale is 1).
 #include "measure.cuh"
 
 using namespace amp_plugin::cuda;

@@ -1,9 +1,9 @@
-// update_scale: adjust a loss scale after a step. One thread; the rule is in kernels/reference.py.
+// update_scale: adjust a loss scale after a step. One thread does it. The rule is in kernels/reference.py.
 #include "elements.cuh"
 
 using namespace amp_plugin::cuda;
 
-constexpr int kRestoreOnSuccess = 0, kNeverBelowOne = 2;  // of hysteresis_mode
+constexpr int kRestoreOnSuccess = 0, kNeverBelowOne = 2;  // values of hysteresis_mode
 
 extern "C" __global__ void update_scale(
     float* scale, int* growth_tracker, int* hysteresis_tracker, const float* found_inf, double growth_factor,
@@ -15,8 +15,8 @@ extern "C" __global__ void update_scale(
     *growth_tracker = 0;
     if (!(spent && hysteresis_mode == kNeverBelowOne)) *hysteresis_tracker = left - 1;
     if (spent) {
-      const float floor = *scale < min_scale ? *scale : min_scale;  // never raise
-      const float lower = static_cast<float>(*scale * backoff_factor);  // in double, as torch
+      const float floor = *scale < min_scale ? *scale : min_scale;  // lowering must never raise the scale
+      const float lower = static_cast<float>(*scale * backoff_factor);  // computed in double, as torch does
       *scale = lower < floor ? floor : lower;
     }
     return;
@@ -26,7 +26,7 @@ extern "C" __global__ void update_scale(
   if (grows || hysteresis_mode == kRestoreOnSuccess) *hysteresis_tracker = hysteresis;
   *growth_tracker = grows ? 0 : steps;
   if (grows) {
-    const float ceiling = *scale > max_scale ? *scale : max_scale;  // never lower
+    const float ceiling = *scale > max_scale ? *scale : max_scale;  // raising must never lower the scale
     const float higher = static_cast<float>(*scale * growth_factor);
     if (is_finite(higher)) *scale = higher > ceiling ? ceiling : higher;
   }

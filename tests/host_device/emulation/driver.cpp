@@ -1,5 +1,5 @@
-// A CUDA driver that only takes notes: what the package asks of libcuda.so.1 to load code. Each call is a
-// line on standard output. FAKE_LOAD_ERROR is what loading code returns.
+// A CUDA driver that only records calls: those that the package makes to libcuda.so.1 to load code. It prints
+// one line per call to standard output. Loading code returns the status in FAKE_LOAD_ERROR.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -8,8 +8,9 @@
 extern "C" {
 
 static thread_local uintptr_t current_context = 0;
-static const int unbuffered = std::setvbuf(stdout, nullptr, _IONBF, 0);  // in order with what Python prints
-constexpr uintptr_t kContexts = 0xC0;  // + device
+// keeps the order relative to Python's output
+static const int unbuffered = std::setvbuf(stdout, nullptr, _IONBF, 0);
+constexpr uintptr_t kContexts = 0xC0;  // plus the device number
 
 int cuDeviceGet(int* device, int index) { return *device = index, 0; }
 int cuDevicePrimaryCtxRetain(uintptr_t* context, int device) { return *context = kContexts + device, 0; }
@@ -47,7 +48,7 @@ int cuThreadExchangeStreamCaptureMode(int* mode) {
 int cuGetErrorName(int, const char** text) { return *text = "CUDA_ERROR_OF_A_TEST", 0; }
 int cuGetErrorString(int, const char** text) { return *text = "an error of a test", 0; }
 
-// Launches are tested on the device made of host memory.
+// Launches are not emulated here; they are tested on the host device.
 #ifndef WITHOUT_GRAPHS
 int cuGraphRetainUserObject() { return 999; }
 #endif

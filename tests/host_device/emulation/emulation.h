@@ -1,9 +1,10 @@
-// Enough of CUDA C++ to run a kernel on the CPU, one block at a time.
+// The part of CUDA C++ that our kernels use, emulated on the CPU, one block at a time.
 //
-// A thread of a block is a fiber; it runs until it meets a shuffle, a vote or a barrier and then gives
-// way. A warp goes on when all of its threads are at the same shuffle or vote, the block when all of
-// its threads are at a barrier or have returned; anything else is reported as an error. Threads, warps
-// and blocks run in ascending or descending order: a kernel that forgets a barrier differs between the two.
+// Each thread of a block is a fiber. It runs until it reaches a shuffle, a vote or a barrier, and then
+// yields. A warp continues when all of its threads are at the same shuffle or vote. The block continues when
+// all of its threads are at a barrier or have returned. Anything else is reported as an error. Threads, warps
+// and blocks run in ascending or in descending order. A kernel that lacks a barrier gives different results
+// in the two orders.
 #pragma once
 
 #include <math.h>
@@ -18,7 +19,7 @@
 
 #define __global__
 #define __device__
-#define __shared__ static  // blocks run one after the other
+#define __shared__ static  // blocks run one after another
 #define __launch_bounds__(...)
 #define __noinline__ __attribute__((noinline)) static
 #define __grid_constant__
@@ -50,13 +51,14 @@ struct Fiber {
 };
 
 static Fiber fibers[kMostThreads];
-static uint64_t exchanged[2][kMostThreads];  // two, so that the next write meets no late reader
+// two buffers, so that the next write does not overwrite a value before it is read
+static uint64_t exchanged[2][kMostThreads];
 static jmp_buf scheduler;
 static char* stacks = nullptr;
 static void (*body)(void* arguments);
 static void* body_arguments;
 static const char* error = nullptr;
-static uint64_t barriers = 0;  // that a block met
+static uint64_t barriers = 0;  // the barriers that blocks have met
 
 static void wait_for(Waits what) {
   Fiber& fiber = fibers[threadIdx.x];
@@ -85,7 +87,7 @@ static void run_fiber() {
   setcontext(&fiber.context);
 }
 
-// Run a warp until all of its threads are at a barrier or have returned.
+// Runs a warp until all of its threads are at a barrier or have returned.
 static void run_warp(unsigned begin, unsigned end, bool descending) {
   while (error == nullptr) {
     unsigned at_exchange = 0, alive = 0;
@@ -130,7 +132,7 @@ void call(void (*kernel)(Parameters...), void** arguments, std::index_sequence<k
   kernel(*static_cast<std::remove_reference_t<Parameters>*>(arguments[kIndex])...);
 }
 
-// The sizes of a kernel's parameters in bytes, with 0 behind the last.
+// The sizes of a kernel's parameters in bytes, then a 0.
 template <typename... Parameters>
 const size_t* parameter_sizes(void (*)(Parameters...)) {
   static const size_t sizes[] = {sizeof(Parameters)..., 0};
@@ -167,7 +169,8 @@ const char* launch(
   return error;
 }
 
-// Give a word to the warp, and return when all of it has given one; the slots are the warp's.
+// Gives one word to the warp, and returns when every thread of the warp has given one. Returns the words of
+// the warp.
 static uint64_t* exchange(uint64_t word) {
   Fiber& fiber = fibers[threadIdx.x];
   ++fiber.exchanges;
@@ -181,7 +184,7 @@ static uint64_t* exchange(uint64_t word) {
 
 static inline void __syncthreads() { emulation::wait_for(emulation::Waits::kForBlock); }
 
-// What a warp's threads have written is seen by all of them behind it.
+// After this call, all threads of a warp see what the others wrote before it.
 static inline void __syncwarp() { emulation::exchange(0); }
 
 template <typename T>
@@ -203,10 +206,10 @@ T __shfl_xor_sync(unsigned, T value, unsigned mask) {
   return value;
 }
 
-// How many threads of the block vote for it.
+// Returns the number of threads of the block that vote true.
 static inline int __syncthreads_count(bool vote) {
   static unsigned rounds[emulation::kMostThreads];
-  static int votes[3];  // of this count, the next one, and the one behind that, which is set to 0
+  static int votes[3];  // for this count, the next one, and the one after that, which is reset to 0
   const unsigned round = rounds[threadIdx.x]++;
   votes[round % 3] += vote;
   emulation::wait_for(emulation::Waits::kForBlock);
@@ -214,7 +217,8 @@ static inline int __syncthreads_count(bool vote) {
   return votes[round % 3];
 }
 
-// The sum is exact in float64 where it is asked for: of a number below 2^23 and of 2^23.
+// Adds with rounding to zero. Kernels call it with 2^23 and a number below 2^23, whose sum is exact in
+// float64.
 static inline float __fadd_rz(float a, float b) {
   const double sum = double(a) + double(b);
   const float nearest = float(sum);
@@ -260,10 +264,10 @@ void __stwb(T* address, T word) {
 
 namespace amp_plugin::cuda {
 
-// Threads take turns, so what one has written the next one sees.
+// Not atomic: threads take turns, so each sees the writes of those before it.
 static inline unsigned count_block(unsigned* count) { return (*count)++; }
 
-// As far off as the GPU's may be: by 2^-22 up or down.
+// Has the largest error that the GPU may have: 2^-22 up or down.
 static inline float log2_approximate(float x) {
   return float(log2(double(x)) + (__float_as_uint(x) & 8 ? 0x1p-22 : -0x1p-22));
 }
@@ -287,7 +291,7 @@ static inline unsigned short float_to_half(float value) {
   int exponent;
   frexpf(magnitude, &exponent);  // magnitude = f * 2^exponent, f in [0.5, 1)
   const int unit = exponent - 11 < -24 ? -24 : exponent - 11;
-  const unsigned steps = unsigned(nearbyintf(ldexpf(magnitude, -unit)));  // to nearest, ties to even
+  const unsigned steps = unsigned(nearbyintf(ldexpf(magnitude, -unit)));  // rounds to nearest, ties to even
   return static_cast<unsigned short>(sign | (unsigned(unit + 24) * 1024u + steps));
 }
 

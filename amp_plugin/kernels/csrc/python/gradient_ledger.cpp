@@ -1,8 +1,9 @@
-// What the gradients of an optimizer carry, and all of them as one kernel takes them, without Python code.
+// The ledger of an optimizer's gradients: which loss scale each gradient carries. It also collects gradients
+// in the form that kernels take. Neither runs Python code.
 //
-// amp_plugin/scaling/ledger.py is the same class in Python and explains it. Between calls a ledger refers to
-// no gradient, and to no parameter but by the Python list: a second reference to a tensor would stop
-// torch.utils.swap_tensors.
+// amp_plugin/scaling/ledger.py is the same class in Python, and explains it. Between calls a ledger holds no
+// reference to a gradient, and refers to parameters only through the Python list. A second reference to a
+// tensor would make torch.utils.swap_tensors fail.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/record_function.h>
@@ -33,10 +34,10 @@ using python::visit_blocks;
 using python::visit_gradients;
 using List = const py::list&;
 
-enum class Change { kSame, kWritten, kNew };  // kNew: in other memory
+enum class Change { kSame, kWritten, kNew };  // kNew: the gradient is in other memory
 
-// A gradient as it was seen: where its memory is, and its version. The weak reference keeps the
-// address of the memory's owner from being used again.
+// The memory and the version of a gradient when it was last looked at. The weak reference keeps the address
+// of the memory's owner from being reused.
 struct Mark {
   c10::weak_intrusive_ptr<c10::intrusive_ptr_target> owner{c10::intrusive_ptr<c10::intrusive_ptr_target>()};
   const void* address = nullptr;
@@ -45,7 +46,7 @@ struct Mark {
 };
 
 uint32_t version_of(const at::Tensor& tensor) {
-  c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();  // without autograd's virtual call
+  c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();  // avoids autograd's virtual call
   return impl.is_inference() ? 0 : impl.version_counter().current_version();
 }
 
@@ -54,7 +55,8 @@ int64_t offset_of(const at::Tensor& tensor) {
   return impl.has_storage() && !impl.has_symbolic_sizes_strides() ? impl.storage_offset() : 0;
 }
 
-// The storage; of a tensor that has none (sparse ones) the tensor itself.
+// Returns the owner of a tensor's memory: its storage, or the tensor itself if it has no storage (sparse
+// tensors).
 c10::intrusive_ptr_target* owner_of(const at::Tensor& tensor) {
   if (tensor.has_storage()) return tensor.storage().unsafeGetStorageImpl();
   return tensor.unsafeGetTensorImpl();
@@ -81,15 +83,16 @@ Change change_since(const Mark& mark, const at::Tensor& grad) {
   return mark.version == version_of(grad) ? Change::kSame : Change::kWritten;
 }
 
-// What is known of one parameter's gradient. Ledgers of optimizers that share the parameter share the record.
+// What is known about the gradient of one parameter. The ledgers of optimizers that share a parameter share
+// its record.
 struct Record {
-  py::object carries;  // the loss scale, or None
+  py::object carries;  // the loss scale that the gradient carries, or None
   Mark mark;
-  int64_t used_at = -1;  // how many updates had been requested when an optimizer last used it
-  // The optimizers that have used it since the last scaled backward pass began, and whether they have stepped
-  // with it since it was last divided.
+  int64_t used_at = -1;  // the number of requested updates when an optimizer last used the gradient
+  // The optimizers that have used the gradient since the last scaled backward pass began, and whether each
+  // has stepped with it since it was last divided.
   std::vector<std::pair<int64_t, bool>> used_by;
-  bool has_grown = false;  // a scaled backward pass has added to it since it was last used
+  bool has_grown = false;  // a scaled backward pass has added to the gradient since it was last used
 };
 
 auto find_use(Record& record, int64_t optimizer) {
@@ -101,7 +104,7 @@ bool is_supported(at::ScalarType type) {
       type == at::kComplexFloat || type == at::kComplexDouble;
 }
 
-// Below autograd, which records nothing here and would box and look at every gradient.
+// Calls an op below autograd. Autograd would record nothing here, but it would box and check every gradient.
 template <auto function, typename... Arguments>
 auto call(const char* name, const std::vector<at::Tensor>& grads, const Arguments&... arguments) {
   const py::gil_scoped_release others_may_run;
@@ -109,8 +112,8 @@ auto call(const char* name, const std::vector<at::Tensor>& grads, const Argument
   return call_op<function>(name, grads, arguments...);
 }
 
-// Whether a call may also go past the dispatcher: no mode, tracer or transform takes ops, no profiler counts
-// them.
+// Return true if a call may bypass the dispatcher: no mode, tracer or transform intercepts ops, and no
+// profiler counts them.
 bool nobody_watches() {
   const c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
   return (included - c10::default_included_set).empty() &&
@@ -127,8 +130,8 @@ std::vector<at::Tensor> gradients(List params) {
   return grads;
 }
 
-// Gradients without references of their own, which cost two atomic operations a tensor. Good while the
-// GIL is held: parameters keep their gradients, and nobody replaces those during a call.
+// Gradients that are borrowed, because a reference would cost two atomic operations per tensor. They are
+// valid while the GIL is held: parameters keep their gradients, and nobody replaces gradients during a call.
 class BorrowedGradients {
  public:
   explicit BorrowedGradients(size_t most)
@@ -136,7 +139,7 @@ class BorrowedGradients {
 
   void add(const at::Tensor& grad) {
     new (reinterpret_cast<at::Tensor*>(memory_.get()) + count_)
-        at::Tensor(c10::MaybeOwnedTraits<at::Tensor>::createBorrow(grad));  // never destroyed
+        at::Tensor(c10::MaybeOwnedTraits<at::Tensor>::createBorrow(grad));  // borrowed, so never destroyed
     ++count_;
   }
 
@@ -149,10 +152,11 @@ class BorrowedGradients {
 
 struct Known {
   BorrowedGradients grads;
-  std::unique_ptr<GradientTable> table;  // null where the op has to be called
+  std::unique_ptr<GradientTable> table;  // null if the op must be called instead
 };
 
-// The parameters' own gradients, all there and plain. No table if one is not so, or has moved.
+// The gradients if every parameter has a plain one. There is no table if one is missing, is not plain, or has
+// moved.
 Known known_whole(List params, const at::Tensor& scale) {
   Known known{.grads = BorrowedGradients(params.size()), .table = nullptr};
   const bool same = visit_blocks(params, [&](size_t begin, const GradientBlock& grads, size_t count) {
@@ -167,7 +171,7 @@ Known known_whole(List params, const at::Tensor& scale) {
   return known;
 }
 
-// The gradients that there are, of DTensors this rank's part.
+// The gradients of those parameters that have one. For a DTensor this is its local tensor.
 Known known_parts(List params, const at::Tensor& scale) {
   Known known{.grads = BorrowedGradients(params.size()), .table = nullptr};
   visit_gradients(params, [&](size_t /*i*/, const at::Tensor& grad) {
@@ -183,8 +187,8 @@ Known known_parts(List params, const at::Tensor& scale) {
   return known;
 }
 
-// Launches on gradients on a GPU that have not moved, past the dispatcher, which would read each once more.
-// `launch` takes them; no result where the op has to be called.
+// Calls `launch` with the table of GPU gradients that have not moved. This bypasses the dispatcher, which
+// would read each gradient once more. Returns nothing if the op must be called instead.
 template <typename Launch>
 auto launched(List params, const at::Tensor& scale, bool writes, const Launch& launch)
     -> std::optional<decltype(launch(std::declval<const GradientTable&>()))> {
@@ -193,14 +197,14 @@ auto launched(List params, const at::Tensor& scale, bool writes, const Launch& l
   if (known.table == nullptr) known = known_parts(params, scale);
   if (known.table == nullptr) return std::nullopt;
   if (writes) increment_versions(known.grads.tensors());
-  const py::gil_scoped_release others_may_run;  // a launch waits where the device is far behind
+  const py::gil_scoped_release others_may_run;  // a launch can block if the device is far behind
   return launch(*known.table);
 }
 
 class GradientLedger {
  public:
-  // The parameters of an optimizer. Their records are taken from the ledgers that know them; a new one
-  // carries `scale`.
+  // `params` are the parameters of an optimizer. Their records are taken from the `known` ledgers that have
+  // them. A new record carries `scale`.
   GradientLedger(py::list params, const py::sequence& known, const py::object& scale)
       : params_(std::move(params)) {
     std::unordered_map<const PyObject*, std::shared_ptr<Record>> records;
@@ -224,8 +228,8 @@ class GradientLedger {
     return !visit_gradients(params_, [](size_t /*i*/, const at::Tensor& grad) { return !grad.defined(); });
   }
 
-  // The parameters by the scale that their gradients carry, also where there is no gradient:
-  // (scale or None, parameters, whether a gradient was seen to change).
+  // Groups the parameters by the scale that their gradients carry. Parameters without a gradient are
+  // included. Each group is (scale or None, parameters, whether a gradient was seen to change).
   py::list parts() const {
     struct Part {
       const py::object* scale;
@@ -261,7 +265,7 @@ class GradientLedger {
       record.used_by.clear();
       if (!record.carries.is(scale)) record.carries = scale;
       if (!goes_on)
-        look(record.mark, grad);  // else a change in an earlier pass of this scale would be forgotten
+        look(record.mark, grad);  // else a change in an earlier pass of the same scale would be forgotten
     });
   }
 
@@ -294,7 +298,8 @@ class GradientLedger {
     return any;
   }
 
-  // Runs `write`, which multiplies gradients. What was seen to change before still counts as changed.
+  // Runs `write`, which multiplies gradients. A gradient that had changed before the call still counts as
+  // changed.
   void write(const py::function& write) {
     std::vector<bool> is_same;
     is_same.reserve(records_.size());
@@ -331,8 +336,9 @@ class GradientLedger {
     });
   }
 
-  // The one device of all gradients if one kernel can take them all, and which parameters have one
-  // (None if all have). No device if there are none, or if they need to be looked at one by one.
+  // Returns the device of all gradients if one kernel can take them all, and the positions of the parameters
+  // that have one (None if all have). Returns no device if there is no gradient, or if the gradients must be
+  // examined one by one.
   static std::pair<std::optional<c10::Device>, std::optional<std::vector<int64_t>>> survey(List params) {
     const at::Tensor* first = nullptr;
     std::vector<int64_t> present;
@@ -350,8 +356,9 @@ class GradientLedger {
     return {first->device(), std::move(present)};
   }
 
-  // All gradients by device and by how they are sharded: (DTensor spec or None, device, positions) for each
-  // kind, in the order of the first of each. None if one is neither plain nor a DTensor around plain memory.
+  // Groups all gradients by device and sharding, in the order in which each group first appears. Each group
+  // is (DTensor spec or None, device, positions). Returns None if a gradient is neither plain nor a DTensor
+  // around plain memory.
   static std::optional<py::list> survey_shards(List all) {
     std::vector<ShardGroup> groups;
     python::Tensors params(all);
@@ -385,7 +392,7 @@ class GradientLedger {
     return position;
   }
 
-  // unscale_ if it writes, else norm_check.
+  // Does unscale_ if `writes`, else norm_check.
   template <bool writes>
   static Measured measure(List params, const at::Tensor& inv_scale, double p, bool is_scale) {
     const auto found = launched(params, inv_scale, writes, [&](const GradientTable& known) {

@@ -1,4 +1,4 @@
-// DTensor gradients: this rank's part, and how the whole is sharded, read from the Python objects they are.
+// DTensor gradients: this rank's local tensor and the sharding, read from the Python objects.
 #pragma once
 
 #include <optional>
@@ -9,14 +9,14 @@
 
 namespace amp_plugin {
 
-// What a DTensor says of its layout; all empty for a tensor that is none.
+// The sharding of a DTensor. All fields are empty for any other tensor.
 struct Sharding {
   py::object spec;
   py::object mesh;
   py::object placements;
 };
 
-// Gradients on one device that are sharded alike.
+// Gradients that are on the same device and sharded alike.
 struct ShardGroup {
   Sharding sharding;
   c10::Device device;
@@ -25,7 +25,7 @@ struct ShardGroup {
 
 inline bool is_python(const at::Tensor& tensor) { return tensor.key_set().has(c10::DispatchKey::Python); }
 
-// The class; null as long as nobody has imported it, when there are no such tensors.
+// The DTensor class, or null if it was never imported; then there are no DTensors.
 inline PyObject* dtensor_class() {
   static PyObject* found = nullptr;
   if (found == nullptr) {
@@ -35,13 +35,14 @@ inline PyObject* dtensor_class() {
   return found;
 }
 
-// This rank's part of a DTensor, which keeps it; any other tensor itself.
+// Returns the local tensor of a DTensor, or the tensor itself if it is not one. The DTensor keeps the local
+// tensor alive.
 inline const at::Tensor& local_part(const at::Tensor& grad) {
   if (!is_python(grad)) return grad;
   return THPVariable_Unpack(py::object(py::cast(grad).attr("_local_tensor")).ptr());
 }
 
-// None if it is no DTensor.
+// Returns nothing if the gradient is not a DTensor.
 inline std::optional<Sharding> sharding_of(const at::Tensor& grad) {
   if (!is_python(grad)) return std::nullopt;
   const py::object wrapper = py::cast(grad);
@@ -51,10 +52,10 @@ inline std::optional<Sharding> sharding_of(const at::Tensor& grad) {
   return Sharding{std::move(spec), std::move(mesh), std::move(placements)};
 }
 
-// The group that the gradient belongs to, a new one if there is none yet.
+// Returns the group that the gradient belongs to. Adds a new group if there is none.
 inline ShardGroup& group_of(std::vector<ShardGroup>& groups, Sharding sharding, c10::Device device) {
   for (ShardGroup& group : groups) {
-    // Another object may be an equal mesh: a group of its own then.
+    // Meshes are compared by identity. Equal but distinct meshes get separate groups.
     if (group.device == device && group.sharding.mesh.is(sharding.mesh) &&
         (group.sharding.placements.is(sharding.placements) ||
          group.sharding.placements.equal(sharding.placements)))

@@ -1,4 +1,5 @@
-// The Python extension: the way in and out of a region, and what steps read of Python's lists.
+// The Python extension. It enters and leaves regions, and defines the classes that read tensors from Python
+// lists.
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
@@ -20,7 +21,7 @@ void add_step_tensors(py::module_& module);
 
 namespace {
 
-// Runs `body`. A C++ exception becomes torch's Python error for it.
+// Runs `body`. A C++ exception becomes the Python error that torch raises for it.
 template <typename Body>
 PyObject* with_errors_of_torch(const Body& body) {
   try {
@@ -33,8 +34,8 @@ PyObject* with_errors_of_torch(const Body& body) {
 
 PyObject* borrowed(bool value) { return value ? Py_True : Py_False; }
 
-// `opening`: device type, dtype, enabled, cache enabled, rules, ... Returns whether a torch function mode
-// is on, and what was found: enabled, dtype, torch's cache flag.
+// `opening` is a tuple: device type, dtype, enabled, cache enabled, rules, ... Returns whether a torch
+// function mode is on, and the previous state: enabled, dtype, torch's cache flag.
 PyObject* enter(PyObject* /*module*/, PyObject* opening) {
   return with_errors_of_torch([&] {
     const auto item = [&](Py_ssize_t place) { return PyTuple_GET_ITEM(opening, place); };
@@ -57,7 +58,8 @@ PyObject* leave(PyObject* /*module*/, PyObject* from_innermost) {
   });
 }
 
-// Every region calls these two. A call by pybind11 would take longer than the function itself.
+// Every region calls these two functions. A call through pybind11 would take longer than the functions
+// themselves.
 std::array<PyMethodDef, 3> ways_in_and_out{{
     {"enter", enter, METH_O, "Open a region; return what was found."},
     {"exit", leave, METH_O, "Close the region that is so many places from the innermost."},
@@ -70,31 +72,31 @@ PyObject* refill_test = nullptr;
 
 bool is_refilled_by_fsdp(const at::Tensor& tensor) {
   const py::gil_scoped_acquire gil;
-  // Without FSDP nobody refills a weight.
+  // Only FSDP refills weights. If it was never imported, no weight is refilled.
   if (PyDict_GetItemString(PyImport_GetModuleDict(), "torch.distributed.fsdp") == nullptr) return false;
   try {
     return py::handle(refill_test)(tensor).cast<bool>();
   } catch (py::error_already_set& error) {
     error.restore();
-    python_error carried;  // torch's, which passes through its code to Python again
+    python_error carried;  // torch's exception type, which torch's C++ code passes on to Python
     carried.persist();
     throw carried;
   }
 }
 
-// `test` returns True for weights whose casts may not be kept.
+// Sets the test that returns True for weights whose casts must not be kept.
 void never_keep(const py::object& test) {
   Py_XSETREF(refill_test, py::object(test).release().ptr());
   set_refill_test(is_refilled_by_fsdp);
 }
 
-// A C++ exception becomes torch's Python error for it.
+// Translates a C++ exception to the Python error that torch raises for it.
 void translate(std::exception_ptr error) {
   if (error == nullptr) return;
   try {
     std::rethrow_exception(error);
   } catch (const py::builtin_exception&) {
-    throw;  // pybind11's own
+    throw;  // an exception of pybind11, which pybind11 translates
   } catch (...) {
     torch::translate_exception_to_python(std::current_exception());
   }

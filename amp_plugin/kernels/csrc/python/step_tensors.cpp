@@ -1,4 +1,4 @@
-// The tensors that one op steps: a parameter group's, looked up without Python code.
+// The tensors of a parameter group that one op steps, collected without Python code.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_foreach_copy.h>
@@ -25,7 +25,7 @@ namespace {
 using Column = std::vector<at::Tensor>;
 using Number = std::optional<at::Tensor>;
 
-// Why the tensors of a group are not for our ops; told to users after "parameter N: ".
+// Why our ops cannot step the tensors of a group. Users see it after "parameter N: ".
 struct Obstacle {
   std::string text;
 };
@@ -42,7 +42,7 @@ bool fits(const at::Tensor& tensor, const at::Tensor& param) {
   return is_plain(tensor) && tensor.device() == param.device() && tensor.sizes() == param.sizes();
 }
 
-// Whether several elements lie in one place, which cannot be written.
+// Return true if several elements share a memory location. Such a tensor cannot be written.
 bool is_expanded(const at::Tensor& tensor) {
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
     if (tensor.stride(dim) == 0 && tensor.size(dim) > 1) return true;
@@ -50,10 +50,11 @@ bool is_expanded(const at::Tensor& tensor) {
   return false;
 }
 
-// The entry of a parameter in an optimizer's state, borrowed; null if there is none. Tensor.__hash__ is
-// Python code that returns the tensor's address: where it is known, the dict does not have to ask.
+// Returns a parameter's entry in an optimizer's state (a borrowed reference), or null if there is none.
+// Tensor.__hash__ is Python code that returns the tensor's address. We pass that address as the hash, so the
+// dict need not call it.
 PyObject* entry_of(const py::dict& state, PyObject* param) {
-#if PY_VERSION_HEX < 0x030D0000  // not a public function; looked at up to Python 3.12
+#if PY_VERSION_HEX < 0x030D0000  // a private function; its source was checked up to Python 3.12
   PyObject* entry = _PyDict_GetItem_KnownHash(state.ptr(), param, reinterpret_cast<Py_hash_t>(param));
   if (entry != nullptr) return entry;
   if (PyErr_Occurred() != nullptr) throw py::error_already_set();
@@ -70,7 +71,7 @@ const at::Tensor& tensor_in(PyObject* holder, py::handle name) {
   return THPVariable_Unpack(value);
 }
 
-// What a step writes of a parameter: of a DTensor this rank's part, of a StoredShard its 16 bits.
+// The tensor that a step writes: the local tensor of a DTensor, the 16 bits of a StoredShard.
 const at::Tensor& memory_of(const at::Tensor& param) {
   const at::Tensor& local = sharding_of(param) ? local_part(param) : param;
   if (!is_python(local)) return local;
@@ -78,7 +79,7 @@ const at::Tensor& memory_of(const at::Tensor& param) {
   return py::hasattr(object, "weight_16") ? THPVariable_Unpack(object.attr("weight_16").ptr()) : local;
 }
 
-// This rank's part of a parameter's gradient, which must be sharded as the parameter is.
+// The local gradient of a parameter. It must be sharded as the parameter is.
 const at::Tensor& gradient_of(const at::Tensor& param, const at::Tensor& grad) {
   const std::optional<Sharding> own = sharding_of(param);
   if (!own) return grad;
@@ -90,7 +91,8 @@ const at::Tensor& gradient_of(const at::Tensor& param, const at::Tensor& grad) {
   return local_part(grad);
 }
 
-// What a CompressedState keeps, which holds it; of any other state this rank's part.
+// The tensor that a CompressedState stores; for any other state its local tensor. The state keeps the tensor
+// alive.
 const at::Tensor& kept_by(const at::Tensor& whole, const at::Tensor& param) {
   const at::Tensor& state = sharding_of(whole) ? local_part(whole) : whole;
   if (!state.key_set().has(c10::DispatchKey::Python)) return state;
@@ -103,8 +105,8 @@ const at::Tensor& kept_by(const at::Tensor& whole, const at::Tensor& param) {
 
 class StepTensors {
  public:
-  // `states` and `counters` are names in a parameter's entry of `state`, as many as the rule has. `rests` is
-  // empty, or holds what is kept beside each parameter in 16 bits: its low half (int16) or its master.
+  // `states` and `counters` are keys of a parameter's entry in `state`, as many as the rule needs. `rests` is
+  // empty, or has one tensor for each parameter in 16 bits: its low half (int16) or its float32 master.
   StepTensors(
       const std::string& rule, size_t numbers, const py::list& all, const py::list& all_rests,
       const py::dict& state, const py::tuple& states, const py::tuple& counters)
@@ -155,8 +157,8 @@ class StepTensors {
     round_masters();
   }
 
-  // The model computes with rounded values where the op steps masters. A step that was skipped has left
-  // those.
+  // If the op steps masters, the model computes with their rounded values. This rounds the masters again. (A
+  // skipped step has changed neither.)
   void round_masters() const {
     if (!rounded_.empty()) at::_foreach_copy_(rounded_, params_);
   }
@@ -185,7 +187,7 @@ class StepTensors {
     (is_master ? rounded_ : remainders_).push_back(is_master ? param : beside);
   }
 
-  // The format of a parameter's states is that of the first; weights among them are float32.
+  // All states of a parameter have the format of the first one, except that weights among them are float32.
   void add_states(const at::Tensor& param, PyObject* entry, const py::tuple& names) {
     std::optional<at::ScalarType> format;
     for (size_t k = 0; k < names.size(); ++k) {
@@ -201,8 +203,8 @@ class StepTensors {
     }
   }
 
-  // On a GPU that of fused=True and capturable=True: any other is counted by the host, which does not know of
-  // skipped steps.
+  // On a GPU, only counters on the device are accepted, as fused=True or capturable=True make them. Any other
+  // counter is increased by the host, which does not know whether a step was skipped.
   void add_counter(const at::Tensor& param, const at::Tensor& counter, size_t k) {
     const at::ScalarType type = counter.scalar_type();
     const bool allowed = type == at::kFloat || (k == 0 && type == at::kDouble);
@@ -212,7 +214,7 @@ class StepTensors {
     counters_[k].push_back(counter);
   }
 
-  // The first column then holds all of the first, then all of the second, and so on, as the op takes them.
+  // Appends all columns to the first one. That is the order in which the op takes them.
   template <size_t count>
   static void join(std::array<Column, count>& columns) {
     for (size_t k = 1; k < count; ++k)
@@ -223,7 +225,7 @@ class StepTensors {
   Column params_;
   Column grads_;
   Column remainders_;
-  Column rounded_;  // what the model computes with where params_ are its masters
+  Column rounded_;  // the rounded weights of the model, if params_ are its masters
   std::array<Column, cuda::kMostStates> states_;
   std::array<Column, cuda::kMostCounters> counters_;
 };

@@ -1,4 +1,4 @@
-// Tensors in Python lists, and the gradients of parameters in them, a block at a time.
+// Reads tensors from Python lists, and the gradients of those tensors, one block at a time.
 #pragma once
 
 #include <pybind11/stl.h>
@@ -11,13 +11,14 @@
 
 namespace amp_plugin::python {
 
-// By the type alone: isinstance() believes what an object says of its class, a mock's too.
+// Checks the type itself. isinstance() would also accept an object that only claims the class, such as a
+// mock.
 inline bool is_tensor(PyObject* object) {
   return PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(THPVariableClass)) != 0;
 }
 
-// A list that its holder does not change meanwhile. Its items mostly are of one type, which is then looked at
-// once.
+// A list of tensors that nobody changes in the meantime. Usually all items have the same type, so that type
+// is checked only once.
 class Tensors {
  public:
   explicit Tensors(const py::list& list) : list_(list.ptr()) {}
@@ -33,7 +34,7 @@ class Tensors {
   }
 
  private:
-  // Not inlined, so that loops over tensors stay short.
+  // Not inlined, to keep loops over tensors short.
   [[gnu::noinline]] static PyTypeObject* tensor_type_of(PyObject* object) {
     if (is_tensor(object)) return Py_TYPE(object);
     throw py::type_error(std::string("expected a list of tensors, got one with ") + Py_TYPE(object)->tp_name);
@@ -43,9 +44,9 @@ class Tensors {
   PyTypeObject* known_ = nullptr;
 };
 
-// From the list to a gradient lead four pointers, and thousands of parameters are in no near cache. So each
-// pointer is followed for a whole block before the next one is: as many cache lines are on their way at once
-// as the processor can wait for.
+// A gradient is four pointers away from the list, and thousands of parameters do not fit into a near cache.
+// So each pointer is followed for a whole block of parameters before the next one. Then the processor can
+// load many cache lines at the same time.
 constexpr size_t kGradientBlock = 16;  // measured: 8 and 32 take longer
 
 using GradientBlock = std::array<const at::Tensor*, kGradientBlock>;
@@ -54,12 +55,13 @@ inline void prefetch(const void* object, size_t offset) {
   __builtin_prefetch(static_cast<const char*>(object) + offset);
 }
 
-// The gradients of so many tensors, undefined ones where there are none; their fields are on their way.
+// Finds the gradients of `count` tensors, and prefetches their fields. A missing gradient is an undefined
+// tensor.
 inline void find_gradients(
     const c10::TensorImpl* const* tensors, size_t count, const at::Tensor** gradients) {
   static const at::Tensor nothing;
   for (size_t i = 0; i < count; ++i) {
-    // Without the virtual call behind Tensor::grad(), which reads another cache line.
+    // Reads the field directly: Tensor::grad() makes a virtual call, which loads another cache line.
     const auto* known = static_cast<const torch::autograd::AutogradMeta*>(tensors[i]->autograd_meta());
     gradients[i] = known == nullptr ? &nothing : &known->grad_;
     __builtin_prefetch(gradients[i]);
@@ -67,13 +69,13 @@ inline void find_gradients(
   for (size_t i = 0; i < count; ++i) {
     const c10::TensorImpl* gradient = gradients[i]->unsafeGetTensorImpl();
     prefetch(gradient, 16);  // storage
-    prefetch(gradient, sizeof(c10::TensorImpl) - 32);  // size, dtype, device
+    prefetch(gradient, sizeof(c10::TensorImpl) - 32);  // sizes, dtype, device
     prefetch(gradient, sizeof(c10::TensorImpl) - 1);
   }
 }
 
-// Calls visit(begin, gradients, count) for each block in order, until it returns false; returns whether it
-// never did. A gradient that is not there is an undefined tensor.
+// Calls visit(begin, gradients, count) for each block in order, until it returns false. Returns true if it
+// never did. A missing gradient is an undefined tensor.
 template <typename Visit>
 bool visit_blocks(const py::list& list, const Visit& visit) {
   std::array<const c10::TensorImpl*, kGradientBlock> impls;
@@ -85,7 +87,7 @@ bool visit_blocks(const py::list& list, const Visit& visit) {
       __builtin_prefetch(&params.unchecked(begin + i));
     for (size_t i = 0; i < count; ++i) {
       impls[i] = params[begin + i].unsafeGetTensorImpl();
-      prefetch(impls[i], 24);  // what autograd knows of it
+      prefetch(impls[i], 24);  // the pointer to its autograd data
     }
     find_gradients(impls.data(), count, grads.data());
     if (!visit(begin, grads, count)) return false;
@@ -93,7 +95,7 @@ bool visit_blocks(const py::list& list, const Visit& visit) {
   return true;
 }
 
-// Calls visit(i, gradient) for each parameter in order, until it returns false; returns whether it never did.
+// Calls visit(i, gradient) for each parameter in order, until it returns false. Returns true if it never did.
 template <typename Visit>
 bool visit_gradients(const py::list& params, const Visit& visit) {
   return visit_blocks(params, [&](size_t begin, const GradientBlock& grads, size_t count) {

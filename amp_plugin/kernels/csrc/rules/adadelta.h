@@ -1,4 +1,4 @@
-// Adadelta (Zeiler, 2012). Operations follow each other as in torch's foreach step.
+// Adadelta (Zeiler, 2012). The operations are in the same order as in torch's step with foreach=True.
 #pragma once
 
 #include "rule.h"

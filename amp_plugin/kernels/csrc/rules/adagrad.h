@@ -1,4 +1,4 @@
-// Adagrad (Duchi et al., 2011). Operations follow each other as in torch's fused kernel on the CPU.
+// Adagrad (Duchi et al., 2011). The operations are in the same order as in torch's fused CPU kernel.
 #pragma once
 
 #include "rule.h"

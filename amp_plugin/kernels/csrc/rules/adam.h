@@ -1,5 +1,5 @@
-// Adam (Kingma and Ba, 2015), and AdamW if weight decay is decoupled (Loshchilov and Hutter, 2019).
-// Operations follow each other as in torch's fused kernel on the CPU.
+// Adam (Kingma and Ba, 2015), and AdamW if weight decay is decoupled (Loshchilov and Hutter, 2019). The
+// operations are in the same order as in torch's fused CPU kernel.
 #pragma once
 
 #include "rule.h"
@@ -33,7 +33,7 @@ struct Adam<false> : Counted {
   }
 
  protected:
-  // The moments, and the parameter that is decayed.
+  // Updates the moments, and applies decoupled weight decay to the parameter.
   template <typename Real>
   void move(Real& param, Real grad, Real* states) const {
     grad = gradient.of(param, grad);

@@ -1,12 +1,12 @@
-// NAdam (Dozat, 2016), RAdam (Liu et al., 2020) and Adamax (Kingma and Ba, 2015): other uses of Adam's
-// moments. Operations follow each other as in torch's foreach steps.
+// NAdam (Dozat, 2016), RAdam (Liu et al., 2020) and Adamax (Kingma and Ba, 2015): other optimizers that use
+// Adam's moments. The operations are in the same order as in torch's steps with foreach=True.
 #pragma once
 
 #include "rule.h"
 
 namespace amp_plugin::rules {
 
-// What NAdam and RAdam do with a gradient before they step.
+// The part that NAdam and RAdam share: weight decay and the update of the moments.
 struct Moments {
   Gradient gradient;
   Choice shrinks;
@@ -83,7 +83,8 @@ struct Radam : Counted {
     const double step = counters[0], power = pow(numbers[kBeta2], step), most = 2 / (1 - numbers[kBeta2]) - 1;
     const double length = most - 2 * step * power / (1 - power), lr = numbers[kLr];
     const double correction = 1 - pow(numbers[kBeta1], step);
-    double rectified = 0;  // until the variance of the second moment is finite, steps do without it
+    // 0: in the first steps the variance of the second moment is infinite, and it is not used
+    double rectified = 0;
     if (length > 5) rectified = sqrt((length - 4) * (length - 2) * most / ((most - 4) * (most - 2) * length));
     plain = static_cast<float>(rectified > 0 ? -0.0 : -lr / correction);
     adaptive = Divisor(static_cast<float>(-sqrt(1 - power) * (lr * rectified / correction)));

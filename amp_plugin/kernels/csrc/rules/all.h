@@ -1,4 +1,4 @@
-// All rules. Include csrc/step_arithmetic.h or cuda/arithmetic.cuh before.
+// All rules. Include csrc/step_arithmetic.h or cuda/arithmetic.cuh first.
 #pragma once
 
 #include "adadelta.h"
@@ -11,7 +11,7 @@
 #include "schedule_free.h"
 #include "sgd.h"
 
-// Calls RULE(name, type) for each: the name that the op takes, and the struct.
+// Calls RULE(name, type) for each rule, with its name in the op and its struct.
 #define AMP_PLUGIN_RULES(RULE)                           \
   RULE(adam, Adam<false>)                                \
   RULE(adam_amsgrad, Adam<true>)                         \

@@ -1,4 +1,5 @@
-// Lion (Chen et al., 2023): a step of the same size for every element, in the direction of a momentum.
+// Lion (Chen et al., 2023): each element moves by the same amount, in the direction of the sign of its
+// momentum.
 #pragma once
 
 #include "rule.h"

@@ -1,11 +1,11 @@
-// What Muon (Jordan, 2024) does before and after its matrix products, as torch.optim.Muon has it.
+// The elementwise parts of Muon (Jordan, 2024), before and after its matrix products, as in torch.optim.Muon.
 #pragma once
 
 #include "rule.h"
 
 namespace amp_plugin::rules {
 
-// Writes what the products take in the place of the parameter.
+// Before the products: updates the momentum, and writes the input of the products in place of the parameter.
 struct MuonMomentum : Uncounted {
   enum Numbers { kLr, kMomentum, kNesterov, kNumbers };
   using States = StateList<kSigned>;  // momentum_buffer
@@ -25,9 +25,10 @@ struct MuonMomentum : Uncounted {
   Choice nesterov;
 };
 
-// Takes the products as gradients.
+// After the products: takes their results in place of gradients, and updates the parameters.
 struct MuonUpdate : Uncounted {
-  enum Numbers { kLr, kWeightDecay, kRatio, kNumbers };  // kRatio: of a parameter's learning rate to kLr
+  // kRatio: the parameter's learning rate divided by kLr
+  enum Numbers { kLr, kWeightDecay, kRatio, kNumbers };
   using States = StateList<>;
 
   MuonUpdate() = default;

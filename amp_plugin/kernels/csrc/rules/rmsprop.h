@@ -1,5 +1,5 @@
-// RMSprop (Tieleman and Hinton, 2012), with momentum or without; centered (Graves, 2013) or not. Operations
-// follow each other as in torch's foreach step.
+// RMSprop (Tieleman and Hinton, 2012), with or without momentum, centered (Graves, 2013) or not. The
+// operations are in the same order as in torch's step with foreach=True.
 #pragma once
 
 #include "rule.h"
@@ -27,7 +27,7 @@ struct Rmsprop : Counted {
   }
 
  protected:
-  // Of a gradient with weight decay, whose averages are moved.
+  // Updates the averages and returns the denominator. `grad` already includes weight decay.
   template <typename Real>
   Real denominator(const Real& grad, Real* states) const {
     states[0] = multiply_add(Real(square) * grad, grad, states[0] * Real(alpha));
@@ -47,7 +47,7 @@ struct Rmsprop : Counted {
 template <bool centered>
 struct RmspropMomentum : Rmsprop<centered> {
   using Base = Rmsprop<centered>;
-  // And momentum_buffer.
+  // The states of Rmsprop, and momentum_buffer.
   using States = Select<centered, StateList<kSquare, kSigned, kSigned>, StateList<kSquare, kSigned>>;
 
   RmspropMomentum() = default;

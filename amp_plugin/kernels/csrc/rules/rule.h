@@ -1,34 +1,34 @@
-// What the rule of an optimizer is made of. g++ and NVRTC both compile the rules.
+// The rule of an optimizer, and the parts that rules are made of. Both g++ and NVRTC compile the rules.
 //
-// A rule is a struct that tells what one step does to an element. It has:
+// A rule is a struct that describes what one step does to an element. It has:
 //
-// - Counted or Uncounted as its base, which says whether a parameter has a counter of its steps. If there is
-// a
-//   second counter, kCounters is 2, and count_more(numbers, counters) changes it.
-// - enum Numbers: the numbers that it is given, in the order of weights/one_pass.py. kLr is the first.
-// - States: what each of its states holds.
-// - A constructor of (numbers, counters). It works out in float64 what is the same for all elements of a
-//   parameter. The counters count this step already.
-// - operator(), which takes an element, its gradient and its states. It writes the new states over the old
-//   ones, and returns the new element.
+// - A base class, Counted or Uncounted, which says whether each parameter has a step counter. A rule with a
+//   second counter sets kCounters to 2 and defines count_more(numbers, counters), which advances that
+//   counter.
+// - enum Numbers: the numbers that the rule takes, in the order of weights/one_pass.py. kLr is the first.
+// - States: the kind of each state.
+// - A constructor (numbers, counters). It computes in float64 everything that is the same for all elements of
+//   a parameter. The counters already include this step.
+// - operator(), which takes an element, its gradient and its states. It overwrites the states with the new
+//   ones and returns the new element.
 //
-// `Real` is a vector of float32 on the CPU, and a few neighbouring float32 of a thread on a GPU.
-// csrc/step_arithmetic.h and cuda/arithmetic.cuh have the functions on them; one of the two is included
-// before this.
+// `Real` is a vector of float32 on the CPU. On a GPU it is a few neighboring float32 elements of one thread.
+// csrc/step_arithmetic.h and cuda/arithmetic.cuh define the functions on them; include one of the two before
+// this file.
 #pragma once
 
 #include "states.h"
 
 namespace amp_plugin::rules {
 
-// Let the counters of a parameter count a step of a rule.
+// Advances the counters of a parameter by one step.
 template <typename Rule>
 void count_step(const double* numbers, double* counters) {
   if constexpr (Rule::kCounters > 0) counters[0] += 1;
   if constexpr (Rule::kCounters > 1) Rule::count_more(numbers, counters);
 }
 
-// step(): the number of the step, which draws what is rounded at random.
+// step() returns the number of the step. Random rounding is seeded with it.
 struct Counted {
   static constexpr unsigned kCounters = 1;
   static double step(const double*, const double* counters) { return counters[0]; }
@@ -39,7 +39,7 @@ struct Uncounted {
   static double step(const double*, const double*) { return 0; }
 };
 
-// What most rules do with a gradient first: change its sign to maximize, and add weight decay.
+// The first thing that most rules do with a gradient: negate it to maximize, and add weight decay.
 struct Gradient {
   Choice negates, decays;
   float decay;
@@ -55,7 +55,7 @@ struct Gradient {
   }
 };
 
-// Move `from` a share of the way to `to`, as torch's lerp computes it.
+// Moves `from` towards `to` by a fraction of the distance, with the same operations as torch.lerp.
 struct Lerp {
   float share;
   Choice starts_at_end;

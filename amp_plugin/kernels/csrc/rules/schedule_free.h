@@ -1,5 +1,6 @@
-// AdamW, schedule-free (Defazio et al., 2024). The parameter is y, between the average x and z, which steps.
-// Operations follow each other as in the foreach step of schedulefree's AdamWScheduleFree.
+// Schedule-free AdamW (Defazio et al., 2024). The parameter is y, which lies between the average x and the
+// point z that the steps move. The operations are in the same order as in the foreach step of schedulefree's
+// AdamWScheduleFree.
 #pragma once
 
 #include "rule.h"
@@ -7,8 +8,8 @@
 namespace amp_plugin::rules {
 
 struct ScheduleFree : Uncounted {
-  // Of this step, after warm-up: kShare of the way from y to z; kYStep, what y moves by a normalized
-  // gradient.
+  // These are the values for this step, with warm-up applied. kShare is the fraction of the way from y to z
+  // that y moves. kYStep is what the normalized update is multiplied by before it is added to y.
   enum Numbers { kLr, kBeta2, kEps, kWeightDecay, kCorrection2, kShare, kYStep, kSteps, kNumbers };
   using States = StateList<kSquare, kWeight>;  // exp_avg_sq, z
 

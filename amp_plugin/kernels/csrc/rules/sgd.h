@@ -1,4 +1,4 @@
-// SGD, with momentum or without. Operations follow each other as in torch's fused kernel on the CPU.
+// SGD, with or without momentum. The operations are in the same order as in torch's fused CPU kernel.
 #pragma once
 
 #include "rule.h"

@@ -1,14 +1,14 @@
-// What the states of a rule hold.
+// The kinds of states that a rule can have.
 #pragma once
 
 namespace amp_plugin::rules {
 
-// How a state is rounded where it is stored in fewer bits.
+// How a state is rounded if it is stored in fewer than 32 bits.
 enum StateKind : unsigned char {
-  kSigned,  // to nearest
-  kSquare,  // not negative: up or down at random, or it would stand still
-  kSecondSquare,  // likewise, with other draws
-  kWeight,  // always in float32
+  kSigned,  // to the nearest value
+  kSquare,  // never negative; up or down at random, because rounding to nearest would never change it
+  kSecondSquare,  // the same, with other random bits
+  kWeight,  // not rounded: always stored as float32
 };
 
 constexpr bool is_square(StateKind kind) { return kind == kSquare || kind == kSecondSquare; }
