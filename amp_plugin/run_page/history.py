@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -20,7 +19,7 @@ _MOST_SKIPS: Final = 1_000  # skipped steps that are kept with their parameters;
 class Point(NamedTuple):
     """One optimizer step."""
 
-    step: int  # counted from 1 for each optimizer
+    step: int  # the number that the log has given to the step
     optimizer: str
     scale: float | None
     before: float | None  # norm of the unscaled gradients before clipping
@@ -32,7 +31,7 @@ class Point(NamedTuple):
 class Skip:
     """A skipped step."""
 
-    step: int  # counted from 1 for its optimizer
+    step: int  # the number that the log has given to the step
     scale: float | None  # None if the loss is not scaled
     in_a_row: int  # number of skipped steps in a row, up to and including this one
     parameters: str  # the parameters whose gradients were not finite, as one line
@@ -55,7 +54,7 @@ class History:
     """The steps of one run, taken from its log."""
 
     def __init__(self) -> None:
-        self.skipped = self._zero_steps = 0  # over all optimizers
+        self.steps = self.skipped = self._zero_steps = 0  # over all optimizers
         self.is_wrong = False  # whether the last step was skipped, or its loss or gradients were not finite
         self.growth = 1.0  # the factor by which weights had grown at the last skipped or wrong step
         # Steps whose loss was not finite, or that were taken with gradients that were not finite.
@@ -63,14 +62,7 @@ class History:
         self.skips: list[Skip] = []  # the first _MOST_SKIPS ones
         self.per_point = 1  # one of this many steps becomes a point of the curves
         self._points: list[Point] = []
-        self._names: dict[int, str] = {}  # names of the optimizers
-        self._counts: Counter[str] = Counter()  # of the steps
         self._losses: list[Tensor] = []
-
-    @property
-    def steps(self) -> int:
-        """The number of steps, of all optimizers."""
-        return self._counts.total()
 
     def note_growth(self, factor: float) -> None:
         """Take the factor by which weights have grown up to a step that went wrong."""
@@ -86,10 +78,8 @@ class History:
 
         ``overflowed`` names the gradients that were not finite if the step was skipped.
         """
-        name = self._names.setdefault(id(result.optimizer()), f"{len(self._names)}: {result.kind}")
-        self._counts[name] += 1
-        number = self._counts[name]
-        scale = result.scale_before if result.is_scaled else None
+        self.steps += 1
+        number, scale = result.number, result.scale_before if result.is_scaled else None
         loss = sum(float(part) for part in self._losses) if self._losses else None
         self._losses.clear()
         before = None if result.norm is None else float(result.norm)
@@ -100,7 +90,7 @@ class History:
         self.is_wrong = is_odd or result.skipped
         if number % self.per_point == 0:
             after = result.clipped_norm
-            self._points.append(Point(number, name, scale, *map(shown, (before, after, loss))))
+            self._points.append(Point(number, result.name, scale, *map(shown, (before, after, loss))))
         if len(self._points) > _MOST_STEPS:
             self.per_point *= 2
             self._points = [point for point in self._points if point.step % self.per_point == 0]

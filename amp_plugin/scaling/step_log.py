@@ -62,10 +62,11 @@ class StepResult:
         how: How the step was taken, and why not in one pass, for people.
         one_pass: True if it was taken in one pass.
         judged: The result of ``judge_step_`` (float32, ``[5]``); None if ``on_spike`` is not set.
-        optimizer: A function that returns the optimizer, or None if it no longer exists. It is set when the
-            step is logged.
-        in_a_row: The number of skipped steps of the optimizer in a row, up to and including this one. It is
-            known when :attr:`skipped` is.
+        optimizer: A function that returns the optimizer, or None if it no longer exists. This and the next
+            three are set when the host knows whether the step was skipped.
+        name: The number of the optimizer, in the order of their first steps, and its type, as ``"0: AdamW"``.
+        number: The number of the step among all steps of the optimizer in this run, from 1 on.
+        in_a_row: The number of skipped steps of the optimizer in a row, up to and including this one.
         time: The time of the step, in seconds since 1970.
     """
 
@@ -95,7 +96,7 @@ class StepResult:
         self._report, self._flags = report, flags
         self._modules: FirstModules | None = None  # if hooks on modules were on
         self.optimizer: Callable[[], Any] = lambda: None
-        self.in_a_row, self.time = 0, time.time()
+        self.name, self.number, self.in_a_row, self.time = "", 0, 0, time.time()
         self._known = self.known_at_once(found_inf) if known is None else known
         told = found_inf if judged is None else judged  # the first number of both is found_inf
         # The copy of that number on its way to the host, and the event that tells when it has arrived.
@@ -181,11 +182,11 @@ class StepResult:
     @property
     def kind(self) -> str:
         """The name of the optimizer's class, for texts."""
-        return type(self.optimizer()).__name__
+        return self.name.partition(": ")[2]
 
-    def note_turn(self, optimizer: Callable[[], Any], in_a_row: int) -> None:
-        """Set the optimizer of the step, and the number of skipped steps in a row. The log calls this."""
-        self.optimizer, self.in_a_row = optimizer, in_a_row
+    def note_turn(self, optimizer: Callable[[], Any], name: str, number: int, in_a_row: int) -> None:
+        """Set the optimizer of the step and its place among the steps. The log calls this."""
+        self.optimizer, self.name, self.number, self.in_a_row = optimizer, name, number, in_a_row
 
     def add_modules(self, modules: FirstModules) -> None:
         """Add what hooks on modules have seen in this step."""
@@ -219,7 +220,7 @@ class StepResult:
         )
 
 
-def _first_skip(step: StepResult, number: int) -> str:
+def _first_skip(step: StepResult) -> str:
     """Return the warning about the first skipped step of a run without a loss scale.
 
     It does not wait: on a GPU the flags have not arrived, and the names of the parameters are left out.
@@ -228,8 +229,8 @@ def _first_skip(step: StepResult, number: int) -> str:
     if step.found_inf.is_cpu:
         why = step.overflow_report().summary()
     return (
-        f"step {number} of {step.kind} was skipped, and nothing is scaled: {why}. Run `amp-plugin diagnose "
-        "train.py`: it names the op and its line. Later skips are counted without a warning"
+        f"step {step.number} of {step.kind} was skipped, and nothing is scaled: {why}. Run `amp-plugin "
+        "diagnose train.py`: it names the op and its line. Later skips are counted without a warning"
     )
 
 
@@ -293,16 +294,16 @@ def reference_to(optimizer: Optimizer, gone: Callable[[Any], object] | None = No
 class _Record:
     """The counts of one optimizer."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = reference_to(optimizer)
+    def __init__(self, optimizer: Optimizer, place: int) -> None:
+        self.optimizer, self.name = reference_to(optimizer), f"{place}: {type(optimizer).__name__}"
         self.exact = False
+        self.steps = 0  # number of steps whose result the host knows
         self.start_over()
 
     def start_over(self) -> None:
-        """Forget all steps."""
+        """Forget all skips."""
         self.skipped: Tensor | None = None  # float32, 0-dim, on the device
         self.in_a_row = 0
-        self.steps = 0  # number of steps whose result the host knows
         self.owed = 0  # known skips for which schedulers were not held back so far
         self.is_held = False
 
@@ -353,6 +354,7 @@ class StepLog:
         self.skipped_before = skipped_before  # skips from a loaded state or a copied scaler
         self.has_captured = False  # True after a step in a CUDA graph; its replays call no subscriber
         self._records: dict[int, _Record] = {}
+        self._met = 0  # number of optimizers so far, those that no longer exist included
         self._late: deque[tuple[_Record, StepResult]] = deque()  # steps whose result the host learns later
         self._waits = False  # True to wait for the device after each step
         self._subscribers: list[Subscriber] = []
@@ -440,12 +442,12 @@ class StepLog:
     def _learn(self, record: _Record, result: StepResult) -> None:
         skipped = result.skipped
         record.learn(skipped=skipped)
-        result.note_turn(record.optimizer, record.in_a_row)
+        result.note_turn(record.optimizer, record.name, record.steps, record.in_a_row)
         self._has_taken |= not skipped
         self._last_skip = None if self._has_taken else result
         if skipped and not (result.is_scaled or self._has_warned or result.is_left_out):
             self._has_warned = True
-            warn_user(_first_skip(result, record.steps))
+            warn_user(_first_skip(result))
         if record.in_a_row == RUN:
             warn_user(run_of_skips(result))
         for subscriber in list(self._subscribers):
@@ -475,7 +477,8 @@ class StepLog:
         if record is None or record.optimizer() is not optimizer:
             # The skips of an optimizer that no longer exists.
             self.skipped_before += 0 if record is None else record.total()
-            record = self._records[id(optimizer)] = _Record(optimizer)
+            self._met += 1
+            record = self._records[id(optimizer)] = _Record(optimizer, self._met - 1)
         return record
 
 

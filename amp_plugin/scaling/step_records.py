@@ -18,7 +18,7 @@ import logging
 import math
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -79,6 +79,27 @@ class StepRecord:
     seconds: float = 0.0
     time: float = field(default=0.0, compare=False)
 
+    @classmethod
+    def of(cls, step: StepResult, seconds: float = 0.0) -> StepRecord:
+        """Return the record of a step whose numbers are on the host."""
+        told = (None, None) if step.judged is None else step.judged[3:5].tolist()
+        report = step.overflow_report() if step.skipped else None
+        names = () if report is None else (*report.nan[::-1], *report.inf[::-1])
+        return cls(
+            step=step.number,
+            optimizer=step.name,
+            verdict=step.verdict,
+            skipped=step.skipped,
+            loss_scale=step.scale_before if step.is_scaled else None,
+            norm=_finite(step.norm),
+            clipped_norm=_finite(step.clipped_norm),
+            value=_finite(told[0]),
+            limit=_finite(None if told[1] is None or told[1] > _NO_LIMIT else told[1]),
+            parameters=tuple(dict.fromkeys(names))[:_MOST_NAMES],
+            seconds=seconds,
+            time=step.time,
+        )
+
     def numbers(self, prefix: str = "") -> dict[str, float]:
         """Return name -> number for a tracker: each known number, and ``skipped`` as 0 or 1."""
         names = ("loss_scale", "norm", "clipped_norm", "value", "limit", "seconds")
@@ -105,8 +126,6 @@ class StepRecorder:
         self._to = to if to is None or callable(to) else Path(to).absolute()
         # Steps whose numbers are on their way to the host: events, and a function that makes the record.
         self._waiting: deque[tuple[Sequence[torch.Event], Callable[[], StepRecord]]] = deque()
-        self._names: dict[int, str] = {}  # id of an optimizer -> its name in records
-        self._counts: Counter[str] = Counter()  # its name -> the number of its steps
         self._last = time.time()  # the time of the step before
         self._is_on = True
 
@@ -119,15 +138,12 @@ class StepRecorder:
         """Take a step that the host knows, and pass on the records whose numbers have arrived."""
         if not self._is_on or rank_of_process():
             return
-        name = self._names.setdefault(id(step.optimizer()), f"{len(self._names)}: {step.kind}")
-        self._counts[name] += 1
         is_news = (step.skipped or step.judged is not None) and NEWS.isEnabledFor(logging.INFO)
         if self._to is None and not is_news:
             return
         with only_warning(f"the log {self._to}", self._give_up):
             events, copied = step.to_host()
-            place = {"step": self._counts[name], "optimizer": name, "seconds": step.time - self._last}
-            self._waiting.append((events, partial(_record_of, copied, **place)))
+            self._waiting.append((events, partial(StepRecord.of, copied, step.time - self._last)))
             self._last = step.time
             self.pass_on()
 
@@ -150,25 +166,6 @@ class StepRecorder:
     def _give_up(self) -> None:
         self._is_on = False
         self._waiting.clear()
-
-
-def _record_of(step: StepResult, /, **place: Any) -> StepRecord:
-    """Return the record of a step whose numbers are on the host."""
-    told = (None, None) if step.judged is None else step.judged[3:5].tolist()
-    report = step.overflow_report() if step.skipped else None
-    names = () if report is None else (*report.nan[::-1], *report.inf[::-1])
-    return StepRecord(
-        **place,
-        verdict=step.verdict,
-        skipped=step.skipped,
-        loss_scale=step.scale_before if step.is_scaled else None,
-        norm=_finite(step.norm),
-        clipped_norm=_finite(step.clipped_norm),
-        value=_finite(told[0]),
-        limit=_finite(None if told[1] is None or told[1] > _NO_LIMIT else told[1]),
-        parameters=tuple(dict.fromkeys(names))[:_MOST_NAMES],
-        time=step.time,
-    )
 
 
 def news_of(record: StepRecord) -> str:

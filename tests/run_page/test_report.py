@@ -257,7 +257,7 @@ def test_long_runs_stay_small(tmp_path):
     scaler.step(optimizer)
     result = scaler.last_step(optimizer)
     (step,) = page.history._points
-    page.history._counts[step.optimizer] = 10_000
+    page.history.steps = 10_000
     page.history._points[:] = [step._replace(step=i, loss=round(1 / (i + 1), 9)) for i in range(10_000)]
     for i in range(400):  # reads, over and above what the columns hold
         page._headroom.read(25 * i, result)
@@ -272,10 +272,10 @@ def test_long_runs_stay_small(tmp_path):
 def test_curves_of_long_runs_keep_every_second_step_of_each_optimizer(monkeypatch):
     monkeypatch.setattr(history, "_MOST_STEPS", 4)
     told, optimizers = history.History(), [torch.optim.SGD([torch.zeros(1)], lr=1.0) for _ in range(2)]
-    for _ in range(6):
-        for optimizer in optimizers:
+    for number in range(1, 7):
+        for place, optimizer in enumerate(optimizers):
             result = StepResult(norm=torch.tensor(1.0))
-            result.note_turn(weakref.ref(optimizer), 0)
+            result.note_turn(weakref.ref(optimizer), f"{place}: SGD", number, 0)
             told.add(result, None)
     curves = told.curves()
     assert (told.steps, told.per_point) == (12, 4)

@@ -177,3 +177,26 @@ def test_a_relative_path_stays_when_the_program_changes_its_folder(tmp_path, mon
 def test_something_else_than_a_path_or_a_function_is_refused():
     with pytest.raises(OptionError, match="log=3"):
         GradScaler("cpu", log=3)
+
+
+def test_an_optimizer_made_where_another_was_has_a_name_of_its_own():
+    records = []
+    scaler = GradScaler("cpu", init_scale=2.0, log=records.append)
+    for _ in range(20):  # Python makes some of them in the memory, and so with the id, of an earlier one
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        del optimizer
+    assert [record.optimizer for record in records] == [f"{place}: SGD" for place in range(20)]
+    assert {record.step for record in records} == {1}
+
+
+def test_a_step_is_counted_from_the_start_of_the_run_whatever_is_loaded():
+    records = []
+    training = train(records.append, factors=(1.0, 1.0))
+    training.scaler.load_state_dict(training.scaler.state_dict())
+    training.backward(0, 1.0)
+    training.scaler.step(training.optimizer)
+    assert [record.step for record in records] == [1, 2, 3]
