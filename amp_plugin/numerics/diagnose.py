@@ -82,6 +82,8 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         lines = ["every number that mattered was finite"]
         if self.read:
             lines = ["every number that reached a loss, a gradient or a weight was finite", *self.notes()]
+        if not self.tracker.backward_passes and not self.tracker.steps:
+            lines.append("no backward pass and no optimizer step was seen: only forward passes were checked")
         lines += below
         if unseen := self.unseen:
             lines.append(f"not watched inside, or not run in a wider dtype: {listed(unseen)}")

@@ -124,3 +124,11 @@ def test_the_command_lists_them_after_an_error_of_the_program_too(end, tmp_path)
     (read,) = json.loads(amp("--json", str(script)).stdout)["read"]
     assert read["place"]["line"] == 5
     assert amp("--strict", str(script)).exit_code == 1
+
+
+def test_a_program_that_does_not_train_is_not_called_healthy_without_a_word():
+    """A run that resumes at its last step, say, or one that evaluates."""
+    with diagnose() as diagnosis:
+        torch.nn.Linear(2, 1)(torch.ones(1, 2)).sum()
+    said = "no backward pass and no optimizer step was seen: only forward passes were checked"
+    assert diagnosis.report().splitlines()[1] == said
