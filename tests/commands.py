@@ -1,4 +1,4 @@
-"""Run `amp-plugin` in this process, and other commands as if the package were installed."""
+"""Runs `amp-plugin` in this process, and other commands as if the package were installed."""
 
 import os
 from pathlib import Path
@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def amp(*words: object, columns: int = 300) -> Any:
-    """Return the result of a command line, its output without colours and as wide as wanted.
+    """Return the result of a command line. Its output has no colors and the given width.
 
-    ``run`` and ``report`` take the process for themselves, so they get one of their own.
+    ``run`` and ``report`` change their process, so they run in a process of their own.
     """
     environment = {"COLUMNS": str(columns), "TERM": "dumb", "NO_COLOR": "1"}
     command, *others = map(str, words)
@@ -38,7 +38,7 @@ def diagnose(*words: object) -> Any:
 
 
 def with_entry_points(folder: Path) -> dict[str, str]:
-    """Return an environment in which the entry points of pyproject.toml are installed, as pip installs them."""
+    """Return an environment in which the entry points of pyproject.toml exist, as pip would install them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     info = folder / "site" / "amp_plugin_entries-0.dist-info"
     info.mkdir(parents=True)

@@ -1,7 +1,7 @@
-"""What all tests share: one native core per process, and skips with a reason.
+"""Settings that all tests share: one native core per process, and skips with a reason.
 
-Markers: ``native`` needs the native core, ``gpu`` a CUDA device, ``one_graph`` a torch newer than 2.11; ``dist`` and ``slow`` are
-run apart by the Makefile.
+Markers: ``native`` needs the native core, ``gpu`` needs a CUDA device, ``one_graph`` needs a torch newer than
+2.11. The Makefile runs tests marked ``dist`` and ``slow`` separately.
 """
 
 import gc
@@ -15,7 +15,7 @@ from amp_plugin.casting.rules import torch_release
 from amp_plugin.kernels.build import native_core
 from tests.copied_process import keep_copy
 
-gc.disable()  # until the first test: what tests import makes half a million objects, and hardly garbage
+gc.disable()  # until the first test: imports create half a million objects and hardly any garbage
 
 
 def pytest_report_header() -> str:
@@ -30,7 +30,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     without_gpu = pytest.mark.skip(reason="needs a CUDA device")
     breaks = pytest.mark.skip(reason="torch 2.11 breaks the graph where a region is made")
     files = {item.path for item in items if item.get_closest_marker("dist")}
-    items.sort(key=lambda item: item.path not in files)  # what is begun first is not divided between workers
+    # xdist does not divide these files between workers if they come first
+    items.sort(key=lambda item: item.path not in files)
     for item in items:
         if item.get_closest_marker("native") and not core.loaded:
             item.add_marker(without_core)
@@ -41,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Pass over files without a test marked ``gpu`` where those alone are asked for: imports take longer than tests."""
+    """If only tests marked ``gpu`` are requested, skip files without any: imports take longer than tests."""
     if not config.option.markexpr.startswith("gpu") or collection_path.suffix != ".py":
         return None
     files = (collection_path, collection_path.parent / "conftest.py")
@@ -53,11 +54,13 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     gc.enable()
     if session.items and not session.config.option.collectonly:
         gc.collect()
-        gc.freeze()  # half a million objects of the frameworks: each later collection, and each copy, passes them over
+        # later collections and forked copies then ignore the half a million objects of the frameworks
+        gc.freeze()
         keep_copy()
 
 
 def _native_core():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # tests/kernels/test_build.py tests what a missing compiler warns of
+        # tests/kernels/test_build.py tests the warnings about a missing compiler
+        warnings.simplefilter("ignore")
         return native_core()

@@ -1,7 +1,8 @@
-"""Processes that start as copies of this process before its first test, with the tests' imports done.
+"""Processes that start as copies of this one before its first test, with the tests' imports already done.
 
 :func:`keep_copy` forks one copy. It runs no test, has no other thread, and ends with this process. For each
-:class:`CopiedProcess` it forks a guard, which starts the process, tells how it ended, and kills it if nobody waits.
+:class:`CopiedProcess` it forks a guard. The guard starts the process, reports how it ended, and kills it if
+nobody waits for it.
 """
 
 import contextlib
@@ -25,12 +26,13 @@ _to_copy: list[socket.socket] = []
 
 
 def keep_copy() -> None:
-    """Fork the copy. It is not done on a machine with a GPU, whose driver does not survive a fork."""
+    """Fork the copy. On a machine with a GPU this is not done, because its driver does not survive a fork."""
     if torch.cuda.is_available():
         return
     ours, its = socket.socketpair()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on: xdist has a thread
+        # Python 3.12 warns about a fork, because xdist has a thread
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         ours.close()
@@ -66,14 +68,14 @@ class CopiedProcess:
             self.exitcode = self._to_guard.recv()
 
     def kill(self) -> None:
-        """Kill the process if it runs. Its guard does so when the connection is closed."""
+        """Kill the process if it runs. Its guard does so when the connection closes."""
         if self.exitcode is None:
-            with contextlib.suppress(BrokenPipeError):  # it ended meanwhile
+            with contextlib.suppress(BrokenPipeError):  # it has ended in the meantime
                 self._to_guard.send(None)
 
 
 def _fork_guards(tests: socket.socket) -> None:
-    """Fork a guard for each connection that the tests send, until they end."""
+    """Fork a guard for each connection that the tests send, until the tests end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
@@ -102,7 +104,7 @@ def _guard(tests: Connection) -> None:
 
 
 def _end_after(function: Callable[[Any], None], argument: object) -> NoReturn:
-    """Call a function and end this process without running code of the parent."""
+    """Call a function, and end this process without running any code of the parent."""
     try:
         function(argument)
         os._exit(0)
@@ -111,7 +113,7 @@ def _end_after(function: Callable[[Any], None], argument: object) -> NoReturn:
 
 
 def _as_in_a_new_interpreter(target: Callable[..., object], args: tuple[object, ...]) -> None:
-    """Call the target without what pytest has changed."""
+    """Call the target without pytest's changes to the interpreter."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.modules["__main__"] = types.ModuleType("__main__")
     sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
@@ -122,14 +124,17 @@ def _as_in_a_new_interpreter(target: Callable[..., object], args: tuple[object, 
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 -- as long as the process
     sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
     torch.set_num_threads(1)
-    # Torch's own helpers for tests, if one of ours has imported them, forbid to set the flags of backends.
+    # If a test has imported torch's own test helpers, they forbid setting the flags of backends.
     torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
     _copy_what_is_spawned()
     target(*args)
 
 
 def _copy_what_is_spawned() -> None:
-    """Start what ``multiprocessing`` spawns here as copies too; they unpickle their task as a new interpreter does."""
+    """Start processes that ``multiprocessing`` spawns here as copies too.
+
+    They unpickle their task as a new interpreter does.
+    """
     start = multiprocessing.util.spawnv_passfds
 
     def start_or_copy(path: bytes, words: list[str], descriptors: list[int]) -> int:

@@ -1,11 +1,12 @@
-"""Pack the files for a machine with a GPU and without a network: ``make gpu-proof``.
+"""Pack the files for a machine that has a GPU and no network: ``make gpu-proof``.
 
-The pack holds the sources under git and ``run.sh``. With ``--python``, a Python whose torch is that machine's, it also holds the native core
-and the CUDA kernels, compiled; otherwise they are compiled there. ``--with`` adds packages that the machine lacks.
+The pack contains the sources under git and ``run.sh``. With ``--python`` (a Python with that machine's torch)
+it also contains the compiled native core and CUDA kernels; otherwise they are compiled there. ``--with`` adds
+packages that the machine lacks.
 
     python -m tests.gpu_proof build/gpu-proof.tar.gz --python /venv/bin/python --cuda sm_90 --with omegaconf altair
 
-There, in the folder that the pack was unpacked in:
+On that machine, in the folder of the unpacked files:
 
     ./run.sh first-ten-minutes --results DIR
 """
@@ -22,8 +23,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MOST = 60 * 2**20  # bytes of the pack
-# Figures of other machines would be taken for this one's.
+MOST = 60 * 2**20  # largest size of the pack in bytes
+# Left out: figures of other machines would be mistaken for those of this one.
 LEFT_OUT = ("benchmarks/results/nvidia-*.json",)
 RUN = """#!/bin/sh
 here=$(cd "$(dirname "$0")" && pwd)
@@ -70,16 +71,16 @@ def compile_for(python: str, architectures: Sequence[str], folder: Path) -> None
 
 
 def install(python: str, packages: Sequence[str], folder: Path) -> None:
-    """Put packages, without what they depend on, into ``site``."""
+    """Install packages into ``site``, without their dependencies."""
     options = ["--no-deps", "--no-compile", "--quiet", "--target", str(folder / "site")]
     subprocess.run([python, "-m", "pip", "install", *options, *packages], check=True)
 
 
 def pack(folder: Path, target: Path) -> int:
-    """Write a folder as an archive; return its size in bytes.
+    """Write a folder as an archive. Return its size in bytes.
 
     Raises:
-        ValueError: It is larger than what travels.
+        ValueError: The archive is too large to transfer.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(target, "w:gz") as archive:
@@ -95,7 +96,7 @@ def pack(folder: Path, target: Path) -> int:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Make the pack; return 1 if it cannot be made."""
+    """Make the pack. Return 1 if that fails."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_proof", description="Pack for a GPU.")
     parser.add_argument("target", type=Path, help="the archive, .tar.gz")
     parser.add_argument("--python", help="compile for the torch of this Python; without it, sources alone")

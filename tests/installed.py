@@ -1,8 +1,8 @@
-"""Does an installed wheel or sdist work in an environment without anything else?
+"""Does an installed wheel or sdist work in an environment that has nothing else?
 
-``make test-installed`` runs this file in an environment that has torch and the package, outside of the
-repository. It needs neither pytest nor the sources. It prints one line for each part and ends at the first
-one that fails.
+``make test-installed`` runs this file outside of the repository, in an environment with torch and the
+package. It needs neither pytest nor the sources. It prints one line per part, and stops at the first part
+that fails.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from amp_plugin.kernels.build import native_core
 
 
 def train(scaler_class: Callable[..., object], autocast: Callable[..., object]) -> list[torch.Tensor]:
-    """Train a small model in fp16 with a scale that overflows at first; return its weights."""
+    """Train a small model in fp16 with a scale that overflows at first. Return its weights."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -39,12 +39,12 @@ def train(scaler_class: Callable[..., object], autocast: Callable[..., object]) 
 
 
 def check_location() -> None:
-    """The package that runs is the installed one."""
+    """Check that the imported package is the installed one."""
     assert Path(amp_plugin.__file__).is_relative_to(sysconfig.get_path("purelib")), amp_plugin.__file__
 
 
 def check_core(*, inside: bool) -> None:
-    """The native core works; that of a wheel is not compiled."""
+    """Check that the native core works, and that a wheel's core is not compiled again."""
     core = native_core()
     assert core.loaded, core.reason
     assert core.library is not None
@@ -54,14 +54,14 @@ def check_core(*, inside: bool) -> None:
 
 
 def check_training() -> None:
-    """Training ends with the weights of torch.amp, to the bit, after the same skipped steps."""
+    """Check that training gives torch.amp's weights, bit for bit, after the same skipped steps."""
     ours = train(amp_plugin.GradScaler, amp_plugin.autocast)
     theirs = train(torch.amp.GradScaler, torch.autocast)
     assert all(map(torch.equal, ours, theirs))
 
 
 def check_commands() -> None:
-    """The command runs, and its check finds a mistake."""
+    """Check that the command runs, and that its ``check`` finds a mistake."""
     program = Path(sys.executable).with_name("amp-plugin")
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
     assert version.stdout.strip() == amp_plugin.__version__

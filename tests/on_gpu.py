@@ -1,18 +1,20 @@
 """All checks that need a GPU, in one command with one summary: ``make test-gpu``.
 
-Each step is a command with a time limit and a process of its own, in the Python that this one is started with. The ops are
-checked first. Then everything that is timed runs, alone. Then tests, sanitizers and recipes run side by side. A step
-without a package that it needs is left out and named. Output, outcomes and figures are kept as they come.
+Each step is a command with a time limit. It runs in a process of its own, with the same Python as this one.
+The ops are checked first. Then everything that is timed runs, one step at a time. Then tests, sanitizers and
+recipes run side by side. A step is left out, and named, if a package that it needs is missing. Output,
+outcomes and figures are saved as they arrive.
 
     python -m tests.on_gpu                        every step
     python -m tests.on_gpu first-ten-minutes      the steps that matter most, in at most eight minutes
-    python -m tests.on_gpu doctor bandwidth       some, by the names in the summary; outcomes of others are kept
-    python -m tests.on_gpu --rest --within 540    those without an outcome yet, as many as fit in 540 s
+    python -m tests.on_gpu doctor bandwidth       some steps, by their names in the summary; keep the other outcomes
+    python -m tests.on_gpu --rest --within 540    steps without an outcome yet, as many as fit in 540 s
     python -m tests.on_gpu --results FOLDER       for gpu.json, and a log of each step
-    python -m tests.on_gpu --jobs 8               so many steps side by side, where times do not matter
+    python -m tests.on_gpu --jobs 8               that many steps side by side, if nothing is timed
 
-Where the work tree is replaced between calls, keep the folder of results outside of it, and copy it out: what --rest
-and the promises go by is there, and nowhere else. ``python -m benchmarks.published gpu.json`` makes the tables.
+If the work tree is replaced between calls, keep the results folder outside of it, and copy it from there:
+--rest and the promised limits need its contents. ``python -m benchmarks.published gpu.json`` makes the
+tables.
 """
 
 import argparse
@@ -40,7 +42,7 @@ ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "benchmarks" / "results"
 KERNELS = ("tests/kernels", "tests/host_device", "tests/benchmarks")
 LONG = ("training", "compiled", "first_use")  # sections that take more than a minute
-# The sections in the order of their weight; "host" needs no GPU.
+# The sections, the most important first. "host" needs no GPU.
 PROMISED = ("bandwidth", "launches", "clipping", "steps", "forms", "training", "kernels", "tensors")
 LATER = (
     *("lightning", "accelerate", "memory", "diagnosis", "weights", "ops", "models", "depth"),
@@ -50,37 +52,37 @@ FIRST = "first-ten-minutes"
 FIRST_TESTS = "tests/kernels/test_first_ten_minutes.py"
 PARTS = ("ops", "graphs", "streams", "addresses", "bandwidth", "sweep")
 NOT_FIRST = ("first-bandwidth", "first-sweep", "slow-tests", "recipe-tests", "doctor")
-FIRST_WITHIN = 480.0  # seconds of ``first-ten-minutes``
-SEVERAL_DEVICES = ("threads",)  # recipes
-OF_RANKS = ("ddp", "fsdp2", "fsdp2_exact_bf16")  # recipes of several processes; here each is one
+FIRST_WITHIN = 480.0  # time limit of ``first-ten-minutes`` in seconds
+SEVERAL_DEVICES = ("threads",)  # recipes that need several devices
+OF_RANKS = ("ddp", "fsdp2", "fsdp2_exact_bf16")  # recipes with several processes; here each runs in one
 RECIPE_NEEDS = {"below_16_bits": ("torchao",)}
 SANITIZERS = ("memcheck", "initcheck", "racecheck", "synccheck")
-# What says how a step ended: pytest's and compute-sanitizer's last words.
+# The last lines of pytest and compute-sanitizer, which say how a step ended.
 SUMMARY = re.compile(
     r"ERROR SUMMARY: .*|RACECHECK SUMMARY: .*|^=* ?(?:\d+ \w+,? )+in [\d.]+s.*", re.MULTILINE
 )
-LEAST = 30.0  # seconds without which a long step is not begun
-# On the device made of host memory sections take their smallest sizes, and all steps more time.
+LEAST = 30.0  # a long step is not started with less than so many seconds left
+# On the host device, sections use their smallest sizes, and all steps get more time.
 REHEARSAL = "host_device" in os.environ.get("LD_PRELOAD", "")
 PATIENCE = 30.0 if REHEARSAL else 1.0
-# What sections need that this device has not.
+# What sections need and the host device does not have.
 LACKS = {"launches": "a profiler of launches", "diagnosis": "a second owner of a storage"}
-KEPT = "host-memory-*.json" if REHEARSAL else "nvidia-*.json"  # files of figures
-# NVRTC's own tests; the device of host memory stands in for NVRTC.
+KEPT = "host-memory-*.json" if REHEARSAL else "nvidia-*.json"  # file names of figures
+# Tests of NVRTC, which the host device replaces.
 OF_COMPILERS = ("--ignore-glob", "tests/kernels/test_cuda_[cp]*.py") if REHEARSAL else ()
 WIDTH = 110
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One command, run in the folder of the project."""
+    """One command, run in the project's folder."""
 
     name: str
     command: tuple[str, ...]
-    needs: tuple[str, ...] = ()  # packages or programs without which it is left out
-    limit: float = 150.0  # seconds after which it is ended
-    alone: bool = True  # whether nothing may run beside it
-    environment: tuple[tuple[str, str], ...] = ()  # added to this process's
+    needs: tuple[str, ...] = ()  # packages or programs that it needs; otherwise it is left out
+    limit: float = 150.0  # time limit in seconds
+    alone: bool = True  # whether it must run alone
+    environment: tuple[tuple[str, str], ...] = ()  # variables added to this process's environment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +90,7 @@ class Outcome:
     """The outcome of a step."""
 
     name: str
-    verdict: str  # "passed", "FAILED" and why, why it was left out, or that it was cut off for want of time
+    verdict: str  # "passed", "FAILED" and why, why it was left out, or that it ran out of time
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -96,16 +98,16 @@ class Outcome:
 
 
 def pytest_over(*where: str, marked: str = "gpu and not slow", whole: bool = False) -> tuple[str, ...]:
-    """Return pytest's command; a test that is too slow fails alone, by a signal, and the others go on.
+    """Return pytest's command. A signal ends a test that is too slow; the other tests continue.
 
-    With ``whole`` the step is one test, and the limit of the step is the test's.
+    With ``whole``, the step is a single test, and the step's limit is the test's limit.
     """
     patient = ("--timeout", "100", "--timeout-method", "signal")
-    # The machine's packages may be newer than those that the tests are run with here.
+    # That machine may have newer packages than the tests are usually run with.
     newer = ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning", "SyntaxWarning")
     return (
         *(sys.executable, "-m", "pytest", "-v", "--tb", "short", "-m", marked),
-        # pytest-benchmark warns beside pytest-xdist, and a warning ends a run here.
+        # pytest-benchmark warns if pytest-xdist is installed, and warnings are errors here.
         *("--continue-on-collection-errors", "-p", "no:cacheprovider", "-p", "no:benchmark"),
         *(word for category in newer for word in ("-W", f"default::{category}")),
         *(patient if find_spec("pytest_timeout") and not whole else ()),
@@ -114,14 +116,14 @@ def pytest_over(*where: str, marked: str = "gpu and not slow", whole: bool = Fal
 
 
 def first(part: str) -> tuple[str, ...]:
-    """Return the command of a part of the first ten minutes, which prints what it has measured."""
+    """Return the command for a part of the first ten minutes, which prints its measurements."""
     return (*pytest_over(f"{FIRST_TESTS}::test_{part}", marked="gpu", whole=True), "-s")
 
 
 def run_tests(
     name: str, *where: str, needs: tuple[str, ...] = (), marked: str = "gpu and not slow", processes: int = 1
 ) -> Step:
-    """Return the step that runs tests, in several processes where pytest-xdist is installed."""
+    """Return the step that runs tests, in several processes if pytest-xdist is installed."""
     divided = ("-n", str(processes), "--dist", "worksteal") if processes > 1 and find_spec("xdist") else ()
     command = (*pytest_over(*where, marked=marked), *divided)
     return Step(name=name, command=command, needs=("pytest", *needs), limit=110.0, alone=False)
@@ -129,7 +131,7 @@ def run_tests(
 
 def part(name: str) -> Step:
     """Return the step of a part of the first ten minutes."""
-    # Free memory is that of the whole card, and bandwidth is shared.
+    # These run alone: free memory is that of the whole card, and bandwidth is shared.
     alone = name not in {"streams", "addresses"}
     told = (("ALONE_ON_THE_GPU", "1"),) if alone else ()
     limit = 240.0 if name == "sweep" else 60.0
@@ -144,7 +146,7 @@ def part(name: str) -> Step:
 
 
 def section(key: str) -> Step:
-    """Return the step that measures a section of the benchmarks, for the figures alone."""
+    """Return the step that measures one benchmark section and saves only the figures."""
     tiny = ("--tiny",) if REHEARSAL else ()
     command = (sys.executable, "-m", "benchmarks", "cuda", "--only", key, "--keep", *tiny)
     needs = (*NEEDS.get(key, ()), *((LACKS[key],) if REHEARSAL and key in LACKS else ()))
@@ -152,7 +154,7 @@ def section(key: str) -> Step:
 
 
 def recipe(name: str) -> Step:
-    """Return the step that runs a recipe to its end, in fp16."""
+    """Return the step that runs a whole recipe in fp16."""
     one_process = ("processes=1",) if name in OF_RANKS else ()
     command = (sys.executable, "-m", "recipes", "run", name, "device=cuda", "precision=fp16", *one_process)
     frameworks = (framework for framework in ("lightning", "accelerate") if name.endswith(f"_{framework}"))
@@ -161,16 +163,16 @@ def recipe(name: str) -> Step:
 
 
 def checked(tool: str) -> Step:
-    """Return the step that runs our kernels, and nearly nothing else, under a tool of compute-sanitizer."""
+    """Return the step that runs our kernels, and little else, under a tool of compute-sanitizer."""
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    # Each tensor an allocation of its own: torch's cache would hide an access behind the end of one.
+    # Give each tensor its own allocation: torch's cache would hide an access past the end of a tensor.
     apart = (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),) if tool == "memcheck" else ()
     command = (sanitizer, "--tool", tool, "--error-exitcode", "9", *first("ops"))
     return Step(name=tool, command=command, needs=("pytest", sanitizer), alone=False, environment=apart)
 
 
 def steps() -> list[Step]:
-    """Return all steps, the most important first, and before them those that run alone."""
+    """Return all steps: first those that run alone, then the others, each with the most important first."""
     adapters = ("hypothesis", "lightning", "accelerate")
     recipes = ("omegaconf", "sklearn", "matplotlib", "tensorboard", "lightning", "accelerate")
     promises = (sys.executable, "-m", "benchmarks", "cuda", "--promises")
@@ -182,7 +184,7 @@ def steps() -> list[Step]:
         *map(section, LATER),
         *(parts[name] for name in ("bandwidth", "sweep")),
         Step(name="doctor", command=(sys.executable, "-m", "amp_plugin", "doctor"), needs=("typer",)),
-        # Side by side; what takes longest begins first.
+        # These run side by side; the longest start first.
         run_tests("kernel-tests", *KERNELS, "--ignore", FIRST_TESTS, *OF_COMPILERS, processes=4),
         run_tests("adapter-tests", "tests/adapters", needs=adapters, processes=3),
         run_tests("scaling-tests", "tests/scaling", processes=3),
@@ -197,13 +199,13 @@ def steps() -> list[Step]:
 
 
 def missing(step: Step) -> list[str]:
-    """Return what a step needs but this machine lacks."""
+    """Return what a step needs and this machine lacks."""
     found = {need: Path(need).exists() if "/" in need else bool(find_spec(need)) for need in step.needs}
     return [need for need, is_there in found.items() if not is_there]
 
 
 def run(step: Step, log: Path, limit: float) -> Outcome:
-    """Run a step for at most ``limit`` seconds. Its output is written to the log at once."""
+    """Run a step for at most ``limit`` seconds. Its output goes to the log immediately."""
     if lacking := missing(step):
         return Outcome(name=step.name, verdict=f"left out: {', '.join(lacking)} is not installed")
     begin, most = time.perf_counter(), min(step.limit * PATIENCE, limit)
@@ -228,7 +230,10 @@ def run(step: Step, log: Path, limit: float) -> Outcome:
 
 
 def _status(step: Step, output: int, most: float) -> int | None:
-    """Run a command; return its exit status, or None if it was ended with all that it has started."""
+    """Run a command.
+
+    Return its exit status, or None if it was killed together with everything that it started.
+    """
     process = subprocess.Popen(
         step.command,
         cwd=ROOT,
@@ -258,7 +263,7 @@ def copy_newer(source: Path, target: Path) -> None:
 
 
 class Results:
-    """The folder of results: ``gpu.json`` and the logs. Results are written after each step."""
+    """The folder of results: ``gpu.json`` and the logs. It is updated after each step."""
 
     def __init__(self, folder: Path, device: str, torch: str) -> None:
         self.folder, self.device, self.torch = folder, device, torch
@@ -270,11 +275,11 @@ class Results:
 
     @property
     def file(self) -> Path:
-        """The file that ``benchmarks.published`` reads."""
+        """Return the file that ``benchmarks.published`` reads."""
         return self.folder / "gpu.json"
 
     def forget(self) -> None:
-        """Start with an empty folder."""
+        """Empty the folder."""
         self.outcomes.clear()
         self.file.unlink(missing_ok=True)
 
@@ -296,10 +301,10 @@ class Results:
 
 
 def run_steps(chosen: Sequence[Step], results: Results, within: float, jobs: int) -> None:
-    """Run the steps that must be alone one after the other, then the others side by side.
+    """Run the steps that must be alone one after another, then the others side by side.
 
-    A step that does not fit into ``within`` seconds has no outcome. The steps that are side by side have their longest limit
-    for themselves.
+    A step that does not fit into ``within`` seconds has no outcome. The steps that run side by side get the
+    longest of their limits together.
     """
     begin = time.perf_counter()
     beside = [step for step in chosen if not step.alone]
@@ -321,7 +326,7 @@ def run_steps(chosen: Sequence[Step], results: Results, within: float, jobs: int
 
 
 def asked_for(words: Sequence[str] | None, names: Sequence[str]) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.on_gpu", description="Run all that needs a GPU.")
     parser.add_argument("only", nargs="*", metavar="step", choices=[FIRST, *names, []], help="all by default")
     parser.add_argument("--rest", action="store_true", help="only what has no outcome in the results yet")
@@ -341,7 +346,7 @@ def asked_for(words: Sequence[str] | None, names: Sequence[str]) -> argparse.Nam
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the steps; return 1 if one failed, 2 if there is no GPU."""
+    """Run the steps. Return 1 if one failed, 2 if there is no GPU."""
     asked = asked_for(words, [step.name for step in steps()])
     import torch
 

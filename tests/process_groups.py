@@ -1,7 +1,8 @@
-"""Gloo's process groups in tests: of this process alone, and the end of one of several.
+"""Gloo process groups in tests: a group of this process alone, and how a process leaves its group.
 
-Gloo's threads need the GIL to drop what a finished work holds of Python's. Whoever destroys the group meanwhile
-joins them with the GIL held, and hangs (torch 2.13, ``ProcessGroupGloo::~ProcessGroupGloo``).
+Gloo's threads need the GIL to release Python objects of finished work. If the group is destroyed in the
+meantime, the destructor waits for those threads with the GIL held, and hangs (torch 2.13,
+``ProcessGroupGloo::~ProcessGroupGloo``).
 """
 
 import gc
@@ -19,7 +20,7 @@ SECONDS_TO_DROP_WORK = 0.1
 
 @contextmanager
 def group_of_one() -> Iterator[None]:
-    """Make this process the only one of a gloo group."""
+    """Make a gloo group that has only this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -28,17 +29,17 @@ def group_of_one() -> Iterator[None]:
 
 
 def destroy() -> None:
-    """Destroy the default process group when its threads have nothing left to drop."""
+    """Destroy the default process group once its threads have released all objects."""
     gc.collect()
-    time.sleep(SECONDS_TO_DROP_WORK)  # without the GIL
+    time.sleep(SECONDS_TO_DROP_WORK)  # releases the GIL
     dist.destroy_process_group()
 
 
 def leave() -> NoReturn:
-    """Destroy the group and end this process with status 0, without tearing the interpreter down.
+    """Destroy the group and end this process with status 0, without shutting down the interpreter.
 
-    Gloo's threads can outlive ``destroy_process_group``: DTensor's caches hold the group. A thread that drops
-    its last tensor while the interpreter is torn down may abort the process, says
+    Gloo's threads can outlive ``destroy_process_group``, because DTensor's caches hold the group. A thread
+    that releases its last tensor during shutdown may abort the process; see
     github.com/pytorch/pytorch/pull/179291.
     """
     destroy()

@@ -1,7 +1,7 @@
 """The public interface: names, parameters with their defaults, and keys of state dicts.
 
-``python -m tests.public_interface`` writes it to ``public_interface.json``; a change of that file is a change
-that users see, and belongs into the CHANGELOG.
+``python -m tests.public_interface`` writes it to ``public_interface.json``. Users see every change in that
+file, so describe it in the CHANGELOG.
 """
 
 import inspect
@@ -18,7 +18,7 @@ FILE = Path(__file__).with_suffix(".json")
 
 
 def describe(name: str, value: Any) -> dict[str, Any]:
-    """Return the parameters of a function, or of each public method of a class of ours."""
+    """Return the parameters of a function, or of each public method of one of our classes."""
     if not inspect.isclass(value):
         return {name: _parameters(value)} if callable(value) else {name: None}
     found = {name: _parameters(value)}
@@ -56,7 +56,7 @@ def state_keys() -> dict[str, list[str]]:
 
 
 def interface() -> dict[str, Any]:
-    """Return all of it, ready for JSON."""
+    """Return the whole interface in a form that JSON can hold."""
     found: dict[str, Any] = {}
     for name in dir(amp_plugin):
         if not name.startswith("__"):

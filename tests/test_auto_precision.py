@@ -1,6 +1,6 @@
-"""Which precision does "auto" stand for, and which formats does a device compute fast?
+"""Which precision does "auto" choose, and which formats does a device compute fast?
 
-The capabilities of devices are faked: no test machine has them all.
+Devices' capabilities are faked, because no test machine has them all.
 """
 
 import json
@@ -42,7 +42,7 @@ TABLE = [
     ("cuda", (6, 0), "fp32", ()),
     ("cuda", (6, 1), "fp32", ()),
     ("cuda", (7, 0), "fp16", ()),
-    ("cuda", (7, 5), "fp16", ()),  # is_bf16_supported() says yes: it is emulated
+    ("cuda", (7, 5), "fp16", ()),  # is_bf16_supported() is true, but bf16 is emulated
     ("cuda", (8, 0), "bf16", ()),
     ("cuda", (8, 6), "bf16", ()),
     ("cuda", (8, 9), "bf16", ("fp8", "fp8-rowwise")),
@@ -50,7 +50,7 @@ TABLE = [
     ("cuda", (10, 0), "bf16", ("fp8", "fp8-rowwise", "mxfp8", "nvfp4")),
     ("cuda", (10, 3), "bf16", ("fp8", "fp8-rowwise", "mxfp8", "nvfp4")),
     ("cuda", (12, 0), "bf16", ("fp8", "fp8-rowwise")),
-    # AMD: all of them have a compute capability of 9 or more
+    # AMD: all report a compute capability of 9 or more
     ("cuda", "gfx803", "fp32", ()),
     ("cuda", "gfx906:sramecc+:xnack-", "fp16", ()),
     ("cuda", "gfx908", "bf16", ()),
@@ -71,8 +71,8 @@ TABLE = [
     ("cpu", ("avx512_fp16",), "fp16", ()),
     ("cpu", ("neon", "fp16_arith"), "fp16", ()),
     ("cpu", ("neon", "fp16_arith", "bf16"), "bf16", ()),
-    ("cpu", None, "fp32", ()),  # an older torch tells nothing
-    # nothing is known
+    ("cpu", None, "fp32", ()),  # an older torch does not report instruction sets
+    # devices about which nothing is known
     ("mps", (), "fp32", ()),
     ("cuda-not-here", (), "fp32", ()),
 ]

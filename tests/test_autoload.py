@@ -1,4 +1,7 @@
-"""`import torch` calls amp_plugin_autoload in every program: it takes no time, and never stops the import."""
+"""`import torch` calls amp_plugin_autoload in every program.
+
+It takes no time, and never makes the import fail.
+"""
 
 import os
 import shutil
@@ -36,7 +39,8 @@ def remove(file: Path) -> None:
 
 def cut_short(file: Path) -> None:
     text = file.read_bytes()
-    file.write_bytes(text[: text.index(b'"""', 3)])  # within its docstring: a whole part of a file may run
+    # cut inside the docstring, because a complete part of the file could still run
+    file.write_bytes(text[: text.index(b'"""', 3)])
 
 
 def fill_with_zeros(file: Path) -> None:
@@ -77,7 +81,7 @@ def test_a_broken_file_is_a_line_and_no_error(tmp_path: Path, name, break_it, va
         "error",
         "-c",
         LOAD.format(value=entry_point()),
-    ]  # without any package
+    ]  # without any installed package
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "torch is imported\n"), done.stderr
     said = done.stderr.splitlines()
@@ -156,7 +160,7 @@ def test_a_line_that_cannot_be_printed_is_no_error(monkeypatch: pytest.MonkeyPat
 
 
 def test_it_costs_less_than_a_millisecond() -> None:
-    """Return the shortest of several times, because other processes also use the processor."""
+    """Other processes also use the processor, so the shortest of several times counts."""
 
     value = entry_point()
 

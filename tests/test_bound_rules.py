@@ -129,13 +129,13 @@ def test_a_run_inside_leaves_the_rules_of_the_program() -> None:
     from amp_plugin.casting.rules import OpRules
     from amp_plugin.casting.rules_in_force import number_on, set_default_rules
 
-    Session.forget_rules()  # of a test before this one in the same process
+    Session.forget_rules()  # left by an earlier test in the same process
     set_default_rules(None)
     before = number_on("cpu")
     with ours_by_default():
         ours = number_on("cpu")
         set_default_rules(OpRules.default("cpu").with_rule("aten::mm", "fp32"))
-        set_default_rules(None)  # as when Accelerate's or Lightning's run ends
+        set_default_rules(None)  # this happens when a run of Accelerate or Lightning ends
         assert number_on("cpu") == ours != before
     assert number_on("cpu") == before
 
@@ -163,6 +163,7 @@ def test_torchscript_compiles_blocks_of_a_program_that_runs_on_ours(dtype: "torc
 
     with ours_by_default(), bound_autocast(dtype=dtype):
         assert torch.jit.script(_block)(torch.randn(4, 8)).dtype is torch.bfloat16
-        # A block without a dtype has the run's; TorchScript keeps the one that it has compiled first.
+        # A block without a dtype uses the dtype of the run. TorchScript keeps the dtype that it compiled
+        # first.
         assert torch.jit.script(_old_block)(torch.randn(4, 8)).dtype in {dtype, torch.bfloat16}
         assert torch.jit.script(_Off())(torch.randn(4, 8)).dtype is torch.float32

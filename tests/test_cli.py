@@ -1,4 +1,4 @@
-"""The command `amp-plugin`, as typed."""
+"""The command `amp-plugin`, as users type it."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def whole_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def no_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A process that has not loaded the core and will not find a compiler."""
+    """Simulate a process that has not loaded the core and cannot find a compiler."""
     monkeypatch.setattr(build, "_core", None)
     monkeypatch.delenv("AMP_PLUGIN_NATIVE", raising=False)
     monkeypatch.delenv("CXX", raising=False)
@@ -304,7 +304,7 @@ def test_casts_needs_the_native_core(script: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.native
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's tracer asks for it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's tracer needs it
 def test_casts_fold_siblings_and_count_compiled_graphs(script: Path) -> None:
     script.write_text(
         "import torch\nfrom torch import nn\n"

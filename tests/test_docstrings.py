@@ -1,4 +1,4 @@
-"""Every example in a docstring gives what it says."""
+"""Every example in a docstring gives the output that it shows."""
 
 import doctest
 import importlib
@@ -11,7 +11,7 @@ import torch
 
 import amp_plugin
 
-pytestmark = pytest.mark.native  # some show what needs the native core
+pytestmark = pytest.mark.native  # some examples need the native core
 
 
 def modules() -> Iterator[str]:
@@ -32,7 +32,7 @@ def examples(module_name: str) -> list[doctest.DocTest]:
 @pytest.mark.parametrize("module_name", ["amp_plugin", *modules()])
 def test_the_examples_of_a_module(module_name: str) -> None:
     report: list[str] = []
-    if "accelerate" in sys.modules:  # another test of this process may have made an accelerator
+    if "accelerate" in sys.modules:  # another test in this process may have created an accelerator
         from accelerate.state import AcceleratorState
 
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,4 +1,4 @@
-"""Every code block of the documentation runs, every link inside the repository resolves."""
+"""Every code block in the documentation runs, and every link inside the repository resolves."""
 
 import os
 import re
@@ -31,7 +31,7 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-# Whoever copies a first loop sees it train from its first step: no loss of theirs overflows in fp16.
+# A user who copies a first loop sees it train from the first step: none of its losses overflows in fp16.
 FIRST_LOOPS = {"README.md", "docs/start/quick_start.md", "docs/start/pytorch.md", "docs/how/accumulate.md"}
 WATCH = """\
 from amp_plugin.scaling.grad_scaler import GradScaler
@@ -47,7 +47,7 @@ GradScaler.step = _watched
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)
 def test_the_python_of_a_page_runs_and_first_loops_skip_no_step(page: Path, tmp_path: Path) -> None:
-    """A page is read from top to bottom, so its blocks share one program."""
+    """A page is read from top to bottom, so its code blocks form one program."""
     program, text = tmp_path / "page.py", "\n".join(blocks(page, "python"))
     if name(page) in FIRST_LOOPS:
         text = f"{WATCH}{text}\nassert _skips and not any(_skips), _skips\n"
@@ -80,7 +80,7 @@ def test_a_page_is_easy_to_read_as_text(page: Path) -> None:
 
 
 def headings(page: Path) -> set[str]:
-    """Return the anchors of a page, as GitHub and mkdocs make them."""
+    """Return the anchors of a page, as GitHub and mkdocs generate them."""
     titles = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
     plain = (re.sub(r"[^\w\- ]", "", title.lower()).strip() for title in titles)
     return {title.replace(" ", "-") for title in plain}
@@ -147,4 +147,4 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     loaded = re.compile(r"""(?:src|<link[^>]*href)=["']?(https?:)?//""")
     for page in (tmp_path / "site").rglob("*.html"):
         assert not loaded.search(page.read_text()), f"{page.name} would load from elsewhere"
-    assert (tmp_path / "site" / "search" / "search_index.js").exists()  # the search works from disk
+    assert (tmp_path / "site" / "search" / "search_index.js").exists()  # the search also works from disk

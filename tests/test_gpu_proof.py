@@ -1,4 +1,4 @@
-"""The pack for a machine with a GPU contains the files that the parts need, and no others."""
+"""The pack for a machine with a GPU contains the files that it needs, and no others."""
 
 import subprocess
 import sys

@@ -16,7 +16,10 @@ HEAVY = ("accelerate", "cuda", "lightning", "matplotlib", "pytorch_lightning", "
 
 
 def loaded_by(statements: str, cache: Path, *, with_torch: bool = False) -> dict[str, object]:
-    """Run statements in a new process. Return its modules, processes it started, and if it used CUDA."""
+    """Run statements in a new process.
+
+    Return its modules, the processes it started, and whether it used CUDA.
+    """
     code = f"""
 import json, os, subprocess, sys
 started = []
@@ -126,7 +129,7 @@ started += ["core"] * hasattr(torch.ops.amp_plugin, "_cuda_kernels")
 
 
 def test_without_the_core_nothing_reaches_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What docs/reference/stability.md says of AMP_PLUGIN_NATIVE=0."""
+    """This is what docs/reference/stability.md says about AMP_PLUGIN_NATIVE=0."""
     monkeypatch.setenv("AMP_PLUGIN_NATIVE", "0")
     assert loaded_by(USE, tmp_path / "cache")["started"] == []
     assert not (tmp_path / "cache").exists()

@@ -1,4 +1,4 @@
-"""A warning shows the line of the user, not of the package."""
+"""A warning points to the user's line, not to one in the package."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_lines_of_the_package_and_of_frameworks_are_passed_over(recwarn, package
 
 
 def test_each_warning_of_a_scaler_shows_the_users_line(recwarn):
-    """Each error is raised at a different depth below the call."""
+    """Each warning is raised at a different depth below the call."""
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([weight], lr=1.0)
 

@@ -1,4 +1,4 @@
-"""The one command for a machine with a GPU."""
+"""The command that runs all checks on a machine with a GPU."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def test_some_steps_are_asked_for_by_name_and_others_keep_their_outcome(on_a_gpu
     assert "fails" not in capsys.readouterr().out
     assert on_a_gpu("fails") == 1
     told, summary = capsys.readouterr().out.split("a GPU, torch")
-    assert LOST in told  # as it ends
+    assert LOST in told  # at its end
     assert LOST in summary
     assert kept(tmp_path) == {"passes": PASSED, "fails": LOST}
     with pytest.raises(SystemExit):
@@ -96,7 +96,7 @@ def test_the_rest_is_what_has_no_outcome_yet(on_a_gpu, monkeypatch, capsys, tmp_
 def test_the_first_ten_minutes_are_asked_for_by_one_name_and_fit(on_a_gpu, tmp_path):
     """Ops run first, then what is timed, then the rest in parallel.
 
-    The seconds are those of docs/lab/cuda.md.
+    The seconds are those in docs/lab/cuda.md.
     """
     names = [step.name for step in steps()]
     asked = on_gpu.asked_for(["first-ten-minutes"], names)
@@ -113,7 +113,7 @@ def test_the_first_ten_minutes_are_asked_for_by_one_name_and_fit(on_a_gpu, tmp_p
 
 
 def test_what_is_timed_runs_alone_and_the_rest_side_by_side(on_a_gpu, tmp_path):
-    """Each step records when it begins and when it ends."""
+    """Each step records when it starts and ends."""
     seen = tmp_path / "seen"
     code = (
         f"import time; say = lambda w: open({str(seen)!r}, 'a').write(w); say('<'); time.sleep(0.5); say('>')"
@@ -210,7 +210,7 @@ def test_a_step_without_a_test_that_ran_has_failed(lines, verdict, tmp_path, log
 def test_steps_have_names_of_their_own_and_what_they_name_is_there():
     names = [step.name for step in steps()]
     assert len(set(names)) == len(names)
-    assert max(step.limit for step in steps()) <= 300  # they fit a command of ten minutes
+    assert max(step.limit for step in steps()) <= 300  # they fit into a command of ten minutes
     assert names.index("clipping") < names.index("promises") < names.index("racecheck")
     paths = [word.partition("::")[0] for step in steps() for word in step.command]
     assert all((ROOT / path).exists() for path in paths if path.startswith("tests/"))
@@ -225,4 +225,4 @@ def test_the_benchmarks_understand_their_steps():
             options = arguments("cuda", step.command[step.command.index("benchmarks") + 1 :])
             assert options.keep or options.promises
             measured += options.only if options.keep else []
-    assert sorted([*measured, "host"]) == sorted(keys("cuda"))  # host needs no GPU
+    assert sorted([*measured, "host"]) == sorted(keys("cuda"))  # "host" needs no GPU

@@ -1,4 +1,4 @@
-"""Each option is stated once, and all lists of options show all of them, with types and meanings."""
+"""Each option is defined once, and every list of options shows all of them with types and meanings."""
 
 import copy
 import inspect
@@ -158,7 +158,7 @@ def test_whole_numbers_may_be_written_as_floats_and_others_are_refused(name):
 
 
 class TestErrors:
-    """An error about an option has its name, its value, the allowed values, and the source of the value."""
+    """An error about an option contains its name, its value, the allowed values, and the source of the value."""
 
     @pytest.mark.parametrize(
         ("make", "option", "value", "allowed"),
@@ -234,7 +234,7 @@ def test_an_accelerator_shows_the_arguments_of_accelerates_and_type_checkers_see
     stated = inspect.signature(accelerators_arguments).parameters
     assert list(stated) == ["self", *own.parameters]
     differ = {name for name in own.parameters if stated[name].default != own.parameters[name].default}
-    assert differ == {"split_batches"}  # Accelerate's default says that it was not given
+    assert differ == {"split_batches"}  # Accelerate's default means that the option was not given
 
 
 def test_no_docstring_shows_the_place_of_its_options():

@@ -1,4 +1,7 @@
-"""An option after the script goes to the script, unless the script reads no arguments. A line says so."""
+"""An option after the script belongs to the script, unless the script reads no arguments.
+
+A printed line says so.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every installed Python that is supported parses the sources and imports every public name."""
+"""Every supported Python that is installed can parse the sources and import every public name."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def run(python: str, code: str) -> subprocess.CompletedProcess[str]:
         "PYTHONPATH": str(ROOT),
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "PYTHONDONTWRITEBYTECODE": "1",
-        "AMP_PLUGIN_NATIVE": "0",  # what is asked of each Python needs no compiler
+        "AMP_PLUGIN_NATIVE": "0",  # these checks need no compiler
     }
     command = [python, "-W", "ignore", "-c", code]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

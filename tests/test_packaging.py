@@ -144,7 +144,7 @@ def test_a_wheel_with_the_core_inside_needs_no_compiler(tmp_path: Path) -> None:
 @pytest.mark.parametrize("checker", [pytest.param("mypy", marks=pytest.mark.whole_run), "pyright"])
 def test_types_reach_a_consumer(checker: str, tmp_path: Path) -> None:
     python, settings = sys.executable, ROOT / "pyproject.toml"
-    # The options and the cache of `make lint`: to read torch's modules takes a minute.
+    # Use the options and the cache of `make lint`, because reading torch's modules takes a minute.
     mypy = ["mypy", "--strict", "--config-file", settings, "--cache-dir", ROOT / ".mypy_cache"]
     pyright = ["basedpyright", "--pythonpath", python, "--level", "error"]
     command = [python, "-m", *{"mypy": mypy, "pyright": pyright}[checker]]

@@ -1,4 +1,4 @@
-"""Patterns of modules mean the same for every option that takes them."""
+"""Patterns for modules have the same meaning in every option that takes them."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def by_plan(model, patterns):
 
 
 def by_weights(model, patterns):
-    """Return the modules whose weights stay in float32, of all that could be stored."""
+    """Return those modules, of all that could be stored in 16 bits, whose weights stay in float32."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     store_weights(model, optimizer, weights="bf16-true", fp32_modules=patterns)
     return {
@@ -60,7 +60,7 @@ def test_an_option_takes_the_modules_that_a_pattern_means(option, pattern):
 @pytest.mark.parametrize(
     ("pattern", "hint"),
     [
-        ("Module", "is not a name or class of a module in Sequential"),  # every module is one
+        ("Module", "is not a name or class of a module in Sequential"),  # every module is a Module
         ("Sequential", "is not a name or class"),  # the model itself
         ("LayerNrom", r"is not a name or class .*, did you mean LayerNorm"),
         ("zzz", r"is not a name or class .*; model\.named_modules\(\) lists them"),

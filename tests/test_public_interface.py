@@ -1,4 +1,4 @@
-"""Moving code changes no public name, parameter, default or key of a state."""
+"""Moving code changes no public name, parameter, default or state key."""
 
 import json
 
@@ -6,7 +6,9 @@ from tests.public_interface import FILE, interface
 
 
 def test_what_programs_use_is_as_it_is_written_down():
-    """After an intended change, run ``python -m tests.public_interface`` and describe it in the CHANGELOG."""
+    """After an intended change, run ``python -m tests.public_interface``, and describe the change in the
+    CHANGELOG.
+    """
     written, present = json.loads(FILE.read_text()), json.loads(json.dumps(interface()))
     for part in ("names", "states"):
         assert present[part] == written[part]

@@ -1,4 +1,4 @@
-"""Errors for removed names say what to use instead."""
+"""Errors about removed names say what to use instead."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""`amp-plugin rules`, as typed."""
+"""`amp-plugin rules`, as users type it."""
 
 import json
 from pathlib import Path

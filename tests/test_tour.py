@@ -1,4 +1,4 @@
-"""The notebook docs/start/tour.ipynb runs at a small size, and is saved with its outputs."""
+"""The notebook docs/start/tour.ipynb runs at a small size, and was saved with its outputs."""
 
 import json
 import math
@@ -27,7 +27,7 @@ def source(cell: dict[str, Any]) -> str:
 
 @pytest.fixture
 def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the names that the notebook has defined after its last cell."""
+    """Return the variables that the notebook has defined after its last cell."""
     matplotlib = pytest.importorskip("matplotlib")
     pytest.importorskip("sklearn")
     matplotlib.use("agg")

@@ -1,4 +1,4 @@
-"""A forked process reports how it ended, like one started by ``subprocess``."""
+"""A forked process reports how it ended, as one started by ``subprocess`` does."""
 
 import multiprocessing
 import os

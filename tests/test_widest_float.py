@@ -1,4 +1,4 @@
-"""Does a device without float64 get float32, whatever its name?"""
+"""Does a device without float64 get float32, whatever its name is?"""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_the_cpu_is_not_asked(monkeypatch):
 
 
 def test_a_tracer_does_not_see_the_question():
-    """The result is that of the device, even if the first caller runs under a fake-tensor mode."""
+    """The result is the device's, even if the first caller runs under a fake-tensor mode."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():

@@ -1,4 +1,4 @@
-"""Can the steps of the workflows be run by hand, and is nothing fetched that can change under its name?"""
+"""Can the steps of the workflows be run by hand? Is everything that they download pinned?"""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""torch's own test lists, also if expecttest, which they import, is not installed."""
+"""torch's own lists for tests, even if expecttest, which they import, is not installed."""
 
 import importlib
 import importlib.util
@@ -11,7 +11,8 @@ import warnings
 def torchs_own(module: str) -> types.ModuleType:
     """Return a module of ``torch.testing._internal``.
 
-    All that its lists take of expecttest is the base class of torch's test cases; none of these is run here.
+    Its lists use only one thing of expecttest: the base class of torch's test cases, none of which is run
+    here.
     """
     if "expecttest" not in sys.modules and importlib.util.find_spec("expecttest") is None:
         stand_in = types.ModuleType("expecttest")

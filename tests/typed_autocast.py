@@ -1,4 +1,4 @@
-"""Regions as a type checker sees them. ``make lint`` fails if an expected error does not occur."""
+"""How a type checker sees regions. ``make lint`` fails if an expected error does not occur."""
 
 import torch
 
@@ -12,7 +12,7 @@ def doubled(batch: torch.Tensor, times: int) -> torch.Tensor:
 
 
 def right() -> torch.Tensor:
-    """A region has the type of torch's autocast blocks."""
+    """A region has the same type as torch's autocast blocks."""
     region: torch.autocast = autocast("cpu")
     with region, autocast("cpu", torch.float16, enabled=False):
         return doubled(torch.ones(1), 2)

@@ -1,8 +1,8 @@
 """Separate processes that start in milliseconds, forked from a process that has imported torch.
 
-For what needs a new process but no new interpreter: ranks, programs that load the native core, builds beside each
-other. What an import does, and what a process must find at its very start (``LD_LIBRARY_PATH``, ``-W error``), needs
-an interpreter, by ``subprocess``.
+Use them if a new process is needed but not a new interpreter: ranks, programs that load the native core,
+concurrent builds. Tests of imports, and of settings that must exist at the very start (``LD_LIBRARY_PATH``,
+``-W error``), need a new interpreter, by ``subprocess``.
 """
 
 import multiprocessing
@@ -34,7 +34,7 @@ _forked.set_forkserver_preload(PRELOADED)
 class WarmProcess:
     """A process that calls a function of a module, with its output in files.
 
-    With ``frameworks`` it finds the frameworks and the native core loaded, as they are in this process.
+    With ``frameworks``, the frameworks and the native core are already loaded, as in this process.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class WarmProcess:
         self._process.start()
 
     def errors(self) -> str:
-        """Return what it has written to standard error up to now."""
+        """Return what the process has written to standard error so far."""
         return self._text(self._files[1])
 
     def kill(self) -> None:
@@ -81,7 +81,7 @@ class WarmProcess:
 
     @staticmethod
     def _text(file: Path) -> str:
-        """Return the content of a file, or nothing if the process ended before it could open the file."""
+        """Return the content of a file, or nothing if the process ended before it opened the file."""
         return file.read_text() if file.exists() else ""
 
 
@@ -92,7 +92,7 @@ def call(
     folder: Path = ROOT,
     frameworks: bool = False,
 ) -> CompletedProcess[str]:
-    """Call a function in a process of its own; return its exit status, output and errors."""
+    """Call a function in a process of its own. Return its exit status, output and errors."""
     process = WarmProcess(function, *arguments, environment=environment, folder=folder, frameworks=frameworks)
     return process.wait(800)
 
@@ -104,7 +104,7 @@ def run_program(
     *,
     frameworks: bool = False,
 ) -> CompletedProcess[str]:
-    """Run a file of Python in a process of its own; return its exit status, output and errors."""
+    """Run a Python file in a process of its own. Return its exit status, output and errors."""
     words = (runpy.run_path, str(program), None, "__main__")
     return call(*words, environment=environment, folder=folder, frameworks=frameworks)
 
@@ -112,9 +112,9 @@ def run_program(
 def call_on_ranks(
     count: int, seconds: float, function: Callable[..., object], *arguments: Any, **variables: str
 ) -> list[CompletedProcess[str]]:
-    """Call a function in processes side by side, with the variables that torchrun gives to each.
+    """Call a function in parallel processes that have the variables of torchrun.
 
-    Return how each of them ended, by rank; those that take longer than ``seconds`` are killed.
+    Return how each rank ended. Ranks that take longer than ``seconds`` are killed.
     """
     shared = {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     processes = [

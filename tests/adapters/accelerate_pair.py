@@ -1,7 +1,7 @@
-"""Stock Accelerate and AmpAccelerator, both in real fp16 on the CPU, to be compared in tests.
+"""Stock Accelerate and AmpAccelerator, both in real fp16 on the CPU, for comparison in tests.
 
-Accelerate gives the CPU no scaler and no autocast; the stock one here is given torch's own before
-anything is prepared, and is Accelerate's code from then on.
+Stock Accelerate has no scaler and no autocast on the CPU. Here it is given torch's own before anything is
+prepared. From then on only Accelerate's code runs.
 """
 
 import torch

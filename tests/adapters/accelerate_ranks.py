@@ -1,4 +1,7 @@
-"""The program of test_accelerate_distributed.py in each of two processes. It writes FOLDER/rankN.json."""
+"""The program that test_accelerate_distributed.py runs in each of two processes.
+
+It writes FOLDER/rankN.json.
+"""
 
 import json
 from pathlib import Path
@@ -15,7 +18,10 @@ OVERFLOW = 1e38
 
 
 def distributed_data_parallel():
-    """Train under DDP: a step, a clip at each micro-batch, and an overflow on rank 1 only."""
+    """Train under DDP:
+
+    one step with a clip after each micro-batch, then one that overflows on rank 1 only.
+    """
     reset()
     accelerator = AmpAccelerator(
         mixed_precision="fp16",
@@ -38,7 +44,7 @@ def distributed_data_parallel():
             schedule.step()
             optimizer.zero_grad()
 
-    for factor in (2.0, 6.0):  # the mean over two ranks and two micro-batches of factor + rank
+    for factor in (2.0, 6.0):  # the mean of factor + rank over two ranks and two micro-batches
         run(factor + rank, clips=True)
     report |= {"weight": model.module.weight.tolist(), "scale": accelerator.scaler.get_scale()}
     for _ in range(2):
@@ -65,7 +71,10 @@ class Layer(torch.nn.Module):
 
 
 def fully_sharded(folder, precision, version=2):
-    """Train under FSDP: a checkpoint, a step with clipping, and a step with an overflow on rank 1 only."""
+    """Train under FSDP:
+
+    save and load a checkpoint, take a clipped step, then one that overflows on rank 1 only.
+    """
     reset()
     accelerator = AmpAccelerator(
         mixed_precision=precision,
@@ -82,8 +91,9 @@ def fully_sharded(folder, precision, version=2):
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     assert accelerator.distributed_type == DistributedType.FSDP
     if version == 2:  # torch's FSDP1 crashes when it saves on the CPU
-        accelerator.save_state(folder)  # steps once to make optimizer state, as load_state does:
-        optimizer.optimizer.state.clear()  # no steps of ours (huggingface/accelerate#4289)
+        accelerator.save_state(folder)  # save_state and load_state each step once to create optimizer state;
+        # those are not steps of this test, so undo them (huggingface/accelerate#4289)
+        optimizer.optimizer.state.clear()
         accelerator.load_state(folder)
         optimizer.optimizer.state.clear()
     scaler, rank = accelerator.scaler, accelerator.process_index
@@ -118,7 +128,8 @@ def main(folder: Path, device: str) -> None:
         PartialState._prepare_backend = on_cpu_as_on_gpus
         PartialState.set_device = lambda state: setattr(state, "device", torch.device("cpu"))
         torch.accelerator.is_available = lambda: True
-        torch.accelerator.current_accelerator = lambda *_, **__: None  # also in a CUDA build of torch
+        # otherwise a CUDA build of torch would return CUDA
+        torch.accelerator.current_accelerator = lambda *_, **__: None
     for precision in ("fp16", "bf16"):
         report[precision] = fully_sharded(str(folder / precision), precision)
     report["fsdp1"] = fully_sharded(str(folder / "fsdp1"), "fp16", version=1)

@@ -44,8 +44,10 @@ def _launch(words: list[str]) -> None:
 def _run(words: Sequence[str]) -> None:
     from amp_plugin.cli import app
 
-    multiprocessing.process._parent_process = None  # of a worker of a loader nothing is said
-    multiprocessing.process.current_process()._config["daemon"] = False  # it may start others
+    # children of multiprocessing, such as a loader's workers, print only a summary
+    multiprocessing.process._parent_process = None
+    # otherwise it could not start other processes
+    multiprocessing.process.current_process()._config["daemon"] = False
     sys.path.insert(0, "")
     sys.argv = ["amp-plugin", *words]
     app()

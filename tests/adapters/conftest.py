@@ -20,7 +20,7 @@ def fused(request):
 
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:
-    """Restore Accelerate's process-wide state, our default rules, and what tests have installed."""
+    """Restore Accelerate's process-wide state, our default rules, and everything that tests have installed."""
     reset()
     yield
     uninstall()

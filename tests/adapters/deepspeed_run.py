@@ -20,7 +20,7 @@ AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
 AUTOCAST_BF16 = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 LINEAR_IN_FP32 = OpRules.default("cpu").with_rule("aten::linear", "fp32")
 # Name -> mixed_precision, the ZeRO stage, sections of the config, our options.
-# Those with torch_autocast come last: DeepSpeed remembers in the process that it was on.
+# Runs with torch_autocast come last, because DeepSpeed remembers for the whole process that it was on.
 RUNS = {
     "fp32": ("no", 0, {}, {}),
     "fp32, ignored": ("no", 0, {}, {"on_nonfinite": "ignore"}),
@@ -84,7 +84,8 @@ def train(precision, stage, sections, options, overflows):
 def main(file):
     from deepspeed.accelerator import get_accelerator
 
-    # DeepSpeed keeps the group, which end_training() would end; it says no to fp16 on most CPUs, and yet runs.
+    # DeepSpeed keeps using the process group, so end_training() must not destroy it. DeepSpeed reports that
+    # most CPUs do not support fp16, although it runs there.
     PartialState.destroy_process_group = lambda *_: None
     type(get_accelerator()).is_fp16_supported = lambda _: True
     seen = {}

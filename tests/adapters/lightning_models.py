@@ -16,16 +16,16 @@ AFTER_2_6 = Version(metadata.version("lightning")) >= Version("2.7.dev0")
 QUIET = [
     pytest.mark.filterwarnings(f"ignore:{message}")
     for message in (
-        ".*LeafSpec.*is deprecated",  # Lightning 2.6 calling torch 2.13
+        ".*LeafSpec.*is deprecated",  # Lightning 2.6 on torch 2.13 triggers this
         ".*many workers.*",  # advice for larger data
-        ".*ended before the epoch ended.*",  # tests resume where they like
-        "the run has ended and no optimizer step was taken",  # many look at one overflow
+        ".*ended before the epoch ended.*",  # tests resume in the middle of an epoch
+        "the run has ended and no optimizer step was taken",  # many tests have one step, which overflows
     )
 ]
 
 
 def stock(init_scale=2.0**16, growth_interval=2000, cls=MixedPrecision, **options):
-    """The stock plugin in real fp16 on the CPU."""
+    """Return Lightning's own plugin, in real fp16 on the CPU."""
     scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=growth_interval, **options)
     return cls("16-mixed", "cpu", scaler=scaler)
 
@@ -46,7 +46,7 @@ def make_trainer(plugin, steps=1, **options):
 
 
 def batches(count=64, value=3.0):
-    """Batches of one number each: with loss ``w * x`` the gradient of ``w`` is that number."""
+    """Return batches of one number each. With the loss ``w * x``, the gradient of ``w`` is that number."""
     return DataLoader([torch.as_tensor(value)] * count, batch_size=None)
 
 
@@ -61,7 +61,7 @@ def weight(value=1.0):
 
 
 class OneWeight(LightningModule):
-    """loss = w * x with SGD(lr=1): each step subtracts the gradient it was given."""
+    """Its loss is ``w * x``, and SGD has lr=1. So each step subtracts exactly the gradient that it gets."""
 
     def __init__(self, overflow_at=(), lr=1.0, none_at=(), fused=False, scheduler=None):
         super().__init__()
@@ -86,9 +86,9 @@ class OneWeight(LightningModule):
 
 
 class TwoOptimizers(LightningModule):
-    """One backward pass for two optimizers.
+    """Runs one backward pass for two optimizers, and records the gradients of each step.
 
-    The step of ``a`` may overflow. The gradients of steps are recorded.
+    The step of ``a`` may overflow.
     """
 
     def __init__(self, overflow_a=False, step=None):
@@ -115,7 +115,7 @@ class TwoOptimizers(LightningModule):
 
 
 class Linear(LightningModule):
-    """A regression on random data, for runs that are compared with one another."""
+    """A regression on random data, for comparing runs with each other."""
 
     def __init__(self, optimizer=torch.optim.AdamW, seed=0, **options):
         super().__init__()
@@ -135,7 +135,7 @@ class Linear(LightningModule):
 
 
 def regression(count=16, size=8, seed=1, repeat=False):
-    """Batches of a regression on a sum. With ``repeat`` all batches are the same."""
+    """Return batches whose target is the sum of the inputs. With ``repeat`` all batches are the same."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(size if repeat else count * size, 8, generator=generator)
     x = x.repeat(count, 1) if repeat else x

@@ -1,9 +1,11 @@
-"""Trainers on two processes, one after another: ``python lightning_ranks.py FOLDER STRATEGY:PRECISION...``.
+"""Run Trainers on two processes, one after another: ``python lightning_ranks.py FOLDER
+STRATEGY:PRECISION...``.
 
-Each rank writes what it saw to ``FOLDER/STRATEGY_PRECISION/rankN.json``. In fp16 at step 2 the gradient of one
-element of one weight overflows, so that under FSDP2 only one rank holds a shard that is not finite.
+Each rank writes what it saw to ``FOLDER/STRATEGY_PRECISION/rankN.json``. In fp16, the gradient of one element
+of one weight overflows in step 2. Under FSDP2 only one rank then holds a shard that is not finite.
 
-The first strategy that starts a script again keeps its second process for those that follow.
+The first strategy that launches the script again starts a second process. The later runs use that process
+too.
 """
 
 import json

@@ -48,7 +48,10 @@ def test_a_checkpoint_without_a_loss_scale(tmp_path):
 
 @pytest.mark.parametrize("call", ["save_state", "load_state"])
 def test_optimizers_step_unscaled_while_state_is_saved_or_loaded(call, tmp_path):
-    """FSDP makes an optimizer's state by a step with zero gradients."""
+    """FSDP creates an optimizer's state with a step whose gradients are zero.
+
+    That step must not be scaled.
+    """
     accelerator = ours(init_scale=8.0)
     model, optimizer = trained(accelerator)
     tracker = accelerator.scaler.state_dict()["_growth_tracker"]

@@ -1,4 +1,7 @@
-"""Each known defect of stock Accelerate, measured, and AmpAccelerator without it in the same program."""
+"""Each known defect of stock Accelerate is shown in a program.
+
+AmpAccelerator runs the same program without it.
+"""
 
 import copy
 import re
@@ -20,13 +23,13 @@ from tests.adapters.accelerate_pair import (
     stock,
 )
 
-OVERFLOW = 1e38  # times a scale of 8 it is infinite
+OVERFLOW = 1e38  # infinite when multiplied by a scale of 8
 ALREADY_UNSCALED = re.escape("unscale_() has already been called")
 PRECISIONS = pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
 
 
 def defect(*, stock_gives, ours_gives, init_scale=8.0, **options):
-    """Return a test of a program: its result or error under stock Accelerate, and its result under ours."""
+    """Return a test that runs a program twice and checks stock Accelerate's result or error, and then ours."""
 
     def decorate(program):
         def test(*_):
@@ -44,7 +47,7 @@ def defect(*, stock_gives, ours_gives, init_scale=8.0, **options):
 
 
 def two_optimizers(accelerator, first=3.0, second=3.0, between=lambda *_: None):
-    """Step two optimizers after one backward pass. Return the gradients that each has used."""
+    """Run one backward pass and step two optimizers. Return the gradients that each has used."""
     models, optimizers = prepared(accelerator, 2)
     accelerator.backward(models[0](first) + models[1](second))
     between(*models)
@@ -54,7 +57,7 @@ def two_optimizers(accelerator, first=3.0, second=3.0, between=lambda *_: None):
 
 
 def one_window(accelerator, factors, clip):
-    """Clip each micro-batch of a step without a check for the last one.
+    """Clip after every micro-batch of an accumulation window: the program does not check ``sync_gradients``.
 
     Return the clip's result and the gradient.
     """
@@ -85,12 +88,13 @@ def test_overflow_of_the_first(accelerator):
 def test_clipping_both_after_a_joint_backward(accelerator):
     def clip(*models):
         norms = [accelerator.clip_grad_norm_(model.parameters(), 1.0).item() for model in models]
-        assert norms == pytest.approx([6.0, 10.0])  # four elements of 3 and of 5
+        assert norms == pytest.approx([6.0, 10.0])  # norms of four elements, each 3 or 5
 
     return two_optimizers(accelerator, second=5.0, between=clip)
 
 
-@defect(stock_gives=[3.0, 3.0 / 65536], ours_gives=[3.0, 3.0], init_scale=65536.0)  # stalls, no error
+# training stalls without an error
+@defect(stock_gives=[3.0, 3.0 / 65536], ours_gives=[3.0, 3.0], init_scale=65536.0)
 def test_clipping_one_destroys_the_other(accelerator):
     return two_optimizers(accelerator, between=lambda a, _: accelerator.clip_grad_norm_(a.parameters(), 1e9))
 
@@ -135,13 +139,14 @@ def test_unscaled_by_hand_an_optimizer_need_not_be_prepared():
     assert model.weight[0].item() == -3.0
     accelerator.backward(model(3.0))
     accelerator.end_training()
-    optimizer.step()  # nobody looks any more
+    optimizer.step()  # training has ended, so this step is not checked
 
 
 # -- clipping -------------------------------------------------------------------------------------
 
 
-@defect(stock_gives=ALREADY_UNSCALED, ours_gives=[8.0, 0.5], steps=2)  # (2 + 6) / 2, four times
+# the norm of four elements, each (2 + 6) / 2
+@defect(stock_gives=ALREADY_UNSCALED, ours_gives=[8.0, 0.5], steps=2)
 def test_by_norm_within_accumulate_without_a_guard(accelerator):
     return one_window(accelerator, [2.0, 6.0], lambda params: accelerator.clip_grad_norm_(params, 1.0))
 
@@ -156,7 +161,7 @@ def test_value_then_norm(accelerator):
     (model,), (optimizer,) = prepared(accelerator)
     accelerator.backward(model(3.0))
     accelerator.clip_grad_value_(model.parameters(), 1.0)
-    norm = accelerator.clip_grad_norm_(optimizer, 1.0)  # a prepared optimizer may be named
+    norm = accelerator.clip_grad_norm_(optimizer, 1.0)  # our method also takes a prepared optimizer
     optimizer.step()
     return [norm.item(), last_gradient(optimizer)]
 
@@ -180,7 +185,7 @@ def test_the_norm_within_a_window_is_that_of_the_gradients_so_far(precision):
         lambda params: norms.append(accelerator.clip_grad_norm_(params, 4.0).item()),
     )
     assert norms == pytest.approx([2.0, 8.0])
-    assert result == pytest.approx([2.0])  # half of the mean of 2 and 6
+    assert result == pytest.approx([2.0])  # the mean of 2 and 6, halved by the clip
     (optimizer,) = accelerator._optimizers
     assert accelerator.last_step(optimizer).norm.item() == pytest.approx(8.0)
 
@@ -205,12 +210,13 @@ def test_an_overflow_holds_the_scheduler_back_fused_too(fused):
     assert run(ours(init_scale=8.0)) == (True, True, 1.0)
 
 
-@defect(stock_gives=[True, 1.0], ours_gives=[False, 0.25])  # held once: when b overflowed
+# the scheduler was held back once, when b overflowed
+@defect(stock_gives=[True, 1.0], ours_gives=[False, 0.25])
 def test_an_old_skip_of_an_idle_optimizer_stalls_schedulers_of_all(accelerator):
     (a, b), (opt_a, opt_b) = prepared(accelerator, 2)
     foreign = torch.optim.SGD(Weights().parameters(), lr=1.0)
     schedule = accelerator.prepare(torch.optim.lr_scheduler.ExponentialLR(foreign, 0.5))
-    foreign.step()  # as torch's schedulers demand
+    foreign.step()  # torch's schedulers warn unless the optimizer has stepped
     accelerator.backward(b(OVERFLOW))
     opt_b.step()
     for _ in range(3):
@@ -274,7 +280,7 @@ def test_a_closure_steps_on_unscaled_gradients(accelerator):
         accelerator.backward(loss)
         return loss
 
-    closure()  # torch's scaler demands gradients first
+    closure()  # torch's scaler needs gradients before the step
     optimizer.step(closure)
     return last_gradient(optimizer)
 
@@ -328,7 +334,7 @@ def test_hooks_of_a_fused_optimizer_see_unscaled_gradients(accelerator):
 
 @pytest.mark.parametrize("in_window", [True, False])
 def test_an_iteration_ends_with_accumulate_or_when_all_have_stepped(in_window):
-    """Optimizers that are prepared one by one count too."""
+    """This includes optimizers that were prepared one by one."""
     accelerator = ours(init_scale=8.0, growth_interval=1)
     a, b = (accelerator.prepare_model(Weights()) for _ in range(2))
     opt_a, opt_b = (accelerator.prepare_optimizer(GradientKeeper(model.parameters())) for model in (a, b))
@@ -336,7 +342,8 @@ def test_an_iteration_ends_with_accumulate_or_when_all_have_stepped(in_window):
     def begin():
         accelerator.backward(a(3.0) + b(3.0))
         opt_a.step()
-        assert accelerator.scaler.get_scale() == 8.0  # b's gradients wait for their step
+        # unchanged, because b has not stepped with its gradients yet
+        assert accelerator.scaler.get_scale() == 8.0
 
     if in_window:
         with accelerator.accumulate(a, b):
@@ -350,7 +357,7 @@ def test_an_iteration_ends_with_accumulate_or_when_all_have_stepped(in_window):
 
 
 def test_threads_of_gloo_drop_their_tensors_before_the_group_ends(monkeypatch):
-    """Stock Accelerate sometimes ends with "terminate called without an active exception"."""
+    """Without this, stock Accelerate sometimes ends with "terminate called without an active exception"."""
 
     def run(accelerator):
         ready, dropped, seen = threading.Lock(), threading.Event(), []
@@ -358,7 +365,7 @@ def test_threads_of_gloo_drop_their_tensors_before_the_group_ends(monkeypatch):
         ready.acquire()
         gloo = threading.Thread(target=lambda: (ready.acquire(), dropped.set()))
         gloo.start()
-        ready.release()  # the thread has all it needs but the GIL
+        ready.release()  # from here on the thread only needs the GIL
         accelerator.end_training()
         gloo.join()
         return seen

@@ -14,7 +14,7 @@ TWO_GPUS = pytest.mark.skipif(
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, TWO_GPUS])])
 def ranks(request, tmp_path_factory):
-    """What two processes report: of a gloo group on the CPU, or of an NCCL group."""
+    """Return the reports of two processes, in a gloo group on the CPU or in an NCCL group on GPUs."""
     folder = tmp_path_factory.mktemp("ranks")
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if request.param == "cpu" else {}
     for rank in call_on_ranks(2, 200, main, folder, request.param, **hidden):
@@ -25,20 +25,24 @@ def ranks(request, tmp_path_factory):
 @pytest.mark.dist
 def test_ddp_clips_once_a_window_and_skips_on_both_ranks(ranks):
     for report in [report["ddp"] for report in ranks]:
-        assert report["kind"] in (["MULTI_CPU", "cpu"], ["MULTI_GPU", "cuda"])  # one group without a GPU too
-        assert report["norm"] == pytest.approx(9.0)  # ((2 + 6) / 2 + 0.5) four times
+        # the CPU uses one process group as well
+        assert report["kind"] in (["MULTI_CPU", "cpu"], ["MULTI_GPU", "cuda"])
+        assert report["norm"] == pytest.approx(9.0)  # the norm of four elements, each (2 + 6) / 2 + 0.5
         assert report["weight"] == pytest.approx([-0.5] * 4)
         assert report["scale"] == 16.0
         assert report["skipped"]
         assert report["scale_after"] == 8.0
         assert report["weight_after"] == report["weight"]
-        assert report["rate"] == 0.25  # once for each process, and not for the skipped step
+        assert report["rate"] == 0.25  # the scheduler advanced once per process, and not for the skipped step
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("run", ["fp16", "bf16", "fsdp1"])
 def test_fsdp_has_region_norms_and_skips_of_one_process(ranks, run):
-    """FSDP2 in fp16 and bf16, FSDP1 in fp16. Saving and loading do not count as steps."""
+    """Dtypes, norms and skips equal those of one process:
+
+    FSDP2 in fp16 and bf16, FSDP1 in fp16. Saving and loading do not count as steps.
+    """
     dtype = torch.bfloat16 if run == "bf16" else torch.float16
     for report in [report[run] for report in ranks]:
         assert report["inside"] == str((dtype, True))

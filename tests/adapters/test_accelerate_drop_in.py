@@ -1,4 +1,4 @@
-"""Habits of Accelerate's users that have little to do with numbers: copies, pickles, private names."""
+"""What Accelerate's users do besides training: copies, pickles, private names."""
 
 import copy
 import pickle
@@ -17,15 +17,15 @@ pytestmark = QUIET
 
 
 class Subclass(Accelerator):
-    """A program's own accelerator."""
+    """An accelerator class of a program, derived from Accelerate's."""
 
 
 class SubclassOfOurs(AmpAccelerator):
-    """A program's own accelerator."""
+    """An accelerator class of a program, derived from ours."""
 
 
 def trained(accelerator):
-    """Return what an accelerator has prepared, after some steps."""
+    """Return the prepared objects of an accelerator after some steps."""
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -91,7 +91,7 @@ def test_who_sets_is_overflow_holds_the_scheduler_back(precision):
         scheduler.step()
         assert scheduler.get_last_lr() == pytest.approx([expected])
     accelerator.backward(model(torch.ones(1, 2)).sum())
-    optimizer.step()  # which decides anew
+    optimizer.step()  # this step sets the flag again
     assert optimizer.step_was_skipped is False
 
 
@@ -122,7 +122,7 @@ def test_names_of_other_projects_are_understood(mine, names, monkeypatch):
 
 
 class Dtypes(torch.nn.Module):
-    """Two layers that note in which dtype they have computed."""
+    """Two layers that record the dtype in which they computed."""
 
     def __init__(self):
         super().__init__()
@@ -183,7 +183,7 @@ def test_evaluation_has_a_precision_of_its_own(training, evaluation, expected):
     assert plain.seen["body"] is torch.float32
 
 
-# -- what is said at the start of a run ---------------------------------------------------------
+# -- messages at the start of a run --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("adapter", ["accelerate", "lightning"])

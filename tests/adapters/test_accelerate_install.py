@@ -10,7 +10,7 @@ from tests.adapters.accelerate_pair import last_gradient, prepared
 
 
 class Verbose(Accelerator):
-    """A subclass as other libraries have them."""
+    """A subclass of Accelerator, as other libraries define them."""
 
     def __init__(self, *args, note="", **kwargs):
         super().__init__(*args, **kwargs)
@@ -38,7 +38,7 @@ def test_a_subclass_keeps_its_methods_and_gets_ours():
 
 
 def test_options_hold_where_the_program_has_none():
-    for scale in (2.0, 8.0):  # the last ones hold
+    for scale in (2.0, 8.0):  # the options of the last install() apply
         install(AmpKwargs(init_scale=scale))
         accelerator = accelerate.Accelerator(mixed_precision="fp16", cpu=True)
         assert type(accelerator) is AmpAccelerator
@@ -60,7 +60,7 @@ def test_rules_are_those_of_the_last_accelerator_and_uninstall_leaves_all_as_it_
     AmpAccelerator(cpu=True)
     assert product() is torch.bfloat16
     Accelerator(cpu=True)
-    first.end_training()  # the rules are the last one's
+    first.end_training()  # the rules of the last accelerator stay in force
     assert product() is torch.float32
     AcceleratorState._reset_state()
     AmpAccelerator(mixed_precision="no")
@@ -76,7 +76,7 @@ def test_rules_are_those_of_the_last_accelerator_and_uninstall_leaves_all_as_it_
 
 def test_install_after_an_accelerator_was_made_warns():
     AmpAccelerator(cpu=True)
-    install()  # ours: nothing to tell
+    install()  # no warning, because that accelerator was already ours
     uninstall()
     stock = Accelerator(cpu=True)
     with pytest.warns(UserWarning, match="no effect on the Accelerator that was made before"):

@@ -1,4 +1,7 @@
-"""Prepared models: what they return, how they are unwrapped, copied, pickled, compiled, cached."""
+"""Prepared models:
+
+what they return, and whether they can be unwrapped, copied, pickled, compiled and cached.
+"""
 
 import copy
 import gc
@@ -20,7 +23,7 @@ from tests.adapters.accelerate_pair import ours, prepared
 
 
 class Pair(torch.nn.Module):
-    """Returns a dict of half-precision and other tensors, and notes what its layer returned."""
+    """Returns a dict of half-precision and other tensors, and records the dtype that its layer returned."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +57,9 @@ def test_preparing_twice_wraps_once():
 class TestUnwrapping:
     @pytest.fixture(params=["method", "function"])
     def unwrap(self, request):
-        """Unwrap a model by the accelerator, or by Accelerate's function, which needs no accelerator."""
+        """Unwrap a model with the accelerator's method, or with Accelerate's function, which needs no
+        accelerator.
+        """
         if request.param == "function":
             return lambda _, model: extract_model_from_parallel(model, keep_fp32_wrapper=False)
         return lambda accelerator, model: accelerator.unwrap_model(model, keep_fp32_wrapper=False)
@@ -82,7 +87,7 @@ class TestUnwrapping:
         assert dtypes == [torch.float16, torch.float32]
 
     def test_hooks_of_accelerate_run_before_and_after(self, unwrap):
-        """In stock Accelerate, forward gets the module twice after that (accelerate#4255)."""
+        """Stock Accelerate calls forward with the module passed twice after unwrapping (accelerate#4255)."""
         calls = []
 
         class Noted(ModelHook):
@@ -99,7 +104,7 @@ class TestUnwrapping:
         assert calls == [torch.float16, torch.float32]
 
     def test_the_class_and_the_signature_stay_the_programs_own(self):
-        """Programs compare classes: ``isinstance(model, type(accelerator.unwrap_model(other)))``."""
+        """Programs rely on this: they test ``isinstance(model, type(accelerator.unwrap_model(other)))``."""
         accelerator = ours()
         model = accelerator.prepare(Pair())
         assert type(model) is type(accelerator.unwrap_model(model)) is Pair
@@ -151,12 +156,15 @@ def test_rules_and_stored_weights_hold_until_training_ends():
 
 @pytest.mark.native
 def test_accelerators_of_each_precision_one_after_another():
-    """The first one of each precision has its own rules, and fails without ``end_training()``."""
+    """In each precision, the first accelerator has its own rules and is never ended.
+
+    The next one must not inherit them.
+    """
     net, x, seen = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.ones(1, 2), []
     net[0].register_forward_hook(lambda *call: seen.append(call[-1].dtype))
     rules = OpRules.default("cpu").with_rule("aten::linear", "fp32")
     for precision, options in itertools.product(("fp16", "bf16", "no"), ({"rules": rules}, {})):
-        AcceleratorState._reset_state(reset_partial_state=True)  # by ours() the rules would go too
+        AcceleratorState._reset_state(reset_partial_state=True)  # not ours(), which would reset the rules too
         handlers = [AmpKwargs(**options)]
         accelerator = AmpAccelerator(mixed_precision=precision, cpu=True, kwargs_handlers=handlers)
         accelerator.prepare(copy.deepcopy(net))(x)

@@ -1,4 +1,4 @@
-"""accelerator.scaler replaced by one that the user brings."""
+"""Training after a user has replaced ``accelerator.scaler``."""
 
 import pickle
 
@@ -47,7 +47,7 @@ def test_it_trains_as_under_accelerates_own(make, clip, when):
     for new in (ours, stock):
         accelerator, scaler = new(steps=2), make()
         if scaler is None and new is stock:
-            accelerator.unscale_gradients = lambda: None  # Accelerate asks None to unscale
+            accelerator.unscale_gradients = lambda: None  # Accelerate would call a method of None
         finals.append(trained(accelerator, *replaced(accelerator, scaler, when), clip))
         assert (accelerator.scaler is None) == (scaler is None)
     torch.testing.assert_close(*finals, rtol=1e-5, atol=1e-6)

@@ -25,7 +25,7 @@ def decided(handlers, environment):
 
 
 def set_options(found, sources):
-    """Return the options that some source has set."""
+    """Return the options that were set by any source."""
     return {name: getattr(found, name) for name in sources}
 
 
@@ -199,11 +199,11 @@ class TestAccelerator:
         with accelerator.autocast(AutocastKwargs(enabled=True)):
             assert torch.is_autocast_enabled("cpu")
             assert torch.get_autocast_dtype("cpu") is torch.bfloat16
-        accelerator.autocast_handler = None  # it is looked up at each use
+        accelerator.autocast_handler = None  # Accelerate reads this attribute at each use
         with accelerator.autocast():
             assert torch.is_autocast_enabled("cpu")
 
-    @pytest.mark.native  # the fallback keeps no casts
+    @pytest.mark.native  # without the native core no casts are kept
     @pytest.mark.parametrize("chosen", [None, True, False])
     def test_a_cache_flag_that_is_not_chosen_is_the_one_around_as_in_torch(self, chosen):
         handlers = [AutocastKwargs(cache_enabled=chosen)]
@@ -226,5 +226,6 @@ class TestAccelerator:
         accelerator = AmpAccelerator(True, False, "fp16", 3, True)
         assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("fp16", 3)
         reset()
-        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "FP16")  # Accelerate trains in fp32 then
+        # stock Accelerate would train in fp32 with this value
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "FP16")
         assert AmpAccelerator(cpu=True).scaler is not None

@@ -1,4 +1,7 @@
-"""What an accelerator reports about skipped steps. tests/scaling/test_step_log.py tests their order."""
+"""What an accelerator reports about skipped steps.
+
+tests/scaling/test_step_log.py covers the order of reports.
+"""
 
 import pytest
 import torch
@@ -7,7 +10,10 @@ from tests.adapters.accelerate_pair import ours, prepared
 
 
 def test_an_optimizer_that_did_not_step_was_not_skipped():
-    """An iteration ends when an optimizer steps a second time."""
+    """Its last result belongs to an earlier iteration.
+
+    An iteration ends when an optimizer steps a second time.
+    """
     accelerator = ours(precision="bf16")
     models, optimizers = prepared(accelerator, count=2)
     for index, factor, expected in (
@@ -35,7 +41,7 @@ def test_a_fused_optimizer_on_a_gpu(exact):
         optimizer.zero_grad()
         torch.cuda.synchronize()
         rates.append(schedule.get_last_lr()[0])
-    assert rates[-1] == 0.25  # held back for one of three steps
+    assert rates[-1] == 0.25  # the scheduler was held back in one of three steps
     if exact:
         assert rates[0] == 1.0
     assert accelerator.amp_metrics()["skipped_steps"] == 1.0

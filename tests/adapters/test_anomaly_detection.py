@@ -1,4 +1,4 @@
-"""With torch's anomaly detection in fp16, the error says that the loss scale may be the only reason."""
+"""In fp16 with torch's anomaly detection, the error says that the loss scale alone may have caused the nan."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Averages of weights are updated at steps that were taken, and not at skipped ones."""
+"""Averages of weights are updated after steps that were taken, and not after skipped ones."""
 
 import math
 
@@ -33,7 +33,8 @@ class Model(LightningModule):
         optimizers = self.optimizers()
         for place, optimizer in enumerate(optimizers if isinstance(optimizers, list) else [optimizers]):
             if place and batch == BATCHES[0]:
-                self.weights[place].grad.fill_(math.inf)  # only the first of several lands
+                # of several optimizers, only the first one takes its step
+                self.weights[place].grad.fill_(math.inf)
             optimizer.step()
             optimizer.zero_grad()
         return None
@@ -47,7 +48,7 @@ def numbers(values):
 
 
 def averaged(plugin, callback, *, model=None, steps=5, data=BATCHES, **options):
-    """Train, and return the number of times that the callback has averaged."""
+    """Train, and return how often the callback has averaged."""
     fit(model or Model(), plugin, steps, numbers(data), callbacks=[callback], **options)
     return int(callback._average_model.n_averaged)
 

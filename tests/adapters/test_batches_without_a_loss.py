@@ -1,4 +1,4 @@
-"""What happens in fp16 if a batch has no loss, or if a gradient was not scaled by the front door?"""
+"""What happens in fp16 if a batch has no loss, or if a loss was not scaled by the front door?"""
 
 import warnings
 
@@ -215,7 +215,7 @@ def test_a_bare_backward_under_fabric_is_refused():
     fabric.backward(wrapped(1.0))
     optimizer.step()
     optimizer.zero_grad()
-    model.weight.square().sum().backward()  # of a tensor that Fabric has not seen
+    model.weight.square().sum().backward()  # a loss that does not come from a module that Fabric has set up
     with pytest.raises(RuntimeError, match=r"fabric.backward\(loss\)"):
         optimizer.step()
     assert model.weight[0].item() == -1.0

@@ -1,7 +1,7 @@
 """Does a run resume from checkpoints of release 0.3: of the scaler, the front doors and stored weights?
 
-The file was written by 0.3.0 in plain torch: ``nn.Linear(4, 2)`` trained for four steps, of which the second
-was skipped in fp16.
+The file was written by release 0.3.0 with plain torch. ``nn.Linear(4, 2)`` was trained for four steps, and
+the second step was skipped in fp16.
 """
 
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_weights_in_16_bits_and_moments_in_8_are_those_that_were_saved(saved):
     with autocast("cpu", dtype=torch.bfloat16):
         loss = model(torch.ones(1, 4)).sum()
     loss.backward()
-    optimizer.step()  # its moments are read
+    optimizer.step()  # reads the loaded moments
     model.load_state_dict(saved["stored"]["model"])
     restore_weights(model)
     for name, value in model.state_dict().items():

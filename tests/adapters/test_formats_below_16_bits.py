@@ -1,7 +1,7 @@
 """Do Linear layers below 16 bits train as torchao's own conversion does under torch.autocast, bit for bit?
 
-All of it runs by emulation on the CPU. For nvfp4 torchao has no emulation of training; tests/formats compares
-the bits of its quantizer.
+Everything is emulated on the CPU. torchao cannot emulate training in nvfp4; for that format, tests/formats
+compares the bits of its quantizer.
 """
 
 import copy
@@ -30,7 +30,7 @@ def emulated(**options):
 
 
 class Net(nn.Module):
-    """Two layers that fit all 8-bit formats, a norm, and a head that does not fit."""
+    """Two layers whose shapes fit all 8-bit formats, a norm, and a head whose shape does not fit."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ def batches(count=4, rows=32):
 
 
 def converted_by_torchao(net, precision, left_out=()):
-    """Convert a copy of a model as in torchao's documentation."""
+    """Convert a copy of a model as torchao's documentation describes."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
     from torchao.quantization.quantize_.common import KernelPreference
@@ -166,7 +166,10 @@ def test_losses_and_weights_are_torchaos(front, precision):
 
 @needs_torchao
 def test_torchaos_quantize_of_mxfp8_trains_alike_without_a_bias_and_drops_one():
-    """quantize_ of torchao 0.18 drops the bias, so we convert with its module, which keeps it."""
+    """torchao 0.18's quantize_ drops the bias.
+
+    Therefore we use torchao's module for the conversion, which keeps it.
+    """
     from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
     from torchao.quantization import quantize_
 
@@ -193,7 +196,10 @@ def test_torchaos_quantize_of_mxfp8_trains_alike_without_a_bias_and_drops_one():
 @needs_torchao
 @pytest.mark.parametrize("precision", ["fp8", "fp8-rowwise", "mxfp8", "nvfp4"])
 def test_an_input_in_bfloat16_is_rounded_as_the_same_numbers_in_float32(precision):
-    """Attention returns bfloat16 under autocast. torchao's emulated mxfp8 refuses it with float32 weights."""
+    """Under autocast, attention returns bfloat16.
+
+    torchao's emulated mxfp8 refuses that input if the weights are float32.
+    """
     torch.manual_seed(0)
     net = amp_plugin.convert(nn.Sequential(nn.Linear(128, 128, bias=False)), precision, emulate=True)
     x, outputs = torch.randn(128, 128).bfloat16(), []
@@ -226,7 +232,7 @@ def test_the_first_pattern_that_matches_decides(tmp_path):
     assert kinds_of(net) == {"first": "", "second": "fp8", "head": ""}
     net = amp_plugin.convert(Net(), "mxfp8", fp32_modules=["second"], emulate=True)
     assert kinds_of(net) == {"first": "mxfp8", "second": "", "head": ""}
-    amp_plugin.convert(net, "mxfp8", fp32_modules=["second"], emulate=True)  # converts nothing again
+    amp_plugin.convert(net, "mxfp8", fp32_modules=["second"], emulate=True)  # a second call converts nothing
     assert kinds_of(net) == {"first": "mxfp8", "second": "", "head": ""}
 
 
@@ -287,7 +293,7 @@ def test_rows_that_a_format_does_not_take_are_named():
 
 
 def wide():
-    """A model with a layer that fits each format. It is not run."""
+    """Return a model with one layer that fits each format. It is never run."""
     net = Net()
     net.first = nn.Linear(128, 128)
     return net
@@ -350,7 +356,7 @@ def test_checkpoints_have_the_names_of_the_plain_model(precision, tmp_path):
     saved = torch.load(tmp_path / "run.ckpt", weights_only=True)
     assert saved["state_dict"].keys() == Module().state_dict().keys()
     run(again := Module(), 3, ckpt_path=tmp_path / "run.ckpt")
-    run(again, 4)  # converted once
+    run(again, 4)  # a second fit must not convert the model again
     assert (plugin.scaler, plugin.precision) == (None, "bf16-mixed")
 
 

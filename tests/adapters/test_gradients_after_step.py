@@ -1,4 +1,7 @@
-"""Each front door leaves unscaled gradients after its step: what users log between ``step()`` and ``zero_grad()``."""
+"""In each front door, gradients after a step are unscaled:
+
+users log them between ``step()`` and ``zero_grad()``.
+"""
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from tests.adapters.accelerate_pair import ours
 from tests.adapters.lightning_models import QUIET, batches, fit
 
 pytestmark = QUIET
-GRADIENT = 3.0  # of each of 4 elements
+GRADIENT = 3.0  # the gradient of each of 4 elements
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
     "adam": lambda params: torch.optim.Adam(params, lr=0.1),
@@ -27,9 +30,9 @@ def norm(param):
 
 
 class Manual(LightningModule):
-    """Several weights, each with an optimizer.
+    """A module with several weights and one optimizer for each.
 
-    ``play`` is the training step and records gradients in ``seen``.
+    ``play`` is its training step, which records gradients in ``seen``.
     """
 
     def __init__(self, make, play, count=2):
@@ -65,7 +68,7 @@ def several_optimizers(module, batch_idx):
 
 def n_critic(module, batch_idx):
     module.zero(0)
-    module.backward_of(0, 1)  # the generator's gradients stay for its own step
+    module.backward_of(0, 1)  # adds to the generator's gradients, which its own step uses later
     module.step(0)
     module.zero(1)
     if batch_idx % 2:
@@ -126,7 +129,7 @@ class Automatic(Manual):
 
 
 def trainer(make, precision, clip):
-    """The clip is part of the step, if that is possible."""
+    """Train with the Trainer, which does the clip as part of the step if possible."""
     after = AfterTheStep()
     options = {"gradient_clip_val": None if clip == "none" else 1.0, "callbacks": [after]}
     fit(Automatic(make), AmpPrecision(precision), steps=4, data=batches(value=GRADIENT), **options)
@@ -134,7 +137,7 @@ def trainer(make, precision, clip):
 
 
 def clipped(weight, clip, clip_norm):
-    """Clip in place."""
+    """Clip in place, unless ``clip`` is "none". Check that the gradient changed exactly if it was clipped."""
     before = weight.grad.clone()
     if clip != "none":
         assert clip_norm() > 1.0

@@ -41,7 +41,7 @@ def sgd(model):
 
 
 def by_hand(precision, data, *, every=1, max_norm=None, init_scale=2.0**10):
-    """A plain loop on torch.autocast and torch.amp.GradScaler."""
+    """Train in a plain loop with torch.autocast and torch.amp.GradScaler."""
     model = network()
     optimizer, scaler = (
         sgd(model),
@@ -88,7 +88,8 @@ def test_it_trains_as_a_loop_by_hand(precision, max_norm, every):
     losses, model, optimizer, _ = trained(amp, batches())
     assert losses == expected
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)  # clips differ in last bits
+        # the two clips differ in the last bits
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
     assert max_norm is not None or same(model, reference)
     assert amp.last_step(optimizer).norm > 0
 
@@ -166,7 +167,7 @@ def test_an_evaluator_computes_in_its_precision_and_gives_float32(weights):
     _, model, _, _ = trained(amp, batches())
     assert all(
         param.dtype is torch.float32 for param in model.parameters()
-    )  # given back at the end of the run
+    )  # float32 weights are restored at the end of the run
     seen = []
     model[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     evaluator = create_supervised_evaluator(
@@ -178,7 +179,7 @@ def test_an_evaluator_computes_in_its_precision_and_gives_float32(weights):
     assert math.isfinite(evaluator.state.metrics["loss"])
 
 
-@pytest.mark.native  # rules other than the default ones
+@pytest.mark.native  # own rules need the native core
 def test_stored_weights_and_rules_hold_for_the_run_only():
     amp = IgnitePrecision(
         "bf16", weights="bf16", rules={"device_type": "cpu", "rules": {"aten::linear": "fp32"}}
@@ -232,7 +233,7 @@ def test_a_terminated_run_gives_everything_back():
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), trainer.terminate)
     trainer.run(batches(), max_epochs=1)
     assert model[0].weight.dtype is torch.float32
-    trainer.run(batches(), max_epochs=1)  # and may begin again
+    trainer.run(batches(), max_epochs=1)  # the run can be started again
     assert trainer.state.metrics["skipped_steps"] == 0
 
 

@@ -10,7 +10,7 @@ pytestmark = QUIET
 
 
 class ByHand(OneWeight):
-    """Manual optimization whose first step overflows. The scheduler is stepped after each step."""
+    """Manual optimization: the first step overflows, and the scheduler is stepped after every step."""
 
     def __init__(self, step_scheduler, **options):
         super().__init__(overflow_at=(0, 2), lr=0.1, **options)

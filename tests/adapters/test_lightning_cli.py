@@ -1,4 +1,4 @@
-"""AmpPrecision from a YAML file, through LightningCLI."""
+"""AmpPrecision configured by a YAML file through LightningCLI."""
 
 import sys
 
@@ -14,7 +14,8 @@ from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision
 from amp_plugin.options import PluginOptions, option_names
 from tests.adapters.lightning_models import QUIET, Linear, regression
 
-OUTDATED = "ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"  # LightningCLI's calls
+# warnings about calls that LightningCLI makes
+OUTDATED = "ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"
 pytestmark = [*QUIET, pytest.mark.filterwarnings(OUTDATED)]
 
 CONFIG = """

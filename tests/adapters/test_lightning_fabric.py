@@ -1,4 +1,4 @@
-"""FabricAmpPrecision: what the stock Fabric plugin refuses or gets wrong, and the plain path."""
+"""FabricAmpPrecision: what the stock Fabric plugin refuses or does wrongly, and ordinary training."""
 
 import copy
 import pickle
@@ -24,7 +24,7 @@ stock = partial(lightning_models.stock, cls=MixedPrecision)
 
 
 class Weights(nn.Module):
-    """Two numbers; the gradient of each is the number it is multiplied by."""
+    """A module with two weights. The gradient of each is the number that it is multiplied by."""
 
     def __init__(self):
         super().__init__()
@@ -138,7 +138,8 @@ def test_gradient_penalties_pass_the_guard(package):
     fabric.backward(derivative.square() + plugin.gradient_penalty(model(x), x))
     assert plugin.package.wrappers._in_fabric_backward is False
     optimizer.step()
-    assert (model.a.item(), model.b.item()) == (-7.0, -7.0)  # twice d/da (a + b)^2 = 4
+    # two terms, each with the gradient d/da (a + b)^2 = 4
+    assert (model.a.item(), model.b.item()) == (-7.0, -7.0)
 
 
 def test_the_loss_scale_is_saved_with_fabric(tmp_path):
@@ -174,7 +175,10 @@ def test_backward_inside_fabric_autocast_runs_without_it():
 
 @pytest.mark.parametrize("order", ["model first", "optimizers first"])
 def test_an_optimizer_that_accumulates_before_its_first_step(order):
-    """It is known from its set-up, so its gradients follow the scale that the other one's steps change."""
+    """Fabric knows the optimizer from set-up.
+
+    So its gradients are converted when steps of the other one change the scale.
+    """
     fabric = Fabric(
         accelerator="cpu", devices=1, plugins=[FabricAmpPrecision(init_scale=4.0, growth_interval=1)]
     )
@@ -199,7 +203,7 @@ def test_an_optimizer_that_accumulates_before_its_first_step(order):
     ids=["stock", "ours"],
 )
 def test_a_thread_gets_the_dtype_of_the_plugin(make, first):
-    """As in nn.DataParallel: replicas run in threads with autocast on, and with the default dtype."""
+    """nn.DataParallel runs replicas in threads. There autocast is on, but with torch's default dtype."""
     plugin, module, dtypes = make(), nn.Linear(2, 2), []
     model = Fabric(accelerator="cpu", devices=1, plugins=[plugin]).setup(module)
     assert model(torch.ones(1, 2)).dtype is torch.float32
@@ -209,7 +213,7 @@ def test_a_thread_gets_the_dtype_of_the_plugin(make, first):
             dtypes.append(replica(torch.ones(1, 2)).dtype)
             dtypes.append(torch.get_autocast_dtype("cpu"))
 
-    for autocast in (True, False):  # where the replica is made in a region, and outside
+    for autocast in (True, False):  # the replica is made inside a region, or outside of one
         with plugin.forward_context() if autocast else nullcontext():
             replica = module._replicate_for_data_parallel()
         replica.weight, replica.bias = module.weight, module.bias

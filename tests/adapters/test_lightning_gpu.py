@@ -1,4 +1,4 @@
-"""AmpPrecision on a GPU: steps in one pass, skips that the host learns of later, FSDP1."""
+"""AmpPrecision on a GPU: steps in one pass, skips that the host learns of later, and FSDP1."""
 
 import pytest
 import torch
@@ -16,9 +16,10 @@ def weights(module):
 
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_a_folded_step_is_the_step(clip):
-    """A fused step and one that is not round differently, and then an activation in fp16 rounds the other way.
+    """A fused and an unfused step give nearly the same weights.
 
-    So they may differ by what the precision itself changes: the distance between the weights trained in fp16 and in fp32.
+    They round differently, and an fp16 activation can then round the other way. The allowed difference is
+    what the precision itself changes: the distance between the weights trained in fp16 and in fp32.
     """
 
     def trained(precision, *, fused):
@@ -49,7 +50,7 @@ def test_a_scheduler_ends_where_the_optimizer_does(exact):
 def test_fsdp(precision):
     module, alone = Linear(), Linear()
     options = {"steps": 10, "accelerator": "gpu", "gradient_clip_val": 1.0}
-    options["use_distributed_sampler"] = False  # Lightning's would deal out other batches under FSDP
+    options["use_distributed_sampler"] = False  # under FSDP, Lightning's sampler would select other batches
     plugin, strategy = AmpPrecision(precision, init_scale=1024.0), FSDPStrategy(use_orig_params=True)
     trainer = fit(module, plugin, data=regression(), strategy=strategy, **options)
     fit(alone, AmpPrecision("fp32"), data=regression(), **options)

@@ -1,6 +1,6 @@
-"""What Lightning's users do next to the plugin: callbacks, Tuner, Trainer flags, second and nested runs.
+"""What Lightning's users combine with the plugin: callbacks, Tuner, Trainer flags, repeated and nested runs.
 
-Where the stock plugin does the same, the weights are compared bit for bit.
+If the stock plugin supports the same, the weights are compared bit for bit.
 """
 
 import pytest
@@ -64,7 +64,7 @@ class Validated(Linear):
 
 
 def backbone_first(module):
-    """BackboneFinetuning freezes the backbone before the optimizer is made: give it the head alone."""
+    """Give the optimizer only the head, because BackboneFinetuning freezes the backbone first."""
     module.configure_optimizers = lambda: torch.optim.SGD(
         [param for param in module.parameters() if param.requires_grad], lr=1e-2
     )
@@ -85,7 +85,7 @@ def state_of(module):
 
 
 def same(play, precision, growth=2):
-    """Assert that a program gives the same numbers under our plugin and the stock one; return them."""
+    """Assert that a program gives the same numbers under our plugin and under the stock one, and return them."""
     ours, theirs = (play(makes[precision](growth)) for makes in (OURS, STOCKS))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     return ours
@@ -116,8 +116,8 @@ HABITS = {
 
 @pytest.fixture
 def flags_of_torch(monkeypatch):
-    """The flags of the process that a Trainer sets. They are restored."""
-    # torch's own test modules, once imported, lock the flags for the process
+    """Restore the process-wide flags that a Trainer sets."""
+    # torch's own test modules lock these flags for the whole process when they are imported
     flags = torch.backends.flags_frozen.__globals__
     monkeypatch.setitem(flags, "__allow_nonbracketed_mutation_flag", True)
     deterministic, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
@@ -140,12 +140,16 @@ def test_same_weights_as_under_the_stock_plugin(habit, precision):
         module, _ = run(plugin, options.pop("callbacks", list)(), **options)
         return state_of(module), module.losses, module.validated
 
-    # Averages of stock count skipped steps and ours do not, so with them no step may be skipped.
+    # With the stock plugin, averages include skipped steps; with ours they do not. So with averages no step
+    # may be skipped.
     assert same(play, precision, growth=10_000 if habit in {"weight averaging", "ema"} else 2)[2]
 
 
 def test_stochastic_weight_averaging_in_fp16():
-    """Its last epoch runs no backward pass. The stock plugin fails at its step."""
+    """The last epoch runs no backward pass.
+
+    The stock plugin fails at the step of that epoch; ours does not.
+    """
     with pytest.raises(AssertionError, match="No inf checks were recorded"):
         run(STOCKS["fp16"](), HABITS["swa"]["callbacks"]())
     module, trainer = run(AmpPrecision("fp16", init_scale=SCALE), HABITS["swa"]["callbacks"]())
@@ -205,7 +209,10 @@ def alone(precision):
 
 @pytest.mark.native
 def test_runs_one_after_another_are_stocks_also_behind_one_that_failed():
-    """Runs of each precision, twice. Between them, runs with op rules of their own fail."""
+    """Each precision runs twice and equals the stock plugin.
+
+    Between these runs, runs with their own op rules fail.
+    """
 
     def play(*makes):
         finals = []
@@ -223,7 +230,7 @@ def test_runs_one_after_another_are_stocks_also_behind_one_that_failed():
 def fail_with_rules():
     """Train in bf16 with Linear in fp32 until a step raises.
 
-    Autocast blocks then follow the default rules again.
+    Afterwards autocast blocks must follow the default rules again.
     """
     module, x = RaisesOnce(), torch.ones(1, 8)
     linear, dtypes = module.net[0], []
@@ -241,7 +248,7 @@ def fail_with_rules():
 @pytest.mark.parametrize(("outer", "inner"), [("fp16", "bf16"), ("bf16", "fp16")])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_run_inside_a_run(outer, inner, accumulate):
-    """Another Trainer runs in the middle of an epoch."""
+    """Another Trainer runs in the middle of an epoch, and changes nothing in the outer run."""
     inners = []
 
     def train_another(*given):

@@ -28,7 +28,7 @@ pytestmark = QUIET
 
 
 class Look(Callback):
-    """Keeps what the progress bar shows."""
+    """A callback that keeps the values in the progress bar."""
 
     def on_train_batch_end(self, trainer, *_):
         self.shown = dict(trainer.progress_bar_metrics)
@@ -63,8 +63,9 @@ def test_the_norm_alone_is_logged_where_nothing_is_scaled(precision, clip):
     plugin = AmpPrecision(precision)
     options = {**clip, "accumulate_grad_batches": 2}
     trainer = fit(OneWeight(), plugin, steps=2, callbacks=[monitor, look], **options)
-    assert dict(trainer.callback_metrics) == look.shown == {"grad_norm": 3.0}  # the mean of the window
-    assert plugin.last_step(trainer.optimizers[0]).norm.item() == 3.0  # before clipping
+    # the norm of the window's mean gradient
+    assert dict(trainer.callback_metrics) == look.shown == {"grad_norm": 3.0}
+    assert plugin.last_step(trainer.optimizers[0]).norm.item() == 3.0  # the norm before clipping
     assert monitor.skipped_steps == 0
 
 
@@ -84,7 +85,7 @@ def test_the_bytes_per_parameter_are_logged_once_a_step_was_taken(caplog):
 
 @pytest.mark.parametrize("callbacks", [[], [AmpMonitor()]])
 def test_a_fit_that_took_no_step_ends_with_a_warning(precision, callbacks):
-    """It does so even after a fit that has ended with an error, and while that error is handled."""
+    """The warning also comes after an earlier fit failed, and while the program handles that error."""
     plugin, fails = AmpPrecision(precision), LambdaCallback(on_train_batch_end=Mock(side_effect=OSError))
     try:
         fit(OneWeight(), plugin, callbacks=[fails])
@@ -127,13 +128,13 @@ def test_a_resumed_run_goes_on_counting(tmp_path):
 
 
 def test_results_are_read_every_few_steps(monkeypatch):
-    """This holds where the host must wait to learn them, as on a GPU."""
+    """This applies if the host must wait for results, as on a GPU."""
     monkeypatch.setattr(StepResult, "known_at_once", staticmethod(lambda flag: None))
     monitor = AmpMonitor(max_skips_in_a_row=2, every_n_steps=4)
     module = OneWeight(overflow_at=range(9), fused=True)
     with pytest.raises(RuntimeError, match=r"2 steps of \w+ in a row"):
         fit(module, AmpPrecision(), steps=9, callbacks=[monitor])
-    assert len(module.lrs) == 3  # found at the fourth step
+    assert len(module.lrs) == 3  # noticed when the fourth step reads the results
 
 
 def test_it_watches_amp_precision_only():
@@ -166,7 +167,7 @@ def test_a_second_fit_after_an_exception_counts_each_step_once():
 
 
 class Traced(Linear):
-    """Logs, updates a metric, and steps and clips by hand. Its fourth loss is infinite."""
+    """A module that logs, updates a metric, and can clip and step by hand. Its fourth loss is infinite."""
 
     def __init__(self, by_hand):
         super().__init__()
@@ -176,7 +177,7 @@ class Traced(Linear):
     def training_step(self, *batch_and_index):
         self.batches += 1
         loss = super().training_step(*batch_and_index)
-        self.mean.update(loss)  # in place
+        self.mean.update(loss)  # changes the metric's state in place
         self.mean(loss)
         self.average = 0.9 * self.average + 0.1 * loss.detach()
         self.log("loss", loss, on_step=True, on_epoch=True)
@@ -202,7 +203,7 @@ class Traced(Linear):
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_run_with_a_page_logs_and_counts_what_one_without_does(by_hand, precision, tmp_path):
-    """The hash of a torchmetrics module depends on its state."""
+    """The module holds a torchmetrics metric, whose hash depends on its state."""
     runs = []
     for report in (None, tmp_path / "run.html"):
         module, monitor = Traced(by_hand), AmpMonitor(report=report)

@@ -1,4 +1,4 @@
-"""Two processes on gloo (DDP by subprocess and by spawn, FSDP2), each compared with one process."""
+"""Two gloo processes (DDP by subprocess and by spawn, FSDP2), each compared with one process."""
 
 import json
 import runpy
@@ -22,7 +22,7 @@ RUNS = (
     "fsdp2:bf16",
     "ddp:bf16:poisoned",
     "fsdp2:fp16:poisoned",
-)  # at first without autograd's threads
+)  # the first run must start before autograd has threads
 
 
 def run_script(words):
@@ -33,7 +33,7 @@ def run_script(words):
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """Return the reports of each rank for each run. The script is started once for all runs."""
+    """Return each rank's report for each run. The script is started once for all runs."""
     folder = tmp_path_factory.mktemp("ranks")
     words = [str(SCRIPT), str(folder), *RUNS]
     done = call(run_script, words, environment={"PYTHONPATH": str(ROOT)}, frameworks=True)
@@ -80,7 +80,7 @@ def test_the_norm_of_shards_is_known_in_bf16_too(reports):
 
 @pytest.mark.parametrize("run", ["ddp:bf16:poisoned", "fsdp2:fp16:poisoned"])
 def test_ranks_write_one_page(run, reports):
-    """A nan in a batch of rank 1 skips the step on both ranks. Rank 0 writes the page."""
+    """A nan in rank 1's batch skips the step on both ranks. Only rank 0 writes the page."""
     ranks = reports(run)
     assert [rank["skipped"] for rank in ranks] == [1, 1]
     folder = reports.folder / run.replace(":", "_")

@@ -1,4 +1,4 @@
-"""plugin.scaler exists from the start, and can be replaced by the user's scaler."""
+"""plugin.scaler exists from the start, and users can replace it."""
 
 import copy
 import pickle
@@ -56,7 +56,7 @@ def test_groups_that_are_known_later():
 
 
 class AsksForTheScaler(OneWeight):
-    """A module that checks the scaler in ``configure_optimizers``, as user code does."""
+    """A module that uses the scaler in ``configure_optimizers``, as user code does."""
 
     def configure_optimizers(self):
         assert isinstance(self.trainer.precision_plugin.scaler, torch.amp.GradScaler)
@@ -77,7 +77,7 @@ def test_it_stays_the_same_object_and_keeps_a_state_that_was_loaded():
 
 
 class Wrapped:
-    """Counts calls, and has all methods of the scaler that it wraps."""
+    """A wrapper that counts calls, and has all methods of the scaler that it wraps."""
 
     def __init__(self, scaler):
         self._scaler, self.calls = scaler, []
@@ -115,7 +115,7 @@ def test_a_wrapper_is_called_in_place_of_the_scaler():
     assert wrapper.calls.count("step") == wrapper.calls.count("update") == 6
     torch.testing.assert_close(
         *runs, rtol=1e-6, atol=1e-7
-    )  # the wrapper's step does not clip, the other's does
+    )  # the scaler's own step includes the clip, the wrapper's step does not
 
 
 def test_torchs_scaler_gives_ours_its_options_and_state(fused):
@@ -125,13 +125,13 @@ def test_torchs_scaler_gives_ours_its_options_and_state(fused):
     )
     plugin = AmpPrecision("fp16", scaler=mine)
     assert type(plugin.scaler) is GradScaler
-    clip = {} if fused else {"gradient_clip_val": 0.5}  # stock clips no fused optimizer
+    clip = {} if fused else {"gradient_clip_val": 0.5}  # the stock plugin cannot clip with a fused optimizer
     runs = []
     for precision in (plugin, MixedPrecision("16-mixed", "cpu", scaler=theirs)):
         module = Linear(fused=fused)
         fit(module, precision, steps=8, data=regression(), **clip)
         runs.append([*module.parameters()])
-    torch.testing.assert_close(*runs, rtol=1e-5, atol=1e-6)  # our own clipping has another norm
+    torch.testing.assert_close(*runs, rtol=1e-5, atol=1e-6)  # our norm differs from torch's in the last bits
     assert theirs.get_scale() != 2.0**20
     ours = plugin.scaler.state_dict()
     assert {key: ours[key] for key in theirs.state_dict()} == theirs.state_dict()
@@ -157,7 +157,7 @@ def test_another_scaler_or_none(given, scale):
 
 
 class OwnStep(torch.amp.GradScaler):
-    """A scaler with its own ``step``, as programs write them for torch."""
+    """A scaler that overrides ``step``, as programs do with torch's."""
 
     def step(self, optimizer, *args, **kwargs):
         return super().step(optimizer, *args, **kwargs)

@@ -1,6 +1,6 @@
-"""Defects of the stock plugin, measured, and ours without them in the same program.
+"""Defects of the stock plugin are shown in programs. Our plugin runs the same programs without them.
 
-A row or test of the ``stock`` half that fails says that upstream has fixed the defect.
+If a row or a test of the ``stock`` half fails, Lightning has fixed the defect.
 """
 
 import pickle
@@ -33,14 +33,17 @@ pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore:.*training_step.*return
 
 
 def joint_backward(plugin, **options):
-    """The steps of two optimizers after one backward; each gradient is 3."""
+    """Step two optimizers after one backward pass. Each gradient is 3."""
     module = TwoOptimizers(**options)
     fit(module, plugin)
     return [number for steps in module.seen for number in steps]
 
 
 def different_cadence(plugin):
-    """``a`` steps after every batch, ``b`` after every second; the scale grows with each step of ``a``."""
+    """``a`` steps after every batch, ``b`` after every second one.
+
+    The scale grows with each step of ``a``.
+    """
 
     def step(module, batch, batch_idx):
         first, second = module.optimizers()
@@ -71,7 +74,7 @@ def clip_by_hand(plugin, algorithm):
 
 
 class GradientNorm(Callback):
-    """A gradient-norm logger."""
+    """A callback that logs gradient norms."""
 
     def __init__(self):
         self.norms = []
@@ -95,7 +98,10 @@ def loss_seen_before_backward(plugin):
 
 
 def none_as_the_last_loss_of_a_window(plugin):
-    """Return what a hook sees, and the weight. The weight is 1 if the gradients of the window were lost."""
+    """Return the norms that a hook saw, and the weight.
+
+    The weight stays 1 if the window's gradients were lost.
+    """
     norms, module = GradientNorm(), OneWeight(none_at=(1,))
     fit(module, plugin, callbacks=[norms], accumulate_grad_batches=2)
     return [*norms.norms, module.w.item()]
@@ -112,7 +118,7 @@ def rates_while_steps_are_skipped(plugin, **options):
 
 
 class Underflow(OneWeight):
-    """The derivative of the output is 1e-8, which float16 cannot hold."""
+    """Its output has a derivative of 1e-8, which float16 cannot represent."""
 
     def __init__(self):
         super().__init__()
@@ -136,7 +142,7 @@ def derivative_for_a_penalty(plugin):
 FIRST_OVERFLOWS = partial(joint_backward, overflow_a=True)
 RATES = [0.5, 1 / 3, 0.25], [1, 1, 0.5]
 GROWS, LARGE = {"init_scale": 2.0, "growth_interval": 1}, {"init_scale": 1024.0}
-# A program, options of the plugin, the numbers of stock and ours.
+# A program, the options of the plugin, and the numbers from the stock plugin and from ours.
 NUMBERS = {
     "the scale grows between two steps": (joint_backward, GROWS, [3.0, 1.5], [3.0, 3.0]),
     "the first of two overflows": (FIRST_OVERFLOWS, {"init_scale": 8.0}, [0.0, 6.0], [0.0, 3.0]),
@@ -180,7 +186,7 @@ def test_an_optimizer_without_gradients():
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 def test_clipping_with_a_fused_optimizer_stock(precision):
-    """It is an error in Lightning 2.6. The next release clips in bf16 (Lightning-AI #21436)."""
+    """Lightning 2.6 raises an error. Its next release can clip in bf16 (Lightning-AI #21436)."""
     plugin = stock() if precision == "16-mixed" else MixedPrecision(precision, "cpu")
     refused = pytest.raises(RuntimeError, match="does not allow for gradient clipping")
     with nullcontext() if AFTER_2_6 and plugin.scaler is None else refused:
@@ -272,17 +278,17 @@ def test_lbfgs():
     for precision in ("fp16", "fp32"):
         module, plugin = ByHand(), AmpPrecision(precision, init_scale=1024.0)
         fit(module, plugin, steps=3, data=regression(3, 64, repeat=True))
-        assert len(module.losses) > 9  # several evaluations a step
+        assert len(module.losses) > 9  # each step evaluates the closure several times
         assert plugin.skipped_steps == 0
         assert module.enabled == {precision == "fp16"}
         results[precision] = module.losses
     assert results["fp16"][-1] < results["fp16"][0] / 5
-    # the same gradients, before the line search multiplies what fp16 rounds off
+    # compared early: later the line search amplifies fp16's rounding errors
     torch.testing.assert_close(results["fp16"][:3], results["fp32"][:3], rtol=0.01, atol=0.0)
 
 
 class Lookback(torch.optim.SGD):
-    """Takes half a step, computes the gradient there, and steps from the original point, as SAM does."""
+    """Takes half a step, computes the gradient there, and then steps from the original point, as SAM does."""
 
     calls_closure_again = True
 
@@ -317,10 +323,10 @@ def test_an_overflow_in_a_window_of_a_repeated_closure(kind, overflow_at):
     module = Module()
     trainer = fit(module, AmpPrecision(init_scale=1024.0), steps=2, accumulate_grad_batches=3)
     plugin = trainer.precision_plugin
-    assert module.seen == set(range(6))  # each batch is shown to the module, as in fp32
+    assert module.seen == set(range(6))  # the module saw every batch, as in fp32
     assert (plugin.optimizer_steps, plugin.skipped_steps) == (1, 1)
     assert plugin.scaler.get_scale() == 512.0
-    assert 0.0 < module.w.item() < 1.0  # the second window's step
+    assert 0.0 < module.w.item() < 1.0  # only the second window's step was taken
 
 
 # -- schedulers and steps -----------------------------------------------------------------------

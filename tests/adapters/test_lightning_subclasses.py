@@ -1,4 +1,4 @@
-"""Subclasses of the plugin, and methods of a module around the step, see what they see under the stock plugin."""
+"""Subclasses of the plugin, and a module's methods around the step, see the same as under the stock plugin."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
 
 
 def plugin_of(cls, precision):
-    """The stock plugin or ours, or a subclass of one."""
+    """Return the stock plugin or ours, or a subclass of one."""
     if issubclass(cls, AmpPrecision):
         return cls(precision, **({"init_scale": 2.0**10} if precision == "fp16" else {}))
     return stock(2.0**10, cls=cls) if precision == "fp16" else cls("bf16-mixed", "cpu")
@@ -26,7 +26,7 @@ def norm(params):
 
 
 class Looks:
-    """Measures gradients around Lightning's clipping, and after the step."""
+    """Records gradients before and after Lightning's clipping, and after the step."""
 
     def clip_gradients(self, optimizer, *args, **kwargs):
         self.seen = [*getattr(self, "seen", []), norm(self.main_params(optimizer))]
@@ -52,7 +52,7 @@ class ClipsByItself:
 
 
 class ClipsByAnotherFunction:
-    """Its clipping method is replaced on the instance."""
+    """A plugin whose clipping method is replaced on the instance."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -104,7 +104,7 @@ def test_a_subclass_sees_and_clips_unscaled_gradients(mixin, algorithm, precisio
 
 
 class StepsByItself(Linear):
-    """Warms up its learning rate, and reads gradients after they were used."""
+    """A module that warms up its learning rate, and reads gradients after the step."""
 
     def __init__(self):
         super().__init__(optimizer=torch.optim.SGD)
@@ -165,7 +165,7 @@ FABRIC_METHODS = (
 
 
 def noting_calls(base):
-    """Return a subclass that overrides each method, and records its arguments and the gradients."""
+    """Return a subclass that overrides every method to record its arguments and the gradients."""
 
     def noting(name):
         def method(self, *args, **kwargs):

@@ -38,7 +38,7 @@ pytestmark = QUIET
 
 
 class Hooks(Callback):
-    """A callback that records its hooks in order, together with the module's."""
+    """A callback that records its own hooks and the module's, in order."""
 
     def __init__(self):
         self.calls = []
@@ -54,7 +54,7 @@ class Hooks(Callback):
 
 
 def noting(calls):
-    """Return a module that records the methods which Lightning calls around a step."""
+    """Return a module that records which methods Lightning calls around a step."""
 
     def method(name):
         def call(self, *args, **kwargs):
@@ -86,7 +86,7 @@ def test_hook_order_is_that_of_the_stock_plugin():
 
 
 class Dtypes(Linear):
-    """Records the dtype of a matrix product in each kind of step, and that of the batch."""
+    """Records the dtype of the batch, and of a matrix product in each kind of step."""
 
     def __init__(self):
         super().__init__(torch.optim.SGD)
@@ -132,7 +132,7 @@ def test_each_kind_of_step_has_its_precision(training, evaluation, trained, eval
 
 @pytest.mark.native
 def test_rules_hold_for_the_whole_run(tmp_path):
-    """In the plugin's regions, in blocks of torch's own inside them, and elsewhere in the run."""
+    """They apply in the plugin's regions, in torch.autocast blocks inside them, and elsewhere in the run."""
     rules = amp_plugin.OpRules.default("cpu").with_rule("aten::linear", "fp32")
     path = tmp_path / "rules.yaml"
     path.write_text(rules.to_yaml())
@@ -154,7 +154,7 @@ def test_rules_hold_for_the_whole_run(tmp_path):
         seen.clear()
         fit(Module(), AmpPrecision("bf16", rules=given))
         assert seen == [torch.float32] * 3
-    with torch.autocast("cpu", dtype=torch.bfloat16):  # and not after it
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # after the run the rules no longer apply
         assert nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
 
 
@@ -187,7 +187,10 @@ def test_a_step_whose_closure_raises_is_no_step(precision):
 
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_weight_used_several_times_in_a_step_has_the_stock_gradient(window):
-    """Its gradients add up in fp32. With one cast shared by all uses they would add up in bf16."""
+    """The gradients of its uses are added in fp32.
+
+    If all uses shared one cast, they would be added in bf16.
+    """
 
     class Recurrent(Linear):
         def training_step(self, batch, batch_idx):
@@ -203,7 +206,10 @@ def test_a_weight_used_several_times_in_a_step_has_the_stock_gradient(window):
         return module.gradients
 
     class Uncached(MixedPrecision):
-        """The behaviour of Lightning 2.6. The next release shares casts again (Lightning-AI #21616)."""
+        """The stock plugin as in Lightning 2.6, which does not share casts.
+
+        The next release does (Lightning-AI #21616).
+        """
 
         def forward_context(self):
             return self.autocast_context_manager()
@@ -217,7 +223,10 @@ def test_a_weight_used_several_times_in_a_step_has_the_stock_gradient(window):
 
 
 class EditsGradients(OneWeight):
-    """LBFGS whose gradient of 3 is changed to 0.5. Its first step is the gradient, or 1 if that is larger."""
+    """LBFGS that changes its gradient of 3 to 0.5.
+
+    Its first step is the gradient, or 1 if the gradient is larger.
+    """
 
     def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters(), lr=1.0, max_iter=1)
@@ -243,7 +252,7 @@ def test_unscaled_gradients_of_a_repeated_closure_may_be_edited(module, precisio
 
 
 def overflowing(where, fused):
-    """Return a module whose method makes a gradient infinite without a change of its version counter."""
+    """Return a module whose method makes a gradient infinite without changing its version counter."""
 
     def clip_and_overflow(self, optimizer, *_, **__):
         LightningModule.clip_gradients(self, optimizer, 0.5, "norm")
@@ -295,7 +304,10 @@ def test_steps_by_hand_while_the_scale_grows(step, steps, taken):
 
 
 def test_the_end_of_a_manual_training_step_ends_the_iteration():
-    """The scale changes there. The gradients that ``b`` keeps and never uses are converted."""
+    """The scale changes there.
+
+    ``b`` keeps its gradients without using them, so they are converted to the new scale.
+    """
     scales = []
 
     class Scales(Callback):
@@ -307,7 +319,8 @@ def test_the_end_of_a_manual_training_step_ends_the_iteration():
         first.zero_grad()
         module.manual_backward(batch * (module.a + module.b))
         first.step()
-        assert module.trainer.scaler.get_scale() == 2.0 ** (batch_idx + 1)  # waits for b until the end
+        # unchanged until the training step ends, because b has not stepped
+        assert module.trainer.scaler.get_scale() == 2.0 ** (batch_idx + 1)
 
     plugin = AmpPrecision(init_scale=2.0, growth_interval=1)
     fit(TwoOptimizers(step=step), plugin, steps=2, callbacks=[Scales()])
@@ -384,7 +397,7 @@ def after(module, first, second, loss):
 
 @pytest.mark.parametrize("wrong", [alone, set_by_hand, before, after])
 def test_gradients_that_manual_backward_has_not_made_are_named(wrong):
-    """Otherwise they would be divided by a scale that they were never multiplied with."""
+    """Otherwise they would be divided by a scale although they were never multiplied by it."""
 
     def step(module, batch, batch_idx):
         wrong(module, *module.optimizers(), batch * (module.a + module.b))
@@ -397,7 +410,7 @@ def test_gradients_that_manual_backward_has_not_made_are_named(wrong):
 
 
 def test_a_backward_whose_gradients_are_dropped_is_allowed():
-    """Adversarial training does this: the gradients of the weights are dropped."""
+    """Adversarial training does this: it discards the gradients of the weights."""
 
     def step(module, batch, batch_idx):
         first, _ = module.optimizers()
@@ -424,7 +437,7 @@ def test_watching_for_loss_backward_ends_with_the_run():
     fit(module, AmpPrecision())
     assert not module.a._post_accumulate_grad_hooks
     module = OneWeight()
-    fit(module, AmpPrecision())  # nothing to watch in automatic optimization
+    fit(module, AmpPrecision())  # automatic optimization needs no hooks
     assert not module.w._post_accumulate_grad_hooks
 
 
@@ -545,7 +558,7 @@ def test_another_device_than_the_strategys_is_refused(kind):
     ],
 )
 def test_a_plugin_of_the_wrong_kind_or_package_says_so(package, plugin, options, text):
-    """A library may use one Lightning package (neuralforecast), and the program the other one."""
+    """A library such as neuralforecast may use one of the two Lightning packages, and the program the other."""
     trainer = classes_for(package).AmpPrecision.package.Trainer
     with pytest.raises(Exception, match=text):
         trainer(plugins=[plugin()], accelerator="cpu", logger=False, **options)

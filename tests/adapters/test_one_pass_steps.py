@@ -1,4 +1,4 @@
-"""Steps in one pass under the frameworks without a loss scale: which ones are taken, and what users see."""
+"""Steps in one pass without a loss scale, in the frameworks: which steps use it, and what users see."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ MAX_NORM = 0.01
 
 
 class After(Callback):
-    """A callback that records weights and states after each step."""
+    """A callback that records weights and optimizer states after each step."""
 
     def __init__(self):
         self.results, self.norms = [], []

@@ -1,4 +1,4 @@
-"""Options that a program does not state, from the environment and its file, in Lightning as in Accelerate."""
+"""Options that a program leaves unset come from the environment and its file, in Lightning and in Accelerate."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Optimizers of other projects under a loss scale are exact, and a skipped step changes nothing."""
+"""Optimizers of other projects give exact results under a loss scale, and a skipped step changes nothing."""
 
 import importlib
 import importlib.util
@@ -24,18 +24,18 @@ def make(request):
     if not importlib.util.find_spec(package.partition(".")[0]):
         pytest.skip(f"needs {package}")
     kind = getattr(importlib.import_module(package), name)
-    with torch.compiler.set_stance("force_eager"):  # torchao compiles its step
+    with torch.compiler.set_stance("force_eager"):  # torchao's optimizer compiles its step
         yield lambda params: switched(kind(params, **options))
 
 
 def switched(optimizer, mode="train"):
-    """Switch a schedule-free optimizer between its modes. Other optimizers have none."""
+    """Switch a schedule-free optimizer to training or evaluation mode. Other optimizers have no modes."""
     getattr(optimizer, mode, lambda: None)()
     return optimizer
 
 
 def tensors_of(optimizer):
-    """Return all tensors of an optimizer's state, 8-bit tensors as fp32."""
+    """Return all tensors of an optimizer's state; 8-bit tensors are converted to fp32."""
     kept = [value for state in optimizer.state.values() for value in state.values()]
     return [value.dequantize() if hasattr(value, "codes") else value for value in kept]
 
@@ -44,7 +44,10 @@ BATCHES = torch.randn(6, 8, 16, generator=torch.Generator().manual_seed(0))
 
 
 def trained(make, step_on):
-    """Train a layer with 8-bit state. ``step_on(optimizer, loss, number)`` runs one iteration."""
+    """Train a layer whose optimizer has 8-bit state.
+
+    ``step_on(optimizer, loss, number)`` runs one iteration.
+    """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 1))
     optimizer = make(net.parameters())
@@ -57,8 +60,9 @@ def trained(make, step_on):
 
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_scaled_by_powers_of_two_it_trains_as_unscaled(make, clip):
-    """An overflowing batch before each good one leaves no trace."""
-    scaler = GradScaler("cpu", init_scale=2.0**20, one_pass=False)  # for the bits of their own steps
+    """Before each good batch comes one that overflows. It leaves no trace."""
+    # so that each optimizer's own step runs, with its own bits
+    scaler = GradScaler("cpu", init_scale=2.0**20, one_pass=False)
 
     def scaled(net, optimizer, loss, number):
         for factor in (float("inf"), 1.0):
@@ -77,5 +81,6 @@ def test_scaled_by_powers_of_two_it_trains_as_unscaled(make, clip):
             nn.utils.clip_grad_norm_(net.parameters(), clip)
         optimizer.step()
 
-    exact = {"rtol": 1e-4, "atol": 1e-5} if clip else {"rtol": 0, "atol": 0}  # another norm in the last bit
+    # our norm differs from torch's in the last bit
+    exact = {"rtol": 1e-4, "atol": 1e-5} if clip else {"rtol": 0, "atol": 0}
     torch.testing.assert_close(trained(make, scaled), trained(make, plain), **exact)

@@ -1,6 +1,6 @@
-"""One batch of twenty has a nan: in every precision, the run ends as if that batch had not been there.
+"""One of twenty batches contains a nan. In every precision, the run ends as if that batch had not existed.
 
-A batch of nan makes every gradient nan; the step changes nothing, and the scheduler waits.
+That batch makes every gradient nan. The step changes nothing, and the scheduler waits.
 """
 
 import math
@@ -21,7 +21,7 @@ pytestmark = QUIET
 
 PRECISIONS = ["fp16", "bf16", "fp32"]
 POISONED = 7
-OPTIONS = {"init_scale": 2.0**13}  # so large that half of it leaves no gradient subnormal in fp16
+OPTIONS = {"init_scale": 2.0**13}  # so large that no fp16 gradient is subnormal, even at half of this scale
 
 
 def batches(*, poison=math.nan, drop=False):
@@ -138,7 +138,10 @@ WAYS = [
 
 
 def assert_one_batch_left_no_trace(loop, precision, way, through=as_it_is):
-    """Assert that a run with a nan batch equals a run without it. The latter is never compiled."""
+    """Assert that a run with a nan batch equals a run without that batch.
+
+    The run without it is never compiled.
+    """
     net, optimizer, skipped = loop(precision, batches(), **way, through=through)
     torch._dynamo.reset()
     other, other_optimizer, _ = loop(precision, batches(drop=True), **way)
@@ -170,7 +173,7 @@ COMPILED = [(trainer, "fp16"), (trainer, "bf16"), (manual, "bf16"), (fabric, "fp
 )
 @pytest.mark.parametrize(("loop", "precision"), COMPILED)
 def test_so_it_is_where_the_step_is_compiled(loop, precision):
-    """The whole step is compiled, except for the parts that the Trainer runs itself."""
+    """Everything in the step is compiled, except for the parts that the Trainer runs itself."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     way = {"kind": torch.optim.AdamW, "fused": False, "clip": 0.05}
@@ -196,10 +199,10 @@ def test_the_monitor_logs_the_skips_of_bf16_from_the_first_on():
 
 
 class LogOfZero(Learner):
-    """Overflows at one known line."""
+    """A module whose loss is log(0), at one known line."""
 
     def training_step(self, batch, batch_idx):
-        loss = self.net(batch).mul(0).log().mean()  # the fault
+        loss = self.net(batch).mul(0).log().mean()  # the line that makes the loss infinite
         if not self.automatic_optimization:
             self.optimizers().zero_grad()
             self.manual_backward(loss)

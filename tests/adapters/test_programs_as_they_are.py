@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def printed(*words, folder):
-    """Return the output of a program, and the lines that amp-plugin printed."""
+    """Return a program's output, and the lines that amp-plugin printed."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *words]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""`amp-plugin run` begins when the program imports torch and ends with the process, as the program itself does."""
+"""`amp-plugin run` begins when the program imports torch. It ends with the process, as the program does."""
 
 import contextlib
 import pickle
@@ -71,7 +71,7 @@ def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_a_program_finds_what_it_finds_without_the_command(folder: Path) -> None:
-    """argv, its threads, its atexit handlers, and settings before the import of torch are unchanged."""
+    """Its argv, threads, atexit handlers, and settings made before it imports torch are unchanged."""
     plain = python(folder, "scripts/train.py", "--lr", "3")
     ours = python(folder, "-m", "amp_plugin", "run", "scripts/train.py", "--lr", "3")
     assert plain.stdout.count("65536.0") == 2, plain.stderr

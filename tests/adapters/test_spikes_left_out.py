@@ -1,4 +1,4 @@
-"""One spiked batch in forty: the run ends as if that batch had not been there, in every front door."""
+"""One of forty batches has a spike. In every front door, the run ends as if that batch had not existed."""
 
 import json
 import subprocess
@@ -59,7 +59,7 @@ LOOPS = [loops.fabric, loops.accelerate, loops.trainer, loops.manual, ignite]
 
 @pytest.fixture
 def options(monkeypatch):
-    """Set the options of all front doors."""
+    """Set options for all front doors."""
 
     def set_them(**spike):
         given = {

@@ -1,4 +1,6 @@
-"""Weights that load in 16 bits, or are stored in 16 bits, train in every framework like float32 weights."""
+"""Models that are loaded in 16 bits, or store their weights in 16 bits, train in every framework as in
+float32.
+"""
 
 import warnings
 
@@ -46,7 +48,7 @@ def module(**options):
 
 
 def values(model):
-    """Return the weights in float32. For stored weights these are the exact values."""
+    """Return the weights in float32. For stored weights these are the exact values, not the rounded ones."""
     return {name: value.detach().float().clone() for name, value in model.state_dict().items()}
 
 
@@ -61,7 +63,7 @@ def in_trainer(model, weights, precision="bf16"):
 
 
 def fabric_of(net, precision="bf16", lr=1e-2, **options):
-    """Set a network up; return Fabric, the network and its optimizer."""
+    """Set up a network with Fabric. Return Fabric, the network and its optimizer."""
     fabric = Fabric(accelerator="cpu", plugins=FabricAmpPrecision(precision, **options))
     return fabric, *fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=lr, weight_decay=0.0))
 
@@ -149,7 +151,7 @@ def test_nothing_is_converted_where_nothing_casts():
 
 
 class Recorded(Linear):
-    """Keeps the exact weights that training starts with."""
+    """A module that keeps the exact weights that training starts with."""
 
     def on_train_start(self):
         self.started = values(self)
@@ -160,7 +162,10 @@ def recorded():
 
 
 def trainer_run(folder, steps, resume=False, model=None, callbacks=(), precision="bf16", **options):
-    """Train, save after step 4 or resume from there; return the weights training starts and ends with."""
+    """Train and save after step 4, or resume from that checkpoint.
+
+    Return the weights before and after training.
+    """
     model = model or recorded()
     checkpoint = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
     trainer = make_trainer(
@@ -169,7 +174,8 @@ def trainer_run(folder, steps, resume=False, model=None, callbacks=(), precision
         enable_checkpointing=True,
         callbacks=[*callbacks, checkpoint],
     )
-    same = [next(iter(data(1)))] * 20  # the Trainer begins an epoch's data anew
+    # equal batches, because a resumed Trainer starts again with the epoch's first batch
+    same = [next(iter(data(1)))] * 20
     trainer.fit(
         model, DataLoader(same, batch_size=None), ckpt_path=folder / "step=4.ckpt" if resume else None
     )
@@ -280,7 +286,8 @@ def test_stochastic_weight_averaging_averages_masters():
     plugin = AmpPrecision("bf16", weights="bf16")
     fit(model, plugin, steps=-1, max_epochs=4, data=data(4), callbacks=[swa])
     for name, value in values(model).items():
-        mean = torch.stack([epoch[name] for epoch in ends[:-1]]).double().mean(0)  # epochs 1 to 3 begin with
+        # the weights at the start of epochs 1 to 3
+        mean = torch.stack([epoch[name] for epoch in ends[:-1]]).double().mean(0)
         assert (value - mean).abs().max() <= 1e-7, name
 
 

@@ -1,4 +1,7 @@
-"""`amp-plugin run`: unedited programs use amp_plugin while they run, and nothing stays changed."""
+"""`amp-plugin run`:
+
+unedited programs use amp_plugin while they run, and everything is restored afterwards.
+"""
 
 import copy
 import importlib.util
@@ -72,7 +75,10 @@ print(*dtypes)
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Write a program and run it with the command. Return the result and the lines of amp-plugin."""
+    """Write a program and run it with the command.
+
+    Return its result and the lines that amp-plugin printed.
+    """
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
 
     def run_text(text: str, *words: str, arguments: tuple[str, ...] = ()):
@@ -165,7 +171,7 @@ class TestTorchAmp:
         assert names() == before
         assert type(torch.amp.GradScaler("cpu")) is torch.amp.GradScaler
 
-    @pytest.mark.parametrize("variable", ["RANK", "LOCAL_RANK"])  # Lightning sets the local one only
+    @pytest.mark.parametrize("variable", ["RANK", "LOCAL_RANK"])  # Lightning sets only the local rank
     def test_each_rank_says_which_it_is(self, run, monkeypatch, variable):
         monkeypatch.setenv(variable, "1")
         monkeypatch.setenv("WORLD_SIZE", "2")
@@ -287,7 +293,7 @@ print(type(accelerator).__module__)
     ],
 )
 def test_our_adapter_may_be_imported_first(tmp_path, first, second):
-    """Only a new process has imported neither Accelerate nor the adapter."""
+    """This needs a new process, in which neither Accelerate nor the adapter has been imported."""
     (tmp_path / "train.py").write_text(OWN.format(first=first, second=second))
     done = run_unedited("train.py", environment={}, folder=tmp_path)
     assert done.stdout.split() == ["amp_plugin.adapters.accelerate.accelerator"], done.stderr
@@ -347,7 +353,7 @@ class TestLightning:
 
 
 def test_looking_for_a_module_is_not_importing_it(tmp_path, monkeypatch):
-    """transformers looks whether accelerate is installed, and imports it later."""
+    """transformers first checks whether accelerate is installed, and imports it later."""
     (tmp_path / "found_then_imported.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     seen = []
@@ -393,9 +399,10 @@ if __name__ == "__main__":
 
 @pytest.mark.dist
 def test_a_program_that_starts_others_takes_them_along(tmp_path, installed):
-    """New interpreters and spawned children read the environment when they import torch.
+    """The processes that it starts use amp_plugin too.
 
-    Forks inherit the state.
+    New interpreters and spawned children read the environment when they import torch. Forks inherit the
+    state.
     """
     (tmp_path / "parent.py").write_text(PARENT)
     (tmp_path / "child.py").write_text(CHILD)
@@ -404,8 +411,8 @@ def test_a_program_that_starts_others_takes_them_along(tmp_path, installed):
     said = [line for line in done.stderr.splitlines() if line.startswith("amp-plugin run")]
     assert (
         sum(" while parent.py runs" in line for line in said) == 1
-    )  # the spawned child goes by this name too
-    names = ("parent.py", "this process", "child.py")  # the second is the fork server's
+    )  # the spawned child has the same name, but prints nothing
+    names = ("parent.py", "this process", "child.py")  # the second name is that of the fork server
     assert [said.count(f"amp-plugin run: {name} used GradScaler") for name in names] == [2, 1, 1]
     assert "amp_plugin replaced nothing in this process: parent.py used none of these" in said[-1]
 
@@ -439,7 +446,7 @@ destroy()
 @pytest.mark.dist
 @pytest.mark.slow
 def test_torchrun_takes_each_rank_over(tmp_path, installed):
-    """Both ranks get the weights of a run without the command, and skip where one of them overflows."""
+    """Both ranks get the weights of a run without the command, and skip a step if one of them overflows."""
     program = tmp_path / "train.py"
     program.write_text(RANK)
     words = ("--nproc-per-node", "2", "-m", "amp_plugin", "run", program.name)

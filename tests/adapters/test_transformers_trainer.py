@@ -1,4 +1,7 @@
-"""Hugging Face's Trainer with its usual options, after install(): bf16 has the stock bits, fp16 learns as fp32."""
+"""Hugging Face's Trainer after install(), with its usual options:
+
+bf16 has the stock bits, fp16 learns as fp32.
+"""
 
 import importlib.util
 import json
@@ -22,7 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:torch.utils.checkpoint"),
     pytest.mark.filterwarnings("ignore::UserWarning:peft"),
 ]
-REENTRANT = "reentrant checkpointing"  # which only our kernels recompute with the casts of its region
+REENTRANT = "reentrant checkpointing"  # only our kernels recompute it with the casts of its region
 needs_peft = pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="needs peft")
 
 
@@ -69,7 +72,7 @@ def options_of(habit):
 def test_in_bf16_it_trains_as_under_accelerates_own(habit, tmp_path):
     _, expected = train(tmp_path / "stock", bf16=True, **options_of(habit))
     reset()
-    install(AmpKwargs(one_pass=False))  # torch's own steps, for their bits
+    install(AmpKwargs(one_pass=False))  # use torch's own steps, to compare bits
     trainer, history = train(tmp_path / "ours", bf16=True, **options_of(habit))
     assert type(trainer.accelerator) is AmpAccelerator
     assert json.dumps(history) == json.dumps(expected)
@@ -91,7 +94,8 @@ def test_in_fp16_it_learns_as_in_fp32(habit, tmp_path):
     assert history[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=0.02)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # the first steps skip: schedulers that wait
+# the first steps are skipped, so schedulers warn that they wait
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_skipped_steps_hold_the_learning_rate_and_end_a_run(tmp_path):
     install(AmpKwargs(init_scale=2.0**40, max_skips_in_a_row=4))
     trainer, history = train(tmp_path, fp16=True, max_steps=3, lr_scheduler_type="linear")
@@ -119,7 +123,10 @@ def test_it_resumes_with_its_loss_scale(make, tmp_path):
 @pytest.mark.filterwarnings("ignore:.*are float32 now:UserWarning")
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
 def test_a_model_that_comes_in_bfloat16_moves_wholly_and_resumes_all_bits(weights, tmp_path):
-    """transformers loads a checkpoint before it prepares the model. That must not round the checkpoint."""
+    """transformers loads a checkpoint before it prepares the model.
+
+    The checkpoint must not be rounded then.
+    """
 
     install(AmpKwargs(weights=weights))
     arguments = {

@@ -1,4 +1,7 @@
-"""Do errors name calls that the user can make: those of the front door, and no other framework's?"""
+"""Do errors name calls that the user can make?
+
+They must name those of the front door in use, and no other.
+"""
 
 import ast
 import re
@@ -22,12 +25,12 @@ FRAMEWORK = re.compile(
     r"\b(lightning|fabric|(?-i:Trainer)|accelerat(e|or)|ignite|\w*Amp(Accelerator|Kwargs|Precision|Monitor))\b",
     re.IGNORECASE,
 )
-MODULES = {"accelerate", "lightning"}  # names of packages that are looked for among those that are loaded
+MODULES = {"accelerate", "lightning"}  # package names that the code looks up in sys.modules
 
 
 def test_each_front_door_is_looked_at():
     def last(kind):
-        """Return the classes of the package that have no subclass in it."""
+        """Return the classes of the package that have no subclasses in it."""
         own = [sub for sub in kind.__subclasses__() if sub.__module__.startswith("amp_plugin.")]
         return {leaf for sub in own for leaf in last(sub)} or {kind}
 
@@ -36,8 +39,9 @@ def test_each_front_door_is_looked_at():
 
 @pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
 def test_a_front_door_has_words_of_its_own(door):
-    left_out = {"endless"} if door is FabricAmpPrecision else set()  # nothing ends a run of Fabric
-    shared = {"reduce"} if door is IgnitePrecision else set()  # ignite wraps models as a plain loop does
+    left_out = {"endless"} if door is FabricAmpPrecision else set()  # Fabric has no call that ends a run
+    # with ignite, models are wrapped as in a plain loop
+    shared = {"reduce"} if door is IgnitePrecision else set()
     same = {
         word.name for word in fields(PLAIN) if getattr(door.words, word.name) == getattr(PLAIN, word.name)
     }

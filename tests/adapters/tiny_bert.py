@@ -1,4 +1,4 @@
-"""A BERT with 32 numbers per word that learns from which half of the vocabulary the first word is."""
+"""A BERT of width 32 that learns from which half of the vocabulary the first word comes."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A small report with known figures."""
+"""A small report whose figures are known."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def outcome(name, table, ours, theirs, label="torch", **options):
 
 
 def record(*outcomes, plots=()):
-    """Return a section that runs on one thread."""
+    """Return a section that ran on one thread."""
     return SectionRecord(
         date="2026-01-02", seconds=3.0, threads=1, timing="CPU time", plots=plots, outcomes=outcomes
     )
@@ -22,7 +22,7 @@ def record(*outcomes, plots=()):
 
 @pytest.fixture(scope="session")
 def report():
-    """Return sections with a faster result, a slower one, and a plot."""
+    """Return sections with a faster result, a slower result and a plot."""
     plot = Plot(table="in place", x_label="tensors", y_label="time a tensor, {unit}")
     growth = [outcome(str(n), "clip in place", 2.0 / n, 4.0, x=n, per=2) for n in (10, 100, 1000)]
     return Report(

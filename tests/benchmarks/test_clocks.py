@@ -1,4 +1,4 @@
-"""What a sample times and what it leaves out, and how peaks of memory are found."""
+"""What a sample times and what it leaves out, and how peaks of memory are measured."""
 
 import time
 from contextlib import contextmanager
@@ -30,7 +30,7 @@ def test_cpu_time_does_not_count_waiting():
 
 
 class Written(TorchDispatchMode):
-    """A dispatch mode that records the ops which write to their inputs."""
+    """A dispatch mode that records the ops that write to their inputs."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ class Written(TorchDispatchMode):
 
 
 def test_a_gpus_cache_is_flushed_by_reading(monkeypatch):
-    """Modified cache lines would be written to memory during the timing."""
+    """If it were flushed by writing, modified cache lines would be written back during the timing."""
     zeros = torch.zeros
     monkeypatch.setattr(clocks, "FLUSH_BYTES", 64)
     monkeypatch.setattr(torch, "zeros", lambda *shape, **where: zeros(*shape))

@@ -1,4 +1,4 @@
-"""Each section that is measured on a GPU runs there, at sizes that only show that it runs."""
+"""Each section that is measured on a GPU runs there, at the smallest sizes."""
 
 import math
 

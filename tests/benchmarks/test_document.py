@@ -1,4 +1,4 @@
-"""The page is made from the figures, and its prose stays."""
+"""Pages are generated from the figures, and the text around the figures is kept."""
 
 import xml.etree.ElementTree as ET
 
@@ -41,7 +41,7 @@ def test_figures_are_drawn_with_units_and_the_same_each_time(report, tmp_path):
 
 
 def test_the_pages_show_the_kept_figures_and_no_others(tmp_path):
-    """Nobody edits a table by hand: drawing the pages again changes nothing."""
+    """Tables are never edited by hand: generating the pages again changes nothing."""
     (tmp_path / "images").mkdir()
     pages, last = read_pages(), {}
     for file in sorted(RESULTS.glob("*.json")):
@@ -50,5 +50,5 @@ def test_the_pages_show_the_kept_figures_and_no_others(tmp_path):
         date = max(record.date for record in report.sections.values())
         last[report.device] = max((date, len(last), report), last.get(report.device, ("", 0, None)))
     assert "cpu" in last
-    for _, _, report in last.values():  # the one that the pages show
+    for _, _, report in last.values():  # the report that the pages show
         assert filled(pages, blocks(report, plots.draw(report, tmp_path / "images"))) == pages

@@ -1,4 +1,4 @@
-"""Samples in turns, medians, ratios and gates."""
+"""Samples that take turns, medians, ratios and gates."""
 
 import gc
 
@@ -9,14 +9,14 @@ from benchmarks.harness import OURS, Comparison, Gate, Spread, judge, measure
 
 
 def counting(values):
-    """A sample that returns the values one after another."""
+    """Return a sample that returns the given values one after another."""
     remaining = iter(values)
     return lambda: next(remaining)
 
 
 @pytest.fixture(autouse=True)
 def calm(monkeypatch):
-    """A machine where nothing else runs."""
+    """Simulate a machine on which nothing else runs."""
     monkeypatch.setattr(harness, "waited", lambda: 0.0)
 
 
@@ -26,7 +26,10 @@ def test_a_spread_is_the_median_and_the_middle_half():
 
 
 def test_ratios_are_taken_within_rounds():
-    """The machine slows down from round to round: the medians of the times give 2, the rounds give 0.5."""
+    """The machine slows down from round to round.
+
+    Medians of all times give a ratio of 2, ratios within rounds give 0.5.
+    """
     samples = {OURS: counting([1, 20, 30]), "torch": counting([2, 10, 75])}
     outcome = measure(Comparison(name="x", samples=samples, rounds=3, warm_up=0))
     assert outcome.ratios["torch"].median == 0.5

@@ -1,4 +1,4 @@
-"""Figures as JSON, and the machine's name."""
+"""The report's figures as JSON, and the name of the machine."""
 
 import json
 import socket
@@ -27,7 +27,7 @@ def test_this_machine_is_named_without_its_host_name():
 
 
 def test_what_a_gpu_has_kept_is_published(report, tmp_path, monkeypatch, capsys):
-    """The file has figures and parts. A file without figures is refused with a reason."""
+    """The file has figures and parts. If it has no figures, it is refused with a reason."""
     pages = []
     monkeypatch.setattr(reports, "RESULTS", tmp_path)
     monkeypatch.setattr(published, "write", pages.append)

@@ -1,4 +1,4 @@
-"""Every comparison runs, at sizes that only show that it runs."""
+"""Every comparison runs, at the smallest sizes."""
 
 import math
 import subprocess
@@ -29,14 +29,14 @@ pytestmark = pytest.mark.native
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
-    """Install our autocast kernels, as the command does."""
+    """Install our autocast kernels, as the benchmark command does."""
     KERNELS.install()
 
 
-LONG = ("compiled", "first_use", "host")  # sections that compile
+LONG = ("compiled", "first_use", "host")  # sections that use torch.compile
 
 
-@pytest.mark.filterwarnings("ignore:.*")  # the frameworks' own; benchmarks show them to whoever runs them
+@pytest.mark.filterwarnings("ignore:.*")  # warnings of the frameworks, which benchmarks pass on
 @pytest.mark.parametrize(
     "key", [pytest.param(key, marks=[pytest.mark.whole_run] * (key in LONG)) for key in SECTIONS]
 )
@@ -55,12 +55,15 @@ def test_each_comparison_runs(key):
 
 
 def read(file):
-    """Return the report in a file."""
+    """Return the report that a file contains."""
     return Report.from_json(file.read_text())
 
 
 def test_tables_have_the_same_variants_in_each_row_and_the_limits_of_the_pages():
-    """The limits in the code are those of the documentation. At this size two sections promise less."""
+    """The limits in the code equal those in the documentation.
+
+    At these small sizes, two sections have fewer promised limits.
+    """
     (kept,) = [report for report in map(read, RESULTS.glob("*.json")) if report.device == "cpu"]
     tables = {}
     for key, of_key in SECTIONS.items():
@@ -112,7 +115,7 @@ def test_the_check_fails_when_a_promise_is_missed_and_writes_nothing(monkeypatch
 
 
 def test_figures_of_another_machine_are_judged_and_drawn(monkeypatch, capsys, tmp_path, report):
-    """The figures of a GPU come as a file, and the pages are written on a machine without one."""
+    """Figures from a GPU arrive as a file. The pages are written on a machine without a GPU."""
     file = tmp_path / "figures.json"
     file.write_text(replace(report, device="cuda").to_json())
     assert command.main(["cuda", "--promises", "--figures", str(file)]) == 1

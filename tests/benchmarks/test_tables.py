@@ -46,7 +46,7 @@ def test_ratios_show_the_middle_half():
     ],
 )
 def test_a_loss_is_one_against_a_rival_in_three_quarters_of_the_rounds(label, unit, median, low, high, loses):
-    """For a time or for bytes, less is better. For GB/s, more is better."""
+    """For times and bytes, less is better. For GB/s, more is better."""
     row = replace(outcome("row", "Table", 1.0, 1.0), unit=unit)
     row = replace(row, ratios={label: Spread(median=median, low=low, high=high)})
     assert tables.loses(row, label) is loses

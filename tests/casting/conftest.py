@@ -11,7 +11,7 @@ from amp_plugin.casting.rules_in_force import clear, number_on
 
 
 def give_back() -> None:
-    """Restore torch's autocast kernels, because an Accelerator that was never ended replaces them."""
+    """Restore torch's autocast kernels: an Accelerator that was never ended leaves ours in place."""
     if any(number_on(device) != NO_RULES for device in TABLES):
         clear()
 

@@ -1,4 +1,4 @@
-"""log_casts: every cast, where it happens and what it moves."""
+"""log_casts records every cast, where it happens, and how many bytes it moves."""
 
 import io
 import threading
@@ -77,7 +77,7 @@ def test_each_cast_of_a_model_with_its_place(named, grad):
 
 
 class Counts(nn.Linear):
-    """A module whose hash changes as it runs, as a metric's does."""
+    """A module whose hash changes while it runs, as a metric's does."""
 
     calls = 0
 
@@ -211,7 +211,7 @@ def test_nothing_is_recorded_when_off_and_one_log_at_a_time():
     with pytest.raises(ZeroDivisionError), log_casts():
         raise ZeroDivisionError
     with (
-        log_casts() as log,  # the one above was closed
+        log_casts() as log,  # the log above was closed
         pytest.raises(RuntimeError, match="another log is open in this process"),
         log_casts(),
     ):
@@ -247,7 +247,7 @@ def test_tables():
         assert part in text
     assert shown(log.table("module")).count("Net") == 4
     assert "matmul" in shown(log.table("op"))
-    assert "…" not in shown(log.table(), width=70)  # names are folded, not cut
+    assert "…" not in shown(log.table(), width=70)  # long names are wrapped, not cut off
     with pytest.raises(ValueError, match=r"table\(by='kind'\): allowed are cast, module, op"):
         log.table("kind")
 

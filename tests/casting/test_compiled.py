@@ -1,4 +1,4 @@
-"""Regions inside compiled code give the dtypes and bits of uncompiled code, with torch.autocast's graphs."""
+"""Regions in compiled code give the dtypes and bits of eager code, and the graphs of torch.autocast."""
 
 import io
 import itertools
@@ -18,7 +18,7 @@ from tests.warm_processes import call
 pytestmark = [
     pytest.mark.native,
     pytest.mark.usefixtures("fresh_dynamo"),
-    # torch's own: inductor scripts functions when first used, Dynamo looks at .grad of inputs
+    # warnings of torch itself: inductor scripts functions, and Dynamo reads .grad of inputs
     pytest.mark.filterwarnings(
         "ignore:`torch.jit",
         "ignore::DeprecationWarning:torch",
@@ -38,15 +38,15 @@ def region(rules, dtype=BF16):
     return amp_plugin.autocast("cpu", dtype=dtype, rules=rules)
 
 
-# The rules of a region, and of those that are opened inside.
+# The rules of a region, and of the regions inside it.
 RULES = {"default": [None], "own": [SOFTMAX32], "nested": [None, [SOFTMAX32, [LINEAR32], [None]]]}
 
 
 class Model(nn.Module):
     """A model that uses each weight once.
 
-    Compiled code keeps no casts, so the gradients of a weight that is used twice are added up in another
-    dtype.
+    Compiled code keeps no casts. So the gradients of a weight that is used twice would be added in another
+    dtype than in eager code.
     """
 
     def __init__(self, how, rules, *inner):
@@ -89,7 +89,7 @@ def assert_same(ours, theirs, bits=True):
         assert torch.equal(a, b) if bits else torch.allclose(a.float(), b.float(), rtol=0.02, atol=0.01)
 
 
-# "nested" holds the other two: default rules and own ones
+# "nested" covers both default rules and own ones
 PLACES = [
     ("nested", "inside"),
     ("nested", "held"),
@@ -101,7 +101,7 @@ BACKENDS = [*itertools.product(["eager", "aot_eager"], PLACES), ("inductor", ("n
 
 
 def marked(choice, place):
-    """Mark a case in which a region is made while Dynamo traces."""
+    """Mark a case in which a region is created while Dynamo traces."""
     return pytest.param(choice, place, marks=[pytest.mark.one_graph] * (place[1] == "inside"))
 
 
@@ -115,12 +115,12 @@ def test_forward_and_backward_equal_eager(backend, place):
         assert_same(step(model, compiled), eager, bits=backend != "inductor")
 
 
-# Without strict=True Python itself runs the model: a decorator is a block there. How a region is opened is seen by
-# Dynamo alone, as in the test above; the program that it hands on is the same.
+# Without strict=True, Python itself runs the model, and a decorator acts as a block there. Only Dynamo sees
+# how a region is opened, as in the test above. The program that it passes on is the same.
 EXPORTS = [*(marked(True, place) for place in (PLACES[0], *PLACES[3:])), (False, PLACES[0])]
 
 
-@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch 2.11's, as it loads
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch 2.11 warns while it loads
 @pytest.mark.parametrize(("strict", "place"), EXPORTS)
 def test_exported_programs_equal_eager(strict, place):
     rules, how = place
@@ -137,7 +137,7 @@ def test_exported_programs_equal_eager(strict, place):
 
 
 class Layer(nn.Linear):
-    """A region inside a region of another dtype."""
+    """A layer that opens a region inside a region of another dtype."""
 
     def __init__(self, autocast):
         super().__init__(8, 8)
@@ -163,7 +163,7 @@ def test_a_region_with_default_rules_is_exported_as_torchs(strict):
 
 
 def count_frames(program):
-    """Return the number of graphs of a program for each call, and the number of recompilations."""
+    """Return the number of graphs for each call of a program, and the number of recompilations."""
     torch.compiler.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(program, backend=counter, fullgraph=True)
@@ -224,7 +224,7 @@ def test_rules_are_read_from_their_content():
 
 
 def test_code_around_which_regions_are_opened_tells_many_rule_sets_apart():
-    """There are more rule sets than dtypes, so two dtypes together encode the rule set for Dynamo."""
+    """There are more rule sets than dtypes. So two dtypes together encode the rule set for Dynamo."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
 
     def forward(x):
@@ -241,7 +241,7 @@ def test_code_around_which_regions_are_opened_tells_many_rule_sets_apart():
 
 
 def look_at_rules_of_two_devices():
-    """Print whether code compiled inside a CUDA region shows both rules, and what happens with later rule sets."""
+    """Print whether code compiled inside a CUDA region sees both devices' rules, and what later rule sets do."""
     warnings.simplefilter("ignore")  # CUDA is not available
     for_cuda = OpRules.default("cuda").with_rule("aten::softmax.int", "unchanged")
     seen = []
@@ -269,7 +269,8 @@ def look_at_rules_of_two_devices():
 
 
 def test_rules_of_an_accelerator_stay_in_force_around_those_of_the_cpu():
-    answer = call(look_at_rules_of_two_devices, frameworks=True)  # sets are numbered for a process's life
+    # rule sets keep their numbers for the life of the process
+    answer = call(look_at_rules_of_two_devices, frameworks=True)
     both, error, *_, state = answer.stdout.splitlines()
     assert (both, state) == ("True True", "False")
     assert "the first 29 can be in force on the CPU and on an accelerator at the same time" in error
@@ -277,7 +278,7 @@ def test_rules_of_an_accelerator_stay_in_force_around_those_of_the_cpu():
 
 @pytest.mark.parametrize("rules", [None, SOFTMAX32], ids=["default", "own"])
 def test_a_break_inside_a_region(rules):
-    """With rules of its own, the function runs eagerly."""
+    """If the region has its own rules, the function runs eagerly."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     inner = torch.compile(lambda x: x.softmax(-1), backend=counter)
 
@@ -375,7 +376,7 @@ def test_run_in_and_custom_functions_inside():
 
 
 def softmax_by(rule, number):
-    """Compile a softmax with a region inside it and around it. Print dtypes and hits of disk caches."""
+    """Compile a softmax with a region inside and outside of it. Print dtypes and the hits of disk caches."""
     warnings.simplefilter("ignore")
     rules = DEFAULT.with_rule("aten::softmax.int", rule)
 
@@ -389,7 +390,8 @@ def softmax_by(rule, number):
     counters = torch._dynamo.utils.counters
     with torch.no_grad():
         print(torch.compile(with_region, fullgraph=True)(torch.randn(4, 4)).dtype)
-        print(counters["inductor"]["fxgraph_cache_hit"])  # AOTAutograd's takes no autocast block
+        # AOTAutograd's cache does not accept autocast blocks
+        print(counters["inductor"]["fxgraph_cache_hit"])
         counters.clear()
         with region(rules):
             print(torch.compile(bare, fullgraph=True)(torch.randn(4, 4)).dtype)
@@ -399,10 +401,11 @@ def softmax_by(rule, number):
 @pytest.mark.slow
 @pytest.mark.whole_run
 def test_another_process_finds_the_graphs_of_the_same_rules_only():
-    """Processes number different rules alike and share inductor's and AOTAutograd's caches.
+    """Processes may give the same number to different rules, and they share the caches of inductor and
+    AOTAutograd.
 
-    A number that no run had before stands for a cache folder of its own, for which inductor would try out the
-    compiler again.
+    A new number in the program keeps this run apart from earlier ones. A new cache folder would do that too,
+    but inductor would then test the compiler again.
     """
     number = time.time_ns() / 1e18
 

@@ -1,4 +1,4 @@
-"""Regions on a CUDA device: autograd's threads, graph capture."""
+"""Regions on a CUDA device: threads of autograd, and graph capture."""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""The ops of torch's test database compared with torch.autocast: bits, or dtypes on fake tensors."""
+"""Every op in torch's test database gives the same as under torch.autocast:
+
+bits, or dtypes on fake tensors.
+"""
 
 import functools
 import itertools
@@ -15,25 +18,26 @@ from tests.torchs_own import torchs_own
 pytestmark = [
     pytest.mark.native,
     pytest.mark.slow,
-    # the database's own: sparse samples, deprecated operators
+    # warnings of the database itself: sparse samples, deprecated operators
     pytest.mark.filterwarnings("ignore"),
 ]
 
 SAMPLES = 3
 LOWER = {"cpu": torch.bfloat16, "cuda": torch.float16}
 WITHOUT_VALUES = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
-ROUNDED_BY_ADDRESS = {"linalg.lstsq"}  # LAPACK's: torch.autocast twice differs by 1e-6 too
-# What torch 2.13 says, on all devices but CUDA, where a promoted op sees the other 16-bit type; ours computes it.
+ROUNDED_BY_ADDRESS = {"linalg.lstsq"}  # LAPACK: two runs of torch.autocast also differ by 1e-6
+# The error of torch 2.13 (on all devices but CUDA) if a promoted op gets the other 16-bit type. Our kernels
+# compute it.
 DEFECT = "Unexpected floating ScalarType in at::autocast::prioritize"
 
 
 def samples_of(info, dtype, requires_grad=False):
-    # info.sample_inputs() inspects the whole stack on every call, slow under pytest
+    # not info.sample_inputs(): it inspects the whole stack on each call, which is slow under pytest
     return info.sample_inputs_func(info, "cpu", dtype, requires_grad)
 
 
 def outcome(autocast, device, op, sample):
-    """Return the error, or dtype and values of all outputs and gradients."""
+    """Return the error, or the dtypes and values of all outputs and gradients."""
     torch.manual_seed(0)
 
     def fresh(leaf):
@@ -70,7 +74,7 @@ def same(one, other):
 
 
 def depends_on_order(device, op, sample):
-    """Return whether torch says that the op, or its backward, adds in an order that differs from run to run."""
+    """Return whether torch says that the op, or its backward, adds in an order that changes from run to run."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
@@ -81,7 +85,7 @@ def depends_on_order(device, op, sample):
 
 
 def same_but_for_order(one, other):
-    """Return whether results differ only as sums of a few terms that are added in another order."""
+    """Return whether two results differ only as much as sums of a few terms in another order do."""
     if isinstance(one, str) or isinstance(other, str) or len(one) != len(other):
         return False
     if any(isinstance(value, str) for value in (*one, *other)):
@@ -101,7 +105,10 @@ def same_but_for_order(one, other):
 
 
 def test_an_order_of_additions_is_an_excuse_only_where_torch_says_so():
-    """As grid_sample's backward on a GPU, which adds by atomics, ``put_`` without ``accumulate`` is one on the CPU."""
+    """grid_sample's backward adds with atomics on a GPU.
+
+    On the CPU, ``put_`` without ``accumulate`` is a case like that.
+    """
 
     def put(x, values):
         return x.clone().put_(torch.tensor([0, 0]), values)
@@ -119,7 +126,7 @@ def test_an_order_of_additions_is_an_excuse_only_where_torch_says_so():
 
 
 def test_the_order_of_additions_changes_the_gradient_of_grid_sample():
-    """What a GPU adds by atomics, added here one term after the other: forwards, backwards and shuffled."""
+    """The terms that a GPU adds with atomics are added one by one here: forwards, backwards and shuffled."""
     (info,) = (
         info for info in torchs_own("common_methods_invocations").op_db if info.name == "grid_sampler_2d"
     )
@@ -164,7 +171,7 @@ def test_like_torch(device, dtype):
 
 
 def fake_dtypes(autocast, device, mode, op, sample):
-    """Return the error, or the dtypes of the outputs on a device that need not be there."""
+    """Return the error, or the dtypes of the outputs, on a device that need not exist."""
 
     def fake(leaf):
         is_strided = isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided

@@ -1,6 +1,7 @@
-"""Without the native core: default rules with torch's kernels, no stale casts, clear errors for the rest.
+"""Without the native core: default rules with torch's kernels, no stale casts, and clear errors otherwise.
 
-``make test-fallback`` runs this folder's tests so. Here one process with AMP_PLUGIN_NATIVE=0 answers what they do not ask.
+``make test-fallback`` runs all tests of this folder without the core. This file covers the rest, in one
+process with AMP_PLUGIN_NATIVE=0.
 """
 
 import json
@@ -49,7 +50,7 @@ def test_what_works_and_what_is_refused(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     done = run_program(tmp_path / "program.py", {"AMP_PLUGIN_NATIVE": "0"})
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""  # switched off on purpose: no warning
+    assert done.stderr == ""  # no warning, because the core was turned off on purpose
     *refused, mixed = json.loads(done.stdout)
     features = ["a rule set other than the default one"] * 2 + ["log_casts"]
     for error, feature in zip(refused, features, strict=True):
@@ -59,4 +60,4 @@ def test_what_works_and_what_is_refused(tmp_path):
         assert error.endswith("Unset AMP_PLUGIN_NATIVE and start again.")
     assert (
         "Unexpected floating ScalarType in at::autocast::prioritize" in mixed
-    )  # torch's own, never silently fp32
+    )  # this is torch's own error; the op must not silently run in fp32

@@ -1,4 +1,4 @@
-"""custom_fwd and custom_bwd, compared with torch's."""
+"""custom_fwd and custom_bwd give the same as torch's."""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
@@ -13,7 +13,7 @@ BF16 = torch.bfloat16
 
 
 def product(fwd, bwd, *, with_setup_context=False, **options):
-    """Return x @ w as an autograd Function of either form. It records the autocast state of its methods."""
+    """Return x @ w as an autograd Function in either style. It records the autocast state of its methods."""
 
     def multiply(x, w):
         Product.seen.append((torch.is_autocast_enabled("cpu"), x.dtype))
@@ -154,7 +154,7 @@ def test_backward_without_custom_fwd_says_what_to_do():
 
 
 class Anywhere(torch.autograd.Function):
-    """x @ w in both forms' decorators without a device."""
+    """x @ w in both styles, with decorators that name no device."""
 
     seen: ClassVar = []
 
@@ -208,7 +208,8 @@ def test_a_device_counts_before_the_cpu(device):
     factor, x = torch.ones(()), torch.ones(3, device=device, requires_grad=True)
     with amp_plugin.autocast("cpu" if device == "meta" else device):
         y = Scaled.apply(factor, x.half())
-    wanted = (torch.float16, "cpu") if device == "meta" else (torch.float32, device)  # meta is not cast
+    # meta tensors are not cast
+    wanted = (torch.float16, "cpu") if device == "meta" else (torch.float32, device)
     assert (y.dtype, y.grad_fn.state) == wanted
     y.sum().backward()
 

@@ -1,4 +1,4 @@
-"""A region keeps the same casts of weights as torch.autocast, and none of them is stale."""
+"""A region keeps the same casts of weights as torch.autocast, and none of them is ever stale."""
 
 import contextlib
 import functools
@@ -83,7 +83,7 @@ def inference_inside(autocast, model):
 
 
 def torchs_flag_inside(autocast, model):
-    """A block of torch's inside may keep casts or not, whatever the region around it does."""
+    """A torch.autocast block inside can keep casts or not, independently of the region around it."""
     for outer, inner in ((True, False), (False, True)):
         with autocast("cpu", BF16, cache_enabled=outer):
             with torch.autocast("cpu", BF16, cache_enabled=inner):
@@ -100,7 +100,7 @@ def checkpointed(autocast, model):
 
 def casts_and_gradients(program, autocast, around=contextlib.nullcontext):
     model = make_model()
-    program(autocast, model)  # what is done once per process
+    program(autocast, model)  # do first what happens once per process
     model.zero_grad()
     with around(), profile(activities=[ProfilerActivity.CPU]) as profiler:
         program(autocast, model)
@@ -129,7 +129,7 @@ def same_as_torch(program, ours, around=contextlib.nullcontext, set_up=contextli
         assert gradient is other is None or torch.equal(gradient, other)
 
 
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11's, once per process
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11 warns once per process
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_as_many_casts_as_torch_and_the_same_gradients(program):
     same_as_torch(program, amp_plugin.autocast)
@@ -138,12 +138,15 @@ def test_as_many_casts_as_torch_and_the_same_gradients(program):
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_torchs_blocks_under_our_rules_keep_what_torch_keeps(program):
-    """As under ``amp-plugin run``: blocks of torch.autocast on our kernels keep torch's casts and bits."""
+    """Under ``amp-plugin run``, torch.autocast blocks use our kernels.
+
+    They must keep torch's casts and give torch's bits.
+    """
     same_as_torch(program, torch.autocast, set_up=ours_by_default)
 
 
 class Quiet(TorchDispatchMode):
-    """A user's dispatch mode that only passes ops on."""
+    """A dispatch mode of a user that only passes ops on."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
@@ -174,7 +177,10 @@ def test_a_dispatch_mode_around_changes_no_cast(mode, program, front):
 
 @pytest.mark.parametrize("ours", [False, True])
 def test_selective_checkpointing_recomputes_with_torchs_bits(ours):
-    """Its modes stand around forward and recomputation; a weight that is used twice shows it in its gradient."""
+    """Its modes surround forward and recomputation.
+
+    The gradient of a weight that is used twice shows whether its cast was kept.
+    """
 
     def gradient(autocast):
         torch.manual_seed(0)
@@ -193,7 +199,7 @@ def test_selective_checkpointing_recomputes_with_torchs_bits(ours):
 
 
 def test_a_mode_sees_nothing_that_keeping_casts_needs():
-    """A mode that counts ops sees the same ops as with torch.autocast, even at a thread's first kept cast."""
+    """A mode that counts ops counts the same as with torch.autocast, even when a thread keeps its first cast."""
 
     class Counting(Quiet):
         def __init__(self):
@@ -215,7 +221,7 @@ def test_a_mode_sees_nothing_that_keeping_casts_needs():
 
 
 def test_the_cast_of_a_dtensor_is_kept():
-    """The gradients of two uses of a sharded weight add up in torch's order and dtype."""
+    """The gradients of two uses of a sharded weight are added in torch's order and dtype."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
     with group_of_one():
@@ -234,7 +240,7 @@ def test_the_cast_of_a_dtensor_is_kept():
 
 
 def test_a_thread_leaves_nothing_behind():
-    """DataParallel makes new threads at each forward.
+    """DataParallel starts new threads in each forward.
 
     torch's cache, which all threads share, does not change.
     """
@@ -262,7 +268,9 @@ FLAGS = list(itertools.product([True, False], [None, True, False]))
 @pytest.mark.parametrize("made_inside", [True, False])
 @pytest.mark.parametrize("outer", FLAGS, ids=str)
 def test_the_flag_is_taken_over_as_in_torch(outer, made_inside):
-    """Gradients of a weight that is used twice add up in bfloat16 if its cast is kept, else in float32."""
+    """If the cast of a weight that is used twice is kept, its gradients are added in bfloat16, else in
+    float32.
+    """
 
     def gradient(autocast, inner):
         torch.manual_seed(0)
@@ -288,11 +296,11 @@ def test_the_flag_is_taken_over_from_accelerators_which_hide_it():
 
 
 def test_clearing_torchs_cache_shows_a_write_that_nothing_else_shows():
-    """After ``torch.clear_autocast_cache()`` inside a region, every weight is cast again, as in torch."""
+    """After ``torch.clear_autocast_cache()`` inside a region every weight is cast again, as in torch."""
     weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(1, 2)
     with amp_plugin.autocast("cpu", BF16):
         x @ weight
-        weight.detach().numpy()[:] = 5.0  # no dispatcher, no version counter
+        weight.detach().numpy()[:] = 5.0  # goes through no dispatcher, and changes no version counter
         assert (x @ weight)[0, 0] == 2.0
         torch.clear_autocast_cache()
         assert (x @ weight)[0, 0] == 10.0
@@ -302,7 +310,10 @@ def test_clearing_torchs_cache_shows_a_write_that_nothing_else_shows():
 
 
 class ThroughData(torch.optim.Optimizer):
-    """Writes weights through ``.data``, as older optimizers do. Version counters do not change."""
+    """An optimizer that writes weights through ``.data``, as older ones do.
+
+    Version counters do not change.
+    """
 
     def __init__(self, params):
         super().__init__(params, {})
@@ -313,7 +324,10 @@ class ThroughData(torch.optim.Optimizer):
 
 
 class ThroughNumpy(ThroughData):
-    """Writes weights through NumPy, like a custom kernel. Only the hook after the step notices it."""
+    """An optimizer that writes weights through NumPy, like a custom kernel.
+
+    Only the hook after its step notices it.
+    """
 
     def step(self):
         for param in self.param_groups[0]["params"]:
@@ -330,7 +344,7 @@ OPTIMIZERS = {
 
 
 def check_steps(model, optimizer, step):
-    """Train in one region, and compare each forward with one that keeps no cast."""
+    """Train in one region, and compare each forward with one that keeps no casts."""
     with amp_plugin.autocast("cpu", BF16):
         for batch in BATCHES:
             loss = loss_of(model, batch)
@@ -360,7 +374,7 @@ def test_a_step_in_the_region_is_seen(name, backend):
 
 @pytest.mark.parametrize("opened", [False, True])
 def test_weights_can_be_swapped(opened):
-    """``swap_tensors``, which conversions of modules use, refuses a tensor that has other references."""
+    """``swap_tensors``, which converts modules, refuses a tensor that has other references."""
     model = make_model()
     with amp_plugin.autocast("cpu", BF16):
         loss_of(model, BATCHES[0]).backward()
@@ -381,7 +395,10 @@ def test_weights_can_be_swapped(opened):
 
 
 def test_many_weights_cost_no_more_each():
-    """Keeping another cast looks at no other one: 4000 weights take about as long each as 200."""
+    """Keeping a cast does not look at the other casts.
+
+    So each of 4000 weights takes about as long as each of 200.
+    """
     x = torch.ones(1, 2)
 
     def seconds_each(count):
@@ -424,9 +441,7 @@ def second_forward() -> None:
             assert torch.equal(output, x.bfloat16() @ plain.bfloat16().t())
             assert native_core().extension.kept_cast_count() == 0
             output.float().sum().backward()
-            model.weight.to_local().detach().numpy()[:] *= (
-                2  # by a kernel that no hook of an optimizer announces
-            )
+            model.weight.to_local().detach().numpy()[:] *= 2  # as a kernel does which calls no optimizer hook
             plain.mul_(2)
             model.reshard()
     leave()
@@ -434,6 +449,6 @@ def second_forward() -> None:
 
 @pytest.mark.dist
 def test_weights_that_fsdp2_refills_are_never_kept():
-    """A forward after an update uses the new ones."""
+    """A forward after an update uses the new weights."""
     ranks = call_on_ranks(2, 90, second_forward)
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(rank.stderr for rank in ranks)

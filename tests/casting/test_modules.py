@@ -1,4 +1,4 @@
-"""run_in: one dtype for an instance, a class, a function or a method, in any region."""
+"""run_in fixes the dtype of an instance, a class, a function or a method, in any region."""
 
 import copy
 import inspect
@@ -20,7 +20,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Pool(nn.Module):
-    """Stands for an imported region-of-interest pooling: boxes need fp32."""
+    """Stands for a region-of-interest pooling from another library, whose boxes need fp32."""
 
     def forward(self, x, rois, scale=1.0):
         self.seen = (x.dtype, rois.dtype, torch.is_autocast_enabled("cpu"))
@@ -29,7 +29,7 @@ class Pool(nn.Module):
 
 @run_in(FP32, keep={"rois"}, cast_back=True)
 class Pool32(Pool):
-    """The case as asked in public: `rois` as it came, `x` in fp32 and back."""
+    """The case that a user asked about: `rois` as it came, `x` converted to fp32 and back."""
 
 
 class Net(nn.Module):
@@ -49,7 +49,7 @@ def in_bf16(call, *args, **kwargs):
 
 
 def dtypes_of(net, module):
-    """The dtypes in and out of a submodule in a bf16 region, seen below its hooks."""
+    """Return the dtypes into and out of a submodule in a bf16 region, as seen below its hooks."""
     seen = []
     hook = module.register_forward_hook(lambda _, args, output: seen.append((args[0].dtype, output.dtype)))
     in_bf16(net, torch.ones(2, 4))
@@ -66,7 +66,7 @@ def test_the_roi_pool_case(dtype):
         assert pool.seen[0] is FP32
         assert pool.seen[2] is False
         assert output.dtype is dtype
-    assert pool.seen[1] is FP16  # kept as it came
+    assert pool.seen[1] is FP16  # this input is passed on unchanged
     output.sum().backward()
     assert x.grad.dtype is dtype
 
@@ -185,7 +185,9 @@ def test_an_already_compiled_module_is_reached():
 
 
 def ranks_with_a_module_in_fp32() -> None:
-    """A rank's gradients are the mean of those that each makes alone, and its module computes in fp32."""
+    """Check on each rank that the gradients are the mean of those that each rank computes alone, and that the
+    module computes in fp32.
+    """
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     net = Net()
@@ -269,7 +271,7 @@ class Square(nn.Module):
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("inner", [nn.Linear(4, 4), Square(), "decorated"])
 def test_torchscript_calls_it(inner):
-    """TorchScript compiles what a wrapper of functools wraps: the cast would be gone, and nobody told."""
+    """TorchScript compiles the function that functools.wraps has wrapped. The cast would be lost silently."""
     off = type("Off", (Square,), {"forward": autocast("cpu", enabled=False)(Square.forward)})
     inner = nn.Sequential(run_in(FP32)(nn.Identity()), off()) if inner == "decorated" else run_in(FP32)(inner)
     model, x = nn.Sequential(nn.Linear(4, 4), inner), torch.randn(4, 4)

@@ -1,4 +1,7 @@
-"""Rules of other torch releases: named policies, files that name their release, the environment's file."""
+"""Rules of other torch releases:
+
+named policies, files that name their release, and the file in the environment.
+"""
 
 import json
 import re
@@ -12,12 +15,12 @@ from amp_plugin.casting.installed_kernels import KERNELS
 from amp_plugin.casting.op_names import full_name, is_registered
 from amp_plugin.casting.rules import RELEASES, TABLES, OpRules, listed_rules, torch_release
 
-# What torch registers on each autocast key, read in each torch with
-# torch._C._dispatch_get_registrations_for_dispatch_key: device -> releases that register them -> ops.
+# The ops that torch registers on each autocast key: device -> releases -> ops. Read in each torch with
+# torch._C._dispatch_get_registrations_for_dispatch_key.
 REGISTERED = json.loads((Path(__file__).parents[1] / "assets/autocast_registrations.json").read_text())
 RECORDED = tuple(REGISTERED["builds"])
 OTHER = "2.11" if torch_release() != "2.11" else "2.15"
-# For named tensors, gone since 2.13, and cuDNN's repacking of weights: torch's own kernels see to them.
+# Ops for named tensors (removed in 2.13), and cuDNN's repacking of weights. torch's own kernels handle these.
 NO_RULE = re.compile(r"\.(names_|\w*[Dd]imname)|aten::_cudnn_rnn\.default")
 
 
@@ -67,7 +70,7 @@ def test_a_named_policy_runs_an_op_as_that_torch_does():
             return torch.nn.functional.rms_norm(x.bfloat16(), (8,), weight.bfloat16()).dtype
 
     assert dtype_by("torch-2.12") is torch.float32
-    assert dtype_by("torch-2.11") is torch.bfloat16  # nothing is cast, and nothing asked for fp32
+    assert dtype_by("torch-2.11") is torch.bfloat16  # nothing is cast, because no rule asks for fp32
 
 
 def test_a_changed_default_is_told_with_the_cure_and_a_base_keeps_the_old_ones(tmp_path):
@@ -106,7 +109,7 @@ class TestEnvironment:
 
     @pytest.fixture(autouse=True)
     def fresh(self):
-        """Forget all regions, because the file is read when the first region of a kind is made."""
+        """Forget all regions, because the file is read when the first region of a kind is created."""
         KERNELS.checked.clear()
         yield
         KERNELS.checked.clear()

@@ -1,4 +1,7 @@
-"""A CUDA build of torch without a driver: once it has made fake tensors, a guard says there is a device."""
+"""A CUDA build of torch without a driver.
+
+After it has made fake tensors, its guard claims that there is a device.
+"""
 
 import subprocess
 
@@ -8,7 +11,7 @@ import torch
 from tests.host_device.emulation.emulated_kernels import compiler, torch_headers, torch_libraries
 from tests.warm_processes import run_program
 
-# As torch's own _ensureCUDADeviceGuardSet() does, which builds without CUDA leave out.
+# This is what torch's _ensureCUDADeviceGuardSet() does. Builds without CUDA do not have it.
 GUARD = """
 #include <c10/core/impl/FakeGuardImpl.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>

@@ -1,6 +1,6 @@
-"""Each CUDA case of torch's own autocast tests comes out as under torch.autocast, with fakes of a GPU.
+"""Each CUDA case of torch's own autocast tests gives the same as under torch.autocast, on fake GPU tensors.
 
-Among them are ops that torch's database of ops lacks, which tests/casting/test_every_op.py goes through.
+The cases include ops that torch's op database lacks. tests/casting/test_every_op.py covers that database.
 """
 
 from contextlib import contextmanager
@@ -22,10 +22,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using torch.cross", "ignore:torc
 
 
 def calls(lists, name):
-    """Yield the function and the method of each case with its arguments; what is cast to 16 bits is in float32."""
+    """Yield the function and the method of each case, with arguments.
+
+    Arguments that are cast to 16 bits are float32.
+    """
     module = MODULES.get(name.split("_")[0], torch)
     for op, first, *others in getattr(lists, name):
-        is_einsum = isinstance(first, str)  # which keeps its equation apart
+        is_einsum = isinstance(first, str)  # einsum takes its equation as a separate argument
         args, rest = ((first, *others[0]), others[1:]) if is_einsum else (first, others)
         kwargs = next((value for value in rest if isinstance(value, dict)), {})
         if name.endswith("16"):
@@ -46,7 +49,7 @@ def outcome(function, args, kwargs):
 
 @contextmanager
 def cuda_autocast(*, native):
-    """Autocast's CUDA state without a CUDA device, where torch.autocast('cuda') turns itself off."""
+    """Turn on autocast for CUDA without a CUDA device, where torch.autocast('cuda') disables itself."""
     previous = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", torch.float16)
@@ -66,7 +69,7 @@ def cuda_autocast(*, native):
 @pytest.mark.native
 @pytest.mark.parametrize("name", LISTS)
 def test_cuda_cases_with_fake_tensors(name):
-    """Ops that cannot run on fake tensors raise the same error in both: cuDNN's ops and the GRU cell."""
+    """Ops that cannot run on fake tensors (cuDNN's ops and the GRU cell) raise the same error in both."""
     with FakeTensorMode():
         cases = list(calls(torchs_own("autocast_test_lists").AutocastTestLists("cuda"), name))
         seen = []

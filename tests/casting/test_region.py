@@ -1,4 +1,4 @@
-"""Regions: torch's semantics, and what goes wrong with torch's own regions."""
+"""Regions have the semantics of torch's, without the defects of torch's own regions."""
 
 import asyncio
 import pickle
@@ -71,7 +71,7 @@ class TestLikeTorch:
     def test_wrong_uses(self):
         with pytest.raises(RuntimeError, match="exit without enter; this region is not open in this thread"):
             amp_plugin.autocast("cpu").__exit__(None, None, None)
-        if torch_release() != "2.11":  # which decorates whatever it is given
+        if torch_release() != "2.11":  # torch's decorates whatever it is given
             with pytest.raises(TypeError, match="requires a callable, but got int"):
                 amp_plugin.autocast("cpu")(3)
 
@@ -246,7 +246,10 @@ class TestWeightCache:
 
     @pytest.mark.parametrize("cache_enabled", [True, False])
     def test_torchs_flag_is_the_regions(self, cache_enabled):
-        """Checkpoint reads it to recompute with the same. On a GPU capturing graphs needs it to be off."""
+        """Checkpoint reads the flag to recompute with the same value.
+
+        On a GPU, graph capture needs it to be off.
+        """
         with amp_plugin.autocast("cpu", cache_enabled=cache_enabled):
             assert torch.is_autocast_cache_enabled() == cache_enabled
         assert torch.is_autocast_cache_enabled()
@@ -270,7 +273,7 @@ class TestTorchIsLeftAlone:
         assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
     def test_our_kernels_hand_over_to_torchs(self):
-        """Only torch's kernel fills torch's cache of weights, so a second use finds the same cast."""
+        """Only torch's kernel fills torch's cache of weights. So a second use finds the same cast."""
         w, x = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3)
         KERNELS.install()
         with torch.autocast("cpu"):
@@ -330,7 +333,7 @@ def test_torchs_names_may_be_bound_to_ours(monkeypatch):
 
 @pytest.mark.native
 def test_a_copy_opens_the_same_region():
-    """torch's regions can be copied and pickled, so ours can; rules travel by content."""
+    """torch's regions can be copied and pickled, and so can ours. A pickle contains the rules themselves."""
     rules = amp_plugin.OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
     region = amp_plugin.autocast("cpu", dtype=torch.float16, cache_enabled=False, rules=rules)
     for remade in (deepcopy(region), pickle.loads(pickle.dumps(region))):

@@ -1,4 +1,4 @@
-"""Op rules: the tables equal torch's registrations; own rules; errors."""
+"""Op rules: the tables equal torch's registrations; user-defined rules; errors."""
 
 import itertools
 import re
@@ -13,14 +13,14 @@ from amp_plugin.casting.rules_in_force import uninstall_kernels
 from tests.warm_processes import call
 
 KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}
-# Registered by the CUDA build on CUDA's key for its own use: torch's kernel repacks cuDNN's weights.
+# A CUDA build registers this op for its own use: it repacks cuDNN's weights.
 NO_RULE = {"aten::_cudnn_rnn.default"}
 SOFTMAX32 = OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
 
 
 @pytest.mark.parametrize("device", TABLES)
 def test_table_equals_torchs_registrations(device):
-    """Overloads for named tensors, removed in torch 2.13, are left out. torch's own kernels handle them."""
+    """Except for overloads for named tensors, removed in torch 2.13, which torch's own kernels handle."""
     uninstall_kernels()
     registered = torch._C._dispatch_get_registrations_for_dispatch_key(KEYS[device])
     names = {full_name(op) for op in registered if op.startswith("aten::")}
@@ -150,7 +150,7 @@ class TestOwnRules:
             with amp_plugin.autocast("cpu"):
                 assert dtype() is torch.bfloat16
             assert dtype() is torch.float32
-            with torch.autocast("cpu", dtype=torch.float16):  # follows the region around it
+            with torch.autocast("cpu", dtype=torch.float16):  # follows the rules of the region around it
                 assert dtype() is torch.float32
                 assert (self.x.float() @ self.x.float()).dtype is torch.float16
         for region in (amp_plugin.autocast, torch.autocast):
@@ -251,12 +251,13 @@ class TestOwnRules:
                 torch.nn.functional.binary_cross_entropy(x.float().sigmoid(), x.float().sigmoid())
 
     def test_too_many_rule_sets(self):
-        answer = call(make_rule_sets)  # in a process of its own: rule sets are numbered for its whole life
+        # in a process of its own, because rule sets keep their numbers for the life of a process
+        answer = call(make_rule_sets)
         assert "584 rule sets besides the default ones" in answer.stdout
 
 
 def make_rule_sets():
-    """Make rule sets that differ from the default in one op each, and print the error that ends it."""
+    """Make rule sets that each differ from the default in one op, until an error. Print that error."""
     default = OpRules.default("cpu")
     try:
         for op, rule in itertools.product(sorted(default.rules), OpRule):
@@ -267,7 +268,7 @@ def make_rule_sets():
 
 @pytest.mark.native
 def test_a_rule_keeps_an_lstm_in_fp32_where_fp16_has_no_kernel():
-    """oneDNN refuses it on the CPU, under torch.autocast too."""
+    """On the CPU, oneDNN refuses an fp16 LSTM, also under torch.autocast."""
     lstm, rows = torch.nn.LSTM(5, 8, batch_first=True), torch.randn(2, 3, 5)
     wanted = lstm(rows)[0]
     rules = OpRules.default("cpu").with_rule("aten::lstm.input", "fp32")

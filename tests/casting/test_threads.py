@@ -1,4 +1,4 @@
-"""autocast_module: threads run a module with the full autocast state."""
+"""autocast_module lets threads run a module with the full autocast state."""
 
 import copy
 import pickle
@@ -18,7 +18,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Net(nn.Module):
-    """Returns the dtypes of two ops: a product, and a softmax that runs in fp32 only with custom rules."""
+    """Returns the dtypes of two ops: a product, and a softmax that runs in fp32 only under custom rules."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ def in_thread(call, *args):
 
 
 def as_data_parallel(module, x, copies=3):
-    """Do what nn.DataParallel does, on the CPU: run replicas in threads, in blocks of torch.autocast."""
+    """Do on the CPU what nn.DataParallel does: run replicas in threads, inside torch.autocast blocks."""
     replicas = []
     for _ in range(copies):
         replica = module._replicate_for_data_parallel()
@@ -97,7 +97,7 @@ def test_any_thread_runs_in_the_state_of_where_it_was_made():
     with autocast("cpu", dtype=FP16):
         net = autocast_module(Net())
     assert in_thread(net, X) == (FP16, FP16)
-    assert net(X) == (FP16, FP16)  # no block of its own either
+    assert net(X) == (FP16, FP16)  # and the thread opens no block of its own
 
 
 def test_a_block_of_its_own_wins():
@@ -157,7 +157,7 @@ def test_survives_copies(copied):
     other = copied(net)
     assert isinstance(other, Net)
     assert list(other.state_dict()) == ["linear.weight", "linear.bias"]
-    assert in_thread(other, X) == (FP32, FP32)  # both changes: run_in turns off what was opened
+    assert in_thread(other, X) == (FP32, FP32)  # with both changes: run_in turns the opened region off
     again = copied(autocast_module(Net(), RegionState(device_type="cpu", dtype=FP16)))
     assert in_thread(again, X) == (FP16, FP16)
 
@@ -198,7 +198,8 @@ def test_data_parallel_over_one_device_twice():
             parallel(torch.ones(4, 4, device="cuda"))
         return seen
 
-    assert dtypes(lambda each: each, torch.autocast("cuda", dtype=BF16)) == [FP16, FP16]  # torch loses it
+    # torch's own wrapper loses it
+    assert dtypes(lambda each: each, torch.autocast("cuda", dtype=BF16)) == [FP16, FP16]
     assert dtypes(autocast_module, torch.autocast("cuda", dtype=BF16)) == [BF16, BF16]
     rules = OpRules.default("cuda").with_rule("aten::linear", "fp32")
     assert dtypes(autocast_module, autocast("cuda", dtype=BF16, rules=rules)) == [FP32, FP32]

@@ -23,7 +23,10 @@ def classifier():
 
 
 def losses(autocast, scaler_class, dtype, *, steps=50, whole_loop=False):
-    """Return losses and final weights of a training run. ``whole_loop`` puts it all into one region."""
+    """Return the losses and final weights of a training run.
+
+    ``whole_loop`` puts the whole run into one region.
+    """
     data = load_digits()
     images, labels = torch.tensor(data.images).float().unsqueeze(1) / 16, torch.tensor(data.target)
     model = classifier()
@@ -31,7 +34,7 @@ def losses(autocast, scaler_class, dtype, *, steps=50, whole_loop=False):
     scaler = scaler_class("cpu", init_scale=2.0**14, growth_interval=10, enabled=dtype is torch.float16)
     generator = torch.Generator().manual_seed(1)
     seen = []
-    # torch's own region, even a disabled one, would serve stale weights here: only ours goes around a loop
+    # only our region can surround a loop: torch's, even if disabled, would use stale casts of weights
     with autocast("cpu", dtype=dtype) if whole_loop else nullcontext():
         for _ in range(steps):
             batch = torch.randint(len(images), (64,), generator=generator)
@@ -52,7 +55,7 @@ def test_digits_training_equals_torch_amp(dtype):
     ours = losses(amp_plugin.autocast, scaler, dtype)
     assert torch.equal(ours[0], theirs[0])
     assert all(torch.equal(a, b) for a, b in zip(ours[1], theirs[1], strict=True))
-    assert ours[0][-10:].mean() < ours[0][:10].mean() / 2  # and it learns
+    assert ours[0][-10:].mean() < ours[0][:10].mean() / 2  # and the model has learned
 
 
 @pytest.mark.native
@@ -64,7 +67,7 @@ def test_a_region_around_the_whole_loop_changes_no_bit(dtype):
     assert all(torch.equal(a, b) for a, b in zip(whole[1], forward_only[1], strict=True))
 
 
-@pytest.mark.filterwarnings("ignore")  # transformers' own deprecations
+@pytest.mark.filterwarnings("ignore")  # deprecation warnings of transformers
 def test_a_transformers_model_gives_the_same_bits():
     import transformers
 
@@ -88,7 +91,7 @@ def test_a_transformers_model_gives_the_same_bits():
 
 @pytest.mark.native
 class TestWholeLoop:
-    """A region around forward, backward and step does not autocast the backward pass."""
+    """A region around forward, backward and step does not apply to the backward pass."""
 
     def check(self, forward):
         seen, gradients = [], []

@@ -1,4 +1,4 @@
-"""Autocast everywhere torch runs: compile, checkpoint, functorch, export, tracing, other tensors."""
+"""Autocast works wherever torch runs: compile, checkpoint, functorch, export, tracing, tensor subclasses."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -18,7 +18,7 @@ from tests.process_groups import group_of_one
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),
-    # torch's own: inductor and jvp script functions when first used, Dynamo looks at .grad of inputs
+    # warnings of torch itself: inductor and jvp script functions, and Dynamo reads .grad of inputs
     pytest.mark.filterwarnings(
         "ignore:`torch.jit",
         "ignore:The .grad attribute of a Tensor that is not a leaf",
@@ -72,7 +72,9 @@ class TestCompile:
         assert seen == [torch.bfloat16, torch.float32, torch.bfloat16]
 
     def test_exception_inside_a_compiled_region_then_a_weight_update(self):
-        """torch leaks its nesting level there, and uses stale weights afterwards (pytorch 195488)."""
+        """There, torch does not restore its nesting level, and uses stale weights afterwards (pytorch
+        195488).
+        """
         x, w = torch.ones(3, 3), nn.Parameter(torch.ones(3, 3))
 
         def forward(x):
@@ -90,19 +92,20 @@ class TestCompile:
                 with amp_plugin.autocast("cpu", dtype=BF16):
                     assert (x @ w)[0, 0] == 3 * value
         finally:
-            while nesting() > 0:  # what torch leaked
+            while nesting() > 0:  # restore the nesting level that torch did not
                 torch.autocast_decrement_nesting()
             torch.clear_autocast_cache()
 
     def test_code_that_stays_eager_is_not_traced_through_ours(self):
-        """The region of a graph break is entered outside Dynamo: no frame of the package is compiled."""
+        """The region of a graph break is entered outside Dynamo, so no frame of the package is compiled."""
         frames = []
 
         def forward(x):
             with amp_plugin.autocast("cpu", dtype=BF16):
                 raise KeyError
 
-        KERNELS.checked.clear()  # as in a new process: the region's arguments are checked, ours installed
+        # as in a new process, the region checks its arguments and installs our kernels
+        KERNELS.checked.clear()
         compiled = torch.compile(forward, backend=lambda graph, _: frames.append(graph) or graph.forward)
         with pytest.raises(KeyError):
             compiled(torch.ones(2))
@@ -134,7 +137,7 @@ class TestCheckpoint:
     @pytest.mark.parametrize("default_rules", [False, True])
     @pytest.mark.parametrize("backward_inside", [False, True])
     def test_a_weight_used_twice_in_a_reentrant_one(self, cache_enabled, default_rules, backward_inside):
-        """The gradients of both uses add up in the dtype and order of torch.autocast."""
+        """The gradients of both uses are added in torch.autocast's dtype and order."""
 
         def gradient(autocast):
             torch.manual_seed(0)
@@ -155,14 +158,14 @@ class TestCheckpoint:
     @pytest.mark.native
     @pytest.mark.parametrize("by_default", [True, False])
     def test_own_rules_reach_the_recomputation(self, by_default):
-        """Default rules do so by themselves, and those of a region through context_fn."""
+        """Default rules reach it without help. Rules of a region reach it through context_fn."""
         w = torch.randn(4, 4, requires_grad=True)
         seen = []
 
         def block(x):
             y = torch.softmax(x @ w, 0)
             seen.append(y.dtype)
-            return y * y  # saves y, so the recomputation comes this far
+            return y * y  # saves y, so the recomputation must reach this op
 
         amp_plugin.set_default_rules(SOFTMAX32 if by_default else None)
         extra = {} if by_default else {"context_fn": checkpoint_contexts}
@@ -178,7 +181,7 @@ class TestFunctorch:
     )
     def test_same_as_torch(self, transform):
         torch.manual_seed(0)
-        # without LayerNorm, whose mixed dtypes torch cannot vmap backwards (pytorch 184890)
+        # without LayerNorm: torch cannot vmap its backward with mixed dtypes (pytorch 184890)
         model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
         params = {name: p.detach() for name, p in model.named_parameters()}
 
@@ -209,7 +212,10 @@ class TestCapture:
     @pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
     @pytest.mark.parametrize("grad", [False, True])
     def test_jit_trace(self, model, grad):
-        """torch's cache breaks the one with grad: "Cannot insert a Tensor that requires grad" (pytorch 50231)."""
+        """torch's cache breaks the trace with grad:
+
+        "Cannot insert a Tensor that requires grad" (pytorch 50231).
+        """
 
         class Twice(nn.Module):
             def __init__(self, autocast):
@@ -220,7 +226,7 @@ class TestCapture:
                 with self.autocast("cpu", dtype=BF16):
                     return self.model(x) + self.model(x)
 
-        uninstall_kernels()  # so the trace opens the first region of all
+        uninstall_kernels()  # so that the trace opens the first region of the process
         with torch.set_grad_enabled(grad):
             traced = torch.jit.trace(Twice(amp_plugin.autocast), (X,))
             assert_same([traced(2 * X).detach()], [Twice(torch.autocast)(2 * X).detach()])
@@ -237,7 +243,7 @@ class TestCapture:
             assert traced(X).dtype is BF16
             return sorted(str(node.target) for node in traced.graph.nodes)
 
-        # torch's without a cache, whose casts are of tensors that the trace does not know
+        # torch's without its cache, because the trace does not know the cached casts
         assert graph(amp_plugin.autocast) == graph(partial(torch.autocast, cache_enabled=False))
 
     def test_make_fx_before_dispatch_records_torchs_blocks_and_no_op_of_ours(self, model):

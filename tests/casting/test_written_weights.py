@@ -1,4 +1,7 @@
-"""Which writes to a weight inside a region are noticed: its version, its memory, a step."""
+"""Which writes to a weight inside a region are noticed?
+
+The version counter, the memory and optimizer steps tell.
+"""
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ def loaded(weight, value):
     module.load_state_dict({"weight": value})
 
 
-# Each writes a weight of 3 x 3 that holds no 0 and no 1.
+# Each function writes a 3 x 3 weight that contains no 0 and no 1.
 SEEN = {
     "no_grad": lambda w: torch.no_grad()(w.relu_)(),
     "list of tensors under no_grad": lambda w: torch.no_grad()(torch._foreach_neg_)([w]),
@@ -30,7 +33,7 @@ SEEN = {
     "fewer rows of the same memory": lambda w: setattr(w, "data", w.data[:2]),
 }
 
-# As in torch.autocast: no version counter of the weight moves.
+# As in torch.autocast, these are not noticed: the weight's version counter does not change.
 UNSEEN = {
     "operator on data": lambda w: w.data.__imul__(2),
     "row of data": lambda w: w.data[1].copy_(OTHER[0]),
@@ -59,7 +62,7 @@ def test_a_write_that_moves_the_version_or_the_memory_is_seen(name):
 
 @pytest.mark.parametrize("name", UNSEEN)
 def test_a_write_through_an_alias_follows_torchs_rule(name):
-    """It is not noticed until the cache is cleared, in torch's blocks and in our regions."""
+    """Neither torch's blocks nor our regions notice it until the cache is cleared."""
     for autocast in (torch.autocast, amp_plugin.autocast):
         assert not uses_new_values(UNSEEN[name], autocast)
         assert uses_new_values(UNSEEN[name], autocast, after=torch.clear_autocast_cache)

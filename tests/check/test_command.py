@@ -1,4 +1,4 @@
-"""What `amp-plugin check` prints, writes and exits with."""
+"""The output, files and exit code of `amp-plugin check`."""
 
 import json
 import subprocess
@@ -20,13 +20,13 @@ STEP = "import torch\nscaler = torch.amp.GradScaler()\nfor batch in data:\n    s
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty project, the current folder."""
+    """Return an empty project, which is the current folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def checked(*words):
-    """Return the exit code and the lines."""
+    """Run the command. Return its exit code and the lines that it printed."""
     answer = amp("check", *words)
     return answer.exit_code, answer.output.splitlines()
 
@@ -219,7 +219,7 @@ def test_neither_torch_nor_the_program_is_imported(folder):
 
 
 def seconds(folder):
-    """Return the seconds of the processor that a check of a folder takes, and the number of files."""
+    """Return the processor time in seconds that a check of a folder takes, and the number of files."""
     start = time.process_time()
     files = check([folder], Settings()).files
     return time.process_time() - start, files

@@ -1,4 +1,4 @@
-"""Each rule finds its mistake in a changed recipe, and nothing in the correct one."""
+"""Each rule finds its mistake in a changed recipe, and finds nothing in the correct recipe."""
 
 import ast
 import re
@@ -33,7 +33,7 @@ OPTIMIZER = "    optimizer = torch.optim.AdamW(model.parameters(), config.learni
 
 
 def read(recipe: str, *changes: tuple[str, str]) -> str:
-    """Return the source of a recipe in which texts were replaced; each must be there."""
+    """Return a recipe's source with some texts replaced. Each text must occur in it."""
     text = (ROOT / f"recipes/{recipe}.py").read_text()
     for old, new in changes:
         if (old, new) not in NO_SCALER:
@@ -44,14 +44,14 @@ def read(recipe: str, *changes: tuple[str, str]) -> str:
 
 
 def codes(text: str) -> list[str]:
-    """Return the codes that a source is given."""
+    """Return the codes of the findings in a source."""
     return [
         found.code
         for found in check_source(Source(Path("program.py"), text, tuple(text.split("\n"))), Settings())
     ]
 
 
-# code: (recipe, changes that make the mistake, changes that do the same in the right way)
+# code: (recipe, changes that make the mistake, changes that do the same thing correctly)
 TWINS = {
     "AMP001": [
         ("typical_training", [(BACKWARD, BACKWARD + CLIP)], [(BACKWARD, BACKWARD + UNSCALE + CLIP)]),
@@ -284,7 +284,7 @@ for number, (batch, target) in enumerate(data):
     assert codes(text) == []
 
 
-# Programs that look like a mistake and may be right: the check is silent where it is not sure.
+# Programs that look wrong and may be right. If the check is not sure, it says nothing.
 UNSURE = {
     "the clip is unscaled by a helper": "scaler.scale(loss).backward()\n    unscale(scaler, optimizer)\n    clip(p, 1.0)\n    scaler.step(optimizer)\n    scaler.update()",
     "two ways through the iteration": "if scaler is not None:\n        scaler.scale(loss).backward()\n    else:\n        loss.backward()\n    if scaler is None:\n        clip(p, 1.0)\n        optimizer.step()\n    else:\n        scaler.step(optimizer)\n        scaler.update()",
@@ -357,7 +357,8 @@ train(model, Scaler(), torch.optim.SGD(model.parameters()), loss)
     assert codes(text) == ["AMP001", "AMP002"]
 
 
-# Shapes of loops that people write, each with the rules that see it. The rules were wrong about each of them once.
+# Loops as people write them, each with the rules that report it. For each one, the rules were wrong at some
+# time.
 SHAPES = {
     "the scheduler is given the epoch": (
         "scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()\n    scheduler.step(epoch)",

@@ -1,4 +1,6 @@
-"""Does float8 on a GPU that computes it train as torchao's own conversion does, and as the emulation predicts?"""
+"""Does float8 on a GPU that supports it train as torchao's own conversion does, and as the emulation
+predicts?
+"""
 
 import copy
 import importlib.util
@@ -67,7 +69,7 @@ def test_losses_are_those_of_torchao_s_own_conversion(name, compiled):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_emulation_is_close_to_what_the_hardware_computes(name):
-    """Both round alike; the hardware adds products in another order and in fewer bits."""
+    """Both round alike, but the hardware adds products in another order and with fewer bits."""
     fast, slow = network(), network()
     before = copy.deepcopy(fast)
     convert(fast, name)

@@ -1,4 +1,4 @@
-"""Does each format round as torchao's layers do, bit for bit, and as the format's definition says?"""
+"""Does each format round as torchao's layers do, bit for bit, and as its definition says?"""
 
 import importlib.util
 import math
@@ -58,7 +58,7 @@ E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
 def to_e2m1(value: float) -> float:
-    """Round to the nearest of the numbers of 4 bits; of two as near, to the one with an even code."""
+    """Round to the nearest 4-bit number. In a tie, take the one with an even code."""
     size = min(abs(value), 6.0)
     code = min(range(8), key=lambda code: (abs(E2M1[code] - size), code % 2))
     return math.copysign(E2M1[code], value)
@@ -66,7 +66,7 @@ def to_e2m1(value: float) -> float:
 
 @pytest.mark.parametrize("which", ["x", "weight", "grad", "ties"])
 def test_nvfp4_is_what_its_definition_says(which) -> None:
-    """Blocks of 16, their scales in e4m3 under one scale in float32, numbers to nearest even."""
+    """Blocks of 16 have scales in e4m3 below one float32 scale. Numbers are rounded to nearest even."""
     x, weight, grad = operands(rows=8)
     ties = torch.tensor([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -5, 0, 0.5, 1, 2, 3, 4]).expand(2, 16)
     matrix = {"x": x, "weight": weight, "grad": grad, "ties": ties.contiguous()}[which]
@@ -91,7 +91,7 @@ def test_nvfp4_is_what_its_definition_says(which) -> None:
 
 
 def test_mxfp8_has_power_of_two_scales_that_hold_the_largest_number() -> None:
-    """E8M0: the smallest power of two with which no number of a block is larger than 448."""
+    """A scale is E8M0: the smallest power of two for which no number of the block exceeds 448."""
     matrix = operands()[0]
     codes = quantize(matrix, "mxfp8")
     blocks = matrix.double().view(64, 2, 32)

@@ -1,7 +1,7 @@
-"""The long runs of the fuzzers; a failure is printed as a small program.
+"""The long runs of the fuzzers. A failure is printed as a small program.
 
-``python -m tests.fuzz scaler --count 20000 --seed 0``: sequences of GradScaler's calls against float64.
-``python -m tests.fuzz graphs --count 5000 --seed 0``: op graphs against torch.autocast.
+``python -m tests.fuzz scaler --count 20000 --seed 0`` compares sequences of GradScaler calls with float64.
+``python -m tests.fuzz graphs --count 5000 --seed 0`` compares op graphs with torch.autocast.
 """
 
 import argparse

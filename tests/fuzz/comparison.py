@@ -11,8 +11,9 @@ from torch import Tensor
 from tests.fuzz import graphs, two_sides
 from tests.fuzz.search import Fuzzer, Problem
 
-_TORCHS_OWN = "Unexpected floating ScalarType"  # cat and its like refuse float16 where the region is bfloat16
-# Its cache of casts knows no dtype: recomputed inside backward, a float16 region finds the bfloat16 cast of a weight.
+_TORCHS_OWN = "Unexpected floating ScalarType"  # cat and similar ops refuse float16 in a bfloat16 region
+# torch's cache of casts ignores the dtype. When a float16 region is recomputed inside backward, it finds the
+# bfloat16 cast of a weight.
 _TORCHS_CACHE = re.compile(
     "Recomputed values .* have different metadata|but got (Half and BFloat16|BFloat16 and Half)"
 )
@@ -20,7 +21,7 @@ _VIEWED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def run(program: str, side: Any) -> tuple[dict[str, Tensor], str]:
-    """Run a program; return its tensors and gradients by name, and its error if there was one."""
+    """Run a program. Return its tensors and gradients by name, and its error if there was one."""
     names = {**vars(two_sides), "side": side}
     error = ""
     with warnings.catch_warnings():
@@ -36,7 +37,7 @@ def run(program: str, side: Any) -> tuple[dict[str, Tensor], str]:
 
 
 def difference(program: str, ours: Callable[[], Any] = two_sides.Ours) -> str:
-    """Run a program on both sides; say what differs, or nothing."""
+    """Run a program on both sides. Return what differs, or an empty result."""
     (mine, my_error), (right, error) = run(program, ours()), run(program, two_sides.Theirs())
     if _TORCHS_OWN in error or (not my_error and _TORCHS_CACHE.search(error)):
         return ""

@@ -1,4 +1,4 @@
-"""One run of a sequence, and the events that can happen in it. Steps are in steps.py."""
+"""One run of a sequence, and the events that can happen in it. Optimizer steps are in steps.py."""
 
 import math
 from typing import Any
@@ -24,15 +24,16 @@ NOT_SCALED_YET = "Attempted .* but _scale is None"
 
 
 class Run:
-    """What an event works on."""
+    """The state that events work on: the scaler's side and the oracle."""
 
     def __init__(self, setup: Setup, scaler: type) -> None:
         self.setup = setup
         self.oracle = Oracle(setup)
         self.scene = Scene(setup, self.oracle, scaler)
-        self.early: tuple[str, Any] | None = None  # scale and terms of a loss whose backward is still to come
-        self.saved: dict[str, Any] = {}  # the model's part of a saved state
-        self.skipped = 0  # steps of all optimizers
+        # scale and terms of a loss that was scaled and whose backward has not run yet
+        self.early: tuple[str, Any] | None = None
+        self.saved: dict[str, Any] = {}  # the oracle's part of a saved state
+        self.skipped = 0  # skipped steps of all optimizers together
 
     def kind(self, o: int) -> str:
         return self.setup.kinds[o]
@@ -41,7 +42,10 @@ class Run:
         return self.oracle.members[o]
 
     def may_call(self, o: int) -> bool:
-        """Return whether a call with this optimizer is allowed now. If it is, the oracle gets to know it."""
+        """Return whether a call with this optimizer is allowed now.
+
+        If it is, the oracle registers the optimizer.
+        """
         if not self.oracle.used or not may_meet(self.oracle, o):
             return False
         self.oracle.meet(o)
@@ -61,7 +65,7 @@ class Run:
         return skipped
 
     def count_skip(self, o: int, skipped: bool) -> None:
-        """Compare the numbers of skipped steps."""
+        """Compare the scaler's counts of skipped steps with the oracle's."""
         self.skipped += skipped
         scaler = self.scene["scaler"]
         counts = scaler.skipped_steps(self.scene[f"o{o}"]), scaler.skipped_steps()
@@ -70,7 +74,10 @@ class Run:
             raise Disagreement(f"skipped_steps() of o{o} and of all are {counts}, should be {right}")
 
     def clipped(self, owners: list[int], indices: Any, limit: float, norm_type: float) -> float:
-        """Clip true gradients; whether those are that had overflowed, and were written over, is not promised."""
+        """Clip the true gradients.
+
+        If an overflowed gradient was overwritten, it is not specified whether the clip changes the others.
+        """
         oracle = self.oracle
         norm = oracle.norm(indices, norm_type)
         if limit < norm < math.inf and any(True in oracle.seen.skips(o, self.members(o)) for o in owners):
@@ -90,7 +97,7 @@ class Run:
 
 
 def backward(run: Run, name: str, pairs: Any, overflow: int | None) -> None:
-    """``scale(loss).backward()``; perhaps with a gradient that is not finite."""
+    """Run ``scale(loss).backward()``, in which a gradient may become infinite or nan."""
     pairs = [(i, math.inf if i == overflow else factor) for i, factor in pairs]
     run.scene.run(f"scaler.scale(loss({terms(pairs)}){named(name)}).backward()")
     run.oracle.scale(name)
@@ -149,7 +156,11 @@ def clip_value(run: Run, o: int, indices: Any, limit: float) -> None:
 
 
 def _clip_params(run: Run, indices: Any, line: str) -> bool:
-    """Run a clip of parameters, which unscales those of their optimizers, or of the one that has no others; return whether it was not refused."""
+    """Clip parameters.
+
+    This unscales the gradients of their optimizers, or of the one optimizer that has no other parameters.
+    Return whether the clip was accepted.
+    """
     oracle = run.oracle
     touched = [o for o in oracle.known if set(run.members(o)) & set(indices)]
     exactly = [o for o in touched if set(run.members(o)) == set(indices)]
@@ -166,7 +177,10 @@ def _clip_params(run: Run, indices: Any, line: str) -> bool:
 
 
 def _clamp(run: Run, indices: Any, limit: float) -> None:
-    """Clip true gradients by value; whether inf or nan was there is not promised, so look."""
+    """Clip the true gradients by value.
+
+    It is not specified whether an inf or nan survives, so read it from the scaler's side.
+    """
     for index in run.oracle.present(indices):
         grad, real = run.oracle.params[index].grad, run.scene.params[index].grad
         grad.copy_(torch.where(grad.isfinite(), grad.clamp(-limit, limit), real.double()))
@@ -200,7 +214,7 @@ def drop_one(run: Run, index: int) -> None:
 
 
 def edit(run: Run, o: int, kind: str, factor: float, wanted: Any) -> None:
-    """Multiply gradients, in whatever unit they are."""
+    """Multiply gradients by a factor, whether they are scaled or not."""
     members = run.oracle.present(run.members(o))
     indices = members if kind == "collective" else [i for i in wanted if i in members]
     if not indices or not all(may_edit(run.oracle, i) for i in indices):
@@ -215,7 +229,7 @@ def edit(run: Run, o: int, kind: str, factor: float, wanted: Any) -> None:
 
 
 def _moderate(run: Run, indices: list[int], factor: float) -> float:
-    """The factor or its inverse, whichever keeps gradients in the middle."""
+    """Return the factor or its inverse, whichever keeps the gradients at a moderate size."""
     largest = max(run.oracle.params[i].grad.abs().max().item() for i in indices)
     return 1.0 / factor if (factor > 1.0) == (largest > 1e3) else factor
 
@@ -237,7 +251,7 @@ def repair(run: Run, index: int) -> None:
 
 
 def edit_unscaled(run: Run, o: int, kind: str) -> None:
-    """What users do with unscaled gradients: torch's clipping, weight decay."""
+    """Do what users do with unscaled gradients: torch's clipping, or weight decay."""
     oracle, members = run.oracle, run.oracle.present(run.members(o))
     if not members or not are_unscaled(oracle, members) or not oracle.finite(members):
         return
@@ -307,12 +321,12 @@ def load(run: Run) -> None:
         scales = run.oracle.scales
         scales.load({name: s[:3] for name, s in zip(scales.names, run.saved["scales"], strict=True)})
         run.skipped = run.saved["skipped"]
-        for window in run.oracle.windows:  # those of each optimizer are counted from here on
+        for window in run.oracle.windows:  # the counts of the optimizers start again here
             window.skipped = 0
 
 
 def copy(run: Run, pickled: bool) -> None:
-    """Go on with a copy, between iterations."""
+    """Continue with a copy of the scaler. This is allowed only between iterations."""
     if run.early is not None:
         return
     everyone, oracle = range(PARAMS), run.oracle

@@ -1,7 +1,7 @@
-"""Random op graphs: a tree of ops, regions, checkpoints and writes, printed as a program.
+"""Random op graphs: a tree of ops, regions, checkpoints and writes, which is printed as a program.
 
-Operands are numbers, taken modulo what there is where they stand. So any part of a graph is a
-graph, which is what shrinking needs.
+Operands are numbers, taken modulo the number of values that exist at that point. So any part of a graph is a
+valid graph, which shrinking requires.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MATRICES = ("w0", "w1", "w2", "w3")
-# {a}, {b}: values; {m}, {n}: values whose dtypes fit a weight's; {w}, {u}: weights. All are 4 x 8 or 8 x 8.
-# No op is given one tensor twice: in which order its two casts are made, and so in which order their gradients
-# are added, is up to the compiler that built torch.
+# {a}, {b}: values; {m}, {n}: values whose dtype matches a weight's; {w}, {u}: weights. All are 4 x 8 or 8 x
+# 8. No op gets the same tensor twice: the order in which its two casts are made, and their gradients added,
+# would depend on the compiler that built torch.
 OPS = {
     "linear": "F.linear({m}, {w}, b0)",
     "linear without bias": "F.linear({m}, {w})",
@@ -101,7 +101,7 @@ STEPPED = ("step({w}, foreach=False)", "step({w}, foreach=True)", "step({w}, fus
 
 @dataclass(frozen=True)
 class Node:
-    """A statement; some hold others."""
+    """A statement. Some statements contain others."""
 
     kind: str
     args: tuple[Any, ...] = ()
@@ -109,7 +109,7 @@ class Node:
 
 
 def generate(rng: random.Random) -> tuple[Node, ...]:
-    """Make a graph: some iterations, each with a region or two and a backward pass."""
+    """Make a graph of some iterations, each with one or two regions and a backward pass."""
     nodes: list[Node] = []
     for _ in range(rng.choice((1, 1, 2, 3))):
         nodes += _block(rng, rng.randint(1, 3), 0)
@@ -185,7 +185,7 @@ def _write(rng: random.Random, weight: int) -> Node:
 
 
 def shorter(nodes: tuple[Node, ...]) -> Iterator[tuple[Node, ...]]:
-    """Every graph with one statement less, or with a block replaced by what is in it."""
+    """Yield every graph with one statement less, or with a block replaced by its contents."""
     for i, node in enumerate(nodes):
         before, after = nodes[:i], nodes[i + 1 :]
         yield (*before, *after)
@@ -215,12 +215,12 @@ class _Outermost:
 
 
 class Printer:
-    """Prints a graph as a program over the names of :mod:`tests.fuzz.two_sides`.
+    """Prints a graph as a program that uses the names of :mod:`tests.fuzz.two_sides`.
 
-    What torch.autocast cannot be asked is left out: a leaf cast to two dtypes in one region (torch
-    keeps the first), and uses of a leaf on both sides of a write of a weight (to make torch see the
-    write, all its casts are dropped). So is what docs/reference/autocast.md says to differ: regions in the function
-    of a reentrant checkpoint.
+    Some cases are left out because torch.autocast gives no usable answer. One is a leaf that is cast to two
+    dtypes in one region: torch keeps only the first cast. Another is a leaf that is used before and after a
+    weight is written: all casts are dropped so that torch sees the write. Regions in the function of a
+    reentrant checkpoint are left out too, because docs/reference/autocast.md says that they differ.
     """
 
     def __init__(self) -> None:
@@ -228,7 +228,7 @@ class Printer:
         self._indent = ""
         self._values = ["x0", "x1"]
         self._count = 0
-        self._dtypes: list[str | None] = [None]  # of the open regions; None where autocast is off
+        self._dtypes: list[str | None] = [None]  # dtypes of the open regions; None if autocast is off there
         self._outermost = _Outermost()
         self._in_function = self._in_checkpoint = self._in_inference = self._has_checkpoint = False
         self._in_reentrant = False
@@ -323,7 +323,7 @@ class Printer:
             self._outermost = _Outermost()
 
     def _function(self, body: tuple[Node, ...], decorator: str) -> None:
-        """A region as a decorator, of a function of one value."""
+        """Print a region that decorates a function of one value."""
         given, name, argument = self._values[-1], self._new("f"), self._new("a")
         self._line(f"@{decorator}")
         self._nested(name, argument, body)
@@ -336,7 +336,7 @@ class Printer:
         outer, self._values = (self._values, self._in_function), [argument, "x1"]
         self._in_function = True
         self._inside(f"def {name}({argument}):", body)
-        # A new tensor: what a reentrant checkpoint returns becomes its output, and a captured one would too.
+        # Return a new tensor, because a reentrant checkpoint would turn a captured tensor into its output.
         self._line(f"    return {self._values[-1] if len(self._values) > 2 else argument} * 1.0")
         self._values, self._in_function = outer
 
@@ -368,7 +368,7 @@ class Printer:
         if self._in_checkpoint or self._in_inference or (w == u and "{u}" in how):
             return
         if in_region and not self._on and how not in COUNTED:
-            return  # documented as not seen
+            return  # the documentation says that this write is not noticed
         if how in COUNTED:
             self._line("with torch.no_grad():")
         self._line("    " * (how in COUNTED) + how.format(w=w, u=u))
@@ -386,7 +386,10 @@ class Printer:
 
 
 def _from(number: int) -> tuple[str, ...]:
-    """The weights, beginning with one: where it is free, the same number means the same weight."""
+    """Return all weights, starting with the one of this number.
+
+    If that one may be used, the same number means the same weight.
+    """
     start = number % len(MATRICES)
     return MATRICES[start:] + MATRICES[:start]
 

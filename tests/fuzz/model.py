@@ -1,4 +1,8 @@
-"""The state of the oracle: float64 weights and gradients, promises about them, and overflows so far."""
+"""The oracle's state: float64 weights and gradients, promises about them, and the overflows so far.
+
+A *promise* is something that the documentation guarantees. Where it guarantees nothing, the state is MAYBE or
+None.
+"""
 
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
@@ -13,36 +17,39 @@ NO, MAYBE, YES = "no", "maybe", "yes"
 
 
 class SeenOverflows:
-    """For an optimizer and a parameter: whether an overflow was seen since the optimizer's last step.
+    """For each optimizer and parameter: was an overflow seen since the optimizer's last step?
 
-    MAYBE where it is open whether it still counts.
+    MAYBE means that the documentation does not say whether the overflow still counts.
     """
 
     def __init__(self) -> None:
         self._levels: dict[tuple[int, int], str] = {}
-        self._told: set[tuple[int, int]] = set()  # those that an update has followed
+        self._told: set[tuple[int, int]] = set()  # overflows after which an update was applied
 
     def see(self, o: int, index: int, level: str) -> None:
-        """A gradient that is not finite was looked at."""
+        """Record that a check saw a gradient that is not finite."""
         self._levels[o, index] = YES if YES in (level, self._levels.get((o, index))) else MAYBE
         self._told.discard((o, index))
 
     def join(self, o: int, index: int, owners: Iterable[int]) -> None:
-        """A parameter joins an optimizer: what its owners must skip for, the new one must too."""
+        """A parameter joins an optimizer.
+
+        An overflow that its owners must skip for counts for the new owner too.
+        """
         levels = {self._levels.get((owner, index), NO) for owner in owners}
         if levels - {NO}:
             self.see(o, index, YES if levels == {YES} else MAYBE)
 
     def skips(self, o: int, indices: Iterable[int]) -> set[bool]:
-        """The answers allowed: whether the optimizer's step must be skipped."""
+        """Return the allowed answers to the question whether the optimizer's step is skipped."""
         levels = {self._levels.get((o, index)) for index in indices}
         return {True} if YES in levels else {True, False} if MAYBE in levels else {False}
 
     def doubt(self, index: int, *, dropped: bool = True) -> None:
-        """A gradient is zero or gone: its overflow counts no more, at the latest after an update.
+        """A gradient is now zero or None, so its overflow stops to count, at the latest after an update.
 
-        Unless the others of its optimizers are not zero (``dropped`` is False): who writes zeros over one gradient
-        has dropped no batch.
+        If the other gradients of its optimizers are not zero, ``dropped`` is False: zeroing one gradient does
+        not discard a batch.
         """
         for key in [key for key in self._levels if key[1] == index]:
             self._levels[key] = MAYBE
@@ -50,23 +57,26 @@ class SeenOverflows:
                 del self._levels[key]
 
     def update(self) -> None:
-        """An update was requested: from now on it may be forgotten."""
+        """An update was requested. From now on an overflow may be forgotten."""
         self._levels = dict.fromkeys(self._levels, MAYBE)
 
     def tell(self, dropped: Container[int]) -> None:
-        """An update was applied: overflows whose gradients were dropped are forgotten."""
+        """An update was applied. Overflows whose gradients were dropped are forgotten."""
         self._levels = {key: level for key, level in self._levels.items() if key[1] not in dropped}
         self._told |= set(self._levels)
 
     def step(self, o: int, indices: Iterable[int]) -> None:
-        """An optimizer has stepped: it starts anew, and for others that share a gradient it is open."""
+        """An optimizer has stepped, so its overflows are forgotten.
+
+        For optimizers that share a gradient, it becomes MAYBE.
+        """
         for index in indices:
             self._levels.pop((o, index), None)
             for key in [key for key in self._levels if key[1] == index]:
                 self._levels[key] = MAYBE
 
     def forget(self, o: int) -> None:
-        """All gradients of an optimizer were gone when a backward began."""
+        """All gradients of an optimizer were None when a backward pass began."""
         self._levels = {key: level for key, level in self._levels.items() if key[0] != o}
 
     def clear(self) -> None:
@@ -76,18 +86,19 @@ class SeenOverflows:
 
 @dataclass
 class Gradient:
-    """What is promised of one parameter's gradient."""
+    """What the documentation promises about the gradient of one parameter."""
 
-    unscaled: bool = False  # ``.grad`` shows the true gradient for sure
-    pending: bool | None = False  # it is scaled and waits for its optimizers; None if that is open
-    replaced: bool = False  # by the user, since somebody looked
-    dropped: bool = False  # the batch it came from was thrown away
-    # The optimizers that have stepped with it since it was last unscaled, or a backward began.
+    unscaled: bool = False  # ``.grad`` is certainly the true gradient
+    pending: bool | None = False  # it is scaled and not used yet; None if that is not specified
+    replaced: bool = False  # the user has replaced it since it was last checked
+    dropped: bool = False  # the batch that it came from was discarded
+    # The optimizers that have stepped with it since it was last unscaled or a backward pass began.
     used_by: set[int] = field(default_factory=set)
-    used_at: int = -1  # updates that had been requested when it was last unscaled or stepped with
-    assumed: bool = False  # it was taken for a scaled one without a backward, and is not unscaled yet
-    losses: set[str] = field(default_factory=set)  # the scales to which an overflow in it must count
-    origins: set[tuple[str, float]] = field(default_factory=set)  # scales and values of its backwards
+    used_at: int = -1  # number of updates requested when it was last unscaled or used in a step
+    assumed: bool = False  # it was assumed to be scaled although no backward ran, and is not unscaled yet
+    losses: set[str] = field(default_factory=set)  # the scales that an overflow in it must count for
+    # (scale, value of the scale) of each backward that added to it
+    origins: set[tuple[str, float]] = field(default_factory=set)
 
     def clear(self, zeroed: bool) -> None:
         self.pending = None if zeroed and self.pending is not False else False
@@ -97,22 +108,25 @@ class Gradient:
 
 @dataclass
 class Window:
-    """What is promised of one optimizer since its last step."""
+    """What the documentation promises about one optimizer since its last step."""
 
-    stages: set[str] = field(default_factory=lambda: {"ready"})  # it may be in: ready, unscaled, stepped
-    # Whether a scaled backward has reached it since it was last unscaled or stepped; MAYBE if one has run that did not.
+    # the stages it may be in: ready, unscaled, stepped
+    stages: set[str] = field(default_factory=lambda: {"ready"})
+    # Whether a scaled backward has reached it since it was last unscaled or stepped. MAYBE if only backwards
+    # ran that did not reach it.
     fresh: str = NO
-    explicit: bool = False  # ``unscale_`` or ``ensure_unscaled`` was the last to unscale it
+    explicit: bool = False  # it was last unscaled by ``unscale_`` or ``ensure_unscaled``
     grown: bool = False  # a parameter with a gradient has joined it
-    certain: set[str] = field(default_factory=set)  # the scales for which its checks count
-    begun: set[str] = field(default_factory=set)  # those for which they may count
-    noted: set[str] = field(default_factory=set)  # those for which an overflow in a conversion may count
-    checked: str = NO  # a gradient was looked at since; MAYBE if only by another, or before an update
-    skipped: int = 0  # steps so far
+    certain: set[str] = field(default_factory=set)  # the scales that its checks certainly count for
+    begun: set[str] = field(default_factory=set)  # the scales that its checks may count for
+    # the scales that an overflow during a conversion may count for
+    noted: set[str] = field(default_factory=set)
+    checked: str = NO  # a gradient was checked; MAYBE if only through another optimizer, or before an update
+    skipped: int = 0  # skipped steps so far
 
 
 class Model:
-    """Weights trained in float64 without a loss scale, and what is promised beside them."""
+    """Weights that are trained in float64 without a loss scale, and the promises about them."""
 
     def __init__(self, setup: Setup) -> None:
         # The weights; ``.grad`` is the true gradient.
@@ -126,17 +140,17 @@ class Model:
         self.windows = [Window() for _ in self.optimizers]
         self.scales = ScaleModel(setup.names, setup.options)
         self.seen = SeenOverflows()
-        self.known: dict[int, None] = {}  # optimizers, in the order in which the scaler has met them
+        self.known: dict[int, None] = {}  # optimizers, in the order in which the scaler first saw them
         self.joined: set[tuple[int, int]] = (
             set()
-        )  # (optimizer, parameter) that the scaler has not looked at since
-        self.used: set[str] = set()  # scales
-        self.updates = 0  # requested
+        )  # (optimizer, parameter) pairs that joined since the scaler last checked the optimizer
+        self.used: set[str] = set()  # names of the scales that were used
+        self.updates = 0  # number of requested updates
         self.shown: dict[str, float] = dict.fromkeys(self.scales.names, self.scales.largest())
-        self.last_backward: tuple[str, float] | None = None  # its scale, and the value of that
+        self.last_backward: tuple[str, float] | None = None  # the name and the value of its scale
 
     def owners(self, index: int) -> list[int]:
-        """The known optimizers that step a parameter."""
+        """Return the known optimizers that have a parameter."""
         return [o for o in sorted(self.known) if index in self.members[o]]
 
     def present(self, indices: Iterable[int]) -> list[int]:
@@ -150,14 +164,15 @@ class Model:
         return torch.linalg.vector_norm(torch.cat(flat), norm_type).item() if flat else 0.0
 
 
-# -- what the documentation says of a call before it is made ---------------------------------------
-# Whether it has one meaning, and whether it is an error: NO, MAYBE or YES.
+# Functions named ``may_...`` return whether a call has a specified meaning. Those named ``error_of_...``
+# return whether it is an error: NO, MAYBE or YES.
 
 
 def may_meet(model: Model, o: int, joining: Iterable[int] | None = None) -> bool:
-    """Return whether an optimizer may be met now: all it brings comes from the last backward's scale.
+    """Return whether the scaler may see an optimizer for the first time now.
 
-    An optimizer that is met later is a limit that the documentation names.
+    It may if all gradients that the optimizer brings come from the last backward's scale. Otherwise it is too
+    late; the documentation names this limit.
     """
     if o in model.known and joining is None:
         return True
@@ -170,11 +185,11 @@ def may_meet(model: Model, o: int, joining: Iterable[int] | None = None) -> bool
 
 
 def may_edit(model: Model, index: int) -> bool:
-    """Return whether a change of a gradient by the user has one meaning.
+    """Return whether a change of a gradient by the user has one specified meaning.
 
-    That of one which an optimizer has stepped with has: the change of an unscaled gradient before ``update()``,
-    of a scaled one after it. Of others a change between ``update()`` and the next backward may come from a
-    backward that was not seen: documented as a limit.
+    It has one if an optimizer has stepped with the gradient: before ``update()`` the user changes an unscaled
+    gradient, after it a scaled one. For other gradients, a change between ``update()`` and the next backward
+    may look like a backward that was not seen. The documentation names this limit.
     """
     gradient = model.gradients[index]
     return model.params[index].grad is not None and all(
@@ -184,7 +199,10 @@ def may_edit(model: Model, index: int) -> bool:
 
 
 def may_update(model: Model) -> bool:
-    """Return whether no gradient would look as if an unseen backward had made it after ``update()``."""
+    """Return whether after ``update()`` every gradient is still recognized.
+
+    A gradient that the user replaced could look as if an unseen backward had made it.
+    """
     return not any(
         gradient.replaced and not gradient.pending and set(model.owners(i)) - gradient.used_by
         for i, gradient in enumerate(model.gradients)
@@ -202,7 +220,10 @@ def are_unscaled(model: Model, indices: Iterable[int]) -> bool:
 
 
 def error_of_unscale(model: Model, o: int) -> str:
-    """Return whether ``unscale_`` is an error: called twice, or after ``step``, without new gradients."""
+    """Return whether ``unscale_`` is an error:
+
+    it was called twice, or after ``step``, without new gradients.
+    """
     window = model.windows[o]
     due = error_of_missing_update(model, o)
     if due != NO:
@@ -216,8 +237,9 @@ def error_of_unscale(model: Model, o: int) -> str:
 def error_of_step(model: Model, o: int, *, is_known: bool) -> str:
     """Return whether ``step`` is an error.
 
-    It is if it was called twice without new gradients, if all have stepped without an update, or if a scaled
-    backward has run and no gradient of an optimizer that was known then was ever checked.
+    It is one if it is called twice without new gradients, or if all optimizers have stepped and ``update()``
+    was not called. It is also one if a scaled backward has run and no gradient of any optimizer known then
+    was ever checked.
     """
     window = model.windows[o]
     due = error_of_missing_update(model, o)
@@ -236,7 +258,10 @@ def error_of_step(model: Model, o: int, *, is_known: bool) -> str:
 
 
 def error_of_missing_update(model: Model, o: int) -> str:
-    """Return whether an optimizer may not begin again: each one known has stepped since the last update."""
+    """Return whether the optimizer must not start a new iteration:
+
+    every known one has stepped since the last update.
+    """
     stages = [model.windows[other].stages for other in {*model.known, o}]
     if not model.scales.is_dynamic or any("stepped" not in s for s in stages):
         return NO
@@ -244,7 +269,7 @@ def error_of_missing_update(model: Model, o: int) -> str:
 
 
 def error_of_copy(model: Model) -> str:
-    """Return whether a copy is an error: in the middle of an iteration."""
+    """Return whether a copy is an error, which it is in the middle of an iteration."""
     stages = [model.windows[o].stages for o in model.known]
     waits = update_waits(model)
     if waits or any("ready" not in s for s in stages):
@@ -253,7 +278,9 @@ def error_of_copy(model: Model) -> str:
 
 
 def update_waits(model: Model) -> bool | None:
-    """Return whether a known optimizer holds scaled gradients that it has not used; None: open."""
+    """Return whether a known optimizer has scaled gradients that it has not used; None if that is not
+    specified.
+    """
     states = set()
     for o in model.known:
         for index in model.present(model.members[o]):

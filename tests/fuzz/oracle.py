@@ -1,9 +1,9 @@
-"""Training in float64 without a loss scale: what the weights must be, whatever the scaler does.
+"""Training in float64 without a loss scale: the weights that are right, whatever the scaler does.
 
-The value of each true gradient is the ``.grad`` of a float64 parameter. Beside it stands what the
-documentation promises: which gradients are unscaled, which wait for a step, which step must be
-skipped. Where it promises nothing the answer is open, and what the scaler does is taken over.
-Nothing here knows a class of amp_plugin.
+The ``.grad`` of each float64 parameter is the true gradient. Next to it are the promises of the
+documentation: which gradients are unscaled, which wait for a step, and which step must be skipped. If nothing
+is promised, every answer is accepted, and the scaler's answer is adopted. This file uses no class of
+amp_plugin.
 """
 
 import copy
@@ -17,28 +17,31 @@ from tests.fuzz.scale_model import DEFAULT
 
 
 class GaveUpError(Exception):
-    """Leaves a closure whose gradients overflowed."""
+    """Raised to leave a closure whose gradients overflowed."""
 
 
 class Oracle(Model):
-    """The model, and what each call does to it."""
+    """The model, and the effect of each call on it."""
 
     # -- losses and backwards -------------------------------------------------------------------
 
     def scale(self, name: str) -> None:
-        """``scale(loss, name)``: applies a requested update."""
+        """Do ``scale(loss, name)``, which first applies a requested update."""
         self.end_iteration()
         self.used.add(name)
 
     def end_iteration(self) -> None:
-        """A requested update is applied."""
+        """Apply a requested update."""
         requested = any(world.requested for world in self.scales.worlds)
         self.scales.apply()
         if requested:
             self._tell_overflows()
 
     def backward(self, name: str, value: Callable[[], torch.Tensor], reached: set[int]) -> None:
-        """Run a backward from a loss scaled by the scale ``name``, to the parameters that it reaches."""
+        """Run a backward pass of a loss that is scaled by ``name``.
+
+        ``reached`` are the parameters that it reaches.
+        """
         self._convert(name)
         for o, indices in enumerate(self.members):
             if not self.present(indices):
@@ -54,26 +57,26 @@ class Oracle(Model):
         for o in range(len(self.windows)):
             self._open(o, name, reached)
         for o in sorted(self.known):
-            if "unscaled" in self.windows[o].stages:  # what a later backward adds is unscaled as well
+            if "unscaled" in self.windows[o].stages:  # a later backward's gradients are unscaled as well
                 self.check(o, certain=self.windows[o].stages == {"unscaled"}, met=False)
 
     def _convert(self, name: str) -> None:
-        """Gradients in other units are converted before a backward adds to them."""
+        """Convert gradients that carry another scale before a backward pass adds to them."""
         before = {self.last_backward[0]} if self.last_backward else set()
         for index in self.present(range(len(self.params))):
             gradient, finite = self.gradients[index], self.finite([index])
             if gradient.pending is False:
-                gradient.losses.clear()  # they have been told
+                gradient.losses.clear()  # their overflows have been counted
             else:
                 for other in (gradient.losses | before) - {name}:
                     self.scales.record(other, {False} if finite else {False, True}, certain=False)
-                if finite:  # what overflows later is not theirs
+                if finite:  # a later overflow does not count for the other scales
                     gradient.losses &= {name}
                 for o in self.owners(index) if not finite else ():
                     self.windows[o].noted |= before
             gradient.unscaled = False
             gradient.pending = gradient.pending or None
-        for gradient in self.gradients:  # and until the next step each is what this backward makes of it
+        for gradient in self.gradients:  # from now on only this backward counts, until the next step
             gradient.used_by.clear()
             gradient.assumed = False
 
@@ -93,10 +96,11 @@ class Oracle(Model):
         self.joined = {pair for pair in self.joined if pair[0] != o}
 
     def check(self, o: int, *, write: bool = True, certain: bool = True, met: bool = True) -> set[bool]:
-        """Look at an optimizer's gradients: what overflowed counts for the scales; return whether it may skip.
+        """Check an optimizer's gradients. Count overflows for the scales, and return the allowed answers to
+        "is it skipped?".
 
-        ``write``: they are unscaled. ``certain``: this happens for sure. ``met``: the optimizer is at hand, so
-        that parameters which have joined it are seen.
+        ``write`` means that they are unscaled too. ``certain`` means that this certainly happens. ``met``
+        means that the scaler has the optimizer itself, and therefore sees parameters that have joined it.
         """
         if met:
             self.meet(o)
@@ -125,7 +129,7 @@ class Oracle(Model):
         return found
 
     def _use_again(self, o: int) -> None:
-        """Take gradients that the optimizer has stepped with before an update for scaled ones, as torch does."""
+        """Treat gradients that the optimizer used before an update as scaled again, as torch does."""
         for index in self.members[o]:
             gradient = self.gradients[index]
             used_up = o in gradient.used_by and gradient.used_at != self.updates
@@ -137,23 +141,23 @@ class Oracle(Model):
                     gradient.pending, gradient.unscaled, gradient.losses = True, False, {DEFAULT}
 
     def _record(self, o: int, here: list[int], found: set[bool], certain: bool) -> None:
-        """Let what was found count for the scales that have gone into the gradients."""
+        """Count the result of a check for the scales that the gradients carry."""
         window = self.windows[o]
         for index in here if certain else ():
             if self.gradients[index].pending:
                 window.certain |= self.gradients[index].losses
         if not window.certain | window.begun:
-            window.begun |= self.used  # a look at used gradients: whether that counts is not said
+            window.begun |= self.used  # a check of used gradients: it is not specified whether it counts
         for name in window.noted:
             self.scales.record(name, {False, True}, certain=False)
         for name in window.certain | window.begun:
             if certain and here and name in window.certain:
                 self.scales.record(name, found, certain=True)
-            else:  # perhaps it has gone in, and its part was finite
+            else:  # this scale may have contributed, with finite gradients
                 self.scales.record(name, found | {False}, certain=False)
 
     def unscale(self, o: int, *, explicit: bool) -> None:
-        """``unscale_`` and ``ensure_unscaled`` if ``explicit``; else what clipping does first."""
+        """Unscale as ``unscale_`` and ``ensure_unscaled`` do if ``explicit``, else as a clip does first."""
         window = self.windows[o]
         self.check(o)
         window.stages = {"stepped", "unscaled"} if window.stages == {"stepped"} else {"unscaled"}
@@ -163,7 +167,7 @@ class Oracle(Model):
             self.gradients[index].used_at = self.updates
 
     def clip_norm(self, indices: Iterable[int], max_norm: float, norm_type: float) -> float:
-        """Clip true gradients; those that overflowed are left as they are. Returns the norm."""
+        """Clip the true gradients and return their norm. If they overflowed, leave them unchanged."""
         norm = self.norm(indices, norm_type)
         if math.isfinite(norm):
             factor = min(1.0, max_norm / (norm + 1e-6))
@@ -171,7 +175,7 @@ class Oracle(Model):
                 self.params[index].grad.mul_(factor)
         return norm
 
-    # -- the user's hands -----------------------------------------------------------------------
+    # -- changes made by the user ---------------------------------------------------------------
 
     def edit(self, index: int, change: Callable[[torch.Tensor], object], replaced: bool = False) -> None:
         grad, gradient = self.params[index].grad, self.gradients[index]
@@ -183,7 +187,10 @@ class Oracle(Model):
             gradient.dropped = False
 
     def _drop(self, index: int) -> None:
-        """A gradient is zero or gone: the batch it came from is dropped if the others of its optimizers are too."""
+        """A gradient is now zero or None.
+
+        If all gradients of its optimizers are, the batch that it came from is discarded.
+        """
         for i in self._beside(index):
             dropped = not any(self.params[other].grad.any() for other in self.present(self._beside(i)))
             if dropped or i == index:
@@ -191,11 +198,11 @@ class Oracle(Model):
                 self.seen.doubt(i, dropped=dropped)
 
     def _beside(self, index: int) -> set[int]:
-        """The parameters of its optimizers, and itself."""
+        """Return the parameters of all its optimizers, including itself."""
         return {i for o in self.owners(index) for i in self.members[o]} | {index}
 
     def clear(self, indices: Iterable[int], zeroed: bool) -> None:
-        """The user zeroes gradients in place, or drops them."""
+        """The user sets gradients to zero or to None."""
         for index in self.present(indices):
             if zeroed:
                 self.params[index].grad.zero_()
@@ -221,7 +228,7 @@ class Oracle(Model):
         self.close(o, skipped)
 
     def run_closure(self, o: int, closure: Callable[[], torch.Tensor]) -> bool:
-        """Step with a closure; if it gives up, everything is put back. Returns whether it gave up."""
+        """Step with a closure. If the closure gives up, restore everything. Return whether it gave up."""
         optimizer = self.optimizers[o]
         weights = [p.detach().clone() for p in self.params]
         state = copy.deepcopy(optimizer.state_dict())
@@ -246,7 +253,7 @@ class Oracle(Model):
         self.windows[o] = Window(stages={"stepped"}, skipped=self.windows[o].skipped + skipped)
 
     def update(self, new_scale: float | None) -> None:
-        """``update()``: a request; ``update(new_scale)``: at once."""
+        """Do ``update()``, which is a request, or ``update(new_scale)``, which takes effect immediately."""
         self.updates += 1
         for window in self.windows:
             window.stages, window.explicit = {"ready"}, False
@@ -254,7 +261,8 @@ class Oracle(Model):
             window.begun |= window.certain
             window.certain = set()
         for gradient in self.gradients:
-            gradient.losses &= {self.last_backward and self.last_backward[0]}  # the others have been told
+            # overflows of the other scales have been counted
+            gradient.losses &= {self.last_backward and self.last_backward[0]}
         self.seen.update()
         waits = update_waits(self)
         if new_scale is not None:
@@ -268,7 +276,7 @@ class Oracle(Model):
         self.seen.tell({index for index, gradient in enumerate(self.gradients) if gradient.dropped})
 
     def start_anew(self) -> None:
-        """Another scaler goes on from here; it knows no optimizer."""
+        """Continue with another scaler, which knows no optimizer yet."""
         self.known.clear()
         self.seen.clear()
         self.used.clear()

@@ -1,4 +1,4 @@
-"""Plays a sequence: each event on the real scaler and on the oracle, and compares them after each."""
+"""Plays a sequence: runs each event on the real scaler and on the oracle, and compares the two after each."""
 
 import contextlib
 import inspect
@@ -29,7 +29,7 @@ _OF_OPTIMIZERS = {name for name, event in EVENTS.items() if "o" in inspect.signa
 
 
 def problem(sequence: Sequence, scaler: type[GradScaler] = GradScaler) -> Problem | None:
-    """Play a sequence; return where the scaler and the oracle differ."""
+    """Play a sequence. Return how the scaler and the oracle differ."""
     with _strict_warnings():
         run = Run(sequence.setup, scaler)
         try:

@@ -1,6 +1,6 @@
-"""What the printed sequences use: losses, optimizers, and a write that no version counter sees.
+"""Names that the printed sequences use: losses, optimizers, and a write that changes no version counter.
 
-Every name here works on float32 and on float64 parameters alike, so that the oracle trains with the same.
+Everything here works on float32 and on float64 parameters, so the oracle trains with the same functions.
 """
 
 import math
@@ -12,24 +12,27 @@ inf, nan = math.inf, math.nan
 
 
 def loss(*terms: tuple[Tensor, float]) -> Tensor:
-    """A loss whose gradient depends a little on the weights and never changes its sign."""
+    """Return a loss whose gradient depends slightly on the weights and never changes its sign."""
     return sum((factor * (param + 0.25 * param.sin())).sum() for param, factor in terms)
 
 
 def linear(*terms: tuple[Tensor, float]) -> Tensor:
-    """A loss whose backward may run after the weights were stepped."""
+    """Return a loss whose backward may run after the weights were stepped."""
     return sum((factor * param).sum() for param, factor in terms)
 
 
 def collective(factor: float, *grads: Tensor) -> None:
-    """Multiply gradients as a collective writes them: no version counter moves."""
+    """Multiply gradients as a collective does: no version counter changes."""
     for grad in grads:
         with torch.autograd._unsafe_preserve_version_counter(grad):
             grad.mul_(factor)
 
 
 class ThirdParty(torch.optim.Optimizer):
-    """Adagrad by hand: knows nothing of loss scales; a counter beside the parameters' state shortens its steps."""
+    """Adagrad written by hand.
+
+    It does not know loss scales, and a counter outside the parameters' state shortens its steps.
+    """
 
     def __init__(self, params, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -50,7 +53,10 @@ class ThirdParty(torch.optim.Optimizer):
 
 
 class TwoCalls(torch.optim.Optimizer):
-    """Sharpness-aware minimisation: steps uphill, calls the closure again, and steps from where it began."""
+    """Sharpness-aware minimization.
+
+    It steps uphill, calls the closure again, and steps from the original point.
+    """
 
     def __init__(self, params, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -91,7 +97,7 @@ def optimizer(kind: str, params: list[Tensor]) -> torch.optim.Optimizer:
 
 
 def plain(kind: str, params: list[Tensor]) -> torch.optim.Optimizer:
-    """The same optimizer in its plainest form: neither fused nor foreach."""
+    """Make the same optimizer in its simplest form: neither fused nor foreach."""
     cls, options = OPTIMIZERS[kind]
     options = {key: value for key, value in options.items() if key not in {"fused", "foreach"}}
     return cls(params, **options)

@@ -1,33 +1,33 @@
-"""torch's rule for a loss scale. Where the documentation leaves the result open, it is left open here.
+"""torch's rule for a loss scale. If the documentation allows several results, the model allows them too.
 
-``update()`` is a request, and some checks may or may not count for a scale. So the model holds
-every state that the documentation allows; what the scaler shows rules some of them out. If none
-is left, the scaler has done something that it must not.
+``update()`` is a request, and it is not specified for some checks whether they count for a scale. So the
+model keeps every state that the documentation allows. Each value that the scaler shows rules some of them
+out. If none is left, the scaler has done something that it must not do.
 """
 
 import struct
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-DEFAULT = ""  # the name of the scale of losses scaled without a name
+DEFAULT = ""  # the name of the scale for losses that were scaled without a name
 _TOO_MANY = 4096
 
 
 class Disagreement(AssertionError):
-    """What was computed is not what the oracle says."""
+    """The scaler's result is not one that the oracle allows."""
 
 
 class OutOfDomainError(Exception):
-    """The sequence has left what can be compared; it ends here."""
+    """The sequence cannot be compared any further, so it ends here."""
 
 
 class Scale(NamedTuple):
     """One loss scale."""
 
     value: float
-    tracker: int  # good updates since the last change
-    tolerance: int  # overflows still tolerated, the one that lowers the scale included
-    found: bool | None = None  # by checks since the last update; None if there was none
+    tracker: int  # updates without overflow since the scale last changed
+    tolerance: int  # overflows still tolerated, including the one that lowers the scale
+    found: bool | None = None  # an overflow was found since the last update; None if nothing was checked
 
 
 class World(NamedTuple):
@@ -55,7 +55,7 @@ _RULE = {
 
 
 class ScaleModel:
-    """All states the loss scales may be in."""
+    """All states that the loss scales may be in."""
 
     def __init__(self, names: Iterable[str], options: dict[str, Any]) -> None:
         rule = {**_RULE, **options}
@@ -70,7 +70,7 @@ class ScaleModel:
     # -- what happens ---------------------------------------------------------------------------
 
     def record(self, name: str, found: set[bool], certain: bool) -> None:
-        """A check counts for a scale: for sure, or perhaps."""
+        """A check counts for a scale, certainly or possibly."""
         place = self.names.index(name)
 
         def outcomes(world: World) -> Iterable[World]:
@@ -82,7 +82,7 @@ class ScaleModel:
         self._branch(outcomes)
 
     def request(self, waits: bool | None) -> None:
-        """``update()``: applied now, later, or nobody knows (None)."""
+        """Do ``update()``. It is applied now (False), later (True), or it is not specified when (None)."""
         self._branch(lambda world: [world._replace(requested=True)])
         if waits is None:
             self.perhaps_apply()
@@ -96,11 +96,11 @@ class ScaleModel:
         self._branch(lambda world: [world, self._applied(world)])
 
     def fill(self, value: float, used: set[str]) -> None:
-        """``update(value)``: set all scales that were used; others perhaps."""
+        """Do ``update(value)``, which sets all scales that were used, and possibly the others."""
 
         def outcomes(world: World) -> Iterable[World]:
             for everyone in (False, True):
-                for lowest in (None, False):  # a good check before it may still count
+                for lowest in (None, False):  # an earlier check without overflow may still count
                     scales = tuple(
                         s._replace(
                             found=None if s.found is None else lowest,
@@ -116,7 +116,7 @@ class ScaleModel:
         self.worlds = {World(requested=False, scales=tuple(Scale(*state[name]) for name in self.names))}
 
     def copied(self) -> None:
-        """A copy between iterations: a requested update counts, checks without one may be lost."""
+        """Copy between iterations. A requested update is applied, and earlier checks may be lost."""
 
         def outcomes(world: World) -> Iterable[World]:
             after = self._applied(world)
@@ -125,7 +125,7 @@ class ScaleModel:
 
         self._branch(outcomes)
 
-    # -- what is seen ---------------------------------------------------------------------------
+    # -- what the scaler shows ------------------------------------------------------------------
 
     def see(self, shown: dict[str, float]) -> None:
         self._keep(

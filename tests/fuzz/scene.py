@@ -1,4 +1,4 @@
-"""The real side of a sequence: GradScaler and float32 parameters, driven by printed lines of Python."""
+"""The real side of a sequence: GradScaler and float32 parameters, which printed lines of Python control."""
 
 import functools
 import math
@@ -18,7 +18,7 @@ import torch
 from torch.nn import Parameter
 from amp_plugin import GradScaler
 from tests.fuzz.prelude import *"""
-_TORCHS_OWN = "expected Tensor as element"  # fused SGD with momentum, where some parameters come later
+_TORCHS_OWN = "expected Tensor as element"  # fused SGD with momentum, if some parameters join later
 _LARGEST, _SMALLEST = 1e36, 1e-34
 
 
@@ -28,7 +28,7 @@ def _compiled(line: str) -> Any:
 
 
 class Scene:
-    """Runs lines, keeps them, and compares what is there with the oracle."""
+    """Runs lines and records them, and compares the results with the oracle."""
 
     def __init__(self, setup: Setup, oracle: Model, scaler: type) -> None:
         self.lines: list[str] = []
@@ -48,7 +48,7 @@ class Scene:
         self.keep_weights()
 
     def run(self, line: str, refused: str = NO, text: str = "") -> bool:
-        """Run a line; return whether it was ``refused``, with a RuntimeError that says ``text``."""
+        """Run a line. Return whether it was ``refused`` with a RuntimeError that contains ``text``."""
         self.lines.append(line)
         try:
             exec(_compiled(line), self._names)
@@ -73,7 +73,7 @@ class Scene:
         return self._names[name]
 
     def look(self) -> None:
-        """Compare scales and unscaled gradients; end where numbers leave float32's range."""
+        """Compare scales and unscaled gradients. End the sequence if numbers leave float32's range."""
         scaler, oracle = self._names["scaler"], self._oracle
         oracle.shown = {name: scaler.get_scale(name or None) for name in self._scale_names}
         oracle.scales.see(oracle.shown)
@@ -96,14 +96,17 @@ class Scene:
             raise Disagreement(f"p{index}.grad is {grad.tolist()}, unscaled it should be {right}")
 
     def keep_weights(self) -> None:
-        """Remember the weights before a step, and give the oracle the same."""
+        """Remember the weights before a step, and give the oracle the same ones."""
         self._weights = [param.detach().double() for param in self.params]
         with torch.no_grad():
             for param, value in zip(self._oracle.params, self._weights, strict=True):
                 param.copy_(value)
 
     def compare_weights(self) -> None:
-        """Compare how far the weights have moved since the last look; end where the right ones are beyond."""
+        """Compare how far the weights have moved since the last time.
+
+        End the sequence if the right ones leave float32's range.
+        """
         for index, (param, right, before) in enumerate(
             zip(self.params, self._oracle.params, self._weights, strict=True)
         ):
@@ -124,17 +127,17 @@ class Scene:
 
 
 def params(indices: Any) -> str:
-    """Name parameters: ``p0, p1``."""
+    """Return the printed names of parameters, such as ``p0, p1``."""
     return ", ".join(f"p{i}" for i in indices)
 
 
 def terms(pairs: Any) -> str:
-    """Name a loss's terms: ``(p0, 3.0), (p1, 2.0)``."""
+    """Return the printed terms of a loss, such as ``(p0, 3.0), (p1, 2.0)``."""
     return ", ".join(f"(p{i}, {factor})" for i, factor in pairs)
 
 
 def named(name: str) -> str:
-    """Name a scale in a call of ``scale``, unless it is the default one."""
+    """Return the printed scale name for a call of ``scale``, or nothing for the default scale."""
     return f", name={name!r}" if name else ""
 
 

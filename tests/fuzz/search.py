@@ -1,4 +1,4 @@
-"""Look for a random case that fails, and make it small."""
+"""Search for a random case that fails, and make it small."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Problem(NamedTuple):
-    """What is wrong: in words, without the numbers, and the program that shows it."""
+    """A problem: a description without numbers, and the program that shows it."""
 
     text: str
     kind: str
@@ -24,18 +24,18 @@ class Failure(NamedTuple):
 
 
 class Fuzzer(NamedTuple):
-    """What is drawn, how it is played, and the smaller cases to try in place of one that fails."""
+    """Functions that generate a case, run it, and return the smaller cases to try if it fails."""
 
     name: str
     generate: Callable[[random.Random], Any]
-    problem: Callable[..., Problem | None]  # of a case, and of what is tested in place of ours
+    problem: Callable[..., Problem | None]  # given a case, and the class to test in place of ours
     smaller: Callable[[Any], Iterable[Any]]
 
     def draw(self, seed: int, index: int) -> Any:
         return self.generate(random.Random(f"{seed}-{index}"))
 
     def failures(self, seed: int, indices: range) -> Iterator[Failure]:
-        """Play cases; yield those that fail, made small."""
+        """Run cases and yield those that fail, made small."""
         for index in indices:
             case = self.draw(seed, index)
             problem = self.problem(case)
@@ -50,6 +50,6 @@ class Fuzzer(NamedTuple):
                 case, problem = smaller
 
     def finds(self, broken: type, count: int = 300) -> bool:
-        """Whether one of some cases fails on what is broken, and not on ours."""
+        """Return whether one of some cases fails on the broken class and not on ours."""
         cases = (self.draw(0, index) for index in range(count))
         return any(self.problem(case, broken) and not self.problem(case) for case in cases)

@@ -1,8 +1,8 @@
-"""Random sequences of the public calls of GradScaler.
+"""Random sequences of GradScaler's public calls.
 
-A sequence is a set-up and a list of events. Events name what to do; indices are taken modulo what
-there is, and an event without a meaning where it stands is left out by the player. So any part of
-a sequence is a sequence, which is what shrinking needs.
+A sequence is a set-up and a list of events. An event names what to do. Its indices are taken modulo the
+number of objects that exist. The player skips an event that has no meaning at its position. So any part of a
+sequence is a valid sequence, which shrinking requires.
 """
 
 import math
@@ -29,12 +29,13 @@ _KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What a sequence starts with."""
+    """The objects that a sequence starts with."""
 
-    kinds: tuple[str, ...]  # of the optimizers, by the names of :mod:`tests.fuzz.prelude`
-    members: tuple[tuple[int, ...], ...]  # the parameters of each, by index; one may have several optimizers
-    registered: tuple[bool, ...]  # at the start
-    options: dict[str, Any] = field(default_factory=dict)  # of GradScaler
+    kinds: tuple[str, ...]  # kinds of the optimizers: names in :mod:`tests.fuzz.prelude`
+    # indices of each optimizer's parameters; several optimizers may share one
+    members: tuple[tuple[int, ...], ...]
+    registered: tuple[bool, ...]  # whether each optimizer is registered at the start
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of GradScaler
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -92,7 +93,7 @@ def _options(rng: random.Random) -> dict[str, Any]:
 
 
 class Event(NamedTuple):
-    """One thing to do: a method of the player, and its arguments."""
+    """One event: the name of a method of the player, and its arguments."""
 
     name: str
     args: tuple[Any, ...] = ()
@@ -147,7 +148,7 @@ _EVENTS: dict[str, tuple[Any, ...]] = {
 
 
 def generate(rng: random.Random) -> Sequence:
-    """Make a sequence: iterations as people write them, with anything in between."""
+    """Make a sequence of iterations as people write them, with random events in between."""
     setup = draw_setup(rng)
     make = _Maker(rng, setup)
     events: list[Event] = []
@@ -157,7 +158,7 @@ def generate(rng: random.Random) -> Sequence:
 
 
 def smaller(sequence: Sequence) -> Iterator[Sequence]:
-    """Every sequence with fewer events, halves first, or with a simpler set-up."""
+    """Yield every sequence with fewer events, the largest cuts first, or with a simpler set-up."""
     events, size = sequence.events, len(sequence.events)
     while size > 0:
         for start in range(0, len(events), size):
@@ -193,7 +194,7 @@ class _Maker:
         self._count = len(setup.kinds)
 
     def iteration(self) -> list[Event]:
-        """One iteration of a training loop, with now and then something unusual in it."""
+        """Return one iteration of a training loop, which sometimes contains something unusual."""
         rng = self._rng
         order = rng.sample(range(self._count), self._count)
         events = [self.draw("zero_grad", o) for o in order if rng.random() < 0.85]
@@ -223,7 +224,7 @@ class _Maker:
         return self.noise(1) if self._rng.random() < chance else []
 
     def draw(self, name: str, o: int | None = None) -> Event:
-        """One event of a name, its arguments drawn; for one optimizer if it is given."""
+        """Draw the arguments of an event. If an optimizer is given, the event applies to it."""
         arguments = tuple(
             getattr(self, f"_{kind}")() if isinstance(kind, str) else self._rng.choice(kind)
             for kind in _EVENTS[name][1:]

@@ -46,19 +46,20 @@ def _step(run: Run, o: int, line: str, clip: Callable[[], None] = lambda: None) 
             run.scene.compare_weights()
 
 
-_LIMIT = 0.5  # where closures clip
+_LIMIT = 0.5  # the norm that closures clip to
 _MAY_LOOK_FIRST = {"third_party", "two_calls"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Closure:
-    """What a closure does."""
+    """Describes what a closure does."""
 
-    pairs: list[tuple[int, float]]  # its terms
-    zero: bool | None  # gradients first: True to None, False in place
-    edit: str  # of gradients after its backward
-    factors: list[float]  # of the loss in each call; inf overflows
-    name: str  # of the scale
+    pairs: list[tuple[int, float]]  # the terms of its loss
+    # how it clears gradients first: True sets them to None, False to zero; None does not clear
+    zero: bool | None
+    edit: str  # how it edits gradients after its backward
+    factors: list[float]  # the factor of the loss in each call; inf makes it overflow
+    name: str  # the name of the loss's scale
 
     def lines(self, o: int, own: list[int]) -> str:
         lines = [f"factors = {self.factors}", "def closure():"]
@@ -102,7 +103,7 @@ def closure(
 
 
 def _mirror(run: Run, o: int, given: _Closure) -> bool:
-    """Do on the oracle what the real side has done; return whether the step was given up."""
+    """Do on the oracle what the real side did. Return whether the step was given up."""
     calls = len(given.factors) - len(run.scene["factors"])
     skipped = run.scene["scaler"].last_step(run.scene[f"o{o}"]).skipped
     window = run.oracle.windows[o]
@@ -134,7 +135,10 @@ def _mirror(run: Run, o: int, given: _Closure) -> bool:
 
 
 def _call(run: Run, o: int, given: _Closure, weighted: Any) -> set[bool]:
-    """One call of the closure; returns the answers allowed: whether the step is given up."""
+    """Make one call of the closure.
+
+    Return the allowed answers to the question whether the step is given up.
+    """
     oracle, own = run.oracle, run.members(o)
     if given.zero is not None:
         oracle.clear(own, zeroed=not given.zero)

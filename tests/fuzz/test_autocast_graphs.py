@@ -1,6 +1,6 @@
-"""Random op graphs give the same bits under amp_plugin's autocast and under torch's: a short run.
+"""Random op graphs give the same bits under amp_plugin's autocast and under torch's (a short run).
 
-The long one is ``make fuzz``. A difference prints a small program that differs.
+``make fuzz`` does the long run. If there is a difference, a small program that shows it is printed.
 """
 
 import pytest
@@ -25,14 +25,14 @@ class KeepsCastsOverWrites(Theirs):
 
 
 class CastsEachUse(Ours):
-    """Keeps no cast within a region."""
+    """A broken autocast: it keeps no casts."""
 
     def autocast(self, dtype, **options):
         return super().autocast(dtype, **{**options, "cache_enabled": False})
 
 
 class FollowsOtherRules(Ours):
-    """Computes softmax in fp32."""
+    """A broken autocast: its rules differ for softmax, which it computes in fp32."""
 
     _rules = OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
 
@@ -41,7 +41,7 @@ class FollowsOtherRules(Ours):
 
 
 class StaysOn(Ours):
-    """Ignores ``enabled=False``."""
+    """A broken autocast: it ignores ``enabled=False``."""
 
     def autocast(self, dtype, **options):
         return super().autocast(dtype, **{**options, "enabled": True})
@@ -53,7 +53,10 @@ def test_a_broken_autocast_is_found(broken):
 
 
 def test_a_weight_cast_to_two_dtypes_is_recomputed():
-    """torch's cache knows no dtype: its float16 region finds the bfloat16 cast in backward, and it raises."""
+    """torch raises an error here:
+
+    its cache ignores dtypes, so its float16 region finds the bfloat16 cast in backward.
+    """
     program = """
 from tests.fuzz.two_sides import *
 w0, x0 = torch.nn.Parameter(torch.randn(8, 8)), torch.randn(4, 8, requires_grad=True)

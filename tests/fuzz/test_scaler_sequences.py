@@ -1,6 +1,6 @@
-"""Random sequences of GradScaler's public calls agree with float64: a short run.
+"""Random sequences of GradScaler's public calls agree with float64 (a short run).
 
-The long one is ``make fuzz``. A failure prints a small program that fails.
+``make fuzz`` does the long run. A failure prints a small program that shows it.
 """
 
 import pytest
@@ -18,7 +18,7 @@ def test_any_sequence_of_calls(first):
 
 
 class DividesTwice(GradScaler):
-    """Its ``unscale_`` divides by the scale once more."""
+    """A broken scaler: its ``unscale_`` divides by the scale twice."""
 
     def unscale_(self, optimizer):
         super().unscale_(optimizer)
@@ -29,7 +29,7 @@ class DividesTwice(GradScaler):
 
 
 class ForgetsOneUnscaling(GradScaler):
-    """Steps with scaled gradients if nothing was unscaled before."""
+    """A broken scaler: it steps with scaled gradients if nothing was unscaled before."""
 
     def step(self, optimizer, *args, **kwargs):
         if args or kwargs:
@@ -41,7 +41,7 @@ class ForgetsOneUnscaling(GradScaler):
 
 
 class RemembersNorms(GradScaler):
-    """Returns the norm of its first clip for good."""
+    """A broken scaler: it returns the norm of its first clip forever."""
 
     norms = None
 
@@ -52,7 +52,11 @@ class RemembersNorms(GradScaler):
 
 
 class UpdatesAtOnce(GradScaler):
-    """Applies an update although gradients wait that depend on the scale; converts them, so only it shows."""
+    """A broken scaler:
+
+    it applies an update although gradients still depend on the old scale. It converts them, so only the scale
+    shows the fault.
+    """
 
     def update(self, new_scale=None):
         super().update(new_scale)
@@ -60,7 +64,7 @@ class UpdatesAtOnce(GradScaler):
 
 
 class ForgetsOverflows(GradScaler):
-    """Never lowers the scale."""
+    """A broken scaler: it never lowers the scale."""
 
     def update(self, new_scale=None):
         before = self.get_scale()

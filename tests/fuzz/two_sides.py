@@ -1,6 +1,6 @@
-"""What the printed graphs use: the same names for amp_plugin's autocast and for torch's.
+"""The names that printed graphs use, for amp_plugin's autocast and for torch's.
 
-``Ours`` and ``Theirs`` differ only where the documentation says that amp_plugin does.
+``Ours`` and ``Theirs`` differ only where the documentation says that amp_plugin differs from torch.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Ours:
-    """amp_plugin: sees writes, casts nothing in a backward pass."""
+    """amp_plugin: it notices writes, and casts nothing in a backward pass."""
 
     library = amp_plugin
 
@@ -24,21 +24,24 @@ class Ours:
         return self.library.autocast("cpu", dtype=DTYPES[dtype], **options)
 
     def backward(self, loss: Tensor) -> None:
-        """Run a backward pass, perhaps with a region around it."""
+        """Run a backward pass, possibly inside a region."""
         loss.backward()
 
     def written(self) -> None:
-        """A weight was written, maybe through ``.data``: nothing shows that, in torch's blocks and in ours."""
+        """A weight was written, possibly through ``.data``.
+
+        No version counter shows that, in torch's blocks or in ours.
+        """
         torch.clear_autocast_cache()
 
 
 class Theirs(Ours):
-    """torch.autocast, helped where it would use a stale cast or cast in a backward pass."""
+    """torch.autocast, with help where it would use a stale cast or cast in a backward pass."""
 
     library = torch.amp
 
     def backward(self, loss: Tensor) -> None:
-        """Run a backward pass as outside any region."""
+        """Run a backward pass as if outside of any region."""
         inside = torch.is_autocast_enabled("cpu")
         with torch.autocast("cpu", enabled=False) if inside else contextlib.nullcontext():
             loss.backward()
@@ -62,14 +65,14 @@ def product_of(side: Ours) -> type[torch.autograd.Function]:
 
 
 def backward(side: Ours, *values: Tensor) -> None:
-    """Run a backward pass from all values that have one."""
+    """Run a backward pass from all values that require grad."""
     losses = [(value.float() * value.float()).mean() for value in values if value.requires_grad]
     if losses:
         side.backward(sum(losses))
 
 
 def step(weight: Tensor, **options: bool) -> None:
-    """Step one weight by an optimizer, with a gradient made up for it."""
+    """Step one weight with an optimizer and an invented gradient."""
     kept, weight.grad = weight.grad, torch.full_like(weight, 0.25)
     torch.optim.SGD([weight], lr=0.125, **options).step()
     weight.grad = kept

@@ -2,7 +2,7 @@
 
     python -m tests.host_device tests.on_gpu first-ten-minutes --results FOLDER
 
-Times mean nothing there: sections of the benchmarks take their smallest sizes, and steps have more time.
+Times measured there have no meaning. Benchmark sections use their smallest sizes, and steps have more time.
 """
 
 import os

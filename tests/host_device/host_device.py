@@ -1,12 +1,13 @@
 """Two CUDA devices in host memory: torch's ops run on the CPU's kernels, and our kernels are emulated.
 
-Tensors say that they are on ``cuda:0`` and are dispatched so; autograd gives
-each device a thread; a host tensor beside a device's is an error, as is waiting for the device where that is
-forbidden; a captured graph replays what its ops and launches did. Only the arithmetic is the host's.
+Tensors report the device ``cuda:0`` and are dispatched accordingly. Autograd has a thread for each device.
+Mixing host and device tensors is an error, and so is waiting for the device where that is forbidden. A
+captured graph replays its ops and launches. Only the arithmetic is that of the host.
 
     python -m pytest -p tests.host_device.plugin -m gpu
 
-The shared object has to be loaded before torch is, so :func:`environment` tells what a process is to be started with.
+The shared object must be loaded before torch. :func:`environment` returns the variables with which to start a
+process.
 """
 
 import contextlib
@@ -50,14 +51,14 @@ COUNT = 2
 
 
 def cannot() -> str:
-    """Return why the device cannot be used here, or an empty string."""
+    """Return the reason why the device cannot be used here, or an empty string."""
     if torch.version.cuda is not None and not LOADED:
         return "this build of torch has CUDA's own kernels"
     return "" if compiler() else "needs g++"
 
 
 def library() -> Path:
-    """Compile the device, unless that was done before for this torch and these sources."""
+    """Compile the device, unless it was already compiled for this torch and these sources."""
     command = [compiler(), "-std=c++20", "-O1", "-fPIC", "-Wall", "-Wextra"]
     command += ["-Wno-unused-parameter", "-Wno-unknown-pragmas"]
     command += torch_headers()
@@ -67,7 +68,7 @@ def library() -> Path:
         sources = sorted(HERE.glob("*.cpp"))
         objects = list(pool.map(lambda source: _object([*command, "-c"], source, common), sources))
     target = object_folder() / f"host_device-{_digest(repr(link), *map(str, objects), 'driver')}.so"
-    soname = "-Wl,-soname,libcuda.so.1"  # so the package finds its driver here
+    soname = "-Wl,-soname,libcuda.so.1"  # so that the package finds its driver in this library
     return _made(target, [compiler(), "-shared", soname, *map(str, objects), *link])
 
 
@@ -77,7 +78,7 @@ def _object(command: list[str], source: Path, common: list[str]) -> Path:
 
 
 def _made(target: Path, command: list[str]) -> Path:
-    with FileLock(f"{target}.lock"):  # several test processes start at once
+    with FileLock(f"{target}.lock"):  # several test processes may start at the same time
         if not target.exists():
             scratch = target.with_suffix(".tmp")
             subprocess.run([*command, "-o", str(scratch)], check=True)
@@ -105,10 +106,10 @@ def late_work() -> Iterator[None]:
 
 
 def install_if_loaded(*, kernels: bool = True) -> None:
-    """Make ``torch.cuda`` speak of the device, in a process started with :func:`environment`.
+    """Make ``torch.cuda`` use the device, in a process that was started with :func:`environment`.
 
     Args:
-        kernels: Whether the package's CUDA kernels, emulated, can be launched on it.
+        kernels: Whether the package's CUDA kernels can be launched on it, by emulation.
     """
     if not LOADED:
         return
@@ -138,7 +139,10 @@ def install_if_loaded(*, kernels: bool = True) -> None:
 
 
 def _all_objects(_: str) -> dict[Kernel, bytes]:
-    """Return the paths of the emulated kernels; of one alone as it is tuned, since compiling takes long."""
+    """Return the paths of the emulated kernels.
+
+    Only one kernel is built with its tuned parameters, because compiling takes long.
+    """
     alike = os.environ.get("HOST_DEVICE_FAULT") == "all builds are alike"
     return {
         kernel: f"{build(kernel, object_folder(), _sources_of(kernel), tuned)}\0".encode()
@@ -148,13 +152,16 @@ def _all_objects(_: str) -> dict[Kernel, bytes]:
 
 
 def _sources_of(kernel: Kernel) -> Path:
-    """Return the package's sources, or, for HOST_DEVICE_FAULTY="kernel folder", others with a fault in them."""
+    """Return the folder of the package's sources, or one with a planted fault.
+
+    HOST_DEVICE_FAULTY="kernel folder" names a kernel and the folder of its faulty source.
+    """
     faulty, _, folder = os.environ.get("HOST_DEVICE_FAULTY", "").partition(" ")
     return Path(folder) if kernel.name == faulty else SOURCES
 
 
 def _let_storages_move(device: Any) -> None:
-    """Copy storages to and from the device: for deepcopy, torch.save and torch.load."""
+    """Let storages be copied to and from the device, for deepcopy, torch.save and torch.load."""
 
     def to(storage: torch.UntypedStorage, *, device: Any, non_blocking: bool = False) -> torch.UntypedStorage:
         where = torch.device(device)

@@ -1,6 +1,6 @@
-"""For ``pytest -p``: run the tests marked ``gpu`` on a device in host memory, if it can be built.
+"""For ``pytest -p``: run tests marked ``gpu`` on a device in host memory, if it can be built.
 
-Starts pytest again with the device's shared object loaded before torch.
+It starts pytest again with the device's shared object loaded before torch.
 """
 
 import os

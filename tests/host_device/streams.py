@@ -1,4 +1,4 @@
-"""Streams, events and graphs of the device in host memory, as ``torch.cuda`` shows them."""
+"""Streams, events and graphs of the device in host memory, in the form that ``torch.cuda`` exposes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def index_of(device: torch.device | str | int | None) -> int:
-    """Return the index of a device; by default of the current one."""
+    """Return the index of a device. The default is the current device."""
     if device is None:
         return torch.cuda.current_device()
     index = device if isinstance(device, int) else torch.device(device).index
@@ -18,7 +18,7 @@ def index_of(device: torch.device | str | int | None) -> int:
 
 
 class HostStream:
-    """A stream. Work that is put on it runs at once, unless work is delayed."""
+    """A stream. Its work runs immediately, unless work is delayed."""
 
     _numbers = itertools.count(1)
     _by_number: ClassVar[dict[tuple[int, int], HostStream]] = {}
@@ -60,7 +60,7 @@ class HostStream:
 
 
 class HostEvent:
-    """An event: a place in the work of a stream, and a time on the host's clock."""
+    """An event: a position in the work of a stream, and a time on the host's clock."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.moment = (0, 0, 0)

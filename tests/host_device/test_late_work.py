@@ -1,4 +1,4 @@
-"""The device in host memory can delay its work, so that code which forgets to wait for it fails."""
+"""The device in host memory can delay its work. Then code that forgets to wait for it fails."""
 
 import pytest
 import torch
@@ -42,6 +42,6 @@ def test_memory_goes_to_others_unless_the_allocator_knows_who_reads_it():
             if is_told:
                 source.record_stream(torch.Stream(stream_id=side.stream_id, device_index=0, device_type=1))
             del source
-            torch.cuda.current_stream().synchronize()  # somebody else has the memory now
+            torch.cuda.current_stream().synchronize()  # another tensor uses the memory now
             side.synchronize()
             assert (copy == 1).all().item() is is_told

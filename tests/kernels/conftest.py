@@ -1,4 +1,4 @@
-"""The implementations that the tests of kernels call: C++, plain torch, CUDA."""
+"""The implementations that the kernel tests call: C++, plain torch, and CUDA."""
 
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +26,10 @@ class Kernels:
     name: str
 
     def chunk(self, dtype: torch.dtype) -> int:
-        """Return the elements that a thread or block processes at a time: kGranuleBytes on a GPU."""
+        """Return how many elements a thread or block processes at a time.
+
+        On a GPU they fill kGranuleBytes.
+        """
         return 4096 // dtype.itemsize if self.device.type == "cuda" else 32768
 
     def sizes(self, dtype: torch.dtype) -> tuple[int, ...]:
@@ -36,7 +39,7 @@ class Kernels:
 
 @contextmanager
 def cuda_in_order(order):
-    """A GPU, or one emulated with threads and blocks in this order."""
+    """Yield a GPU, or an emulated one whose threads and blocks run in this order."""
     if host_device.LOADED:
         torch.ops.host_device.descending(order == "descending")
     elif order == "descending":
@@ -50,9 +53,9 @@ def cuda_in_order(order):
 
 @pytest.fixture(scope="module", params=ON)
 def on(request):
-    """The CPU's kernels, the plain ones, and those on a GPU."""
+    """Yield the CPU's kernels, the plain torch ones, and those on a GPU."""
     if request.param in {"op", "reference"}:
-        name = request.param if native_core().loaded else "reference"  # who runs the op then
+        name = request.param if native_core().loaded else "reference"  # the implementation that runs the op
         yield Kernels(torch.device("cpu"), OP if request.param == "op" else reference, name)
         return
     with cuda_in_order(request.param) as device:
@@ -73,14 +76,14 @@ def cuda_kernels():
 
 @pytest.fixture(params=["op", "reference"])
 def kernel(request):
-    """The registered kernels of the CPU, native ones if there are, and the plain ones."""
+    """Return the ops registered for the CPU (native if there is a core), and the plain torch ones."""
     native_core()
     return OP if request.param == "op" else reference
 
 
 @pytest.fixture
 def numbers_of_threads():
-    """Yield 1, 2 and 3 threads. Each number is set while the test runs with it."""
+    """Yield 1, 2 and 3. While the test uses a number, torch has that many threads."""
     before = torch.get_num_threads()
     yield (torch.set_num_threads(count) or count for count in (1, 2, 3))
     torch.set_num_threads(before)

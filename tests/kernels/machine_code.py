@@ -1,4 +1,4 @@
-"""Disassembled machine code of a kernel: its loops, and the instructions of one iteration."""
+"""The disassembled machine code of a kernel: its loops, and the instructions of one iteration."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from pathlib import Path
 
 
 def program(name: str) -> Path:
-    """Return the path of a program that a wheel of NVIDIA's brings: ``cuobjdump`` or ``nvdisasm``."""
+    """Return the path of ``cuobjdump`` or ``nvdisasm``, which NVIDIA's wheels contain."""
     files = distribution(f"nvidia-cuda-{name}").files or []
     return Path(str(next(file for file in files if file.name == name).locate()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """What a thread of a kernel holds: registers, and bytes of the stack that registers are spilled to."""
+    """The resources of one thread of a kernel: registers, and bytes of stack for spilled registers."""
 
     registers: int
     stack: int
 
 
 def usage_of(cubin: Path) -> Usage:
-    """Ask ``cuobjdump`` how many registers and bytes of stack a kernel takes."""
+    """Ask ``cuobjdump`` how many registers and how many bytes of stack a kernel uses."""
     told = _run(program("cuobjdump"), "-res-usage", cubin)
     return Usage(
         registers=int(re.search(r"REG:(\d+)", told)[1]), stack=int(re.search(r"STACK:(\d+)", told)[1])
@@ -37,13 +37,13 @@ def usage_of(cubin: Path) -> Usage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Instruction:
-    """An instruction; its first operand is what it writes, unless it is a store or a branch."""
+    """One instruction. Its first operand is the one it writes, unless it is a store or a branch."""
 
     address: int
-    predicate: str  # "" if it is always executed
+    predicate: str  # the predicate, or "" if it is always executed
     opcode: str
     operands: str
-    target: str = ""  # the label that a branch goes to
+    target: str = ""  # the label that a branch jumps to
 
     @property
     def is_load(self) -> bool:
@@ -55,7 +55,7 @@ class Instruction:
 
     @property
     def width(self) -> int:
-        """Bytes that a load or a store moves for one thread."""
+        """Return the bytes that a load or store moves for one thread."""
         parts = self.opcode.split(".")
         return next((bytes_ for name, bytes_ in _WIDTHS.items() if name in parts), 4)
 
@@ -71,7 +71,7 @@ class Instruction:
 
     @property
     def loaded(self) -> set[str]:
-        """The registers that a load fills."""
+        """Return the registers that a load fills."""
         first = int(re.match(r"R(\d+)", self.operands)[1])
         return {f"R{first + i}" for i in range(max(1, self.width // 4))}
 
@@ -84,29 +84,31 @@ _LABEL = re.compile(r"^(\.L_x_\d+):")
 
 @dataclass
 class Block:
-    """Instructions that are executed one after the other."""
+    """A basic block: instructions that are executed one after another."""
 
     instructions: list[Instruction] = field(default_factory=list)
-    following: list[int] = field(default_factory=list)  # numbers of blocks
+    following: list[int] = field(default_factory=list)  # the numbers of the blocks that can follow
 
     @property
     def is_rare(self) -> bool:
-        """Whether it calls a routine: divisions and roots of numbers beyond the range of the fast way."""
+        """Return whether it calls a routine, which handles divisions and roots of numbers outside the fast
+        path's range.
+        """
         return any(one.opcode.startswith("CALL") for one in self.instructions)
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round of a loop on one of its paths: the instructions that a thread executes."""
+    """One iteration of a loop along one of its paths: the instructions that a thread executes."""
 
     instructions: tuple[Instruction, ...]
 
     def moves(self) -> list[tuple[Counter[int], Counter[int]]]:
-        """Return how many loads and stores of each width there may be: one entry for each choice of predicates.
+        """Return how many loads and stores of each width are possible, one entry per choice of predicates.
 
-        A load that the predicate turns off takes its turn as an instruction and moves nothing.
+        A load whose predicate is false still takes time as an instruction, but moves nothing.
         """
-        named: list[tuple[Instruction, str, bool]] = []  # with the predicate as it is then
+        named: list[tuple[Instruction, str, bool]] = []  # with the predicate's value at that point
         versions: Counter[str] = Counter()
         for one in self.instructions:
             if one.is_load or one.is_store:
@@ -117,7 +119,7 @@ class Round:
                 versions.update(re.findall(r"^\S+, (U?P\d)", one.operands))
         predicates = sorted({predicate for _, predicate, _ in named if predicate})
         if len(predicates) > _MOST_PREDICATES:
-            return []  # of elements one by one, at the ends of a tensor
+            return []  # single elements at the ends of a tensor
         found = []
         for values in itertools.product((True, False), repeat=len(predicates)):
             value = {"": True, **dict(zip(predicates, values, strict=True))}
@@ -128,15 +130,15 @@ class Round:
 
     @property
     def spills(self) -> int:
-        """How many instructions move registers to the stack or back."""
+        """Return how many instructions move registers to the stack or back."""
         return sum(one.opcode.startswith(("LDL", "STL")) for one in self.instructions)
 
     @property
     def trips(self) -> int:
-        """How often the thread waits for memory before its last load is on its way, and then once more.
+        """Return how often the thread waits for memory: before its last load is issued, and once more.
 
-        A thread executes in order. If an instruction reads a register that a load still fills, the thread stops
-        there, and a load behind it is another trip.
+        A thread executes in order. If an instruction reads a register that a load is still filling, the
+        thread stops there. A load after that point is another trip to memory.
         """
         trips, has_waited, pending = 0, True, set()
         for one in self.instructions:
@@ -159,7 +161,7 @@ class MachineCode:
 
     @cached_property
     def loops(self) -> list[Loop]:
-        """The loops that load from global memory and have no other such loop in them."""
+        """Return the innermost loops that load from global memory."""
         loops: dict[int, set[int]] = {}
         for end, head in _back_edges(self.blocks):
             loops.setdefault(head, set()).update(_body(self.blocks, head, end))
@@ -169,7 +171,7 @@ class MachineCode:
 
 
 class Loop:
-    """A loop; of another in it, one round counts."""
+    """A loop. If it contains another loop, one iteration of that loop counts."""
 
     def __init__(self, blocks: list[Block], head: int, body: set[int]) -> None:
         self.blocks, self.head, self.body = blocks, head, body
@@ -179,10 +181,10 @@ class Loop:
         return any(one.is_load for number in self.body for one in self.blocks[number].instructions)
 
     def rounds(self) -> list[Round]:
-        """Return the shortest round for each set of widths that are loaded and stored.
+        """Return the shortest iteration for each set of widths that are loaded and stored.
 
-        The same loop serves several forms: a branch that goes one way for all threads says which. Paths through
-        a routine that is called are left out: they are for numbers beyond the range of the fast way.
+        The same loop handles several storage formats. A branch that all threads take alike selects one of
+        them. Paths that call a routine are left out: they handle numbers outside the fast path's range.
         """
         best: dict[int, dict[tuple[object, ...], tuple[int, tuple[int, ...]]]] = {self.head: {(): (0, ())}}
         done = []
@@ -213,7 +215,7 @@ class Loop:
         ]
 
     def _in_order(self) -> list[int]:
-        """The blocks of a round, each behind all that lead to it."""
+        """Return the blocks of an iteration, each after all blocks that lead to it."""
         seen: set[int] = set()
         order: list[int] = []
         stack = [(self.head, iter(self.blocks[self.head].following))]
@@ -236,9 +238,9 @@ def _run(*command: object) -> str:
 
 
 def _blocks_of(lines: Iterable[str]) -> Iterator[Block]:
-    """Cut the code at labels and behind branches."""
+    """Split the code at labels and after branches."""
     blocks, labels, current = [Block()], {}, 0
-    meeting: dict[str, str] = {}  # where threads of a warp that went different ways meet again
+    meeting: dict[str, str] = {}  # where diverged threads of a warp join again
     targets: list[list[str]] = [[]]
     falls = [True]
 
@@ -269,7 +271,8 @@ def _blocks_of(lines: Iterable[str]) -> Iterator[Block]:
                 meeting[operands.split(",")[0]] = named[0]
             elif kind in {"BRA", "BRX", "BSYNC", "EXIT", "RET"}:
                 targets[-1] = [meeting[operands]] if kind == "BSYNC" else named
-                falls[-1] = bool(predicate) or "," in operands or ".DIV" in opcode  # it has a condition
+                # the branch has a condition
+                falls[-1] = bool(predicate) or "," in operands or ".DIV" in opcode
                 start()
             elif kind == "CALL":
                 start()
@@ -281,7 +284,7 @@ def _blocks_of(lines: Iterable[str]) -> Iterator[Block]:
 
 
 def _back_edges(blocks: list[Block]) -> Iterator[tuple[int, int]]:
-    """Yield the edges that lead back to a block that is on the way to their beginning."""
+    """Yield the edges that lead back to a block on the path to their start."""
     state, stack = {0: 1}, [(0, iter(blocks[0].following))]
     while stack:
         number, following = stack[-1]
@@ -298,7 +301,7 @@ def _back_edges(blocks: list[Block]) -> Iterator[tuple[int, int]]:
 
 
 def _body(blocks: list[Block], head: int, end: int) -> set[int]:
-    """The blocks from which the end of a loop can be reached without its head."""
+    """Return the blocks that can reach the end of a loop without passing its head."""
     before: dict[int, list[int]] = {}
     for number, block in enumerate(blocks):
         for after in block.following:

@@ -1,4 +1,4 @@
-"""``step_`` called as torch's fused kernels are: lists of tensors, and options by name."""
+"""Calls ``step_`` with the arguments of torch's fused kernels: lists of tensors, and options by name."""
 
 
 def adam_(
@@ -21,7 +21,7 @@ def adam_(
     lr_tensor=None,
     **late,
 ):
-    """A step of Adam or AdamW by some kernels' ``step_``; with ``largest``, of AMSGrad."""
+    """Take a step of Adam or AdamW with the given ``step_``. With ``largest`` it is AMSGrad."""
     rule = "adam_amsgrad" if largest else "adam"
     states = [*exp_avgs, *exp_avg_sqs, *largest]
     numbers = [lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, maximize]
@@ -44,7 +44,7 @@ def sgd_(
     lr_tensor=None,
     **late,
 ):
-    """A step of SGD by some kernels' ``step_``."""
+    """Take a step of SGD with the given ``step_``."""
     rule = "sgd_momentum" if momentum else "sgd"
     numbers = [lr, momentum, dampening, weight_decay, nesterov, maximize]
     return ops.step_(params, grads, buffers, [], remainders, rule, numbers, lr=lr_tensor, **late)

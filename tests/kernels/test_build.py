@@ -1,4 +1,4 @@
-"""The native core is loaded, or the reason is known. Small sources replace the real ones."""
+"""The native core is loaded, or the reason why not is reported. Small sources replace the real ones here."""
 
 import errno
 import os
@@ -44,7 +44,7 @@ def small_sources(folder):
 
 @pytest.fixture(scope="module")
 def small_core(tmp_path_factory):
-    """A core of small sources, for this machine."""
+    """Return a core made of small sources for this machine."""
     folder = tmp_path_factory.mktemp("small")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "SOURCES", small_sources(folder))
@@ -61,7 +61,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def sources(tmp_path, monkeypatch, cache):
-    """Make this process look as if nothing was loaded, with small sources and a cache of its own."""
+    """Make this process look as if nothing had been loaded, with small sources and its own cache."""
     monkeypatch.setattr(build, "SOURCES", small_sources(tmp_path))
     monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
     monkeypatch.setattr(build, "_core", None)
@@ -80,14 +80,14 @@ def no_compiler(sources, tmp_path, monkeypatch):
 
 
 def place(core, folder, width=None):
-    """Put a copy of a core where one of ``build.SOURCES`` is looked for."""
+    """Put a copy of a core into a place where the package looks for one."""
     folder.mkdir(mode=0o700, exist_ok=True)
     file = folder / core_name(width or build.vector_widths()[0])
     return obtain(file, lambda scratch: Path(shutil.copy(core, scratch)), rebuild=True)
 
 
 def load(folder):
-    """Load the native core made of ``folder`` and print the result."""
+    """Load the native core built from ``folder``, and print the result."""
     build.SOURCES = folder
     core = native_core()
     print(core.loaded, core.seconds > 0, core.extension and core.extension.answer(), core.reason)
@@ -120,7 +120,7 @@ def test_no_compiler_warns_once_and_falls_back(no_compiler, cache, capfd):
         pytest.raises(RuntimeError, match=rf"^log_casts needs the native core, .*{reason}.*Fix the cause"),
     ):
         log_casts()
-    assert [warning.filename for warning in caught] == [__file__]  # the user's line
+    assert [warning.filename for warning in caught] == [__file__]  # the warning points to the user's line
     core = native_core()  # a second warning would be an error
     assert (core.loaded, core.extension, core.library) == (False, None, None)
     assert capfd.readouterr().err == ""
@@ -196,7 +196,7 @@ def test_a_whole_cache_on_a_read_only_file_system_is_used(no_compiler, cache, sm
 
 @needs_compiler
 def test_a_core_that_was_cut_short_is_not_loaded(sources, cache, small_core):
-    """Reading beyond the end of a mapped file ends a process by SIGBUS."""
+    """Reading past the end of a mapped file kills the process with SIGBUS."""
     file = place(small_core, cache)
     file.write_bytes(file.read_bytes()[:5000])
     broken = call(load, sources, environment={"AMP_PLUGIN_NATIVE": "1", "CXX": "false"})
@@ -259,7 +259,7 @@ def test_other_systems_fall_back(sources, monkeypatch):
 
 
 def build_slowly(folder, root):
-    """Fail to build a core of ``folder`` as soon as there is a file ``go``."""
+    """Wait until the file ``go`` exists, then fail to build a core from ``folder``."""
 
     def fail(*_: object):
         with (root / "calls").open("a") as calls:
@@ -284,7 +284,7 @@ def test_processes_that_waited_for_a_failed_build_do_not_repeat_it(sources, tmp_
     while not all("asks" in process.errors() for process in processes):
         assert time.monotonic() < deadline, [process.errors() for process in processes]
         time.sleep(0.02)
-    time.sleep(0.5)  # until they wait
+    time.sleep(0.5)  # until both processes wait
     (tmp_path / "go").touch()
     results = [process.wait(120) for process in processes]
     assert [result.returncode for result in results] == [1] * 3
@@ -365,7 +365,7 @@ def test_each_source_is_in_one_unit():
 
 
 def check_without_warnings(file, width):
-    """Let the compiler read a file with every warning an error; what it has read so before is not read again."""
+    """Compile a file with every warning as an error. A file that passed before is not compiled again."""
     checked = object_folder() / f"{file.stem}-{core_name(width)}.checked"
     if checked.exists():
         return
@@ -377,7 +377,8 @@ def check_without_warnings(file, width):
     checked.touch()
 
 
-WIDTHS = [*build.TARGETS, "DEFAULT"] if platform.machine() == "x86_64" else []  # flags of x86-64
+# these flags exist on x86-64 only
+WIDTHS = [*build.TARGETS, "DEFAULT"] if platform.machine() == "x86_64" else []
 READ = [
     ("all_dispatch.cpp", None),
     ("all_python.cpp", None),

@@ -1,4 +1,4 @@
-"""Only the user and root can write to the cache, its files are complete, and old files are removed."""
+"""Only the user and root can write to the cache. Its files are complete, and old files are removed."""
 
 import os
 import time
@@ -116,7 +116,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     file, events = tmp_path / "core.so", []
     monkeypatch.setattr(os, "fsync", lambda _: events.append(file.exists()))
     obtain(file, write)
-    assert events == [False, True]  # the file, then the folder
+    assert events == [False, True]  # first the file, then the folder
 
 
 @pytest.mark.parametrize("there", ["damaged", "missing"])
@@ -149,7 +149,7 @@ def test_what_others_can_write_to_is_refused(writable, tmp_path):
 
 
 def make_slowly(root, seconds):
-    """Get a file from the cache. The process that makes it prints a line and takes some time."""
+    """Get a file from the cache. The process that creates it prints a line and takes some time."""
 
     def make(folder):
         with (root / "calls").open("a") as calls:

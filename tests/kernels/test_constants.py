@@ -1,4 +1,4 @@
-"""Constants that Python, C++ and CUDA each state have the same value."""
+"""Constants that are defined in Python, in C++ and in CUDA have the same values in all of them."""
 
 import re
 from pathlib import Path
@@ -21,12 +21,12 @@ def source(name: str) -> str:
 
 
 def constant(name: str, constant: str) -> int:
-    """Return an integer constant of a C++ source."""
+    """Return the value of an integer constant in a C++ source."""
     return int(re.search(rf"\b{constant} = (-?\d+)", source(name))[1])
 
 
 def enumerators(name: str, enum: str) -> list[str]:
-    """Return the names in an enum, in order. Names without a number are counted from 0."""
+    """Return the names in an enum, in order. Names without a value are counted from 0."""
     body = re.search(rf"enum (?:class )?{enum} : \w+ {{(.*?)}}", source(name), re.DOTALL)[1]
     return [part.strip() for part in body.split(",") if part.strip()]
 
@@ -56,7 +56,9 @@ def test_the_list_of_cuda_kernels():
 
 @pytest.mark.native
 def test_optimizer_rules():
-    """Each rule has as many numbers and counters, and the same states, in the reference and in its header."""
+    """Each rule has the same count of numbers and counters, and the same states, in the reference and in its
+    header.
+    """
     kinds = ("signed", "square", "second square", "weight")
     described = [
         f"{name} {len(rule.numbers)} {rule.counters} {' '.join(str(kinds.index(state)) for state in rule.states)}".strip()
@@ -75,7 +77,7 @@ def test_op_rules():
 
 
 def test_device_numbers():
-    """The numbers are those of c10::DeviceType."""
+    """The numbers equal those of c10::DeviceType."""
     header = Path(torch.__file__).parent / "include/torch/headeronly/core/DeviceType.h"
     numbers = dict(re.findall(r"^  (\w+) = (\d+),", header.read_text(), re.MULTILINE))
     assert {name: int(numbers[name.upper()]) for name in installed_kernels.DEVICE_NUMBERS} == (

@@ -33,7 +33,8 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "cuda"
 
 
-# From the cache, whose key holds sources, options and NVRTC: what has not changed since it compiled is not compiled again.
+# This uses the cache, whose key contains sources, options and NVRTC's version. So only changed sources are
+# compiled.
 @pytest.mark.parametrize(
     ("kernel", "architecture"),
     [
@@ -50,7 +51,10 @@ def test_every_source_compiles_for_every_architecture(kernel, architecture):
 
 @pytest.mark.parametrize("file", sorted(SOURCES.glob("*.cu*")), ids=lambda file: file.name)
 def test_a_source_asks_for_nothing_that_nvrtc_lacks(file):
-    """No header of a toolkit; in NVRTC 13.0, which torch 2.11 brings, no lambda with a parameter of any type."""
+    """Sources include no header of the CUDA toolkit.
+
+    NVRTC 13.0, which torch 2.11 installs, does not support generic lambdas.
+    """
     text = file.read_text()
     for header in re.findall(r"^\s*#\s*include\s+(.*)$", text, re.MULTILINE):
         assert header.startswith('"')
@@ -122,7 +126,7 @@ def test_a_cache_that_cannot_be_used_is_said(tmp_path, monkeypatch):
     ("capability", "known", "architecture"),
     [
         ((9, 0), [75, 90, 100], "sm_90"),
-        ((8, 9), [75, 80, 86, 90], "sm_86"),  # NVRTC is older than the GPU
+        ((8, 9), [75, 80, 86, 90], "sm_86"),  # this NVRTC is older than the GPU
         ((12, 1), [90, 120], "sm_120"),
         ((10, 3), [90, 100, 103, 120], "sm_103"),
     ],
@@ -148,7 +152,7 @@ def test_all_are_compiled_with_one_line_and_only_once(cache, monkeypatch, capsys
 
 
 def test_what_decides_the_last_bits_has_a_number(monkeypatch):
-    """Ranks compare it in float32."""
+    """The number fits float32, in which ranks compare it."""
     ours = identity_of("sm_90", [528])
     assert ours == identity_of("sm_90", [528]) == torch.tensor(float(ours)).item() > 0
     others = {identity_of("sm_80", [528]), identity_of("sm_90", [456])}
@@ -158,7 +162,7 @@ def test_what_decides_the_last_bits_has_a_number(monkeypatch):
 
 @pytest.fixture
 def amp(monkeypatch):
-    """The command line, with a native core that is there already."""
+    """Run the command line with a native core that already exists."""
     from typer.testing import CliRunner
 
     from amp_plugin.cli import app
@@ -193,11 +197,12 @@ def test_a_source_that_does_not_compile_says_where(tmp_path, monkeypatch):
     error = r"cannot compile broken\.cu for sm_90: (.|\n)*broken\.cu\(1\): error"
     with pytest.raises(RuntimeError, match=error) as caught:
         compile_cubin(Kernel(name="broken"), "sm_90")
-    assert "\0" not in str(caught.value)  # NVRTC ends its log with one, and grep takes such text for binary
+    # NVRTC ends its log with a null byte, and grep treats such text as binary
+    assert "\0" not in str(caught.value)
 
 
 def test_an_error_of_nvrtc_is_freed_without_a_word(monkeypatch):
-    """cuda-core's Program prints an error if it is freed as part of a reference cycle."""
+    """cuda-core's Program prints an error if it is freed in a reference cycle."""
     heard = []
     monkeypatch.setattr(sys, "unraisablehook", heard.append)
     for _ in range(20):

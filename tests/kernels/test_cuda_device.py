@@ -1,4 +1,4 @@
-"""On a GPU: threads, devices, sizes that only a GPU holds, Dynamo."""
+"""On a GPU: threads, devices, sizes that only a GPU can hold, and Dynamo."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -33,7 +33,7 @@ def test_threads_and_their_streams_do_not_disturb_each_other():
                 moved = [g.clone() for g in grads]
                 amp.multiply_(moved, scalar(4.0))
                 norms.append(amp.unscale_(moved, scalar(0.5))[0])
-                del moved  # whose memory others get
+                del moved  # another thread may reuse their memory
             return {norm.item() for norm in norms}
 
     with ThreadPoolExecutor(4) as pool:
@@ -65,9 +65,12 @@ def test_more_than_two_to_the_31_elements():
     assert bool((grad[:-1] == 3).all())
 
 
-@pytest.mark.filterwarnings("ignore")  # Dynamo's, on what it steps over
+@pytest.mark.filterwarnings("ignore")  # Dynamo warns about code that it skips
 def test_a_step_that_dynamo_runs_eagerly_is_not_traced_into_the_kernels():
-    """backward() breaks the graph; the frames that the rest calls are Dynamo's, a kernel's must not be."""
+    """backward() breaks the graph.
+
+    Dynamo traces the code that follows, but must not trace the code of a kernel call.
+    """
 
     def train(wrap):
         torch.manual_seed(0)

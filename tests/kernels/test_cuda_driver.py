@@ -1,4 +1,4 @@
-"""The calls of the CUDA driver that load a kernel, with a driver that only records them."""
+"""The calls to the CUDA driver that load kernels, made to a driver that only records them."""
 
 import subprocess
 
@@ -41,7 +41,7 @@ def run(tmp_path_factory):
         subprocess.run([*command, *sources], cwd=folders[name], check=True)
 
     def on_the_driver(code, driver="whole", **variables):
-        # A library that is loaded is found by its soname.
+        # Once this library is loaded, dlopen finds it by its soname.
         load = f"import ctypes; ctypes.CDLL({str(folders[driver] / 'libcuda.so.1')!r})\n" if driver else ""
         program = folders["whole"] / "program.py"
         program.write_text(load + ON_THE_DRIVER + code)
@@ -49,13 +49,13 @@ def run(tmp_path_factory):
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines(), done.stderr
 
-    all_cubins("sm_90")  # NVRTC itself would ask more of a driver
-    on_the_driver("register.native_core()", driver=None)  # compiles it where nobody has, and says so
+    all_cubins("sm_90")  # compile now, because NVRTC needs more functions of a driver
+    on_the_driver("register.native_core()", driver=None)  # compile the core now, because that prints a line
     return on_the_driver
 
 
 def test_all_kernels_are_loaded_when_the_device_is_opened(run):
-    """They are loaded in the device's context, outside of a capture, so no later step can fail."""
+    """They are loaded in the device's context and outside a capture, so no later step can fail."""
     lines, errors = run(ASKS * 2)
     blocks = [132 * tuning_of(kernel).blocks for kernel in all_kernels()]
     core = f"CudaCore(loaded=True, reason='', architecture='sm_90', identity={identity_of('sm_90', blocks)})"
@@ -85,7 +85,7 @@ def test_a_driver_that_does_not_take_the_code_is_told_of(run):
 
 
 def test_code_that_is_loaded_on_a_gpu_of_another_architecture_is_told_of(run):
-    """CUDA_MODULE_LOADING=EAGER makes the driver report it at once."""
+    """CUDA_MODULE_LOADING=EAGER makes the driver report the mismatch immediately."""
     lines, _ = run(ASKS, FAKE_LOAD_ERROR="209")
     assert "makes it load code on every GPU of the process, and these differ: unset it" in lines[-1]
 

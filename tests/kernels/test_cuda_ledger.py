@@ -1,4 +1,7 @@
-"""Gradients that have not moved are launched without the dispatcher, and any change is noticed."""
+"""If no gradient has moved, kernels are launched without the dispatcher.
+
+Any change of a gradient is noticed.
+"""
 
 import math
 
@@ -16,7 +19,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def parameters(count=9, size=8):
-    """Parameters of several dtypes, some without a gradient, one with an empty one."""
+    """Return parameters of several dtypes. Some have no gradient, and one has an empty gradient."""
     params = [torch.nn.Parameter(torch.zeros(size, device="cuda", dtype=DTYPES[i % 4])) for i in range(count)]
     for i, param in enumerate(params):
         if i % 3 != 2:
@@ -58,7 +61,7 @@ def test_what_a_ledger_writes_is_written_once_and_counted():
     grads = [param.grad for param in params if param.grad is not None]
     ledger.norm_check(params, scalar(1.0), 2.0)
     before, versions = [grad.double().tolist() for grad in grads], [grad._version for grad in grads]
-    norm, found, flags = ledger.unscale_(params, scalar(2.0), 2.0, True)  # a scale in place of its inverse
+    norm, found, flags = ledger.unscale_(params, scalar(2.0), 2.0, True)  # a scale instead of its inverse
     assert ledger.multiply_(params, scalar(8.0)).item() == 0
     assert [grad.double().tolist() for grad in grads] == [[4 * x for x in grad] for grad in before]
     assert [grad._version for grad in grads] == [version + 2 for version in versions]
@@ -68,7 +71,7 @@ def test_what_a_ledger_writes_is_written_once_and_counted():
 
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 33])
 def test_each_gradient_of_each_block_is_compared(count):
-    """They are looked up in blocks of 16."""
+    """Gradients are looked up in blocks of 16."""
     params = [torch.nn.Parameter(torch.zeros(4, device="cuda")) for _ in range(count)]
     for param in params:
         param.grad = torch.full((4,), 0.5, device="cuda")
@@ -86,7 +89,7 @@ def test_each_gradient_of_each_block_is_compared(count):
 
 
 CHANGES = {
-    "another dtype": lambda grad: grad.view(torch.bfloat16),  # as wide, at the same address
+    "another dtype": lambda grad: grad.view(torch.bfloat16),  # as many bytes, at the same address
     "with gaps": lambda grad: grad[:7:2],
     "shorter": lambda grad: grad[:4],
     "further on": lambda grad: grad[4:],

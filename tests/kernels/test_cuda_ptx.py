@@ -1,4 +1,7 @@
-"""The PTX that NVRTC makes of the sources: width and number of loads, order in which blocks combine."""
+"""The PTX that NVRTC generates:
+
+width and number of loads, and the order in which blocks combine their results.
+"""
 
 import functools
 import re
@@ -40,12 +43,12 @@ def ptx(source: str, kernel: Kernel) -> str:
 @pytest.mark.parametrize("name", ["norm_check", "unscale", "multiply"])
 def test_loads_and_stores_are_sixteen_bytes_wide(name):
     ptx = ptx_of(name)
-    assert ptx.count(LOAD) >= 12  # 4 in flight for each width of element
+    assert ptx.count(LOAD) >= 12  # 4 in flight for each element size
     assert (ptx.count(STORE) >= 12) is (name != "norm_check")
 
 
 def loads_before_a_use(ptx: str) -> list[int]:
-    """Return how many 16-byte loads stand in a row, with no arithmetic on elements and no store between."""
+    """Return how many 16-byte loads follow each other without arithmetic on elements or a store between them."""
     use = r"\b(?:fma|mul|add|abs|cvt|setp\.\w+)(?:\.\w+)*\.f(?:16|32|64)\b|\bst\.global"
     marks = re.findall(rf"({re.escape(LOAD)})|(?:{use})", ptx)
     runs = "".join("L" if load else "." for load in marks)
@@ -57,7 +60,10 @@ def loads_before_a_use(ptx: str) -> list[int]:
     [("norm_check", 4), ("unscale", 4), ("multiply", 4), ("norm_check", 2), ("norm_check", 8)],
 )
 def test_a_thread_has_its_loads_on_their_way_before_it_uses_one(name, in_flight):
-    """4 x 16 bytes in each of 1024 threads: 64 KB a multiprocessor; HBM3 needs some 40 KB to stay busy."""
+    """1024 threads with 4 x 16 bytes each have 64 KB in flight per multiprocessor.
+
+    HBM3 needs about 40 KB to stay busy.
+    """
     assert {tuning.in_flight for tuning in [Tuning(), *TUNINGS.values()]} == {4}
     assert set(loads_before_a_use(ptx_of(name, Tuning(blocks=2, in_flight=in_flight)))) == {in_flight}
     assert ".minnctapersm 2" in ptx_of(name, Tuning(blocks=2, in_flight=in_flight))
@@ -65,7 +71,10 @@ def test_a_thread_has_its_loads_on_their_way_before_it_uses_one(name, in_flight)
 
 @pytest.mark.parametrize("name", ["norm_check", "unscale", "multiply", "step adam"])
 def test_the_last_block_sees_what_the_others_wrote(name):
-    """A block's writes, a barrier, the count, a barrier, the reads; the count releases and acquires, alone."""
+    """The order is:
+
+    writes of a block, barrier, count, barrier, reads. The count alone releases and acquires.
+    """
     marks = re.findall(r"(?m)^\s*(?:@%?\w+ )?(bar|barrier|membar|fence|atom)\.([\w.:]*)", ptx_of(name))
     words = ["count" if (op, "acq_rel.gpu" in rest) == ("atom", True) else op for op, rest in marks]
     (at,) = [place for place, word in enumerate(words) if word == "count"]
@@ -75,14 +84,20 @@ def test_the_last_block_sees_what_the_others_wrote(name):
 
 @pytest.mark.parametrize("name", ["norm_check", "unscale"])
 def test_the_last_block_waits_once_for_what_the_others_left(name):
-    """The 528 results of an H100 are read by 256 threads; one after the other they would take three trips to L2."""
+    """256 threads read the 528 results of an H100.
+
+    If each waited for one load at a time, it would take three trips to L2.
+    """
     behind_the_count = ptx_of(name).rpartition("atom.acq_rel")[2]
     before_the_first_is_used = re.split(r"add(?:\.rn)?\.f64", behind_the_count)[0]
     assert before_the_first_is_used.count("ld.global.f64") == Tuning().in_flight
 
 
 def test_one_thread_works_out_what_adam_multiplies_by():
-    """Two powers, a root and divisions in float64: on most GPUs a thousand threads would take 50 us for them."""
+    """That is two powers, a root and divisions in float64.
+
+    On most GPUs, a thousand threads would need 50 us for them.
+    """
     (guarded,) = [
         part
         for part in re.split(r"\bbar(?:rier)?\.(?:cta\.)?sync", ptx_of("step adam"))
@@ -94,12 +109,12 @@ def test_one_thread_works_out_what_adam_multiplies_by():
 
 
 def test_a_product_is_rounded_before_it_is_added_to():
-    """The split of float32 weights in halves, and the bits of the CPU's steps, rest on it."""
+    """Splitting float32 weights, and equal bits with the CPU's steps, depend on this."""
     source = 'extern "C" __global__ void k(float* p) { *p = p[0] * p[1] + p[2]; }'
     assert "fma" not in ptx(source, Kernel(name="k"))
 
 
 def test_a_number_that_divides_all_elements_is_not_divided_by_one_by_one():
-    """What is left of divisions: by the root of a second moment, at most once for each root."""
+    """The remaining divisions are those by the root of a second moment, at most one per root."""
     assert "div.rn.f32" not in ptx_of("step sgd_momentum")
     assert 0 < ptx_of("step adam").count("div.rn.f32") <= ptx_of("step adam").count("sqrt.rn.f32")

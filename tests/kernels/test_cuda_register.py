@@ -1,4 +1,4 @@
-"""CUDA tensors use our kernels, or plain torch after one warning."""
+"""CUDA tensors are processed by our kernels, or by plain torch after one warning."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ from tests.kernels.test_ops import OPCHECKS
 
 @pytest.fixture
 def undecided(monkeypatch):
-    """A process in which no CUDA tensor has been seen, on a machine where cuda:0 exists."""
+    """Set up a process that has seen no CUDA tensor yet, on a machine where cuda:0 exists."""
     monkeypatch.setattr(register, "_cores", {})
     monkeypatch.setattr(register, "_no_cuda", lambda: "")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -46,7 +46,8 @@ def test_every_op_has_a_plain_one_of_the_same_schema(name):
 @pytest.mark.usefixtures("undecided")
 @pytest.mark.native
 def test_without_cuda_core_there_is_one_warning(monkeypatch):
-    monkeypatch.setitem(sys.modules, "amp_plugin.kernels.cuda.compile", None)  # its import raises ImportError
+    # importing it raises ImportError
+    monkeypatch.setitem(sys.modules, "amp_plugin.kernels.cuda.compile", None)
     message = r"so plain torch is used: .*pip install --upgrade 'cuda-core>="
     with pytest.warns(RuntimeWarning, match=message) as seen:
         assert not torch.ops.amp_plugin._cuda_prepare(0)
@@ -117,6 +118,9 @@ class CallsInside(TorchDispatchMode):
 
 
 def test_a_block_that_no_tracer_sees_runs_inside_a_mode_too():
-    """The first region or GPU op of a process may be met there; torch refuses to change a tracer's state."""
+    """A process may meet its first region or GPU op in a mode.
+
+    torch refuses to change a tracer's state there.
+    """
     with CallsInside():
         assert (torch.ones(2) + 1).tolist() == [2.0, 2.0]

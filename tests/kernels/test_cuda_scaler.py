@@ -23,7 +23,7 @@ def fused_adamw(params):
 KERNELS = {
     (sgd, None): {"norm_check", "step"},
     (sgd, "in place"): {"unscale", "multiply", "norm_check", "step"},
-    # The first step is torch's own, on gradients that are unscaled and clipped in place.
+    # The first step is torch's own. Its gradients are unscaled and clipped in place.
     (fused_adamw, None): {"unscale", "norm_check", "step"},
     (fused_adamw, "in place"): {"unscale", "multiply", "norm_check", "step"},
     (fused_adamw, "in the step"): {"unscale", "multiply", "norm_check", "clip_factor", "step"},
@@ -31,7 +31,7 @@ KERNELS = {
 
 
 def train(optimizer, clip, device):
-    """Train on batches of which some overflow. Return the result of each step, and the weights."""
+    """Train on batches, some of which overflow. Return the result of each step, and the weights."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 1)).to(device)
     stepper = optimizer(model.parameters())
@@ -72,7 +72,7 @@ def test_training_is_that_of_the_cpu(optimizer, clip):
 
 
 def is_of_a_kernel(name):
-    """Return whether an op may launch a kernel. The ops of the host-memory device only switch devices."""
+    """Return whether an op may launch a kernel. The host device's own ops only switch devices."""
     return hasattr(torch.ops.aten, name) or hasattr(torch.ops.amp_plugin, name)
 
 
@@ -115,7 +115,7 @@ LAUNCHES = {
 
 
 class DeviceOpsSeen(OpsSeen):
-    """Record the ops that read or write a tensor on the device."""
+    """Records the ops that read or write a tensor on the device."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         seen = len(self.names)
@@ -131,7 +131,10 @@ class DeviceOpsSeen(OpsSeen):
 @pytest.mark.parametrize("state", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "bare"])
 def test_the_launches_of_a_whole_step(precision, state, clip):
-    """Compressed states are stepped as they are: nothing decompresses them, and no kernel of torch steps."""
+    """Compressed states are stepped directly:
+
+    nothing decompresses them, and no torch kernel takes the step.
+    """
     if precision == "bare" and clip is not None:
         pytest.skip("clips belong to a scaler")
     model = torch.nn.Linear(64, 64).cuda()
@@ -159,7 +162,8 @@ def test_the_launches_of_a_whole_step(precision, state, clip):
     ops = [name for name in seen.names if is_of_a_kernel(name) and name not in NO_LAUNCH]
     launched = list(torch.ops.host_device.launched())
     if precision == "bare":
-        # Without a scaler, only compressed states need our step: torch's own would decompress all of them.
+        # Without a scaler, only compressed states need our step, because torch's own step would decompress
+        # all of them.
         assert launched == (["step"] if state != "fp32" else [])
         assert ops == (["step_"] if state != "fp32" else ["_foreach_add_", "_fused_adamw_"])
         return

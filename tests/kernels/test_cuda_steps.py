@@ -1,4 +1,4 @@
-"""Whole steps and stored weights on CUDA tensors: against the CPU's ops, bit for bit, and the reference."""
+"""Steps and stored weights on CUDA tensors equal the CPU's ops bit for bit, and agree with the reference."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ from tests.kernels.steps_of_torch import adam_, sgd_
 pytestmark = pytest.mark.gpu
 
 OP = torch.ops.amp_plugin
-GRANULE = 1024  # elements; kGranuleElements
+GRANULE = 1024  # elements, as kGranuleElements
 SIZES = (0, 1, 3, 4, 5, 17, GRANULE - 1, GRANULE, GRANULE + 1, 3 * GRANULE + 2)
 ADAM = {
     "lr": 1e-2,
@@ -52,7 +52,7 @@ def values(seed, sizes, dtype=torch.float32):
 
 
 def unaligned(tensor, device):
-    """Copy tensors to a device, each one element after an aligned address."""
+    """Copy tensors to a device, each beginning one element after an aligned address."""
     buffer = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device=device)
     buffer[1:].copy_(tensor.flatten())
     return buffer[1:].view(tensor.shape)
@@ -95,7 +95,10 @@ def assert_same_bits(ours, theirs):
 
 
 def assert_alike(ours, host):
-    """The bits are equal where the host computes both."""
+    """Assert that results are close.
+
+    On the host device, where the host computes both, their bits must be equal.
+    """
     if host_device.LOADED:
         assert_same_bits(ours, host)
     for mine, right in pairs(ours, host):
@@ -116,7 +119,7 @@ def test_adam_is_the_cpus_bit_for_bit(device, how, grad, aligned):
 
 
 def compressed(lists, form):
-    """Return states in bfloat16 or in codes. The second list holds the averages of squares."""
+    """Return states in bfloat16 or as codes. The second list contains averages of squares."""
     if form == "bf16":
         return [[state.bfloat16() for state in part] for part in lists]
     return [[encode(state.flatten(), signed=i == 0) for state in part] for i, part in enumerate(lists)]
@@ -132,7 +135,7 @@ def test_steps_of_compressed_states_are_the_cpus_bit_for_bit(device, form, how, 
     host[2:5] = compressed(host[2 : 5 if aligned else 4], form) + ([] if aligned else [[]])
     ours = [*moved(host[:2], device, aligned=aligned), *moved(host[2:], device)]
     if form == "bf16" and grad is torch.float32:
-        ours[1][-2].view(torch.int32)[0] = 0x7FFFFFFF  # a GPU's nan
+        ours[1][-2].view(torch.int32)[0] = 0x7FFFFFFF  # the bits of a GPU's nan
     for skipped in (0.0, 0.0, 1.0):
         late = {"grad_scale": torch.tensor(3.7), "found_inf": torch.tensor(skipped)}
         adam_(OP, *host, **late, **ADAM)
@@ -140,7 +143,7 @@ def test_steps_of_compressed_states_are_the_cpus_bit_for_bit(device, form, how, 
     params, remainders = stored(values(0, SIZES), how)
     grads, momenta = values(1, SIZES), values(2, SIZES)
     for part in (grads, momenta):
-        part[-1][:2] = torch.tensor([3e38, -3e38])  # both sums overflow
+        part[-1][:2] = torch.tensor([3e38, -3e38])  # the sums of both elements overflow
     grads[-2][-1] = math.nan
     by_sgd = [params, grads, *compressed([momenta], form), remainders]
     ours_by_sgd = moved(by_sgd, device)
@@ -153,7 +156,10 @@ def test_steps_of_compressed_states_are_the_cpus_bit_for_bit(device, form, how, 
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_adam_stays_close_to_torchs_fused_kernel(device, amsgrad, decoupled):
-    """Not its bits: torch's on CUDA rounds betas to float32 before it takes 1 - beta, and orders sums otherwise."""
+    """The bits differ:
+
+    on CUDA, torch rounds betas to float32 before computing 1 - beta, and adds in another order.
+    """
     ours = moved(adam_tensors(sizes=(70, 5000), amsgrad=amsgrad, step=0.0), device)
     theirs, before = copied(ours), copied(ours)[0]
     options = {**ADAM, "beta2": 0.999, "decoupled_weight_decay": decoupled}
@@ -190,9 +196,9 @@ def test_many_tensors_in_one_launch(device):
     sizes = [7] * 1000
     host = adam_tensors(sizes=sizes)
     ours = moved(host, device)
-    adam_(OP, *copied(ours), **ADAM)  # loads the kernel
+    adam_(OP, *copied(ours), **ADAM)  # the first call loads the kernel
     if host_device.LOADED:
-        torch.ops.host_device.launched()  # and forgets them
+        torch.ops.host_device.launched()  # returns the launches so far, and forgets them
     adam_(OP, *host, **ADAM)
     adam_(OP, *ours, **ADAM)
     if host_device.LOADED:
@@ -234,7 +240,7 @@ def test_a_captured_step_counts_at_each_replay(device):
     params, grads, first, second, _, steps, _ = moved(adam_tensors(sizes=(50, 3)), device)
     twin = copied([params, grads, first, second, [], steps, []])
     graph, scale = torch.cuda.CUDAGraph(), torch.tensor(2.0, device=device)
-    adam_(OP, *copied(twin), grad_scale=scale, **ADAM)  # loads the kernel
+    adam_(OP, *copied(twin), grad_scale=scale, **ADAM)  # the first call loads the kernel
     with torch.cuda.graph(graph):
         adam_(OP, params, grads, first, second, [], steps, [], grad_scale=scale, **ADAM)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""One launch per op for any number of tensors; tables are uploaded again if a tensor moves."""
+"""Each op is one launch for any number of tensors. Tables are uploaded again only if a tensor moves."""
 
 import ctypes
 import gc
@@ -15,7 +15,8 @@ from amp_plugin.kernels.build import native_core
 from tests.host_device import host_device
 
 amp = torch.ops.amp_plugin
-launched = torch.ops.host_device.launched if host_device.LOADED else None  # what was, since it was last asked
+# returns the launches since its last call
+launched = torch.ops.host_device.launched if host_device.LOADED else None
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.usefixtures("cuda_kernels"),
@@ -23,7 +24,7 @@ pytestmark = [
         not host_device.LOADED, reason="launches are counted on the device made of host memory"
     ),
 ]
-FIRST_CONTEXT = 0xC0  # of cuda:0 on the device made of host memory; the next is of cuda:1
+FIRST_CONTEXT = 0xC0  # the host device's context for cuda:0; the next number is that of cuda:1
 
 
 def scalar(value):
@@ -35,7 +36,7 @@ def gradients(count, size=3):
 
 
 def many(count):
-    """Return so many gradients that their table is larger than the memory reserved for tables."""
+    """Return so many gradients that their table does not fit into the memory reserved for tables."""
     return list(torch.ones(count, device="cuda").unbind())
 
 
@@ -70,10 +71,10 @@ def test_no_python_runs_in_a_call(count):
         param.grad = torch.ones_like(param)
     inverse, ledger = scalar(0.5), native_core().extension.GradientLedger
     grads = [param.grad for param in params]
-    for call in CALLS.values():  # Python compiles each, once
+    for call in CALLS.values():  # Python runs setup code once for each call
         call(grads, inverse)
     seen = []
-    gc.collect()  # no finalizer of an earlier test's objects runs in the calls
+    gc.collect()  # so that no finalizer of an earlier test runs during the calls
     gc.disable()
     sys.setprofile(lambda frame, event, _: seen.append(frame.f_code.co_name) if event == "call" else None)
     try:
@@ -93,7 +94,10 @@ def uploads_of(tensors, call=amp.norm_check):
 
 
 def push_out_tables():
-    """Fill the store of tables: none is left of an earlier test, whose memory new tensors may lie in."""
+    """Fill the cache with tables, so that none of an earlier test is left.
+
+    New tensors may reuse that test's memory.
+    """
     held = torch.ones(101, device="cuda")
     for n in range(1, 101):
         amp.norm_check([held[n:]], scalar(1.0))
@@ -104,14 +108,14 @@ def test_a_table_is_uploaded_only_when_a_tensor_moved():
     held = push_out_tables()
     one, other = gradients(20), gradients(20)
     assert uploads_of(one) == 1
-    assert uploads_of(list(one), amp.unscale_) == 0  # another op, another list, the same memory
+    assert uploads_of(list(one), amp.unscale_) == 0  # another op and another list, but the same memory
     assert uploads_of(other) == 1
     assert uploads_of(one) == 0  # two optimizers take turns
     assert uploads_of(one[:-1]) == 1
     assert uploads_of([one[0].view(torch.int32).view(torch.float32)]) == 1
     with torch.cuda.stream(torch.cuda.Stream()):
         assert uploads_of(one) == 1
-    del held  # it kept its memory from the gradients
+    del held  # while it existed, gradients could not get its memory
 
 
 def test_old_tables_are_dropped_and_their_memory_used_again():
@@ -129,7 +133,7 @@ def test_a_graph_has_a_table_of_its_own_as_long_as_it_lives():
     for _ in range(2):
         with torch.cuda.graph(graph):
             norm = amp.norm_check(grads, inverse)[0]
-        for n in range(1, 100):  # tables come and go, in memory of others
+        for n in range(1, 100):  # other tables come and go, and reuse memory
             amp.norm_check([torch.ones(n, device="cuda")], inverse)
         graph.replay()
         assert norm.item() == want
@@ -147,7 +151,7 @@ def test_a_factor_of_one_lets_every_block_end_at_once():
 
 
 def test_a_table_finds_memory_where_torchs_cache_has_all_of_the_card():
-    """This can happen in the middle of a training run."""
+    """This can happen in the middle of training."""
     huge = many(200_000)
     torch.ops.host_device.card_is_full(True)
     try:
@@ -171,13 +175,13 @@ def wait_until(is_so):
 
 
 def test_a_table_that_another_thread_pushes_out_keeps_its_memory_until_it_is_launched():
-    """On the same stream, whose memory the others' tables would be written to."""
+    """Otherwise tables of another thread on the same stream would overwrite it."""
     mine, others, inverse, norms = gradients(1, size=7), torch.ones(101, device="cuda"), scalar(1.0), []
     torch.ops.host_device.hold_next_launch(True)
     try:
         thread = in_thread(lambda: norms.append(amp.norm_check(mine, inverse)[0]))
         wait_until(torch.ops.host_device.launch_is_held)
-        for n in range(1, 101):  # more than tables are kept
+        for n in range(1, 101):  # more tables than the cache keeps
             assert amp.norm_check([others[n:]], inverse)[0].item() == pytest.approx((101 - n) ** 0.5)
     finally:
         torch.ops.host_device.hold_next_launch(False)
@@ -187,7 +191,7 @@ def test_a_table_that_another_thread_pushes_out_keeps_its_memory_until_it_is_lau
 
 @pytest.fixture
 def of_context():
-    """Make the context with this number current in this thread; 0 means no context."""
+    """Make the context with this number current in this thread. 0 means no context."""
     set_current = ctypes.CDLL("libcuda.so.1").cuCtxSetCurrent
     yield lambda number: set_current(ctypes.c_size_t(number))
     set_current(ctypes.c_size_t(0))
@@ -220,7 +224,10 @@ def test_no_context_is_pushed_or_retained_where_another_is_current(of_context, b
 
 
 def test_the_driver_is_asked_nothing_that_is_an_error(of_context):
-    """compute-sanitizer counts each; without a context the driver cannot say which device is current."""
+    """compute-sanitizer counts every error.
+
+    Without a context, the driver cannot say which device is current.
+    """
     failures = torch.ops.host_device.failures()
     grads, inverse = gradients(9), scalar(1.0)
     for context in (0, FIRST_CONTEXT, FIRST_CONTEXT + 1):
@@ -232,13 +239,13 @@ def test_the_driver_is_asked_nothing_that_is_an_error(of_context):
 
 
 def test_a_graph_gives_its_table_back_while_another_thread_allocates():
-    """It does so on a thread of the driver, for which the allocation may be waiting."""
+    """This happens on a thread of the driver, for which the allocation may be waiting."""
     graph, grads, inverse = torch.cuda.CUDAGraph(), gradients(5), scalar(1.0)
     with torch.cuda.graph(graph):
         amp.norm_check(grads, inverse)
     huge = many(200_000)
 
-    def allocate():  # a new slab, since no table of the new stream's has been given back
+    def allocate():  # needs a new slab, because no table of the new stream was given back
         with torch.cuda.stream(torch.cuda.Stream()):
             amp.norm_check(huge, inverse)
 
@@ -255,9 +262,9 @@ def test_a_graph_gives_its_table_back_while_another_thread_allocates():
 
 
 def test_a_full_card_is_told_of_during_a_capture_too():
-    """During a capture torch cannot empty its cache, and raises an internal error."""
+    """During a capture torch cannot empty its cache. It raises an internal error, which is not shown."""
     huge, inverse, held = many(200_000), scalar(1.0), []
-    while True:  # until what the driver has given is used up
+    while True:  # until the memory from the driver is used up
         bytes_before = torch.ops.host_device.driver_bytes()
         held.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(held[-1]):
@@ -276,7 +283,10 @@ def test_a_full_card_is_told_of_during_a_capture_too():
 
 
 def test_an_upload_breaks_no_capture_of_another_thread():
-    """In torch's mode for captures, "global", allocating pinned memory in any thread does; in "relaxed" none."""
+    """In torch's capture mode "global", allocating pinned memory in any thread breaks the capture.
+
+    In mode "relaxed" it does not.
+    """
     before = torch.ops.host_device.unsafe_allocations()
     assert uploads_of(gradients(11)) == 1
     assert torch.ops.host_device.unsafe_allocations() == before
@@ -299,7 +309,7 @@ def test_threads_that_capture_share_a_stream_for_uploads():
 @pytest.mark.parametrize("fault", ["no user objects", "graphs take no user object"])
 def test_a_graph_that_takes_no_table_leaves_none_behind(monkeypatch, fault):
     grads, inverse = gradients(400), scalar(1.0)
-    for _ in range(2):  # the first makes room
+    for _ in range(2):  # the first round allocates memory
         objects, memory = torch.ops.host_device.user_objects(), torch.ops.host_device.driver_bytes()
         for _ in range(300):
             with monkeypatch.context() as planted, torch.cuda.graph(torch.cuda.CUDAGraph()):

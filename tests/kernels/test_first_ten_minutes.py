@@ -1,7 +1,8 @@
-"""The checks of the first ten minutes on a GPU, which no machine without one can do.
+"""The checks of the first ten minutes on a GPU, which are impossible without one.
 
-``make test-gpu`` runs each test here in a process of its own, since a kernel that fails ends all work of its process. On the
-device made of host memory they run with fewer repetitions, and each finds a fault that is planted for it.
+``make test-gpu`` runs each test here in a process of its own, because a kernel that fails ends all work of
+its process. On the host device they run with fewer repetitions, and each test finds a fault that is planted
+for it.
 """
 
 import contextlib
@@ -32,12 +33,13 @@ whole_run = pytest.mark.whole_run
 OP = torch.ops.amp_plugin
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 15, 17, 1023, 1024, 1025, 70_001)
-ALONE = host_device.LOADED or "ALONE_ON_THE_GPU" in os.environ  # tests.on_gpu says so of a step that is
-MOST = 30_000.0  # GB a second, more than any memory has: work that is so fast was not done
+# tests.on_gpu sets this if the step runs alone
+ALONE = host_device.LOADED or "ALONE_ON_THE_GPU" in os.environ
+MOST = 30_000.0  # GB/s; faster than any memory, so a higher figure means that the work was not done
 
 
 def often(on_a_gpu: int, on_the_host: int) -> int:
-    """Return how often to repeat something here."""
+    """Return how many repetitions to make on this device."""
     return on_the_host if host_device.LOADED else on_a_gpu
 
 
@@ -52,20 +54,23 @@ def number(value: float) -> Tensor:
 
 
 def some(seed: int, sizes: tuple[int, ...] = SIZES, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Return tensors of the host, the same for a seed."""
+    """Return tensors on the host, which depend on the seed only."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
 
 
 def moved(host: list[Tensor]) -> list[Tensor]:
-    """Return copies on the device, made by it alone."""
+    """Return copies on the device."""
     return [tensor.to("cuda") for tensor in host]
 
 
 def test_ops():
-    """Compare every op with the CPU's, and steps with torch's fused ones. Run under compute-sanitizer, too."""
+    """Every op agrees with the CPU's, and steps agree with torch's fused ones.
+
+    It also runs under compute-sanitizer.
+    """
     for dtype in DTYPES:
-        if host_device.LOADED:  # threads take turns there, in this order or in that; a GPU chooses itself
+        if host_device.LOADED:  # there the order of threads can be chosen; a GPU chooses it itself
             torch.ops.host_device.descending(dtype is torch.bfloat16)
         for p in (2.0, 1.0, 3.0, 0.0, float("inf"), float("-inf")):
             for bad in (None, float("nan"), float("inf")):
@@ -75,7 +80,7 @@ def test_ops():
 
 
 def measured_alike(dtype: torch.dtype, p: float, bad: float | None) -> None:
-    """Measure, unscale and multiply gradients, one of them with a bad element."""
+    """Measure, unscale and multiply gradients, one of which has a bad element."""
     host = some(0, dtype=dtype)
     if bad is not None:
         host[5][-1] = bad
@@ -94,14 +99,17 @@ def measured_alike(dtype: torch.dtype, p: float, bad: float | None) -> None:
 
 
 def close(mine: Tensor, right: Tensor, what: str, *, rtol: float, atol: float = 0.0) -> None:
-    """Compare a tensor of the device with one of the host."""
+    """Assert that a tensor on the device is close to one on the host."""
     torch.testing.assert_close(
         mine.cpu(), right.cpu(), rtol=rtol, atol=atol, equal_nan=True, msg=lambda text: f"{what}: {text}"
     )
 
 
 def steps_alike() -> None:
-    """Take steps of Adam and SGD on both devices, and torch's; split weights in halves and join them."""
+    """Take steps of Adam and SGD on both devices and with torch's own step.
+
+    Split weights in halves and join them.
+    """
     device = torch.device("cuda", 0)
     for amsgrad, decoupled in itertools.product((False, True), repeat=2):
         steps.test_adam_stays_close_to_torchs_fused_kernel(device, amsgrad, decoupled)
@@ -112,7 +120,7 @@ def steps_alike() -> None:
 
 
 def scalars_alike() -> None:
-    """Update a scale, make a clip factor."""
+    """Update a scale, and compute a clip factor."""
     scale = number(4.0)
     tracker, tolerance = (torch.ones(1, dtype=torch.int32, device="cuda") for _ in range(2))
     OP.update_scale_(scale, tracker, tolerance, number(1.0), 2.0, 0.5, 3, 1.0, 64.0, 1, 0)
@@ -121,7 +129,10 @@ def scalars_alike() -> None:
 
 
 def test_streams():
-    """Launch on four streams while another fills the card; norms keep their bits, a nan raises its flag."""
+    """Four streams launch while another one keeps the card busy.
+
+    Norms keep their bits, and a nan is found.
+    """
     groups = [moved(some(seed, (1, 977, 4097, 30_011, 300_007))) for seed in range(4)]
     wanted = [OP.norm_check(group, number(1.0))[0].item() for group in groups]
     bad = [group[:] for group in groups]
@@ -150,7 +161,10 @@ def test_streams():
 
 
 def test_addresses():
-    """Measure tensors that move at each step, behind a stream that sleeps: uploads overtake nothing."""
+    """Tensors that move at each step are measured behind a stream that sleeps.
+
+    No upload overtakes a launch.
+    """
     rounds, sides = often(2000, 60), [torch.cuda.current_stream(), torch.cuda.Stream()]
     one, host = number(1.0), some(5, tuple(range(1, 121)))
     exact = [part.double().norm().item() for part in host]
@@ -163,7 +177,7 @@ def test_addresses():
                 (OP.norm_check([host[i].to("cuda", non_blocking=True) for i in part], one)[0], part)
                 for part in (order[::2], order[1::2])
             ]
-            for norm, part in norms:  # read on the stream that measures it
+            for norm, part in norms:  # read on the stream that measured it
                 right = sum(exact[i] ** 2 for i in part) ** 0.5
                 assert abs(norm.item() / right - 1) < 1e-6, (
                     f"step {step}: the norm {norm.item()}, not {right}"
@@ -171,7 +185,9 @@ def test_addresses():
 
 
 def test_graphs():
-    """Replay a graph of 300 tensors with changing gradients, drop it in flight, capture it again and again."""
+    """A graph of 300 tensors is replayed with changing gradients, dropped while it runs, and captured again
+    and again.
+    """
     grads, one = moved(some(6, tuple(1 + 37 * i for i in range(300)))), number(0.5)
     OP.norm_check(grads, one)
     graph = torch.cuda.CUDAGraph()
@@ -195,7 +211,7 @@ def test_graphs():
 
 
 def dropped_in_flight(grads: list[Tensor], one: Tensor) -> None:
-    """A graph that is dropped while it runs keeps its table; the next graph's table is another."""
+    """A graph that is dropped while it runs keeps its table. The next graph gets another table."""
     wanted, others = OP.norm_check(grads, one)[0].item(), [grad * 2 for grad in grads]
     wanted_of_others, side = OP.norm_check(others, one)[0].item(), torch.cuda.Stream()
     for _ in range(often(50, 5)):
@@ -207,7 +223,7 @@ def dropped_in_flight(grads: list[Tensor], one: Tensor) -> None:
         first.replay()
         kept.copy_(norm)
         first.reset()
-        with torch.cuda.stream(side):  # not by torch.cuda.graph, which waits for the device
+        with torch.cuda.stream(side):  # not with torch.cuda.graph, which waits for the device
             second.capture_begin()
             again = OP.norm_check(others, one)[0]
             second.capture_end()
@@ -218,10 +234,10 @@ def dropped_in_flight(grads: list[Tensor], one: Tensor) -> None:
 
 
 def recaptured(grads: list[Tensor], one: Tensor) -> None:
-    """Capture and drop graphs; the card's free memory stays what it is after the first few.
+    """Capture and drop graphs. After the first few, the card's free memory must stay the same.
 
-    It is the memory that all programs leave, so it is measured only where this process is alone. The driver may take a
-    piece of memory once, so the lesser of two losses counts: a leak is in both.
+    Free memory depends on all programs, so it is measured only if this process is alone. The driver may take
+    memory once, so the smaller of two losses counts. A leak would be in both.
     """
 
     def capture() -> None:
@@ -256,14 +272,20 @@ def recaptured(grads: list[Tensor], one: Tensor) -> None:
 
 
 def test_bandwidth():
-    """Measure all ops at 100 MB and at 1 GB, as shipped; print each one's share of copy_."""
+    """Measure all ops at 100 MB and at 1 GB with the shipped settings.
+
+    Print each op's bandwidth relative to copy_.
+    """
     for name in ("1 x 100 MB", "1 x 1 GB")[: often(2, 1)]:
         for op, rates in believable(name).items():
             print(f"{name}, {op}: " + ", ".join(f"{key} {rate:.3g}" for key, rate in rates.items()))
 
 
 def believable(name: str) -> dict[str, dict[str, float]]:
-    """Return the shares of copy_ over a set of gradients, refusing what no memory gives."""
+    """Return bandwidths relative to copy_ over a set of gradients.
+
+    Refuse figures that no memory can reach.
+    """
     found = benchmarks.cuda.shares(Setting(device="cuda", tiny=host_device.LOADED), name)
     for op, rates in found.items():
         rate = rates["GB/s"]
@@ -275,7 +297,7 @@ def believable(name: str) -> dict[str, dict[str, float]]:
 
 @whole_run
 def test_sweep():
-    """Measure with other numbers of blocks and of loads in flight, each in a process of its own."""
+    """Measure other numbers of blocks and of loads in flight, each in its own process."""
     builds: dict[str, str] = {}
     for blocks, in_flight in itertools.product((2, 4, 5, 8)[often(0, 1) : often(4, 2)], (4, 8)):
         tuned = "from amp_plugin.kernels import cuda as c; "
@@ -294,7 +316,7 @@ def test_sweep():
 
 
 def swept() -> None:
-    """Print what was launched, and the shares of copy_ at 100 MB, as JSON."""
+    """Print a hash of the machine code, and the bandwidths relative to copy_ at 100 MB, as JSON."""
     host_device.install_if_loaded()
     core = cuda_core(0)
     from amp_plugin.kernels.cuda import compile  # noqa: A004 -- needs cuda-core
@@ -304,7 +326,7 @@ def swept() -> None:
     print(json.dumps([f"{hashlib.sha256(code).hexdigest()} {core.identity}", believable("1 x 100 MB")]))
 
 
-# -- planted faults, on the device made of host memory -------------------------------------------
+# -- planted faults, on the host device ----------------------------------------------------------
 
 FLAG = ("norm_check", "measure.cuh", "&table.marks[tensor], found", "&table.marks[tensor / 2], found")
 PIECES = ("norm_check", "measure.cuh", "norm.join(mine.total, found.total)", "found.total")
@@ -313,7 +335,7 @@ QUOTIENT = ("step", "step_rows.cuh", DIVIDED, "grad.lane[i] *= divisor.inverse")
 
 
 def with_fault(folder, kernel, file, right, wrong):
-    """Return what the host device takes a kernel with a fault by."""
+    """Return the environment that makes the host device use a kernel with a fault."""
     copy = folder / "cuda" / "cuda"
     shutil.copytree(SOURCES, copy)
     (copy.parent / "csrc").mkdir()

@@ -1,4 +1,4 @@
-"""The scaling ops on the CPU, in plain torch and on CUDA (real or emulated), against float64."""
+"""The scaling ops on the CPU, in plain torch and on CUDA (real or emulated) agree with float64."""
 
 import itertools
 import math
@@ -13,12 +13,12 @@ OP = torch.ops.amp_plugin
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 LAYOUTS = ("contiguous", "unaligned", "transposed", "gaps")
 NORM_TYPES = (2.0, 1.0, math.inf, -math.inf, 3.0, 0.5, -1.0, 0.0, 2.7, 8.0, 0.25)
-NORM_TOLERANCE = 1e-6  # relative; the result is fp32
-GUARD = 24  # elements around a tensor, all nan
+NORM_TOLERANCE = 1e-6  # relative, because the result is float32
+GUARD = 24  # number of nan elements around a tensor
 
 
 class Guarded:
-    """A tensor surrounded by nan, which ops must neither read nor write."""
+    """A tensor surrounded by nans, which ops must neither read nor write."""
 
     def __init__(self, values: torch.Tensor, layout: str, device: torch.device) -> None:
         size, dtype = values.numel(), values.dtype
@@ -57,7 +57,7 @@ def on_cpu(guarded):
 
 
 def same(one, other):
-    """Return whether tensors are equal bit for bit, with all nans counted as equal."""
+    """Return whether tensors are bitwise equal, counting all nans as equal."""
     one, other = (torch.view_as_real(t) if t.is_complex() else t for t in (one.cpu(), other.cpu()))
     return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
 
@@ -114,7 +114,7 @@ def test_norm_check_on_the_grid(on, dtype, layout):
     for norm_type in (2.0, math.inf):
         expected = reference.norm_check(before, inverse.cpu(), norm_type)
         check_measured(on.ops.norm_check(tensors(grads), inverse, norm_type), expected)
-    for one in tensors(grads):  # each size by itself
+    for one in tensors(grads):  # each size alone
         expected = reference.norm_check([one.cpu()], inverse.cpu())
         check_measured(on.ops.norm_check([one], inverse), expected)
     assert all(same(one.tensor, old) for one, old in zip(grads, before, strict=True))
@@ -201,7 +201,7 @@ def test_no_tensors_and_empty_tensors(on):
 @pytest.mark.parametrize("p", [2.0, 1.0, 3.0, 1.5])
 @pytest.mark.parametrize("magnitude", [1e30, 3e38, 1e-19, 1e-30, 1e-42])
 def test_squares_and_sums_beyond_the_range_of_fp32(on, magnitude, p):
-    """The element is finite, although its square overflows or underflows."""
+    """The elements are finite, although their squares overflow or underflow."""
     values = random_values(4099, torch.float32).sign() * magnitude
     grads = [values.to(on.device), torch.zeros(77, device=on.device), (values[:50] / 2).to(on.device)]
     inverse = scalar(1e-5 if magnitude > 1 else 1e5, on)
@@ -249,7 +249,7 @@ def test_a_factor_that_is_not_finite_or_zero(on, factor):
         copies, expected = [g.clone() for g in grads], [g.cpu().clone() for g in grads]
         got = getattr(on.ops, name)(copies, scalar(factor, on))
         want = getattr(reference, name)(expected, torch.tensor(factor))
-        if name == "unscale_" and on.name == "op":  # it flags products alone
+        if name == "unscale_" and on.name == "op":  # the op flags only products that are not finite
             assert [part.isnan().item() for part in got[:2]] == [part.isnan().item() for part in want[:2]]
             assert torch.equal(got[2] != 0, want[2] != 0)
         elif name == "unscale_":
@@ -287,7 +287,7 @@ def test_a_factor_of_one_writes_nothing(on, dtype):
     _, found_inf, flags = on.ops.unscale_(grads, scalar(1.0, on, dtype))
     assert (found_inf.item(), flags.item()) == (1.0, 3)
     assert torch.equal(grads[0].view(torch.int32), nan_with_payload)
-    if on.name == "op":  # a GPU's host does not know of the 1
+    if on.name == "op":  # on a GPU, the host does not know that the factor is 1
         assert grads[0]._version == 0
 
 
@@ -341,7 +341,7 @@ def test_clip_factor_follows_the_formula(on, norm, max_norm):
             assert want.item() == pytest.approx(formula, rel=1e-6)
 
 
-JUDGED = {  # what a run of steps brings: value, norm, found_inf
+JUDGED = {  # value, norm and found_inf of each step of a run
     "a quiet run": [(1.0 + 0.1 * (i % 5), 1.0, 0.0) for i in range(20)],
     "a spike": [(1.0 + 0.1 * (i % 5) + 30.0 * (i == 12), 30.0, 0.0) for i in range(20)],
     "a new level": [(1.0 + 0.1 * (i % 5) + 10.0 * (i >= 9), 2.0, 0.0) for i in range(40)],
@@ -434,7 +434,8 @@ def test_gradients_made_in_inference_mode(on):
 def test_the_native_kernels_are_the_ones_tested():
     if not native_core().loaded:
         pytest.skip(native_core().reason)
-    for name in ops.SCHEMAS.keys() - {"clip_factor"}:  # three numbers: plain torch does on a CPU
+    # three numbers, for which plain torch is enough on a CPU
+    for name in ops.SCHEMAS.keys() - {"clip_factor"}:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"amp_plugin::{name}", "CPU"), name
 
 
@@ -445,7 +446,7 @@ def test_the_norm_is_the_same_with_any_number_of_threads(numbers_of_threads):
 
 @pytest.mark.slow
 def test_the_norm_of_1e8_elements():
-    """torch 2.13's own result is wrong by 1 % here."""
+    """torch 2.13's own norm is wrong by 1 % here."""
     grad = torch.rand(100_000_000).add_(0.5)
     right = math.sqrt(sum(part.double().square().sum().item() for part in grad.split(1_000_000)))
     assert OP.norm_check([grad], torch.tensor(1.0))[0].item() == pytest.approx(right, rel=1e-6)

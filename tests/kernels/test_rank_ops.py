@@ -1,4 +1,6 @@
-"""Numbers that ranks combine are packed by one op and read by another, on each device and in plain torch."""
+"""The numbers that ranks combine are packed by one op and unpacked by another, on each device and in plain
+torch.
+"""
 
 import math
 
@@ -10,7 +12,7 @@ from tests.host_device import host_device
 
 OP = torch.ops.amp_plugin
 NORM_TYPES = (2.0, 1.0, math.inf, -math.inf, 0.0, 3.0, 0.5, -1.0)
-MANY = 40  # more than one launch takes
+MANY = 40  # more than fit into one launch
 
 
 def tensors(values, device):
@@ -18,7 +20,7 @@ def tensors(values, device):
 
 
 def combined(on, norms, flags, slots, replicas, p, ranks=1):
-    """Let several ranks combine the same measurements."""
+    """Simulate several ranks that combine the same measurements."""
     packed = torch.empty(len(replicas) + 1, dtype=torch.float64, device=on.device)
     on.ops.pack_measurements_(
         packed, tensors(norms, on.device), tensors(flags, on.device), slots, replicas, p
@@ -33,7 +35,7 @@ def combined(on, norms, flags, slots, replicas, p, ranks=1):
 
 def norm_of(norms, p):
     if p == 0:
-        return sum(norms)  # they are counts
+        return sum(norms)  # for p = 0, norms are counts
     if math.isinf(p):
         return (max if p > 0 else min)(norms)
     return sum(norm**p for norm in norms) ** (1 / p)
@@ -45,9 +47,11 @@ def test_norms_of_several_ranks_and_layouts_are_joined(on, p):
     assert combined(on, norms[:1], flags[:1], [0], [1], p) == (pytest.approx(3.0, rel=1e-6), 0.0)
     norm, found = combined(on, norms, flags, [1, 0, 1], [1, 1], p)
     assert (norm, found) == (pytest.approx(norm_of(norms, p), rel=1e-6), 1.0)
-    everywhere = combined(on, norms, [0.0] * 3, [0, 1, 0], [4, 4], p, ranks=4)  # four that hold the same
+    # four ranks with the same gradients
+    everywhere = combined(on, norms, [0.0] * 3, [0, 1, 0], [4, 4], p, ranks=4)
     assert everywhere == (pytest.approx(norm_of(norms, p), rel=1e-6), 0.0)
-    apart = combined(on, norms, [1.0] * 3, [0, 0, 0], [1], p, ranks=4)  # four that hold others; flags add up
+    # four ranks with different gradients, whose flags are added
+    apart = combined(on, norms, [1.0] * 3, [0, 0, 0], [1], p, ranks=4)
     assert apart == (pytest.approx(norm_of(norms * 4, p), rel=1e-6), 1.0)
 
 
@@ -72,7 +76,7 @@ def test_a_norm_that_is_not_finite_comes_through(on, p, bad):
 
 
 def test_the_last_place_knows_of_every_overflow(on):
-    """A place's flag travels on with the next one's norms, as it is: float64."""
+    """The flag of one group is passed on with the norms of the next, unchanged, in float64."""
     first, last = (torch.empty(2, dtype=torch.float64, device=on.device) for _ in range(2))
     on.ops.pack_measurements_(first, tensors([3.0], on.device), tensors([1.0], on.device), [0], [1], 2.0)
     on.ops.pack_measurements_(last, tensors([4.0], on.device), [3 * first[-1]], [0], [1], 2.0)

@@ -1,4 +1,4 @@
-"""Steps of Adam and SGD against torch's fused kernels, bit by bit, and against float64."""
+"""Steps of Adam and SGD equal torch's fused kernels bit for bit, and agree with float64."""
 
 import itertools
 import math
@@ -25,16 +25,17 @@ def copies(*lists, device="cpu"):
 
 
 def all_equal(ours, theirs):
-    """Return whether the tensors of two lists of lists are equal, wherever they are."""
+    """Return whether the tensors of two lists of lists are equal, on whatever device they are."""
     pairs = zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True)
     return all(torch.equal(one.cpu(), other.cpu()) for one, other in pairs)
 
 
 def same_bits(theirs, ours, terms=()):
-    """Return whether two lists have the same bits, but for last elements that do not fill a vector.
+    """Return whether two lists have the same bits, except in last elements that do not fill a vector.
 
-    The compiler of torch's loop over those fuses other products into sums: a difference of one
-    rounding or two of the larger of the ``terms`` that were added up, two ulps of the result without them.
+    In torch's loop over those elements, the compiler fuses other products into sums. That makes a difference
+    of one or two roundings of the largest of the ``terms`` that were added. Without terms, it is two units in
+    the last place of the result.
     """
     for i, pair in enumerate(zip(theirs, ours, strict=True)):
         right, got = (tensor.flatten() for tensor in pair)
@@ -49,7 +50,7 @@ def same_bits(theirs, ours, terms=()):
 
 
 class Adam:
-    """The tensors of an Adam step."""
+    """The tensors of one Adam step."""
 
     def __init__(self, shapes, *, amsgrad=False, grad_dtype=torch.float32, scale=1.0, step=4.0, seed=0):
         self.params = some(shapes, seed)
@@ -121,7 +122,7 @@ def test_sgd_has_the_bits_of_torchs_fused_kernel(momentum):
 
 
 def errors(got, right):
-    """Errors relative to the size of what a step changes."""
+    """Return the largest error, relative to the largest true value."""
     return max(
         ((g.double() - r).abs().max() / r.abs().max().clamp(min=1e-30)).item()
         for g, r in zip(got, right, strict=True)
@@ -175,7 +176,7 @@ def test_an_overflow_only_divides_gradients(on, scale, found):
     adam_(on.ops, *got, [], decoupled_weight_decay=False, **late, **ADAM)
     given.grads = [grad / (scale or 1.0) for grad in given.grads]
     assert all_equal(got, given.tensors())
-    if on.name == "op":  # a GPU's host does not know
+    if on.name == "op":  # on a GPU, the host does not know it
         assert not any(tensor._version for tensor in itertools.chain(got[0], *got[2:]))
     params, grads, buffers = (some([(40,)], seed) for seed in range(3))
     got = copies(params, grads, buffers, device=on.device)
@@ -185,7 +186,7 @@ def test_an_overflow_only_divides_gradients(on, scale, found):
 
 @pytest.mark.parametrize("place", ["second moment", "largest so far", "both"])
 def test_a_nan_is_the_largest_in_amsgrad(on, place):
-    """The result is that of torch.maximum, in whole vectors and in the elements after them."""
+    """The result equals torch.maximum's, in whole vectors and in the elements after them."""
     given = Adam([(2 * VECTOR + 5,)], amsgrad=True)
     for at in (3, 2 * VECTOR + 4):
         if place != "largest so far":
@@ -211,7 +212,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("paired", [False, True])
 def test_gradients_are_left_divided(on, grad_dtype, layout, found, paired):
-    """Each quotient is rounded once; maximize and weight decay do not show, and inf and nan stay."""
+    """Each quotient is rounded once. It is not affected by maximize or weight decay, and inf and nan stay."""
     values = torch.randn(999, generator=torch.Generator().manual_seed(3)) * 1e3
     values[:8] = torch.tensor([*SPECIAL[:5], 60000.0, 1e-3, -7.0])
     grad = LAYOUTS[layout](values.to(grad_dtype).to(on.device))
@@ -255,7 +256,10 @@ def joined(high, low):
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_pair_is_stepped_as_the_float32_it_is(grad_dtype):
-    """Whatever its bits: an infinity, a nan, a number whose half overflows, one below the normal range."""
+    """This holds for all bits:
+
+    an infinity, a nan, a number whose half overflows, and one below the normal range.
+    """
     given = Adam([(size,) for size in SIZES], grad_dtype=grad_dtype)
     for param in given.params[-2:]:
         param[: TASK // 2] = torch.randint(-(2**31), 2**31, (TASK // 2,)).to(torch.int32).view(torch.float32)
@@ -263,7 +267,7 @@ def test_a_pair_is_stepped_as_the_float32_it_is(grad_dtype):
     whole, paired = given.tensors(), given.tensors()
     parts = [pair_of(OP, param) for param in paired[0]]
     for high, low in parts:
-        low[high == 0] = -1  # counts for nothing
+        low[high == 0] = -1  # ignored, because the high half is zero
     paired[0], remainders = [high.clone() for high, _ in parts], [low.clone() for _, low in parts]
     adam_(OP, *whole, [], decoupled_weight_decay=True, **ADAM)
     adam_(OP, *paired, remainders, decoupled_weight_decay=True, **ADAM)
@@ -273,7 +277,7 @@ def test_a_pair_is_stepped_as_the_float32_it_is(grad_dtype):
 
 
 def test_any_memory_order(on):
-    """A gradient, a state or a parameter may lie in memory in another order, or with gaps."""
+    """A gradient, state or parameter may have another memory order than the others, or gaps."""
     shape = (2, 3, 4, 5)
 
     def stepped(order):
@@ -324,7 +328,8 @@ def test_versions_are_counted_of_what_is_written(on):
             on.ops, params, grads, first, second, [], steps, [], decoupled_weight_decay=True, **late, **ADAM
         )
         counted = [tensors[0]._version - old for tensors, old in zip(everything, before, strict=True)]
-        is_known = on.name == "op" or not late.keys() & found.keys()  # a GPU's host does not know of a skip
+        # on a GPU, the host does not know that the step is skipped
+        is_known = on.name == "op" or not late.keys() & found.keys()
         assert counted == (written if is_known else [1] * 5)
 
 
@@ -344,14 +349,14 @@ SPECIAL = [-0.0, 0.0, math.inf, -math.inf, math.nan, 3e38, -3e38, 1e-30, -1e-30,
 
 
 def bits(tensor):
-    """The bits of float32 numbers; any nan is as good as another."""
+    """Return the bits of float32 numbers. All nans count as equal."""
     return torch.where(tensor.isnan(), torch.full_like(tensor, math.nan), tensor).view(torch.int32)
 
 
 @pytest.mark.native
 @pytest.mark.parametrize("scale", [0.25, 1.0, 3.7e4])
 def test_special_gradients_step_as_in_torch(scale):
-    """Without a check for infinities the step gives torch's results, and zeros keep their sign."""
+    """Without a check for infinities, the step gives torch's results, and zeros keep their sign."""
     given = Adam([(2 * VECTOR,)])
     given.grads[0][: len(SPECIAL)] = torch.tensor(SPECIAL)
     given.exp_avg[0][: len(SPECIAL)] = 0
@@ -437,6 +442,6 @@ def test_opcheck():
 
 
 def test_no_parameters_at_all():
-    """No tensor tells the device then, so torch's own ops run."""
+    """Then no tensor shows the device, so torch's own ops run."""
     assert adam_(OP, *([] for _ in range(7)), decoupled_weight_decay=True, **ADAM) is None
     assert sgd_(OP, *([] for _ in range(4)), **SGD) is None

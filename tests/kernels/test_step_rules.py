@@ -1,4 +1,4 @@
-"""Does every rule step as its reference says, however weights and states are stored?"""
+"""Does every rule step as its reference says, in every storage format of weights and states?"""
 
 import itertools
 
@@ -41,7 +41,7 @@ def some(seed, factor=1.0):
 
 
 def stored(state, kind, form):
-    """A float32 state in a format."""
+    """Return a float32 state in a storage format."""
     if kind == "weight" or form == "fp32":
         return state
     return state.bfloat16() if form == "bf16" else encode(state, signed=kind == "signed")
@@ -54,7 +54,10 @@ def widened(state, kind, like):
 
 
 def tensors_of(name, weights, form, grad_dtype):
-    """The lists that the op takes. The averages of gradients fit to those of their squares."""
+    """Return the lists that the op takes.
+
+    Averages of gradients are consistent with the averages of their squares.
+    """
     rule = reference.RULES[name]
     params, grads = some(0), [grad.to(grad_dtype) for grad in some(1, 8.0)]
     averages = some(2, 0.1)
@@ -95,7 +98,7 @@ def copied(lists):
 
 
 def close_to(got, right, relative):
-    """Return whether numbers agree up to a share of the largest."""
+    """Return whether numbers agree, relative to the largest one."""
     return all(
         ((mine - true).abs() <= relative * true.abs().max().clamp(min=1e-30)).all()
         for mine, true in zip(got, right, strict=True)
@@ -103,7 +106,8 @@ def close_to(got, right, relative):
     )
 
 
-STATE_TOLERANCE = {"fp32": 1e-6, "bf16": 2.0**-7, "8bit": 0.02}  # of the largest: a unit of the format
+# relative to the largest: one unit of the format
+STATE_TOLERANCE = {"fp32": 1e-6, "bf16": 2.0**-7, "8bit": 0.02}
 
 
 @pytest.mark.native
@@ -148,7 +152,7 @@ def test_a_poisoned_batch_changes_gradients_alone(name, form):
 @pytest.mark.parametrize("name", [name for name, rule in reference.RULES.items() if "square" in rule.states])
 @pytest.mark.parametrize("form", ["bf16", "8bit"])
 def test_squares_are_rounded_without_bias(name, form):
-    """The mean over many steps from the same start is the float32 result."""
+    """The mean of many steps from the same start is the float32 result."""
     rule, count = reference.RULES[name], len(SIZES)
     numbers = [NUMBERS[number] for number in rule.numbers]
     params, grads, states, counters, _ = tensors_of(name, "fp32", form, torch.float32)
@@ -159,7 +163,7 @@ def test_squares_are_rounded_without_bias(name, form):
     at = rule.states.index("square")
 
     def square_after(step, lists):
-        """Return the state after the step with this number, in float64."""
+        """Return the state in float64 after a step with this number."""
         if rule.counters:
             lists[3][0].fill_(step)
         else:

@@ -1,4 +1,4 @@
-"""The ops on 16-bit weights: exact halves over every bit pattern, unbiased rounding."""
+"""The ops on 16-bit weights split every bit pattern exactly, and round without bias."""
 
 import math
 
@@ -31,13 +31,16 @@ def bits(tensor):
 
 
 def check_patterns(kernel, first, count):
-    """Compare master and master again for bit patterns ``first`` to ``first + count``."""
+    """Split and join the bit patterns ``first`` to ``first + count``, and compare the result with the
+    original.
+    """
     pattern = torch.arange(first, first + count).to(torch.int32)
     master = pattern.view(torch.float32)
     high, again = there_and_back(kernel, master)
     is_nan = master.isnan()
     sign, magnitude = pattern & -(2**31), pattern & 0x7FFFFFFF
-    wanted = torch.where(magnitude < 0x8000, sign, pattern)  # below 4.6e-41: beside a zero nothing counts
+    # below 4.6e-41 the high half is zero, so the low half is ignored
+    wanted = torch.where(magnitude < 0x8000, sign, pattern)
     assert torch.equal(bits(again)[~is_nan], wanted[~is_nan])
     finite = master.isfinite() & high.isfinite()
     assert ((high.float() - master).abs()[finite] * 2 <= spacing(high)[finite]).all(), "rounded to nearest"
@@ -50,7 +53,10 @@ def check_patterns(kernel, first, count):
 
 
 def spacing(high):
-    """The distance between bfloat16 numbers of this size; float32, exact down to the smallest."""
+    """Return the distance between bfloat16 numbers of this size, as float32.
+
+    It is exact even for the smallest ones.
+    """
     exponent = (high.view(torch.int16).to(torch.int32) >> 7) & 0xFF
     smallest = torch.tensor(1 << 16, dtype=torch.int32).view(torch.float32)
     return torch.ldexp(smallest.expand(high.shape), exponent.clamp(min=1) - 1)
@@ -131,7 +137,7 @@ def test_stochastic_rounding_equals_the_reference(size):
 
 
 def test_stochastic_rounding_is_unbiased_and_seeded(kernel):
-    share = 0.3  # of the way to the next bfloat16
+    share = 0.3  # fraction of the way to the next bfloat16
     master = torch.full((200_000,), 1 + share * 2.0**-7)
 
     def rounded(seed, step):

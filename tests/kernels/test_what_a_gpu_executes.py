@@ -2,16 +2,16 @@
 
 How each is counted:
 
-instructions of an element
-    Those on the shortest path through one round of the loop over whole groups, for the widths of loads and stores
-    that the form has, divided by the elements of the round. Instructions that a predicate turns off count. Paths
-    that call a routine do not: those are divisions and roots of numbers beyond float32's normal range.
-bytes of an element
-    What the loads and stores of that round move, divided likewise.
+instructions per element
+    The shortest path through one iteration of the loop over whole groups, for the widths of loads and stores
+    of the storage format, divided by the number of elements. Instructions that a predicate turns off count.
+    Paths that call a routine do not: they handle numbers outside float32's normal range.
+bytes per element
+    The bytes that the loads and stores of that iteration move, divided by the number of elements.
 trips to memory
-    How often a thread stops for a load before its last one is on its way, and once more: see ``Round.trips``.
+    How often a thread stops for a load before its last one is issued, plus one: see ``Round.trips``.
 registers, stack
-    What ``cuobjdump -res-usage`` says. Bytes of the stack are registers that were spilled, in any part of the kernel.
+    The output of ``cuobjdump -res-usage``. Stack bytes are registers that were spilled anywhere in the kernel.
 """
 
 import functools
@@ -27,17 +27,18 @@ from amp_plugin.kernels.cuda import Kernel, all_kernels, rule_names, tuning_of
 from amp_plugin.kernels.cuda.compile import cached_cubin
 from tests.kernels.machine_code import MachineCode, Round, program, usage_of
 
-REGISTERS = 65536  # of a multiprocessor
+REGISTERS = 65536  # per multiprocessor
 THREADS = 256
-GROUP = 4  # elements that a thread steps at a time
+GROUP = 4  # elements that a thread steps together
 STATES = {
     "fp32": [16],
     "bf16": [8],
     "8 bits": [4, 4],
-}  # bytes that a group of one state moves; codes, and their unit
+}  # bytes per access for a group of one state; for 8 bits: the codes, and their unit
 GRADIENTS = {"fp32": 16, "16 bits": 8}
 WEIGHTS = {"fp32": [16], "pair": [8, 8]}
-MOST = {("bf16", "pair"): 90, ("8 bits", "fp32"): 125, ("8 bits", "pair"): 132}  # instructions of an element
+# largest number of instructions per element
+MOST = {("bf16", "pair"): 90, ("8 bits", "fp32"): 125, ("8 bits", "pair"): 132}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,7 +52,7 @@ def tools():
 
 @pytest.fixture(scope="module")
 def cubin(tmp_path_factory):
-    """The file of a kernel's machine code."""
+    """Return a function that gives the file of a kernel's machine code."""
     folder = tmp_path_factory.mktemp("cubins")
 
     @functools.cache
@@ -72,7 +73,7 @@ def test_registers_and_spills(cubin, kernel, capsys):
 
 
 def forms(states):
-    """Yield the name of each form of a step, and the widths that it loads and stores."""
+    """Yield the name of each storage format of a step, and the widths that it loads and stores."""
     for (state, widths), (gradient, width), (weight, parts), divided in itertools.product(
         STATES.items(), GRADIENTS.items(), WEIGHTS.items(), (False, True)
     ):
@@ -94,7 +95,7 @@ def test_a_step_of_adam(cubin, capsys):
         count = len(found.instructions) / GROUP
         moved = sum(width * n for moves in (loads, stores) for width, n in moves.items()) / GROUP
         if state == "8 bits":
-            moved -= 2 * 2 * 4 / GROUP * 31 / 32  # a unit is the same for the 32 threads of a warp
+            moved -= 2 * 2 * 4 / GROUP * 31 / 32  # the 32 threads of a warp load the same unit
         with capsys.disabled():
             print(
                 f"\n{state:6s} states, {gradient:7s} gradients, {weight:4s} {'divided' if divided else '':7s}: "
@@ -108,7 +109,10 @@ def test_a_step_of_adam(cubin, capsys):
 
 @pytest.mark.parametrize("rule", rule_names())
 def test_a_step_loads_all_before_it_uses_any(cubin, rule):
-    """Of groups, which take a load of 8 bytes or more; the elements at a tensor's ends are moved one by one."""
+    """This applies to groups, which use loads of 8 bytes or more.
+
+    Elements at a tensor's ends are moved one by one.
+    """
     rounds = rounds_of(cubin, Kernel(name="step", rule=rule))
     groups = [one for one in rounds if any(load.width >= 8 and load.is_load for load in one.instructions)]
     assert groups
@@ -134,7 +138,10 @@ def test_two_elements_of_16_bits_are_rounded_by_one_instruction(cubin, name, cap
 
 @pytest.mark.parametrize(("name", "most"), [("norm_check", 3.5), ("unscale", 7.0), ("multiply", 5.0)])
 def test_loops_over_gradients(cubin, name, most, capsys):
-    """The fastest loop of a kernel is that of float32, 16 elements a round; none waits twice."""
+    """Float32 has the fastest loop of a kernel, with 16 elements per iteration.
+
+    No loop waits for memory twice.
+    """
     rounds = rounds_of(cubin, Kernel(name=name, norm="" if name == "multiply" else "Squares"))
     loops = [one for one in rounds if any(loads == {16: 4} for loads, _ in one.moves())]
     assert len(loops) >= 6  # six dtypes

@@ -1,4 +1,4 @@
-"""A CUDA build of torch without cuda-core: everything trains on plain torch, after one warning."""
+"""A CUDA build of torch without cuda-core: everything trains with plain torch, after one warning."""
 
 import subprocess
 import sys
@@ -59,7 +59,10 @@ assert not cuda_core().loaded
 
 
 def test_everything_trains_after_one_warning():
-    """In a process of its own: a copy of one that has the frameworks has their threads' locks, and no threads."""
+    """It runs in a new interpreter:
+
+    a fork would inherit locks of the frameworks' threads, but not the threads.
+    """
     command, root = [sys.executable, "-c", PROGRAM], Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,4 +1,4 @@
-"""Put one wrong number into the result of one op, below whatever watches the program."""
+"""Puts one wrong number into the result of one op, below everything that watches the program."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ from amp_plugin.numerics.values import unwatched
 
 @dataclass(frozen=True)
 class Target:
-    """A call of an op that can be given a fault."""
+    """A call of an op whose result can be given a fault."""
 
     number: int
     op: str
@@ -22,7 +22,10 @@ class Target:
 
 
 class Faults(TorchDispatchMode):
-    """Count the calls of ops that compute numbers; put ``value`` into one element of what call ``at`` made."""
+    """Counts the calls of ops that compute numbers.
+
+    Writes ``value`` into one element of the result of call ``at``.
+    """
 
     def __init__(self, at: int = -1, value: float = math.nan, element: int = 0) -> None:
         super().__init__()
@@ -38,7 +41,7 @@ class Faults(TorchDispatchMode):
             return output
         results = [m.tensor for m in call.made(output) if not m.is_discrete and m.tensor.numel()]
         results = [t for t in results if t.layout is torch.strided]
-        results = [t for t in results if not t._is_zerotensor()]  # it has no memory to spoil
+        results = [t for t in results if not t._is_zerotensor()]  # it has no memory to write to
         if not results:
             return output
         backward = torch._C._current_autograd_node() is not None
@@ -56,7 +59,7 @@ class Faults(TorchDispatchMode):
 
 
 def program(op, sample, dtype=None):
-    """Return a function that runs a sample of torch's database forward and backward, on fresh leaves."""
+    """Return a function that runs a sample of torch's op database forward and backward, on new leaf tensors."""
 
     def run() -> None:
         torch.manual_seed(0)
@@ -75,5 +78,8 @@ def program(op, sample, dtype=None):
 
 
 def samples_of(info, count, dtype=torch.float32):
-    """Return the first samples of an op; ``info.sample_inputs()`` inspects the stack, slow under pytest."""
+    """Return the first samples of an op.
+
+    ``info.sample_inputs()`` is not used: it inspects the stack, which is slow under pytest.
+    """
     return list(itertools.islice(info.sample_inputs_func(info, "cpu", dtype, info.supports_autograd), count))

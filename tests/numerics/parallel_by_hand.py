@@ -1,7 +1,7 @@
-"""A small language model, sharded by hand over data, tensors and sequence, with bugs to plant.
+"""A small language model, sharded by hand over data, tensors and sequence. Bugs can be planted in it.
 
-The ranks stand on a mesh of data x tensor. A batch is shared out over ``data``. Over ``tensor``, heads and hidden
-features are shared out inside attention and feed-forward, and the tokens outside of them.
+The ranks form a mesh of data x tensor. A batch is split along ``data``. Along ``tensor``, heads and hidden
+features are split inside attention and feed-forward layers, and tokens are split outside of them.
 """
 
 import os
@@ -20,7 +20,7 @@ from tests.process_groups import leave
 
 WIDTH, HEADS, WORDS, TOKENS, BATCH, STEPS = 16, 4, 32, 8, 8, 2
 
-BUGS = {  # name -> dimension of the mesh along which it is
+BUGS = {  # name of the bug -> the mesh dimension along which ranks differ
     "no all-reduce of a norm's gradient": "tensor",
     "gradients reduced twice": "data",
     "a sum where a mean is due": "data",
@@ -31,7 +31,7 @@ BUGS = {  # name -> dimension of the mesh along which it is
     "a norm over local shards": "tensor",
     "a bias added before the reduce": "tensor",
     "a mean over unequal counts": "data",
-    "gradients of tied weights not summed": "",  # on every rank alike
+    "gradients of tied weights not summed": "",  # the same on every rank
     "positions without the offset of the shard": "tensor",
     "a reduce in bf16": "data",
     "q, k and v interleaved otherwise": "tensor",
@@ -39,12 +39,12 @@ BUGS = {  # name -> dimension of the mesh along which it is
 
 
 class Grid:
-    """The place of this rank on the mesh, and the collectives; without a mesh of one process."""
+    """This rank's position on the mesh, and the collectives. Without a mesh it stands for one process."""
 
     def __init__(self, mesh: DeviceMesh | None, bug: str = "") -> None:
         self.bug = bug
         names = ("data", "tensor")
-        # A mesh computes with tensors, and the recorder would record that.
+        # Read these now: a mesh computes them with tensors, which the recorder would record.
         self._counts = (
             dict.fromkeys(names, 1) if mesh is None else {name: mesh[name].size() for name in names}
         )
@@ -58,7 +58,7 @@ class Grid:
         return self._places.get(name, 0)
 
     def sum(self, tensor: Tensor, name: str) -> Tensor:
-        """Sum in place over a dimension of the mesh."""
+        """Add up in place along a dimension of the mesh."""
         if self.count(name) > 1:
             dist.all_reduce(tensor, group=self._groups[name])
         return tensor
@@ -75,7 +75,7 @@ class Grid:
 
 
 class Gather(torch.autograd.Function):
-    """Gather tokens before a layer that is sharded over features."""
+    """Gather tokens before a layer that is split over features."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, grid: Grid) -> Tensor:
@@ -91,7 +91,7 @@ class Gather(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """Sum what the ranks have, and share the tokens out."""
+    """Add up the ranks' results, and split the tokens again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, grid: Grid) -> Tensor:
@@ -104,7 +104,7 @@ class Scatter(torch.autograd.Function):
 
 
 class Rows(nn.Module):
-    """A linear layer whose input features are shared out; the bias is added once."""
+    """A linear layer that is split over its input features. The bias is added once."""
 
     def __init__(self, inputs: int, outputs: int, grid: Grid) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Rows(nn.Module):
 
 
 class Columns(nn.Module):
-    """A linear layer whose output features are shared out: of each of ``parts`` an equal share."""
+    """A linear layer that is split over its output features. Each of ``parts`` is split equally."""
 
     def __init__(self, inputs: int, outputs: int, grid: Grid, parts: int = 1) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class Net(nn.Module):
 
 
 def dropout_of(grid: Grid, step: int, rate: float) -> Callable[..., Tensor]:
-    """Return dropout that is the same on ranks with the same tensor, and another one on ranks with shards."""
+    """Return a dropout that is the same on ranks with the same tensor, and differs on ranks with shards."""
 
     def drop(x: Tensor, number: int, *, is_shard: bool) -> Tensor:
         if not rate:
@@ -193,7 +193,7 @@ def dropout_of(grid: Grid, step: int, rate: float) -> Callable[..., Tensor]:
 
 
 def reduce_gradients(net: Net, grid: Grid) -> None:
-    """Sum gradients over shards of the tokens, and average them over shards of the batch."""
+    """Add gradients over shards of the tokens, and average them over shards of the batch."""
     for name, weight in net.named_parameters():
         if not is_shared_out(name):
             is_left_out = grid.bug == "no all-reduce of a norm's gradient" and name == "blocks.1.norm1.weight"
@@ -215,8 +215,9 @@ def is_shared_out(name: str) -> bool:
 
 
 def clip(net: Net, grid: Grid, largest: float) -> None:
-    """Scale gradients to a norm over all shards."""
-    weights = {name: weight for name, weight in net.named_parameters() if name != "head.weight"}  # it is tied
+    """Clip gradients by the norm over all shards."""
+    # its weight is tied
+    weights = {name: weight for name, weight in net.named_parameters() if name != "head.weight"}
     squares = {name: weight.grad.square().sum() for name, weight in weights.items()}
     shards = torch.stack([square for name, square in squares.items() if is_shared_out(name)]).sum()
     if grid.bug != "a norm over local shards":
@@ -228,7 +229,7 @@ def clip(net: Net, grid: Grid, largest: float) -> None:
 
 
 def record(path: Path, mesh: DeviceMesh | None, bug: str = "", *, rate: float = 0.0) -> None:
-    """Train and record; with a mesh in shards, else on one process."""
+    """Train and record. With a mesh the model is sharded, else there is one process."""
     torch.manual_seed(0)
     grid = Grid(mesh, bug)
     net = Net(grid, is_tied=mesh is None)
@@ -257,7 +258,10 @@ def record(path: Path, mesh: DeviceMesh | None, bug: str = "", *, rate: float = 
 
 
 def step_shards(net: Net, grid: Grid, optimizer: torch.optim.Optimizer) -> None:
-    """Step; of one weight each rank along ``data`` keeps its own rows only, and gathers the others."""
+    """Take a step.
+
+    For one weight, each rank along ``data`` keeps only its own rows and gathers the others.
+    """
     weight = net.blocks[1].up.weight.detach()
     before = weight.clone()
     optimizer.step()
@@ -272,7 +276,7 @@ def step_shards(net: Net, grid: Grid, optimizer: torch.optim.Optimizer) -> None:
 
 
 def record_all(folder: Path, bugs: list[str]) -> None:
-    """Record a healthy run, one with dropout, and those with bugs, on this rank of four."""
+    """On this rank of four, record a healthy run, one with dropout, and one for each bug."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     record(folder / "healthy.amp", mesh)
@@ -283,7 +287,7 @@ def record_all(folder: Path, bugs: list[str]) -> None:
 
 
 def record_alone(folder: Path) -> None:
-    """Record the same on one process."""
+    """Record the healthy runs on one process."""
     assert "RANK" not in os.environ
     record(folder / "one.amp", None)
     record(folder / "one dropout.amp", None, rate=0.2)

@@ -1,4 +1,6 @@
-"""--compare: the op at which the arriving error jumps, though its own error is rounding, and a line that cures it."""
+"""--compare names the op at which the incoming error grows suddenly, although the op's own error is only
+rounding. One line cures it.
+"""
 
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from amp_plugin import shadow_run
 
 
 class Rotary(nn.Module):
-    """Angles of positions by a product, which autocast computes in bf16."""
+    """Computes the angles of positions as a product, which autocast runs in bf16."""
 
     def forward(self, x):
         frequencies = 1.0 / 10000 ** (torch.arange(0, 8, dtype=torch.float32) / 8)

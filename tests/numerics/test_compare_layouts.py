@@ -1,4 +1,4 @@
-"""One process against several ranks: a healthy layout is silent, and a bug of sharding is named."""
+"""One process is compared with several ranks. A healthy layout gives no message; a sharding bug is named."""
 
 import json
 from dataclasses import replace
@@ -49,7 +49,7 @@ MATRIX = {
 
 
 def record_cases(folder: Path, cases: dict[int, list[Case]]) -> None:
-    """Record cases by number of ranks, and the same on one process."""
+    """Record the cases for each number of ranks, and the same cases on one process."""
     every = [case for of_ranks in cases.values() for case in of_ranks]
     alone = list(dict.fromkeys(case.alone for case in every))
     done = call(tiny_transformer.record_all, folder / "1", alone, frameworks=True)
@@ -70,7 +70,7 @@ def compared(folder: Path, count: int, case: Case) -> RunComparison:
 def assert_silent(found: RunComparison, case: Case) -> None:
     assert found.is_clean, f"{case.name}\n{found.report()}"
     assert found.random == 0
-    # forward and backward of each step, gradients and the optimizer
+    # covers forward and backward of each step, gradients and the optimizer
     assert found.compared > 100 * case.steps, found.report()
 
 
@@ -143,7 +143,7 @@ def test_a_model_that_is_sharded_by_hand_is_silent(bugs: Path) -> None:
 def test_bugs_of_sharding_are_named(bugs: Path) -> None:
     found = {bug: with_bug(bugs, bug) for bug in QUICK_BUGS}
     missing, summed = (found[bug].unexplained for bug in QUICK_BUGS)
-    assert missing.op == "aten::pow.Tensor_Scalar"  # of the gradient, in the clip
+    assert missing.op == "aten::pow.Tensor_Scalar"  # the clip squares the gradient here
     assert missing.mesh == ("tensor",)
     assert "a sum over the ranks is missing" in missing.reason
     assert summed.mesh == ("data",)
@@ -190,7 +190,7 @@ def test_shards_and_partial_sums_make_up_the_tensor(shape: tuple[int, ...]) -> N
         first = size // 3 if size > 3 else 1
         shards = [*whole.split([first, size - first], dim)]
         assert nearest(layout_of(whole, shards)) < 1e-12
-        assert nearest(layout_of(whole, shards[::-1])) < 1e-12  # in whatever order it is cut
+        assert nearest(layout_of(whole, shards[::-1])) < 1e-12  # the order of the shards does not matter
         assert nearest(layout_of(whole, [shards[0], shards[1] * 1.1])) > 1e-3
     assert nearest(layout_of(whole, [other, whole - other])) < 1e-12
     assert nearest(layout_of(whole, [whole, whole])) == 0
@@ -202,7 +202,7 @@ def test_a_result_of_another_shape_is_not_compared() -> None:
     whole = torch.randn(4, 6)
     assert not layout_of(whole, [whole.reshape(6, 4)] * 2).is_comparable
     assert not layout_of(whole, [torch.randn(24)] * 2).is_comparable
-    assert not layout_of(whole, [whole[:1], whole[:1]]).is_comparable  # two ranks do not hold four parts
+    assert not layout_of(whole, [whole[:1], whole[:1]]).is_comparable  # two ranks cannot hold all four parts
     three = torch.randn(4, 6, 8)
     assert not layout_of(three, [three[:2, :3, :4]] * 2).is_comparable
 

@@ -1,4 +1,6 @@
-"""record_run and compare_runs on two ranks: a file for each, and which rank and layer differ."""
+"""record_run and compare_runs on two ranks write one file per rank, and name the rank and the layer that
+differ.
+"""
 
 import json
 import os
@@ -21,11 +23,11 @@ from tests.commands import amp
 from tests.process_groups import leave
 from tests.warm_processes import call_on_ranks
 
-SECONDS = 120  # far below the half hour that gloo waits for a rank that says nothing
+SECONDS = 120  # much shorter than the half hour that gloo waits for a rank that does not answer
 
 
 class Net(nn.Module):
-    """Layers of one shape, so results cannot be matched by their shapes."""
+    """Layers of the same shape, so that results cannot be matched by shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +39,7 @@ class Net(nn.Module):
 
 
 def train(folder: Path) -> None:
-    """Record several runs on this rank, each into a folder with its name."""
+    """Record several runs on this rank, each into the folder with its name."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
     for name, options in RUNS.items():
@@ -48,7 +50,7 @@ def train(folder: Path) -> None:
 
 
 def record_sum(path: Path, rank: int, *, is_summed: bool) -> None:
-    """Record a run whose forward pass sums over the ranks, as row-parallel layers do."""
+    """Record a run whose forward pass adds up over the ranks, as row-parallel layers do."""
     torch.manual_seed(rank)
     with record_run(path):
         part = torch.randn(8).tanh()
@@ -60,8 +62,8 @@ def record_sum(path: Path, rank: int, *, is_summed: bool) -> None:
 RUNS = {
     "healthy": {},
     "bf16": {"enabled": True},
-    "ignored": {"ignored": "middle"},  # DDP does not reduce it
-    "factor": {"factor": 1.1},  # rank 1 alone computes otherwise
+    "ignored": {"ignored": "middle"},  # DDP does not reduce this layer's gradients
+    "factor": {"factor": 1.1},  # only rank 1 computes differently
     "by_hand": {"by_hand": True},
     "sharded": {"sharded": True},
     "forgotten": {"by_hand": True, "ignored": "middle"},
@@ -168,7 +170,7 @@ def test_a_missing_sum_in_a_forward_pass_is_named(runs: Path) -> None:
     )
     ranks = [Run.load(runs / "summed.amp" / f"rank-{rank}.amp").records for rank in range(2)]
     sums = [next(record for record in records if "allreduce" in record.op) for records in ranks]
-    assert sums[0].held.sketch == sums[1].held.sketch  # it was read after it had come
+    assert sums[0].held.sketch == sums[1].held.sketch  # both ranks read the result after it had arrived
 
 
 @pytest.mark.dist
@@ -254,7 +256,7 @@ def test_files_of_an_earlier_recording_are_not_taken_for_this_one(
     assert RecordedFiles.find(folder).missing == ()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    RankFile(folder).settle()  # of a rank that dies before it writes
+    RankFile(folder).settle()  # from a rank that dies before it writes its file
     assert RecordedFiles.find(folder).missing == (1,)
 
 

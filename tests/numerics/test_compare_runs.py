@@ -1,4 +1,4 @@
-"""record_run and compare_runs: the first difference, and whether rounding explains it."""
+"""record_run and compare_runs find the first difference, and say whether rounding explains it."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""`diagnose --compare eager`: compiled code against the same code run eagerly."""
+"""`diagnose --compare eager` compares compiled code with the same code run eagerly."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -56,7 +56,9 @@ def train(net: nn.Module, backend: Any, *, bf16: bool = False, steps: int = 3) -
 
 
 def changing(name: str, number: int, factor: float) -> Callable[..., Any]:
-    """Return a backend that multiplies the result of the ``number``-th op of a name, as a wrong kernel might."""
+    """Return a backend that multiplies the result of the ``number``-th op with this name, like a wrong
+    kernel.
+    """
 
     def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
         graph = module.graph
@@ -87,7 +89,8 @@ def test_right_code_is_not_blamed(backend: str, bf16: bool) -> None:
         train(Net(), backend, bf16=bf16)
     assert comparison.differences == []
     gradients = len(list(Net().parameters()))
-    assert comparison.compared >= 3 * (1 + 2 + gradients)  # the result, the norm's statistics
+    # the result, two statistics of the norm, and the gradients
+    assert comparison.compared >= 3 * (1 + 2 + gradients)
     assert comparison.not_compared == {}
     assert "rounding explains every difference" in comparison.report()
 
@@ -98,7 +101,7 @@ def test_a_wrong_branch_is_named_at_any_depth(number: int, bf16: bool) -> None:
     with CompiledComparison() as comparison:
         train(Net(), changing("tanh", number, 1.2), bf16=bf16, steps=1)
     (found,) = comparison.differences
-    # in bf16 rounding hides it in the result, not in a gradient
+    # in bf16, rounding hides the change in the result, but not in a gradient
     assert found.result.startswith("result 0 of graph 0") or bf16
     assert found.relative > found.allowed
     assert found.op == "tanh"
@@ -191,10 +194,13 @@ def test_integers_that_differ_are_counted() -> None:
 
 
 def test_a_number_of_a_bf16_graph_is_not_blamed_for_luck() -> None:
-    """One number may be nearer to float64 in eager code by chance: 15 losses, each of one graph."""
+    """A single number may happen to be closer to float64 in eager code.
+
+    Here there are 15 losses, each from its own graph.
+    """
 
     class InFp32(torch.fx.Interpreter):
-        """Compute in fp32 what eager code rounds to bf16 after each op, as a fused kernel does."""
+        """Computes in fp32, as a fused kernel does, where eager code rounds to bf16 after each op."""
 
         def run_node(self, n: torch.fx.Node) -> Any:
             value = super().run_node(n)

@@ -1,4 +1,4 @@
-"""The cures that a finding prints: each is pasted as it is, and the overflow is gone."""
+"""Each cure that a finding prints is pasted unchanged, and then the overflow is gone."""
 
 import textwrap
 
@@ -37,7 +37,7 @@ OPS = {
 
 
 class Scaled(nn.Module):
-    """Return the result of an op divided by its largest element: nan if that is infinite."""
+    """Returns the result of an op divided by its largest element, which gives nan if that is infinite."""
 
     def __init__(self, op) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Net(nn.Module):
 
 
 def finding_in(model: nn.Module, x: torch.Tensor) -> Finding | None:
-    """Run a model in torch's block and in ours, and assert that the results are equal."""
+    """Run a model in a torch.autocast block and in our region, and assert that the results are equal."""
     found = []
     for block in (torch.autocast, amp_plugin.autocast):
         with amp_plugin.diagnose(keep_going=True) as diagnosis, block("cpu", dtype=torch.float16):
@@ -81,13 +81,16 @@ def finding_in(model: nn.Module, x: torch.Tensor) -> Finding | None:
 
 @pytest.fixture
 def plain():
-    """A program whose default rules are forgotten afterwards."""
+    """Provide a program whose default rules are forgotten afterwards."""
     yield
     amp_plugin.set_default_rules(None)
 
 
 def try_cures() -> None:
-    """Paste every cure for every op; print those that do not cure, in a process that knows no other rules."""
+    """Paste every cure for every op, in a process that has no other rules.
+
+    Print the cures that do not work.
+    """
     x = torch.linspace(30_000, 40_000, 32).reshape(4, 8)
     for name, op in OPS.items():
         finding = finding_in(Net(op), x)
@@ -124,7 +127,7 @@ def test_what_is_no_matter_of_range_has_no_cure_in_fp32(plain):
 
 
 def test_where_no_rule_helps_the_module_or_a_cast_does(plain):
-    """In-place ops keep their dtype under all rules, and outside of regions no rule applies."""
+    """In-place ops keep their dtype under any rule, and outside of regions no rule applies."""
     finding = finding_in(Net(lambda x: x.clone().mul_(x)), torch.full((4, 8), 300.0))
     assert (finding.rule_names, len(finding.cures)) == ((), 1)
     assert "run Net.blocks.2.norm in fp32" in finding.advice
@@ -186,7 +189,7 @@ def test_the_cures_under_accelerate(code, plain):
     exec(code if "model" in code else "", {"model": model})
     accelerator = amp_plugin.AmpAccelerator(cpu=True, mixed_precision="fp16")
     prepared = accelerator.prepare(model)
-    exec(code if "model" not in code else "")  # its own rules are set by now
+    exec(code if "model" not in code else "")  # the accelerator has already set its own rules
     with amp_plugin.diagnose(keep_going=True) as diagnosis:
         prepared(torch.full((4, 8), 300.0))
     accelerator.end_training()
@@ -194,7 +197,7 @@ def test_the_cures_under_accelerate(code, plain):
 
 
 @pytest.mark.native
-@pytest.mark.filterwarnings("ignore")  # Lightning's own: deprecated names, advice on workers
+@pytest.mark.filterwarnings("ignore")  # warnings of Lightning itself: deprecated names, advice about workers
 @pytest.mark.parametrize("code", CURES, ids=range(3))
 def test_the_cures_under_lightning(code, plain):
     lightning = pytest.importorskip("lightning.pytorch")

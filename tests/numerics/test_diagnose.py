@@ -1,4 +1,4 @@
-"""diagnose: the op, the line and the advice, and what it leaves alone."""
+"""diagnose names the op, the line and a cure, and ignores programs that are right."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ HERE = Path(__file__).name
 
 
 def found(program, **options):
-    """Run a program under diagnose and return the finding that ends it; None if there is none."""
+    """Run a program under diagnose. Return the finding that ends it, or None."""
     try:
         with diagnose(**options) as diagnosis:
             program()
@@ -122,7 +122,7 @@ def test_a_step_that_overflows_a_weight():
 def test_room_for_a_backward_pass_that_is_written_in_parts():
     logits = torch.zeros(6, 2, 5, requires_grad=True)
     targets, lengths = torch.ones(2, 4, dtype=torch.int64), torch.tensor([1, 4])
-    torch.use_deterministic_algorithms(True)  # new memory is filled with nan
+    torch.use_deterministic_algorithms(True)  # this setting fills new memory with nan
     try:
         with diagnose():
             steps = torch.tensor([6, 6])
@@ -165,7 +165,8 @@ def test_an_op_that_writes_what_it_reads():
     ("op", "given", "scalars", "made", "verdict"),
     [
         ("scalar_tensor.default", [], [-math.inf], -math.inf, "on purpose"),
-        # a constant of one sign explains no other, and what moves elements finds no infinity
+        # a constant of one sign does not explain the other sign, and an op that moves elements makes no
+        # infinity
         ("scalar_tensor.default", [], [-math.inf], math.inf, "made"),
         ("where.self", [1.0, -math.inf], [], math.inf, "made"),
     ],
@@ -218,7 +219,7 @@ def test_training_is_the_same_and_raises_no_alarm(dtype, fused):
             optimizer.zero_grad()
         return list(model.parameters())
 
-    torch.compiler.reset()  # what was compiled before knows other flags
+    torch.compiler.reset()  # code compiled earlier used other flags
     expected = train()
     with diagnose() as diagnosis:
         got = train()
@@ -312,7 +313,7 @@ def test_counting_leaves_steps_in_one_pass():
     optimizer = torch.optim.AdamW(model.parameters())
     scaler = GradScaler("cpu", init_scale=16.0)
     with diagnose():
-        for _ in range(2):  # the first makes the state
+        for _ in range(2):  # the first step creates the state
             scaler.scale(model(torch.ones(2, 4)).sum()).backward()
             scaler.step(optimizer)
             scaler.update()
@@ -365,7 +366,7 @@ def test_the_text_has_everything():
 
 
 def test_an_infinity_that_vanishes_in_wrong_numbers():
-    """A quotient by one is 0, which no later op shows; in fp64 it is 1 / 300."""
+    """A quotient by infinity is 0, in which no later op can see the infinity. In fp64 it is 1 / 300."""
     x = torch.full((2,), 300.0, dtype=torch.float16)
     finding = found(lambda: x / (x * x))
     assert (finding.op, finding.cause) == ("aten::mul.Tensor", "range")
@@ -404,7 +405,7 @@ def test_a_buffer_that_arithmetic_has_spoilt():
 def test_memory_that_is_written_before_it_is_read():
     def program():
         buffer = torch.empty(8)
-        buffer.numpy()[:] = math.nan  # what memory may hold
+        buffer.numpy()[:] = math.nan  # as uninitialized memory may contain
         buffer[:4], buffer[4:] = 1.0, 2.0
         torch.empty_like(buffer).copy_(buffer).sum().item()
         torch.mm(torch.ones(2, 2), torch.ones(2, 2), out=torch.empty(2, 2)).sum().item()
@@ -420,7 +421,7 @@ def test_nothing_stays_behind_and_an_error_of_the_program_comes_through(error):
     with contextlib.suppress(KeyError), diagnose(model, keep_going=error is None):
         loss_of(model).backward()
         if error is not None:
-            kept = torch.zeros(2).log()  # no finding: the program ends for another reason
+            kept = torch.zeros(2).log()  # not a finding, because the program ends for another reason
             raise error
     assert error is None or kept.isinf().all()
     assert _len_torch_dispatch_stack() == 0

@@ -1,4 +1,4 @@
-"""The command `amp-plugin diagnose`, as typed."""
+"""The command `amp-plugin diagnose`, as users type it."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_keep_going_runs_to_the_end(script: Path) -> None:
     assert result.exit_code == 1
     assert result.stdout.count("aten::log.default made -inf in forward") == 1
     assert "and 1 times more" in result.stdout
-    assert "in the backward pass of" not in result.stdout  # it is part of the same finding
+    assert "in the backward pass of" not in result.stdout  # this is part of the same finding
 
 
 def test_json_alone_is_on_standard_output(script: Path) -> None:

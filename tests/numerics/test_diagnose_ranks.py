@@ -1,4 +1,4 @@
-"""The command `amp-plugin diagnose` in two processes, one of which makes the nan."""
+"""The command `amp-plugin diagnose` in two processes, one of which creates a nan."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.warm_processes import call_on_ranks
 
 pytestmark = pytest.mark.dist
 
-SECONDS = 120  # far below the half hour that gloo waits for a rank that says nothing
+SECONDS = 120  # much shorter than the half hour that gloo waits for a rank that does not answer
 SCRIPT = """\
 import os, sys, torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ def diagnose(words: list[str]) -> None:
 
 
 def run(folder: Path, *options: str) -> list[tuple[int, str, str]]:
-    """Run the script in two processes; return exit code, output and errors of each rank."""
+    """Run the script in two processes. Return exit code, output and errors of each rank."""
     script = folder / "train.py"
     script.write_text(SCRIPT)
     words = [*options, str(script), str(folder / "store")]
@@ -57,4 +57,4 @@ def test_keep_going_stops_no_rank_and_tells_whose_nan_it_is(tmp_path: Path) -> N
     assert "c10d::allreduce_.default received inf: another rank made it" in output
     assert "  rank    0\n" in output
     assert "another rank" not in its_output
-    assert its_output.index("of aten::sqrt.default") < its_output.index("sum False")  # told at once
+    assert its_output.index("of aten::sqrt.default") < its_output.index("sum False")  # reported immediately

@@ -1,4 +1,4 @@
-"""A learning rate that is far too high: page, monitor and diagnose name it, and no wider dtype."""
+"""If the learning rate is far too high, page, monitor and diagnose name it, and suggest no wider dtype."""
 
 import copy
 import pickle

@@ -1,4 +1,6 @@
-"""Errors such as "expected scalar type Half but found Float": the op, its dtypes, and lines that cure it."""
+"""For errors such as "expected scalar type Half but found Float", diagnose names the op and its dtypes, and
+prints lines that cure it.
+"""
 
 import contextlib
 
@@ -25,7 +27,7 @@ def batched(h):
     return torch.baddbmm(torch.zeros(1, 4, 4), h[None], h[None])
 
 
-BODIES = {  # what torch refuses in a block of fp16 -> the op to give a rule, and the rule
+BODIES = {  # an op that torch refuses in an fp16 block -> the op that needs a rule, and the rule
     "masked_scatter": (lambda h: torch.zeros(4, 4).masked_scatter(h > 0, h), "aten::masked_scatter", "promote"),
     "index_add": (lambda h: torch.zeros(4, 4).index_add(0, torch.arange(4), h), "aten::index_add", "promote"),
     "scatter": (lambda h: torch.zeros(4, 4).scatter(0, torch.zeros(4, 4).long(), h), "aten::scatter", "promote"),
@@ -69,7 +71,7 @@ def refused(model: nn.Module, dtype: torch.dtype = torch.float16) -> Finding | N
 
 
 def try_cures() -> None:
-    """Paste every cure for every op, in a process that knows no other rules."""
+    """Paste every cure for every op, in a process that has no other rules."""
     for name, (op, rule_name, rule) in BODIES.items():
         finding = refused(Net(op))
         assert finding is not None, name
@@ -150,7 +152,7 @@ def test_the_module_in_fp32_cures_what_is_refused_before_an_op():
 
 
 class Product(torch.autograd.Function):
-    """A product that forgets custom_fwd and custom_bwd."""
+    """A product as an autograd Function without custom_fwd and custom_bwd."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -199,7 +201,10 @@ with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
 @pytest.mark.native
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_fused_kernel_that_refuses_a_block_does_so_under_diagnose(tmp_path):
-    """Its inner ops are autocast: below a dispatch mode they are not, and the program would run there alone."""
+    """Its inner ops are autocast, but not below a dispatch mode.
+
+    Then the program would run only under diagnose.
+    """
     script = tmp_path / "train.py"
     script.write_text(ENCODER)
     result = amp(str(script))
@@ -224,7 +229,7 @@ def test_an_op_that_keeps_statistics_takes_a_rule():
 
 
 def from_trace(model: nn.Module, dtype: torch.dtype = torch.float16) -> Finding | None:
-    """Return what `amp-plugin run` says of the error that a model raises; None if it raises none."""
+    """Return the message of `amp-plugin run` about the error that a model raises, or None."""
     try:
         with torch.autocast("cpu", dtype=dtype):
             model(torch.randn(4, 4))
@@ -252,7 +257,7 @@ def test_run_names_module_line_and_dtypes_and_its_cure_runs(name, dtype):
 
 
 class Encoder(nn.Module):
-    """A library's module, called in a block with inputs in 16 bits that its own lines refuse."""
+    """A library's module that is called in a block. Its own code refuses inputs in 16 bits."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The ops of torch's own test database, each with a fault put into one element: diagnose names the op."""
+"""In every op of torch's test database, a fault is put into one element. diagnose names the op."""
 
 import math
 import random
@@ -12,19 +12,20 @@ from amp_plugin.numerics.finding import Finding, NonFiniteError
 from tests.numerics.faults import Faults, Target, program, samples_of
 from tests.torchs_own import torchs_own
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the database's own: sparse samples, deprecated ops
+# warnings of the database itself: sparse samples, deprecated ops
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 SAMPLES = 2
-MODES = ((math.nan, False), (math.inf, True), (math.inf, False))  # what is put in, strict
+MODES = ((math.nan, False), (math.inf, True), (math.inf, False))  # the fault, and whether diagnose is strict
 
 
 def verdict_of(target: Target, own: list[Finding], finding: Finding | None, *, strict: bool) -> str:
     """Return a verdict on a finding.
 
-    For a sample that is not finite by itself, the only requirement is that no finite op is named.
+    If a sample is not finite by itself, the only requirement is that no finite op is named.
     """
     if finding is None:
-        return "unseen" if strict else "absorbed"  # torch or a later op has masked it
+        return "unseen" if strict else "absorbed"  # torch or a later op has hidden the fault
     if (finding.op, finding.direction) == (target.op, target.direction):
         return "right"
     if any((found.op, found.direction) == (finding.op, finding.direction) for found in own):
@@ -33,7 +34,7 @@ def verdict_of(target: Target, own: list[Finding], finding: Finding | None, *, s
 
 
 def trials(infos):
-    """Yield the verdict for each op, direction and mode, and the sample."""
+    """Yield the verdict for each op, direction and mode, together with the sample."""
     choice = random.Random(0)
     for info in infos:
         for sample in samples_of(info, SAMPLES) if torch.float32 in info.dtypes else ():
@@ -62,7 +63,7 @@ def outcome(run, target, value, element, strict):
             run()
     except NonFiniteError as error:
         return error.finding
-    except RuntimeError:  # of an op that was given the fault
+    except RuntimeError:  # raised by an op that received the fault
         pass
     return None
 

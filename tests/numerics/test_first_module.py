@@ -1,4 +1,4 @@
-"""The module at which a step went wrong is named, and nothing else notices that somebody looked."""
+"""The module at which a step went wrong is named, and nothing else notices the watcher."""
 
 import copy
 import gc
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:step . of SGD was skipped, and n
 
 
 class LogOf(nn.Module):
-    """A layer that computes the logarithm, of 0 if the loop requests it."""
+    """A layer that computes a logarithm, and the logarithm of 0 if the loop asks for it."""
 
     factor = 1.0
 
@@ -35,7 +35,7 @@ def make_net():
 
 
 class Loop:
-    """Run a plain loop with a watcher. Its steps 3 and 4 fail in the given way."""
+    """Runs a plain loop with a watcher. Steps 3 and 4 fail in the given way."""
 
     def __init__(self, net, *, call=None, enabled=False, dtype=torch.float32):
         self.net, self.call, self.dtype = net, call or net, dtype
@@ -204,14 +204,14 @@ def test_a_pickle_loads_where_this_package_is_not_installed(tmp_path):
     assert "torch.Size([1, 2])" in done.stdout
 
 
-NOT_A_LEAF = "ignore:The .grad attribute of a Tensor that is not a leaf"  # Dynamo looks there
+NOT_A_LEAF = "ignore:The .grad attribute of a Tensor that is not a leaf"  # Dynamo finds hooks there
 
 
 @pytest.mark.filterwarnings(NOT_A_LEAF)
 @pytest.mark.parametrize("how", ["compile(net)", "function", "net.compile()"])
 @pytest.mark.parametrize("is_new", [False, True])
 def test_nothing_is_compiled_again(how, is_new):
-    """Graphs that are made while hooks are registered equal those without hooks."""
+    """Graphs that are compiled while hooks are registered equal those compiled without hooks."""
     assert compiled_frames(how, is_new=is_new, is_watched=True) == compiled_frames(how, is_new=is_new)
 
 

@@ -1,4 +1,4 @@
-"""What do the tools say of layers below 16 bits: format, amax, scales, underflow?"""
+"""What do the tools report about layers below 16 bits: format, amax, scales, underflow?"""
 
 import importlib.util
 import json
@@ -24,7 +24,7 @@ def model_and_batch(name="fp8"):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.ReLU(), nn.Linear(32, 1))
     x = torch.rand(32, 32) + 1
-    x[0, 0], x[1, :16] = 1e4, 1e-3  # 16 of 1024 numbers lie 1e7 below the largest
+    x[0, 0], x[1, :16] = 1e4, 1e-3  # 16 of 1024 numbers are 1e7 times smaller than the largest
     return amp_plugin.convert(model, name, emulate=True), x
 
 
@@ -40,7 +40,7 @@ def test_the_log_has_amax_scale_and_underflow_of_each_operand() -> None:
     assert found.largest_scale == found.smallest_scale == pytest.approx(1e4 / 448, rel=1e-3)
     assert ranges["0", "weight"].largest == model[0].weight.abs().max().item()
     assert str(found) == "fp8, amax 1.0e+04, scale 2.2e+01, underflow 1.6%"
-    model(x)  # the log is closed
+    model(x)  # the log is closed now
     assert log.ranges()["0", "input"].calls == 1
 
 

@@ -1,4 +1,4 @@
-"""In-place ops under diagnose: the inputs that it shows, the advice, and overflows that vanish."""
+"""In-place ops under diagnose: the inputs it shows, the advice, and overflows that vanish."""
 
 import math
 
@@ -16,7 +16,7 @@ def findings_of(program):
 
 
 def half_block(body):
-    """Return a program that computes a loss from 16-bit activations and goes backward."""
+    """Return a program that computes a loss from 16-bit activations and runs backward."""
 
     def program():
         torch.manual_seed(0)
@@ -102,7 +102,7 @@ def test_an_overflow_in_place_that_vanishes_is_found(name):
 def test_healthy_writes_in_place_are_left_alone():
     def body(h, net):
         h = (h / 1000).clamp_(-3, 3).add_(1).mul_(0.5)
-        gate = torch.sigmoid_(h.clone().mul_(1e4))  # exp(-x) overflows or not: 1 either way
+        gate = torch.sigmoid_(h.clone().mul_(1e4))  # the result is 1 whether exp(-x) overflows or not
         scores = h.clone()
         scores[:, 0] = -math.inf
         return (scores.softmax(-1) * gate).float().sum() + net.bias.sum()

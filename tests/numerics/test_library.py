@@ -1,4 +1,7 @@
-"""diagnose on many programs: verdict and line, the cure pasted and run, and silence for healthy programs."""
+"""diagnose on many programs:
+
+verdict and line are right, the pasted cure works, healthy programs give no finding.
+"""
 
 import pytest
 
@@ -18,12 +21,12 @@ WRONG_VERDICT = {
         "by the ops that where() with a nan of the program's runs"
     ),
 }
-MENDED = {"fresh_a_pose_that_is_already_right": "2.15"}  # clamp's derivative passes no infinity on any more
+MENDED = {"fresh_a_pose_that_is_already_right": "2.15"}  # clamp's derivative no longer passes an infinity on
 
 
 @pytest.fixture(params=BROKEN, ids=NAMES)
 def program(request: pytest.FixtureRequest) -> Program:
-    """A program that is broken under the installed torch."""
+    """Return a program that is broken under the installed torch."""
     name = request.param.run.__name__
     if name in MENDED and not is_older(torch_release(), than=MENDED[name]):
         pytest.skip(f"torch {MENDED[name]} has mended it")

@@ -1,4 +1,6 @@
-"""Models of transformers with padding, causal and relative masks: no false alarm, forward, backward and step."""
+"""transformers models with padding, causal and relative masks give no false alarm in forward, backward and
+step.
+"""
 
 import pytest
 import torch

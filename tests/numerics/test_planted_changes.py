@@ -1,4 +1,7 @@
-"""compare_runs on a model of twelve blocks: a change of 5 % in a branch is found at any depth, rounding is not."""
+"""compare_runs on a model of twelve blocks:
+
+a 5 % change in a branch is found at any depth, and rounding is not reported.
+"""
 
 from pathlib import Path
 
@@ -84,7 +87,7 @@ def test_rounding_passes(tmp_path: Path, dtype) -> None:
 
 
 class Experts(nn.Module):
-    """A layer that uses the best of four experts for each row: a discrete choice."""
+    """A layer that uses the best of four experts for each row, which is a discrete choice."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A nan that reaches no gradient, but is read by Python or NumPy, is listed and is no finding."""
+"""A nan that reaches no gradient but is read by Python or NumPy is listed, but is not a finding."""
 
 import json
 
@@ -12,7 +12,7 @@ from tests.commands import diagnose as amp
 
 
 def trained_then(read, *, rounds=2):
-    """Train, look at fp16 numbers outside of training, and return the diagnosis."""
+    """Train, then read fp16 numbers outside of training. Return the diagnosis."""
     torch.manual_seed(0)
     net, x = nn.Linear(8, 1), torch.randn(2000, 8)
     with diagnose() as diagnosis:
@@ -66,7 +66,7 @@ READS_LINES = {
     "read",
     [
         lambda p: (p * 0).max().item(),
-        lambda p: torch.isfinite(p**2).all().item(),  # the program looks for them itself
+        lambda p: torch.isfinite(p**2).all().item(),  # the program itself checks for infinities
         lambda p: p.masked_fill(p > 0, -float("inf")).argmax(),
         lambda p: torch.full((3,), float("inf")).min().item(),
     ],

@@ -1,4 +1,6 @@
-"""torch's clip of gradients that are still multiplied by a loss scale, under diagnose and under run."""
+"""torch's clip of gradients that are still multiplied by a loss scale is reported, under diagnose and under
+run.
+"""
 
 import inspect
 import subprocess
@@ -21,7 +23,7 @@ SCALERS = {
 
 
 def trained(clip, scaler, *, steps=3, before=lambda scaler, optimizer: None):
-    """Train with a clip after each backward pass, and return what is found."""
+    """Train with a clip after each backward pass. Return the findings."""
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -53,7 +55,7 @@ def test_the_line_and_the_cure_are_named_once(name, kind):
     assert finding.place.file == __file__
     assert finding.place.text == inspect.getsource(CLIPS[name]).strip()
     assert "the loss scale, 1024, to 0.5" in finding.headline
-    assert finding.cures[0].code == "scaler.unscale_(optimizer)"  # as this file calls them
+    assert finding.cures[0].code == "scaler.unscale_(optimizer)"  # with the variable names of this file
 
 
 def unscale(scaler, optimizer):

@@ -1,4 +1,4 @@
-"""shadow_run: errors of each op against float64, and where it points."""
+"""shadow_run measures each op's error against float64, and shows where it occurs."""
 
 import json
 

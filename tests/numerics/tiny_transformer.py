@@ -1,4 +1,4 @@
-"""A transformer of two layers, 16 wide, and the layouts in which several ranks train it."""
+"""A two-layer transformer of width 16, and the layouts in which several ranks train it."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -75,7 +75,7 @@ class Transformer(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train: layout, precision, optimizer, clipping and micro-batches."""
+    """One way to train: layout, precision, optimizer, clipping, and number of micro-batches."""
 
     layout: str = "one"
     precision: str = "fp32"
@@ -94,7 +94,7 @@ class Case:
 
     @property
     def alone(self) -> "Case":
-        """The same on one process, with the whole batch."""
+        """Return the same case on one process, with the whole batch."""
         return Case("one", self.precision, self.optimizer, self.clip, steps=self.steps)
 
 
@@ -154,7 +154,7 @@ def shard(net: Transformer, mesh: DeviceMesh, precision: str) -> None:
 
 
 def prepared(net: Transformer, case: Case, mesh: DeviceMesh | None) -> nn.Module:
-    """Put a model into a layout."""
+    """Prepare a model for a layout."""
     if case.layout == "ddp":
         return DistributedDataParallel(net)
     if case.layout in {"tp", "sp"}:
@@ -168,7 +168,7 @@ def prepared(net: Transformer, case: Case, mesh: DeviceMesh | None) -> nn.Module
 
 
 def share(case: Case, mesh: DeviceMesh | None) -> tuple[int, int]:
-    """Return which part of a batch this rank has, and of how many."""
+    """Return which part of a batch this rank has, and the number of parts."""
     if case.layout in {"one", "tp", "sp"}:
         return 0, 1
     if case.layout == "fsdp_tp":
@@ -183,7 +183,7 @@ def batches(steps: int) -> Iterator[Tensor]:
 
 
 def record(path: Path, case: Case, change: Callable[[nn.Module], None] = lambda _: None) -> None:
-    """Train in a layout and record it."""
+    """Train in a layout and record the run."""
     torch.manual_seed(0)
     net, mesh = Transformer(), mesh_of(case.layout)
     change(net)
@@ -210,7 +210,7 @@ def record(path: Path, case: Case, change: Callable[[nn.Module], None] = lambda 
 
 
 def record_all(folder: Path, cases: list[Case]) -> None:
-    """Record several cases on this rank, one after the other."""
+    """Record several cases on this rank, one after another."""
     folder.mkdir(exist_ok=True)
     if "RANK" in os.environ:
         dist.init_process_group("gloo")

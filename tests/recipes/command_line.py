@@ -1,4 +1,4 @@
-"""The recipes in processes that run already: on their command line, and as torchrun starts them."""
+"""Runs recipes in existing processes, as from the command line and as torchrun starts them."""
 
 import json
 import os
@@ -10,21 +10,21 @@ from recipes.config import ROOT, load_config
 
 
 def on_the_command_line(words: list[str]) -> None:
-    """Run the command ``python -m recipes`` with arguments."""
+    """Run ``python -m recipes`` with arguments."""
     os.environ["COLUMNS"] = "150"
     sys.argv[1:] = words
     runpy.run_module("recipes", run_name="__main__", alter_sys=True)
 
 
 def train_and_print(name: str, overrides: list[str]) -> None:
-    """Train a recipe; print its title and losses as a line of JSON."""
+    """Train a recipe. Print its title and losses as one line of JSON."""
     config = load_config(catalogue.load(name).Config, ROOT / f"configs/{name}.yaml", overrides)
     record = catalogue.load(name).train(config)
     print(json.dumps([record.title, record.losses]))
 
 
 def digits_as_script_and_as_module(words: list[str]) -> None:
-    """Do what ``python recipes/train_digits.py WORDS`` does, then the same with ``-m``."""
+    """Run ``python recipes/train_digits.py WORDS``, then the same with ``-m``."""
     for name, run, program in (
         ("script", runpy.run_path, "recipes/train_digits.py"),
         ("module", runpy.run_module, "recipes.train_digits"),

@@ -1,4 +1,4 @@
-"""Restore what recipes change in their process."""
+"""Restores what recipes change in their process."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
-"""Every recipe: its configs, its first steps against golden losses, its whole run in three precisions.
+"""Every recipe: its configs, its first steps against golden losses, and its whole run in three precisions.
 
-``PYTHONPATH=. python tests/recipes/test_catalogue.py NAME...`` writes the golden losses of the recipes again (fp32 within
-1e-3 on another machine; fp16 and bf16 within their rounding, see ``TOLERANCE``).
+``PYTHONPATH=. python tests/recipes/test_catalogue.py NAME...`` writes new golden losses of the recipes. On
+another machine, fp32 agrees within 1e-3, and fp16 and bf16 within their rounding; see ``TOLERANCE``.
 """
 
 import importlib
@@ -37,7 +37,7 @@ QUICK = {
 WITHOUT_CPU = {"cuda_graph"}
 SEVERAL = ("ddp", "fsdp2", "fsdp2_exact_bf16")
 LEARNT, NEARLY = ("test_accuracy", (0.92, 1), 0.03), ("test_accuracy", (0.90, 1), 0.04)
-FINAL = {  # what a run reaches, from what to what, and how far fp16 and bf16 may be from fp32
+FINAL = {  # what a run must reach, the allowed range, and how far fp16 and bf16 may be from fp32
     **dict.fromkeys(
         ["typical_training", "accumulation", "threads", "ddp", "fsdp2", "fsdp2_exact_bf16"], LEARNT
     ),
@@ -64,7 +64,7 @@ def config_of(name, precision, *overrides):
 def first_losses(name, precision):
     recipe, quick = catalogue.load(name), QUICK.get(name, [])
     with pytest.MonkeyPatch.context() as patch:
-        if hasattr(recipe, "topics"):  # Python's own help, another text in each of its versions
+        if hasattr(recipe, "topics"):  # Python's own help text differs between versions
             patch.setattr(recipe, "topics", {"text": TEXT.read_text()})
         return recipe.train(config_of(name, precision, "steps=3", *quick)).losses
 
@@ -100,7 +100,7 @@ def test_a_config_sets_every_key_to_its_default_and_explains_it(name):
 
 
 def keys_of(config, prefix=""):
-    """Return the key, its class and its default for each value of a config."""
+    """Return the key, the class and the default of each value in a config."""
     for field in fields(config):
         default = getattr(config, field.name)
         yield prefix + field.name, type(config), default
@@ -181,7 +181,8 @@ def test_a_key_written_as_an_option_is_answered_with_how_to_write_it(capsys):
 def test_the_first_losses_are_the_golden_ones(name, precision):
     golden = json.loads(GOLDEN.read_text())[name][precision]
     losses = first_losses(name, precision)
-    if name == "lbfgs" and precision != "fp32":  # its third step differs by a quarter between processors
+    # the loss of the third step differs by a quarter between processors
+    if name == "lbfgs" and precision != "fp32":
         assert losses[2] < 2 * golden[2]
         losses, golden = losses[:2], golden[:2]
     assert losses == pytest.approx(golden, rel=TOLERANCE[precision])
@@ -218,7 +219,8 @@ def test_a_framework_s_form_has_the_losses_of_the_plain_one(name, precision):
         return catalogue.load(which).train(config_of(which, precision, *options))
 
     plain, form = run(catalogue.plain_name(name)), run(name)
-    # A critic that is called three times: here a step's uses of a weight share a cast, there each has its own.
+    # The critic is called three times per step. In one form its calls share the cast of a weight; in the
+    # other each has its own.
     rounding = 1e-2 if name.startswith("wgan_gp") and precision != "fp32" else 0
     assert form.losses == pytest.approx(plain.losses, abs=rounding, rel=0)
     assert form.loss_scales == plain.loss_scales

@@ -1,4 +1,7 @@
-"""The recipe that compares FSDP2 with one process: the healthy run is silent, and the layer left out is named."""
+"""The recipe that compares FSDP2 with one process:
+
+a healthy run gives no message, and a layer left out is named.
+"""
 
 from pathlib import Path
 

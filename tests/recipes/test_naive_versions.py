@@ -1,9 +1,9 @@
-"""The purpose of each recipe: if its one line is written naively, the result is measurably wrong.
+"""The purpose of each recipe: if its one important line is written naively, the result is measurably wrong.
 
-Each naive version replaces one name of the recipe by what a program without this package would do, and is compared
-with the recipe itself; both in fp16, beside the recipe in fp32.
+Each naive version replaces one name in the recipe by code that a program without this package would contain.
+It is compared with the recipe itself, both in fp16, and with the recipe in fp32.
 
-``PYTHONPATH=. python tests/recipes/test_naive_versions.py FOLDER`` draws two of these comparisons, for
+``PYTHONPATH=. python tests/recipes/test_naive_versions.py FOLDER`` draws two of these comparisons for
 docs/lab/recipes.md.
 """
 
@@ -37,7 +37,7 @@ def compared(recipe, options, measure, name, naive):
 
 
 class TorchScaler(torch.amp.GradScaler):
-    """torch's scaler with the methods of our scaler that the record calls."""
+    """torch's scaler, extended by the methods of ours that the recorder calls."""
 
     def __init__(self, device, *, losses=(), **options):
         super().__init__(device, **options)
@@ -93,7 +93,7 @@ def test_clipping_scaled_gradients_stops_the_learning(kind):
 
 
 class TwoScalesOneDivision(TorchScaler):
-    """Scale the small loss by 256 times as much, but divide the sum by the scale of the other loss."""
+    """Scales the small loss by 256 times more, but divides the sum of gradients by the other loss's scale."""
 
     def scale(self, loss, *, name):
         return super().scale(loss) * (256 if name == "drawing" else 1)
@@ -111,7 +111,7 @@ def test_two_scales_divided_by_one_weight_the_losses_anew():
     drawing = lambda record: mean_of_last(record.curves[DRAWING])  # noqa: E731
     fp32, right, naive = compared(several_losses, options, drawing, "GradScaler", TwoScalesOneDivision)
     assert right == pytest.approx(fp32, rel=0.02)
-    assert naive < 0.8 * fp32  # its weight was 256 times the one asked for
+    assert naive < 0.8 * fp32  # the loss had 256 times the intended weight
 
 
 # -- an update after each optimizer -------------------------------------------------------------
@@ -140,7 +140,7 @@ def test_an_update_for_each_optimizer_halves_the_gradients_of_the_second():
 
 
 def draw(path, label, runs):
-    """Draw one line for each of fp32, fp16 with the recipe, and fp16 with the naive version."""
+    """Draw one line each for fp32, for fp16 with the recipe, and for fp16 with the naive version."""
     import matplotlib as mpl
 
     mpl.use("agg")

@@ -149,7 +149,7 @@ def test_the_program_runs_without_a_warning(tmp_path):
     assert done.stdout.count("test accuracy") == 2
     lines = (done.stdout + done.stderr.replace("amp_plugin's native core", "")).splitlines()
     unexpected = [line for line in lines if "arning" in line and "fp16 is not fast on this cpu" not in line]
-    assert not unexpected  # but that of an older processor
+    assert not unexpected  # except for the warning of an older processor
     for name in ("script", "module"):
         assert (tmp_path / f"{name}_fp16/training.png").exists()
 
@@ -159,7 +159,7 @@ def test_the_program_runs_without_a_warning(tmp_path):
     [(True, False, "fp16"), (False, True, "bf16"), (False, False, "fp32"), (False, None, "fp32")],
 )
 def test_the_demo_trains_in_what_is_fast(cuda, bf16, precision, monkeypatch, capsys):
-    """In fp16 it took 80 s on two cores: torch's fp16 convolutions are slow on any CPU."""
+    """In fp16 the demo took 80 s on two cores: torch's fp16 convolutions are slow on any CPU."""
     given = []
     monkeypatch.setattr(demo.torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(demo, "is_fast", lambda *_: bf16)

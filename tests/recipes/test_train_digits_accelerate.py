@@ -20,8 +20,10 @@ LAUNCH_FILES = sorted({*RECIPE_CONFIG.parent.glob("*.yaml")} - {RECIPE_CONFIG})
 def test_losses_equal_the_lightning_recipe_step_for_step(precision, accumulate, monkeypatch):
     from recipes import train_digits
 
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # bit for bit, which a GPU does not promise
-    # Accelerate's clip is written into the gradients, so its steps in fp16 are torch's own: compared with such
+    # on the CPU, because a GPU does not guarantee equal bits
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    # Accelerate's clip writes into the gradients, so its fp16 steps are torch's own. Use such steps in
+    # Lightning too.
     monkeypatch.setenv("AMP_PLUGIN_ONE_PASS", "off")
     monkeypatch.setattr(train_digits, "AmpPrecision", partial(train_digits.AmpPrecision, one_pass=False))
     options = {"epochs": 2, "accumulate": accumulate, "width": 4}
@@ -30,7 +32,8 @@ def test_losses_equal_the_lightning_recipe_step_for_step(precision, accumulate, 
     )
     ours = train(DigitsConfig(precision=precision, **options))
     assert len(ours.losses) == 2 * -(-20 // accumulate)
-    unit = ours.losses[0] / lightning.losses[0]  # Lightning reports what it runs backward on
+    # Lightning reports the loss after its division by the number of micro-batches
+    unit = ours.losses[0] / lightning.losses[0]
     assert unit in {1, accumulate}
     assert ours.losses == [loss * unit for loss in lightning.losses]
     assert ours.loss_scales == lightning.loss_scales
@@ -78,6 +81,6 @@ def test_launched_for_real_the_digits_are_learnt(tmp_path):
     assert "bf16 x 2" in done.stdout
     accuracy = re.search(r"test accuracy\s*│\s*([\d.]+)%", done.stdout)
     assert accuracy is not None, done.stdout
-    assert float(accuracy[1]) >= 96.0  # processors without AVX512 round otherwise: 96.67
-    assert done.stdout.count("test accuracy") == 1  # the main process alone reports
+    assert float(accuracy[1]) >= 96.0  # processors without AVX512 round differently and reach 96.67
+    assert done.stdout.count("test accuracy") == 1  # only the main process reports
     assert (tmp_path / "digits_accelerate" / "training.png").stat().st_size > 10_000

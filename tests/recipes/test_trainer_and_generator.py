@@ -1,4 +1,7 @@
-"""The cache of the generator is named, and then nothing is left to gain; the gap of the TRL recipe by precision."""
+"""The recipe names the generator's cache as the cause. After its cure, only rounding is left.
+
+The TRL recipe shows the gap for each precision.
+"""
 
 import pytest
 import torch

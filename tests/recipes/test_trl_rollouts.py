@@ -1,4 +1,4 @@
-"""TRL's trainers, unmodified: they resume exactly, and fp16 rollouts are nearer to training than bf16."""
+"""TRL's unmodified trainers resume exactly, and fp16 rollouts are closer to training than bf16 rollouts."""
 
 import os
 

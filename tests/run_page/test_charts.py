@@ -9,7 +9,7 @@ from amp_plugin.run_page.page import curve_charts, map_charts, short_names
 vl_convert = pytest.importorskip("vl_convert")
 pytest.importorskip("altair")
 
-_VALUES = [1.0, 20.0, None, 3.0, None, 5.0, 0.07, 6.0]  # None: not finite
+_VALUES = [1.0, 20.0, None, 3.0, None, 5.0, 0.07, 6.0]  # None stands for a number that is not finite
 
 
 def drawn(name):
@@ -27,10 +27,11 @@ def drawn(name):
 def test_lines_break_at_steps_that_are_not_finite(name, lines):
     svg = drawn(name)
     paths = re.findall(r'"line mark" d="([^"]*)"', svg)
-    assert [path.count("M") for path in paths] == [3] * lines  # 1 and 2, 4 alone, 6 to 8
+    # three segments: points 1 and 2, point 4 alone, points 6 to 8
+    assert [path.count("M") for path in paths] == [3] * lines
     assert [path.count("L") for path in paths] == [3] * lines
     points = re.findall(r'aria-roledescription="point"[^>]*opacity="([\d.]+)"', svg)
-    assert points.count("1") == lines  # 4, which no line shows
+    assert points.count("1") == lines  # point 4, which has no line
     assert points.count("0.01") == 6 * lines
 
 

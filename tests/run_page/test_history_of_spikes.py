@@ -1,4 +1,4 @@
-"""The page shows spikes and overflows separately, and blames no loss scale or module for a spike."""
+"""The page shows spikes and overflows separately, and blames neither the loss scale nor a module for a spike."""
 
 import pytest
 import torch

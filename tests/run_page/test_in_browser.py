@@ -1,4 +1,4 @@
-"""The page in a real browser: it loads without errors and requests, its plots have their points, it can be used."""
+"""The page in a real browser loads without errors and requests, shows all points, and can be used."""
 
 import shutil
 from collections.abc import Iterator
@@ -68,7 +68,7 @@ def test_the_plots_have_their_points(opened, page_file):
     count = "document.querySelectorAll('#chart-{} .mark-symbol.role-mark path').length"
     curves = data_of(page_file)["curves"]
     assert curves["step"][-1] == STEPS
-    assert opened.page.evaluate(count.format("scale")) == STEPS + 3  # and a mark for each skip
+    assert opened.page.evaluate(count.format("scale")) == STEPS + 3  # plus one mark per skipped step
     known = sum(value is not None for value in (*curves["before"], *curves["after"]))
     assert opened.page.evaluate(count.format("norm")) == known + 3
     assert opened.page.evaluate(count.format("loss")) == STEPS - 3 + 3

@@ -1,4 +1,4 @@
-"""`amp-plugin report` draws unedited programs, with our scaler and without."""
+"""`amp-plugin report` makes pages for unedited programs, with our scaler and without."""
 
 import sys
 from collections.abc import Sequence
@@ -85,7 +85,8 @@ def test_a_program_without_a_scaler(tmp_path, capsys, uses_autocast):
     page = run(tmp_path, PLAIN if uses_autocast else off)
     said, text = " ".join(capsys.readouterr().err.split()), text_of(page)
     assert f"train.py is drawn in {page}" in said
-    assert ("train.py used none of" in said) is not uses_autocast  # the page's own use is no program's
+    # what the page uses does not count as used by the program
+    assert ("train.py used none of" in said) is not uses_autocast
     curves = data_of(page)["curves"]
     assert curves["step"] == [*range(1, 11)]
     assert all(norm > 0 for norm in curves["before"])

@@ -1,4 +1,4 @@
-"""The page of a run: its contents, that it does not change the run, and that the file is always complete."""
+"""The page of a run: its contents are right, it does not change the run, and its file is always complete."""
 
 import html
 import itertools
@@ -28,7 +28,7 @@ from tests.warm_processes import ROOT
 
 
 def text_of(path: Path) -> str:
-    """Return the words of a page, without the script's."""
+    """Return the words of a page, without those in its script."""
     body = re.sub(r"<(script|style).*?</\1>", " ", path.read_text(), flags=re.DOTALL)
     return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", body)).split())
 
@@ -97,7 +97,8 @@ def few_steps(path: Path, *, compiled: bool = False, captured: Sequence[int] = (
 
 
 @pytest.mark.native
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks there
+# Dynamo finds hooks there
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_steps_compiled_whole_are_drawn_and_the_page_says_what_is_not(tmp_path):
     page = few_steps(tmp_path / "run.html", compiled=True)
     curves, text = data_of(page.path)["curves"], text_of(page.path)
@@ -144,7 +145,7 @@ def test_a_run_trains_as_without_a_page(tmp_path, precision):
     ("options", "told"),
     [
         ({"init_scale": 2.0**34, "steps": 40}, {"lower init_scale to ", "the loss scale was too high"}),
-        ({"bad": range(3)}, set()),  # bad batches are no reason to lower init_scale
+        ({"bad": range(3)}, set()),  # bad batches are not a reason to lower init_scale
         ({"factor": 0.0}, {"all gradients are zero in each of the 3 steps", "raise init_scale"}),
         ({"factor": 0.0, "precision": "bf16"}, {"all gradients are zero in each of the 3 steps"}),
         ({}, set()),
@@ -233,7 +234,7 @@ def test_reads_stay_within_their_budget(monkeypatch):
     net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(50)))
     for param in net.parameters():
         param.grad = torch.ones_like(param)
-    clock = itertools.count()  # a look at it takes a second
+    clock = itertools.count()  # each reading of this clock adds one second
     monkeypatch.setattr(headroom.time, "perf_counter", lambda: float(next(clock)))
     room, result = Headroom([net]), StepResult(norm=torch.tensor(1.0))
     for _ in range(5000):
@@ -244,7 +245,7 @@ def test_reads_stay_within_their_budget(monkeypatch):
 
 
 def test_long_runs_stay_small(tmp_path):
-    """The page of 10 000 steps of 200 modules has at most 8 MB."""
+    """A page with 10 000 steps and 200 modules has at most 8 MB."""
     net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(200)))
     scaler = amp_plugin.GradScaler("cpu")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
@@ -259,7 +260,7 @@ def test_long_runs_stay_small(tmp_path):
     (step,) = page.history._points
     page.history.steps = 10_000
     page.history._points[:] = [step._replace(step=i, loss=round(1 / (i + 1), 9)) for i in range(10_000)]
-    for i in range(400):  # reads, over and above what the columns hold
+    for i in range(400):  # more reads than the columns can hold
         page._headroom.read(25 * i, result)
     page.__exit__(None, None, None)
     cells = data_of(page.path)["cells"]
@@ -282,7 +283,7 @@ def test_curves_of_long_runs_keep_every_second_step_of_each_optimizer(monkeypatc
     assert [*zip(curves["optimizer"], curves["step"], strict=True)] == [("0: SGD", 4), ("1: SGD", 4)]
 
 
-# -- one page, whole -----------------------------------------------------------------------------
+# -- one complete page ----------------------------------------------------------------------------
 
 ENDLESS = """
 import sys, torch, amp_plugin
@@ -301,7 +302,7 @@ with amp_plugin.report(scaler, net, sys.argv[1]) as page:
 
 @pytest.mark.dist
 def test_the_last_page_is_whole_and_two_runs_into_one_folder_do_not_mix(tmp_path):
-    """One run is killed while it writes, after another began in the same folder."""
+    """One run is killed while it writes, after another run began in the same folder."""
     command = [sys.executable, "-c", ENDLESS, tmp_path / "run.html"]
     program = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     path = Path(program.stdout.readline().strip())
@@ -324,7 +325,7 @@ def test_the_last_page_is_whole_and_two_runs_into_one_folder_do_not_mix(tmp_path
     assert "Sequential" in text_of(page.path)
     assert "Sequential" not in text_of(path)
     with amp_plugin.report(amp_plugin.GradScaler("cpu"), make_net(), path) as page:
-        assert page.path == path  # what was killed holds no name
+        assert page.path == path  # the killed run no longer reserves the name
 
 
 def test_a_page_under_diagnose_leaves_that_of_the_run_alone(tmp_path):

@@ -1,7 +1,7 @@
-"""A watched run equals an unwatched one bit for bit: front doors x impure programs x watchers.
+"""A watched run equals an unwatched one bit for bit: front doors x programs with side effects x watchers.
 
-A step of such a program cannot be repeated: it draws numbers that torch does not know of, counts, keeps state,
-reads other data or writes weights. One batch is bad in each, so that a step is skipped and the watch begins.
+A step of these programs cannot be repeated: it draws random numbers outside torch, counts, keeps state, reads
+other data or writes weights. In each program one batch is bad, so a step is skipped and watching begins.
 """
 
 import itertools
@@ -281,7 +281,7 @@ def test_a_watched_run_trains_as_one_that_is_not(door, program, tmp_path, monkey
     alone = run(door, program, "", tmp_path)
     for watcher in WATCHERS:
         with monkeypatch.context() as patch:
-            if (door, program) != ("plain", "PythonNumbers"):  # drawing takes most of the time
+            if (door, program) != ("plain", "PythonNumbers"):  # drawing the page takes most of the time
                 patch.setattr(run_report, "render", lambda *_, **__: "")
             watched = run(door, program, watcher, tmp_path / "run.html")
         assert equal(watched, alone), f"{door}, {program}: a {watcher} changes the run"

@@ -1,4 +1,4 @@
-"""What the scaling tests share: tiny models whose gradients are known."""
+"""Fixtures of the scaling tests: tiny models with known gradients."""
 
 import contextlib
 
@@ -10,7 +10,7 @@ from tests.scaling.runs import SCALES
 
 
 class Weights:
-    """Parameters with one optimizer; the gradient of ``loss(g)`` is exactly ``g`` for each element."""
+    """Parameters with one optimizer. The gradient of ``loss(g)`` is exactly ``g`` for each element."""
 
     def __init__(self, count: int = 3, optimizer: type = torch.optim.SGD, **options: object) -> None:
         self.params = [torch.nn.Parameter(torch.zeros(4)) for _ in range(count)]
@@ -21,12 +21,12 @@ class Weights:
         return sum((p * gradient).sum() for p in self.params)
 
     def backward(self, scaler, gradient: float = 1.0) -> None:
-        """The backward of new gradients, scaled."""
+        """Set new gradients and run the scaled backward pass."""
         self.optimizer.zero_grad()
         scaler.scale(self.loss(gradient)).backward()
 
     def train(self, scaler, *gradients: float) -> None:
-        """A whole step with each gradient."""
+        """Take a whole step for each gradient."""
         for gradient in gradients:
             self.backward(scaler, gradient)
             scaler.step(self.optimizer)
@@ -34,7 +34,7 @@ class Weights:
 
     @property
     def value(self) -> float:
-        """Return minus the sum of the gradients of all steps, for SGD with lr=1."""
+        """Return the weight. For SGD with lr=1, it is minus the sum of the gradients of all steps."""
         values = {p.detach()[i].item() for p in self.params for i in range(4)}
         assert len(values) == 1, values
         return values.pop()
@@ -63,7 +63,7 @@ def weights():
 
 @pytest.fixture
 def training():
-    """A small regression whose losses are compared bit for bit."""
+    """Run a small regression whose losses are compared bit for bit."""
 
     def run(scaler, dtype=torch.float16, steps=50, clip=None, spikes=True, **options):
         torch.manual_seed(0)
@@ -89,7 +89,7 @@ def training():
 
 @pytest.fixture
 def forbid_host_syncs():
-    """A context in which reading a tensor's value fails; on the CPU that is what a host sync is."""
+    """Return a context in which reading a tensor's value fails. On the CPU, this stands for a host sync."""
 
     @contextlib.contextmanager
     def forbid():

@@ -1,4 +1,4 @@
-"""Whether the host waits for the device."""
+"""Detects whether the host waits for the device."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,9 +8,10 @@ import torch
 
 @contextmanager
 def waits_are_errors() -> Iterator[None]:
-    """Raise where the host waits for the device; switched off again whatever happens."""
+    """Raise an error if the host waits for the device. The check is turned off again in any case."""
     try:
-        torch.cuda.set_sync_debug_mode("error")  # the first call of a process may warn when it is set already
+        # the first call in a process may warn about the setting itself
+        torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -1,4 +1,7 @@
-"""The program that test_distributed.py runs in each process: all scenarios in turn, results as JSON."""
+"""The program that test_distributed.py runs in each process.
+
+It runs all scenarios and writes results as JSON.
+"""
 
 import json
 import math
@@ -26,13 +29,13 @@ SCALES = (None, 8.0)
 
 
 def zeros(mesh=None, *placements):
-    """A parameter of zeros, spread over a mesh or not."""
+    """Return a parameter of zeros, distributed over a mesh or not."""
     start = torch.zeros(SIZE)
     return torch.nn.Parameter(start if mesh is None else distribute_tensor(start, mesh, placements))
 
 
 def sgd_and_scaler(params):
-    """An optimizer of gradients that are set by hand, and a scaler whose scale is 8."""
+    """Return an optimizer whose gradients are set by hand, and a scaler with a scale of 8."""
     optimizer = torch.optim.SGD(params, lr=1.0)
     scaler = GradScaler("cpu", init_scale=8.0)
     scaler.register(optimizer)
@@ -41,7 +44,7 @@ def sgd_and_scaler(params):
 
 
 def value_of(param):
-    """The sum of all elements of a parameter, whatever it is spread over."""
+    """Return the sum of all elements of a parameter, however it is distributed."""
     return (param.full_tensor() if isinstance(param, DTensor) else param).detach().sum().item()
 
 
@@ -59,7 +62,7 @@ def outcome(scaler, optimizer, params):
 
 
 def plain(rank, world, fused, has_gradients, scale):
-    """Only process groups. The last rank overflows, and may have no gradients."""
+    """Use process groups only. The last rank overflows, and may have no gradients."""
     param = zeros()
     optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
     scaler = scaler_of(scale, process_groups=[dist.group.WORLD])
@@ -77,7 +80,7 @@ def plain(rank, world, fused, has_gradients, scale):
 
 
 def no_gradients(rank, world, call):
-    """The last rank has no gradients of its DTensor; every call must find all ranks."""
+    """The last rank has no gradients of its DTensor. Every call must still reach all ranks."""
     mesh = init_device_mesh("cpu", (world,))
     params = [zeros(mesh, Shard(0)) for _ in range(2)]
     optimizer, scaler = sgd_and_scaler(params)
@@ -106,7 +109,7 @@ def ddp(rank, world, scale):
     for poison in (1.0, math.inf, 1.0):
         x = torch.full((2, 4), float(rank + 1)) * (poison if rank == 1 else 1.0)
         optimizer.zero_grad()
-        for part in x.split(1):  # accumulates; the second backward is the one that reduces
+        for part in x.split(1):  # accumulates without reducing; the second backward reduces
             scaler.scale(model(part).sum()).backward()
         norm = scaler.clip_and_step(optimizer, 1.0).norm
         scaler.update()
@@ -115,7 +118,7 @@ def ddp(rank, world, scale):
 
 
 def ddp_mid_window(rank, world):
-    """unscale_ between two backwards: ours runs after DDP's reduction."""
+    """Call unscale_ between two backward passes. Ours must run after DDP's reduction."""
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(
         torch.nn.Linear(4, 1, bias=False), gradient_as_bucket_view=True
@@ -132,11 +135,11 @@ def ddp_mid_window(rank, world):
 
 
 def dtensors(rank, world, fused, poison):
-    """Sharded, replicated and plain parameters of one optimizer."""
+    """Step sharded, replicated and plain parameters with one optimizer."""
     mesh = init_device_mesh("cpu", (world,))
     placements = [Shard(0), Replicate()]
     used = [zeros(mesh, placement) for placement in placements]
-    if not fused:  # torch's fused optimizers take DTensors or plain ones, not both
+    if not fused:  # torch's fused optimizers take DTensors or plain tensors, not both
         used.append(zeros())
     optimizer, scaler = sgd_and_scaler(used)
     if fused:
@@ -160,7 +163,7 @@ def partial(rank, world):
 
 
 def net(*sizes):
-    """Two layers, the same on each rank."""
+    """Return two layers that are the same on each rank."""
     torch.manual_seed(0)
     first, middle, last = sizes
     return torch.nn.Sequential(torch.nn.Linear(first, middle), torch.nn.Tanh(), torch.nn.Linear(middle, last))
@@ -171,12 +174,15 @@ def fsdp1_of(model):
 
 
 def finite(norm):
-    """For JSON, which has no infinity."""
+    """Replace infinities, because JSON has none."""
     return norm if math.isfinite(norm) else None
 
 
 def fsdp(rank, world, kind, fused, scale):
-    """Four batches, one rank's third infinite. With odd sizes a rank of FSDP1 has an empty shard of the small ones."""
+    """Train on four batches.
+
+    The third is infinite on one rank. Odd sizes give a rank of FSDP1 empty shards of small parameters.
+    """
     model = inner = net(5, 7, 1)
     if kind == "fsdp1":
         model = fsdp1_of(inner)
@@ -204,7 +210,7 @@ def fsdp(rank, world, kind, fused, scale):
 
 
 def tensor_parallel_fsdp2(rank, world):
-    """FSDP2 over tensor parallelism: placements of a kind of their own, beside ordinary ones."""
+    """Use FSDP2 over tensor parallelism, so that some parameters have two placements and others have one."""
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
     model, whole = net(6, 8, 2), net(6, 8, 2)
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -231,7 +237,7 @@ def tensor_parallel_fsdp2(rank, world):
 
 
 def spikes(rank, world, of):
-    """A spike on the last rank alone: of its loss, or of its shard of the gradients."""
+    """Plant a spike on the last rank only: in its loss, or in its shard of the gradients."""
     on = {"sharded_groups": [dist.group.WORLD]} if of == "norm" else {}
     scaler = GradScaler("cpu", enabled=False, on_spike={"of": of, "window": 8, "warmup": 4}, **on)
     param = zeros()
@@ -268,7 +274,7 @@ def scenarios(rank, world):
 
 
 def report(folder):
-    """Run all scenarios as a rank of a gloo group and write what came of them; ends the process."""
+    """Run all scenarios as a rank of a gloo group, write the results, and end the process."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""Record the ops that run in a block, by name: what they read and write, and how often."""
+"""Records the ops that run in a block: by name, what they read and write, and how often they run."""
 
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -1,7 +1,8 @@
-"""A CUDA graph on the CPU: the ops of a block are recorded, undone, and run again at each replay.
+"""A CUDA graph, imitated on the CPU: the ops of a block are recorded and undone, and each replay runs them
+again.
 
-As with a real one, a replay runs no Python, writes its results into the tensors of the capture, moves no
-version counter, and what the capture allocated holds rubbish before the first replay.
+Like a real replay, it runs no Python, writes its results into the tensors of the capture, and changes no
+version counter. Memory that the capture allocated has meaningless values before the first replay.
 """
 
 import torch
@@ -18,7 +19,7 @@ def _memory(tensor):
 
 
 class ReplayedGraph(TorchDispatchMode):
-    """Capture the ops inside ``with``; ``capturing`` is what the scaler asks whether it is captured."""
+    """Captures the ops inside ``with``. The scaler asks ``capturing`` whether a capture is running."""
 
     def __init__(self) -> None:
         super().__init__()

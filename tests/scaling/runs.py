@@ -1,4 +1,4 @@
-"""Small training runs, with and without a loss scale, and the values that are compared."""
+"""Small training runs with and without a loss scale, and the values to compare."""
 
 import torch
 
@@ -9,12 +9,12 @@ SCALES = [None, 8.0]
 
 
 def scaler_of(scale, **options):
-    """A scaler with this scale; None for one that scales nothing."""
+    """Return a scaler with this scale. None gives a scaler that scales nothing."""
     return GradScaler("cpu", **options, **({"enabled": False} if scale is None else {"init_scale": scale}))
 
 
 def fresh(*optimizers, **options):
-    """A scaler that grows with each good step, and knows these optimizers."""
+    """Return a scaler that knows these optimizers, and whose scale grows after each step without overflow."""
     scaler = GradScaler("cpu", **{"init_scale": 8.0, "growth_interval": 1, **options})
     scaler.register(*optimizers)
     return scaler
@@ -41,7 +41,7 @@ def build(cls, options):
 
 
 def everything(model, optimizer):
-    """All numbers of a model and its optimizer, missing state being zero."""
+    """Return all numbers of a model and its optimizer. Missing state counts as zero."""
     state = [v.clone() for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
     return [p.detach().clone() for p in model.parameters()], state
 
@@ -55,13 +55,13 @@ KINDS = {
 """Optimizers that step in one pass."""
 
 OTHERS = {
-    "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),  # no op of ours steps it
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),  # none of our ops can step it
     "maximize": (torch.optim.SGD, {"lr": 0.1, "maximize": True, "weight_decay": 0.1}),
 }
 
 
 class Run:
-    """Parameters, an optimizer and a scaler; the gradients of a backward are random."""
+    """Parameters, an optimizer and a scaler. A backward pass gives random gradients."""
 
     def __init__(self, kind="adamw", *, dtype=torch.float32, scaler=None, **options):
         generator = torch.Generator().manual_seed(0)
@@ -98,9 +98,9 @@ class Run:
 
 
 def ulps(ours, theirs, *, of_largest):
-    """How far apart, in units in the last place of each element, or of the largest.
+    """Return the distance in units in the last place: of each element, or of the largest element.
 
-    torch's loop over last elements rounds the sum of a momentum at another place.
+    torch's loop over the last elements rounds the sum in a momentum at another place.
     """
     worst = 0.0
     largest = max(right.abs().max() for right in theirs)

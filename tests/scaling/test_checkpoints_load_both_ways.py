@@ -1,4 +1,4 @@
-"""Invariant 6: checkpoints of torch.amp, Lightning and Accelerate load both ways."""
+"""Invariant 6: checkpoints of torch.amp, Lightning and Accelerate load into ours, and ours into theirs."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Invariant 3: the unscaled gradients are clipped, and the norm is theirs."""
+"""Invariant 3: clipping always works on unscaled gradients, and returns the norm of unscaled gradients."""
 
 import math
 
@@ -12,7 +12,7 @@ NORM_TYPES = [2.0, 2, 1.0, math.inf, "inf", -math.inf, 3.0, 0.5, -1.0, 0]
 
 
 class Model:
-    """Parameters with random gradients, and float64 copies of them."""
+    """Parameters with random gradients, and copies of the gradients in float64."""
 
     def __init__(self, optimizer=torch.optim.SGD, *, scale=2.0**16, one_pass=True, **options):
         torch.manual_seed(0)
@@ -35,7 +35,7 @@ class Model:
         return [p.grad for p in self.params]
 
     def moved(self):
-        """How far a step with a learning rate of 1 has moved the weights."""
+        """Return how far a step with a learning rate of 1 has moved the weights."""
         self.scaler.step(self.optimizer)
         return [-p.detach() for p in self.params]
 
@@ -76,7 +76,7 @@ def test_by_value(fused, scale):
 
 @pytest.mark.parametrize("how", ["norm", "value", "torch"])
 def test_overflow_survives_clipping(fused, how):
-    """Clipping by value makes infinities finite; the step is skipped all the same."""
+    """Clipping by value makes infinities finite, but the step is skipped nevertheless."""
     model = Model(fused=fused)
     model.params[0].grad[0, 0] = math.inf
     if how == "value":

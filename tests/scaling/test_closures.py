@@ -1,4 +1,4 @@
-"""Closures: unscaled and checked inside, in both forms of step()."""
+"""Gradients of closures are unscaled and checked inside the closure, in both forms of step()."""
 
 import math
 from functools import partial
@@ -13,7 +13,10 @@ FORMS = ["positional", "keyword"]
 
 
 class Sam(torch.optim.Optimizer):
-    """Sharpness-aware minimisation in its usual form: it climbs by the gradients that are there already."""
+    """Sharpness-aware minimization in its usual form:
+
+    it climbs with the gradients that exist before the step.
+    """
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {})
@@ -37,7 +40,7 @@ def call(scaler, optimizer, closure, form):
 
 
 def closure_of(scaler, optimizer, loss_of):
-    """The usual closure."""
+    """Return the usual closure."""
 
     def closure():
         optimizer.zero_grad()
@@ -75,7 +78,7 @@ def test_optimizers_that_need_closures_equal_float32(form, make):
         closure = closure_of(scaler, optimizer, loss_of)
         for _ in range(8):
             if make is Sam:
-                closure()  # it looks at gradients before it calls it
+                closure()  # it reads gradients before it calls the closure
             call(scaler, optimizer, closure, form)
             scaler.update()
         ends.append(param.detach().clone())
@@ -97,7 +100,10 @@ def test_a_closure_for_an_ordinary_optimizer(form, fused, scale):
 @pytest.mark.parametrize("kind", [Sam, torch.optim.SGD, torch.optim.LBFGS])
 @pytest.mark.parametrize("drops", [False, True])
 def test_an_overflow_before_the_step(kind, drops):
-    """It skips the step of an optimizer that may use it; torch's own look at no gradient before their closure."""
+    """The step is skipped if the optimizer may use those gradients.
+
+    torch's own optimizers read no gradient before they call the closure.
+    """
     param, loss_of = quadratic()
     optimizer, scaler, losses = kind([param], lr=0.1), GradScaler("cpu", init_scale=8.0), []
     scaler.scale(loss_of() * math.inf).backward()
@@ -131,7 +137,7 @@ def test_an_unscaled_loss_in_the_closure_is_refused(weights):
 
 
 def test_the_scaled_loss_as_the_closures_value_is_refused():
-    """Scaled losses and unscaled gradients lead a line search astray."""
+    """A scaled loss together with unscaled gradients would mislead a line search."""
     param = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.LBFGS([param], line_search_fn="strong_wolfe")
     scaler = GradScaler("cpu", init_scale=8.0)
@@ -151,7 +157,10 @@ def test_the_scaled_loss_as_the_closures_value_is_refused():
 
 
 class TwoCalls(torch.optim.SGD):
-    """Climbs first, then steps from where it was: changes weights before the second call."""
+    """First climbs, then steps from the original point.
+
+    So it changes weights before the closure's second call.
+    """
 
     __module__ = "elsewhere"
 
@@ -197,7 +206,7 @@ def test_a_closure_that_is_not_finite_changes_nothing(cls, bad_call, scale):
 
 def test_weights_that_change_early_for_the_first_time_are_put_back(scale):
     class Late(TwoCalls):
-        """As TwoCalls from its second step on."""
+        """Acts like TwoCalls from its second step on."""
 
         __module__ = "elsewhere"
         steps = 0

@@ -1,4 +1,4 @@
-"""Steps, clips and scaled losses inside compiled code give what they give in eager code."""
+"""Steps, clips and scaled losses in compiled code give the same results as in eager code."""
 
 import math
 
@@ -9,7 +9,7 @@ from torch import nn
 from amp_plugin import GradScaler
 
 POISONED = 3
-WARNING_OF_TORCH = pytest.mark.filterwarnings(  # where a graph breaks at a loss
+WARNING_OF_TORCH = pytest.mark.filterwarnings(  # if the graph breaks at the loss
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )
 
@@ -31,7 +31,7 @@ def graphs():
 
 
 def linear_with(**options):
-    """A layer, its optimizer and a scaler."""
+    """Return a layer, its optimizer and a scaler."""
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     return model, torch.optim.SGD(model.parameters(), lr=0.01), GradScaler("cpu", **options)
@@ -46,7 +46,10 @@ def batches(*, poisoned: bool):
 
 
 class Training:
-    """A model trained by one function, compiled with a backend or (None) not."""
+    """A model that one function trains.
+
+    The function is compiled with a backend, or runs eagerly if it is None.
+    """
 
     def __init__(self, backend, *, enabled, clip=False, **flags):
         torch.manual_seed(0)
@@ -67,7 +70,7 @@ class Training:
         self.scaler.update()
 
     def run(self, *, poisoned):
-        """Train; return the weights and what was told of each step."""
+        """Train. Return the weights, and the results of each step."""
         told = []
         for batch in batches(poisoned=poisoned):
             self.step(batch)
@@ -109,8 +112,8 @@ def test_scale_is_part_of_a_graph_that_is_compiled_once(used_before):
         loss.backward()
         scaler.step(optimizer)
         scaler.update()
-    assert scaler.get_scale() == 1024.0 * 2**6  # no graph holds the scale of an earlier step
-    # One graph, and before it one that makes the scale's tensor.
+    assert scaler.get_scale() == 1024.0 * 2**6  # no graph contains the scale of an earlier step as a constant
+    # One graph, after another one that creates the scale's tensor.
     assert graphs() == 2 - used_before
 
 

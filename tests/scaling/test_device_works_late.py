@@ -1,4 +1,6 @@
-"""The device works late: the loss scale is read when it has arrived, and on the stream that made it."""
+"""If the device works late, the loss scale is still read after it was computed, on the stream that computed
+it.
+"""
 
 import contextlib
 
@@ -15,18 +17,18 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def late():
-    """Work that is as late as can be, on the device made of host memory; a real one is late by itself."""
+    """Delay work as long as possible on the host device. A real device is late by itself."""
     with host_device.late_work() if host_device.LOADED else contextlib.nullcontext():
         yield
 
 
 def delay():
-    """Let the current stream be busy for a while."""
+    """Keep the current stream busy for a while."""
     torch.cuda._sleep(50_000_000)
 
 
 class OnTheHost:
-    """A model whose parameters, gradients and optimizer are on the host, as FSDP2's CPU offload has them."""
+    """A model whose parameters, gradients and optimizer are on the host, as in FSDP2's CPU offload."""
 
     def __init__(self, optimizer, device, **options):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Invariant 5: all ranks take the same decision, and norms are those of one process."""
+"""Invariant 5: all ranks take the same decision, and norms equal those of one process."""
 
 import json
 import math
@@ -39,7 +39,10 @@ def test_one_rank_overflows(two, fused, has_gradients, scale):
 
 @pytest.mark.parametrize("of", ["norm", "loss"])
 def test_a_spike_of_one_rank_is_one_for_all(two, of):
-    """The norm is that of both shards, the loss the mean of both; the statistics are the same to the bit."""
+    """The norm is over both shards, and the loss is the mean of both ranks.
+
+    All ranks' statistics are identical to the bit.
+    """
     one, other = (result[f"spikes {of}"] for result in two)
     assert one["told"] == other["told"] == ["spike" if step == 6 else "landed" for step in range(8)]
     assert one["state"] == other["state"]
@@ -50,7 +53,7 @@ def test_a_rank_without_gradients_takes_part(two, call):
     for result in two:
         one = result[f"no gradients {call}"]
         assert not one["skipped"]
-        if call.startswith("norm"):  # rank 0 holds the first half of both
+        if call.startswith("norm"):  # rank 0 has the first half of both
             right = math.sqrt(2 * FULL[:4].square().sum().item())
             assert one["norm"] == pytest.approx(right, rel=1e-6)
 
@@ -96,7 +99,7 @@ def test_sharded_replicated_and_plain_parameters(two, kind):
     "case", ["dtensors 0", "dtensors 1", "dtensors 2", "fused dtensors 0", "fused dtensors 1"]
 )
 def test_an_overflow_on_one_rank_only(two, case):
-    """Sharded, replicated and plain: torch misses the last two."""
+    """Parameters are sharded, replicated and plain. torch misses the overflow in the last two."""
     for rank, result in enumerate(two):
         assert (result[case]["skipped"], result[case]["scale"]) == (True, 4.0)
         assert result[case]["elsewhere"] == (rank == 0)

@@ -1,7 +1,7 @@
-"""Invariant 1: a gradient is divided by exactly the scale it was made with, once.
+"""Invariant 1: a gradient is divided once, by exactly the scale that its loss was multiplied by.
 
-Each scenario runs on torch's scaler too, which gets it wrong: so the scenario can fail. ``a3`` is a loss whose
-gradient for model a is 3.
+Each scenario also runs on torch's scaler, which gives a wrong result. That shows that the scenario can fail.
+``a3`` is a loss whose gradient for model a is 3.
 """
 
 import math
@@ -15,28 +15,30 @@ from amp_plugin.kernels.build import native_core
 from tests.scaling.runs import fresh
 
 SCENARIOS = {
-    # Both stock adapters do this: the scale grows between the two steps.
+    # The scale grows between the two steps, as it does in both stock adapters.
     "update after each optimizer": ("backward a3 b5, step a, update, step b, update", (-3, -5)),
-    # The scale backs off between the two steps; the second one is still taken, rightly.
+    # The scale backs off between the two steps. The second step is still taken, which is right.
     "overflow in the first": ("backward a3 b5, spoil a, step a, update, step b, update", (0, -5)),
-    # Accelerate's clip_grad_norm_ unscales all optimizers; the first update() forgets it.
+    # Accelerate's clip_grad_norm_ unscales all optimizers, but the first update() forgets that.
     "clip both, update each": ("backward a3 b5, unscale_ a b, step a, update, step b, update", (-3, -5)),
-    # One optimizer steps each micro-batch, the other every second: its window spans an update.
+    # One optimizer steps after each micro-batch, the other after every second one. Its window spans an
+    # update.
     "cadences": ("backward a3 b5, step a, update, zero a, backward a3 b5, step a b, update", (-6, -10)),
-    # n_critic: the same optimizer steps again before update().
+    # As with n_critic in a GAN: the same optimizer steps again before update().
     "critic": ("backward a3, step a, zero a, backward a3, step a, backward b1, step b, update", (-6, -1)),
     # Two optimizers step the same parameters: the first one unscales them in place.
     "shared parameters": ("backward a3, step a same, update", (-6, 0)),
-    # Gradients are looked at in the middle of an accumulation window; Accelerate clips each micro-batch.
+    # Gradients are unscaled in the middle of an accumulation window, as when Accelerate clips each
+    # micro-batch.
     "unscale in mid-window": ("backward a3, unscale_ a, backward a4, step a, update", (-7, 0)),
     "unscale each micro-batch": ("backward a3, unscale_ a, backward a4, unscale_ a, step a", (-7, 0)),
-    # Both losses are scaled first; only then the backwards, with an unscale_ between.
+    # Both losses are scaled first. Then the two backward passes run, with an unscale_ between them.
     "losses scaled early": ("scale a3, scale a4, early, unscale_ a, early, step a", (-7, 0)),
     # A loss is scaled, the scale changes, and only then its backward runs.
     "scaled before update": ("backward a1, scale a3, step a, update, zero a, early, step a", (-4, 0)),
-    # Each step adds to what the last one left, as momentum by hand does: 3, then 3 + 4.
+    # Each step adds to the gradient that the last one left, as hand-written momentum does: 3, then 3 + 4.
     "never zeroed": ("backward a3, step a, update, backward a4, step a, update", (-10, 0)),
-    # An optimizer is unscaled, not stepped, and steps after update().
+    # An optimizer is unscaled but not stepped. It steps after update().
     "update without a step": ("backward a3, unscale_ a, update, step a", (-3, 0)),
 }
 ALL = pytest.mark.parametrize(("script", "right"), SCENARIOS.values(), ids=SCENARIOS)
@@ -44,7 +46,7 @@ OPTIONS = {"init_scale": 8.0, "growth_interval": 1}
 
 
 def play(script, scaler, weights):
-    """Run a script with two models. Return their values, or the error."""
+    """Run a script with two models. Return their values or the error."""
     models = {"a": weights(), "b": weights(), "same": weights()}
     models["same"].optimizer = torch.optim.SGD(models["a"].params, lr=1.0)
     if isinstance(scaler, GradScaler):
@@ -93,7 +95,7 @@ def test_another_losss_backward_leaves_unscaled_gradients_unscaled(weights):
 
 
 def test_a_loss_multiplied_by_hand(weights):
-    """The scaler cannot see that backward pass, so torch's assumption holds: new gradients are scaled."""
+    """The scaler cannot see that backward pass. It assumes, like torch, that new gradients are scaled."""
     one = weights()
     scaler = fresh(one.optimizer, growth_interval=100)
     scaler.scale(torch.ones(()))
@@ -108,7 +110,9 @@ def test_a_loss_multiplied_by_hand(weights):
 
 @pytest.mark.parametrize("make", [torch.amp.GradScaler, GradScaler])
 def test_an_update_ends_a_batch_that_was_unscaled_and_not_stepped_with(weights, make):
-    """An overflow in it costs the next batch nothing, though nobody sees that one's backward."""
+    """An overflow in that batch does not skip the next one, although the scaler sees no backward pass of the
+    next one.
+    """
     one, scaler = weights(), make("cpu", init_scale=8.0)
     one.backward(scaler, math.inf)
     scaler.unscale_(one.optimizer)

@@ -1,4 +1,4 @@
-"""Gradients without a loss scale are multiplied by 1, a tensor that is made once per device and stream."""
+"""Without a loss scale, gradients are multiplied by a tensor of 1, which is made once per device and stream."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_each_device_and_stream_has_its_own():
 
 @pytest.mark.gpu
 def test_one_that_is_captured_is_not_kept():
-    """It is 1 in a replay alone."""
+    """A captured tensor has the value 1 only after a replay."""
     with torch.cuda.stream(torch.cuda.Stream()):
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin()
@@ -47,7 +47,7 @@ def test_one_that_is_captured_is_not_kept():
 
 
 def test_fake_tensors_leave_none_and_take_none():
-    """They stand for tensors that are not there; a real one among them is an error."""
+    """Fake tensors have no memory, and mixing them with a real tensor is an error."""
     for _ in range(2):
         with FakeTensorMode():
             assert isinstance(clip()[0], FakeTensor)

@@ -1,4 +1,4 @@
-"""The first skipped step without a loss scale gives one warning, with the command that finds the op."""
+"""Without a loss scale, the first skipped step gives one warning, with the command that finds the op."""
 
 import warnings
 
@@ -10,7 +10,7 @@ import amp_plugin
 
 
 def skips_told(scaler, model, optimizer, poisoned):
-    """Train on batches, the poisoned ones nan, and return the warnings."""
+    """Train on batches, in which poisoned ones are nan. Return the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for batch in range(6):

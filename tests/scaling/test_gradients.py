@@ -1,4 +1,4 @@
-"""Gradients of every kind are found, and recognized at the next look."""
+"""Gradients of every kind are found, and are recognized the next time."""
 
 import math
 from unittest.mock import MagicMock
@@ -15,7 +15,8 @@ def some_params(count=3):
     return [torch.nn.Parameter(torch.ones(4)) for _ in range(count)]
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11, with or without
+# torch 2.11 warns whether the checks are on or off
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_batches_by_device_and_kind():
     params = some_params(6)
     params[0].grad = torch.ones(4)
@@ -31,7 +32,7 @@ def test_batches_by_device_and_kind():
 
 
 def train(param, gradient, **options):
-    """Set a scaled gradient by hand and step once with SGD."""
+    """Set a scaled gradient by hand, and take one step with SGD."""
     optimizer = torch.optim.SGD([param], lr=1.0)
     scaler = GradScaler("cpu", init_scale=8.0, **options)
     scaler.scale(torch.ones(()))
@@ -40,7 +41,7 @@ def train(param, gradient, **options):
     return scaler.last_step(optimizer)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")  # torch says it once
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")  # torch warns only once
 @pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc])
 def test_compressed(layout):
     param = torch.nn.Parameter(torch.eye(4).to_sparse(layout=layout))
@@ -53,7 +54,10 @@ def test_compressed(layout):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_sparse_duplicates_that_overflow_together(dtype):
-    """float16 ones are added up scaled, as torch.amp does; others are unscaled first."""
+    """Float16 duplicates are added while they are scaled, as in torch.amp.
+
+    Other dtypes are unscaled first.
+    """
     param, most = torch.nn.Parameter(torch.zeros(4, dtype=dtype)), torch.finfo(dtype).max
     grad = torch.sparse_coo_tensor([[1, 1]], [most * 0.75] * 2, (4,), dtype=dtype, check_invariants=True)
     assert train(param, grad, fp16_gradients=True).skipped == (dtype is torch.float16)
@@ -78,7 +82,7 @@ def test_float8_is_refused():
 
 
 class Tagged(torch.Tensor):
-    """A subclass of tensors."""
+    """A tensor subclass."""
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64, torch.complex64, torch.complex128, Tagged])
@@ -94,7 +98,7 @@ def test_other_dtypes_and_a_subclass_of_tensor(kind):
 )
 @pytest.mark.parametrize("position", [0, 15, 16, 40])
 def test_a_list_that_holds_no_tensor_is_refused(given, position):
-    """The native ledger follows pointers, and other objects have none."""
+    """The native ledger follows pointers inside tensors. Other objects do not have them."""
     if native_core().extension is None:
         pytest.skip(native_core().reason)
     params, ledger = some_params(41), native_core().extension.GradientLedger

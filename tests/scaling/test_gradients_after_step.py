@@ -1,4 +1,4 @@
-"""After ``scaler.step()``, ``.grad`` is what torch.amp leaves there: unscaled and clipped."""
+"""After ``scaler.step()``, ``.grad`` has the value that torch.amp leaves: unscaled and clipped."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from tests.scaling.runs import Run
 SCALE = 2.0**10
 MAX_NORM = 0.1
 FLAGS = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-UNSUPPORTED = {("adagrad", "fused")}  # torch's fused Adagrad has no support for loss scales
+UNSUPPORTED = {("adagrad", "fused")}  # torch's fused Adagrad does not support loss scales
 CLIPS = ("none", "by torch", "by ours", "in the step")
 
 
@@ -24,12 +24,12 @@ def training(cls, kind, flags="plain", **options):
 
 
 def both(kind, flags):
-    """The same under our scaler and under torch's."""
+    """Do the same under our scaler and under torch's."""
     return [training(cls, kind, flags) for cls in (GradScaler, torch.amp.GradScaler)]
 
 
 def step(run, clip):
-    """Step; torch's scaler clips by torch where ours clips."""
+    """Take a step. If ours clips, torch's scaler is used with torch's clip."""
     if clip == "by torch" or (clip != "none" and not isinstance(run.scaler, GradScaler)):
         run.scaler.unscale_(run.optimizer)
         torch.nn.utils.clip_grad_norm_(run.params, MAX_NORM)
@@ -65,10 +65,13 @@ def test_a_taken_step_leaves_the_gradients_of_torch_amp(kind, flags, clip):
 @pytest.mark.parametrize("clip", ["none", "by ours", "in the step"])
 @pytest.mark.parametrize(("kind", "flags"), pairs_of("sgd", "adamw", "adagrad"))
 def test_a_skipped_step_leaves_unscaled_gradients(kind, flags, clip, bad):
-    """As torch.amp's after unscale_(), fused optimizers too, whose gradients torch leaves scaled without it."""
+    """They are as torch.amp's after unscale_().
+
+    This includes fused optimizers, for which torch leaves gradients scaled if unscale_() was not called.
+    """
     ours, theirs = runs = both(kind, flags)
     for run in runs:
-        run.step()  # so that state exists
+        run.step()  # so that the optimizer has state
         run.backward(1)
         run.params[1].grad[2] = bad
     theirs.scaler.unscale_(theirs.optimizer)
@@ -119,11 +122,13 @@ HIDDEN = {
 @pytest.mark.parametrize("write", HIDDEN)
 @pytest.mark.parametrize(("kind", "flags"), pairs_of("sgd", "adamw", "adagrad"))
 def test_gradients_used_again_after_an_update_are_scaled_ones(kind, flags, write, clip):
-    """A replayed graph, ``.data``, NumPy and collectives write gradients without a version bump."""
+    """Replayed graphs, ``.data``, NumPy and collectives write gradients without a change of the version
+    counter.
+    """
     ours, theirs = runs = both(kind, flags)
     for run in runs:
         run.backward()
-        run.scaler.unscale_(run.optimizer)  # so that both go on from the same gradients
+        run.scaler.unscale_(run.optimizer)  # so that both continue from the same gradients
         run.scaler.step(run.optimizer)
         run.scaler.update()
     generator = torch.Generator().manual_seed(5)

@@ -1,6 +1,6 @@
-"""A step captured in a CUDA graph: replays and eager steps in any order equal the eager run.
+"""A step is captured in a CUDA graph. Replays and eager steps in any order equal the eager run.
 
-The graph is emulated on the CPU, and a real one where there is a GPU.
+The graph is imitated on the CPU. With a GPU, a real one is used too.
 """
 
 import itertools
@@ -18,7 +18,7 @@ OVERFLOWS = (4, 5, 9)
 
 
 class Loop:
-    """A loop that clips, and what can be asked of its scaler after each step."""
+    """A loop that clips, and the values that can be read from its scaler after each step."""
 
     def __init__(self, optimizer, clip, device="cpu", **options):
         torch.manual_seed(0)
@@ -64,7 +64,7 @@ class Loop:
         }
 
     def run(self, batches):
-        """Step on each batch, and return all answers."""
+        """Step on each batch, and return all values that were read."""
         answers = []
         for batch in batches:
             self.inputs.copy_(batch)
@@ -81,13 +81,13 @@ def batches():
 
 
 def replay_and_step(loop, graph, eager):
-    """Go on after a capture; return what can be asked after each step."""
+    """Continue after a capture. Return the values that can be read after each step."""
     answers = {}
     for i, batch in enumerate(batches()[CAPTURED_AT:], CAPTURED_AT):
         loop.inputs.copy_(batch)
         loop.step() if i in eager else graph.replay()
         answers[i] = loop.answers()
-        if eager and i not in eager:  # the result asked for is the last eager step's
+        if eager and i not in eager:  # the result belongs to the last eager step
             answers[i] = {key: answers[i][key] for key in ("scale", "counts", "weights")}
     return answers
 
@@ -121,12 +121,15 @@ def test_a_captured_step_is_the_step(monkeypatch, optimizer, clip, eager, device
     before = loop.counts()
     with capture:
         loop.step()
-    assert loop.counts() == before  # a capture runs nothing
+    assert loop.counts() == before  # a capture does not run the ops
     check(replay_and_step(loop, graph, eager), want)
 
 
 def torch_refuses_to_fuse(optimizer):
-    """Return why torch alone cannot take a fused step on a GPU, or an empty string: torch 2.11 has none of Adagrad."""
+    """Return the reason why torch itself has no fused step on a GPU, or an empty string.
+
+    Torch 2.11 has none for Adagrad.
+    """
     param = torch.nn.Parameter(torch.ones(1, device="cuda"))
     param.grad = torch.ones_like(param)
     try:

@@ -1,4 +1,4 @@
-"""The rule of the scale: torch's, with a floor, a ceiling and three kinds of hysteresis."""
+"""The scale follows torch's rule, extended by a floor, a ceiling and three kinds of hysteresis."""
 
 import math
 import random
@@ -16,7 +16,7 @@ def dynamic(init_scale=2.0**16, **options):
 
 
 def run(scale, overflows):
-    """Apply a sequence of overflows (True) and good steps; return the scale after each."""
+    """Apply a sequence of overflows (True) and good steps (False). Return the scale after each."""
     scale.materialize("cpu")
     history = []
     for overflow in overflows:
@@ -27,7 +27,7 @@ def run(scale, overflows):
 
 
 class Apex:
-    """apex's update_scale_hysteresis kernel, told in Python floats."""
+    """apex's update_scale_hysteresis kernel, written with Python floats."""
 
     def __init__(self, scale, interval, hysteresis, floor):
         self.scale, self.interval, self.hysteresis, self.floor = scale, interval, hysteresis, floor
@@ -54,7 +54,7 @@ class Megatron(Apex):
         left = self.left
         super().update(overflow)
         if not overflow and self.tracker:
-            self.left = left  # restored by a growth alone
+            self.left = left  # only growth restores the hysteresis
 
 
 class DeepSpeed(Apex):
@@ -110,7 +110,7 @@ def test_a_scale_set_beyond_the_limits_is_not_forced_back():
 
 
 def test_a_lowered_interval_takes_effect():
-    """torch compares with ==: once passed, an interval is never reached again."""
+    """torch compares with ==, so it never reaches an interval that it has already passed."""
     scale = dynamic(8.0, growth_interval=100)
     run(scale, [False] * 25)
     scale.growth_interval = 3
@@ -118,7 +118,10 @@ def test_a_lowered_interval_takes_effect():
 
 
 def test_at_the_floor(weights, fused):
-    """Told of once, or each time."""
+    """By default the scaler warns once.
+
+    With on_min_scale="raise", each overflow at the floor raises an error.
+    """
     one = weights(fused=fused)
     scaler = GradScaler("cpu", init_scale=2.0, min_scale=1.0)
     one.train(scaler, math.inf)

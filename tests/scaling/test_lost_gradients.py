@@ -1,4 +1,4 @@
-"""Gradients that are dropped, overwritten or removed by hooks: which overflows count, what is refused."""
+"""Gradients that are dropped, overwritten or removed by hooks: which overflows count, and what is refused."""
 
 import itertools
 import math
@@ -56,7 +56,7 @@ def test_one_dropped_gradient_drops_no_batch(order, drop, fused):
 
 
 class TakesGradients(torch.optim.SGD):
-    """Removes each gradient as soon as it is made, as optimizers that offload to the CPU do."""
+    """Removes each gradient as soon as it exists, as optimizers with CPU offload do."""
 
     def __init__(self, params, lr):
         super().__init__(params, lr)
@@ -74,7 +74,7 @@ CAUSES = {
 @pytest.mark.parametrize("make", [torch.amp.GradScaler, GradScaler])
 @pytest.mark.parametrize("cause", CAUSES)
 def test_a_step_for_which_no_gradient_was_checked_is_refused(weights, cause, make):
-    """As in torch.amp: a loss was scaled, and no gradient can be checked."""
+    """As in torch.amp: a loss was scaled, but there is no gradient to check."""
     taking = cause == "a hook takes them away"
     one, other = weights(optimizer=TakesGradients if taking else torch.optim.SGD), weights()
     scaler = make("cpu", init_scale=8.0)
@@ -92,7 +92,7 @@ def test_a_step_for_which_no_gradient_was_checked_is_refused(weights, cause, mak
 
 
 def test_a_step_without_gradients_is_none_if_another_optimizer_has_some(weights):
-    """Of a loss that is the other's, as in a GAN; torch.amp refuses it."""
+    """The loss belongs to the other optimizer, as in a GAN. torch.amp raises an error here."""
     one, other = weights(), weights()
     scaler = fresh(one.optimizer, other.optimizer)
     other.backward(scaler, 2.0)
@@ -119,25 +119,25 @@ def test_the_gradients_of_another_optimizer_count_that_got_their_parameters_afte
 
 
 def test_steps_without_gradients_that_are_no_error(weights):
-    """Nothing was scaled for the optimizer: no backward pass has begun since its last step."""
+    """Nothing was scaled for the optimizer, because no backward pass has begun since its last step."""
     one, other = weights(), weights()
     for param in one.params:
         param.register_post_accumulate_grad_hook(lambda param: None)
     scaler = fresh(one.optimizer, other.optimizer)
     one.train(scaler, 2.0, 2.0)
     one.optimizer.zero_grad()
-    scaler.step(one.optimizer)  # a training step that had no loss
+    scaler.step(one.optimizer)  # a training step without a loss
     scaler.update()
     one.backward(scaler, 2.0)
     scaler.unscale_(one.optimizer)
     one.optimizer.zero_grad()
-    scaler.step(one.optimizer)  # checked, then dropped: as in torch.amp
+    scaler.step(one.optimizer)  # checked and then dropped, which torch.amp also allows
     assert one.value == -4.0
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_an_overflow_written_over_counts_for_each_owner(weights, fused, late):
-    """It counts also for an optimizer that is registered afterwards."""
+    """It also counts for an optimizer that is registered later."""
     one = weights(fused=fused)
     two = torch.optim.SGD(one.params[:1], lr=1.0, fused=fused)
     scaler = fresh(one.optimizer, *([] if late else [two]))

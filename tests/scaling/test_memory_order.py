@@ -1,4 +1,4 @@
-"""Gradients in another memory order than their parameters, for optimizers that assume the same order."""
+"""Gradients whose memory order differs from their parameters', for optimizers that assume the same order."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from amp_plugin import GradScaler, store_weights
 
 
 def without_amp_support(params, fused):
-    """As Adagrad is in torch 2.11."""
+    """Make an optimizer that has no support for loss scales, like Adagrad in torch 2.11."""
     optimizer = torch.optim.Adagrad(params, lr=0.1, fused=fused)
     optimizer._step_supports_amp_scaling = False
     return optimizer
@@ -31,7 +31,11 @@ LAYOUTS = {
 
 
 def trained(make, *, fused, steps=4, lay_out=None, convert_at=None, closure=False, **options):
-    """Return a weight after some steps; ``lay_out`` is applied to each gradient, ``convert_at`` a step."""
+    """Return a weight after some steps.
+
+    ``lay_out`` changes the memory order of each gradient. Before step ``convert_at``, the layer becomes
+    channels_last.
+    """
     torch.manual_seed(0)
     conv, shift = nn.Conv2d(5, 6, 3), nn.Parameter(torch.tensor(2.0))
     optimizer = make([shift, *conv.parameters()], fused)
@@ -63,12 +67,12 @@ def trained(make, *, fused, steps=4, lay_out=None, convert_at=None, closure=Fals
 @pytest.mark.parametrize("scaler", SCALERS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_fused_step_takes_gradients_and_state_in_any_order(optimizer, scaler, closure):
-    """A parameter of no dimensions comes first."""
+    """The first parameter has no dimensions."""
     make, options = OPTIMIZERS[optimizer], {**SCALERS[scaler], "closure": closure}
     supports_amp = getattr(make([nn.Parameter(torch.ones(1))], True), "_step_supports_amp_scaling", False)
     for name, lay_out in LAYOUTS.items():
         if name == "expanded" and (closure or not supports_amp):
-            continue  # one element for many cannot be unscaled in place
+            continue  # an expanded gradient cannot be unscaled in place
         right = trained(make, fused=False, lay_out=lambda grad, f=lay_out: f(grad).clone(), **options)
         found = trained(make, fused=True, lay_out=lay_out, **options)
         torch.testing.assert_close(

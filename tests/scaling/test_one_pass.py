@@ -1,4 +1,4 @@
-"""Steps in one pass: torch's results, torch's state, and the reasons for another step."""
+"""Steps in one pass give torch's results and torch's state. If another step is taken, the reason is known."""
 
 import copy
 import itertools
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.native
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("flags", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
 def test_each_step_is_torchs_to_the_last_bit(kind, flags, scale):
-    """From the same start each time, so that a difference is one of this step."""
+    """Each step starts from the same state, so a difference comes from this step."""
     run = Run(kind, scaler=scaler_of(scale), **flags)
     run.step()
     for seed in range(5):
@@ -31,7 +31,7 @@ def test_each_step_is_torchs_to_the_last_bit(kind, flags, scale):
 
 
 def described(state_dict):
-    """A state dict with dtypes and shapes in place of tensors, but for the count of steps."""
+    """Return a state dict with dtypes and shapes in place of tensors, except for step counts."""
     return {
         **state_dict,
         "state": {
@@ -53,7 +53,7 @@ def test_flags_may_be_anything_that_is_true_or_false(kind, flags):
 
 
 def set_options(**options):
-    """A change of the options that an optimizer has."""
+    """Return a change that sets options of an optimizer."""
 
     def change(run):
         for group in run.optimizer.param_groups:
@@ -96,7 +96,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_changes_between_steps(kind, scale):
-    """Each two changes, against torch's own step."""
+    """Every pair of changes is compared with torch's own step."""
     for names in itertools.combinations(CHANGES, 2):
         ours, theirs = (Run(kind, scaler=scaler_of(scale, one_pass=on)) for on in (True, False))
         for run in (ours, theirs):
@@ -189,7 +189,7 @@ def test_stored_weights_are_stepped_as_they_are(kind, weights, scale):
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
 def test_weights_that_are_kept_alone_are_rounded_as_by_the_own_step(make):
-    """With the same draws; a step that is skipped draws nothing."""
+    """Both use the same random bits. A skipped step uses none."""
     ends = {}
     for one_pass in (True, False):
         torch.manual_seed(0)
@@ -214,12 +214,13 @@ def test_weights_that_are_kept_alone_are_rounded_as_by_the_own_step(make):
 
 
 def test_rounding_at_random_in_one_pass_is_unbiased():
-    """Each draw from the same start: the mean is what float32 would be."""
+    """Each trial starts from the same state. The mean is the float32 result."""
     moved = []
     for seed in range(20):
         model = torch.nn.Linear(4096, 1, bias=False)
         torch.nn.init.ones_(model.weight)
-        optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-10)  # a quarter of what bfloat16 tells apart
+        # a quarter of the distance between two bfloat16 numbers
+        optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-10)
         store_weights(model, optimizer, weights="bf16-stochastic", seed=seed)
         scaler = GradScaler("cpu", enabled=False)
         model.weight.grad = torch.ones(1, 4096)
@@ -236,7 +237,7 @@ OTHER = type("OtherSGD", (torch.optim.SGD,), {})
 
 
 def changed_sgd(change):
-    """Make an SGD that something is done to."""
+    """Make an SGD optimizer and change something about it."""
 
     def make(params):
         optimizer = torch.optim.SGD(params, lr=0.1)
@@ -298,7 +299,7 @@ def test_schedulers_see_the_step_and_hooks_run(scale):
     run.optimizer.register_step_post_hook(lambda *given: seen.append(given))
     for _ in range(3):
         result = run.step()
-        scheduler.step()  # warns if no step has been counted
+        scheduler.step()  # would warn if no step had been counted
     assert result.one_pass
     result = run.step(factor=torch.inf)
     assert (result.skipped, result.one_pass) == (True, True)

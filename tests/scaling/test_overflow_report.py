@@ -27,7 +27,10 @@ TEXTS = [
 
 @pytest.mark.parametrize(("report", "summary", "meaning"), TEXTS)
 def test_what_it_says(report, summary, meaning):
-    """It is short for many, and begins at the loss; all at once points to the forward pass."""
+    """It stays short if there are many parameters, and lists those near the loss first.
+
+    If all overflowed, it points to the forward pass.
+    """
     assert report.summary().startswith(summary)
     assert re.search(meaning, report.meaning())
     assert str(report) == f"{report.summary()}\n{report.meaning()}".strip()
@@ -114,7 +117,7 @@ def test_the_report_knows_what_has_been_overwritten(weights, fused):
 
 
 def test_names_outlive_a_change_of_the_parameters():
-    """Layers that are unfrozen later are in the registered module already."""
+    """Layers that are unfrozen later already belong to the registered module."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
     scaler = GradScaler("cpu")

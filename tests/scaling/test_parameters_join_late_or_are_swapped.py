@@ -1,4 +1,4 @@
-"""Do steps stay right if parameters join late, are swapped, or gradients change between two calls?"""
+"""Are steps right if parameters join late or are swapped, or if gradients change between two calls?"""
 
 import copy
 import math
@@ -19,9 +19,9 @@ EDITS = {
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("whole", [True, False], ids=["optimizer", "params"])
 def test_gradients_are_read_again_after_user_code(weights, edit, whole):
-    """Version counters do not show writes by .data and numpy.
+    """Writes by .data and NumPy do not change version counters.
 
-    An old norm would allow a step of length 100.
+    With the old norm, a step of length 100 would be taken.
     """
     one, scaler = weights(count=1), GradScaler("cpu", init_scale=8.0)
     one.backward(scaler, 3.0)
@@ -39,7 +39,7 @@ def sgds(*param_lists):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_parameter_that_joins_before_anothers_update(weights, late):
-    """Before the backward or after it: its gradient is of that backward's scale."""
+    """It joins before or after the backward pass. In both cases its gradient carries that pass's scale."""
     one, other, second = weights(count=1), weights(), torch.nn.Parameter(torch.zeros(4))
     scaler = fresh(one.optimizer, other.optimizer)
     if not late:
@@ -108,7 +108,7 @@ def test_parameters_may_be_swapped_under_a_scaler():
 
 
 def test_an_update_after_each_optimizer_asks_few_others(monkeypatch):
-    """300 optimizers with an update() each: the work was quadratic."""
+    """There are 300 optimizers with an update() after each. This once took quadratic time."""
     params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(60)]
     optimizers, asked, is_pending = sgds(*([param] for param in params)), [], OptimizerState.delays_update
     scaler = fresh(*optimizers)
@@ -124,7 +124,10 @@ def test_an_update_after_each_optimizer_asks_few_others(monkeypatch):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Lookahead and its like: another optimizer's groups, and no ``Optimizer.__init__``."""
+    """A wrapper such as Lookahead.
+
+    It shares another optimizer's groups and does not call ``Optimizer.__init__``.
+    """
 
     def __init__(self, inner):
         self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, {}

@@ -1,4 +1,7 @@
-"""Gradients of gradients: equal to float32 autograd, without a sync, outside autocast."""
+"""Gradients of gradients equal those of float32 autograd.
+
+They need no host sync, and are computed outside autocast.
+"""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Do programs that rely on details of torch's scaler find the same details in ours?"""
+"""Do programs that depend on details of torch's scaler find the same details in ours?"""
 
 import pytest
 import torch
@@ -9,7 +9,10 @@ KINDS = [torch.amp.GradScaler, GradScaler]
 
 
 class Duck:
-    """Has ``param_groups``, made at each look, and ``step()``; no state, no hash, no weak references."""
+    """Has ``param_groups``, created at each access, and ``step()``.
+
+    It has no state, no hash and no weak references.
+    """
 
     __slots__ = ("lr", "params", "steps")
     __hash__ = None
@@ -29,7 +32,9 @@ class Duck:
 
 
 class Forwarding:
-    """Forwards attributes to what it wraps, also the list of hooks, as fastai's OptimWrapper does."""
+    """Forwards attributes to the object that it wraps, including the list of hooks, as fastai's OptimWrapper
+    does.
+    """
 
     def __init__(self, inner):
         self.__dict__["inner"] = inner
@@ -39,7 +44,7 @@ class Forwarding:
 
 
 class PlainDictOfHooks(torch.optim.SGD):
-    """Keeps its hooks in a plain dict, as wrappers that skip torch's constructor do."""
+    """Keeps its hooks in a plain dict, as wrappers do that do not call torch's constructor."""
 
     def __init__(self, params):
         super().__init__(params, lr=0.5)
@@ -55,7 +60,7 @@ def forwarding(params):
 
 
 def train(scaler, make=sgd, values=(1.0, 3.0, float("inf"), 2.0), clips=False, dtype=torch.float32):
-    """Train one weight; return it and the scale after each step."""
+    """Train one weight. Return the weight, and the scale after each step."""
     weight = torch.nn.Parameter(torch.ones(4, dtype=dtype))
     optimizer, seen = make([weight]), []
     for value in values:

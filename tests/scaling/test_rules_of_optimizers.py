@@ -1,4 +1,7 @@
-"""Is a step in one pass that of the optimizer's own class, for every class that has a rule?"""
+"""For every optimizer class that has a rule:
+
+does a step in one pass give the result of the class's own step?
+"""
 
 import copy
 import importlib
@@ -20,7 +23,8 @@ from amp_plugin.weights.one_pass import RULES, why_not
 
 pytestmark = pytest.mark.native
 
-SHAPES = [(16, 64), (64, 32), (1024,)]  # whole vectors: behind them torch's compiler fuses other products
+# whole vectors, because in the remaining elements the compiler of torch fuses other products
+SHAPES = [(16, 64), (64, 32), (1024,)]
 
 TORCH = {
     "Adam": {"weight_decay": 0.1, "amsgrad": True},
@@ -50,7 +54,10 @@ def muon(**options):
 
 
 def module_alone(name):
-    """Import a module of timm without its packages, which need torchvision; `make` puts timm apart."""
+    """Import one module of timm without its packages, which need torchvision.
+
+    `make` installs timm in a separate folder.
+    """
     package, *inner = name.split(".")[:-1]
     path = [str(Path(sys.prefix, "apart", package))]
     if not Path(*path).is_dir():
@@ -110,7 +117,7 @@ def make(name, params):
 
 
 class Side:
-    """Parameters, an optimizer, and a scaler that steps it in one pass or leaves it to its own class."""
+    """Parameters, an optimizer, and a scaler that either steps it in one pass or calls its own step."""
 
     def __init__(self, name, *, one_pass, scale=8.0):
         generator = torch.Generator().manual_seed(0)
@@ -133,20 +140,20 @@ class Side:
         return self.scaler.last_step(self.optimizer)
 
     def tensors(self):
-        """All that a step changes."""
+        """Return all tensors that a step changes."""
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         states = [value for param in params for value in self.optimizer.state[param].values()]
         return [*(param.detach() for param in self.params), *states]
 
     def numbers(self):
-        """What a step changes in the groups."""
+        """Return the numbers in the parameter groups that a step changes."""
         groups = self.optimizer.param_groups
         return [{k: v for k, v in group.items() if k != "params"} for group in groups]
 
 
 @pytest.fixture
 def exact_roots(monkeypatch):
-    """Square roots that are rounded to nearest: those of MKL, which torch takes, are off by one in 0.6 % of cases."""
+    """Use correctly rounded square roots. MKL's, which torch uses, are off by one unit in 0.6 % of cases."""
 
     def root(tensor):
         return tensor.double().sqrt().to(tensor.dtype)
@@ -163,10 +170,13 @@ def exact_roots(monkeypatch):
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "SGD"])
 def test_each_step_has_the_bits_of_its_own_class(name, exact_roots):
-    """From the same start each time. Adam, AdamW and SGD have those of the fused step, by one last place."""
+    """Each step starts from the same state.
+
+    Adam, AdamW and SGD equal the fused step within one unit in the last place.
+    """
     ours = Side(name, one_pass=True)
     ours.step(0)
-    for seed in range(1, 12):  # RAdam changes its formula at the sixth
+    for seed in range(1, 12):  # RAdam changes its formula at the sixth step
         theirs = Side(name, one_pass=False)
         theirs.start_from(ours)
         result = ours.step(seed)
@@ -203,26 +213,30 @@ def exact_params(model):
 
 
 def in_float64(name, model, optimizer, divisor):
-    """The step of the optimizer's own class in float64, from what is stored: parameters and states after it."""
+    """Run the step of the optimizer's own class in float64, from the stored values.
+
+    Return parameters and states.
+    """
     grads = [param.grad.double() / divisor for param in model.parameters()]
     params = [torch.nn.Parameter(value.double()) for value in exact_params(model)]
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
     twin = make(name, params)
-    twin.load_state_dict(copy.deepcopy(fp32_state_dict(optimizer)))  # else both would count in one tensor
+    # otherwise both would count in the same tensor
+    twin.load_state_dict(copy.deepcopy(fp32_state_dict(optimizer)))
     total = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads]))
     return params, twin, (MAX_NORM / (total + 1e-6)).clamp(max=1.0)
 
 
 def largest_difference(mine, right):
-    """As a share of the largest number."""
+    """Return the largest difference, relative to the largest number."""
     return ((mine.double() - right).abs().max() / right.abs().max().clamp(min=1e-12)).item()
 
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.filterwarnings("ignore:AdamWScheduleFree keeps 'z' in float32")
 def test_each_step_is_that_of_its_own_class_in_float64(name):
-    """However weights and states are stored, scaled or not, clipped or not: one step from the same numbers."""
+    """One step from the same numbers, for each storage of weights and states, scaled or not, clipped or not."""
     dim = 2 if name.startswith("Muon") else 1
     for number, (weights, state, scaled, clips) in enumerate(
         itertools.product(WEIGHTS, STATES, (False, True), (False, True))
@@ -249,7 +263,8 @@ def test_each_step_is_that_of_its_own_class_in_float64(name):
         coarse = 2.0**-7 if weights == "bf16-stochastic" else 2e-6
         for mine, right in zip(exact_params(model), params, strict=True):
             difference = largest_difference(mine, right.detach())
-            # Muon's products are of bfloat16 numbers, which a last place of float32 may round to a neighbour.
+            # Muon multiplies bfloat16 numbers. A difference in float32's last place can round one of them to
+            # its neighbor.
             assert difference < (max(coarse, 1e-3) if "Muon" in name else coarse), f"{case}: {difference}"
         after = fp32_state_dict(optimizer)["state"]
         for entry, right in zip(after.values(), twin.state_dict()["state"].values(), strict=True):
@@ -269,14 +284,14 @@ def test_a_class_that_changes_the_step_is_not_taken_for_its_base(monkeypatch):
     assert "there is no rule for the class" in why_not(Changed(params))
     assert why_not(cls(params, decoupled_weight_decay=True)) == "decoupled_wd=True"
     other = cls(params)
-    other.defaults["cautious_factor"] = 0.5  # as a later release might
+    other.defaults["cautious_factor"] = 0.5  # as a later release might do
     assert why_not(other) == "its option cautious_factor is not known"
     monkeypatch.setattr(cls, "step", lambda self, closure=None: None)
     assert why_not(cls(params)) == "its step was replaced"
 
 
 def test_muon_leaves_sharded_matrices_to_the_own_step():
-    """The products of a part of a matrix are not a part of its products."""
+    """The products of a shard are not a shard of the products."""
     group = {"params": [types.SimpleNamespace(_local_tensor=torch.ones(2, 2))]}
     with pytest.raises(ValueError, match="need whole matrices"):
         MuonStep(None, group)
@@ -302,13 +317,13 @@ def test_an_option_that_changes_the_step_keeps_the_step_of_the_class(name, optio
     assert not why_not(made)
     assert next(iter(options)) in why_not(type(made)(params, **options))
     group = {"params": [torch.nn.Parameter(torch.ones(4, 4))], **options}
-    if "maximize" not in options:  # an attribute of the optimizer in pytorch_optimizer
+    if "maximize" not in options:  # in pytorch_optimizer this is an attribute of the optimizer
         made.add_param_group(group)
         assert next(iter(options)) in why_not(made)
 
 
 class Traffic(TorchDispatchMode):
-    """Counts how often ops read gradients, and the bytes that they move outside matrix products."""
+    """Counts how often ops read gradients, and the bytes that they move outside of matrix products."""
 
     def __init__(self, params):
         super().__init__()
@@ -337,16 +352,17 @@ class Traffic(TorchDispatchMode):
 
 
 def test_a_step_of_muon_moves_few_bytes_beside_its_products():
-    """A float32 element moves 46 bytes: 4 for the check, 20 in the op before the products, 10 in the op after them.
+    """For a float32 element it moves 46 bytes: 4 for the check, 20 in the op before the products, 10 in the
+    op after.
 
-    Between the two torch rounds to bfloat16 (6 bytes), and divides by the norm (6). The count is 6 higher: it
-    takes every argument that an op may write for one that it reads and writes.
+    Between the two, torch rounds to bfloat16 (6 bytes) and divides by the norm (6 bytes). The count is 6
+    higher, because it assumes that an op reads and writes every argument that it may write.
     """
     moved, reads = {}, {}
     for scaler in (GradScaler("cpu", init_scale=8.0), torch.amp.GradScaler("cpu", init_scale=8.0)):
         params = [torch.nn.Parameter(torch.randn(256, 128)), torch.nn.Parameter(torch.randn(128, 256))]
         optimizer = torch.optim.Muon(params)
-        for _ in range(2):  # the first step makes the state
+        for _ in range(2):  # the first step creates the state
             optimizer.zero_grad()
             scaler.scale(sum((param * param).sum() for param in params)).backward()
             is_ours = isinstance(scaler, GradScaler)

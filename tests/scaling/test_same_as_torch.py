@@ -1,4 +1,4 @@
-"""Where torch.amp.GradScaler is right, ours does the same, bit for bit."""
+"""Where torch.amp.GradScaler gives right results, ours gives the same, bit for bit."""
 
 import copy
 import inspect
@@ -117,7 +117,7 @@ def test_getters_and_setters():
         scaler.set_growth_factor(3.0)
         scaler.set_backoff_factor(0.25)
         scaler.set_growth_interval(5)
-        scaler._init_scale = 4.0  # as programs do
+        scaler._init_scale = 4.0  # as programs also do
         assert (scaler.get_growth_factor(), scaler.get_backoff_factor()) == (3.0, 0.25)
         assert (scaler.get_growth_interval(), scaler._init_scale) == (5, 4.0)
     with pytest.raises(ValueError, match="growth_factor=.* more than 1"):
@@ -178,7 +178,7 @@ def test_an_overflow_that_a_program_writes_after_unscaling_counts(make):
 @pytest.mark.parametrize("make", [torch.amp.GradScaler, GradScaler])
 @pytest.mark.parametrize("factor", [1.0, math.inf])
 def test_whether_a_step_was_skipped_is_read_until_the_update(make, factor):
-    """``_found_inf_per_device`` is how programs ask torch's scaler for it."""
+    """Programs find this out from ``_found_inf_per_device`` of torch's scaler."""
     scaler, weight = make("cpu", init_scale=8.0), torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""All ranks compute with the same native code, or a warning says so."""
+"""All ranks compute with the same native code. If they do not, a warning says so."""
 
 from types import SimpleNamespace
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
     ids=["alike", "without the native core", "with CUDA kernels", "with other CUDA kernels"],
 )
 def test_ranks_with_other_code_are_refused(monkeypatch, others, kernels, refused):
-    """The other rank has what is given; this one has the native core and perhaps CUDA kernels."""
+    """This rank has the native core, and possibly CUDA kernels. The other rank has the given code."""
 
     def all_reduce(tensor, op, group):
         other = torch.tensor(others)
@@ -46,7 +46,7 @@ def test_ranks_with_other_code_are_refused(monkeypatch, others, kernels, refused
 
 @pytest.fixture
 def collectives_seen(monkeypatch):
-    """The group and the number of elements of each collective; nothing is sent."""
+    """Return the group and the number of elements of each collective. Nothing is sent."""
     seen = []
     monkeypatch.setattr(
         torch.distributed, "all_reduce", lambda tensor, op, group: seen.append((group, tensor.numel()))
@@ -60,7 +60,7 @@ def measurement(norm, layout=None, found=0.0):
 
 
 def launches_of(call):
-    """Return what the call returns, and the ops that are a launch each on a GPU."""
+    """Return the call's result, and the ops that are one launch each on a GPU."""
     with OpsSeen() as seen:
         result = call()
     return result, [name for name in seen.names if name not in {"select", "empty"}]
@@ -74,7 +74,7 @@ ONE_PLACE = ["pack_measurements_", "unpack_measurements"]
 def test_one_small_op_stands_on_either_side_of_the_collective(collectives_seen, kind, count):
     measured = [measurement(3.0) for _ in range(count)]
     ranks = Ranks(**{kind: ("a",)})
-    ranks.combine(measured, 2.0, CPU, ())  # the ranks agree on their core
+    ranks.combine(measured, 2.0, CPU, ())  # first the ranks compare their cores
     collectives_seen.clear()
     (norm, found), launches = launches_of(lambda: ranks.combine(measured, 2.0, CPU, ()))
     assert (norm.item(), found.item()) == (pytest.approx(3.0 * count**0.5), 0.0)
@@ -83,7 +83,7 @@ def test_one_small_op_stands_on_either_side_of_the_collective(collectives_seen, 
 
 
 class Mesh:
-    """As much of a DeviceMesh as is asked for."""
+    """The part of a DeviceMesh that the code uses."""
 
     def __init__(self, *sizes):
         self._sizes, self.ndim = sizes, len(sizes)
@@ -96,12 +96,12 @@ class Mesh:
 
 
 def test_layouts_of_one_mesh_share_its_collectives(collectives_seen):
-    """FSDP2 over tensor parallelism: some weights are split by both, some by one."""
+    """With FSDP2 over tensor parallelism, some weights are split along both dimensions, some along one."""
     mesh = Mesh(2, 4)
     both, one = ShardLayout(mesh, (True, True)), ShardLayout(mesh, (True, False))
     measured = [measurement(3.0, both), measurement(8.0, one)]
     (norm, found), launches = launches_of(lambda: Ranks().combine(measured, 2.0, CPU, (both, one)))
-    assert norm.item() == 5.0  # the second is the same on four ranks, and nobody adds up here
+    assert norm.item() == 5.0  # the second is replicated on four ranks, and nothing is really added here
     assert launches == ONE_PLACE
     assert collectives_seen == [((mesh, 0), 3), ((mesh, 1), 3)]
     assert found.item() == 0.0
@@ -113,9 +113,9 @@ def test_an_overflow_goes_through_the_collectives_of_every_mesh(monkeypatch):
 
     def all_reduce(tensor, op, group):
         if tensor.shape == (2, 2):
-            return  # who has the native core
+            return  # the exchange about the native core
         if group == (meshes[0], 0):
-            tensor[-1] += 1.0  # another rank has seen one
+            tensor[-1] += 1.0  # another rank has seen an overflow
         else:
             sent.append(tensor.reshape(-1)[-1].item())
 
@@ -126,5 +126,6 @@ def test_an_overflow_goes_through_the_collectives_of_every_mesh(monkeypatch):
     (norm, found), launches = launches_of(lambda: ranks.combine(measured, 2.0, CPU, layouts))
     assert (norm.item(), found.item()) == (5.0, 1.0)
     assert sent == [1.0, 1.0]
-    ours = [name for name in launches if name in ONE_PLACE]  # the rest is what this test sends
+    # the remaining collectives are those of this test
+    ours = [name for name in launches if name in ONE_PLACE]
     assert ours == ["pack_measurements_"] * 3 + ["unpack_measurements"]

@@ -1,4 +1,4 @@
-"""A model on two devices with one scaler: gradients on both devices are unscaled, and both skip together."""
+"""A model on two devices with one scaler: gradients on both devices are unscaled and checked together."""
 
 import itertools
 
@@ -24,7 +24,7 @@ def current_device(request):
 
 
 class Split(nn.Module):
-    """Two layers, each on a device of its own."""
+    """Two layers on different devices."""
 
     def __init__(self, devices):
         super().__init__()
@@ -37,7 +37,7 @@ class Split(nn.Module):
 
 
 def train(amp, devices, *, fused, clip):
-    """Train with steps that overflow; return the weights and the loss scale after each step."""
+    """Train with some steps that overflow. Return the weights, and the loss scale after each step."""
     model, scales = Split(devices), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
     scaler = amp.GradScaler("cuda", init_scale=2.0**10, growth_interval=2)

@@ -1,4 +1,4 @@
-"""The native ledger passes DTensor gradients to the kernels without Python code for each of them."""
+"""The native ledger passes DTensor gradients to kernels without running Python code for each of them."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.native
 
 @pytest.fixture(scope="module")
 def meshes():
-    """Two meshes of four ranks, and another object equal to the first."""
+    """Return two meshes of four ranks, and a third one that equals the first."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         yield (
@@ -67,7 +67,7 @@ def test_the_same_batches(meshes, monkeypatch):
     one_by_one = described(batch_gradients(params))
     monkeypatch.setattr(gradients, "local_gradient", lambda param: pytest.fail("looked at by Python"))
     assert described(batches_of(params)) == one_by_one
-    assert len(one_by_one) == 5  # plain; sharded on an equal mesh; replicated; two layouts of the square
+    assert len(one_by_one) == 5  # plain; sharded on an equal mesh; replicated; two layouts on the 2 x 2 mesh
 
 
 @pytest.mark.parametrize("write", [False, True])

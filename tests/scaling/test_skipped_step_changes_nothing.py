@@ -1,4 +1,4 @@
-"""Invariant 2: a step with a gradient that is not finite changes nothing, with a loss scale and without."""
+"""Invariant 2: a step with a non-finite gradient changes nothing, with a loss scale and without."""
 
 import math
 
@@ -12,7 +12,10 @@ BATCHES = 20
 
 
 def train(scaler, cls, options, poisoned, poison=1.0, clip=None, drop=False):
-    """Twenty batches, one of them poisoned or dropped; return all numbers and the results of the steps."""
+    """Train on twenty batches, one of which is poisoned or left out.
+
+    Return all numbers, and the results of the steps.
+    """
     model, optimizer = build(cls, options)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     generator = torch.Generator().manual_seed(1)
@@ -40,7 +43,10 @@ def train(scaler, cls, options, poisoned, poison=1.0, clip=None, drop=False):
 @pytest.mark.parametrize(("clip", "poison"), [(None, math.nan), (None, -math.inf), (0.1, math.inf)])
 @pytest.mark.parametrize("poisoned", [0, 7])
 def test_a_poisoned_batch_leaves_what_a_dropped_one_leaves(cls, options, poisoned, clip, poison, scale):
-    """torch's fused SGD allocates its momentum in a first step that it skips, and leaves it unwritten."""
+    """If torch's fused SGD skips its first step, it allocates momentum buffers and leaves them uninitialized.
+
+    Ours must not.
+    """
     numbers, skipped = train(scaler_of(scale, dynamic=False), cls, options, poisoned, poison, clip)
     right, _ = train(scaler_of(scale, dynamic=False), cls, options, poisoned, clip=clip, drop=True)
     assert all(map(torch.equal, numbers, right))
@@ -50,7 +56,10 @@ def test_a_poisoned_batch_leaves_what_a_dropped_one_leaves(cls, options, poisone
 
 @pytest.mark.parametrize("mended", [True, False])
 def test_gradients_that_are_mended_or_spoilt_after_a_clip_has_seen_them(weights, scale, mended):
-    """Those of the step count; with a loss scale an overflow that was seen stays one, as in torch.amp."""
+    """The gradients at the step count.
+
+    With a loss scale, an overflow that a clip has seen stays one, as in torch.amp.
+    """
     one, scaler = weights(), scaler_of(scale)
     scaler.register(one.optimizer)
     one.backward(scaler, math.nan if mended else 1.0)
@@ -84,7 +93,7 @@ def test_raise_names_the_parameters_and_leaves_the_weights(weights):
 
 
 def test_raise_waits_for_the_loss_scale(weights):
-    """Overflows at a scale above 1 are how a scale is found."""
+    """While the scale is above 1, overflows are expected, because the scaler is looking for the right scale."""
     one, scaler = weights(), GradScaler("cpu", init_scale=4.0, on_nonfinite="raise")
     one.train(scaler, math.inf, math.inf)
     with pytest.raises(FloatingPointError, match=r"are not finite \(inf in 3 gradients.*'skip' goes on"):
@@ -110,4 +119,4 @@ def test_a_run_that_only_skips_says_so_once(weights, fused, scale):
     text = rf"50 steps of SGD in a row were skipped.*inf in 3 gradients: param_groups.*{why}.*amp-plugin diagnose"
     with pytest.warns(UserWarning, match=text):
         one.train(scaler, math.inf)
-    one.train(scaler, *[math.inf] * 100)  # once is enough
+    one.train(scaler, *[math.inf] * 100)  # one run is enough

@@ -1,4 +1,4 @@
-"""A finite spike is skipped, clipped or raised, and a skipped one leaves no trace."""
+"""A finite spike is skipped or clipped, or raises an error. A skipped spike leaves no trace."""
 
 import copy
 import math
@@ -16,7 +16,7 @@ SCALES = [None, 2.0**10]
 
 
 def run(rule, scale=None, *, kind="adamw", planted=True, factor=40.0, way="plain", micro=1, **options):
-    """Train with a schedule that follows landed steps; the step PLANTED is a spike, or is not there."""
+    """Train with a schedule that follows the steps taken. Step PLANTED is a spike, or is left out."""
     growth = {} if scale is None else {"growth_interval": 3}
     training = Run(kind, scaler=scaler_of(scale, on_spike=rule, **growth), **options)
     optimizer, scaler = training.optimizer, training.scaler
@@ -188,7 +188,7 @@ class _Params:
 
 
 def test_each_optimizer_has_statistics_of_its_own():
-    """The second one's gradients are a thousand times the first one's, and only its own spike is one."""
+    """The second optimizer's gradients are a thousand times larger, and only its own spike counts as one."""
     weights = [torch.nn.Parameter(torch.ones(8)) for _ in range(2)]
     optimizers = [torch.optim.SGD([w], lr=1e-6) for w in weights]
     scaler = GradScaler("cpu", enabled=False, on_spike=Spike(**RULE))
@@ -213,7 +213,7 @@ def test_a_spike_of_the_loss(scale):
     told = []
     for step in range(10):
         optimizer.zero_grad()
-        for half in (0.5, 0.25):  # micro-batches: their losses add up
+        for half in (0.5, 0.25):  # losses of micro-batches are added
             shift = 9.0 if step == 7 else 0.01 * (step % 3)
             scaler.scale((weight.sum() * 0.1 + shift) * half).backward()
         scaler.step(optimizer)

@@ -1,4 +1,4 @@
-"""On a GPU spikes are judged by one launch and no wait, and a log costs neither."""
+"""On a GPU, spikes are judged in one launch without a wait for the device. A log adds neither."""
 
 import contextlib
 
@@ -109,7 +109,7 @@ def test_neither_waits_for_the_device(optimizer, clip, action):
 
 @pytest.mark.parametrize("optimizer", [sgd, fused_adamw])
 def test_weights_are_held_from_a_spike_until_it_is_raised(optimizer):
-    """The host may learn of a spike some steps late; what it has queued by then changes nothing."""
+    """The host may learn of a spike some steps late. The steps queued in the meantime change nothing."""
     with host_device.late_work() if host_device.LOADED else contextlib.nullcontext():
         weight = torch.nn.Parameter(torch.ones(64, device="cuda"))
         stepper = optimizer([weight])

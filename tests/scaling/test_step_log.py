@@ -1,4 +1,4 @@
-"""The log of steps, in every order in which the host can learn of skips."""
+"""The log of steps is right, in whatever order the host learns of skipped steps."""
 
 import copy
 import itertools
@@ -16,7 +16,7 @@ from amp_plugin.scaling.step_log import StepLog, StepResult
 
 
 class Result(StepResult):
-    """A StepResult that the host knows from a given step on, without waiting."""
+    """A StepResult whose outcome the host knows only from a given step on."""
 
     def __init__(self, clock, *, skipped, delay):
         super().__init__(
@@ -41,7 +41,7 @@ def add(log, optimizer, *, skipped, delay=0, clock=(0,)):
 
 
 def held(skips, delays, *, exact=False, of_one=False):
-    """Return after each step of one optimizer whether its schedulers sit it out."""
+    """Return, for each step of one optimizer, whether its schedulers skip it."""
     log, clock, told, optimizer = StepLog(), [0], [], sgd()
     if exact or of_one:
         log.wait_for(optimizer if of_one else None)
@@ -66,8 +66,10 @@ def test_a_skip_known_at_once_holds_schedulers_at_once_and_an_exact_log_waits(op
 @pytest.mark.parametrize(
     ("skips", "delays", "expected"),
     [
-        ([True, False, False, True, False], [1] * 5, [False, True, False, False, True]),  # one step later
-        ([True, True, False, False, False], [2, 0, 0, 0, 0], [False, False, True, True, False]),  # in order
+        # known one step later
+        ([True, False, False, True, False], [1] * 5, [False, True, False, False, True]),
+        # known in order
+        ([True, True, False, False, False], [2, 0, 0, 0, 0], [False, False, True, True, False]),
     ],
 )
 def test_a_skip_known_later_holds_schedulers_later(skips, delays, expected):
@@ -77,7 +79,8 @@ def test_a_skip_known_later_holds_schedulers_later(skips, delays, expected):
 @settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=10), st.integers(0, 3))
 def test_schedulers_are_held_once_for_each_skip(skips, delay):
-    calm = [False] * (len(skips) * (delay + 2) + delay)  # good steps, in which what is owed can be paid
+    # good steps, in which schedulers can make up for earlier ones
+    calm = [False] * (len(skips) * (delay + 2) + delay)
     told = held([*skips, *calm], [delay] * (len(skips) + len(calm)))
     assert sum(told) == sum(skips)
 
@@ -164,13 +167,13 @@ def test_what_a_subscriber_raises_ends_the_step_and_loses_no_other():
 
 def test_an_optimizer_that_is_gone_stays_counted():
     log = StepLog(skipped_before=5)
-    for _ in range(40):  # some take the place of those before in memory
+    for _ in range(40):  # some reuse the memory of earlier ones
         add(log, sgd(), skipped=True)
     assert log.skipped_steps() == 45
 
 
 def test_a_captured_step_is_not_waited_for(monkeypatch):
-    """Its flag belongs to the graph, which writes it at each replay."""
+    """Its flag belongs to the graph, and every replay writes it."""
     log, optimizer = StepLog(), sgd()
     monkeypatch.setattr(step_log, "capturing", lambda _: True)
     add(log, optimizer, skipped=True, delay=9)
@@ -200,9 +203,9 @@ def test_a_flag_that_the_host_knew_is_not_read_at_replays(monkeypatch):
 def test_a_flag_comes_to_the_host_whatever_the_default_and_the_current_device(monkeypatch):
     device, event, whole_empty = torch.device("cuda", 1), MagicMock(), torch.empty
     with torch.device("meta"):
-        torch.ones(())  # torch lists what makes tensors, before it is patched
+        torch.ones(())  # torch must list its factory functions before one is patched
 
-    def empty(*size, pin_memory, **options):  # there is nothing to pin memory for
+    def empty(*size, pin_memory, **options):  # without a GPU, memory cannot be pinned
         return whole_empty(*size, **options)
 
     shown = {"device": device, "dtype": torch.float32, "shape": ()}

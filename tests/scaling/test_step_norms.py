@@ -1,4 +1,4 @@
-"""The norms in a result: before the first clip, and of the gradients that the step used."""
+"""A result has two norms: the one before the first clip, and that of the gradients which the step used."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Each step is recorded: in a file that is complete after a kill, by a function, and by the logger."""
+"""Each step is recorded: by a function, by a logger, and in a file that is complete even after a kill."""
 
 import contextlib
 import json
@@ -126,7 +126,7 @@ def test_every_line_is_whole_after_a_kill_and_a_resumed_run_goes_on_behind_it(tm
     text = path.read_text()
     assert text.endswith("\n")
     count = len([json.loads(line) for line in text.splitlines()])
-    path.write_text(text + '{"step": 17, "torn')  # what a full disk leaves
+    path.write_text(text + '{"step": 17, "torn')  # the result of a full disk
     train(path)
     assert len(read_records(path)) == count + 5
 
@@ -145,7 +145,7 @@ def test_what_fails_in_a_log_is_one_warning_and_the_run_goes_on(tmp_path):
         msg = "the tracker is away"
         raise OSError(msg)
 
-    for log in (fail, tmp_path):  # a folder cannot be written
+    for log in (fail, tmp_path):  # a folder cannot be written as a file
         with pytest.warns(UserWarning, match="the log .* has ended") as caught:
             training = train(log, factors=[1.0] * 4)
         assert len(caught) == 1

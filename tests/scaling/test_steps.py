@@ -1,4 +1,7 @@
-"""The optimizer step: its result, its return value, its host syncs, and the files that it passes through."""
+"""The optimizer step:
+
+its result, its return value, its host syncs, and the source files that a step runs through.
+"""
 
 import copy
 import math
@@ -85,13 +88,13 @@ def test_the_norm_of_a_step_is_that_of_all_micro_batches(weights, fused, early):
         scaler.scale(one.loss(gradient)).backward()
         calls[early]()
     scaler.clip_grad_norm_(one.optimizer, 0.5)
-    scaler.scale(other.loss(1.0)).backward()  # adds nothing to the first one's
+    scaler.scale(other.loss(1.0)).backward()  # adds nothing to the first optimizer's gradients
     scaler.step(one.optimizer)
     assert scaler.last_step(one.optimizer).norm.item() == pytest.approx(7.0 * 12**0.5, rel=1e-6)
 
 
 def test_results_nobody_keeps_are_not_kept(weights):
-    """A constant scale needs no update(): without one, results must not pile up."""
+    """A constant scale needs no update(). Without update(), results must not accumulate."""
     one, scaler, results = weights(), GradScaler("cpu", dynamic=False), []
     for _ in range(5):
         one.backward(scaler)
@@ -109,7 +112,7 @@ def test_an_optimizer_without_gradients_steps(weights, scale):
 
 
 def test_found_inf_is_exactly_one_on_the_fused_path(weights):
-    """torch adds the flags of several devices up; the CPU's fused AdamW steps on 2.0."""
+    """torch adds the flags of several devices. The CPU's fused AdamW takes the step if the sum is 2.0."""
     seen = []
 
     class Spy(torch.optim.SGD):
@@ -120,7 +123,7 @@ def test_found_inf_is_exactly_one_on_the_fused_path(weights):
     one = weights(optimizer=Spy, fused=True)
     scaler = GradScaler("cpu", init_scale=8.0)
     scaler.scale(one.loss(math.inf)).backward()
-    scaler.update(4.0)  # overflow by rescaling and in the gradients themselves
+    scaler.update(4.0)  # an overflow caused by rescaling, and one in the gradients themselves
     scaler.step(one.optimizer)
     assert seen == [1.0]
     assert not hasattr(one.optimizer, "found_inf")
@@ -175,7 +178,7 @@ def test_the_value_of_step_is_returned(weights, scale):
 
 
 def test_no_host_sync_before_somebody_asks(weights, forbid_host_syncs, scale):
-    """On the fused path nothing is read back."""
+    """On the fused path, nothing is read back."""
     one = weights(fused=True, optimizer=torch.optim.AdamW)
     scaler = scaler_of(scale)
     with forbid_host_syncs():
@@ -227,7 +230,7 @@ def test_options_leave_the_step_and_the_clip_to_torch(options, text):
 
 
 class Calls:
-    """The functions of amp_plugin.scaling that run inside ``with``, by file and name."""
+    """Records the functions of amp_plugin.scaling that run inside ``with``, by file and name."""
 
     def __init__(self):
         self.seen = []
@@ -251,7 +254,7 @@ MOST_FILES = {"plain": 14, "in one call": 13, "closure": 16}
 
 
 def take(run, form, poison=1.0):
-    """One step with a clip, in one of the forms."""
+    """Take one step with a clip, in one of the forms."""
 
     def backward():
         run.backward(factor=poison)

@@ -1,4 +1,4 @@
-"""Does a scaler that a program switches off and on by ``_enabled`` behave like torch's?"""
+"""If a program turns a scaler off and on by ``_enabled``, does ours behave like torch's?"""
 
 import pytest
 import torch
@@ -9,7 +9,10 @@ KINDS = [torch.amp.GradScaler, GradScaler]
 
 
 def train(kind, is_on, *, clips=False, zeroes=True, make=torch.optim.SGD):
-    """Train one weight, the scaler on or off in each iteration; return weight, gradient and scale after each."""
+    """Train one weight with the scaler on or off in each iteration.
+
+    Return weight, gradient and scale after each.
+    """
     weight = torch.nn.Parameter(torch.ones(4))
     scaler, optimizer, seen = kind("cpu", init_scale=4.0, growth_interval=2), make([weight], lr=0.5), []
     for number, on in enumerate(is_on):

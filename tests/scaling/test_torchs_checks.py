@@ -1,4 +1,4 @@
-"""torch.amp's own checks compared with ours: a misuse that torch refuses is refused here too."""
+"""Every misuse that torch.amp's own checks refuse is refused by ours too."""
 
 import gc
 
@@ -42,7 +42,10 @@ def test_a_forgotten_update_of_a_closure(weights):
 
 
 def test_a_forgotten_update_of_two_optimizers(weights):
-    """A critic may step again before its generator, which torch refuses; once both have, an update is due."""
+    """A critic may step again before its generator, which torch refuses.
+
+    When both have stepped, an update is due.
+    """
     critic, generator = weights(), weights()
     scaler = fresh(critic.optimizer, generator.optimizer)
     for one in (critic, critic, generator):
@@ -66,7 +69,7 @@ def test_an_update_after_a_step_past_the_scaler_is_an_error(weights, scaler_clas
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"momentum": 0.9}])
 @BOTH
 def test_a_step_past_the_scaler_with_scaled_gradients(weights, scaler_class, options):
-    """torch.amp steps with gradients eight times too large."""
+    """torch.amp takes a step with gradients that are eight times too large."""
     one, scaler = weights(**options), scaler_class("cpu", init_scale=8.0)
     one.train(scaler, 1.0)
     one.backward(scaler)
@@ -77,7 +80,7 @@ def test_a_step_past_the_scaler_with_scaled_gradients(weights, scaler_class, opt
     with pytest.raises(RuntimeError, match=r"SGD.step\(\) is called past the scaler.*scaler.unscale_"):
         one.optimizer.step()
     assert one.value == -1.0
-    scaler.unscale_(one.optimizer)  # as it is right
+    scaler.unscale_(one.optimizer)  # the right way
     one.optimizer.step()
     assert one.value <= -2.0
 

@@ -1,4 +1,4 @@
-"""Does the scaler step unusual optimizers as torch's does: grad_scaler arguments, mocks, nesting?"""
+"""Does the scaler step unusual optimizers as torch's does: grad_scaler arguments, mocks, nested ones?"""
 
 import math
 import warnings
@@ -13,7 +13,7 @@ KINDS = [torch.amp.GradScaler, GradScaler]
 
 
 class Asking(torch.optim.SGD):
-    """Follows torch's older contract: ``step(grad_scaler=)``, which unscales and skips by itself."""
+    """Follows torch's older contract: ``step(grad_scaler=)`` unscales and skips by itself."""
 
     def __init__(self, params):
         super().__init__(params, lr=0.5)
@@ -124,7 +124,7 @@ def outcome(kind, make, factor, *, enabled, unscales):
             scaler.update()
     except (AssertionError, TypeError, RuntimeError) as error:
         return type(error)
-    if isinstance(optimizer.step, type(scaler.step)):  # a scheduler has wrapped it
+    if isinstance(optimizer.step, type(scaler.step)):  # a scheduler has wrapped the step
         return weight.tolist(), weight.grad.tolist(), scaler.get_scale()
     calls = [(call.args, sorted(call.kwargs)) for call in optimizer.step.call_args_list]
     return calls, weight.tolist(), weight.grad.tolist(), scaler.get_scale()
@@ -142,13 +142,14 @@ def outcome(kind, make, factor, *, enabled, unscales):
 def test_a_mock_is_stepped_as_by_torch(make, factor, enabled, unscales):
     theirs, ours = (outcome(kind, make, factor, enabled=enabled, unscales=unscales) for kind in KINDS)
     if make is magic_with_groups and isinstance(ours, tuple):
-        # It claims a fused kernel, which would divide the gradients by torch's scale. Ours divides them before.
+        # The optimizer claims a fused kernel, which would divide the gradients by the scale. Our scaler
+        # divides them first.
         theirs, ours = (result[:2] + result[3:] for result in (theirs, ours))
     assert ours == theirs
 
 
 class Holding(torch.optim.Optimizer):
-    """Holds another optimizer and shares its groups, as SAM does."""
+    """Contains another optimizer and shares its groups, as SAM does."""
 
     def __init__(self, params):
         super().__init__(params, {})

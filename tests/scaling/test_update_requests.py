@@ -1,4 +1,4 @@
-"""``update()`` is a request: gradients that are not used yet keep their scale, or are converted."""
+"""``update()`` is a request: gradients not used yet keep their scale, or are converted to the new one."""
 
 import gc
 
@@ -92,7 +92,7 @@ def halves():
 
 @pytest.mark.parametrize("joins", [False, True])
 def test_fp16_gradients_are_not_rescaled_the_update_waits(weights, joins):
-    """Those of a parameter that joins after the backward wait too."""
+    """It also waits for the gradients of a parameter that joins after the backward pass."""
     (half, b), one = halves(), weights()
     if joins:
         b = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)

@@ -1,7 +1,7 @@
 """Each row of the ledger's table, on the native core and on the fallback, compared with torch.amp.
 
-The gradient of ``loss(g)`` is ``g``. A row says what ``.grad`` is after its event, and what the step that follows
-makes of it. torch.amp gets the rows wrong that are marked so.
+The gradient of ``loss(g)`` is ``g``. A row gives the value of ``.grad`` after its event, and the result of
+the step that follows. Rows in which torch.amp is wrong are marked.
 """
 
 import pytest
@@ -18,7 +18,7 @@ SCALE = 8.0
 
 @pytest.fixture(params=["native", "python"])
 def ledger_of(request, monkeypatch):
-    """Makes ledgers of one kind; scalers use the same kind."""
+    """Return a function that makes ledgers of one kind. Scalers then use the same kind."""
     if request.param == "native" and native_core().extension is None:
         pytest.skip(native_core().reason)
     if request.param == "python":
@@ -35,7 +35,7 @@ def some_params(count=3):
 
 
 def carried(ledger):
-    """What each parameter's gradient carries, in order."""
+    """Return the scale that each parameter's gradient carries, in order."""
     by_param = {id(param): scale for scale, params, _ in ledger.parts() for param in params}
     return [by_param[id(param)] for param in ledger.params]
 
@@ -44,7 +44,7 @@ def carried(ledger):
 
 
 class Pair:
-    """Our scaler and torch's, each with a parameter and SGD of learning rate 1."""
+    """Our scaler and torch's, each with one parameter and SGD with a learning rate of 1."""
 
     def __init__(self, **options):
         self.sides = []
@@ -78,7 +78,8 @@ def test_row_1_a_backward_pass_brings_what_carries_nothing_to_its_scale(ledger_o
     pair = Pair()
     pair.backward(3.0)
     pair.call("unscale_")
-    pair.backward(4.0)  # ours multiplies the unscaled 3 by 8 first, and unscales again after the pass
+    # ours first multiplies the unscaled 3 by 8, and unscales again after the backward pass
+    pair.backward(4.0)
     ours, theirs = pair.grads()
     assert (ours, theirs) == (7.0, 3.0 + 4.0 * SCALE)
     pair.call("step")
@@ -90,7 +91,7 @@ def test_row_1_a_second_scale_takes_over_the_gradients_of_the_first(ledger_of):
     optimizer, scaler = torch.optim.SGD([param], lr=1.0), GradScaler("cpu", init_scale=8.0, losses=("b",))
     scaler.register(optimizer)
     scaler.scale((param * 3.0).sum()).backward()
-    scaler.update(2.0)  # only scales that were used: "b" keeps 8
+    scaler.update(2.0)  # only scales that were used change: "b" keeps 8
     assert param.grad.item() == 6.0
     scaler.scale((param * 4.0).sum(), name="b").backward()
     assert param.grad.item() == (3.0 + 4.0) * 8.0
@@ -111,7 +112,7 @@ def test_rows_2_and_3_a_use_divides_once(ledger_of, use):
 
 
 def test_row_4_an_update_rescales_what_was_not_used(ledger_of):
-    """torch.amp divides by the new scale what was made with the old one."""
+    """torch.amp divides by the new scale, although the gradients were made with the old one."""
     pair = Pair()
     pair.backward(3.0)
     for scaler, _, _ in pair.sides:  # another optimizer's step raises the scale
@@ -128,18 +129,18 @@ def test_row_4_an_update_rescales_what_was_not_used(ledger_of):
 
 
 def test_row_5_after_a_step_and_an_update_a_gradient_is_scaled_again(ledger_of):
-    """Whoever wrote it, and whether or not that was seen: as torch.amp has it."""
+    """This holds whoever wrote the gradient, and whether or not the write was noticed, as in torch.amp."""
     pair = Pair()
     pair.backward(3.0)
     pair.call("step")
     pair.update()
     for scaler, param, _ in pair.sides:
-        param.grad.data.fill_(5.0 * scaler.get_scale())  # moves no version counter
+        param.grad.data.fill_(5.0 * scaler.get_scale())  # changes no version counter
     pair.call("step")
     assert pair.values() == [-8.0, -8.0]
 
 
-# -- the ledger by itself ------------------------------------------------------------------------
+# -- the ledger without a scaler -------------------------------------------------------------------
 
 
 def test_events_change_what_gradients_carry(ledger_of):
@@ -203,7 +204,7 @@ def test_a_ledger_tells_a_user_who_writes_from_its_own_writing(ledger_of):
 
 @pytest.mark.parametrize("count", [15, 16, 17, 33])
 def test_every_gradient_of_many_is_looked_at(ledger_of, count):
-    """The native ledger follows pointers in blocks of 16."""
+    """The native ledger follows pointers in blocks of 16 parameters."""
     params = some_params(count)
     for param in params:
         param.grad = torch.ones(4)
@@ -218,7 +219,7 @@ def test_every_gradient_of_many_is_looked_at(ledger_of, count):
 
 
 def test_a_new_gradient_at_an_old_address_is_new_and_none_is_kept_alive(ledger_of):
-    """What an allocator gives back looks the same in all but identity."""
+    """A gradient in reused memory looks the same as the old one, except for the identity of its storage."""
     params = some_params(1)
     ledger = ledger_of(params, (), None)
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""Does what a program writes into torch's ``_per_optimizer_states`` count, as in torch.amp?"""
+"""If a program writes into torch's ``_per_optimizer_states``, does it have the same effect as in torch.amp?"""
 
 import copy
 import math
@@ -15,7 +15,7 @@ VALUES = (1.0, 3.0, math.inf, 2.0, math.inf, 1.0)
 
 
 class Loop:
-    """One weight, its optimizer and a scaler; :attr:`seen` is what happens to weight and scale."""
+    """One weight, its optimizer and a scaler. :attr:`seen` records the weight and the scale."""
 
     def __init__(self, kind):
         self.kind, self.scaler = kind, kind("cpu", init_scale=64.0, growth_interval=2)
@@ -40,7 +40,7 @@ class Loop:
 
 
 def first_step_of_sam(loop):
-    """``stage = STEPPED`` stands for SAM's first step, which no scaler takes."""
+    """Set ``stage = STEPPED`` in place of SAM's first step, which no scaler takes."""
     for value in VALUES:
         loop.backward(value)
         loop.scaler.unscale_(loop.optimizer)
@@ -128,7 +128,7 @@ def assigned(scaler, key):
 
 
 def kept_and_put_back(loop):
-    """A retry keeps a copy of the records, and puts it in their place."""
+    """Copy the records before an attempt, and restore them for a retry."""
     for value in VALUES:
         loop.backward(value)
         loop.scaler.unscale_(loop.optimizer)
@@ -161,7 +161,7 @@ def overflows_mended_by_hand(loop):
 
 
 def overflows_of_others_after_the_step(loop):
-    """Ranks that agree on the scale reduce ``found_inf`` between step and update."""
+    """Reduce ``found_inf`` between step and update, as ranks do to agree on the scale."""
     for i, value in enumerate(VALUES):
         loop.backward(value)
         loop.scaler.step(loop.optimizer)
@@ -218,7 +218,10 @@ def read_by_the_id_of_a_wrapper(loop):
 
 
 def unscaled_by_the_program(loop):
-    """The copy of torch's ``unscale_`` that many programs carry; the scaler has not met the optimizer."""
+    """Run a copy of torch's ``unscale_``, as many programs contain.
+
+    The scaler does not know the optimizer yet.
+    """
     for value in VALUES:
         loop.backward(value)
         scaler, record = loop.scaler, loop.record
@@ -233,7 +236,7 @@ def unscaled_by_the_program(loop):
 
 
 def stepped_by_the_program(loop):
-    """``step`` and ``update`` as torch has them, in the program."""
+    """Run copies of torch's ``step`` and ``update`` in the program."""
     for value in VALUES:
         loop.backward(value)
         scaler, record = loop.scaler, loop.record
@@ -252,7 +255,7 @@ def stepped_by_the_program(loop):
 
 
 def seen_by_others(loop):
-    """Reading changes nothing; keys, items and what a program adds are as in torch."""
+    """Reading changes nothing. Keys, items and added entries are as in torch."""
     key, sight = id(loop.optimizer), []
     for value in VALUES:
         loop.backward(value)

@@ -1,6 +1,6 @@
-"""Runs saved by four ranks in the checkpoints of each front, and resumed by two.
+"""Four ranks save a run in the checkpoints of each front door, and two ranks resume it.
 
-There are four shares of the data. Each rank has one, or two as micro-batches of a window.
+The data has four parts. Each rank has one part, or two of them as micro-batches of a window.
 """
 
 import warnings
@@ -19,18 +19,22 @@ from amp_plugin import AmpPrecision, FabricAmpPrecision, GradScaler, autocast, f
 from tests.sharding.fronts import FabricOnCpu, OnCpu, accelerator_of, shard, whole_weights
 from tests.sharding.models import DTYPES, IN_FP32, Net, loss_of, optimizer_of, plan
 
-SHARES, SAVED_AT, END = 4, 4, 8  # Accelerate counts micro-batches over a resume: two windows of two
-POISONED = 1  # the step that is skipped, before the run is saved
+# Accelerate keeps counting micro-batches after a resume, so there are two windows of two
+SHARES, SAVED_AT, END = 4, 4, 8
+POISONED = 1  # this step is skipped, before the run is saved
 SCALING = {"init_scale": 2.0**10, "growth_interval": 3}
 
 
 def options_of(strategy):
-    """FSDP1 gathers 16 bits only if no module stays in fp32. Gradients are still added up in fp32."""
+    """Return options.
+
+    FSDP1 gathers 16 bits only if no module stays in fp32; gradients are still added in fp32.
+    """
     return {"fp32_modules": () if strategy == "fsdp1" else IN_FP32, **SCALING, **stored_by(strategy)}
 
 
 def stored_by(strategy):
-    """Of FSDP2 with weights stored in 16 bits."""
+    """Return the option for FSDP2 with weights stored in 16 bits, or nothing."""
     return {"weights": "fp16"} if strategy == "stored" else {}
 
 
@@ -39,7 +43,7 @@ def own_shares():
 
 
 def micro_batches(step):
-    """Yield this rank's micro-batches, whether each is the last, and a factor that may overflow."""
+    """Yield this rank's micro-batches, whether each one is the last, and a factor that may overflow."""
     shares = own_shares()
     for share in shares:
         yield share, share == shares[-1], torch.inf if (step, share) == (POISONED, SHARES - 1) else 0.0
@@ -113,7 +117,7 @@ class ByHand(Keeper):
 
 
 class Module(LightningModule):
-    """One epoch is one accumulation window, so runs with 2 and 4 ranks count epochs alike."""
+    """One epoch is one accumulation window. So runs with 2 and with 4 ranks have equal epochs."""
 
     def __init__(self, strategy):
         super().__init__()
@@ -218,12 +222,13 @@ class ByFabric(Keeper):
     def read(self):
         state = self.state()
         self.fabric.load(self.path, state)
-        if state["precision"] is not self.plugin:  # the strategies of shards hand the saved state out
+        # sharded strategies return the saved state instead of loading it
+        if state["precision"] is not self.plugin:
             self.plugin.load_state_dict(state["precision"])
 
 
 class ByAccelerate(Keeper):
-    """Accelerate's own checkpoints: one file per rank, since FSDP1's single file does not work on CPUs."""
+    """Accelerate's own checkpoints: one file per rank, because FSDP1's single file does not work on CPUs."""
 
     def __init__(self, folder, strategy):
         self.path = folder / f"accelerate {strategy}"

@@ -1,4 +1,4 @@
-"""The program of test_elastic.py: torchrun's elastic launcher, and training that resumes."""
+"""The program of test_elastic.py: torchrun's elastic launcher, and a training run that resumes."""
 
 import json
 import os
@@ -18,11 +18,11 @@ from tests.process_groups import destroy
 from tests.sharding.checkpoints import SCALING, SHARES, micro_batches, own_shares
 from tests.sharding.models import Net, loss_of, optimizer_of
 
-END, SAVED_EVERY, KILLED_AT = 8, 2, 5  # in step 5 the newest checkpoint is that of 4 steps
+END, SAVED_EVERY, KILLED_AT = 8, 2, 5  # in step 5, the newest checkpoint has 4 steps
 
 
 def launch(folder, ranks, *, restarts=0, killed=False, end=END):
-    """Run torchrun's agent with forked ranks. Return whether all of them finished."""
+    """Run torchrun's agent with forked ranks. Return whether all ranks finished."""
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -42,7 +42,7 @@ def launch(folder, ranks, *, restarts=0, killed=False, end=END):
 
 
 class Run:
-    """A small fp16 run under DDP whose steps 1 (poisoned) and later change the loss scale."""
+    """A small fp16 run under DDP. Its loss scale changes at step 1, which is poisoned, and later."""
 
     def __init__(self, folder):
         self.folder, self.model = folder, DistributedDataParallel(Net())
@@ -50,7 +50,7 @@ class Run:
         self.scaler = GradScaler("cpu", **SCALING)
 
     def step(self, step):
-        """Take a step; return the mean loss of all shares."""
+        """Take a step. Return the mean loss over all parts of the data."""
         self.optimizer.zero_grad()
         total = torch.zeros(())
         for share, is_last, factor in micro_batches(step):
@@ -66,7 +66,7 @@ class Run:
         return total.item()
 
     def save(self, steps):
-        """Write a checkpoint, and then its number into the file ``newest``."""
+        """Write a checkpoint, then write its number into the file ``newest``."""
         if dist.get_rank() == 0:
             states = [part.state_dict() for part in (self.model, self.optimizer, self.scaler)]
             torch.save(states, self.folder / f"after-{steps}")
@@ -74,7 +74,7 @@ class Run:
         dist.barrier()
 
     def load(self):
-        """Load the newest checkpoint; return how many steps it has seen."""
+        """Load the newest checkpoint. Return the number of steps it has."""
         newest = self.folder / "newest"
         if not newest.exists():
             return 0
@@ -85,11 +85,15 @@ class Run:
 
 
 def train(folder, killed, end):
-    """Train on one rank from the newest checkpoint on. In the first attempt the last rank may be killed."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # forked with the agent's handler, which waits for Python
+    """Train on one rank, starting from the newest checkpoint.
+
+    In the first attempt the last rank may be killed.
+    """
+    # the fork inherited the agent's handler, which runs only when Python does
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     store, rank, size = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(attempt, store)  # the agent's, which still holds the addresses of who was killed
+    store = dist.PrefixStore(attempt, store)  # the agent's store still has the addresses of killed ranks
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     run = Run(Path(folder))
     for step in range(run.load(), end):
@@ -107,7 +111,7 @@ def train(folder, killed, end):
 
 
 def main(folder):
-    """Train without interruption, with a restart after a failure, and with a failure resumed by one rank."""
+    """Train without interruption, with a restart after a failure, and with one rank resuming after a failure."""
     folder = Path(folder)
     for name in ("unbroken", "restarted", "fewer", "fewer, unbroken"):
         (folder / name).mkdir()

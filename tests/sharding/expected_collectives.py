@@ -1,4 +1,4 @@
-"""The collectives that a step of the sharded Net should run, from its shapes and a plan of dtypes."""
+"""The collectives that a step of the sharded Net should run, derived from its shapes and a dtype plan."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -19,9 +19,9 @@ def planned(units: Collection[str], dtypes: DtypePlan, strategy: str, ranks: int
 
     Args:
         units: Names of the modules that were sharded; ``""`` is the model.
-        dtypes: What was asked for.
-        strategy: ``"fsdp1"``, ``"fsdp2"``, ``"hsdp"`` or ``"tp"``, the last two over two ranks of each kind.
-        ranks: All there are.
+        dtypes: The plan.
+        strategy: ``"fsdp1"``, ``"fsdp2"``, ``"hsdp"`` or ``"tp"``. The last two use a mesh whose second dimension is 2.
+        ranks: The number of ranks.
     """
     shards, replicas = (ranks // 2 if strategy in {"hsdp", "tp"} else ranks), 2 if strategy == "hsdp" else 1
     found: Counter[Collective] = Counter()
@@ -38,7 +38,8 @@ def planned(units: Collection[str], dtypes: DtypePlan, strategy: str, ranks: int
             if mixed
             else elements
         )
-        found[_call("all_gather", gathered, carried, shards)] += 2 if unit else 1  # backward gathers it again
+        # backward gathers the weights again
+        found[_call("all_gather", gathered, carried, shards)] += 2 if unit else 1
         found[_call("reduce_scatter", dtypes.reduce_dtype, elements, shards)] += 1
         if replicas > 1:
             found[_call("all_reduce", dtypes.reduce_dtype, elements // shards, replicas)] += 1
@@ -61,7 +62,7 @@ def _weights(
 
 
 def _part(name: str, param: Tensor) -> Size:
-    """Return the shape of a rank's part of two: ``up`` is split by columns, ``down`` by rows."""
+    """Return the shape of one rank's half: ``up`` is split by columns, ``down`` by rows."""
     if ".up." in name:
         return param.chunk(2)[0].shape
     return param.chunk(2, dim=1)[0].shape if name.endswith("down.weight") else param.shape
@@ -72,7 +73,7 @@ def _padded(shape: Size, shards: int) -> int:
 
 
 def _flat(shapes: list[Size], dtype: torch.dtype, shards: int) -> int:
-    """Return the size of FSDP1's flat weight. In it, each weight begins at a multiple of 16 bytes."""
+    """Return the size of FSDP1's flat weight, in which each weight begins at a multiple of 16 bytes."""
     aligned, total = 16 // dtype.itemsize, 0
     for shape in shapes:
         total = ceil(total / aligned) * aligned + shape.numel()

@@ -1,7 +1,7 @@
-"""A few steps of a sharded model in each front door: plain, Trainer, Fabric, Accelerate.
+"""A few steps of a sharded model in each front door: plain loop, Trainer, Fabric, Accelerate.
 
-Each function trains on this rank's share of the data and returns a Run. ``poison`` is a step at which the last
-rank's gradient of one element is infinite; ``log`` is one of collectives that is being written.
+Each function trains on this rank's part of the data and returns a Run. In step ``poison``, the gradient of
+one element is infinite on the last rank. ``log`` is a log of collectives that is being written.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,8 @@ from tests.sharding.models import DTYPES, IN_FP32, STEPS, Net, flat, loss_of, op
 
 CPU = torch.device("cpu")
 IN_PARALLEL = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
-# What tensor parallelism adds up is added up in the dtype it is computed in. Names start from any model.
+# Tensor parallelism adds activations in the dtype in which they were computed. The patterns match in any
+# model.
 FP32_IN_PARALLEL = (*IN_FP32, "*.up", "*.down")
 STRATEGIES = ("fsdp1", "fsdp2", "hsdp", "tp")
 SCALE = 2.0**10
@@ -85,7 +86,7 @@ def meshes(strategy):
 
 
 def share_of(strategy):
-    """Return the rows of this rank. Under tensor parallelism two ranks have the same rows."""
+    """Return this rank's rows. Under tensor parallelism, two ranks have the same rows."""
     ranks = dist.get_world_size()
     return dist.get_rank() // (ranks // 2) if strategy == "tp" else dist.get_rank()
 
@@ -103,7 +104,10 @@ def shard(net, dtypes, strategy, both=None, mesh=None):
 
 
 def factor_of(step, poison):
-    """None in a run without poison."""
+    """Return the factor of a step:
+
+    infinite on the last rank in the poisoned step, else 0. None if no step is poisoned.
+    """
     if poison is None:
         return None
     return torch.inf if step == poison and dist.get_rank() == dist.get_world_size() - 1 else 0.0
@@ -147,7 +151,7 @@ def plain(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None, 
 
 
 class OnCpu(FSDPStrategy):
-    """Lightning supports FSDP1 on GPUs only."""
+    """Lets Lightning use FSDP1 on CPUs, although it supports it on GPUs only."""
 
     def _setup_model(self, model):
         return wrap(model, self.mixed_precision_config)
@@ -261,7 +265,10 @@ def accelerator_of(strategy, precision, *, micro_batches=1, state_dict_type=None
 
 
 def accelerate(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None, log=(), **options):
-    """Tensor parallelism is set up before ``prepare``, which leaves shards as they are."""
+    """Train with Accelerate.
+
+    Tensor parallelism is set up before ``prepare``, which does not change shards.
+    """
     accelerator = accelerator_of(strategy, precision, **options)
     net = Net()
     if strategy == "tp":

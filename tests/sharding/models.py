@@ -1,4 +1,4 @@
-"""The model and the data of the tests of sharding, and training in one process."""
+"""The model and the data of the sharding tests, and training on one process."""
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks with a norm each; a factor makes the gradient of one element of one weight overflow."""
+    """Two blocks with a norm each. A factor makes the gradient of one element of one weight overflow."""
 
     def __init__(self):
         super().__init__()
@@ -53,11 +53,11 @@ def loss_of(net, step, share, factor=None):
 
 
 def optimizer_of(params, *, fused=False):
-    return torch.optim.AdamW(params, lr=1e-2, fused=fused, foreach=not fused)  # as torch chooses on a GPU
+    return torch.optim.AdamW(params, lr=1e-2, fused=fused, foreach=not fused)  # torch chooses this on a GPU
 
 
 def alone(shares, precision="bf16", fp32_modules=IN_FP32, steps=STEPS, change=None):
-    """Train in one process on the rows of all ranks, with one micro-batch for each rank."""
+    """Train in one process on the rows of all ranks, with one micro-batch per rank."""
     net = Net()
     apply_fp32_modules(net, fp32_modules)
     if change is not None:

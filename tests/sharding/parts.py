@@ -1,4 +1,4 @@
-"""The parts of the ranks' program: functions that return values that JSON can hold."""
+"""The parts of the ranks' program: functions that return values that can be written as JSON."""
 
 import functools
 import traceback
@@ -32,14 +32,14 @@ def recorded(model, strategy):
 
 
 def compare(calls, units, dtypes, strategy):
-    """Return the calls that the plan does not expect, and those that it expects in vain."""
+    """Return the calls that the plan does not expect, and the expected calls that did not happen."""
     names = {unit.name for unit in units}
     seen, want = Counter(calls), planned(names, dtypes, strategy, dist.get_world_size())
     return {"extra": rows(seen - want), "missing": rows(want - seen), "calls": sum(seen.values())}
 
 
 def collectives(_, __):
-    """Compare the collectives of a forward and backward pass with those of the plan."""
+    """Compare the collectives of a forward and backward pass with the planned ones."""
     report = {}
     ranks = dist.get_world_size()
 
@@ -65,7 +65,7 @@ def sharded_as(strategy, dtypes):
 
 
 def equality(_, whole):
-    """How far losses and weights are from one process after 20 steps, or after the first few, relative."""
+    """Return the relative distance of losses and weights from one process, after 20 steps or the first few."""
     steps = STEPS if whole else FEW_STEPS
     start = torch.cat([param.detach().flatten() for param in Net().parameters()])
 
@@ -93,7 +93,7 @@ def reference(strategy, steps):
 
 
 def overflow(_, whole):
-    """Return which of three fp16 steps were skipped. In the second, one element overflows on one rank."""
+    """Return which of three fp16 steps were skipped. In the second one, one element overflows on one rank."""
 
     def skips(key, front, strategy):
         report = {}
@@ -112,7 +112,7 @@ def overflow(_, whole):
 
 
 def each(run):
-    """Run every strategy under every front door. An error is returned in place of that run's result."""
+    """Run every strategy under every front door. If a run raises an error, the error is its result."""
     report = {}
     for strategy in STRATEGIES:
         for name, front in FRONTS.items():
@@ -124,7 +124,7 @@ def each(run):
 
 
 def refusals(_, __):
-    """Return the error that refuses weights stored in 16 bits under FSDP1, which stores float32."""
+    """Return the error for weights stored in 16 bits under FSDP1, which keeps float32 weights."""
     report = {}
     for name, front in FRONTS.items():
         try:
@@ -135,7 +135,7 @@ def refusals(_, __):
 
 
 def stored(_, __):
-    """Compare runs with weights stored in 16 bits with runs of float32 shards, under every front door."""
+    """Under every front door, compare runs with weights stored in 16 bits with runs of float32 shards."""
     report = {}
     for name, front in FRONTS.items():
         try:

@@ -1,6 +1,6 @@
 """The program of test_ranks.py, for four processes and then two. Each writes FOLDER/rankN-of-M.json.
 
-The processes are forked from one that has imported the frameworks: ``launch`` runs in it.
+``launch`` runs in a process that has imported the frameworks, and forks the ranks from it.
 """
 
 import json
@@ -19,12 +19,12 @@ from tests.adapters.accelerate_ranks import on_cpu_as_on_gpus
 from tests.process_groups import leave
 from tests.sharding import parts
 
-OF_TWO = ("collectives", "resume")  # after the four, with the checkpoint they have saved
+OF_TWO = ("collectives", "resume")  # runs after the four, with their checkpoint
 OF_FOUR = tuple(part for part in parts.PARTS if part != "resume")
 
 
 def launch(folder, whole):
-    """Run the checks on four ranks, then on two: all of them, or a few."""
+    """Run all checks, or a few, on four ranks and then on two."""
     for count, chosen in ((4, OF_FOUR), (2, OF_TWO)):
         ended = fork_ranks(count, Path(folder), chosen, whole)
         if any(ended):

@@ -1,7 +1,7 @@
 """The program of test_stored_shards.py, in four processes. Each writes FOLDER/rankN.json.
 
-Each run is made twice: with float32 shards, and with stored ones. Pairs of ranks train FSDP2 beside each other,
-then all four together train HSDP and two-dimensional meshes.
+Each case runs twice: with float32 shards, and with stored ones. First, pairs of ranks train FSDP2 at the same
+time. Then all four ranks train HSDP and two-dimensional meshes together.
 """
 
 import itertools
@@ -41,7 +41,7 @@ OPTIMIZERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
     "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
     "Lion": lambda params: Lion(params, lr=1e-3),
-    "ASGD": lambda params: torch.optim.ASGD(params, lr=1e-2),  # no rule: torch's own step
+    "ASGD": lambda params: torch.optim.ASGD(params, lr=1e-2),  # has no rule, so torch's own step runs
 }
 
 
@@ -82,10 +82,10 @@ class Layout:
     """How the ranks are divided.
 
     Attributes:
-        mesh: Of the ranks that FSDP2 shards over, and replicates over in its first dimension of two.
-        parallel: Of the ranks of tensor parallelism.
-        share: Which rows are this rank's.
-        options: Of ``fully_shard``.
+        mesh: The mesh for FSDP2. If it has two dimensions, the first one replicates.
+        parallel: The mesh for tensor parallelism.
+        share: Which rows belong to this rank.
+        options: Options of ``fully_shard``.
         before: Whether weights are stored before they are sharded.
     """
 
@@ -123,7 +123,7 @@ def batch(step, micro, share):
 
 
 def shards(net):
-    """Return the exact weights of this rank as one flat tensor; unsharded parameters too."""
+    """Return this rank's exact weights as one flat tensor, including unsharded parameters."""
     return torch.cat([local_of(value).flatten() for value in net.state_dict().values()])
 
 
@@ -133,7 +133,7 @@ def ties(row):
 
 @dataclass
 class Trained:
-    weights: torch.Tensor  # of each step, in rows
+    weights: torch.Tensor  # one row per step
     skipped: list
     how: str
     ties: int
@@ -143,8 +143,9 @@ class Trained:
 
 
 def train(layout, make, *, stored, steps, seed, state="fp32", one_pass=True, weights="bf16"):
-    """Train with two micro-batches a step, clipped, with one batch of one rank poisoned."""
-    # The gradients of a tied weight add up in float32 in a whole stored model, under autocast in bfloat16.
+    """Train with two micro-batches per step and a clip. One batch is poisoned on one rank."""
+    # Gradients of a tied weight are added in float32 in an unsharded stored model, but in bfloat16 under
+    # autocast.
     net = Net(seed, tied=layout.mesh is not None)
     if stored and layout.before:
         store_weights(net, weights=weights, state=state)
@@ -175,7 +176,7 @@ def train(layout, make, *, stored, steps, seed, state="fp32", one_pass=True, wei
 
 
 def compared(group, layout, name, steps, **options):
-    """Train float32 shards and stored ones, with a seed that makes no ties, which pairs round differently."""
+    """Train float32 shards and stored ones, with a seed without ties, which pairs round differently."""
     for seed in range(8):
         plain = train(layout, OPTIMIZERS[name], stored=False, steps=steps, seed=seed, **options)
         any_ties = torch.tensor(plain.ties)
@@ -199,7 +200,10 @@ def compared(group, layout, name, steps, **options):
 
 
 def alone_in_pairs(inside, pair):
-    """Run cases that need two ranks. One pair of ranks runs the first half, the other pair the rest."""
+    """Run cases that need two ranks.
+
+    One pair of ranks runs the first half, the other pair the second half.
+    """
     share = inside.get_local_rank()
     layout = Layout(mesh=inside, share=share)
     offloaded = Layout(
@@ -273,15 +277,16 @@ def refusals(mesh):
 
 
 def gathered(mesh):
-    """Return whether the parameters that FSDP2 holds are those of the model."""
+    """Return whether the parameters that FSDP2 holds are the model's parameters."""
     net = shard(Net(0), Layout(mesh=mesh))
     return set(gathered_dtypes(net)) == set(net.parameters())
 
 
 def checkpoints(folder, inside):
-    """Save a stored run and a float32 run on four ranks. Each pair of ranks loads both and trains on.
+    """Save a stored run and a float32 run on four ranks. Each pair of ranks loads both and continues
+    training.
 
-    Both are loaded into a model with stored weights and into a float32 one.
+    Both are loaded into a model with stored weights and into a float32 model.
     """
     everybody = init_device_mesh("cpu", (4,))
     share, saved = dist.get_rank(), {}

@@ -1,4 +1,4 @@
-"""The plan of dtypes, the policies made from it, and conflicts with other settings, in one process."""
+"""The dtype plan, the policies made from it, and conflicts with other settings, on one process."""
 
 from contextlib import nullcontext
 
@@ -163,9 +163,9 @@ def one_backward(model):
 
 
 def assert_added_up(in_fp32, otherwise):
-    """Add up 257 gradients of 1 + 1/128. A sum in bf16 loses the fractions."""
+    """Compare sums of 257 gradients of 1 + 1/128. A sum in bf16 loses the fractions."""
     assert in_fp32 == 257 * (1 + 2**-7)
-    assert otherwise != in_fp32  # so that the sum tells the two apart
+    assert otherwise != in_fp32  # shows that the sum distinguishes the two
 
 
 def wrapped(model, policy):
@@ -193,7 +193,7 @@ class TestContradictions:
             UserWarning, match=r"1 of 1 FSDP units .* reduce gradients in torch.bfloat16, as their own"
         ):
             check_against_plan(model, DtypePlan())
-        check_against_plan(model, DtypePlan(reduce="bf16"))  # asked for
+        check_against_plan(model, DtypePlan(reduce="bf16"))  # no warning, because the plan asks for it
 
     def test_weights_of_a_module_in_fp32_that_would_be_gathered_in_16_bits(self, mesh):
         policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
@@ -203,7 +203,7 @@ class TestContradictions:
         ):
             check_against_plan(model, DtypePlan(fp32_modules=["LayerNorm"]))
 
-    @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")  # one rank has all
+    @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")  # a single rank has all weights
     @pytest.mark.filterwarnings("ignore::FutureWarning:torch.distributed")
     @pytest.mark.parametrize("name", ["blocks.0.norm", "head", "LayerNorm"])
     def test_names_are_found_in_a_model_that_fsdp1_has_wrapped(self, mesh, name):
@@ -239,7 +239,7 @@ class TestFirstVersion:
         assert not policy.cast_forward_inputs
         assert fsdp1_policy(DtypePlan(reduce="bf16")).reduce_dtype is BF16
 
-    @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")  # one rank has all
+    @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")  # a single rank has all weights
     @pytest.mark.filterwarnings("ignore::FutureWarning:torch.distributed")
     def test_micro_batches_add_up_in_fp32_without_sync(self, mesh):
         added = []

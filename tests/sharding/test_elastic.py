@@ -1,4 +1,4 @@
-"""A rank is killed during a run: torchrun restarts all ranks, or fewer, and nothing is lost."""
+"""A rank is killed during a run. torchrun restarts all ranks, or fewer of them, and nothing is lost."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Step, loss, loss scale and skipped steps of each step that each run took."""
+    """Return step, loss, loss scale and skipped steps after each step of each run."""
     folder = tmp_path_factory.mktemp("elastic")
     command = [sys.executable, "-m", "tests.sharding.elastic_run", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

@@ -1,4 +1,4 @@
-"""Two and four gloo processes: dtypes of collectives, the numbers of one process, skips on all ranks."""
+"""Two and four gloo processes: dtypes of collectives, equality with one process, and skips on all ranks."""
 
 import json
 
@@ -13,7 +13,7 @@ from tests.warm_processes import WarmProcess
 
 pytestmark = pytest.mark.dist
 
-# Of a forward and backward pass; modules in fp32 are units of their own before torch 2.15.
+# Collectives of a forward and backward pass. Before torch 2.15, modules in fp32 are separate units.
 CALLS = {"fsdp2": 8, "hsdp": 11} if has_dtypes_by_parameter() else {"fsdp2": 14, "hsdp": 19}
 RUNS = [f"{front} {strategy}" for front in FRONTS for strategy in STRATEGIES]
 
@@ -24,13 +24,13 @@ RUNS = [f"{front} {strategy}" for front in FRONTS for strategy in STRATEGIES]
     ids=["few", "whole"],
 )
 def whole(request):
-    """Return whether each run takes 20 steps, and overflows with a fused optimizer and with a plain one."""
+    """Return whether each run takes 20 steps, and overflows with both a fused and a plain optimizer."""
     return request.param
 
 
 @pytest.fixture(scope="module")
 def reports(whole, tmp_path_factory):
-    """Return what each rank reports, by number of ranks."""
+    """Return the ranks' reports, by number of ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     ended = WarmProcess(launch, folder, whole, frameworks=True).wait(800)
     assert ended.returncode == 0, ended.stderr[-6000:]
@@ -51,7 +51,7 @@ def two(reports):
 
 
 def found(ranks, part, key):
-    """Return what each rank reports. An error on a rank fails the test."""
+    """Return each rank's report. An error on a rank fails the test."""
     reports = [rank[part] for rank in ranks]
     for report in reports:
         assert "error" not in report, report["error"]
@@ -73,7 +73,7 @@ class TestCollectives:
             assert report["missing"] == []
             assert [(op, dtype, calls) for op, dtype, _, _, _, calls in report["extra"]] == [
                 ("all_reduce", "bf16", 2),  # outputs of both blocks
-                ("all_reduce", "fp32", 2),  # gradients that go into their norms
+                ("all_reduce", "fp32", 2),  # gradients with respect to their norms
             ]
 
     @pytest.mark.parametrize("way", ["all weights in fp32", "weights in bf16"])
@@ -101,12 +101,12 @@ def assert_only_the_plans(run, report):
     assert report["missing"] == []
     found = {(op, dtype): (elements, calls) for op, dtype, elements, _, _, calls in report["extra"]}
     layouts, groups = {"tp": (2, 2), "hsdp": (1, 2)}.get(strategy, (1, 1))
-    once_a_group = (layouts + 1, groups)  # elements and calls: norms and the overflow
+    once_a_group = (layouts + 1, groups)  # elements and calls: the norms, and the overflow flag
     assert found.pop(("all_reduce", "fp64")) == once_a_group
     if front == "trainer":
-        assert found.pop(("broadcast", "int64")) == (1, 1)  # the Trainer asks whether to stop
+        assert found.pop(("broadcast", "int64")) == (1, 1)  # the Trainer agrees whether to stop
     if strategy == "tp":
-        assert found.pop(("all_reduce", "fp32")) == (12, 4)  # activations, their gradients
+        assert found.pop(("all_reduce", "fp32")) == (12, 4)  # activations and their gradients
     assert found == {}
 
 
@@ -137,17 +137,18 @@ def test_what_fsdp2_is_used_with_changes_no_number(four, variant):
 @pytest.mark.parametrize("keeper", KEEPERS)
 def test_two_ranks_go_on_where_four_have_saved(four, two, keeper):
     saved, resumed = found(four, "save", keeper)[0], found(two, "resume", keeper)[0]
-    assert saved["scale"] == resumed["scale"] == 2.0**9  # one step was skipped before
+    assert saved["scale"] == resumed["scale"] == 2.0**9  # one step was skipped before the save
     if "trainer" not in keeper:
         assert resumed["loaded"] == saved["saved"]
     texts = [text for text in resumed.get("told", ()) if "is not loaded" in text]
-    if keeper == "accelerate fsdp1":  # which does not load an optimizer's state then
+    if keeper == "accelerate fsdp1":  # Accelerate does not load the optimizer's state here
         (text,) = texts
         assert "fsdp_version=2" in text
         assert "the optimizer starts without state" in text
         return
     assert texts == []
-    assert saved["end"] == resumed["end"] == 2.0**11  # one of the three good steps before it grew was saved
+    # the saved run had one of the three good steps that growth needs
+    assert saved["end"] == resumed["end"] == 2.0**11
     assert resumed["losses"] == pytest.approx(saved["losses"], rel=1e-6)
     assert resumed["weights"] == pytest.approx(saved["weights"], rel=1e-6, abs=1e-9)
 

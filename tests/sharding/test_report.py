@@ -1,4 +1,4 @@
-"""Reports on a sharded model."""
+"""Reports about a sharded model."""
 
 import io
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ class TestDtypeReport:
         report = dtype_report(Net())
         (unit,) = report.units
         assert (unit.engine, unit.parameters, unit.local_bytes, unit.reduced) == ("none", 287, 4 * 287, None)
-        assert report.rows() == []  # nothing was run
+        assert report.rows() == []  # nothing has run yet
 
     def test_with_inputs_the_calls_of_modules_are_there_too(self):
         net = Net().train()

@@ -1,4 +1,4 @@
-"""16-bit weights sharded by FSDP2 equal the float32 run bit for bit, on two and four gloo ranks."""
+"""16-bit weights that FSDP2 shards equal the float32 run bit for bit, on two and on four gloo ranks."""
 
 import json
 
@@ -27,7 +27,7 @@ def whole(request):
 
 @pytest.fixture(scope="module")
 def ranks(whole, tmp_path_factory):
-    """Return what each of four ranks reports."""
+    """Return the reports of the four ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     for rank in call_on_ranks(4, 600, main, folder, whole, CUDA_VISIBLE_DEVICES=""):
         assert rank.returncode == 0, rank.stderr
@@ -35,7 +35,7 @@ def ranks(whole, tmp_path_factory):
 
 
 def found(ranks, case):
-    """Return what the ranks of a case report. An error on a rank fails the test."""
+    """Return the ranks' reports of a case. An error on a rank fails the test."""
     reports = [rank[case] for rank in ranks if case in rank]
     assert len(reports) == (4 if case in TOGETHER else 2)
     for report in reports:
@@ -62,9 +62,9 @@ class TestEachLayout:
             assert report["carried"][1] == report["carried"][0] > 0
 
     def test_which_parameters_are_stored(self, ranks, case):
-        """Frozen parameters are not stored, nor are those whose FSDP2 unit gathers float32.
+        """Frozen parameters are not stored, and neither are those whose FSDP2 unit gathers float32.
 
-        Without FSDP2 only those that autocast casts are stored.
+        Without FSDP2, only parameters that autocast casts are stored.
         """
         norms = {f"blocks.{block}.norm.{name}" for block in range(2) for name in ("weight", "bias")}
         for report in found(ranks, case):
@@ -123,7 +123,7 @@ def test_parameters_of_fsdp2_are_those_of_the_model(ranks):
 
 
 class TestCheckpoints:
-    """Runs of four ranks, stored and float32, each loaded by two ranks into both kinds."""
+    """Four ranks save stored runs and float32 runs. Two ranks load each into both kinds of models."""
 
     @pytest.fixture
     def reports(self, ranks):

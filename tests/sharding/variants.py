@@ -13,14 +13,14 @@ SHARES, STEPS = 4, 3
 
 
 def frozen(net):
-    """A block that is frozen, its layers in 16 bits, as a base under adapters."""
+    """Freeze a block whose layers are in 16 bits, like the base model of an adapter."""
     block = net.blocks[0].requires_grad_(False)
     for param in (*block.up.parameters(), *block.down.parameters()):
         param.data = param.data.bfloat16()
 
 
 def checkpointed(net):
-    """Blocks that compute their activations again in backward."""
+    """Use blocks that recompute their activations in backward."""
     for index, block in enumerate(net.blocks):
         net.blocks[index] = checkpoint_wrapper(block)
 
@@ -37,7 +37,7 @@ VARIANTS = {
 
 
 def on_ranks(change, options, micro_batches):
-    """Each rank has a share of each micro-batch. Only the last one's gradients are reduced."""
+    """Give each rank a part of each micro-batch. Only the last micro-batch reduces gradients."""
     net = Net()
     if change is not None:
         change(net)

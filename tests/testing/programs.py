@@ -1,10 +1,12 @@
-"""Training programs that give the same in bf16 and fp32, and others that do not.
+"""Training programs that give the same results in bf16 and fp32, and others that do not.
 
-Each is a function of a dtype: it makes a model from a seed and returns the weights and a step. Three steps are run in
-fp32 and in bf16, without any tool. ``apart`` is the norm of the difference of the two changes of all weights, relative
-to the change in fp32. A healthy program is below 0.05, a differing one above 0.15; what lies between is in neither list.
-The two limits were 0.1 and 0.3 at first, and were moved after a look at ``apart`` of these programs. So the lists show that
-the tolerance separates them, and say nothing of programs that were not looked at.
+Each program is a function of a dtype. It makes a model from a seed, and returns the weights and a step. Three
+steps run in fp32 and in bf16, without any tool. Then ``apart`` compares the changes of all weights: it is the
+norm of their difference, relative to the norm of the change in fp32.
+
+A healthy program has ``apart`` below 0.05, a differing one above 0.15. Programs in between are in neither
+list. The limits were 0.1 and 0.3 at first, and were moved after ``apart`` of these programs was known. So the
+lists show that the tolerance separates these programs. They show nothing about other programs.
 """
 
 import itertools
@@ -17,7 +19,7 @@ STEPS = 3
 
 
 def _trained(make, dtype, *, optimizer=torch.optim.SGD, lr=0.1, whole=False, seed=0):
-    """Return the weights of a model and a function that trains them. ``whole`` casts the weights too."""
+    """Return a model's weights and a function that trains them. With ``whole`` the weights are cast too."""
     torch.manual_seed(seed)
     model, loss_of = make()
     if whole:
@@ -36,7 +38,7 @@ def _trained(make, dtype, *, optimizer=torch.optim.SGD, lr=0.1, whole=False, see
 
 
 def apart(program):
-    """Return how far apart the weights of a run in bf16 and one in fp32 have moved."""
+    """Return how far the weights' changes in bf16 and in fp32 are apart, relative to the change in fp32."""
     moved = []
     for dtype in (torch.float32, torch.bfloat16):
         weights, step = program(dtype)
@@ -151,7 +153,7 @@ CANDIDATES = [
 
 
 def narrow_loss(loss_of, *, width=16, rows=64):
-    """A linear model in autocast, with a loss that computes in the dtype by hand."""
+    """A linear model under autocast, with a hand-written loss that is computed in the given dtype."""
 
     def make():
         x, target = torch.randn(rows, width), torch.randn(rows, width)

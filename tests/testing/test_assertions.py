@@ -1,4 +1,4 @@
-"""assert_trains_like tells healthy programs from broken ones, and golden files can be compared."""
+"""assert_trains_like distinguishes healthy programs from broken ones, and can compare with golden files."""
 
 import re
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_programs_that_were_written_after_the_tolerance_are_told_apart(number):
 
 
 class Spread(nn.Module):
-    """Computes a variance by a difference of two large numbers."""
+    """Computes a variance as the difference of two large numbers."""
 
     def __init__(self, *, wrong):
         super().__init__()

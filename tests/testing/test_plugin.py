@@ -58,7 +58,7 @@ def suite(tmp_path_factory):
 
 def run(folder, *words):
     installed = any(point.value == PLUGIN for point in importlib.metadata.entry_points(group="pytest11"))
-    plugin = [] if installed else ["-p", PLUGIN]  # it would be registered twice
+    plugin = [] if installed else ["-p", PLUGIN]  # otherwise it would be registered twice
     command = [sys.executable, "-m", "pytest", "-q", *plugin, "-p", "no:cacheprovider", *words]
     path = {"PYTHONPATH": str(ROOT), "PATH": "", "HOME": str(folder)}
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=path).stdout

@@ -1,8 +1,9 @@
-"""Programs that were written after the tolerance of ``assert_trains_like`` was fixed, with other models and other losses.
+"""Programs written after the tolerance of ``assert_trains_like`` was fixed, with other models and other
+losses.
 
-The rule is that of ``programs.py``: ``apart`` below 0.05 is healthy, above 0.15 is differing. 14 programs were written as
-healthy and 16 as differing, and the first ten of each that the rule takes are here. The tolerance was not changed after
-the first run with them.
+The rule is that of ``programs.py``: ``apart`` below 0.05 is healthy, above 0.15 is differing. 14 programs
+were written as healthy and 16 as differing. The first ten of each kind that satisfy the rule are here. The
+tolerance was not changed after these programs first ran.
 """
 
 import torch
@@ -88,7 +89,7 @@ def _bags():
 
 
 class _Modulated(nn.Module):
-    """A hidden layer that a second input scales and shifts."""
+    """A hidden layer that is scaled and shifted by a second input."""
 
     def __init__(self):
         super().__init__()
@@ -139,7 +140,7 @@ def _logistic():
 
 
 def _angle(y, t):
-    """Return one minus a cosine, by hand, of two vectors that are nearly parallel."""
+    """Return one minus the cosine of two nearly parallel vectors, computed by hand."""
     a, b = y + 60, t + 60
     return (1 - (a * b).sum(1) / ((a * a).sum(1) * (b * b).sum(1)).sqrt()).mean()
 

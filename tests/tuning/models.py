@@ -1,4 +1,4 @@
-"""Small transformers models, made from configs: one of each kind."""
+"""One small transformers model of each kind, made from configs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import nn
 
-WIDTH, LAYERS, HEADS, WORDS = 64, 2, 4, 1024  # 16 words for each number of a token; BERT has 40, T5-small 63
+WIDTH, LAYERS, HEADS, WORDS = 64, 2, 4, 1024  # 16 words per feature of a token; BERT has 40, T5-small 63
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SIZES = {
     "hidden_size": WIDTH,

@@ -1,6 +1,7 @@
-"""A second Llama, as an engine writes it: fused qkv, a cache, one sequence at a time, each cast by hand.
+"""A second Llama, as inference engines write it: fused qkv, a cache, one sequence at a time, explicit casts.
 
-It samples, and it scores tokens that were sampled before. ``planted`` names roundings that the trainer has not.
+It samples tokens, and it scores tokens that were sampled before. ``planted`` names a rounding that the
+trainer does not have.
 """
 
 import math
@@ -27,7 +28,7 @@ PLANTED = (
 
 
 class Engine:
-    """Computes in ``low`` where matrix products are, in float32 elsewhere, and the head in float32."""
+    """Computes matrix products in ``low``, and everything else, including the head, in float32."""
 
     def __init__(self, model: nn.Module, planted: str = "", low: torch.dtype = torch.bfloat16) -> None:
         self.planted, self.low = planted, low
@@ -45,7 +46,7 @@ class Engine:
         )
 
     def rounded(self, x: Tensor, cause: str) -> Tensor:
-        """Round to bf16 if a cause is planted."""
+        """Round to bf16 if this cause is planted."""
         return x.to(torch.bfloat16).float() if self.planted == cause else x
 
     def product(self, x: Tensor, name: str) -> Tensor:
@@ -105,7 +106,7 @@ class Engine:
         return (weights.to(self.low).float() @ v.float() / weights.sum(-1, keepdim=True)).to(self.low)
 
     def logits(self, tokens: Tensor, cache: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
-        """Return logits of shape (tokens, vocabulary) of the next tokens of one sequence."""
+        """Return the logits for the next tokens of one sequence, of shape (tokens, vocabulary)."""
         x = self.rounded(self.weights["model.embed_tokens.weight"][tokens], "residual in bf16")
         for layer in range(self.config.num_hidden_layers):
             name = f"model.layers.{layer}"
@@ -130,7 +131,7 @@ class Engine:
         length: int = 24,
         seed: int = 0,
     ) -> Rollout:
-        """Sample tokens after prompts, or score sampled ones, token by token, and record log-probabilities."""
+        """Sample tokens after prompts, or score given ones, token by token. Record log-probabilities."""
         recorded_as = {"temperature": Sampling(temperature=0.7), "top-p": Sampling(top_p=0.9)}
         sampling, draws = recorded_as.get(self.planted, Sampling()), torch.Generator().manual_seed(seed)
         tokens: list[list[int]] = []

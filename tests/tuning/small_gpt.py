@@ -1,4 +1,4 @@
-"""A small GPT whose Linear layers fit every format, and the batches for its rehearsal."""
+"""A small GPT whose Linear layers fit every format, and the batches for rehearsing it."""
 
 import torch
 from torch import nn

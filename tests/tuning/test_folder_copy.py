@@ -14,7 +14,7 @@ LARGE = b"x" * 1_200_000
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A project with what projects hold, and data outside it."""
+    """Return a project with typical files, and data outside of it."""
     project, data = tmp_path / "project", tmp_path / "data"
     for place in (project / "runs" / "1", project / ".cache", project / "venv", data):
         place.mkdir(parents=True)
@@ -48,7 +48,7 @@ def write_over_everything() -> None:
         "data/images",
         "images",
     ):
-        with Path(name).open("r+b") as file:  # through a link, too
+        with Path(name).open("r+b") as file:  # also through a link
             file.write(b"over")
     Path("gone").write_text("new")
     Path("new").write_text("new")

@@ -28,7 +28,10 @@ WORDS, PROMPTS, LENGTH = 64, 8, 24
 
 
 def policy(attention: str = "sdpa") -> nn.Module:
-    """Return a small Llama with random weights, whose roundings are of the size of a trained one's."""
+    """Return a small Llama with random weights.
+
+    Its rounding errors are as large as those of a trained one.
+    """
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=WORDS,
@@ -59,7 +62,7 @@ def prompts() -> list[list[int]]:
 
 
 def step_of(model, dtype=torch.bfloat16):
-    """Return the trainer's step: all tokens at once, in autocast."""
+    """Return the trainer's step, which processes all tokens at once under autocast."""
 
     def step(tokens):
         with amp_plugin.autocast("cpu", dtype=dtype):
@@ -85,7 +88,7 @@ class Fp8Cache(transformers.DynamicCache):
 
 
 def generated(model, dtype=torch.bfloat16, *, processed=False, fp8=False, **settings) -> Rollout:
-    """Sample with transformers' cache, in two batches filled up on the left, and record log-probabilities."""
+    """Sample with transformers' cache, in two left-padded batches, and record log-probabilities."""
     torch.manual_seed(1)
     tokens, values, given = [], [], prompts()
     for part in (given[:3], given[3:]):
@@ -204,7 +207,7 @@ class TestTheNumbers:
         assert torch.allclose(ours, expected, rtol=1e-12, atol=1e-12)
 
 
-# What is planted -> how the first cause is named.
+# planted cause -> a pattern for the name of the first cause
 NAMED = {
     "norm casts before the weight": r"mul in LlamaRMSNorm|LlamaRMSNorm.forward computes",
     "norm epsilon in bf16": r"(add|mean) in LlamaRMSNorm",
@@ -241,7 +244,7 @@ class TestAPlantedCause:
         assert re.search(NAMED[planted], found.causes[0].name), found
         assert found.causes[0].side == ("record" if planted in {"top-p", "temperature"} else "generator")
         assert not found.is_rounding
-        assert found.explained < 0.05 * found.floor, found  # two independent roundings are the floor apart
+        assert found.explained < 0.05 * found.floor, found  # two independent roundings differ by the floor
         assert gap <= CLOSE * found.floor
         assert gap < 0.8 * found.gap.mean
         if is_whole:
@@ -300,7 +303,9 @@ class TestNoCause:
 
 
 def attention_with_own_softmax(*, wide: bool):
-    """Return an attention that divides exponentials by their sum, in fp32 or in what autocast gives it."""
+    """Return an attention that divides exponentials by their sum, in fp32 or in the dtype that autocast
+    chooses.
+    """
 
     def attention(module, query, key, value, mask, scaling, **_):
         key, value = (part.repeat_interleave(module.num_key_value_groups, 1) for part in (key, value))
@@ -315,7 +320,7 @@ def attention_with_own_softmax(*, wide: bool):
 
 
 def scored(model, rollout) -> Rollout:
-    """Return the rollout as another model scores it, all tokens at once."""
+    """Return the rollout with the scores of another model, which processes all tokens at once."""
     batch = RolloutBatch.of(rollout.samples)
     with torch.no_grad():
         logits = step_of(model)(batch.tokens).logits[batch.rows, batch.columns]
@@ -339,7 +344,7 @@ class TestSuspects:
         table = torch.randn(4, 4)
         region = EmulatedRounding(torch.bfloat16)
         with torch.no_grad(), region:
-            table @ table  # as some models compute their rotary angles
+            table @ table  # some models compute their rotary angles like this
             step_of(model)(torch.ones(1, 4, dtype=torch.int64))
         suspects = suspects_of(region.found, region.last, torch.bfloat16)
         heads = {suspect.name.partition(" (")[0] for suspect in suspects if suspect.setting[0] == "head"}
@@ -370,7 +375,7 @@ class TestTheTrainersOwnRounding:
         found = found_for(model, rollout)
         ops = [change.op for change in found.changes]
         assert len(ops) == 1
-        assert ops[0] in {"aten::exp", "aten::masked_fill"}  # which gives exp its input
+        assert ops[0] in {"aten::exp", "aten::masked_fill"}  # masked_fill computes the input of exp
         assert found.causes[0].name == f"{ops[0]} runs in 16 bits"
         assert found.after.mean <= CLOSE * found.floor
         assert found.after.mean < 0.8 * found.gap.mean

@@ -1,4 +1,7 @@
-"""Which layers can use which format? The rehearsal, the chosen formats, and the files that it writes."""
+"""Which layers can use which format?
+
+The tests cover the rehearsal, the choice of formats, and the files it writes.
+"""
 
 import importlib.util
 import itertools
@@ -40,7 +43,7 @@ def numbers_of(found):
 
 
 def cheapest(costs, errors, budget):
-    """Return the lowest cost of all placements."""
+    """Return the lowest cost among all placements."""
     layers = [*costs]
     placements = (
         dict(zip(layers, names, strict=True)) for names in itertools.product(*(costs[at] for at in layers))
@@ -50,13 +53,13 @@ def cheapest(costs, errors, budget):
 
 @pytest.fixture(scope="module")
 def four_formats():
-    """Five layers in four formats: 4^5 placements."""
+    """Rehearse five layers in four formats: 4^5 placements."""
     return rehearsed(GPT(1), budget=0.05)
 
 
 @pytest.fixture(scope="module")
 def two_formats():
-    """Eight layers in two formats: 2^8 placements."""
+    """Rehearse eight layers in two formats: 2^8 placements."""
     return rehearsed(GPT(2, with_head=False), formats=["mxfp8", "bf16"], budget=0.03)
 
 
@@ -68,7 +71,7 @@ def test_the_search_is_within_5_percent_of_all_placements(fixture, request) -> N
     in_bf16 = error_of(dict.fromkeys(costs, "bf16"), errors)
     worst = error_of({at: max(of, key=of.get) for at, of in errors.items()}, errors)
     gaps = []
-    for share in range(1, 40):  # budgets from bf16's own error to that of the cheapest placement
+    for share in range(1, 40):  # budgets between bf16's own error and that of the cheapest placement
         budget = in_bf16 * (worst / in_bf16) ** (share / 40)
         placement = place(costs, errors, budget)
         assert error_of(placement, errors) <= budget
@@ -79,7 +82,7 @@ def test_the_search_is_within_5_percent_of_all_placements(fixture, request) -> N
 @pytest.mark.whole_run
 @pytest.mark.parametrize("fixture", ["four_formats", "two_formats"])
 def test_the_search_is_within_5_percent_of_all_placements_that_are_run(fixture, request) -> None:
-    """Each of the placements is emulated, and its error measured: no model of errors is in the oracle."""
+    """Each placement is emulated and its error measured, so the oracle needs no model of errors."""
     found = request.getfixturevalue(fixture)
     model = GPT(1) if fixture == "four_formats" else GPT(2, with_head=False)
     costs, _ = numbers_of(found)
@@ -117,7 +120,10 @@ def test_the_losses_grow_as_formats_narrow(four_formats) -> None:
 
 
 class WithOutlier(nn.Module):
-    """Three layers; an input channel of the second is 10 000 times as large as the others, and its weight as small."""
+    """Three layers.
+
+    One input channel of the second is 10 000 times larger than the others, and its weight as much smaller.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +186,7 @@ def test_the_weights_and_gradients_of_the_model_stay() -> None:
     assert nn.Linear.forward is forward
 
 
-# -- what it writes -----------------------------------------------------------------------------
+# -- the files that it writes --------------------------------------------------------------------
 
 
 def test_the_files_place_the_same_layers(four_formats, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rules searched by measurement: what is measured, what is chosen, what is written."""
+"""Rules are searched by measurement: what is measured, what is chosen, what is written."""
 
 import json
 import math
@@ -84,7 +84,10 @@ class TestRulesOnTrial:
         assert self.dtype(region) is self.dtype(torch.autocast("cpu")) is torch.bfloat16
 
     def test_an_op_that_the_default_does_not_name_is_not_named_afterwards(self):
-        """layer_norm's own inner ops are autocast again, which a rule ``unchanged`` would prevent."""
+        """Inner ops of layer_norm are autocast by their own rules.
+
+        A rule ``unchanged`` for layer_norm would prevent that.
+        """
         x = torch.randn(4, 4, dtype=torch.bfloat16)
         with rules_on_trial(DEFAULT.with_rule("aten::einsum", "fp32")), amp_plugin.autocast("cpu"):
             assert torch.einsum("ij,jk->ik", x.float(), x.float()).dtype is torch.float32
@@ -104,7 +107,7 @@ class TestMeasurement:
     def test_saved_bytes_of_ops_whose_saved_tensors_are_known(self):
         x, weight = torch.randn(8, 4, requires_grad=True), nn.Parameter(torch.randn(4, 4))
         with saved_bytes() as saved:
-            y = x @ weight  # saves x; the parameter is there anyway
+            y = x @ weight  # saves x; the parameter exists anyway
         assert sum(saved) == 8 * 4 * 4
         with saved_bytes() as saved:
             (y.exp() + y.detach() * y).sum().backward()  # exp saves its result, the product y
@@ -114,7 +117,7 @@ class TestMeasurement:
         x, weight = torch.randn(8, 4), nn.Parameter(torch.randn(4, 4))
         with saved_bytes() as saved, amp_plugin.autocast("cpu"):
             x @ weight, x.clone().requires_grad_() @ weight
-        assert sum(saved) == 2 * 8 * 4 * 2 + 4 * 4 * 2  # the inputs in bf16, the weight's cast once
+        assert sum(saved) == 2 * 8 * 4 * 2 + 4 * 4 * 2  # the inputs in bf16, and the weight's cast once
 
     def test_what_a_recomputation_saves_is_left_out(self):
         x = torch.randn(8, 4, requires_grad=True)
@@ -129,7 +132,7 @@ class TestMeasurement:
         assert error.whole == pytest.approx(math.sqrt((0.25 + 0.04 + 1.0) / 25.01))
         assert error.mean == pytest.approx(
             (0.1 + 1.0) / 2
-        )  # of at most 1 each, where there is something to be near
+        )  # each is at most 1; gradients whose reference is zero are left out
 
     def test_a_loss_scale_is_divided_out_and_an_overflow_is_no_number(self):
         def whole(*numbers: float) -> float:
@@ -170,7 +173,7 @@ class TestMeasurement:
             "aten::gelu",
             "aten::add",
             "aten::cross_entropy_loss",
-            "aten::mul",  # outside of the region
+            "aten::mul",  # this op is outside of the region
         }
         assert found[0] == "aten::linear"
 
@@ -271,7 +274,7 @@ class TestTune:
 
     @pytest.mark.parametrize("rules", [None, DEFAULT.with_rule("aten::exp", "unchanged")])
     def test_a_step_that_reads_no_rules_is_told_so(self, model, batches, rules):
-        """Without an autocast block, and in one that names its own rules."""
+        """The step has no autocast block, or a block with its own rules."""
 
         def step(batch):
             with amp_plugin.autocast("cpu", enabled=rules is not None, rules=rules):

@@ -1,4 +1,4 @@
-"""The effect of tuned rules: six kinds of models, and training runs to their end."""
+"""The effect of tuned rules on six kinds of models, and on complete training runs."""
 
 import dataclasses
 from pathlib import Path
@@ -31,7 +31,7 @@ def tuned(model, batches, goal="memory", **options):
 
 
 def test_four_of_six_kinds_of_models_save_bytes_at_no_more_error():
-    from tests.tuning.models import MODELS  # loads transformers
+    from tests.tuning.models import MODELS  # imports transformers
 
     found = {}
     for name, make in MODELS.items():
@@ -52,7 +52,7 @@ def test_four_of_six_kinds_of_models_save_bytes_at_no_more_error():
 
 
 def test_an_overflow_is_cured_and_training_equals_fp32(monkeypatch):
-    """The recipe `diagnose`, whose attention overflows in fp16: without a hint, tune finds the op."""
+    """In the recipe `diagnose`, the attention overflows in fp16. Without a hint, tune finds the op."""
     from recipes import diagnose as overflowing
     from recipes.shared import digits_batches, digits_loaders
 
@@ -93,7 +93,8 @@ def test_a_gpt_trained_by_tuned_rules_ends_where_the_default_ends(tmp_path):
             loss = cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
         loss.backward()
 
-    found = amp_plugin.tune(step, model=model, batches=windows, budget=0.3)  # of 0.05 nothing holds
+    # no rules stay within a budget of 0.05
+    found = amp_plugin.tune(step, model=model, batches=windows, budget=0.3)
     Console().print(found.headline, found.table())
     assert not found.keeps_default
     found.save(tmp_path / "rules.yaml")

@@ -1,4 +1,4 @@
-"""The program of test_ddp.py in each process. It writes FOLDER/rankN.json."""
+"""The program that test_ddp.py runs in each process. It writes FOLDER/rankN.json."""
 
 import copy
 import itertools
@@ -31,7 +31,10 @@ STEPS, MICRO_BATCHES, ROWS = 20, 2, 4
 
 
 class Net(nn.Module):
-    """A convolution in channels_last, a norm, a layer: 3 memory orders and two dtypes in one model."""
+    """A channels_last convolution, a norm and a linear layer:
+
+    three memory orders and two dtypes in one model.
+    """
 
     def __init__(self, seed=0):
         super().__init__()
@@ -60,9 +63,12 @@ def exact(model):
 
 
 def train(weights, ranks, *, ddp):
-    """Yield windows of two micro-batches. Without DDP each micro-batch has the rows of all ranks."""
+    """Yield accumulation windows of two micro-batches.
+
+    Without DDP, each micro-batch has the rows of all ranks.
+    """
     rank = dist.get_rank()
-    model = Net(seed=rank if ddp else 0)  # DDP gives all the first rank's
+    model = Net(seed=rank if ddp else 0)  # DDP copies the first rank's weights to all ranks
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     store_weights(model, optimizer, weights=weights, fp32_modules=["norm"])
     net = DistributedDataParallel(model) if ddp else model
@@ -80,7 +86,7 @@ def train(weights, ranks, *, ddp):
 
 
 def compared(one, other):
-    """Compare the final weights of two runs, and the final weights with the initial ones."""
+    """Compare the final weights of two runs with each other and with the initial ones."""
     return {
         "same_on_all_ranks": is_same_on_all_ranks(one),
         "distance": (one - other).abs().mean().item(),
@@ -93,7 +99,7 @@ def compare_with_one_process(weights, ranks):
 
 
 def reduced_gradients(ranks):
-    """Return a window's gradients, and the mean over ranks of gradients added up locally in float32."""
+    """Return a window's gradients, and the mean over ranks of gradients that were added locally in float32."""
     model = Net()
     store_weights(model, weights="bf16")
     alone = copy.deepcopy(model)
@@ -147,7 +153,7 @@ def is_same_on_all_ranks(value):
 
 
 def joined(weights):
-    """Train on uneven inputs: rank 1 has two batches fewer."""
+    """Train on uneven inputs: rank 1 has two batches less."""
     model = Net(seed=dist.get_rank())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     store_weights(model, optimizer, weights=weights)
@@ -162,8 +168,9 @@ def joined(weights):
 
 
 def with_zero(weights):
-    """Train with an optimizer that is sharded over the ranks."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of torch.jit when it is imported
+    """Train with an optimizer whose state is sharded over the ranks."""
+    # importing it gives a warning about torch.jit
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = Net()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)

@@ -1,4 +1,4 @@
-"""Does ``optimizer.step()`` without a scaler decompress all states at once? It must not."""
+"""``optimizer.step()`` without a scaler must not decompress all states at the same time."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def backward(model, optimizer):
 
 @pytest.fixture
 def decompressed(monkeypatch):
-    """Return how often states were decompressed."""
+    """Return how often a state was decompressed."""
     calls, decompress = [], compressed_state.decompress
     monkeypatch.setattr(compressed_state, "decompress", lambda state: calls.append(1) or decompress(state))
     return calls
@@ -53,7 +53,7 @@ def test_a_bare_step_is_the_scalers_step_in_one_pass(kind, state, weights, decom
         assert [param.grad for param in bare[0].parameters()] == grads, "the same tensors as before"
         assert all(map(torch.equal, bare[0].state_dict().values(), scaled[0].state_dict().values()))
     assert scaler.last_step(scaled[1]).one_pass
-    first_step_of_torch = kind == "momentum"  # which makes its buffers
+    first_step_of_torch = kind == "momentum"  # the first step creates the buffers
     assert len(decompressed) <= 2 * first_step_of_torch
 
 

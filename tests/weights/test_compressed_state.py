@@ -97,7 +97,7 @@ def test_codes_are_near_the_numbers_and_decoded_ones_keep_their_bits(numel, sign
 
 @pytest.mark.native
 def test_a_first_moment_that_overflows_leaves_the_others_of_its_block_finite_and_a_nan_does_not():
-    """An infinite unit times the code 0 is nan, and the kernel stored +inf under the sign of -inf."""
+    """Once, an infinite unit times the code 0 gave a nan, and the kernel stored +inf where -inf belonged."""
     grad = torch.randn(BLOCK)
     grad[:2] = torch.tensor([3e38, -3e38])
     codes, param = encode(grad, signed=True), torch.zeros(BLOCK)
@@ -239,9 +239,10 @@ def test_a_closure_sees_the_weights_and_exceptions_end_the_step():
 
 @BOTH_WAYS
 def test_a_step_with_a_closure_is_the_step_without(form, weights):
-    """States are decoded once, after its first call: coded again around each they were rounded twice.
+    """States are decoded once, after the closure's first call. If they were encoded again around each call,
+    they would be rounded twice.
 
-    The class is one without a rule, so that its own step runs both times.
+    The class has no rule, so its own step runs both times.
     """
     own = type("OwnNAdam", (torch.optim.NAdam,), {})
     (model, optimizer), (other, others) = (trained(own, form, weights) for _ in range(2))
@@ -322,5 +323,6 @@ def test_a_compiled_step_keeps_the_state_compressed_and_learns_as_the_eager_one(
     take_steps(model, optimizer, range(3))
     take_steps(other, others, range(3))
     eager, compiled = dict(model.state_dict()), dict(other.state_dict())
-    torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)  # beta**step is a tensor's
+    # beta**step is computed by a tensor here
+    torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)
     assert [part.dtype for part in moments(others)] == [part.dtype for part in moments(optimizer)]

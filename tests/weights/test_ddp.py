@@ -1,4 +1,4 @@
-"""Weights in 16 bits under DistributedDataParallel: reduced in float32, the same on all ranks."""
+"""16-bit weights under DistributedDataParallel: gradients are reduced in float32, and all ranks agree."""
 
 import json
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.dist
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """Return what each of two ranks reports."""
+    """Return the reports of the two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     for rank in call_on_ranks(2, 400, main, folder, CUDA_VISIBLE_DEVICES=""):
         assert rank.returncode == 0, rank.stderr

@@ -1,4 +1,4 @@
-"""amp-plugin export: the model of any checkpoint as safetensors, exact or rounded."""
+"""amp-plugin export writes the model of any checkpoint as safetensors, exactly or rounded."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def export(*words: object) -> tuple[int, str]:
 
 
 def export_same(source: Path, file: Path, wanted: dict[str, torch.Tensor], *options: str) -> str:
-    """Assert that an export has these tensors. Return its output."""
+    """Assert that an export contains these tensors. Return the command's output."""
     code, text = export(source, file, *options)
     assert code == 0, text
     found = load_file(file)
@@ -51,7 +51,7 @@ def test_a_file_of_torch_save_is_exact(tmp_path, target, key):
     text = export_same(tmp_path / "a.pt", target, state)
     assert "7 tensors" in text
     assert "in fp32" in text
-    tied().load_state_dict(load_file(target))  # tied weights are there under both names
+    tied().load_state_dict(load_file(target))  # tied weights appear under both names
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
@@ -114,7 +114,7 @@ def test_shards_of_one_model_are_put_together(tmp_path, target):
 
 
 def save_shards(folder, *, ending, write, names=("a", "b")):
-    """Write two shards of a model and their index, as transformers and Accelerate do."""
+    """Write a model in two shards and an index, as transformers and Accelerate do."""
     folder.mkdir()
     stem, suffix = ending
     files = [f"{stem}-0000{number}-of-00002{suffix}" for number in (1, 2)]
@@ -269,7 +269,7 @@ def test_what_cannot_be_exported_says_what_to_do(tmp_path, target):
 
 
 def test_shards_and_their_index_load_as_transformers_loads_them(tmp_path, target):
-    """transformers loads the folder, and an export of the folder has the same bits as the model."""
+    """transformers can load the folder, and an export of the folder has the same bits as the model."""
     config = BertConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=50
     )

@@ -1,7 +1,9 @@
-"""Losses of four kinds of models with ``weights="bf16"`` equal those of bf16 autocast, except for exact ties.
+"""With ``weights="bf16"``, losses of four kinds of models equal those of bf16 autocast, except for exact
+ties.
 
-65 537 float32 numbers round to an even bfloat16 number, and 16 more bits tell 65 536 apart: no pair of 16 bits can
-round ties as autocast does and hold all bits. Pairs round them away from zero.
+65 537 float32 numbers round to an even bfloat16 number, but 16 more bits can distinguish only 65 536. So no
+pair of 16-bit numbers can hold all bits and also round ties as autocast does. Pairs round ties away from
+zero.
 """
 
 import pytest
@@ -49,10 +51,10 @@ def furthest(ours, stock):
 
 
 def losses(name, region, weights, *, ties=True):
-    """Return losses and model.
+    """Return the losses and the model.
 
-    ``ties=False`` changes the last bit of a float32 weight that lies halfway between two 16-bit numbers,
-    after each step.
+    With ``ties=False``, a float32 weight that is exactly halfway between two 16-bit numbers is changed in its
+    last bit after each step.
     """
     torch.manual_seed(0)
     kind, (config, batch) = getattr(transformers, name), MODELS[name]

@@ -1,4 +1,4 @@
-"""Any optimizer steps weights stored in 16 bits as it steps float32 ones: bit for bit."""
+"""Any optimizer steps weights that are stored in 16 bits exactly as it steps float32 weights: bit for bit."""
 
 import copy
 import gc
@@ -30,7 +30,7 @@ from tests.weights.twins import (
 
 
 class Container(Optimizer):
-    """An optimizer that steps others, one per parameter, as torchtitan's does."""
+    """An optimizer that contains one optimizer per parameter, as torchtitan's does."""
 
     def __init__(self, params):
         super().__init__(list(params), {})
@@ -42,7 +42,7 @@ class Container(Optimizer):
 
 
 class Hidden(SGD):
-    """An optimizer with a list of parameters of its own."""
+    """An optimizer that keeps a second list of its parameters."""
 
     def __init__(self, params):
         super().__init__(params, lr=0.1)
@@ -55,10 +55,10 @@ class Hidden(SGD):
 
 
 class Decays(SGD):
-    """An optimizer that calls the step of its base class and then changes weights."""
+    """An optimizer that calls its base class's step and then changes weights."""
 
     def __init__(self, params, error=None):
-        SGD([torch.ones(1)], lr=0.0)  # from now on torch runs hooks within that step, too
+        SGD([torch.ones(1)], lr=0.0)  # this makes torch run hooks in the base class's step, too
         super().__init__(params, lr=1e-3, momentum=0.9)
         self.error = error
 
@@ -74,7 +74,7 @@ class Decays(SGD):
 
 
 def library(module, name):
-    """Return a function that makes an optimizer of an optional library."""
+    """Return a function that makes an optimizer of an optional package."""
 
     def make(*args, **options):
         return getattr(pytest.importorskip(module), name)(*args, **options)
@@ -99,7 +99,7 @@ OPTIMIZERS = {
 
 
 def assert_within_a_bit(one, other):
-    """Of a fused step: a vectorized loop."""
+    """Compare the results of a fused step, whose vectorized loop may differ in the last bit."""
     torch.testing.assert_close(exact(one), exact(other), rtol=2.0**-22, atol=0)
 
 
@@ -147,7 +147,7 @@ def test_those_of_other_weights_step_as_before():
 
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
 def test_lbfgs_equals_the_float32_run(line_search):
-    """The closure gives both models the same gradients, because it computes them from float32 weights."""
+    """The closure gives both models the same gradients, because it computes them from the float32 weights."""
     models, optimizers = stepped_twins(
         lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=4, line_search_fn=line_search)
     )
@@ -321,7 +321,7 @@ def test_an_exception_in_a_step_leaves_what_torch_leaves():
         optimizer.error = KeyError("out of memory")
         with pytest.raises(KeyError):
             optimizer.step()
-    restore_weights(models[1])  # with the weights still shown
+    restore_weights(models[1])  # with float32 weights still in place
     assert type(models[1][0].weight) is nn.Parameter
     assert_same(*models)
 
@@ -343,18 +343,18 @@ def test_state_in_16_bits_is_an_error_before_anything_is_written():
 
 @pytest.mark.parametrize(("weights", "error"), [("bf16", 2.0**-8), ("fp16", 0.0)])
 def test_a_weight_that_somebody_else_writes_is_what_was_written(weights, error):
-    """Of a pair the old low half stays beside it: at most half of the last place of bfloat16."""
+    """A pair keeps the old low half, which changes the value by at most half of bfloat16's last place."""
     _, stored, _ = twins(weights)
     with torch.no_grad():
         stored[0].weight.fill_(0.5)
-        stored[2].weight.data.fill_(0.25)  # no version moves
+        stored[2].weight.data.fill_(0.25)  # no version counter changes
     for name, value in (("0.weight", 0.5), ("2.weight", 0.25)):
         assert ((stored.state_dict()[name] - value).abs() <= error * value).all()
         assert (stored.get_parameter(name) == value).all()
 
 
 class Lookahead(Optimizer):
-    """A wrapper that skips ``Optimizer.__init__``."""
+    """A wrapper that does not call ``Optimizer.__init__``."""
 
     def __init__(self, optimizer, **_):
         for name in ("param_groups", "state", "defaults"):
@@ -362,9 +362,9 @@ class Lookahead(Optimizer):
 
 
 class LOMO(SGD):
-    """An optimizer that steps during the backward pass, by hooks on its parameters."""
+    """An optimizer that steps during the backward pass, in hooks on its parameters."""
 
-    fused_backward = None  # what the LOMO optimizers are called by
+    fused_backward = None  # the method by which LOMO optimizers are called
 
     def __init__(self, model, lr):
         super().__init__(model.parameters(), lr)
@@ -382,7 +382,7 @@ def test_what_never_steps_stored_weights_is_refused_with_the_way_out(wrapper, lo
     plain = network()
     for optimizer in (wrapper(SGD(plain.parameters(), lr=0.1), k=3), lomo(plain, lr=1e-3)):
         store_weights(plain, optimizer, weights="fp32")
-        add_optimizer(optimizer, "fp32")  # what adapters do
+        add_optimizer(optimizer, "fp32")  # as the adapters do
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True")
@@ -471,7 +471,7 @@ def test_adding_twice_is_adding_once_and_nothing_is_kept_alive():
 
 @pytest.mark.parametrize("is_made_before", [True, False])
 def test_a_scheduler_made_before_or_after_storing(is_made_before):
-    """Torch warns of one that no step of its optimizer has come before."""
+    """Torch warns if a scheduler steps before its optimizer has stepped. No warning may come here."""
     models = network(), network()
     optimizers = [SGD(model.parameters(), lr=1.0) for model in models]
     schedulers = [StepLR(optimizer, 1, 0.5) for optimizer in optimizers if is_made_before]
@@ -486,7 +486,7 @@ def test_a_scheduler_made_before_or_after_storing(is_made_before):
 
 
 class KeepsAll(AdamW):
-    """An optimizer whose state is all that it has, hooks included."""
+    """An optimizer whose state dict contains all its attributes, including hooks."""
 
     def __getstate__(self):
         return self.__dict__.copy()
@@ -504,7 +504,7 @@ def test_a_copy_of_an_optimizer_goes_on_and_one_with_its_model_does_in_float32()
 
 
 class WithoutLoadHooks(AdamW):
-    """An optimizer that loads a state dict by its own code, as bitsandbytes' optimizers do."""
+    """An optimizer that overrides load_state_dict, as bitsandbytes' optimizers do."""
 
     def load_state_dict(self, state_dict, move_to_device=True):
         params = [param for group in self.param_groups for param in group["params"]]
@@ -537,7 +537,10 @@ def test_distributed_checkpoint_saves_and_sets_all_state():
 
 
 def test_a_compiled_step_is_that_of_float32_weights():
-    """Not the eager step's: torch 2.11's Dynamo makes ``add_(mul(grad, -lr))`` of ``add_(grad, alpha=-lr)``."""
+    """It may differ from the eager step:
+
+    torch 2.11's Dynamo replaces ``add_(grad, alpha=-lr)`` by ``add_(mul(grad, -lr))``.
+    """
     models, optimizers = stepped_twins(lambda p: SGD(p, lr=1e-3))
     compiled = [torch.compile(optimizer.step, backend="eager") for optimizer in optimizers]
     for number in range(3):

@@ -1,4 +1,7 @@
-"""Random programs treat a model and its fp32 twin alike: store, step, edit, save, load, unfreeze."""
+"""Random programs have the same effect on a model with stored weights and on its fp32 twin.
+
+Their operations are: store, step, edit, save, load, unfreeze.
+"""
 
 import copy
 import operator
@@ -27,7 +30,7 @@ class Net(nn.Module):
 
 
 class Player:
-    """Apply random operations to a model and its fp32 twin. Report the operations if the two differ."""
+    """Applies random operations to a model and its fp32 twin. Reports the operations if the two differ."""
 
     def __init__(self, seed):
         self.random, self.moves, self.count = random.Random(seed), [], 0
@@ -109,7 +112,8 @@ class Player:
 
     def load(self):
         if self.saved is not None and self.saved[0] == self.kind:
-            store_weights(self.model, self.optimizers[1], weights=self.way)  # or its state may be refused
+            # otherwise its state may be refused
+            store_weights(self.model, self.optimizers[1], weights=self.way)
             loads = list(zip((self.twin, self.model, *self.optimizers), self.saved[1], strict=True))
             for part, state in self.random.sample(loads, 4):
                 part.load_state_dict(copy.deepcopy(state))

@@ -1,4 +1,7 @@
-"""Recurrent weights are stored on the CPU, where autocast casts them, and stay float32 if there is a GPU."""
+"""Recurrent weights are stored in 16 bits on the CPU, where autocast casts them.
+
+With a GPU they stay float32.
+"""
 
 import pytest
 import torch
@@ -20,7 +23,7 @@ MAKES = {
 
 
 def trained(make, region, *, stored):
-    """Take three steps; return their losses and the model."""
+    """Take three steps. Return their losses and the model."""
     torch.manual_seed(0)
     model = make()
     away_from_ties(model)
@@ -57,7 +60,7 @@ def test_the_first_loss_is_autocasts_and_the_model_is_restored(name):
 
 
 def test_they_stay_float32_where_there_is_a_gpu(monkeypatch):
-    """There cuDNN takes float16 in a region of bfloat16 too: the weights would be rounded twice."""
+    """On a GPU, cuDNN uses float16 even in a bfloat16 region, so the weights would be rounded twice."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     model = nn.ModuleList([nn.LSTM(6, 8), nn.LSTMCell(6, 8)])
     assert len(store_weights(model)) == 4

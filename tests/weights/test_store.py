@@ -1,6 +1,8 @@
-"""A model with stored weights: checkpoints, averages, writes by other code, and what stays in float32.
+"""A model with stored weights: checkpoints, averages, writes by other code, and which modules stay in
+float32.
 
-The player (test_random_programs_equal_fp32.py) copies, pickles, edits, converts, saves and loads at random next to a float32 twin.
+test_random_programs_equal_fp32.py applies copies, pickles, edits, conversions, saves and loads at random,
+next to a float32 twin.
 """
 
 import copy
@@ -114,7 +116,7 @@ def nested():
 
 
 def test_the_state_dict_of_a_part_changes_nothing_in_that_of_the_whole():
-    """Names of the part are those of other weights of the whole: ``0.weight`` is ``1.0.weight`` there."""
+    """The same name can mean different weights: the part's ``0.weight`` is the whole's ``1.0.weight``."""
     reference, stored, _ = twins(make=nested)
     assert_same(reference[1], stored[1])
     assert_same(reference, stored)
@@ -263,7 +265,7 @@ def test_compiled_models_and_checkpointing_give_float32_gradients():
 
 
 def test_fsdp1_is_refused_and_fsdp2_named():
-    sharded = type("FullyShardedDataParallel", (nn.Linear,), {})(2, 2)  # the real one needs processes
+    sharded = type("FullyShardedDataParallel", (nn.Linear,), {})(2, 2)  # the real one needs several processes
     with pytest.raises(
         TypeError, match=r"weights='bf16' does not work with FSDP1.*Shard by FSDP2: fully_shard"
     ):
@@ -273,7 +275,10 @@ def test_fsdp1_is_refused_and_fsdp2_named():
 
 @pytest.mark.skipif(not native_core().loaded, reason="no native core on this machine")
 def test_storing_weights_loads_the_native_core(tmp_path):
-    """In programs that use nothing else of ours, too: in plain torch ops their steps took nine times as long."""
+    """This includes programs that use nothing else of ours.
+
+    In plain torch ops their steps took nine times as long.
+    """
     program = tmp_path / "program.py"
     program.write_text(
         "import torch\n"

@@ -1,4 +1,4 @@
-"""16-bit weights that are frozen when a model is set up, and trained later."""
+"""16-bit weights that are frozen when the model is set up, and are trained later."""
 
 import copy
 
@@ -19,7 +19,9 @@ X = torch.linspace(-1, 1, 28).reshape(4, 7)
 
 
 def network(first=torch.bfloat16):
-    """A network whose first layer is frozen, in the dtype given, with the values of bfloat16."""
+    """Return a network in the given dtype whose first layer is frozen, with values that bfloat16 can
+    represent.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))
     model[0].bfloat16().to(first).requires_grad_(False)
@@ -122,7 +124,7 @@ def test_a_part_of_a_flat_tensor_is_left():
 
 
 class Thawed(LightningModule):
-    """Its first layer is frozen for the first batch."""
+    """A module whose first layer is frozen during the first batch only."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A model with stored weights and its fp32 twin, with the same gradients, compared bit for bit."""
+"""A model with stored weights and its fp32 twin get the same gradients and are compared bit for bit."""
 
 import copy
 
@@ -14,7 +14,7 @@ TORCHS = {
     "AdamW": lambda p: AdamW(p, lr=1e-3, foreach=False),
     "AdamW-foreach": lambda p: AdamW(p, lr=1e-3, foreach=True, amsgrad=True),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
-    # Its constructor makes state.
+    # Its constructor creates optimizer state.
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-3, initial_accumulator_value=0.1),
 }
 
@@ -25,7 +25,7 @@ def network(seed=0):
 
 
 def give_gradients(step, *models, seed=0):
-    """Give models the same gradients: float32 tensors whose values bfloat16 can hold."""
+    """Give models the same gradients: float32 tensors with values that bfloat16 can represent."""
     for model in models:
         generator = torch.Generator().manual_seed(1000 * seed + step)
         for param in model.parameters():
@@ -40,7 +40,7 @@ def twins(weights="bf16", make=network, **options):
 
 
 def stepped_twins(make, weights="bf16"):
-    """Return twins, as a pair, and their optimizers, made by ``make(params)``."""
+    """Return a pair of twins, and their optimizers, made by ``make(params)``."""
     reference, stored, store = twins(weights)
     optimizers = [make(model.parameters()) for model in (reference, stored)]
     store.add(optimizers[1])
@@ -69,9 +69,9 @@ def train(models, optimizers, count, *, first=0):
 
 @torch.no_grad()
 def away_from_ties(model):
-    """Change weights that lie halfway between two bfloat16 numbers.
+    """Change weights that are exactly halfway between two bfloat16 numbers.
 
-    Pairs round those away from zero, autocast rounds them to even.
+    Pairs round these away from zero, autocast rounds them to even.
     """
     for param in model.parameters():
         bits = param.view(torch.int32)
@@ -84,9 +84,9 @@ def load_state_dicts(saved, resumed):
 
 
 def assert_steps_and_resumes(make, resume=load_state_dicts):
-    """Assert that a stored model trains like its float32 twin.
+    """Assert that a model with stored weights trains like its float32 twin.
 
-    The same is asserted for a model that is loaded from a checkpoint of the stored one.
+    Also assert it for a model that is loaded from a checkpoint of the stored one.
     """
     (reference, stored), optimizers = stepped_twins(lambda params: make(params, lr=1e-3))
     train((reference, stored), optimizers, 10)

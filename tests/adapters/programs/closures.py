@@ -1,7 +1,7 @@
-"""A trainer whose scaler steps with closures, and that splits a batch into smaller pieces if memory runs out.
+"""A training program whose scaler steps with closures, and which splits a batch when memory runs out.
 
-``ClosureScaler`` puts torch's record of the optimizers in place of the old one after each update, and sets the
-stage itself. The second part steps as usual, and empties the record when a batch is taken again.
+``ClosureScaler`` replaces torch's per-optimizer records after each update, and sets the stage itself. The
+second part steps as usual, and clears the records before it tries a batch again.
 """
 
 from collections import defaultdict
@@ -47,7 +47,7 @@ class ClosureScaler(GradScaler):
 
 
 class Ascending(torch.optim.Optimizer):
-    """SAM with a closure. A closure that returns None ends the step."""
+    """SAM with a closure. If the closure returns None, the step ends."""
 
     def __init__(self, base, rho=0.05):
         self.base = base
@@ -76,7 +76,7 @@ def model_and_data():
     torch.manual_seed(5)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
     data = torch.randn(10, 4, 8, generator=torch.Generator().manual_seed(1))
-    data[6] *= 1e4  # overflows float16
+    data[6] *= 1e4  # overflows in float16
     return model, data
 
 

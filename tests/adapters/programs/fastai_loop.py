@@ -1,6 +1,6 @@
 """fastai trains in fp16 with its own callback, which passes itself to ``scaler.step`` as the optimizer.
 
-The callback asks for CUDA; the two names below let it train on the CPU.
+The callback requires CUDA. The two replacements below let it train on the CPU.
 """
 
 import random

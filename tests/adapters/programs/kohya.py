@@ -1,6 +1,6 @@
-"""A trainer of low-rank adapters: accumulation, a patched scaler, clipping, a schedule, float16 weights.
+"""Train a low-rank adapter with accumulation, a patched scaler, clipping, a schedule and float16 weights.
 
-Nothing here knows amp_plugin. Accelerate gives the CPU no scaler, so one is put in.
+The program does not know amp_plugin. Accelerate has no scaler on the CPU, so the program adds one.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 
 class Addition(torch.nn.Module):
-    """A low-rank adapter of a frozen layer, whose forward it replaces."""
+    """A low-rank adapter that replaces the forward of a frozen layer."""
 
     def __init__(self, frozen):
         super().__init__()

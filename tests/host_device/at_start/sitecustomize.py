@@ -1,6 +1,6 @@
-"""Python imports this at its start, so every process has the device in host memory.
+"""Python imports this file when it starts. So every process has the device in host memory.
 
-pytest and its workers load the plugin instead, since they rewrite what they import of the tests.
+pytest and its workers load the plugin instead, because they rewrite the test modules that they import.
 """
 
 import os

@@ -26,7 +26,7 @@ FLAGS = [
     "-Wno-dangling-pointer",
     "-ffp-contract=off",
     "-shared",
-    "-Wl,-Bsymbolic",  # the C library has a function `step` too
+    "-Wl,-Bsymbolic",  # the C library also has a function named `step`
     "-fPIC",
     "-fsanitize=alignment,bounds,shift",
     "-fno-sanitize-recover",
@@ -34,25 +34,28 @@ FLAGS = [
 
 
 def compiler() -> str | None:
-    """g++, which the emulation needs."""
+    """Return the path of g++, which the emulation needs."""
     return shutil.which("g++")
 
 
 def torch_headers() -> list[str]:
-    """The flags with which g++ finds torch's headers."""
+    """Return the flags for g++ to find torch's headers."""
     include = Path(torch.__file__).parent / "include"
     folders = (include, include / "torch" / "csrc" / "api" / "include")
     return [flag for folder in folders for flag in ("-isystem", str(folder))]
 
 
 def torch_libraries(*names: str) -> list[str]:
-    """The flags with which g++ links with libraries of torch."""
+    """Return the flags for g++ to link torch's libraries."""
     folder = Path(torch.__file__).parent / "lib"
     return [f"-L{folder}", f"-Wl,-rpath,{folder}", *(f"-l{name}" for name in names)]
 
 
 def build(kernel: Kernel, folder: Path, sources: Path = SOURCES, tuning: Tuning | None = None) -> Path:
-    """Compile a kernel for the CPU; an object of the same sources is used again, wherever they are."""
+    """Compile a kernel for the CPU.
+
+    An object that was compiled from the same sources is reused, wherever those are.
+    """
     command = [compiler(), *FLAGS, f"-DKERNEL={kernel.name}", f'-DKERNEL_FILE="{kernel.name}.cu"']
     macros = (*kernel.macros(), *(tuning or Tuning()).macros())
     command += [f"-D{name}={value}" for name, value in macros]
@@ -81,7 +84,7 @@ def build(kernel: Kernel, folder: Path, sources: Path = SOURCES, tuning: Tuning 
 
 
 def object_folder() -> Path:
-    """Where the emulated kernels are kept from run to run: a private folder of this user."""
+    """Return the private folder of this user in which compiled kernels are kept between runs."""
     folder = Path(tempfile.gettempdir()) / f"amp_plugin_emulation_{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:

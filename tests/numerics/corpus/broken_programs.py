@@ -1,4 +1,4 @@
-"""Programs that are broken, each with its true cause, its line and its cure."""
+"""Broken programs, each with its true cause, its line and its cure."""
 
 import math
 
@@ -25,14 +25,14 @@ def plus(eps: float, x: torch.Tensor, fix: object) -> torch.Tensor:
 
 
 def from_a_file(shape: tuple[int, ...], *, at: tuple[int, ...], value: float) -> torch.Tensor:
-    """Return numbers that come from no op of torch. One of them is not finite."""
+    """Return numbers that no torch op has made. One of them is not finite."""
     numbers = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     numbers[at] = value
     return torch.from_numpy(numbers)
 
 
 def train(model, batch, *, lr=0.01, steps=4, optimizer=torch.optim.SGD, loss=None, **options):
-    """Train on one batch again and again."""
+    """Train on the same batch again and again."""
     optimizer = optimizer(model.parameters(), lr=lr, **options)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -76,7 +76,7 @@ class Apply(nn.Module):
 
 
 def backward_in_fp16(fix, batch, *layers):
-    """Run a model in fp16, with the suggested lines pasted after the model is made."""
+    """Run a model in fp16. The suggested lines, if any, are pasted after the model is made."""
     model = nn.Sequential(*layers)
     fix(model)
     with torch.autocast(**FP16):
@@ -364,7 +364,7 @@ BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
 
 
 def near_one(loss_of, fix, block):
-    """Train a layer on a loss of probabilities that are near 1."""
+    """Train a layer on a loss of probabilities close to 1."""
     net, x = nn.Linear(8, 4), 8 * torch.randn(64, 8)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     fix(net)

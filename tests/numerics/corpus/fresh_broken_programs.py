@@ -1,4 +1,4 @@
-"""Broken programs in the way users write them, made without knowledge of how the diagnosis works."""
+"""Broken programs as users write them, made without knowledge of how the diagnosis works."""
 
 import math
 
@@ -50,7 +50,7 @@ def fresh_missing_labels_that_are_masked_after_the_loss(fix):
         known = ~y.isnan()
         if fix:
             y = y.nan_to_num()
-        # where() below hides the nan, not its gradient
+        # where() below hides the nan, but not its gradient
         error = (model(x) - y) ** 2  # <-
         return torch.where(known, error, torch.zeros_like(error)).sum() / known.sum()
 
@@ -95,7 +95,7 @@ def fresh_attention_pooling_of_an_empty_document(fix):
 @broken("pole", op="div", cure=r"SoftSign|backward|own derivative")
 def fresh_a_function_whose_own_derivative_divides_by_its_input(fix):
     class SoftSign(torch.autograd.Function):
-        """x / (1 + |x|), with a derivative that was simplified on paper to y**2 / x**2."""
+        """x / (1 + |x|), with the derivative y**2 / x**2, which was simplified on paper."""
 
         @staticmethod
         def forward(ctx, x):
@@ -209,7 +209,8 @@ def fresh_a_gan_whose_discriminator_has_won(fix):
     of_generator = torch.optim.Adam(generator.parameters(), lr=1e-3)
     of_discriminator = torch.optim.Adam(discriminator.parameters(), lr=0.1)
     for _ in range(20):
-        real, fake = torch.rand(16, 4) * 255, generator(torch.randn(16, 2)) * 127 + 128  # pixels as they come
+        # pixels without normalization
+        real, fake = torch.rand(16, 4) * 255, generator(torch.randn(16, 2)) * 127 + 128
         real = real.sort(dim=1).values  # and easy to tell apart
         logits = discriminator(torch.cat([real, fake.detach()]))
         truth = torch.cat([torch.ones(16, 1), torch.zeros(16, 1)])
@@ -458,7 +459,7 @@ def fresh_a_laplacian_at_the_origin(fix):
 
     def loss_of(points):
         points = points.clone().requires_grad_()
-        # infinite slope at the origin
+        # its slope at the origin is infinite
         radius = torch.sqrt((points**2).sum(-1, keepdim=True) + (1e-4 if fix else 0))  # <-
         (slope,) = torch.autograd.grad(net(radius).sum(), points, create_graph=True)
         second = [torch.autograd.grad(slope[:, i].sum(), points, create_graph=True)[0][:, i] for i in (0, 1)]
@@ -470,7 +471,7 @@ def fresh_a_laplacian_at_the_origin(fix):
 @broken("pole", op="pow", cure=r"0|clamp|degree|pow")
 def fresh_a_graph_convolution_and_a_node_without_edges(fix):
     first, second = nn.Linear(4, 8, bias=False), nn.Linear(8, 2, bias=False)
-    source, target = torch.tensor([[0, 1, 2, 3, 4, 0, 2], [1, 2, 3, 4, 0, 2, 4]])  # node 5 has none
+    source, target = torch.tensor([[0, 1, 2, 3, 4, 0, 2], [1, 2, 3, 4, 0, 2, 4]])  # node 5 has no neighbors
 
     def convolved(linear, x):
         degree = torch.zeros(len(x)).index_add(0, target, torch.ones(len(target)))
@@ -653,7 +654,7 @@ def fresh_an_optimizer_of_a_model_that_was_replaced(fix):
     )
 
 
-# The Linear before the batch_norm is the first op that reads the row: that is the op of every finding in data.
+# For bad data, the finding names the first op that reads it. Here that is the Linear before the batch_norm.
 @broken("data", op="addmm", cure=r"running|buffer|data|batch")
 def fresh_running_statistics_that_a_skipped_batch_has_poisoned(fix):
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))

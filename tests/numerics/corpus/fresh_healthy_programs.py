@@ -1,4 +1,4 @@
-"""Healthy programs that were written without a look at how the diagnosis works: they look odd and are right."""
+"""Healthy programs that look odd but are right, written without knowledge of how the diagnosis works."""
 
 import math
 
@@ -98,7 +98,7 @@ def fresh_a_loss_scale_that_grows_until_it_overflows_now_and_then():
         scaler.update()
         skipped += scaler.get_scale() < before
         if step > 18 and scaler.get_scale() >= before:
-            break  # do not end on a skipped step
+            break  # so that the last step is not skipped
     assert skipped
 
 
@@ -208,7 +208,7 @@ def fresh_an_accuracy_per_class_that_is_logged_as_nan():
     model = nn.Linear(4, 3)
     log = []
     for _ in range(4):
-        x, y = torch.randn(8, 4), torch.randint(0, 2, (8,))  # never the third class
+        x, y = torch.randn(8, 4), torch.randint(0, 2, (8,))  # no target is the third class
         train(model, lambda x, y: F.cross_entropy(model(x), y), [(x, y)])
         with torch.no_grad():
             right = F.one_hot(y, 3) * (model(x).argmax(1) == y)[:, None]
@@ -299,7 +299,7 @@ def fresh_headings_of_objects_that_stand_still():
     def loss_of(tracks):
         states, _ = motion(tracks)
         v = velocity(states[:, -1]) * moves
-        heading = torch.atan2(v[:, 1], v[:, 0])  # torch makes the gradient at (0, 0) zero
+        heading = torch.atan2(v[:, 1], v[:, 0])  # torch defines the gradient at (0, 0) as zero
         return heading.sin().square().mean()
 
     train(nn.ModuleList([motion, velocity]), loss_of, [(torch.randn(6, 5, 2),)] * 4)

@@ -1,4 +1,4 @@
-"""Programs that look odd and are right: nothing that is not finite reaches a gradient, a loss or a weight."""
+"""Programs that look odd but are right: no gradient, loss or weight becomes nan or infinite."""
 
 import math
 
@@ -30,7 +30,7 @@ def leaf(values, **options):
 
 
 def _rows():
-    """Return data of which one row is padding."""
+    """Return data in which one row is padding."""
     x = torch.randn(3, 4)
     x[1] = 0
     return x.requires_grad_()

@@ -1,12 +1,13 @@
-"""The runner of the library of broken and healthy programs.
+"""The runner for the library of broken and healthy programs.
 
-A broken program is a function with one argument, ``fix``, under ``@broken``. Called with a false ``fix`` it fails; the line
-that is to be named ends in ``# <-`` (none where no single line is to blame). Called with a true one it is cured as the
-finding's advice says: either by hand, in an ``if fix:``, or by the lines that the finding prints, pasted by ``fix(model)``
-right after the model is made (``cure="paste"``).
+A broken program is a function under ``@broken`` with one argument, ``fix``. If ``fix`` is false, the program
+fails. The line that the finding must name ends in ``# <-``; there is none if no single line is to blame. If
+``fix`` is true, the program is cured as the finding advises. The cure is either written in an ``if fix:``, or
+it is the lines that the finding prints, which ``fix(model)`` pastes right after the model is made
+(``cure="paste"``).
 
-A healthy program is a public function without arguments in a file that ends in ``healthy(globals())``, or a loss in
-``healthy_losses``: it looks odd and nothing is to be found.
+A healthy program is a public function without arguments in a file that ends in ``healthy(globals())``, or a
+loss in ``healthy_losses``. It looks odd, and no finding may come.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ HEALTHY: list[Callable[[], object]] = []
 
 @dataclass(frozen=True)
 class Program:
-    """A broken program and what is true of it."""
+    """A broken program and the true facts about it."""
 
     run: Callable[[Fix], object]
     cause: str
@@ -46,7 +47,7 @@ class Program:
 
 @dataclass
 class Fix:
-    """Whether the suggested lines are used in a program, and these lines."""
+    """The suggested lines, and whether the program uses them."""
 
     wanted: bool = False
     code: str = ""
@@ -60,12 +61,12 @@ class Fix:
 
 
 def broken(cause: str, *, op: str = "", cure: str):
-    """Register a broken program: its cause, the plain name of the op to name, and what the advice has to say.
+    """Register a broken program: its cause, the name of the op to blame, and what the advice must say.
 
     Args:
         cause: ``Finding.cause``.
-        op: a regular expression that the op's name matches; empty where none is to blame.
-        cure: a regular expression that the advice matches, or ``"paste"``.
+        op: A regular expression that matches the op's name; empty if no op is to blame.
+        cure: A regular expression that matches the advice, or ``"paste"``.
     """
 
     def register(run):
@@ -84,7 +85,7 @@ def healthy(module: dict[str, object]) -> None:
 
 
 def healthy_losses(losses: dict[str, Callable[[], torch.Tensor]]) -> None:
-    """Register healthy programs that are a backward pass each, by name."""
+    """Register healthy programs by name. Each is the backward pass of one loss."""
     for name, loss in losses.items():
 
         def run(loss=loss):
@@ -98,7 +99,7 @@ FP16 = {"device_type": "cpu", "dtype": torch.float16}
 
 
 def train(model: nn.Module, loss_of, batches, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Take a step for each batch."""
+    """Take one step for each batch."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-2)
     for batch in batches:
         optimizer.zero_grad()
@@ -107,7 +108,7 @@ def train(model: nn.Module, loss_of, batches, optimizer: torch.optim.Optimizer |
 
 
 def train_in(block, loss_of, optimizer: torch.optim.Optimizer, scaler=None, *, steps: int) -> None:
-    """Take steps whose losses are computed in an autocast block."""
+    """Take steps whose losses are computed inside an autocast block."""
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -119,7 +120,7 @@ def train_in(block, loss_of, optimizer: torch.optim.Optimizer, scaler=None, *, s
 
 
 def findings_of(run: Callable[[], object]) -> list:
-    """Run a program under diagnose as the command does, and return what it found."""
+    """Run a program under diagnose as the command does. Return the findings."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -146,7 +147,7 @@ def wrong_verdict(program: Program) -> str:
 
 
 def wrong_cure(program: Program) -> str:
-    """Return why the cure that a finding names does not work, or "" if it works."""
+    """Return why the cure that a finding names does not work, or "" if it does."""
     found = findings_of(lambda: program.run(Fix()))
     if not found:
         return "nothing was found"
