@@ -1,4 +1,8 @@
-"""Put the native cores of the folder that AMP_PLUGIN_BUNDLE names into the wheel; `make wheels` does."""
+"""Put the native cores of the folder that AMP_PLUGIN_BUNDLE names into the wheel; `make wheels` does.
+
+An editable installation gets its own copy of amp_plugin_autoload.py. `import torch` loads this file in every
+program, so it must still be there after the checkout was moved or deleted.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,10 @@ class BundleHook(BuildHookInterface):  # type: ignore[type-arg]
     """Make the wheel one for this Python and platform."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Add the cores and the tag; do nothing where no bundle is named."""
+        """Add the cores and the tag if a bundle is named, and the autoload file to an editable wheel."""
+        if version == "editable":
+            file = "amp_plugin_autoload.py"
+            build_data["force_include_editable"][str(Path(self.root, file))] = file
         if folder := os.environ.get("AMP_PLUGIN_BUNDLE"):
             build_data["pure_python"] = False
             build_data["tag"] = wheel_tag(Path(folder))

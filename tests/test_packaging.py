@@ -83,6 +83,18 @@ def test_the_sdist_holds_the_whole_project(built: tuple[Path, Path]) -> None:
     assert not [name for name in names if name.startswith((".venv", ".git/", "runs", "site"))]
 
 
+def test_an_editable_installation_has_its_own_copy_of_what_torch_loads(monkeypatch) -> None:
+    """Every `import torch` failed where the checkout was moved or deleted after `pip install -e`."""
+    monkeypatch.syspath_prepend(ROOT)
+    from hatch_build import BundleHook
+
+    for version, copied in (("standard", {}), ("editable", {"amp_plugin_autoload.py"})):
+        data = {"force_include": {}, "force_include_editable": {}}
+        BundleHook(str(ROOT), {}, None, None, "", "wheel").initialize(version, data)
+        assert {*data["force_include_editable"].values()} == {*copied}
+        assert all(Path(source).is_file() for source in data["force_include_editable"])
+
+
 def installed(wheel: Path, folder: Path) -> tuple[Path, Path, dict[str, str]]:
     """Make an environment without a compiler that uses this environment's torch."""
     venv.create(folder / "empty", with_pip=False)

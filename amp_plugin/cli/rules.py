@@ -194,6 +194,8 @@ def tune(
         return
     print(tuning.headline)
     show(tuning.table())
+    if tuning.jump:
+        print("with the default rules " + "\n".join(tuning.jump))
     print(f"{output} {'changes no rule' if tuning.keeps_default else 'holds the rules'}")
 
 
@@ -225,6 +227,7 @@ def _as_json(tuning: Tuning, output: Path) -> Any:
     sides = {"before": tuning.before, "after": tuning.after}
     values = {
         "nearest": tuning.nearest,
+        "jump": list(tuning.jump),
         "goal": tuning.goal,
         "file": str(output),
         "rules": {change.op: change.rule.value for change in tuning.changes},

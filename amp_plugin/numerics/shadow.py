@@ -220,6 +220,14 @@ class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
                 before = max(before, errors.arriving)
         return found
 
+    def told_jump(self) -> list[str]:
+        """Return a sentence on the op of :meth:`jump`, and lines to paste. Empty if no op stands out."""
+        if (jump := self.jump()) is None:
+            return []
+        key, before = jump
+        cures = cures_of(*self.tracker.address(key[0]), (), "")
+        return [_told(key, before, self._errors[key].arriving), *(f"paste: {cure}" for cure in cures)]
+
     def without_rounding(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the values that a tensor would have without rounding, as a copy in the wide dtype.
 
@@ -254,10 +262,7 @@ class ShadowRun(WideRun):  # type: ignore[no-untyped-call]
         notes += below[:rows]
         if self.not_compared():
             notes.append(f"not measured, and taken as exact: {listed(self.not_compared())}")
-        if jump := self.jump():
-            key, before = jump
-            notes.append(_told(key, before, self._errors[key].arriving))
-            notes += [f"paste: {cure}" for cure in cures_of(*self.tracker.address(key[0]), (), "")]
+        notes += self.told_jump()
         table.caption = "\n".join(notes) or None
         return table
 

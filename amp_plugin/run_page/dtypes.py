@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from amp_plugin.casting.threads import RegionState, current_state
 from amp_plugin.formats.layers import format_of
+from amp_plugin.messages import only_warning
 from amp_plugin.numerics.formats import OperandRange, input_range
 from amp_plugin.numerics.module_hooks import ModuleHooks, prefixes
 from amp_plugin.patterns import clean_name
@@ -24,15 +26,26 @@ from amp_plugin.weights.weight import half_of
 Branch = dict[str, Any]
 """A module as a dict: name, kind, dtypes as text, elements, bytes held, and the modules inside it."""
 
+# The names of autograd nodes of matrix products, convolutions, recurrent layers and attention.
+_PRODUCT: Final = re.compile(
+    r"((Sparse)?(Mm|Addmm|Addbmm|Bmm|Baddbmm|Mv|Addmv|Dot|Linear)|\w*Convolution\w*|\w*Rnn\w*|ScaledDot\w*)Backward\d*"
+)
+_MOST_NODES: Final = 20_000  # nodes of the graph of one module at most
+
 
 class Survey:
-    """Follows the first training step of models, and tells the dtypes in which their modules compute."""
+    """Follows the first training step of models, and tells the dtypes in which their modules compute.
+
+    A module computes in the dtype of its matrix products and convolutions, or of those within it. If there
+    are none, it computes in the dtype of its first result.
+    """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = models
         self._hooks = ModuleHooks(models, self._note)
         self._states: tuple[RegionState, ...] = ()
-        self._computes: dict[str, torch.dtype] = {}
+        self._results: dict[str, torch.dtype] = {}
+        self._products: dict[str, list[torch.dtype]] = {}  # of modules that hold parameters themselves
         self._formats: dict[str, OperandRange] = {}  # of the inputs of layers below 16 bits
         self._gradients: dict[Tensor, tuple[torch.dtype, int]] = {}
         self._is_over = False
@@ -42,11 +55,17 @@ class Survey:
         self._hooks.open()
 
     def _note(self, name: str, module: nn.Module, given: object, made: object) -> None:
+        with only_warning("the survey of dtypes", self._hooks.close):
+            self._take(name, module, given, made)
+
+    def _take(self, name: str, module: nn.Module, given: object, made: object) -> None:
         self._states = self._states or current_state()
         floats = [
             leaf.dtype for leaf in tree_leaves(made) if isinstance(leaf, Tensor) and leaf.is_floating_point()
         ]
-        self._computes.update({name: floats[0]} if floats else {})
+        self._results.update({name: floats[0]} if floats else {})
+        if name not in self._products and next(module.parameters(recurse=False), None) is not None:
+            self._products[name] = _product_dtypes(tree_leaves(made), tree_leaves(given))
         if (chosen := format_of(module)) and name not in self._formats:
             self._formats[name] = input_range(chosen, tree_leaves(given))
 
@@ -64,7 +83,7 @@ class Survey:
     def dtype_of(self, module: str) -> torch.dtype:
         """Return the dtype of a module's gradients: that of its results, else that of the autocast region."""
         lowest = next((state.dtype for state in self._states if state.enabled), torch.float32)
-        return self._computes.get(module, lowest)
+        return self._results.get(module, lowest)
 
     def trees(self, optimizers: Iterable[Optimizer]) -> list[Branch]:
         """Return the modules of the models, with the present optimizer state of each."""
@@ -76,16 +95,20 @@ class Survey:
         grads = [self._gradients[param] for param in params if param in self._gradients]
         entries = [entry for param in params for entry in state.get(param, {}).values()]
         kept = [tensor for tensor in entries if isinstance(tensor, Tensor)]
-        computes, below = self._computes.get(clean_name(path)), self._formats.get(clean_name(path))
+        name = clean_name(path)
+        below, result = self._formats.get(name), [self._results[name]] if name in self._results else []
         inside = [
             self._branch(f"{path}.{inner}".lstrip("."), child, state)
             for inner, child in module.named_children()
         ]
+        within = [dtype for part in inside for dtype in part["products"]]
+        products = [*dict.fromkeys([*self._products.get(name, []), *within])]
         return {
             "name": path.rpartition(".")[2] or "(model)",
             "kind": type(module).__name__,
             "weights": _named(half_of(param).dtype for param in params),
-            "computes": below.format if below else "" if computes is None else short_name(computes),
+            "computes": below.format if below else _named(products or result),
+            "products": products,
             "numbers": str(below or ""),
             "gradients": _named(dtype for dtype, _ in grads),
             "state": _named(tensor.dtype for tensor in kept if tensor.dim()),
@@ -96,6 +119,29 @@ class Survey:
             + sum(part["held"] for part in inside),
             "inside": inside,
         }
+
+
+def _product_dtypes(made: Sequence[object], given: Sequence[object]) -> list[torch.dtype]:
+    """Return the dtypes of the matrix products between a module's inputs and results, each once.
+
+    They are read from the autograd graph. The list is empty if there is no graph, for example in compiled
+    code, and if the module multiplies no matrices.
+    """
+
+    def nodes_of(values: Sequence[object]) -> list[Any]:
+        return [leaf.grad_fn for leaf in values if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+
+    found: dict[torch.dtype, None] = {}
+    waiting, seen = nodes_of(made), {*nodes_of(given)}
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if _PRODUCT.fullmatch(node.name()):
+            found[node._input_metadata[0].dtype] = None  # the gradient that arrives has the result's dtype
+        waiting += [before for before, _ in node.next_functions if before is not None]
+    return [*found]
 
 
 def _named(dtypes: Iterable[torch.dtype]) -> str:

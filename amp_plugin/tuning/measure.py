@@ -194,6 +194,12 @@ class Trials:
         cast = log.totals().bytes / count
         return Measurement(saved_bytes=sum(saved) / count, cast_bytes=cast, errors=tuple(errors))
 
+    def told_jump(self, rules: OpRules) -> list[str]:
+        """Return where the arriving error jumps on the first batch, and lines to paste that cure it."""
+        with rules_on_trial(rules), ShadowRun(self._workload.model) as shadow:
+            self._workload.run(lambda *_: None, batches=1)
+        return shadow.told_jump()
+
     def seconds(self, rules: OpRules) -> float:
         """Return the median time of a batch in seconds; nothing else is measured meanwhile."""
         seconds: list[float] = []

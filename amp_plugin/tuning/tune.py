@@ -45,6 +45,8 @@ class Tuning:
             is none.
         is_followed: False if rules change nothing, because autocast is off or its blocks have rules of
             their own.
+        jump: for the goal ``"accuracy"``, a sentence on the op at which the arriving error jumps under the
+            default rules, and lines to paste that compute its module in fp32. Empty if no op stands out.
     """
 
     rules: OpRules
@@ -58,6 +60,7 @@ class Tuning:
     tried: tuple[Tried, ...]
     nearest: str
     is_followed: bool
+    jump: tuple[str, ...] = ()
 
     @property
     def batches(self) -> int:
@@ -85,6 +88,7 @@ class Tuning:
         comments = [
             self.headline,
             f"gradients compared with {self.reference}, {self.batches} batches",
+            *(f"with the default rules {text}" for text in self.jump[:1]),
         ]
         for name, old, new, changed in _rows(self.before, self.after):
             comments.append(f"{name}: {old} -> {new}" + (f" ({changed})" if changed else ""))
@@ -253,6 +257,7 @@ def tuned(
         rules, after = search.rules(changes), search.measure(changes) or search.default()
         in_fp32 = rules_without_16_bits(device_type)
         is_followed = bool(changes) or trials.measure(in_fp32) != search.default()
+        jump = trials.told_jump(default) if wanted == "accuracy" else []
         status.update("timing")
         seconds = timed_in_turns(trials.seconds, trials.seconds, default, rules)
     return Tuning(
@@ -267,6 +272,7 @@ def tuned(
         tried=search.tried,
         nearest=search.nearest(),
         is_followed=is_followed,
+        jump=tuple(jump),
     )
 
 

@@ -20,6 +20,7 @@ from torch import nn
 
 import amp_plugin
 from amp_plugin.run_page import headroom, history
+from amp_plugin.run_page.dtypes import Survey
 from amp_plugin.run_page.headroom import Headroom
 from amp_plugin.run_page.report import RunReport
 from amp_plugin.scaling import step_log
@@ -194,6 +195,84 @@ def test_dtypes_and_bytes(tmp_path):
     _, page = train(tmp_path / "run.html", steps=2, precision="bf16")
     text = text_of(page.path)
     assert re.search(r"4 Linear fp32 bf16 fp32 fp32 68 \d", text), text[:4000]
+
+
+class Attends(nn.Module):
+    """Multiply matrices outside of its submodules, and return fp32."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+
+    def forward(self, x):
+        return (x @ self.weight).float()
+
+
+class Multiplies(torch.autograd.Function):
+    """A product of the user's own, of which autograd knows nothing."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+class Doubles(nn.Linear):
+    def forward(self, x):
+        return Multiplies.apply(super().forward(x)).float()
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    ("make", "computes"),
+    [
+        (lambda: nn.GRU(8, 8), "bf16"),  # its results are fp32
+        (lambda: nn.LSTM(8, 8), "bf16"),
+        (lambda: nn.RNN(8, 8), "bf16"),
+        (lambda: nn.Conv1d(8, 8, 1), "bf16"),
+        (lambda: nn.MultiheadAttention(8, 2, batch_first=True), "bf16"),
+        (lambda: nn.LayerNorm(8), "fp32"),
+        (Attends, "bf16"),
+        (lambda: Doubles(8, 8), "bf16"),
+    ],
+)
+def test_a_module_computes_in_the_dtype_of_its_products(make, computes):
+    """One micro-batch per step is enough, for the whole model, too."""
+    net, x = make(), torch.ones(8, 8, 8)
+    survey = Survey([net])
+    survey.open()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        made = net(x, x, x) if isinstance(net, nn.MultiheadAttention) else net(x)
+    (made[0] if isinstance(made, tuple) else made).float().sum().backward()
+    survey.close()
+    (row,) = survey.trees([])
+    assert row["computes"] == computes
+
+
+def test_a_parent_computes_in_what_the_modules_within_it_compute_in():
+    net = nn.Sequential(nn.GRU(8, 8), nn.Linear(8, 8))
+    survey = Survey([net])
+    survey.open()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = net[0](torch.ones(2, 2, 8))[0]
+    net[1](hidden).sum().backward()
+    survey.close()
+    (row,) = survey.trees([])
+    assert row["computes"] == "bf16 fp32"
+    assert [part["computes"] for part in row["inside"]] == ["bf16", "fp32"]
+
+
+def test_an_error_in_the_survey_is_one_warning(monkeypatch):
+    monkeypatch.setattr("amp_plugin.run_page.dtypes.tree_leaves", lambda _: 1 / 0)
+    survey = Survey([net := make_net()])
+    survey.open()
+    with pytest.warns(UserWarning, match="the survey of dtypes has ended: ZeroDivisionError") as warned:
+        net(torch.ones(4, 8))
+    net(torch.ones(4, 8))
+    assert len(warned) == 1
 
 
 def test_without_the_extra_the_error_says_what_to_install(tmp_path, monkeypatch):
