@@ -421,7 +421,7 @@ class Session:
         """
         if given is None:
             given = self.new_scaler(enabled=False)
-        elif isinstance(given, torch.amp.GradScaler) and type(given).__module__.startswith("torch."):
+        elif _is_torchs(given):
             theirs, given = given, self.new_scaler(enabled=given.is_enabled())
             if given.is_enabled():
                 given.load_state_dict(theirs.state_dict())
@@ -716,6 +716,12 @@ def endless_skips(step: StepResult, words: Words, growth: WeightGrowth) -> Runti
     return RuntimeError(
         f"{run_of_skips(step)} Look for nan in the loss or the data, {bf16}raise {words.endless}"
     )
+
+
+def _is_torchs(given: Any) -> bool:
+    """Return whether an object is a scaler of torch's own class, and not one of ours by that name."""
+    theirs = isinstance(given, torch.amp.GradScaler) and type(given).__module__.startswith("torch.")
+    return theirs and not isinstance(given, GradScaler)
 
 
 def _refuse_stranger(given: Any, name: str) -> None:

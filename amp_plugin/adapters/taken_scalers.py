@@ -1,5 +1,10 @@
 """Takes over the scalers of a program that is not edited. While it runs they are ours; in files, torch's.
 
+``torch.amp.GradScaler``, and each of its other names, means a subclass of ours meanwhile. It has torch's name
+and signature. So ``type(scaler) is torch.amp.GradScaler`` holds, a subclass of the program is one of ours,
+and a method that the program assigns to the class is called. Scalers whose class was defined before, from
+torch's own class, become ours when they are made.
+
 A scaler that was taken over is pickled as torch's class with torch's state. Therefore a file written under
 ``amp-plugin run`` can be loaded without amp_plugin. When such a file is loaded under ``amp-plugin run``, the
 scaler becomes ours again.
@@ -9,18 +14,28 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import importlib
 import weakref
+from abc import ABCMeta
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import torch
 
 from amp_plugin.patches import class_between, replaced, standing_in
 from amp_plugin.scaling.grad_scaler import GradScaler
+from amp_plugin.scaling.loss_scale import HYSTERESIS
+from amp_plugin.scaling.shared import OUR_KEY
 
-_TORCHS: Final[Any] = torch.amp.GradScaler
+_TORCHS: Final[Any] = next(kind for kind in GradScaler.__mro__ if kind.__module__.startswith("torch."))
+_PRIVATE: Final = {name for name in vars(_TORCHS) if name.startswith("_") and not name.startswith("__")}
+_MODULES: Final = (  # of each class the module that defines it first
+    ("torch.amp.grad_scaler", "torch.amp", "torch"),
+    ("torch.cuda.amp.grad_scaler", "torch.cuda.amp"),
+    ("torch.cpu.amp.grad_scaler", "torch.cpu.amp"),
+)
 _OPTIONS: Final = {  # torch's attribute -> the option that it holds
     "_init_scale": "init_scale",
     "_growth_factor": "growth_factor",
@@ -34,6 +49,67 @@ _TORCHS_NAMES: Final = {
 }
 
 
+def overrides_private(kind: type) -> bool:
+    """Return whether a subclass of torch's scaler overrides private methods of it."""
+    return any(getattr(kind, name) is not getattr(_TORCHS, name) for name in _PRIVATE)
+
+
+class _StandsIn(ABCMeta):
+    """The metaclass of the classes that have the names of torch's scalers meanwhile.
+
+    ``isinstance`` and ``issubclass`` answer for torch's class. It is an ABCMeta, so that a program's class
+    may be abstract too.
+    """
+
+    def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> Any:
+        """Make a program's subclass; if it overrides private methods of torch's class, a subclass of that."""
+        mixins = (kind for base in bases for kind in base.__mro__ if not issubclass(kind, _TORCHS))
+        if any(_PRIVATE & names.keys() for names in (namespace, *map(vars, mixins))):
+            bases = tuple(vars(base).get("_stands_for", base) for base in bases)
+        if not any(isinstance(base, mcls) for base in bases):
+            return type(name, bases, namespace, **options)
+        return super().__new__(mcls, name, bases, namespace, **options)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        kind = vars(cls).get("_stands_for")
+        return super().__instancecheck__(instance) if kind is None else isinstance(instance, kind)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        kind = vars(cls).get("_stands_for")
+        return super().__subclasscheck__(subclass) if kind is None else issubclass(subclass, kind)
+
+
+class _Takes:
+    """What happens when a scaler of a program is made or loaded, and which scalers were."""
+
+    def __init__(
+        self,
+        arguments: Callable[[Sequence[Any], dict[str, Any]], dict[str, Any]],
+        made: Callable[[Any], object],
+    ) -> None:
+        self.arguments, self._made = arguments, made
+        self._taken: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def note(self, scaler: Any) -> None:
+        """Note a scaler that is ours now."""
+        self._taken.add(scaler)
+        self._made(scaler)
+
+    def is_taken(self, scaler: Any) -> bool:
+        """Return whether a scaler was taken over."""
+        return scaler in self._taken
+
+    def load(self, scaler: Any, state: Mapping[str, Any]) -> None:
+        """Begin an empty scaler of ours with the state of a pickled scaler of torch's."""
+        options = {option: state[name] for name, option in _OPTIONS.items() if name in state}
+        options |= {"device": state["_device"], "enabled": state["_enabled"]}
+        GradScaler.__init__(scaler, **self.arguments((), options))
+        if scaler.is_enabled():
+            scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": state["_init_growth_tracker"]})
+        vars(scaler).update({name: value for name, value in state.items() if name not in _TORCHS_NAMES})
+        self.note(scaler)
+
+
 @contextmanager
 def scalers_taken(
     may_take: Callable[[type], bool],
@@ -45,12 +121,8 @@ def scalers_taken(
     ``may_take`` says whether a class is taken over. ``arguments`` returns the arguments for our scaler.
     ``made`` is called with each scaler.
     """
-    taken: weakref.WeakSet[Any] = weakref.WeakSet()
+    takes = _Takes(arguments, made)
     set_state, reduce = _TORCHS.__setstate__, GradScaler.__reduce_ex__
-
-    def note(scaler: Any) -> None:
-        taken.add(scaler)
-        made(scaler)
 
     @functools.wraps(set_state)
     def restore(scaler: Any, state: Mapping[str, Any]) -> None:
@@ -59,28 +131,82 @@ def scalers_taken(
             set_state(scaler, state)
             return
         scaler.__class__ = class_between(GradScaler, kind)
-        options = {option: state[name] for name, option in _OPTIONS.items() if name in state}
-        options |= {"device": state["_device"], "enabled": state["_enabled"]}
-        GradScaler.__init__(scaler, **arguments((), options))
-        if scaler.is_enabled():
-            scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": state["_init_growth_tracker"]})
-        vars(scaler).update({name: value for name, value in state.items() if name not in _TORCHS_NAMES})
-        note(scaler)
+        takes.load(scaler, state)
 
     def reduce_as_torchs(scaler: Any, protocol: Any) -> Any:
-        if scaler not in taken:
+        if not takes.is_taken(scaler):
             return reduce(scaler, protocol)
         GradScaler.__getstate__(scaler)  # raises in the middle of an iteration
-        kind = _TORCHS if type(scaler) is GradScaler else type(scaler).__bases__[0]
+        kind = type(scaler)
+        if kind is GradScaler:
+            kind = _TORCHS
+        elif not isinstance(kind, _StandsIn):
+            kind = kind.__bases__[0]
         made_empty = copyreg._reconstructor, (kind, object, None)  # type: ignore[attr-defined]
         return *made_empty, _state_of_torchs(scaler)
 
-    with (
-        standing_in(GradScaler, _TORCHS, may_take=may_take, arguments=arguments, made=note),
-        replaced(_TORCHS, "__setstate__", restore),
-        replaced(GradScaler, "__reduce_ex__", reduce_as_torchs),
-    ):
+    with ExitStack() as undo:
+        undo.enter_context(
+            standing_in(GradScaler, _TORCHS, may_take=may_take, arguments=arguments, made=takes.note)
+        )
+        undo.enter_context(replaced(_TORCHS, "__setstate__", restore))
+        undo.enter_context(replaced(GradScaler, "__reduce_ex__", reduce_as_torchs))
+        stand_in = _stand_in(takes)
+        for first, *others in _MODULES:
+            theirs = importlib.import_module(first).GradScaler
+            ours = stand_in if theirs is _TORCHS else _made(theirs, (theirs, stand_in), {})
+            for module in (first, *others):
+                undo.enter_context(replaced(importlib.import_module(module), "GradScaler", ours))
         yield
+
+
+def _stand_in(takes: _Takes) -> type:
+    """Return the class that has the name torch.amp.GradScaler meanwhile."""
+
+    @functools.wraps(_TORCHS.__init__)
+    def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(scaler, GradScaler):  # a class that is left to torch calls its base by this name
+            _TORCHS.__init__(scaler, *args, **kwargs)
+            return
+        GradScaler.__init__(scaler, *args, **takes.arguments(args, kwargs))
+        takes.note(scaler)
+
+    def set_state(scaler: Any, state: dict[str, Any]) -> None:
+        if not isinstance(scaler, GradScaler):
+            _TORCHS.__setstate__(scaler, state)
+        elif "_enabled" in state:  # torch's attribute
+            takes.load(scaler, state)
+        else:
+            GradScaler.__setstate__(scaler, state)
+
+    named = {"get_scale": _get_scale, "state_dict": _state_dict}
+    return _made(_TORCHS, (GradScaler,), {"__init__": init, "__setstate__": set_state, **named})
+
+
+def _get_scale(scaler: Any, *name: str) -> float:
+    """Return the scale after an update that waits for another optimizer's step, as torch's."""
+    if not isinstance(scaler, GradScaler):
+        return _TORCHS.get_scale(scaler)  # type: ignore[no-any-return]
+    scaler.end_iteration()
+    return GradScaler.get_scale(scaler, *name)
+
+
+def _state_dict(scaler: Any) -> dict[str, Any]:
+    """Return the state with torch's keys, and ours if they hold more than the skip count."""
+    if not isinstance(scaler, GradScaler):
+        return _TORCHS.state_dict(scaler)  # type: ignore[no-any-return]
+    state = GradScaler.state_dict(scaler)
+    needed = state.get(OUR_KEY, {}).keys() - {"skipped_steps", "losses", HYSTERESIS}
+    if not needed and scaler.loss_scale.options.hysteresis == 1:
+        state.pop(OUR_KEY, None)
+    return state
+
+
+def _made(theirs: type, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
+    """Return a class that stands in for one of torch's, with the name of that."""
+    named = {name: getattr(theirs, name) for name in ("__module__", "__qualname__", "__doc__")}
+    everything = {**named, "_stands_for": theirs, **namespace}
+    return ABCMeta.__new__(_StandsIn, theirs.__name__, bases, everything)
 
 
 def _state_of_torchs(scaler: Any) -> dict[str, Any]:

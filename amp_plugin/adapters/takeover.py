@@ -254,11 +254,9 @@ class Takeover:
 
     def _may_take(self, kind: type) -> bool:
         """Return whether a scaler class is taken over. One that overrides torch's private methods is not."""
-        import torch  # noqa: PLC0415
+        from amp_plugin.adapters.taken_scalers import overrides_private  # noqa: PLC0415 - loads torch
 
-        torchs = torch.amp.GradScaler
-        inner = [name for name in vars(torchs) if name.startswith("_") and not name.startswith("__")]
-        if any(getattr(kind, name) is not getattr(torchs, name) for name in inner):
+        if overrides_private(kind):
             self._say(
                 f"{kind.__name__} overrides private methods of torch.amp.GradScaler, so it is not replaced"
             )

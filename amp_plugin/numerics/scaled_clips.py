@@ -26,6 +26,8 @@ from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
 
 _CLIPS: Final = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+# torch.amp.GradScaler and ours. Under `amp-plugin run` torch's name means another class.
+_SCALERS: Final = [kind for kind in GradScaler.__mro__ if {"step", "unscale_"} <= vars(kind).keys()]
 _MOST_LOOKS: Final = 20  # calls of one line that are checked at most; each check reads the loss scale
 # If the limit is larger than this and than 1 % of the loss scale, the user has multiplied it by the scale.
 _LARGEST_LIMIT: Final = 10.0
@@ -58,7 +60,7 @@ class ScaledClips:
     def __enter__(self) -> Self:
         """Replace torch's clip functions, and ``step`` and ``unscale_`` of scalers, by watched ones."""
         with ExitStack() as stack:
-            for kind in (torch.amp.GradScaler, GradScaler):
+            for kind in _SCALERS:
                 for name in ("step", "unscale_"):
                     stack.enter_context(patch.object(kind, name, self._noted(vars(kind)[name])))
             for name in _CLIPS:
