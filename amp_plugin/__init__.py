@@ -87,6 +87,7 @@ _NAMES = {  # by the module they live in
     "tuning.rehearsal": ("rehearse",),
     "tuning.rollouts": ("Rollout",),
     "tuning.tune": ("tune",),
+    "unscaled_hooks": ("unscaled_hooks",),
     "weights.store": ("restore_weights", "store_weights"),
 }
 _HOME = {name: f"amp_plugin.{module}" for module, names in _NAMES.items() for name in names}

@@ -1,0 +1,108 @@
+"""Gradient hooks that see gradients without the loss scale.
+
+Hooks run while gradients are still multiplied by the loss scale. Tools that draw gradients from hooks, such
+as ``wandb.watch``, then show numbers that are 65 536 times too large, and that jump when the scale changes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from amp_plugin.patches import replaced
+
+# The methods that register hooks, and which argument of the hook its result replaces.
+_REGISTER: Final = (
+    (Tensor, "register_hook", 0),
+    (nn.Module, "register_full_backward_hook", 1),
+    (nn.Module, "register_full_backward_pre_hook", 1),
+)
+
+
+@contextmanager
+def unscaled_hooks(scaler: Any) -> Iterator[None]:
+    """Give gradient hooks that are registered inside the block gradients without the loss scale.
+
+    A gradient that such a hook returns, or changes in place, is multiplied by the loss scale again. Hooks
+    registered outside the block are left alone. The block need not be open during training.
+
+    It covers ``register_hook`` of tensors, and ``register_full_backward_hook`` and
+    ``register_full_backward_pre_hook`` of modules. Hooks of ``register_post_accumulate_grad_hook`` see the
+    scaled ``.grad``. A float16 gradient is passed as float32, so that small numbers stay. Every backward pass
+    that reaches the hooks must be that of a loss with the default loss scale. No host sync.
+
+    Args:
+        scaler: A GradScaler, of amp_plugin or of torch; or a Fabric or Trainer plugin, or an AmpAccelerator.
+            If it scales no loss, the hooks get the gradients as they are.
+
+    Example:
+        >>> from amp_plugin import GradScaler, unscaled_hooks
+        >>> model, scaler = nn.Linear(2, 1), GradScaler("cpu")
+        >>> seen = []
+        >>> with unscaled_hooks(scaler):
+        ...     handle = model.weight.register_hook(lambda grad: seen.append(grad.tolist()))
+        >>> scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        >>> seen
+        [[[1.0, 1.0]]]
+    """
+
+    def scale_of() -> Tensor | None:
+        present = getattr(scaler, "scaler", scaler)  # a framework may set its scaler later
+        return present._scale if present is not None and present.is_enabled() else None
+
+    with ExitStack() as undo:
+        for owner, name, changed in _REGISTER:
+            undo.enter_context(replaced(owner, name, _registering(getattr(owner, name), scale_of, changed)))
+        yield
+
+
+def _registering(
+    register: Callable[..., Any], scale_of: Callable[[], Tensor | None], changed: int
+) -> Callable[..., Any]:
+    """Return a method that registers an unscaled version of a hook."""
+
+    @functools.wraps(register)
+    def registered(owner: Any, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return register(owner, _unscaled(hook, scale_of, changed), *args, **kwargs)
+
+    return registered
+
+
+def _unscaled(
+    hook: Callable[..., Any], scale_of: Callable[[], Tensor | None], changed: int
+) -> Callable[..., Any]:
+    """Return a hook that passes gradients divided by the scale to another hook."""
+
+    @functools.wraps(hook)
+    def unscaled(*args: Any) -> Any:
+        scale = scale_of()
+        if scale is None:
+            return hook(*args)
+        seen = tree_map_only(Tensor, lambda grad: _wide(grad) / scale.to(grad.device), args)
+        result = hook(*seen)
+        if result is None and isinstance(seen[0], Tensor) and seen[0]._version:
+            result = seen[0]  # changed in place
+        return None if result is None else _scaled(result, args[changed], scale)
+
+    return unscaled
+
+
+def _wide(grad: Tensor) -> Tensor:
+    return grad.float() if grad.dtype is torch.float16 else grad
+
+
+def _scaled(result: Any, given: Any, scale: Tensor) -> Any:
+    """Return what a hook returned, multiplied by the scale, in the dtype of the gradient that it got."""
+    if isinstance(result, Tensor):
+        first = given if isinstance(given, Tensor) else next(grad for grad in given if grad is not None)
+        product: Tensor = result * scale.to(result.device)
+        return product.to(first.dtype)
+    return tuple(
+        None if made is None else _scaled(made, grad, scale) for made, grad in zip(result, given, strict=True)
+    )
