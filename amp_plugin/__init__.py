@@ -69,6 +69,7 @@ _NAMES = {  # by the module they live in
     "casting.run_in": ("run_in",),
     "casting.threads": ("autocast_module",),
     "formats.layers": ("convert",),
+    "gradient_hooks": ("unscaled_hooks",),
     "hardware": ("choose_precision",),
     "messages": ("OptionError",),
     "numerics.diagnose": ("diagnose",),
@@ -87,7 +88,6 @@ _NAMES = {  # by the module they live in
     "tuning.rehearsal": ("rehearse",),
     "tuning.rollouts": ("Rollout",),
     "tuning.tune": ("tune",),
-    "unscaled_hooks": ("unscaled_hooks",),
     "weights.store": ("restore_weights", "store_weights"),
 }
 _HOME = {name: f"amp_plugin.{module}" for module, names in _NAMES.items() for name in names}
