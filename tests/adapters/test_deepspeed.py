@@ -108,7 +108,8 @@ def test_the_engines_last_step_is_told_with_its_norm_and_scale():
     optimizer.cur_scale = 256.0
     seen = {"optimizer": optimizer, "global_steps": 0, "skipped_steps": 0}
     engine = SimpleNamespace(**seen, gradient_clipping=lambda: 0.0, get_global_grad_norm=lambda: 3.0)
-    scaler = EngineScaler(engine, AccelerateOptions())
+    records = []
+    scaler = EngineScaler(engine, AccelerateOptions(log=records.append))
     with pytest.raises(RuntimeError, match="has not stepped"):
         scaler.last_step(optimizer)
     for skips in (0, 1):
@@ -119,6 +120,8 @@ def test_the_engines_last_step_is_told_with_its_norm_and_scale():
         assert (told.skipped, float(told.norm), told.scale_before) == (bool(skips), 3.0, 256.0)
         assert told.scale_after == optimizer.cur_scale
     assert scaler.skipped_steps() == 1
+    assert [(record.step, record.optimizer, record.skipped) for record in records] == [(1, "0: SGD", False), (2, "0: SGD", True)]
+    assert [(record.loss_scale, record.norm) for record in records] == [(256.0, 3.0), (256.0, 3.0)]
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,6 @@ INSTEAD: Final = {
     "fp32_outputs": "'auto_cast' of 'fp16' for inputs; outputs keep their dtype",
     "formats": "'enabled' of 'bf16' (convert layers by amp_plugin.convert before prepare())",
     "emulate": "'enabled' of 'bf16' (convert layers by amp_plugin.convert before prepare())",
-    "log": "'csv_monitor' or another of its monitors",
     "on_spike": "'gradient_clipping', which bounds every step,",
     "fp16_gradients": "'fp16_master_weights_and_grads' of 'fp16'",
 }
@@ -56,6 +55,7 @@ ELSEWHERE: Final = {
     "on_nonfinite": "check_grad_overflow of the section bf16",
     "one_pass": "our scaler, where it stands in the engine's place; nothing else reads it",
     "exact_schedulers": "always: the engine waits for each step",
+    "log": "our log of the engine's steps",
     "max_skips_in_a_row": "our log of the engine's steps",
     "report": "our log of the engine's steps",
 }
@@ -176,7 +176,7 @@ class EngineScaler(GradScaler):
 
     def __init__(self, engine: Any, options: LossScaleOptions) -> None:
         floor, checks = options.min_scale, options.on_nonfinite
-        super().__init__("cpu", enabled=False, on_nonfinite=checks, min_scale=floor)
+        super().__init__("cpu", enabled=False, on_nonfinite=checks, min_scale=floor, log=options.log)
         # The numbers of steps and skips.
         self._engine, self._seen = engine, (engine.global_steps, engine.skipped_steps)
         self._torchs: Any = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
