@@ -123,7 +123,7 @@ def show_promises(report: Report) -> int:
 
 
 def missed(outcomes: Sequence[Outcome]) -> list[str]:
-    """Name the promises that are missed by more than the tolerance."""
+    """Name the promised limits that are missed by more than the tolerance."""
     return [
         f"{outcome.table}: {outcome.name}: {verdict.text}"
         for outcome in outcomes
@@ -162,7 +162,7 @@ def arguments(device: str, words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def prepare(device: str) -> None:
-    """Load the kernels. If that is not possible, say why and exit."""
+    """Load the kernels. If that fails, print the reason and exit."""
     try:
         require_native("the benchmarks")
         if device == "cuda":
@@ -199,7 +199,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.check:
         return int(bool(found))
     if not options.keep:
-        write(kept_report(options.device))  # from the saved, rounded figures, as --draw does
+        write(kept_report(options.device))  # write the pages from the saved, rounded figures, as --draw does
     return 0
 
 

@@ -137,7 +137,7 @@ def regions(setting: Setting) -> Iterator[Comparison]:
 
 
 def core_loaded(setting: Setting) -> Iterator[Comparison]:
-    """Yield a small op outside a region and in torch's region, with and without our kernels installed."""
+    """Yield a small op outside a region and in torch's region, with our kernels installed and without."""
     call = _calls(setting, BF16)["linear"]
     repeat = setting.sized(10_000, 2)
     cases = {
@@ -211,7 +211,7 @@ def uninstalled(setting: Setting) -> Iterator[None]:
 
 @contextmanager
 def installed(setting: Setting) -> Iterator[None]:
-    """Use our kernels in a block, after the same changes of the dispatcher as in ``uninstalled``."""
+    """Use our kernels in a block, after the same changes to the dispatcher as in ``uninstalled``."""
     uninstall_kernels()
     KERNELS.install()
     _settle(setting)

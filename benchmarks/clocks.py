@@ -19,7 +19,7 @@ HEAD_START = 4_000_000  # the cycles (about 2 ms) that a GPU is kept busy while 
 
 
 def nothing() -> None:
-    """Do nothing. It is the preparation of a call that needs none."""
+    """Do nothing. This is the preparation for calls that need none."""
 
 
 class Clock(Protocol):
@@ -80,7 +80,10 @@ wall_time = _timed(time.perf_counter, nothing, 1)
 
 
 def synchronised_time(call: Call, **options: object) -> Sample:
-    """Wall time until an idle GPU is idle again: the host's or the device's work, whichever is longer."""
+    """Measure the wall time until an idle GPU is idle again.
+
+    This is the time of the host's or of the device's work, whichever is longer.
+    """
     return _timed(time.perf_counter, torch.cuda.synchronize, 1)(call, **options)  # type: ignore[arg-type]
 
 

@@ -22,7 +22,7 @@ SCALE = 2.0**10
 
 
 def prepare() -> None:
-    """Compile the kernels for this GPU and check what they compute.
+    """Compile the kernels for this GPU and check their results.
 
     Raises:
         RuntimeError: There is no GPU, or the kernels cannot run on it.
@@ -167,7 +167,7 @@ def step_calls(grads: list[Tensor]) -> Calls:
 
 
 def shares(setting: Setting, name: str) -> dict[str, dict[str, float]]:
-    """Return the GB/s of each op for a set of gradients, and the share of ``copy_``: ours and torch's."""
+    """Return the GB/s of each op for a set of gradients, and its fraction of ``copy_``: ours and torch's."""
     found = {}
     for comparison in bandwidths(setting, name):
         rates = {

@@ -1,4 +1,4 @@
-"""The time that diagnose takes: none while no region is open, and how much in one. And the page of a run."""
+"""The time that diagnose takes inside a region and outside of one, and the time of a run's page."""
 
 from __future__ import annotations
 
@@ -111,10 +111,10 @@ def drawn(setting: Setting, name: str, make: Callable[[Setting], GPT], folder: s
         ModuleWatch(hooked_scaler.core.log, [hooked]),
     ):
         hooked_step = step_of(hooked, hooked_scaler)
-        hooked_step(math.nan)  # the first skipped step, which places the hooks
+        hooked_step(math.nan)  # the first skipped step places the hooks
         drawn_step = step_of(model, scaler)
         for _ in range(setting.sized(20, 1)):
-            drawn_step()  # not timed: the first step reads the dtypes and is outside the time budget
+            drawn_step()  # not timed, because the first step reads the dtypes and is outside the time budget
         repeat = setting.sized(20, 1)
         yield Comparison(
             name=name,

@@ -1,4 +1,4 @@
-"""The time of the first use of the native core, which compiles it or loads it from the cache."""
+"""The time of the first use of the native core, which is either compiled or loaded from the cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ print(time.perf_counter() - start)
 
 
 def seconds(**environment: str) -> float:
-    """Return the seconds in which a new process compiles or loads the core, without the import of torch."""
+    """Return the seconds that a new process takes to compile or load the core, without importing torch."""
     answer = subprocess.run(
         [sys.executable, "-c", LOAD],
         env={**os.environ, **environment},
@@ -34,7 +34,7 @@ def seconds(**environment: str) -> float:
 
 
 def compiled() -> float:
-    """Compile into a cache that is empty."""
+    """Compile the core into an empty cache."""
     with tempfile.TemporaryDirectory() as folder:
         return seconds(AMP_PLUGIN_CACHE_DIR=folder)
 

@@ -1,4 +1,4 @@
-"""Forward and backward passes under autocast: single batches, and the growth with depth."""
+"""Forward and backward passes under autocast: single batches, and the growth of the time with depth."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def window(model: Model, batches: Sequence[Tensor], region: Region) -> None:
 
 
 def variants(setting: Setting, model: Model) -> dict[str, Call]:
-    """Return the calls of ours, of torch's, and of the limit: a bf16 copy of the model without autocast."""
+    """Return the calls of ours, of torch's, and of the limit, which is a bf16 copy without autocast."""
     batches = model.batches(1, setting.device)
     half = copy.deepcopy(model).bfloat16()
     half_batches = [batch.bfloat16() if batch.is_floating_point() else batch for batch in batches]

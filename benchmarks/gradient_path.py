@@ -1,4 +1,4 @@
-"""From backward to step: our kernels compared with memory bandwidth, unscaling and clipping with torch."""
+"""The path from backward to step. Kernels are compared with memory bandwidth, clipping with torch's."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Gradients:
         self.theirs.scale(self.loss)
 
     def scaled_again(self) -> None:
-        """Let our scaler treat the gradients as scaled, as after a backward pass."""
+        """Let our scaler treat the gradients as scaled, as they are after a backward pass."""
         self.ours.core.note_step(self.optimizer)
         self.ours.update()
 
@@ -74,12 +74,12 @@ class Gradients:
         torch.nn.utils.clip_grad_norm_(self.params, MAX_NORM)
 
     def step_ours(self) -> None:
-        """The whole step after a backward."""
+        """Take the whole step after a backward pass."""
         self.ours.clip_and_step(self.optimizer, MAX_NORM)
         self.ours.update()
 
     def step_theirs(self) -> None:
-        """The whole step after a backward."""
+        """Take the whole step after a backward pass."""
         self.clip_theirs()
         self.theirs.step(self.their_optimizer)
         self.theirs.update()
@@ -217,9 +217,7 @@ def _speedup(limit: float) -> Gate:
 
 
 def _promised(setting: Setting, name: str, on_cpu: float | None) -> tuple[Gate, ...]:
-    limit = (
-        on_cpu if setting.device == "cpu" else PROMISED_ON_CUDA.get(name, 1.0)
-    )  # nowhere slower than torch
+    limit = on_cpu if setting.device == "cpu" else PROMISED_ON_CUDA.get(name, 1.0)  # never slower than torch
     return () if limit is None else (_speedup(limit),)
 
 

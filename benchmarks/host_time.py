@@ -60,7 +60,7 @@ class HostTime(Section):
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
         """Yield each op."""
-        if host_device.cannot():  # no g++, or a build with CUDA's own kernels
+        if host_device.cannot():  # there is no g++, or torch is a build with CUDA's own kernels
             return
         for op in ("norm_check", "survey", "unscale_", "multiply_", "clip_factor"):
             for count in (1,) if op == "clip_factor" else setting.sized((1, 400, 10_000), (1, 3)):

@@ -57,7 +57,7 @@ def main() -> None:
     if not cuda_core(0).loaded:
         sys.exit(cuda_core(0).reason)
     for op in ("norm_check", "unscale_", "multiply_", "survey", "clip_factor"):
-        call_of(op, 1)()  # loads the kernel
+        call_of(op, 1)()  # the first call loads the kernel
     torch.ops.host_device.launches_do_nothing(True)
     print("ready", flush=True)
     for line in sys.stdin:

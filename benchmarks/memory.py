@@ -21,7 +21,7 @@ from benchmarks.gradient_path import Gradients, shapes_of
 from benchmarks.harness import OURS, Comparison, Gate
 from benchmarks.setting import Section, Setting
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints two lines for each sample
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler prints two lines per sample
 
 
 class Memory(Section):
@@ -40,7 +40,7 @@ class Memory(Section):
             table = "A weight that is used 200 times in a block: peak above it"
             yield replace(_comparison(name, table, calls, setting), gates=gates)
         bench = Gradients(shapes_of("ResNet-50", setting), setting.device)
-        bench.step_theirs()  # makes the optimizers' states before the measurement
+        bench.step_theirs()  # creates the optimizers' states before the measurement
         bench.step_ours()
         calls = {OURS: partial(clip_scaled, bench), "torch": bench.clip_theirs}
         yield _comparison("clip, in place", "ResNet-50's gradients: peak above them", calls, setting)

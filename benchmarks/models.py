@@ -1,4 +1,4 @@
-"""The models that are trained, and the shapes of the parameters of larger models."""
+"""The models that are trained, and the parameter shapes of larger models."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Add gradient spikes to small training runs: their effect on the loss, and which sizes are detected.
 
     python -m benchmarks.spike_curves            the plot, and the table of detection
-    python -m benchmarks.spike_curves --quick    one run of each, to see that it runs
+    python -m benchmarks.spike_curves --quick    one short run of each kind, as a test
 
-A character model learns the source of this package in bf16. In one of fifty steps all gradients are
-multiplied by a factor, as a broken record in the data would do. Which factors are detected is computed from
-the runs without spikes: with the factor k, a step of gradient norm n is detected if k * n is above the limit
-of the step.
+A character model learns the source code of this package in bf16. In one of fifty steps all gradients are
+multiplied by a factor, as if the data had a broken record. The detection of each factor is computed from the
+runs without spikes: for a factor k, a step with gradient norm n is detected if k * n is above the limit of
+that step.
 """
 
 from __future__ import annotations

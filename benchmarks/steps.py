@@ -46,7 +46,7 @@ NOT_FUSED = {
     "AdamWScheduleFree": 2,
 }
 ON_THE_CPU = ("AdamWScheduleFree", "Adagrad")  # torch 2.11 has no fused Adagrad for CUDA
-MATRICES = [(512, 2048)] * 4  # for Muon, whose matrix products take nearly all of the time
+MATRICES = [(512, 2048)] * 4  # used for Muon, whose matrix products take nearly all of the time
 FOREACH = "torch, foreach"
 LIMIT = "copying as many bytes"
 MAX_NORM = 0.1
@@ -60,7 +60,7 @@ PROMISED = {
 
 
 class MadeGradients(torch.autograd.Function):
-    """A loss whose backward only makes a new gradient for each parameter."""
+    """A loss whose backward pass only makes a new gradient for each parameter."""
 
     @staticmethod
     def forward(ctx: Any, *params: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def whole_step(setting: Setting, name: str, optimizer: str) -> Comparison:
 
 
 def looked_at(setting: Setting, name: str, option: str) -> Comparison:
-    """Compare a step under an option of the scaler that looks at each step with one without it."""
+    """Compare a step with and without an option of the scaler that examines each step."""
     shapes, options = shapes_of(name, setting), {option: JUDGED[option]}
     runs = {
         OURS: Trained(shapes, setting.device, "fused AdamW", options=options),
@@ -140,10 +140,10 @@ def looked_at(setting: Setting, name: str, option: str) -> Comparison:
 
 
 def beside_its_limit(setting: Setting, name: str, shapes: Shapes, optimizer: str) -> Comparison:
-    """Compare a whole step with torch's and with a copy of the fewest bytes that a step must move.
+    """Compare a whole step with torch's, and with a copy of the fewest bytes that a step must move.
 
-    Per element these are 4 bytes to measure the gradient, and 8 each for the gradient, the parameter and each
-    state.
+    Per element these are 4 bytes to measure the gradient, and 8 bytes each for the gradient, the parameter
+    and each state.
     """
     best = f"fused {optimizer}" if optimizer in FUSED else optimizer
     trained = Trained(shapes, setting.device, best)

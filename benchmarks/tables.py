@@ -51,7 +51,7 @@ def ratio(spread: Spread) -> str:
 
 
 def loses(row: Outcome, label: str) -> bool:
-    """Return whether ours is slower than a rival: by at least 1 %, and in three quarters of the rounds."""
+    """Return whether ours is at least 1 % slower than a rival, in at least three quarters of the rounds."""
     spread = row.ratios.get(label)
     if label not in RIVALS or spread is None:
         return False
@@ -98,7 +98,7 @@ def markdown(table: Sequence[Sequence[str]]) -> str:
 
 
 def with_note(text: str) -> str:
-    """Add a note below a table if it has rows of a removed feature."""
+    """Add a note below a table if some of its rows measure a removed feature."""
     return f"{text}\n\n{OLD_WAY_NOTE}" if f", {OLD_WAY}" in text else text
 
 
@@ -159,7 +159,7 @@ def parts(report: Report) -> str:
 def summary(report: Report, most: int = 10) -> str:
     """List at most ``most`` promised comparisons with a rival.
 
-    The first comparison of each section is chosen, then the second of each, and so on. They are listed in the
+    It takes the first comparison of each section, then the second of each, and so on. They are listed in the
     order of the report.
     """
     ranked = [

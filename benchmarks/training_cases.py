@@ -37,7 +37,7 @@ class Case:
     steps: int = 24
 
     def sized(self, setting: Setting) -> tuple[int, int]:
-        """Return the steps that warm up and the timed ones."""
+        """Return the number of warm-up steps and of timed steps."""
         return setting.sized((self.steps // 3, self.steps), (1, 1))
 
     def micro_batches(self, setting: Setting) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help="Training pro
 
 @app.command("list")
 def show() -> None:
-    """Show all recipes, one line each."""
+    """Print all recipes, one line each."""
     table = Table(box=None, show_header=False)
     for name in catalogue.NAMES:
         table.add_row(name, catalogue.about(name))
@@ -25,11 +25,11 @@ def show() -> None:
 
 @app.command(
     "run",
-    add_help_option=False,  # `run NAME --help` shows the help of the recipe
+    add_help_option=False,  # `run NAME --help` shows the recipe's own help
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def run(context: typer.Context, name: str) -> None:
-    """Run the recipe NAME; more arguments: --config FILE, and key=value for its config."""
+    """Run the recipe NAME. More arguments are --config FILE, and key=value for its config."""
     if name in {"-h", "--help"}:
         typer.echo(context.get_help())
         return

@@ -1,9 +1,10 @@
-"""Accumulation: several micro-batches a step, one scale per window.
+"""Accumulation: several micro-batches per step, with one scale per window.
 
     python -m recipes run accumulation [precision=bf16] [key=value ...]
 
-The scale must stay as it is until the step: ``step`` and ``update`` are called once a window, after the
-last micro-batch. Each loss is divided by their number, so the gradients are those of one large batch.
+The scale must not change until the step. So ``step`` and ``update`` are called once per window, after the
+last micro-batch. Each loss is divided by the number of micro-batches. The gradients then equal those of one
+large batch.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The keys of this recipe, beyond those of every recipe."""
+    """The config keys of this recipe, in addition to those of every recipe."""
 
     batch_size: int = 16
     micro_batches: int = number(4, least=1)
@@ -39,10 +40,10 @@ class Config(RecipeConfig):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train a digits classifier, test it, and return the record of the run.
+    """Train a digits classifier and test it. Return the record of the run.
 
     Args:
-        config: a checked config.
+        config: A config that was checked.
     """
     config.start()
     record = TrainingRecord(title=f"accumulation, {config.precision.value}")

@@ -1,10 +1,10 @@
-"""Digits and characters learnt in formats below 16 bits, emulated on any machine, beside bf16.
+"""Digits and characters learnt in formats below 16 bits, emulated on any machine, and in bf16.
 
     python -m recipes run below_16_bits [key=value ...]
 
-A classifier of handwritten digits and a character GPT train in ``precision``, and in fp8, fp8-rowwise, mxfp8
-and nvfp4 with bf16 around them, each time from the same weights on the same batches. Emulation rounds as the
-formats do, so the losses mean something; the times do not.
+A classifier of handwritten digits and a character GPT train in ``precision``. They also train in fp8,
+fp8-rowwise, mxfp8 and nvfp4, with bf16 for everything else. Each run has the same initial weights and the
+same batches. Emulation rounds as the formats do, so the losses are meaningful. The times are not.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Batches = Iterable[tuple[Tensor, Tensor]]
 
 @dataclass
 class Config(RecipeConfig):
-    """The keys of this recipe, beyond those of every recipe."""
+    """The config keys of this recipe, in addition to those of every recipe."""
 
     precision: Precision = Precision.bf16
     steps: int = 60
@@ -53,13 +53,13 @@ class Config(RecipeConfig):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train both models once in each format; return the record of the run.
+    """Train both models once in each format. Return the record of the run.
 
     Args:
-        config: a checked config.
+        config: A config that was checked.
 
     Raises:
-        ConfigError: the heads cannot share the width, or rows do not fit the formats.
+        ConfigError: The width is not a multiple of the number of heads, or rows do not fit the formats.
     """
     if config.width % config.heads:
         msg = f"width={config.width} is not allowed; it must be a multiple of heads={config.heads}"
@@ -127,7 +127,7 @@ def _compare(
             scaler.update()
             optimizer.zero_grad()
             losses.append(loss.item())
-            if name == "characters" and is_baseline:  # the run of the first plot
+            if name == "characters" and is_baseline:  # this run is in the first plot
                 record.add_scaled_step(loss, scaler, optimizer)
         record.compare(f"loss of the {name} (nats)", chosen, losses)
         last = losses[-10:]

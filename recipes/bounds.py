@@ -1,4 +1,4 @@
-"""Bounds of the numbers in a config, checked when a configuration is read."""
+"""Bounds on the numbers in a config, checked when the config is read."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """What a number must be, besides finite.
+    """What a number must satisfy, besides being finite.
 
     Attributes:
-        least, most: the smallest and the largest number allowed.
-        above, below: the number must be larger or smaller than these.
-        multiple_of: the number must be a multiple of this.
-        length: for a list: how many numbers it has; each of them must fit.
+        least, most: The smallest and the largest number allowed.
+        above, below: The number must be larger than ``above`` and smaller than ``below``.
+        multiple_of: The number must be a multiple of this.
+        length: For a list, the count of its numbers. Each of them must satisfy the bounds.
     """
 
     least: float | None = None
@@ -27,7 +27,7 @@ class Bounds:
     length: int | None = None
 
     def hold(self, value: Any) -> bool:
-        """Return whether ``value``, a number or a list of numbers, fits."""
+        """Return whether ``value``, a number or a list of numbers, satisfies the bounds."""
         if isinstance(value, list):
             return len(value) == self.length and all(map(self.hold, value))
         return (
@@ -40,7 +40,7 @@ class Bounds:
         )
 
     def __str__(self) -> str:
-        """Say what is allowed."""
+        """Return a text on what is allowed."""
         named = {"at least": self.least, "at most": self.most, "above": self.above, "below": self.below}
         said = [
             f"{word} {limit:g}" if isinstance(limit, float) else f"{word} {limit:,}"
@@ -55,8 +55,8 @@ def out_of_bounds(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Bou
     """Yield key, value and bounds of each number in a config that is out of bounds.
 
     Args:
-        config: a dataclass; its sections are dataclasses too.
-        prefix: stands before each key, for the keys of a section.
+        config: A dataclass. Its sections are dataclasses too.
+        prefix: A text before each key, for the keys of a section.
     """
     for key in (entry.name for entry in fields(config)):
         value = getattr(config, key)

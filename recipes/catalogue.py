@@ -1,4 +1,4 @@
-"""The recipes by name: list, load and run them."""
+"""Lists, loads and runs the recipes by name."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ NAMES = (
     "below_16_bits",
     "inference",
 )  # fmt: skip
-FRAMEWORKS = ("_lightning", "_accelerate")  # endings of a recipe's forms in a framework
+FRAMEWORKS = ("_lightning", "_accelerate")  # endings of the names of recipes that use a framework
 
 
 def plain_name(name: str) -> str:
-    """Return the name without its framework: both forms of a recipe share a config."""
+    """Return the name without its framework. All forms of a recipe share one config."""
     for end in FRAMEWORKS:
         name = name.removesuffix(end)
     return name
 
 
 def about(name: str) -> str:
-    """Return the first line of a recipe's docstring, without importing it.
+    """Return the first line of a recipe's docstring, without importing the recipe.
 
     Args:
-        name: one of ``NAMES``.
+        name: One of ``NAMES``.
     """
     source = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
     return str(ast.get_docstring(ast.parse(source))).splitlines()[0]
@@ -64,10 +64,10 @@ def load(name: str) -> ModuleType:
     """Import a recipe: a module with a ``Config`` and a ``train(config)``.
 
     Args:
-        name: one of ``NAMES``.
+        name: One of ``NAMES``.
 
     Raises:
-        ValueError: there is no such recipe.
+        ValueError: There is no recipe with this name.
     """
     if name not in NAMES:
         hint = did_you_mean(name, NAMES) or ";"
@@ -77,16 +77,16 @@ def load(name: str) -> ModuleType:
 
 
 def run(name: str, arguments: Sequence[str] | None = None) -> None:
-    """Run a recipe as a program: config, training, table, ``result.json`` and pictures.
+    """Run a recipe as a program. This makes its table, ``result.json`` and pictures.
 
     Args:
-        name: one of ``NAMES``.
-        arguments: ``[--config FILE] [key=value ...]``; None: those of this process.
+        name: One of ``NAMES``.
+        arguments: ``[--config FILE] [key=value ...]``. None means those of this process.
 
     Raises:
-        SystemExit: the config is not valid, or this machine lacks what the recipe needs.
+        SystemExit: The config is not valid, or this machine lacks something that the recipe needs.
     """
-    # A machine that only asks for the names may lack omegaconf.
+    # Imported here, because listing the names must also work without omegaconf.
     from recipes.config import config_errors, config_from_command_line, make_folder  # noqa: PLC0415
 
     recipe = load(name)
@@ -101,6 +101,6 @@ def run(name: str, arguments: Sequence[str] | None = None) -> None:
     with config_errors(program):
         folder = make_folder(config.output, f"{name}_{config.precision.value}")
         record = recipe.train(config)
-    if int(os.environ.get("RANK", "0")):  # under torchrun the first process reports
+    if int(os.environ.get("RANK", "0")):  # under torchrun only the first process reports
         return
     record.show(folder)

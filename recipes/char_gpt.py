@@ -1,9 +1,10 @@
-"""A character GPT on Python's own manual: accumulation, clipping, optionally compiled.
+"""A character GPT on Python's own manual: accumulation, clipping, and optional compilation.
 
     python -m recipes run char_gpt [compile=true] [precision=bf16] [key=value ...]
 
-The text is what ``help()`` shows for Python's keywords and types (``pydoc_data.topics``, installed with every
-Python): 465,000 characters. A window of micro-batches is one step; the norm is that of the whole window.
+The text is what ``help()`` shows about Python's keywords and types: 465,000 characters. It is in
+``pydoc_data.topics``, which every Python installs. Each step takes a window of micro-batches. The clip uses
+the norm of the whole window.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from recipes.shared import CharGPT, ConfigError, RecipeConfig, TrainingRecord, n
 
 @dataclass
 class Config(RecipeConfig):
-    """The keys of this recipe, beyond those of every recipe."""
+    """The config keys of this recipe, in addition to those of every recipe."""
 
     steps: int = 600
     batch_size: int = 4
@@ -41,13 +42,13 @@ class Config(RecipeConfig):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train on nine tenths of the text, measure on the rest, write a little, return the record of the run.
+    """Train on nine tenths of the text, measure on the rest, write some text. Return the record of the run.
 
     Args:
-        config: a checked config.
+        config: A config that was checked.
 
     Raises:
-        ConfigError: the width is not a multiple of the number of heads, or the text is shorter than a window.
+        ConfigError: The width is not a multiple of the number of heads, or the text is shorter than a window.
     """
     if config.width % config.heads:
         msg = f"width={config.width} is not allowed; it must be a multiple of heads={config.heads}"
@@ -99,7 +100,7 @@ def train(config: Config) -> TrainingRecord:
 
 
 def write(net: CharGPT, text: Tensor, region: torch.autocast, length: int = 100) -> list[int]:
-    """Return ``length`` characters' codes that follow ``text``."""
+    """Return the codes of ``length`` characters that continue ``text``."""
     for _ in range(length):
         with region:
             logits = net(text[None, -net.context :])[0, -1].float()

@@ -1,9 +1,9 @@
-"""Clipping: bound the norm, or each element, of the unscaled gradients.
+"""Clipping: bound the norm of the unscaled gradients, or each of their elements.
 
     python -m recipes run clipping [precision=bf16] [key=value ...]
 
-``scaler.clip_grad_norm_`` may stand anywhere between ``backward()`` and ``step()``: it unscales what is not
-unscaled yet, with a fused optimizer too, and returns the norm before clipping. torch's own
+``scaler.clip_grad_norm_`` can be called anywhere between ``backward()`` and ``step()``. It unscales gradients
+that are not unscaled yet, also with a fused optimizer, and returns the norm before clipping. torch's own
 ``clip_grad_norm_`` would bound gradients that are still multiplied by the loss scale.
 """
 
@@ -31,7 +31,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The keys of this recipe, beyond those of every recipe."""
+    """The config keys of this recipe, in addition to those of every recipe."""
 
     learning_rate: float = 0.3
     max_norm: float = number(1.0, above=0)
@@ -40,10 +40,10 @@ class Config(RecipeConfig):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train a digits classifier, test it, and return the record of the run.
+    """Train a digits classifier and test it. Return the record of the run.
 
     Args:
-        config: a checked config.
+        config: A config that was checked.
     """
     config.start()
     record = TrainingRecord(title=f"clipping, {config.precision.value}")

@@ -1,11 +1,11 @@
-"""Does FSDP2 compute what one process computes? Record both, compare them, and plant a bug to see it named.
+"""Does FSDP2 compute what one process computes? Record both, compare, and plant a bug to find.
 
     python -m recipes.compare_layouts FOLDER
 
-A classifier trains for three steps on one process with the whole batch, and on two processes with FSDP2 and a
-half each. Then it trains once more with the last layer left out of FSDP2, as an entry of
-``ignored_params`` that should not be there. Nobody averages the gradients of that layer, so its copies drift
-apart. The loss still falls.
+A classifier trains for three steps on one process with the whole batch. Then it trains on two processes with
+FSDP2, each with half of the batch. Finally it trains with a planted bug: an entry in ``ignored_params``
+leaves the last layer out of FSDP2. Nobody averages the gradients of that layer, so its copies drift apart.
+The loss still falls.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Run:
 
 
 class Classifier(nn.Module):
-    """Names a digit from its 64 pixels."""
+    """Classifies a digit from its 64 pixels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Classifier(nn.Module):
 
 
 def train(run: Run) -> float:
-    """Train as one of the processes, record it, and return the last loss."""
+    """Train as one of the processes and record it. Return the last loss."""
     with process_group("cpu") as (rank, ranks):
         torch.manual_seed(0)
         model = Classifier()
@@ -68,7 +68,7 @@ def train(run: Run) -> float:
 
 
 def compare(folder: Path) -> dict[str, RunComparison]:
-    """Record all runs in a folder, and compare those of two processes with that of one."""
+    """Record all runs in a folder. Compare the runs of two processes with the run of one process."""
     on_ranks(train, Run(folder / "one.amp", is_sharded=False), 1)
     runs = {
         "FSDP2": Run(folder / "fsdp2.amp"),

@@ -2,10 +2,10 @@
 
     python -m recipes run compiled [precision=bf16] [key=value ...]
 
-Inductor traces the model under the region and fuses the casts into its kernels. The compiled code belongs to
-the region's dtype: another one is another graph. The first step compiles, a minute on a slow machine;
-``backend=aot_eager`` traces alone. At the end two numbers: how often the graph broke, and the time of forward
-and backward next to eager code's.
+Inductor traces the model inside the region and fuses the casts into its kernels. The compiled code is
+specific to the region's dtype: for another dtype, another graph is compiled. The first step compiles, which
+takes a minute on a slow machine; ``backend=aot_eager`` only traces. At the end the recipe prints how often
+the graph broke, and the time of forward and backward relative to eager code.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The keys of this recipe, beyond those of every recipe."""
+    """The config keys of this recipe, in addition to those of every recipe."""
 
-    batch_size: int = number(64, least=1, most=TRAINING_IMAGES)  # smaller batches are left out
+    batch_size: int = number(64, least=1, most=TRAINING_IMAGES)  # a smaller last batch is left out
     backend: str = "inductor"
     width: int = number(8, least=4, multiple_of=4)
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train a digits classifier, test it, and return the record of the run.
+    """Train a digits classifier and test it. Return the record of the run.
 
     Args:
-        config: a checked config.
+        config: A config that was checked.
 
     Raises:
-        ConfigError: torch has no such backend.
+        ConfigError: torch does not have this backend.
     """
     if config.backend not in torch.compiler.list_backends(exclude_tags=()):
         msg = f"backend={config.backend} is not known; torch has {', '.join(torch.compiler.list_backends())}"
@@ -97,7 +97,10 @@ def train(config: Config) -> TrainingRecord:
 def ratio_of_times(
     call: Callable[[torch.nn.Module], None], *models: torch.nn.Module, rounds: int = 20
 ) -> float:
-    """Return the median time of ``call`` with the first model over that with the second, taken in turns."""
+    """Return the median time of ``call`` with the first model, divided by that with the second.
+
+    The two take turns.
+    """
     seconds: list[list[float]] = [[] for _ in models]
     for _ in range(rounds):
         for model, taken in zip(models, seconds, strict=True):

@@ -1,11 +1,11 @@
-"""Adam's moments in 16 and 8 bits: the same losses from fewer bytes.
+"""Adam's moments in 16 and 8 bits: the same losses with fewer bytes.
 
     python -m recipes run compressed_state [precision=fp16] [key=value ...]
 
-``store_weights(..., state=...)`` keeps an optimizer's moments in fewer bits between its steps; the weights
-stay exact. Each seed trains the same classifier with each state on the same batches, so that only the state
-makes losses differ. Bands and the numbers behind ± are 95 % intervals of the mean over the seeds (Student's
-t). In bf16 the weights are stored in 16 bits too.
+``store_weights(..., state=...)`` stores an optimizer's moments in fewer bits between its steps. The weights
+stay exact. For each seed, the same classifier trains with each kind of state on the same batches, so only the
+state can change the losses. Bands, and the numbers after ±, are 95 % intervals of the mean over the seeds
+(Student's t). In bf16, the weights are also stored in 16 bits.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from recipes.shared import (
 )
 
 STATES = ("fp32", "bf16", "8bit")
-FINAL_STEPS = 20  # the final loss is their mean
+FINAL_STEPS = 20  # the final loss is the mean over this many last steps
 
 
 @dataclass
 class Config(RecipeConfig):
-    """The keys of this recipe, beyond those of every recipe."""
+    """The config keys of this recipe, in addition to those of every recipe."""
 
     precision: Precision = Precision.bf16
     steps: int = number(150, least=1)
@@ -47,10 +47,10 @@ class Config(RecipeConfig):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train a classifier with each state from each seed; return the losses and how they differ.
+    """Train a classifier with each kind of state from each seed. Return the losses and their differences.
 
     Args:
-        config: a checked config. The steps that the record shows are those of the first seed in 8 bits.
+        config: A config that was checked. The record shows the steps of the first seed in 8 bits.
     """
     config.start()
     record = TrainingRecord(title=f"compressed state, {config.precision.value}")
@@ -72,7 +72,7 @@ def train(config: Config) -> TrainingRecord:
 
 
 def _train(config: Config, state: str, seed: int, record: TrainingRecord) -> float:
-    """Train one classifier into a record; return the bytes per parameter."""
+    """Train one classifier into a record. Return the bytes per parameter."""
     torch.manual_seed(seed)
     loaders = digits_loaders(batch_size=config.batch_size, seed=seed)
     model = DigitsNet(config.width).to(config.device)
@@ -94,7 +94,7 @@ def _train(config: Config, state: str, seed: int, record: TrainingRecord) -> flo
 
 
 def _compare(losses: dict[str, Tensor], record: TrainingRecord) -> None:
-    """Add to the record how the losses ``[seeds, steps]`` of each state differ from those in fp32."""
+    """Add to the record how the losses ``[seeds, steps]`` of each kind of state differ from those of fp32."""
     exact = losses["fp32"]
     record.results["final loss, state=fp32"] = exact[:, -FINAL_STEPS:].mean().item()
     record.results["its standard deviation"] = exact[:, -FINAL_STEPS:].mean(1).std().item()

@@ -1,4 +1,4 @@
-"""Read configs: a YAML file and ``key=value`` overrides, checked against a schema."""
+"""Reads configs: a YAML file and ``key=value`` overrides, checked against a schema."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def config_from_command_line(
     """Read ``[--config FILE] [key=value ...]`` and return a checked config.
 
     Args:
-        schema: dataclass with a type and a default for each key.
-        default: YAML file used without ``--config``, relative to the repository.
-        about: what the program does, for ``--help``.
-        arguments: the command line; None: that of this process.
-        program: name of the program in ``--help`` and errors; None: the script of this process.
+        schema: A dataclass with a type and a default for each key.
+        default: The YAML file that is used without ``--config``, relative to the repository.
+        about: A text on what the program does, for ``--help``.
+        arguments: The command line. None means that of this process.
+        program: The name of the program in ``--help`` and errors. None means the script of this process.
 
     Raises:
-        SystemExit: the config is wrong; the reason is printed.
+        SystemExit: The config is wrong. The reason is printed.
     """
     parser = argparse.ArgumentParser(
         prog=program,
@@ -67,10 +67,10 @@ def config_errors(program: str) -> Iterator[None]:
     """Turn a ConfigError into one line on standard error and exit code 2.
 
     Args:
-        program: name of the program; the line begins with it.
+        program: The name of the program, which begins the line.
 
     Raises:
-        SystemExit: for a ``ConfigError``.
+        SystemExit: A ``ConfigError`` was raised.
     """
     try:
         yield
@@ -80,14 +80,14 @@ def config_errors(program: str) -> Iterator[None]:
 
 
 def make_folder(output: str, name: str) -> Path:
-    """Create the folder for the results of a run, before the run, and return it.
+    """Create the folder for the results before the run, and return it.
 
     Args:
-        output: the folder of all results, from the config.
-        name: name of the new folder in it.
+        output: The folder of all results, from the config.
+        name: The name of the new folder in it.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: The folder cannot be created.
     """
     folder = Path(output) / name
     try:
@@ -111,13 +111,13 @@ def load_config(schema: type[Schema], path: Path, overrides: Sequence[str] = ())
     """Merge a schema's defaults, a YAML file and overrides into a checked config.
 
     Args:
-        schema: dataclass with a type and a default for each key.
-        path: YAML file.
-        overrides: ``"key=value"``, nested keys with dots.
+        schema: A dataclass with a type and a default for each key.
+        path: The YAML file.
+        overrides: Texts ``"key=value"``. Nested keys contain dots.
 
     Raises:
-        ConfigError: no such file, an override without ``=``, an unknown key, or a value of the
-            wrong type or out of bounds.
+        ConfigError: The file does not exist, an override has no ``=``, a key is unknown, or a value has the
+            wrong type or is out of bounds.
     """
     if not path.is_file():
         names = ", ".join(sorted(found.name for found in path.parent.glob("*.yaml")))
@@ -157,7 +157,7 @@ def _merge(base: DictConfig, config: Any, layer: Any, source: str) -> Any:
         if error.full_key:
             expected = _type_name(base, str(error.full_key))
             msg = f"{source}: {error.full_key} must be {expected}: {reason}"
-        else:  # a section got a value
+        else:  # a section was given a single value
             msg = f"{source}: {reason}; a section takes keys of its own, written section.key=value"
         raise ConfigError(msg) from error
 

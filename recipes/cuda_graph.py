@@ -1,10 +1,11 @@
-"""CUDA graph: forward, backward, the check, the step and the update in one launch (GPU only).
+"""CUDA graph: forward, backward, check, step and update in one launch (GPU only).
 
     python -m recipes run cuda_graph [precision=bf16] [key=value ...]
 
-Nothing in the step waits for the device: the fused optimizer takes the scale and the overflow flag as
-tensors, and the scale is updated on the device, so a captured step that overflows skips itself on replay.
-A few steps on a side stream come first: they make gradients and optimizer state where the graph finds them.
+Nothing in the step waits for the device. The fused optimizer takes the scale and the overflow flag as
+tensors, and the scale is updated on the device. So a captured step that overflows is skipped on replay.
+Before the capture, a few steps on a side stream create the gradients and the optimizer state that the graph
+will use.
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The keys of this recipe, beyond those of every recipe."""
+    """The config keys of this recipe, in addition to those of every recipe."""
 
     device: str = "cuda"
-    batch_size: int = number(64, least=1, most=TRAINING_IMAGES)  # smaller batches are left out
+    batch_size: int = number(64, least=1, most=TRAINING_IMAGES)  # a smaller last batch is left out
     warm_up: int = number(3, least=1)
     width: int = number(8, least=4, multiple_of=4)
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train a digits classifier, test it, and return the record of the run.
+    """Train a digits classifier and test it. Return the record of the run.
 
     Args:
-        config: a checked config.
+        config: A config that was checked.
 
     Raises:
-        ConfigError: this machine has no CUDA device, or the config names another.
+        ConfigError: This machine has no CUDA device, or the config names another device.
     """
     _require_cuda(config)
     config.start()
@@ -97,7 +98,7 @@ def train(config: Config) -> TrainingRecord:
 def _captured(
     step: Callable[[], Tensor], load: Callable[[Sequence[Tensor]], None], batches: Iterable[Sequence[Tensor]]
 ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Step on a few batches on a side stream, then capture one step; return its graph and its loss."""
+    """Take a few steps on a side stream, then capture one step. Return its graph and its loss."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -1,11 +1,12 @@
-"""Custom autograd Functions that follow autocast: custom_fwd, custom_bwd, cast_inputs, setup_context.
+"""Custom autograd Functions that follow autocast: custom_fwd, custom_bwd, cast_inputs.
 
     python -m recipes run custom_functions [precision=bf16] [key=value ...]
 
-``custom_fwd`` notes the autocast state of the forward pass and ``custom_bwd`` runs the backward pass in it,
-else a matrix product in ``backward`` would run in whatever dtypes arrive. ``cast_inputs`` casts the arguments
-instead and turns autocast off: for code that needs one dtype. The state that counts is that of the arguments'
-device. Both forms of Function are shown.
+``custom_fwd`` records the autocast state of the forward pass, and ``custom_bwd`` runs the backward pass in
+that state. Without them, a matrix product in ``backward`` would run in whatever dtypes arrive.
+``cast_inputs`` instead casts the arguments and turns autocast off, for code that needs one dtype. The state
+that counts is that of the arguments' device. The recipe shows both forms of Function, with and without
+``setup_context``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The keys of this recipe, beyond those of every recipe."""
+    """The config keys of this recipe, in addition to those of every recipe."""
 
     steps: int = 800
     learning_rate: float = 1e-2
@@ -41,7 +42,10 @@ class Config(RecipeConfig):
 
 
 class LinearReLU(torch.autograd.Function):
-    """``relu(x @ weight.T)`` that keeps no activation but its output; runs in the region's dtype."""
+    """``relu(x @ weight.T)``, which runs in the region's dtype.
+
+    The only activation that it keeps is its output.
+    """
 
     @staticmethod
     @custom_fwd
@@ -61,7 +65,7 @@ class LinearReLU(torch.autograd.Function):
 
 
 class LogSumExp(torch.autograd.Function):
-    """``log(sum(exp(x)))`` without a shift, so fp32 alone has the range; arguments come as fp32."""
+    """``log(sum(exp(x)))`` without a shift, so only fp32 has the range. Arguments are cast to fp32."""
 
     @staticmethod
     @custom_fwd(cast_inputs=torch.float32)
@@ -71,7 +75,7 @@ class LogSumExp(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        """Keep what the backward pass needs."""
+        """Save what the backward pass needs."""
         ctx.save_for_backward(inputs[0], output)
 
     @staticmethod
@@ -101,10 +105,10 @@ class Classifier(nn.Module):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train a digits classifier, test it, and return the record of the run.
+    """Train a digits classifier and test it. Return the record of the run.
 
     Args:
-        config: a checked config.
+        config: A config that was checked.
     """
     config.start()
     record = TrainingRecord(title=f"custom functions, {config.precision.value}")

@@ -1,11 +1,11 @@
-"""DDP: several processes average their gradients and take the same decision on every step.
+"""DDP: several processes average their gradients and take the same decision about every step.
 
     python -m recipes run ddp [precision=bf16] [key=value ...]
     torchrun --nproc-per-node 2 -m recipes run ddp [key=value ...]
 
-Without torchrun the recipe starts its processes itself. Gradients are averaged while they are scaled; an
-overflow on one process is an overflow on all, so all of them skip, and their scales stay equal. A batch is
-shared out, and the losses are those of one process with the whole batch.
+Without torchrun the recipe starts its processes itself. Gradients are averaged while they are scaled. So an
+overflow on one process becomes an overflow on all of them: all skip the step, and their scales stay equal. A
+batch is divided between the processes, and the losses equal those of one process with the whole batch.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The keys of this recipe, beyond those of every recipe."""
+    """The config keys of this recipe, in addition to those of every recipe."""
 
     processes: int = number(2, least=1)
     width: int = number(8, least=4, multiple_of=4)
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train a digits classifier on several processes, test it, and return the record of the run.
+    """Train a digits classifier on several processes and test it. Return the record of the run.
 
     Args:
-        config: a checked config.
+        config: A config that was checked.
     """
     return on_ranks(train_rank, config, config.processes)
 
 
 def train_rank(config: Config) -> TrainingRecord:
-    """Train as one of the processes; all of them return the same losses."""
+    """Train as one of the processes. All of them return the same losses."""
     config.start()
     with process_group(config.device) as (rank, ranks):
         record = TrainingRecord(title=f"DDP, {ranks} processes, {config.precision.value}")

@@ -1,6 +1,6 @@
-"""``make demo``: train the digits classifier in a precision that this machine is fast in.
+"""``make demo``: train the digits classifier in a precision that is fast on this machine.
 
-torch has slow fp16 convolutions on a CPU, even where the processor has arithmetic for it.
+torch's fp16 convolutions are slow on a CPU, even if the processor has fp16 arithmetic.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from recipes import train_digits
 
 
 def fast_precision() -> str:
-    """Return fp16 on a GPU, and on a CPU bf16 if it has arithmetic for it, else fp32."""
+    """Return fp16 on a GPU. On a CPU, return bf16 if it has bf16 arithmetic, else fp32."""
     if torch.cuda.is_available():
         return "fp16"
     return "bf16" if is_fast("bf16", "cpu") else "fp32"
 
 
 def main() -> None:
-    """Run the recipe; more arguments are its own, ``precision=fp16`` for instance."""
+    """Run the recipe. Further arguments, such as ``precision=fp16``, are passed to it."""
     precision = fast_precision()
     print(f"training in {precision}, which is fast here; in fp16: make demo PRECISION=fp16", flush=True)
     sys.argv[1:1] = [f"precision={precision}"]

@@ -1,10 +1,10 @@
-"""An op that overflows in fp16, found by diagnose before the training, and cured by the rule it names.
+"""An op overflows in fp16: diagnose finds it before the training, and the rule it names cures it.
 
     python -m recipes run diagnose [precision=bf16] [key=value ...]
 
-The attention divides its scores after the product instead of before: in fp16 the product is infinite and the
-loss is nan. One step under ``diagnose`` names op, module and line; ``finding.rule_names`` are the ops to give
-the rule fp32.
+The attention divides its scores after the product instead of before it. In fp16 the product is infinite, and
+the loss is nan. One step under ``diagnose`` names op, module and line. ``finding.rule_names`` lists the ops
+that need the rule fp32.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from recipes.shared import (
     number,
 )
 
-SIZE = 150.0  # of queries and keys; their products are some 1e5
-ROWS = 8  # of an image; each is a token
+SIZE = 150.0  # the size of queries and keys; their products are about 1e5
+ROWS = 8  # rows of an image; each row is a token
 
 
 @dataclass
 class Config(RecipeConfig):
-    """The keys of this recipe, beyond those of every recipe."""
+    """The config keys of this recipe, in addition to those of every recipe."""
 
     steps: int = 400
     width: int = number(32, least=1)
@@ -52,13 +52,13 @@ class Attention(nn.Module):
         self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the values that each token attends to, ``[B, tokens, width]`` as ``x``."""
+        """Return the attention's output for ``x``, both ``[B, tokens, width]``."""
         scores = (SIZE * self.query(x)) @ (SIZE * self.key(x)).transpose(-1, -2)
         return (scores / SIZE**2 / x.shape[-1] ** 0.5).softmax(-1) @ self.value(x)
 
 
 class Classifier(nn.Module):
-    """Names a digit from its rows of pixels."""
+    """Classifies a digit from its rows of pixels."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Classifier(nn.Module):
 
 
 def rules_for(model: nn.Module, images: Tensor, labels: Tensor, config: Config) -> tuple[OpRules, str]:
-    """Run one step under diagnose, and return rules that cure what it found, and the op (``"none"``)."""
+    """Run one step under diagnose. Return rules that cure the finding, and the op (or ``"none"``)."""
     rules = OpRules.default(config.device.partition(":")[0])
     with amp_plugin.diagnose(model, keep_going=True) as diagnosis, region_of(config, rules):
         cross_entropy(model(images), labels).backward()
@@ -88,16 +88,16 @@ def rules_for(model: nn.Module, images: Tensor, labels: Tensor, config: Config) 
 
 
 def region_of(config: Config, rules: OpRules) -> AbstractContextManager[object]:
-    """Return a region in the precision of the config, with these rules."""
+    """Return a region in the config's precision, with these rules."""
     device, precision = config.device.partition(":")[0], config.precision
     return autocast(device, precision.dtype, enabled=precision.mixed, rules=rules)
 
 
 def train(config: Config) -> TrainingRecord:
-    """Look for an overflow, cure it, train a digits classifier, test it, and return the record of the run.
+    """Look for an overflow and cure it, then train a digits classifier. Return the record of the run.
 
     Args:
-        config: a checked config.
+        config: A config that was checked.
     """
     config.start()
     record = TrainingRecord(title=f"diagnose, {config.precision.value}")

@@ -1,10 +1,10 @@
-"""An imported module kept in fp32 inside a region, one of its arguments never cast.
+"""An imported module runs in fp32 inside a region, and one of its arguments is never cast.
 
     python -m recipes run fp32_module [precision=bf16] [key=value ...]
 
-``run_in(torch.float32)`` turns autocast off inside the module and casts its arguments; nothing in the module
-is edited. ``keep`` names arguments that are passed as they came: here a buffer that the module writes
-into, for the module would otherwise write into a copy that was cast.
+``run_in(torch.float32)`` turns autocast off inside the module and casts its arguments. The module's code is
+not edited. ``keep`` names arguments that are passed on unchanged. Here that is a buffer that the module
+writes to; otherwise the module would write to a cast copy.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from recipes.shared import (
     number,
 )
 
-SIZE = 30.0  # of the vectors' elements; squared distances are some 1e5
+SIZE = 30.0  # the size of the vectors' elements; squared distances are about 1e5
 
 
 @dataclass
 class Config(RecipeConfig):
-    """The keys of this recipe, beyond those of every recipe."""
+    """The config keys of this recipe, in addition to those of every recipe."""
 
     steps: int = 800
     learning_rate: float = 1e-2
@@ -44,14 +44,17 @@ class Config(RecipeConfig):
 
 
 class NearestCentres(nn.Module):
-    """Stands for a module you imported: its squared distances are too large for fp16."""
+    """Stands for an imported module. Its squared distances are too large for fp16."""
 
     def __init__(self, width: int, centres: int) -> None:
         super().__init__()
         self.centres = nn.Parameter(SIZE * torch.randn(centres, width))
 
     def forward(self, features: Tensor, used: Tensor) -> Tensor:
-        """Return similarities ``[B, centres]``; count in ``used [centres]`` which one was nearest."""
+        """Return similarities ``[B, centres]``.
+
+        Count in ``used [centres]`` how often each center was nearest.
+        """
         products = features @ self.centres.T
         distances = features.square().sum(1, keepdim=True) - 2 * products + self.centres.square().sum(1)
         nearest = distances.argmin(dim=1)
@@ -60,7 +63,10 @@ class NearestCentres(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Linear layers around the imported module; ``used`` is in half precision, as its owner wants it."""
+    """Linear layers around the imported module.
+
+    ``used`` is in half precision, which the module must not change.
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -78,10 +84,10 @@ class Classifier(nn.Module):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train a digits classifier, test it, and return the record of the run.
+    """Train a digits classifier and test it. Return the record of the run.
 
     Args:
-        config: a checked config.
+        config: A config that was checked.
     """
     config.start()
     record = TrainingRecord(title=f"fp32 module, {config.precision.value}")

@@ -1,11 +1,11 @@
-"""FSDP2: parameters and gradients are sharded; every rank takes the same decision on every step.
+"""FSDP2: parameters and gradients are sharded, and all ranks take the same decision on every step.
 
     python -m recipes run fsdp2 [precision=bf16] [key=value ...]
     torchrun --nproc-per-node 2 -m recipes run fsdp2 [key=value ...]
 
 Without torchrun the recipe starts its processes itself. The parameters are DTensors and stay in fp32; the
-region casts what is gathered. The norm that clips is that of all shards together, and an overflow in
-one shard is an overflow in all: the scaler reads the mesh from the gradients.
+region casts the gathered weights. The clip uses the norm over all shards. An overflow in one shard counts on
+all ranks, because the scaler reads the mesh from the gradients.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The keys of this recipe, beyond those of every recipe."""
+    """The config keys of this recipe, in addition to those of every recipe."""
 
     processes: int = number(2, least=1)
     max_norm: float = number(1.0, above=0)
@@ -45,23 +45,23 @@ class Config(RecipeConfig):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train a digits classifier on several processes, test it, and return the record of the run.
+    """Train a digits classifier on several processes and test it. Return the record of the run.
 
     Args:
-        config: a checked config.
+        config: A config that was checked.
     """
     return on_ranks(train_rank, config, config.processes)
 
 
 def train_rank(config: Config) -> TrainingRecord:
-    """Train as one of the processes; all of them return the same losses."""
+    """Train as one of the processes. All of them return the same losses."""
     config.start()
     with process_group(config.device) as (rank, ranks):
         record = TrainingRecord(title=f"FSDP2, {ranks} processes, {config.precision.value}")
         loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)
         net = DigitsNet(config.width).to(config.device)
         mesh = init_device_mesh(config.device, (ranks,))
-        fully_shard(net.classifier, mesh=mesh)  # a unit of its own, like one block of a large model
+        fully_shard(net.classifier, mesh=mesh)  # an FSDP unit of its own, like one block of a large model
         model = fully_shard(net, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate)
 

@@ -1,12 +1,12 @@
-"""FSDP2 with bfloat16 shards that train as float32 ones, beside float32 and plain bfloat16 shards.
+"""FSDP2 with bfloat16 shards that train like float32: next to float32 and plain bfloat16 shards.
 
     python -m recipes run fsdp2_exact_bf16 [precision=fp16] [key=value ...]
     torchrun --nproc-per-node 2 -m recipes run fsdp2_exact_bf16 [key=value ...]
 
-A model that is sharded in bfloat16 loses small updates. Float32 shards keep them, and FSDP2 casts each shard
-before it is gathered. With ``weights="bf16"`` a shard is the bfloat16 that travels and the 16 bits that it
-lacks of float32: nothing is lost and nothing is cast. With ``state="8bit"`` the moments of the optimizer take
-a quarter of their memory, and are rounded.
+A model that is sharded in bfloat16 loses small updates. Float32 shards keep them, but FSDP2 must cast each
+shard before it gathers it. With ``weights="bf16"``, a shard consists of two parts: the bfloat16 that is
+communicated, and the 16 bits that are missing from float32. So nothing is lost, and nothing is cast. With
+``state="8bit"``, the optimizer's moments take a quarter of the memory, and are rounded.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from recipes.shared import (
 
 IN_16_BITS, IN_FP32, EXACT = "16-bit shards", "float32 shards", "exact 16-bit shards"
 COMPRESSED = f"{EXACT}, 8-bit moments"
-WAYS = {  # the last one's losses and loss scale are those of the run
+WAYS = {  # the run's record shows the losses and loss scale of the last one
     Precision.bf16: (IN_16_BITS, IN_FP32, EXACT, COMPRESSED),
     Precision.fp16: (
         IN_FP32,
         EXACT,
         COMPRESSED,
-    ),  # a scaler refuses fp16 gradients, which plain fp16 shards have
+    ),  # plain fp16 shards have fp16 gradients, which a scaler refuses
     Precision.fp32: (IN_FP32,),
 }
 
 
 @dataclass
 class Config(RecipeConfig):
-    """What a config of this recipe may set."""
+    """The config keys of this recipe, in addition to those of every recipe."""
 
     precision: Precision = Precision.bf16
     processes: int = number(2, least=1)
@@ -62,16 +62,16 @@ class Config(RecipeConfig):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train a digits classifier on several processes once for each way to store its shards.
+    """Train a digits classifier on several processes, once for each way to store its shards.
 
     Args:
-        config: a checked config.
+        config: A config that was checked.
     """
     return on_ranks(train_rank, config, config.processes)
 
 
 def train_rank(config: Config) -> TrainingRecord:
-    """Train as one of the processes; all of them return the same losses."""
+    """Train as one of the processes. All of them return the same losses."""
     config.start()
     with process_group(config.device) as (_, ranks):
         record = TrainingRecord(title=f"exact shards, {ranks} processes, {config.precision.value}")
@@ -91,7 +91,7 @@ def _train(way: str, config: Config, record: TrainingRecord, *, is_last: bool) -
         net.to(config.precision.dtype)
     mesh = init_device_mesh(config.device, (ranks,))
     plan = DtypePlan(compute=config.precision.value)
-    fully_shard(net, plan, units=[net.classifier], mesh=mesh)  # a unit, as a block of a large model
+    fully_shard(net, plan, units=[net.classifier], mesh=mesh)  # an FSDP unit, like one block of a large model
     optimizer = torch.optim.AdamW(net.parameters(), config.learning_rate)
     if way.startswith(EXACT):
         state: StateName = "8bit" if way == COMPRESSED else "fp32"

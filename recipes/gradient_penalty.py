@@ -2,9 +2,10 @@
 
     python -m recipes run gradient_penalty [precision=bf16] [key=value ...]
 
-``gradient_penalty`` differentiates the scaled loss, so that small gradients survive, and divides by the
-scale before it squares; the sum of loss and penalty is then scaled as any loss is. Here the gradients are
-those with respect to the images (Drucker and LeCun 1992): the answer should not depend on a single pixel.
+``gradient_penalty`` differentiates the scaled loss, so that small gradients do not underflow. It divides by
+the scale before it squares. The sum of loss and penalty is then scaled like any other loss. Here the
+gradients are those with respect to the images (Drucker and LeCun 1992): the answer should not depend on a
+single pixel.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ PENALTY = "penalty (squared norm)"
 
 @dataclass
 class Config(RecipeConfig):
-    """The keys of this recipe, beyond those of every recipe."""
+    """The config keys of this recipe, in addition to those of every recipe."""
 
     weight: float = number(0.1, least=0)
     width: int = number(8, least=4, multiple_of=4)
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train a digits classifier, test it, and return the record of the run.
+    """Train a digits classifier and test it. Return the record of the run.
 
     Args:
-        config: a checked config.
+        config: A config that was checked.
     """
     config.start()
     record = TrainingRecord(title=f"gradient penalty, {config.precision.value}")

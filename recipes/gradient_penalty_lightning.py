@@ -2,9 +2,9 @@
 
     python -m recipes run gradient_penalty_lightning [precision=bf16] [key=value ...]
 
-``gradient_penalty.py`` in Lightning, with the same losses. ``precision_plugin.gradient_penalty`` leaves the
-autocast region that Lightning runs ``training_step`` in and returns the penalty unscaled; it is part of the
-loss like any other term.
+This is ``gradient_penalty.py`` in Lightning, with the same losses. Lightning runs ``training_step`` in an
+autocast region. ``precision_plugin.gradient_penalty`` leaves that region and returns the unscaled penalty,
+which is added to the loss like any other term.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ PENALTY = "penalty (squared norm)"
 
 @dataclass
 class Config(RecipeConfig):
-    """The keys of this recipe, beyond those of every recipe."""
+    """The config keys of this recipe, in addition to those of every recipe."""
 
     weight: float = number(0.1, least=0)
     width: int = number(8, least=4, multiple_of=4)
 
 
 class Penalised(LightningModule):
-    """DigitsNet with cross-entropy and a penalty on its gradients by the images."""
+    """DigitsNet with cross-entropy and a penalty on its gradients with respect to the images."""
 
     def __init__(self, config: Config, record: TrainingRecord) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Penalised(LightningModule):
         self.net = DigitsNet(config.width)
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Return the loss to minimise and its two parts."""
+        """Return the loss to minimize and its two parts."""
         images, labels = batch
         images.requires_grad_()
         naming = cross_entropy(self.net(images), labels)
@@ -71,10 +71,10 @@ class Penalised(LightningModule):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train a digits classifier, test it, and return the record of the run.
+    """Train a digits classifier and test it. Return the record of the run.
 
     Args:
-        config: a checked config.
+        config: A config that was checked.
     """
     config.start()
     record = TrainingRecord(title=f"gradient penalty in Lightning, {config.precision.value}")

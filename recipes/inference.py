@@ -2,9 +2,9 @@
 
     python -m recipes run inference [precision=bf16] [key=value ...]
 
-No scaler: there are no gradients. The region stands around the whole of the evaluation, so a weight is cast
-once and not once a batch; ``torch.inference_mode`` goes inside or outside. Softmax and what follows
-run in fp32 by autocast's rules.
+There are no gradients, so no scaler is needed. One region surrounds the whole evaluation, so each weight is
+cast once and not once per batch. ``torch.inference_mode`` can be inside or outside. By autocast's rules,
+softmax and the ops after it run in fp32.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The keys of this recipe, beyond those of every recipe."""
+    """The config keys of this recipe, in addition to those of every recipe."""
 
     width: int = number(8, least=4, multiple_of=4)
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train a digits classifier, test it, and return the record of the run.
+    """Train a digits classifier and test it. Return the record of the run.
 
     Args:
-        config: a checked config.
+        config: A config that was checked.
     """
     config.start()
     record = TrainingRecord(title=f"inference, {config.precision.value}")
@@ -88,7 +88,7 @@ def answers(
     region: AbstractContextManager[object],
     device: str,
 ) -> tuple[Tensor, float]:
-    """Return the probabilities, fp32 ``[images, 10]`` on the CPU, and the seconds they took."""
+    """Return the probabilities, fp32 ``[images, 10]`` on the CPU, and the time in seconds."""
     start = time.perf_counter()
     with torch.inference_mode(), region:
         parts = [model(images.to(device)).softmax(dim=1).cpu() for images, _ in loader]

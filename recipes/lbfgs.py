@@ -1,10 +1,10 @@
-"""LBFGS under scaling: the closure runs backward on the scaled loss and returns the true one.
+"""LBFGS with a loss scale: the closure runs backward on the scaled loss, returns the unscaled one.
 
     python -m recipes run lbfgs [precision=bf16] [key=value ...]
 
-LBFGS calls its closure many times a step. ``scaler.step(optimizer, closure)`` unscales the gradients of each
-call before the optimizer sees them; if one call overflows the step is given up and what it has already
-changed is put back. The closure returns the unscaled loss: the line search compares its values.
+LBFGS calls its closure many times per step. ``scaler.step(optimizer, closure)`` unscales the gradients of
+each call before the optimizer sees them. If one call overflows, the step is abandoned, and everything that it
+has changed is restored. The closure returns the unscaled loss, because the line search compares its values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The keys of this recipe, beyond those of every recipe."""
+    """The config keys of this recipe, in addition to those of every recipe."""
 
     steps: int = 8
     batch_size: int = 2000
@@ -42,10 +42,10 @@ class Config(RecipeConfig):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train a digits classifier, test it, and return the record of the run.
+    """Train a digits classifier and test it. Return the record of the run.
 
     Args:
-        config: a checked config.
+        config: A config that was checked.
     """
     config.start()
     record = TrainingRecord(title=f"LBFGS, {config.precision.value}")
@@ -63,7 +63,7 @@ def train(config: Config) -> TrainingRecord:
     region = autocast(config.device, config.precision.dtype, enabled=config.precision.mixed)
     scaler = GradScaler(config.device, **asdict(config.loss_scale), enabled=config.precision.scaled)
 
-    calls: list[float] = []  # the loss of each call of a step
+    calls: list[float] = []  # the losses of all calls in a step
     start = time.perf_counter()
     batches = digits_batches(loaders, steps=config.steps, device=config.device)
     for images, labels in track(batches, "training", total=config.steps):

@@ -2,10 +2,10 @@
 
     python -m recipes run several_losses [scales=per_loss] [key=value ...]
 
-Losses of different sizes need different scales: gradients of the small loss underflow at a scale that is as
-large as the large loss allows. The scaler rescales gradients to one common scale before it adds them up. Both
-losses have gradients in the trunk. If one overflows there, the scaler cannot tell which loss it came from and
-lowers both scales.
+Losses of different sizes need different scales. At a scale that suits the large loss, the gradients of the
+small loss underflow. The scaler converts gradients to one common scale before it adds them. Both losses have
+gradients in the trunk. If one overflows there, the scaler cannot know which loss it came from, so it lowers
+both scales.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Scales(Enum):
 
 @dataclass
 class Config(RecipeConfig):
-    """The keys of this recipe, beyond those of every recipe."""
+    """The config keys of this recipe, in addition to those of every recipe."""
 
     steps: int = 800
     learning_rate: float = 1e-2
@@ -51,7 +51,7 @@ class Config(RecipeConfig):
 
 
 class TwoHeads(nn.Module):
-    """Name a digit and draw it again from the same features."""
+    """Classify a digit, and draw it again, from the same features."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class TwoHeads(nn.Module):
         self.draw = nn.Linear(width, 64)
 
     def both(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits, ``[B, 10]``, and drawings, ``[B, 64]``."""
+        """Return the logits, ``[B, 10]``, and the drawings, ``[B, 64]``."""
         features = self.trunk(images)
         return self.name(features), self.draw(features)
 
@@ -72,10 +72,10 @@ class TwoHeads(nn.Module):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train on both losses, test the naming, and return the record of the run.
+    """Train on both losses and test the classifier. Return the record of the run.
 
     Args:
-        config: a checked config.
+        config: A config that was checked.
     """
     config.start()
     record = TrainingRecord(title=f"several losses, {config.precision.value}")

@@ -1,11 +1,11 @@
-"""Several models and optimizers with joint losses, under one scaler.
+"""Several models and optimizers with joint losses and one scaler.
 
     python -m recipes run several_models [precision=bf16] [key=value ...]
 
-Two classifiers teach each other (Zhang et al. 2018): each learns from the labels and from the other's
-answers, through one joint loss. Every optimizer is stepped, then ``update`` is called once: after an update
-between the steps, torch's scaler divides the second model's gradients by a scale they were not made with.
-Ours remembers each gradient's scale, and may skip one model's step and take the other's.
+Two classifiers teach each other (Zhang et al. 2018). Each learns from the labels and from the other's
+answers, through one joint loss. Every optimizer steps, and then ``update`` is called once. If ``update`` came
+between the steps, torch's scaler would divide the second model's gradients by the wrong scale. Our scaler
+remembers the scale of each gradient. It may skip the step of one model and take the step of the other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DISAGREEMENT = "disagreement (nats)"
 
 @dataclass
 class Config(RecipeConfig):
-    """The keys of this recipe, beyond those of every recipe."""
+    """The config keys of this recipe, in addition to those of every recipe."""
 
     widths: list[int] = field(
         default_factory=lambda: [4, 8], metadata={"bounds": {"least": 4, "multiple_of": 4, "length": 2}}
@@ -35,17 +35,17 @@ class Config(RecipeConfig):
 
 
 def joint_loss(first: Tensor, second: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss of both models and the part that is their disagreement, from logits ``[B, 10]``."""
+    """Return the joint loss for logits ``[B, 10]``, and the part of it that measures disagreement."""
     first, second = (logits.float().log_softmax(dim=1) for logits in (first, second))
     disagreement = kl_div(first, second, log_target=True, reduction="batchmean")
     return nll_loss(first, labels) + nll_loss(second, labels) + disagreement, disagreement
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train two digits classifiers, test them, and return the record of the run.
+    """Train two digits classifiers and test them. Return the record of the run.
 
     Args:
-        config: a checked config.
+        config: A config that was checked.
     """
     config.start()
     record = TrainingRecord(title=f"several models, {config.precision.value}")

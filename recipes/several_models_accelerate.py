@@ -2,8 +2,9 @@
 
     python -m recipes run several_models_accelerate [precision=bf16] [key=value ...]
 
-``several_models.py`` with Accelerate, with the same losses. Accelerate updates the scale inside every
-``optimizer.step()``; here that is a request, granted when no optimizer holds gradients of the old scale.
+This is ``several_models.py`` with Accelerate, with the same losses. Accelerate updates the scale inside every
+``optimizer.step()``. With AmpAccelerator this is only a request: the update waits until no optimizer has
+gradients that carry the old scale.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ DISAGREEMENT = "disagreement (nats)"
 
 @dataclass
 class Config(RecipeConfig):
-    """The keys of this recipe, beyond those of every recipe."""
+    """The config keys of this recipe, in addition to those of every recipe."""
 
     widths: list[int] = field(
         default_factory=lambda: [4, 8], metadata={"bounds": {"least": 4, "multiple_of": 4, "length": 2}}
@@ -33,17 +34,17 @@ class Config(RecipeConfig):
 
 
 def joint_loss(first: Tensor, second: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss of both models and the part that is their disagreement, from logits ``[B, 10]``."""
+    """Return the joint loss for logits ``[B, 10]``, and the part of it that measures disagreement."""
     first, second = (logits.float().log_softmax(dim=1) for logits in (first, second))
     disagreement = kl_div(first, second, log_target=True, reduction="batchmean")
     return nll_loss(first, labels) + nll_loss(second, labels) + disagreement, disagreement
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train two digits classifiers, test them, and return the record of the run.
+    """Train two digits classifiers and test them. Return the record of the run.
 
     Args:
-        config: a checked config.
+        config: A config that was checked.
     """
     config.start()
     record = TrainingRecord(title=f"several models with Accelerate, {config.precision.value}")

@@ -1,7 +1,7 @@
-"""What recipes share: settings, the digits and models of them, and the record of a run with its plots.
+"""Code that recipes share: settings, digits, models, and the record of a run with its plots.
 
-A recipe needs this file and nothing else of this folder. To take a recipe away, copy both files into one
-folder, and write ``from shared import`` in place of ``from recipes.shared import``.
+A recipe needs this file and no other file of this folder. To use a recipe elsewhere, copy both files into one
+folder, and replace ``from recipes.shared import`` by ``from shared import``.
 """
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ if TYPE_CHECKING:
 Config = TypeVar("Config", bound="RecipeConfig")
 Result = TypeVar("Result")
 
-# -- settings: the keys that the configurations of recipes share ----------------------------------
+# -- settings: the config keys that recipes share --------------------------------------------------
 
 
 class ConfigError(ValueError):
-    """A configuration is not valid; the text names the key and what is allowed."""
+    """A config is not valid. The text names the key and what is allowed."""
 
 
 def number(default: float, **bounds: Any) -> Any:
-    """Return a dataclass field with a default and bounds, which ``python -m recipes`` checks.
+    """Return a dataclass field with a default, and bounds that ``python -m recipes`` checks.
 
     Args:
-        default: an int or a float.
+        default: An int or a float.
         **bounds: ``least``, ``most``, ``above``, ``below`` and ``multiple_of``; see ``recipes/bounds.py``. A
-            subclass that changes the default keeps them.
+            subclass that changes the default keeps the bounds.
     """
     return field(default=default, metadata={"bounds": bounds})
 
 
 class Precision(Enum):
-    """Precisions a config may name."""
+    """The precisions that a config may name."""
 
     fp16 = "fp16"
     bf16 = "bf16"
@@ -74,7 +74,7 @@ class Precision(Enum):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that matrix products run in."""
+        """The dtype in which matrix products run."""
         return {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[self.value]
 
     @property
@@ -84,13 +84,13 @@ class Precision(Enum):
 
     @property
     def scaled(self) -> bool:
-        """Whether the loss is scaled: many gradients are too small for fp16."""
+        """Whether the loss is scaled. It is in fp16, where many gradients would underflow."""
         return self is Precision.fp16
 
 
 @dataclass
 class LossScaleConfig:
-    """How the loss scale changes; fp16 only."""
+    """How the loss scale changes (fp16 only)."""
 
     init_scale: float = number(2.0**16, above=0, most=torch.finfo(torch.float32).max)
     growth_factor: float = number(2.0, above=1)
@@ -100,7 +100,7 @@ class LossScaleConfig:
 
 @dataclass
 class DigitsProgramConfig:
-    """The keys that ``train_digits.py`` and ``train_digits_accelerate.py`` share."""
+    """The config keys that ``train_digits.py`` and ``train_digits_accelerate.py`` share."""
 
     name: str = "digits"
     precision: Precision = Precision.fp16
@@ -119,7 +119,7 @@ class DigitsProgramConfig:
 
 @dataclass
 class RecipeConfig:
-    """The keys of every recipe; the ``Config`` of a recipe adds its own."""
+    """The config keys of every recipe. The ``Config`` of a recipe adds its own."""
 
     precision: Precision = Precision.fp16
     device: str = "cpu"
@@ -134,10 +134,10 @@ class RecipeConfig:
     def start(self) -> None:
         """Set the number of threads and the seed, and load the native core.
 
-        Called before the training is timed, since the core may have to be compiled first.
+        It is called before the training is timed, because the core may have to be compiled first.
 
         Raises:
-            ConfigError: this machine does not have the device.
+            ConfigError: This machine does not have the device.
         """
         kind = self.device.partition(":")[0]
         if kind != "cpu" and not getattr(getattr(torch, kind, None), "is_available", bool)():
@@ -151,15 +151,15 @@ class RecipeConfig:
         torch.manual_seed(self.seed)
 
 
-# -- the digits, and a classifier of them ----------------------------------------------------------
+# -- the digits, and a classifier for them ----------------------------------------------------------
 
 CLASSES = 10
-TRAINING_IMAGES = 1257  # of the 1797
+TRAINING_IMAGES = 1257  # of the 1797 images
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DigitsLoaders:
-    """The 1797 8x8 images of scikit-learn, split 70/10/20, each class in proportion.
+    """The 1797 8x8 images of scikit-learn, split 70/10/20 with each class in proportion.
 
     Batches are ``(images, labels)``: fp32 ``[B, 1, 8, 8]`` in ``[0, 1]`` and int64 ``[B]``.
     """
@@ -172,13 +172,13 @@ class DigitsLoaders:
 def digits_loaders(
     *, batch_size: int, seed: int, shift: bool = True, drop_last: bool = False
 ) -> DigitsLoaders:
-    """Load the digits; the order of the training batches depends on ``seed`` alone.
+    """Load the digits. The order of the training batches depends only on ``seed``.
 
     Args:
-        batch_size: images a batch; the last batch of an epoch may be smaller.
-        seed: seed of the split and of the shuffling.
-        shift: move each training image by up to one pixel.
-        drop_last: leave out an epoch's last training batch if it is smaller.
+        batch_size: The images per batch. The last batch of an epoch may be smaller.
+        seed: The seed of the split and of the shuffling.
+        shift: Move each training image by up to one pixel.
+        drop_last: Leave out the last training batch of an epoch if it is smaller.
     """
     digits = load_digits()
     images = torch.from_numpy(digits.images).float().div_(16).unsqueeze_(1)
@@ -208,12 +208,12 @@ def digits_loaders(
 def digits_batches(
     loaders: DigitsLoaders, *, steps: int, device: str = "cpu"
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield that many training batches, epoch after epoch.
+    """Yield ``steps`` training batches, over as many epochs as needed.
 
     Args:
-        loaders: the data.
-        steps: batches in all.
-        device: where images and labels go.
+        loaders: The data.
+        steps: The total number of batches.
+        device: The device to which images and labels are moved.
     """
     epochs = chain.from_iterable(repeat(loaders.train))
     for images, labels in islice(epochs, steps):
@@ -228,13 +228,13 @@ def accuracy(
     region: AbstractContextManager[object] | None = None,
     device: str = "cpu",
 ) -> float:
-    """Return the share of right answers, in [0, 1].
+    """Return the fraction of right answers, in [0, 1].
 
     Args:
-        model: returns logits, ``[B, 10]``, of images ``[B, 1, 8, 8]``.
-        loader: the images and labels.
-        region: the autocast region to run the model in, one that may be entered again.
-        device: where the model is.
+        model: A model that returns logits, ``[B, 10]``, for images ``[B, 1, 8, 8]``.
+        loader: The images and labels.
+        region: The autocast region in which the model runs. It must be reusable.
+        device: The device of the model.
     """
     right = []
     for images, labels in loader:
@@ -244,17 +244,17 @@ def accuracy(
 
 
 class ShiftImages:
-    """Collate a batch, each image moved by up to one pixel in both directions.
+    """Collates a batch, and moves each image by up to one pixel in both directions.
 
     Args:
-        seed: seed of the moves.
+        seed: The seed of the moves.
     """
 
     def __init__(self, *, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, examples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return the images, ``[B, 1, 8, 8]``, moved, and their labels, ``[B]``."""
+        """Return the moved images, ``[B, 1, 8, 8]``, and their labels, ``[B]``."""
         images, labels = (torch.stack(column) for column in zip(*examples, strict=True))
         size = images.shape[-1]
         top, left = torch.randint(0, 3, (2, len(images), 1), generator=self.generator)
@@ -265,10 +265,10 @@ class ShiftImages:
 
 
 class DigitsNet(nn.Module):
-    """Classify 8x8 images: three convolutions, global mean, one linear layer.
+    """Classifies 8x8 images: three convolutions, a global mean, and one linear layer.
 
     Args:
-        width: channels of the first convolution; the later ones have twice as many.
+        width: The channels of the first convolution. The later ones have twice as many.
     """
 
     def __init__(self, width: int = 16) -> None:
@@ -292,11 +292,11 @@ class DigitsNet(nn.Module):
         return self.classifier(self.features(images))
 
 
-# -- a GPT of characters ----------------------------------------------------------------------------
+# -- a character GPT ---------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
-    """Causal self-attention and a two-layer network, each behind a LayerNorm."""
+    """Causal self-attention and a two-layer network, each after a LayerNorm."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ class Block(nn.Module):
 
 
 class CharGPT(nn.Module):
-    """Predict the next character; ``config`` has ``context``, ``width``, ``heads`` and ``layers``."""
+    """Predicts the next character. ``config`` has ``context``, ``width``, ``heads`` and ``layers``."""
 
     def __init__(self, characters: int, config: Any) -> None:
         super().__init__()
@@ -331,13 +331,13 @@ class CharGPT(nn.Module):
         return self.head(self.blocks(self.character(text) + self.position(places)))
 
 
-# -- a generator and a critic of digits -------------------------------------------------------------
+# -- a generator and a critic for digits --------------------------------------------------------------
 
 PIXELS = 64
 
 
 class Conditioned(nn.Module):
-    """Three linear layers over a vector ``[B, inputs]`` and a label ``[B]``."""
+    """Three linear layers on a vector ``[B, inputs]`` and a label ``[B]``."""
 
     def __init__(self, inputs: int, width: int, outputs: int) -> None:
         super().__init__()
@@ -354,14 +354,14 @@ class Conditioned(nn.Module):
 
 
 class Critic(Conditioned):
-    """Score images given as vectors ``[B, 64]``: high for real ones; returns ``[B, 1]``."""
+    """Scores images, given as vectors ``[B, 64]``. Real images get high scores ``[B, 1]``."""
 
     def __init__(self, width: int) -> None:
         super().__init__(PIXELS, width, 1)
 
 
 class Generator(Conditioned):
-    """Draw the digits that ``labels [B]`` name, from noise."""
+    """Draws the digits given by ``labels [B]``, from noise."""
 
     def __init__(self, latent: int, width: int) -> None:
         super().__init__(latent, width, PIXELS)
@@ -373,20 +373,23 @@ class Generator(Conditioned):
 
 
 def between(real: Tensor, made: Tensor) -> Tensor:
-    """Return a random point between each two images; the points require grad."""
+    """Return a random point between each pair of images. The points require grad."""
     mix = torch.rand(len(real), 1, device=real.device)
     return (mix * real + (1 - mix) * made).requires_grad_()
 
 
 def average_of(generator: Generator) -> AveragedModel:
-    """Return a running mean of the weights, which draws better than the latest ones."""
+    """Return a running mean of the weights, which draws better digits than the latest weights."""
     return AveragedModel(generator, multi_avg_fn=get_ema_multi_avg_fn(0.99))
 
 
 def draw_samples(
     generator: nn.Module, region: torch.autocast, loaders: DigitsLoaders, record: TrainingRecord
 ) -> None:
-    """Draw ten samples of each digit; count those that a nearest-neighbour classifier reads as asked."""
+    """Draw ten samples of each digit.
+
+    Count those that a nearest-neighbor classifier recognizes as that digit.
+    """
     asked = torch.arange(CLASSES).repeat(CLASSES)
     with torch.no_grad(), region:
         samples = generator(asked.to(next(generator.parameters()).device)).cpu()
@@ -400,31 +403,32 @@ def draw_samples(
 
 
 class Share(float):
-    """A number in ``[0, 1]`` that tables show in per cent."""
+    """A number in ``[0, 1]`` that tables show as a percentage."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainingRecord:
-    """The history of one run; step ``i`` is entry ``i`` of each list.
+    """The history of one run. Step ``i`` is entry ``i`` of each list.
 
     Attributes:
-        title: heading of the table and the plot.
-        losses: training loss of each optimizer step.
-        loss_scales: loss scale each step was taken with; empty where nothing is scaled.
-        final_loss_scale: loss scale after the last update; None where nothing is scaled.
-        skipped: the steps (from 0) that overflowed and changed nothing.
-        skips: how often an optimizer has skipped a step so far, as the scaler counts.
+        title: The heading of the table and of the plot.
+        losses: The training loss of each optimizer step.
+        loss_scales: The loss scale of each step. Empty if nothing is scaled.
+        final_loss_scale: The loss scale after the last update. None if nothing is scaled.
+        skipped: The numbers (from 0) of the steps that overflowed and changed nothing.
+        skips: How often an optimizer has skipped a step so far, as the scaler counts.
         accuracies: ``(steps done, validation accuracy in [0, 1])``.
-        test_accuracy: accuracy on the test images, in [0, 1]; None where nothing is classified.
-        seconds: wall time of training and validation.
-        loss_label: what the loss is, with its unit.
-        log_loss: draw the loss on a logarithmic axis.
-        results: further rows of the table, ``{name: value}``.
-        curves: further plots, ``{name with its unit: one value a step}``.
-        compared: further plots of one line for each of several runs, ``{name with its unit: {run: values}}``.
-        half_widths: of intervals around such lines, drawn as bands, ``{name with its unit: {run: values}}``.
-        pictures: grey images, ``{file name: [rows, columns, height, width] in [0, 1]}``.
-        histograms: further plots, ``{file name: (what the numbers are, numbers)}``, on a logarithmic axis.
+        test_accuracy: The accuracy on the test images, in [0, 1]. None if nothing is classified.
+        seconds: The wall time of training and validation.
+        loss_label: The name of the loss, with its unit.
+        log_loss: Draw the loss on a logarithmic axis.
+        results: Further rows of the table, ``{name: value}``.
+        curves: Further plots, ``{name with its unit: one value per step}``.
+        compared: Further plots with one line for each of several runs, ``{name with its unit: {run:
+            values}}``.
+        half_widths: Intervals around these lines, drawn as bands, ``{name with its unit: {run: values}}``.
+        pictures: Gray images, ``{file name: [rows, columns, height, width] in [0, 1]}``.
+        histograms: Further plots on a logarithmic axis, ``{file name: (name of the numbers, numbers)}``.
     """
 
     title: str
@@ -457,10 +461,10 @@ class TrainingRecord:
         """Record one step of a plain loop, after ``scaler.update()``.
 
         Args:
-            loss: the unscaled loss, 0-dim.
-            scaler: what scaled it; None or a disabled one records no loss scale.
-            optimizer: the one whose loss scale is drawn. The step counts as skipped if any optimizer
-                has skipped one since the last call.
+            loss: The unscaled loss, 0-dim.
+            scaler: The scaler. If it is None or disabled, no loss scale is recorded.
+            optimizer: The optimizer whose loss scale is drawn. The step counts as skipped if any optimizer
+                has skipped a step since the last call.
         """
         if scaler is None or not scaler.is_enabled():
             self.add_step(loss=loss.item(), loss_scale=None, skipped=False)
@@ -471,13 +475,16 @@ class TrainingRecord:
         self.final_loss_scale = scaler.get_scale()
 
     def add_to_curve(self, name: str, value: float | Tensor) -> None:
-        """Add a step's value to a further plot."""
+        """Add the value of a step to a further plot."""
         self.curves.setdefault(name, []).append(value if isinstance(value, float) else value.item())
 
     def compare(
         self, name: str, run: str, values: list[float], half_widths: list[float] | None = None
     ) -> None:
-        """Add a run's values, one per step, to a further plot that compares runs, with a band around them."""
+        """Add a run's values, one per step, to a plot that compares runs.
+
+        They may have a band around them.
+        """
         self.compared.setdefault(name, {})[run] = values
         if half_widths is not None:
             self.half_widths.setdefault(name, {})[run] = half_widths
@@ -487,7 +494,7 @@ class TrainingRecord:
         self.accuracies.append((len(self.losses), accuracy))
 
     def print_table(self) -> None:
-        """Print the result of the run."""
+        """Print the results of the run as a table."""
         table = Table(title=self.title, show_header=False)
         if self.test_accuracy is not None:
             table.add_row("test accuracy", f"{self.test_accuracy:.2%}")
@@ -519,16 +526,16 @@ class TrainingRecord:
         }
 
     def show(self, folder: Path) -> None:
-        """Print the table, write what ``save`` writes, and print where it is."""
+        """Print the table, save the files, and print where they are."""
         self.print_table()
         for path in self.save(folder):
             print(path)
 
     def save(self, folder: Path) -> list[Path]:
-        """Write ``result.json``, ``training.png`` and the pictures; return their paths.
+        """Write ``result.json``, ``training.png`` and the pictures. Return their paths.
 
         Args:
-            folder: is made.
+            folder: The folder, which is created if needed.
         """
         self.save_plot(folder / "training.png")
         for name, images in self.pictures.items():
@@ -546,7 +553,7 @@ class TrainingRecord:
         """Draw loss, accuracy, loss scale and further curves over the optimizer steps.
 
         Args:
-            path: PNG file; its folder is made.
+            path: The PNG file. Its folder is created if needed.
         """
         panels: list[Callable[[Axes], None]] = [self._draw_loss]
         panels += [self._draw_accuracy] if self.accuracies else []
@@ -560,7 +567,8 @@ class TrainingRecord:
         for axis, draw in zip(axes[:, 0], panels, strict=True):
             draw(axis)
             axis.grid(visible=True, alpha=0.3)
-            if axis.get_legend_handles_labels()[0]:  # above the panel, where it covers nothing
+            # place the legend above the panel, where it covers nothing
+            if axis.get_legend_handles_labels()[0]:
                 axis.legend(loc="lower right", bbox_to_anchor=(1, 0.98), ncols=2, fontsize=9, frameon=False)
         axes[-1, 0].set_xlabel("optimizer steps")
         axes[-1, 0].set_xlim(0, max(1, len(self.losses)))
@@ -580,7 +588,8 @@ class TrainingRecord:
         axis.set_ylabel("validation accuracy (%)")
 
     def _draw_scale(self, axis: Axes) -> None:
-        scales = [*self.loss_scales, self.loss_scales[-1]]  # the last step ends, too
+        # so that the last step is drawn with its full width
+        scales = [*self.loss_scales, self.loss_scales[-1]]
         axis.step(range(len(scales)), scales, where="post", color="tab:orange", zorder=3)
         axis.set_yscale("log", base=2)
         axis.set_ylabel("loss scale (factor)")
@@ -594,7 +603,7 @@ class TrainingRecord:
         self._mark_skips(axis)
 
     def _draw_compared(self, name: str, axis: Axes) -> None:
-        widths = range(len(self.compared[name]), 0, -1)  # so that lines on top of each other all show
+        widths = range(len(self.compared[name]), 0, -1)  # so that lines on top of each other are all visible
         for (run, values), width in zip(self.compared[name].items(), widths, strict=True):
             (line,) = axis.plot(values, linewidth=width, alpha=0.8, label=run)
             if half_widths := self.half_widths.get(name, {}).get(run):
@@ -637,7 +646,7 @@ def _save_grid(images: Tensor, path: Path) -> None:
 def _save_histogram(name: str, values: list[float], path: Path) -> None:
     figure, axes = _figure(1, 1, figsize=(8, 3), dpi=100, layout="constrained")
     axis = axes[0, 0]
-    smallest = 1e-8  # of a decade more than fp32 resolves near 1; what is smaller is drawn there
+    smallest = 1e-8  # a decade below fp32's resolution near 1; smaller values are drawn here
     decades = [smallest * 10 ** (tenth / 5) for tenth in range(41)]
     axis.hist([max(value, smallest) for value in values], bins=decades, color="tab:purple")
     axis.set_xscale("log")
@@ -662,7 +671,7 @@ def _logarithmic(axis: Axes) -> None:
     axis.set_yscale("log")
 
     class Plain(LogFormatter):
-        """0.3 and not 3e-01."""
+        """Writes 0.3 and not 3e-01."""
 
         def __call__(self, x: float, pos: int | None = None) -> str:
             return f"{x:g}" if super().__call__(x, pos) else ""
@@ -679,25 +688,28 @@ def _write(figure: Figure, path: Path) -> None:
     figure.canvas.draw()
     canvas: Any = figure.canvas
     image = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).convert("RGB")
-    image.quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)  # a third of the bytes
+    image.quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)  # saves two thirds of the bytes
     plt.close(figure)
 
 
-# -- several processes, and Lightning without its notes -------------------------------------------------
+# -- several processes, and Lightning without its messages ----------------------------------------------
 
 
 def on_ranks(function: Callable[[Config], Result], config: Config, processes: int) -> Result:
-    """Call a function on several processes and return the result of rank 0.
+    """Call a function on several processes, and return the result of rank 0.
 
-    Under torchrun the processes are there already: the function is called here, and its result returned.
+    Under torchrun the processes exist already. Then the function is called in this process, and its result is
+    returned.
 
     Args:
-        function: what each process calls. It must be importable: defined at module level.
-        config: its argument.
-        processes: how many to start; 1: run in this process. Not used under torchrun.
+        function: The function that each process calls. It must be defined at module level, so that processes
+            can import it.
+        config: The argument of the function.
+        processes: The number of processes to start. With 1, the function runs in this process. Not used under
+            torchrun.
 
     Raises:
-        ConfigError: the processes are to use GPUs, and there are fewer of them.
+        ConfigError: The processes need more GPUs than there are.
     """
     if "RANK" in os.environ or processes == 1:
         return function(config)
@@ -719,10 +731,10 @@ def on_ranks(function: Callable[[Config], Result], config: Config, processes: in
 
 @contextmanager
 def process_group(device: str) -> Iterator[tuple[int, int]]:
-    """Join the process group, gloo on the CPU and nccl on GPUs; yield rank and number of ranks.
+    """Join the process group: gloo on the CPU, nccl on GPUs. Yield the rank and the number of ranks.
 
     Args:
-        device: device type of the tensors.
+        device: The device type of the tensors.
     """
     backend = "nccl" if device == "cuda" else "gloo"
     if "RANK" in os.environ:
@@ -733,8 +745,8 @@ def process_group(device: str) -> Iterator[tuple[int, int]]:
         yield dist.get_rank(), dist.get_world_size()
         if backend == "gloo":
             dist.barrier()
-            # gloo's threads need the GIL to drop their last work, and destroy_process_group holds it while it
-            # waits for them: give them time before.
+            # gloo's threads need the GIL to finish. destroy_process_group holds the GIL while it waits for
+            # them. So give them time first.
             time.sleep(0.1)
     finally:
         dist.destroy_process_group()
@@ -742,7 +754,7 @@ def process_group(device: str) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Silence notes on devices, data loader workers and deprecated calls of Lightning's own."""
+    """Silence Lightning's messages on devices, data loader workers and deprecated calls."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,10 +1,11 @@
-"""A transformer loaded in 16 bits, fine-tuned at 1e-5 with its weights stored in each way.
+"""A transformer is loaded in 16 bits and fine-tuned at 1e-5, once for each way to store its weights.
 
     python -m recipes run stored_weights [precision=fp16] [key=value ...]
 
-transformers loads a checkpoint in the dtype it was saved in. Trained as it was loaded, with torch's own
-autocast, most weights stand still: an update of 1e-5 is less than half of what bfloat16 tells apart. With
-``store_weights`` each update counts; the model, the data and the optimizer are the same in each way.
+transformers loads a checkpoint in the dtype in which it was saved. If it is trained in that dtype with
+torch's own autocast, most weights do not change: an update of 1e-5 is less than half the distance between two
+bfloat16 numbers. With ``store_weights`` every update counts. The model, the data and the optimizer are the
+same in each case.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from amp_plugin.weights.store import in_fp32
 from recipes.shared import ConfigError, Precision, RecipeConfig, Share, TrainingRecord, number
 
 AS_LOADED = "as loaded"
-WAYS = {  # the last one's losses and loss scale are those of the run
+WAYS = {  # the run's record shows the losses and loss scale of the last one
     Precision.bf16: (AS_LOADED, "fp32", "bf16-stochastic", "bf16"),
-    Precision.fp16: ("fp32", "fp16"),  # as loaded, it does not train: a scaler refuses fp16 gradients
+    Precision.fp16: ("fp32", "fp16"),  # without the loaded dtype, because a scaler refuses fp16 gradients
     Precision.fp32: (AS_LOADED, "fp32"),
 }
 MOVED = "weights moved"
@@ -38,7 +39,7 @@ MOVED = "weights moved"
 
 @dataclass
 class Config(RecipeConfig):
-    """The keys of this recipe, beyond those of every recipe."""
+    """The config keys of this recipe, in addition to those of every recipe."""
 
     precision: Precision = Precision.bf16
     steps: int = 150
@@ -51,13 +52,13 @@ class Config(RecipeConfig):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Fine-tune the same model once for each way to store its weights; return the record of the run.
+    """Fine-tune the same model once for each way to store its weights. Return the record of the run.
 
     Args:
-        config: a checked config.
+        config: A config that was checked.
 
     Raises:
-        ConfigError: the heads cannot share the width, or the text is shorter than a window.
+        ConfigError: The width is not a multiple of the number of heads, or the text is shorter than a window.
     """
     if config.width % config.heads:
         msg = f"width={config.width} is not allowed; it must be a multiple of heads={config.heads}"
@@ -82,7 +83,7 @@ def train(config: Config) -> TrainingRecord:
 
 
 def _save_in_16_bits(config: Config, folder: str) -> None:
-    """Write the checkpoint: a small GPT-2 with random weights, in the dtype that a hub would have."""
+    """Write the checkpoint: a small GPT-2 with random weights, in a 16-bit dtype, as model hubs have."""
     gpt = GPT2Config(
         vocab_size=128,
         n_positions=config.context,
@@ -134,7 +135,7 @@ def _fine_tune(
 
 
 def _windows(codes: Tensor, config: Config) -> Iterator[Tensor]:
-    """Yield the batches, ``[B, context]``, int64: the same ones for each way."""
+    """Yield the batches, int64 ``[B, context]``. They are the same for each way to store weights."""
     draws = torch.Generator().manual_seed(config.seed)
     for _ in range(config.steps):
         starts = torch.randint(len(codes) - config.context, (config.batch_size, 1), generator=draws)

@@ -1,10 +1,11 @@
-"""Threads and DataParallel: the worker threads run in the region of the thread that owns the model.
+"""Threads and DataParallel: worker threads run in the region of the thread that owns the model.
 
     python -m recipes run threads [precision=bf16] [key=value ...]
 
-A new thread starts with autocast off. ``autocast_module`` gives the module the state of the thread that calls
-it, for every thread that runs it: a pool of workers as here, and the replicas of ``nn.DataParallel``, which
-hands its threads the enabled flag but neither dtype nor rules.
+A new thread starts with autocast off. ``autocast_module`` gives the module the autocast state of the thread
+that calls it. Every thread that runs the module gets that state: the workers of a pool, as here, or the
+replicas of ``nn.DataParallel``. DataParallel itself passes on the enabled flag, but neither the dtype nor the
+rules.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The keys of this recipe, beyond those of every recipe."""
+    """The config keys of this recipe, in addition to those of every recipe."""
 
     workers: int = number(2, least=1)
     width: int = number(8, least=4, multiple_of=4)
 
 
 class InThreads(nn.Module):
-    """Run a module on parts of a batch, each in a thread of its own, as DataParallel does on GPUs."""
+    """Runs a module on parts of a batch, each in its own thread, as DataParallel does on GPUs."""
 
     def __init__(self, module: nn.Module, workers: int) -> None:
         super().__init__()
@@ -49,8 +50,8 @@ class InThreads(nn.Module):
         self.pool = ThreadPoolExecutor(workers)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the module's outputs for all of ``images``, in their order."""
-        grad_enabled = torch.is_grad_enabled()  # another state that threads do not inherit
+        """Return the module's outputs for all ``images``, in their order."""
+        grad_enabled = torch.is_grad_enabled()  # threads do not inherit this state either
 
         def run_part(part: Tensor) -> Tensor:
             with torch.set_grad_enabled(grad_enabled):
@@ -60,10 +61,10 @@ class InThreads(nn.Module):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train a digits classifier, test it, and return the record of the run.
+    """Train a digits classifier and test it. Return the record of the run.
 
     Args:
-        config: a checked config.
+        config: A config that was checked.
     """
     config.start()
     record = TrainingRecord(title=f"threads, {config.precision.value}")

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-if __package__ in (None, ""):  # run as a script: the recipes are a package
+if __package__ in (None, ""):  # if this file runs as a script, the package `recipes` must be found
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
@@ -42,7 +42,7 @@ from recipes.shared import (
 
 @dataclass
 class DigitsConfig(DigitsProgramConfig):
-    """The keys of this recipe, beyond those of every recipe."""
+    """The config keys of this recipe, in addition to those of every recipe."""
 
     accelerator: str = "auto"
 
@@ -64,7 +64,7 @@ class DigitsModule(LightningModule):
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor]) -> None:
-        """Count right answers."""
+        """Count the right answers."""
         images, labels = batch
         self.accuracy(self.net(images), labels)
         self.log("accuracy", self.accuracy, prog_bar=True)
@@ -82,7 +82,7 @@ class DigitsModule(LightningModule):
 
 
 class Recorder(Callback):
-    """Copy each optimizer step and each validation into a TrainingRecord."""
+    """Copies each optimizer step and each validation into a TrainingRecord."""
 
     def __init__(self, record: TrainingRecord) -> None:
         self.record = record
@@ -105,11 +105,11 @@ class Recorder(Callback):
 
 
 def train(config: DigitsConfig, page: Path | None = None) -> TrainingRecord:
-    """Train, test, and return the record of the run.
+    """Train and test. Return the record of the run.
 
     Args:
-        config: a checked config.
-        page: where the run is drawn; None draws nothing.
+        config: A config that was checked.
+        page: The path of the page about the run. None writes no page.
     """
     torch.set_num_threads(config.threads)
     seed_everything(config.seed, verbose=False)
@@ -117,7 +117,7 @@ def train(config: DigitsConfig, page: Path | None = None) -> TrainingRecord:
     record = TrainingRecord(title=f"digits, {config.precision.value}")
     module = DigitsModule(config)
     trainer = new_trainer(config, record, page)
-    native_core()  # compile it now, so that the time to compile is not part of the training time
+    native_core()  # compile the core now, so that this time is not part of the training time
     start = time.perf_counter()
     trainer.fit(module, loaders.train, loaders.validation)
     record.seconds = time.perf_counter() - start
@@ -129,12 +129,12 @@ def new_trainer(config: DigitsConfig, record: TrainingRecord, page: Path | None 
     """Return a Trainer with the precision plugin.
 
     Args:
-        config: a checked config.
-        record: filled while it trains.
-        page: where the run is drawn; None draws nothing.
+        config: A config that was checked.
+        record: The record to fill during training.
+        page: The path of the page about the run. None writes no page.
 
     Raises:
-        ConfigError: this machine lacks the accelerator.
+        ConfigError: This machine lacks the accelerator.
     """
     try:
         return Trainer(
@@ -164,9 +164,10 @@ def main() -> None:
     config = config_from_command_line(
         DigitsConfig, default="configs/train_digits.yaml", about=str(__doc__).splitlines()[0]
     )
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # which devices were not found, tips
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")  # 2000 images in memory
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")  # Lightning calling torch
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # messages about missing devices, and tips
+    # 2000 images in memory need no workers
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")  # calls from Lightning to torch
     with config_errors(Path(sys.argv[0]).name):
         folder = make_folder(config.output, f"{config.name}_{config.precision.value}")
         page = folder / "run.html"

@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-if __package__ in (None, ""):  # run as a script: the recipes are a package
+if __package__ in (None, ""):  # if this file runs as a script, the package `recipes` must be found
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
@@ -31,17 +31,17 @@ from recipes.shared import ConfigError, DigitsNet, DigitsProgramConfig, Training
 
 @dataclass
 class DigitsConfig(DigitsProgramConfig):
-    """The keys of this recipe, beyond those of every recipe."""
+    """The config keys of this recipe, in addition to those of every recipe."""
 
     name: str = "digits_accelerate"
-    precision: str | None = None  # as Accelerate spells it; None: the launch file's
+    precision: str | None = None  # in Accelerate's spelling; None means that of the launch file
 
 
 def train(config: DigitsConfig) -> TrainingRecord:
-    """Train, test, and return the record of the run.
+    """Train and test. Return the record of the run.
 
     Args:
-        config: a checked config.
+        config: A config that was checked.
     """
     torch.set_num_threads(config.threads)
     accelerator = new_accelerator(config)
@@ -55,7 +55,7 @@ def train(config: DigitsConfig) -> TrainingRecord:
         model, optimizer, schedule, loaders.train, loaders.validation, loaders.test
     )
     record = TrainingRecord(title=f"digits, {accelerator.mixed_precision} x {accelerator.num_processes}")
-    native_core()  # compile it now, so that the time to compile is not part of the training time
+    native_core()  # compile the core now, so that this time is not part of the training time
     start = time.perf_counter()
     for _ in range(config.epochs):
         model.train()
@@ -83,13 +83,13 @@ def train(config: DigitsConfig) -> TrainingRecord:
 
 
 def new_accelerator(config: DigitsConfig) -> AmpAccelerator:
-    """Return an Accelerator in the config's precision, or in the launch file's.
+    """Return an Accelerator in the precision of the config, or of the launch file.
 
     Args:
-        config: a checked config.
+        config: A config that was checked.
 
     Raises:
-        ConfigError: there is no such precision.
+        ConfigError: There is no precision with this name.
     """
     try:
         return AmpAccelerator(
@@ -104,12 +104,12 @@ def new_accelerator(config: DigitsConfig) -> AmpAccelerator:
 
 @torch.no_grad()
 def accuracy(accelerator: AmpAccelerator, model: nn.Module, loader: DataLoader[tuple[Tensor, ...]]) -> float:
-    """Return the share of right answers, in [0, 1], over all processes.
+    """Return the fraction of right answers over all processes, in [0, 1].
 
     Args:
-        accelerator: what prepared the model.
-        model: returns logits, ``[B, 10]``.
-        loader: prepared; yields images ``[B, 1, 8, 8]`` and labels ``[B]``.
+        accelerator: The accelerator that prepared the model.
+        model: A model that returns logits, ``[B, 10]``.
+        loader: A prepared loader of images ``[B, 1, 8, 8]`` and labels ``[B]``.
     """
     model.eval()
     right = [

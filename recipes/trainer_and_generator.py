@@ -1,7 +1,8 @@
-"""A generator that keeps keys and values in fp8, and a trainer that does not: the gap, its cause, its cure.
+"""A generator keeps keys and values in fp8, and its trainer does not: gap, cause and cure.
 
 ``python -m recipes.trainer_and_generator FOLDER`` samples from a small Llama with transformers' cache, writes
-``rollouts.jsonl``, and compares it with the trainer. Then it sets what the report names, and compares again.
+``rollouts.jsonl``, and compares it with the trainer. Then it applies the setting that the report names, and
+compares again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ WORDS, PROMPTS, LENGTH = 64, 16, 24
 
 
 def policy() -> Any:
-    """Return a small Llama with random weights, always the same."""
+    """Return a small Llama with random weights, which are the same in each call."""
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 -- of an extra
 
     torch.manual_seed(0)
@@ -42,7 +43,7 @@ def policy() -> Any:
 
 
 def cache(*, in_fp8: bool) -> Any:
-    """Return a cache of keys and values that keeps them in fp8, or in bf16."""
+    """Return a cache that keeps keys and values in fp8, or in bf16."""
     from transformers import DynamicCache  # noqa: PLC0415 -- of an extra
 
     class Cache(DynamicCache):  # type: ignore[misc] # untyped
@@ -57,7 +58,7 @@ def cache(*, in_fp8: bool) -> Any:
 
 @torch.no_grad()
 def record(generator: Any, file: Path, *, in_fp8: bool) -> None:
-    """Sample from a generator in bf16, and write what it recorded."""
+    """Sample from a generator in bf16, and write the rollout."""
     torch.manual_seed(1)
     prompts = torch.randint(1, WORDS, (PROMPTS, 4))
     with autocast("cpu", torch.bfloat16):
@@ -77,7 +78,7 @@ def record(generator: Any, file: Path, *, in_fp8: bool) -> None:
 
 
 def main(folder: str, tell: Callable[[str], Any] = print) -> tuple[float, float]:
-    """Compare a trainer with two generators; return the mean gap to each."""
+    """Compare a trainer with two generators. Return the mean gap to each."""
     model, file = policy(), Path(folder) / "rollouts.jsonl"
 
     def step(tokens: Tensor) -> Any:

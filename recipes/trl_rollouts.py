@@ -1,10 +1,12 @@
-"""SFT, DPO and GRPO of TRL, unmodified: how far are sampling and training apart in fp16 and in bf16?
+"""TRL's SFT, DPO and GRPO, unmodified: how different are sampling and training in fp16 and in bf16?
 
-A policy samples with a cache of keys, and is trained on all tokens at once: the same numbers up to rounding.
-So each token's log-probability differs between the two. fp16 has three bits more than bf16: a smaller gap.
-``Gap(rollout).measure(step)`` measures it. ``amp-plugin gap`` also says where it comes from.
+A policy samples with a cache of keys and values, but is trained on all tokens at once. The two give the same
+numbers except for rounding. So each token's log-probability differs between them. fp16 has three bits more
+than bf16, so its gap is smaller. ``Gap(rollout).measure(step)`` measures the gap. ``amp-plugin gap`` also
+says where it comes from.
 
-``python -m recipes.trl_rollouts FOLDER`` trains each way, stops and resumes it half-way, and draws the gap.
+``python -m recipes.trl_rollouts FOLDER`` runs each trainer, stops it and resumes it half-way, and draws the
+gap.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ KINDS = ("sft", "dpo", "grpo")
 
 
 def tokenizer() -> Any:
-    """Return a tokenizer of sixty words, made here."""
+    """Return a tokenizer for sixty words, made here."""
     from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415 -- of an extra
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
@@ -59,7 +61,7 @@ def policy() -> Any:
 
 
 def data(kind: str) -> Any:
-    """Return data on counting: texts, pairs with a right and a wrong continuation, or only prompts."""
+    """Return data about counting: texts, pairs of a right and a wrong continuation, or prompts only."""
     from datasets import Dataset  # noqa: PLC0415 -- of an extra
 
     prompts = [f"w{i % WORDS} w{(i + 1) % WORDS} w{(i + 2) % WORDS}" for i in range(64)]
@@ -73,13 +75,13 @@ def data(kind: str) -> Any:
 
 
 def even_words(completions: list[str], **_: Any) -> list[float]:
-    """Reward the share of words with an even number."""
+    """Reward the fraction of words with an even number."""
     words = [[int(word[1:]) for word in text.split() if word[1:].isdigit()] for text in completions]
     return [sum(number % 2 == 0 for number in line) / 8 for line in words]
 
 
 def trainer_of(kind: str, precision: str, folder: Path) -> Any:
-    """Return TRL's trainer with usual arguments; ``install()`` makes its Accelerator ours."""
+    """Return TRL's trainer with usual arguments. ``install()`` replaces its Accelerator by ours."""
     import trl  # noqa: PLC0415 -- of an extra
 
     options: dict[str, Any] = {
@@ -107,7 +109,7 @@ def trainer_of(kind: str, precision: str, folder: Path) -> Any:
 
 
 def train(kind: str, precision: str, folder: Path, *, stop: int = STEPS, resume: bool = False) -> Any:
-    """Train in a precision, from the newest checkpoint if asked for, up to a step; return the trainer."""
+    """Train in a precision up to a step, from the newest checkpoint if asked to. Return the trainer."""
     from transformers import TrainerCallback  # noqa: PLC0415 -- of an extra
 
     class Stop(TrainerCallback):  # type: ignore[misc] # untyped
@@ -129,11 +131,11 @@ def gap(model: Any, dtype: torch.dtype, *, weights_too: bool, samples: int = 64,
     """Return the KL between rollout and training of a policy that computes in a dtype.
 
     Args:
-        model: the policy, in float32.
-        dtype: what it computes in.
-        weights_too: cast the weights, in place of autocast.
-        samples: sequences that are sampled.
-        length: tokens of each.
+        model: The policy, in float32.
+        dtype: The dtype in which it computes.
+        weights_too: Cast the weights, instead of using autocast.
+        samples: The number of sequences to sample.
+        length: The number of tokens in each.
     """
     model = model.to(dtype) if weights_too else model
     torch.manual_seed(1)
@@ -160,7 +162,7 @@ def gap(model: Any, dtype: torch.dtype, *, weights_too: bool, samples: int = 64,
 
 
 def main(folder: str, tell: Callable[[str], Any] = print) -> dict[str, list[float]]:
-    """Train each way in each precision, and draw the gap between rollout and training; return the gaps."""
+    """Run each trainer in each precision, and draw the gap between rollout and training. Return the gaps."""
     gaps: dict[str, list[float]] = {precision: [] for precision in PRECISIONS}
     for precision in PRECISIONS:
         for kind in KINDS:
@@ -179,7 +181,7 @@ def main(folder: str, tell: Callable[[str], Any] = print) -> dict[str, list[floa
 
 
 def draw(gaps: dict[str, list[float]], path: Path) -> None:
-    """Draw the KL of each precision and each kind of training."""
+    """Draw the KL for each precision and each kind of training."""
     from matplotlib.figure import Figure  # noqa: PLC0415 -- of an extra
 
     axes = Figure(figsize=(6, 3.5), layout="constrained").subplots()
@@ -188,7 +190,7 @@ def draw(gaps: dict[str, list[float]], path: Path) -> None:
     axes.set_yscale("log")
     axes.set_xticks(range(len(KINDS)), [kind.upper() for kind in KINDS])
     axes.set_ylabel("KL, rollout from training (nats per token)")
-    axes.set_ylim(bottom=min(map(min, gaps.values())) / 4)  # a logarithm has no zero for bars to stand on
+    axes.set_ylim(bottom=min(map(min, gaps.values())) / 4)  # bars on a logarithmic axis cannot start at zero
     axes.figure.legend(title="computed in", loc="outside right upper")
     axes.figure.savefig(path, dpi=150)
 

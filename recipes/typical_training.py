@@ -2,8 +2,8 @@
 
     python -m recipes run typical_training [precision=bf16] [key=value ...]
 
-The backward pass stays outside the region: its ops run in the dtypes of their forward ops.
-``scaler.step`` skips a step whose gradients hold inf or nan; ``scaler.update`` then lowers the scale.
+The backward pass stays outside the region: its ops run in the dtypes of their forward ops. ``scaler.step``
+skips a step whose gradients contain inf or nan. Then ``scaler.update`` lowers the scale.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The keys of this recipe, beyond those of every recipe."""
+    """The config keys of this recipe, in addition to those of every recipe."""
 
     width: int = number(8, least=4, multiple_of=4)
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train a digits classifier, test it, and return the record of the run.
+    """Train a digits classifier and test it. Return the record of the run.
 
     Args:
-        config: a checked config.
+        config: A config that was checked.
     """
     config.start()
     record = TrainingRecord(title=f"typical training, {config.precision.value}")

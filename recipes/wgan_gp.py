@@ -1,10 +1,11 @@
-"""WGAN-GP: a generator and a critic with a gradient penalty learn to write digits.
+"""WGAN-GP: a generator and a critic with a gradient penalty learn to draw digits.
 
     python -m recipes run wgan_gp [precision=bf16] [key=value ...]
 
-Two optimizers that step at different times share one scaler. ``register`` makes both known, so that
-``update`` waits while one of them still holds scaled gradients. The generator's backward pass names its
-inputs: without that it would leave gradients in the critic. Gulrajani et al. 2017, conditional on the digit.
+Two optimizers that step at different times share one scaler. ``register`` makes both known to it, so that
+``update`` waits while one of them still has scaled gradients. The generator's backward pass names its inputs;
+otherwise it would leave gradients in the critic. The method is that of Gulrajani et al. 2017, conditional on
+the digit.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ DISTANCE = "from real to made (L2 norm)"
 
 @dataclass
 class Config(RecipeConfig):
-    """The keys of this recipe; ``steps`` counts steps of the generator."""
+    """The config keys of this recipe. ``steps`` counts steps of the generator."""
 
     steps: int = 400
     batch_size: int = 64
@@ -50,10 +51,10 @@ class Config(RecipeConfig):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train the two, draw ten samples of each digit, and return the record of the run.
+    """Train both models and draw ten samples of each digit. Return the record of the run.
 
     Args:
-        config: a checked config.
+        config: A config that was checked.
     """
     config.start()
     record = new_record("WGAN-GP", config)

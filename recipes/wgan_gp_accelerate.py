@@ -2,9 +2,9 @@
 
     python -m recipes run wgan_gp_accelerate [precision=bf16] [key=value ...]
 
-``wgan_gp.py`` with Accelerate, which computes the penalty and passes on the ``inputs`` of the generator's
-backward pass. Prepared models need no ``with``: each call is a region of its own, so the gradients
-of the critic's three calls add up in fp32 and differ from the plain form's by rounding.
+This is ``wgan_gp.py`` with Accelerate. AmpAccelerator computes the penalty, and passes on the ``inputs`` of
+the generator's backward pass. Prepared models need no ``with``, because each call is a region of its own. So
+the gradients of the critic's three calls are added in fp32, and differ from the plain recipe by rounding.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DISTANCE = "from real to made (L2 norm)"
 
 @dataclass
 class Config(RecipeConfig):
-    """The keys of this recipe; ``steps`` counts steps of the generator."""
+    """The config keys of this recipe. ``steps`` counts steps of the generator."""
 
     steps: int = 400
     batch_size: int = 64
@@ -57,10 +57,10 @@ def new_record(title: str, config: Config) -> TrainingRecord:
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train the two, draw ten samples of each digit, and return the record of the run.
+    """Train both models and draw ten samples of each digit. Return the record of the run.
 
     Args:
-        config: a checked config.
+        config: A config that was checked.
     """
     config.start()
     record = new_record("WGAN-GP with Accelerate", config)

@@ -2,8 +2,8 @@
 
     python -m recipes run wgan_gp_lightning [precision=bf16] [key=value ...]
 
-``wgan_gp.py`` in Lightning. The Trainer's plugin computes the penalty; nothing else is about precision.
-``toggle_optimizer`` keeps the generator's backward pass from leaving gradients in the critic.
+This is ``wgan_gp.py`` in Lightning. The Trainer's plugin computes the penalty. No other code concerns
+precision. ``toggle_optimizer`` prevents the generator's backward pass from leaving gradients in the critic.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DISTANCE = "from real to made (L2 norm)"
 
 @dataclass
 class Config(RecipeConfig):
-    """The keys of this recipe; ``steps`` counts steps of the generator."""
+    """The config keys of this recipe. ``steps`` counts steps of the generator."""
 
     steps: int = 400
     batch_size: int = 64
@@ -68,7 +68,7 @@ class DigitsGAN(LightningModule):
         self.critic_steps = 0
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> None:
-        """Step the critic; after every ``critic_steps`` of them the generator."""
+        """Step the critic. After every ``critic_steps`` of its steps, step the generator."""
         images, labels = batch
         critic_loss, distance = self.critic_step(images.flatten(1), labels)
         self.critic_steps += 1
@@ -87,7 +87,7 @@ class DigitsGAN(LightningModule):
         self.record.add_to_curve(DISTANCE, distance)
 
     def critic_step(self, real: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Step the critic; return its loss and the distance it saw."""
+        """Step the critic. Return its loss and the distance that it measured."""
         _, optimizer = self.optimizers()
         made = self.generator(labels).detach()
         distance = self.critic(real, labels).mean() - self.critic(made, labels).mean()
@@ -110,10 +110,10 @@ class DigitsGAN(LightningModule):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train the two, draw ten samples of each digit, and return the record of the run.
+    """Train both models and draw ten samples of each digit. Return the record of the run.
 
     Args:
-        config: a checked config.
+        config: A config that was checked.
     """
     config.start()
     record = new_record("WGAN-GP in Lightning", config)
@@ -124,7 +124,8 @@ def train(config: Config) -> TrainingRecord:
             plugins=[AmpPrecision(config.precision.value, **asdict(config.loss_scale))],
             accelerator=config.device,
             devices=1,
-            max_steps=config.steps * (config.critic_steps + 1),  # Lightning counts each optimizer's
+            # Lightning counts the steps of each optimizer
+            max_steps=config.steps * (config.critic_steps + 1),
             callbacks=[RichProgressBar()],
             logger=False,
             enable_checkpointing=False,

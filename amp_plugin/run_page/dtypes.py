@@ -30,11 +30,11 @@ Branch = dict[str, Any]
 _PRODUCT: Final = re.compile(
     r"((Sparse)?(Mm|Addmm|Addbmm|Bmm|Baddbmm|Mv|Addmv|Dot|Linear)|\w*Convolution\w*|\w*Rnn\w*|ScaledDot\w*)Backward\d*"
 )
-_MOST_NODES: Final = 20_000  # nodes of the graph of one module at most
+_MOST_NODES: Final = 20_000  # most graph nodes per module
 
 
 class Survey:
-    """Follows the first training step of models, and tells the dtypes in which their modules compute.
+    """Follows the first training step of models, and reports the dtypes in which their modules compute.
 
     A module computes in the dtype of its matrix products and convolutions, or of those within it. If there
     are none, it computes in the dtype of its first result.
@@ -81,7 +81,10 @@ class Survey:
                     self._gradients[param] = param.grad.dtype, bytes_of(param.grad)
 
     def dtype_of(self, module: str) -> torch.dtype:
-        """Return the dtype of a module's gradients: that of its results, else that of the autocast region."""
+        """Return the dtype of a module's gradients.
+
+        It is the dtype of the module's results, or, if that is unknown, the dtype of the autocast region.
+        """
         lowest = next((state.dtype for state in self._states if state.enabled), torch.float32)
         return self._results.get(module, lowest)
 

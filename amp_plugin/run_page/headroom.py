@@ -1,8 +1,8 @@
-"""Measures how near each module's gradients come to the limits of their dtype.
+"""Measures how close each module's gradients come to the limits of their dtype.
 
-Gradients are read after a step, when they are unscaled and clipped. To get the numbers that the backward pass
-made, they are multiplied by the loss scale and divided by the clip factor. The largest number is exact; the
-share of zeros is that of a sample.
+Gradients are read after a step, when they are unscaled and clipped. To recover the numbers that the backward
+pass made, they are multiplied by the loss scale and divided by the clip factor. The largest number is exact.
+The share of zeros is estimated from a sample.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from amp_plugin.scaling.step_log import StepResult
 BUDGET: Final = 0.0025
 """The share of a run's time that reading gradients may take. Writing the page may take the same share."""
 
-_MOST_ELEMENTS = 4096  # size of the sample of each parameter
-_MOST_COLUMNS = 360  # width of the map
+_MOST_ELEMENTS = 4096  # sample size per parameter
+_MOST_COLUMNS = 360  # most columns of the map
 _MOST_ROWS = 250
-_FAR = 16  # with more bits left than this, the page says nothing (dtypes with the range of fp32)
+_FAR = 16  # with more bits left than this, the page shows nothing: such dtypes have fp32's range
 
 
 def named_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of models with their names; of several models, ``Critic[1].layer.weight``."""
+    """Yield the parameters of models with their names.
+
+    For several models, names are like ``Critic[1].layer.weight``.
+    """
     for prefix, model in prefixes(models):
         for name, param in model.named_parameters():
             yield prefix + name, param
@@ -48,7 +51,7 @@ class Headroom:
         self.modules = list(rows)
         self.first: list[int] = []  # the first step of each column
         self.last: list[int] = []
-        # Modules x columns; nan where a module had no gradient.
+        # Shape modules x columns; nan if a module had no gradient.
         self._largest = self._zeros = torch.empty(len(rows), 0)
         self.reads, self.seconds = 0, 0.0
         self._began = time.perf_counter()
@@ -58,7 +61,7 @@ class Headroom:
         return self.seconds <= BUDGET * (time.perf_counter() - self._began)
 
     def note_overflow(self, step: int, names: Iterable[str]) -> None:
-        """Add a skipped step, given the names of the parameters that overflowed; nothing is read."""
+        """Add a skipped step, given the names of the parameters that overflowed. Nothing is read."""
         owners = {_owner(name) for name in names}
         largest = torch.tensor([math.inf if name in owners else math.nan for name in self.modules])
         if largest.isinf().any():
@@ -103,7 +106,7 @@ class Headroom:
         return (torch.tensor(limits, dtype=torch.float64) / self._largest).log2().clamp(min=-1.0)
 
     def nearest(self, dtypes: Mapping[str, torch.dtype]) -> list[str]:
-        """Return a sentence about the module that came nearest to overflow in a step that was not skipped."""
+        """Return a sentence about the module that came closest to overflow in a step that was not skipped."""
         bits = self.bits(dtypes).nan_to_num(nan=math.inf)
         bits[:, (bits < 0).any(dim=0)] = math.inf
         if not bits.isfinite().any():
@@ -139,7 +142,7 @@ def _on_host(numbers: Iterable[Tensor]) -> Tensor:
 
 
 def _times_made(result: StepResult) -> float:
-    """Return the factor from the gradients after a step to those that the backward pass made."""
+    """Return the factor that turns the gradients after a step into those that the backward pass made."""
     before, after = result.norm, result.clipped_norm
     if before is None or after is None:
         return result.scale_before
@@ -148,5 +151,5 @@ def _times_made(result: StepResult) -> float:
 
 
 def shown(value: Tensor | float | None, digits: str = ".5g") -> float | None:
-    """Return a number rounded to the given digits; None if it is not finite."""
+    """Return a number rounded to the given digits, or None if it is not finite."""
     return None if value is None or not math.isfinite(value) else float(format(float(value), digits))

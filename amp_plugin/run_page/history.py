@@ -12,8 +12,8 @@ from amp_plugin.run_page.headroom import shown
 from amp_plugin.scaling.overflows import FirstModules, OverflowReport
 from amp_plugin.scaling.step_log import StepResult
 
-_MOST_STEPS: Final = 10_000  # points of a curve; if there are more, every second one is dropped
-_MOST_SKIPS: Final = 1_000  # skipped steps that are kept with their parameters; all are counted
+_MOST_STEPS: Final = 10_000  # most points of a curve; if there are more, every second one is dropped
+_MOST_SKIPS: Final = 1_000  # most skipped steps that are kept with their parameters; all of them are counted
 
 
 class Point(NamedTuple):
@@ -42,7 +42,7 @@ class Skip:
 
     @property
     def blames_scale(self) -> bool:
-        """Whether a lower loss scale would help: as far as was seen, only gradients were not finite."""
+        """Whether a lower loss scale would help: as far as was observed, only gradients were not finite."""
         if self.is_spike or self.scale is None or (self.loss is not None and not math.isfinite(self.loss)):
             return False
         if self.modules is None or not self.modules.numbers:
@@ -65,11 +65,11 @@ class History:
         self._losses: list[Tensor] = []
 
     def note_growth(self, factor: float) -> None:
-        """Take the factor by which weights have grown up to a step that went wrong."""
+        """Record the factor by which weights have grown up to a step that went wrong."""
         self.growth = factor
 
     def hear_loss(self, loss: Any) -> None:
-        """Add the loss of a micro-batch to the loss of the present step."""
+        """Add the loss of a micro-batch to the loss of the current step."""
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach())
 
@@ -118,12 +118,12 @@ class History:
 
     @property
     def is_at_fault(self) -> bool:
-        """Whether something went wrong that a lower loss scale does not mend."""
+        """Whether something went wrong that a lower loss scale would not fix."""
         return bool(self.wrong_steps) or not all(skip.blames_scale or skip.is_spike for skip in self.skips)
 
     @property
     def spikes(self) -> int:
-        """How many of the skipped steps that are kept were spikes."""
+        """The number of spikes among the skipped steps that are kept."""
         return sum(skip.is_spike for skip in self.skips)
 
     @property
@@ -134,9 +134,9 @@ class History:
 
     @property
     def learns_nothing(self) -> bool:
-        """Whether all steps that were taken had only zeros as gradients."""
+        """Whether all gradients were zero in every step that was taken."""
         return 0 < self.steps - self.skipped == self._zero_steps
 
     def curves(self) -> dict[str, list[Any]]:
-        """Return name of a number -> its values at all points."""
+        """Return the values at all points, by the name of the number."""
         return {name: [getattr(point, name) for point in self._points] for name in Point._fields}

@@ -14,7 +14,7 @@ from amp_plugin.numerics.growth import DIVERGES, grown
 from amp_plugin.run_page.headroom import Headroom
 from amp_plugin.run_page.history import History
 
-_MOST_LISTED: Final = 50  # rows of the table of skipped steps
+_MOST_LISTED: Final = 50  # most rows of the table of skipped steps
 _MOST_RANGES: Final = 12
 _MOST_CHANGES: Final = 3
 _TOO_HIGH: Final = (
@@ -54,7 +54,7 @@ def render(
     diagnose: str,
     **facts: object,
 ) -> str:
-    """Return the page as HTML; ``facts`` are shown unchanged."""
+    """Return the page as HTML. ``facts`` are shown unchanged."""
     cells, curves = headroom.cells(dtypes), history.curves()
     charts = curve_charts(curves, has_skips=bool(history.skips)) if history.steps else {}
     maps = map_charts(cells["modules"]) if cells["first"] and history.steps else {}
@@ -85,7 +85,10 @@ def render(
 
 
 def in_short(history: History, nearest: list[str], unseen: list[str], diagnose: str) -> dict[str, list[str]]:
-    """Return question -> answers: when and why steps were skipped, what is near overflow, what to change."""
+    """Return the short answers at the top of the page, by question.
+
+    They say when and why steps were skipped, what is close to overflow, and what to change.
+    """
     if not history.steps:
         return {"steps": unseen or ["no optimizer step yet"]}
     taken = history.steps - history.skipped
@@ -106,9 +109,9 @@ def in_short(history: History, nearest: list[str], unseen: list[str], diagnose: 
 
 
 def _reasons(history: History) -> list[str]:
-    """Return each reason for which steps were skipped, with the numbers of these steps."""
+    """Return each reason why steps were skipped, with the numbers of these steps."""
     steps: dict[str, list[int]] = {}
-    first: dict[str, str] = {}  # reason -> the parameters of the first step that was skipped for it
+    first: dict[str, str] = {}  # reason -> the parameters of the first step skipped for that reason
     modules = {skip.meaning: str(skip.modules) for skip in reversed(history.skips) if skip.modules}
     finding_scale = {id(skip) for skip in history.finding_scale}
     for skip in history.skips:
@@ -277,7 +280,7 @@ _MAPS: Final = {  # name of a map -> legend, description, domain and colours
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Return name -> short name for long names. They are cut in the middle so that no two are equal."""
+    """Return short names for long ones. They are cut in the middle, so that all of them differ."""
     for width in range(_LABEL, max(map(len, names), default=0)):
         for head in range(width // 3, width - 5):
             cut = {
@@ -291,7 +294,7 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def map_charts(modules: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return id -> map over modules and steps: one of the bits of headroom, one of the share of zeros."""
+    """Return the two maps over modules and steps: the bits of headroom, and the share of zeros."""
     import altair as alt  # noqa: PLC0415 - of the extra
 
     rows, shorter = len(modules), short_names(modules)

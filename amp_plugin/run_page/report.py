@@ -43,15 +43,15 @@ from amp_plugin.scaling.overflows import OverflowReport, names_of
 from amp_plugin.scaling.ranks import rank_of_process
 from amp_plugin.scaling.step_log import StepLog, StepResult, new_logs
 
-_SECONDS: Final = 10.0  # at least this long between two writes
-_MOST_GROWTHS: Final = 20  # how often the size of all weights is read, at steps that went wrong
+_SECONDS: Final = 10.0  # the shortest time between two writes
+_MOST_GROWTHS: Final = 20  # the growth of weights is read at most this often, at steps that went wrong
 _PACKAGES: Final = ("torch", "amp_plugin", "accelerate", "lightning", "pytorch_lightning", "transformers")
 
 
 class RunReport:
     """A page that follows a run while its block is open; see ``report``.
 
-    It only reads. If it fails, it gives one warning and ends; the run goes on.
+    It only reads. If it fails, it gives one warning and stops, and the run continues.
 
     Attributes:
         path: The path of the page, which rank 0 writes.
@@ -64,7 +64,7 @@ class RunReport:
         models: nn.Module | Sequence[nn.Module],
         path: str | Path,
         *,
-        options: object = None,  # a dataclass to show
+        options: object = None,  # a dataclass of options, shown on the page
     ) -> None:
         require_libraries()
         self._log, self._options = log, options
@@ -74,7 +74,7 @@ class RunReport:
         self._optimizers: list[Optimizer] = []
         self._open = ExitStack()
         self._writes = (rank_of_process() or 0) == 0
-        self._next_write = 0.0  # on the clock of performance
+        self._next_write = 0.0  # a time of time.perf_counter()
         self._began, self._state = _now(), "running"
         self._take(models)
 
@@ -191,7 +191,7 @@ class RunReport:
         try:
             unfinished.write_text(
                 text, encoding="utf-8", errors="backslashreplace"
-            )  # names of files may be bytes that are not UTF-8
+            )  # file names may contain bytes that are not UTF-8
             unfinished.replace(self.path)
         finally:
             with suppress(OSError):
@@ -225,7 +225,7 @@ class RunReport:
         }
 
     def _unseen(self) -> list[str]:
-        """Return one sentence for each kind of step that the page cannot show, or not in full."""
+        """Return one sentence for each kind of step that the page cannot show completely."""
         texts = []
         if self._log.has_captured:
             skipped = f"skipped in all, replays included: {self._log.skipped_steps()}."
@@ -283,7 +283,7 @@ def report(scaler: Any, model: nn.Module, path: str | Path = "run.html") -> RunR
 
 def _claimed(path: Path, stack: ExitStack) -> Path:
     """Return the first path that no other run is writing, and lock it until the stack is closed."""
-    if is_watched():  # diagnose repeats the user's run, and must not overwrite the page of that run
+    if is_watched():  # diagnose repeats the user's run, and must not overwrite that run's page
         path = path.with_name(f"{path.stem}-diagnose{path.suffix}")
     path.parent.mkdir(parents=True, exist_ok=True)
     number, chosen = 1, path
@@ -313,14 +313,15 @@ def _now() -> str:
 
 @contextmanager
 def program_page(path: Path, program: str) -> Iterator[None]:
-    """Keep a page about the program that runs inside the block; at the end, print where the page is.
+    """Keep a page about the program that runs inside the block. At the end, print where the page is.
 
-    The page follows the last scaler, plugin or accelerator of this package that was made before the model is
-    first called. In a program without one it follows all optimizer steps, just before they are taken.
+    The page follows a scaler, plugin or accelerator of this package: the last one that was made before the
+    model is first called. If the program has none, it follows all optimizer steps, just before they are
+    taken.
     """
     logs: list[weakref.ref[StepLog]] = []
     pages: list[RunReport] = []
-    # Made before the program runs, so it cannot be one of the program's scalers.
+    # Created before the program runs, so it cannot be one of the program's scalers.
     observer = GradScaler("cpu", enabled=False)
 
     def before_step(optimizer: Optimizer, _: Any, __: Any) -> None:

@@ -18,10 +18,7 @@ OVERFLOW = 1e38
 
 
 def distributed_data_parallel():
-    """Train under DDP:
-
-    one step with a clip after each micro-batch, then one that overflows on rank 1 only.
-    """
+    """Train under DDP: one step with a clip after each micro-batch, then one that overflows on rank 1 only."""
     reset()
     accelerator = AmpAccelerator(
         mixed_precision="fp16",
@@ -71,9 +68,8 @@ class Layer(torch.nn.Module):
 
 
 def fully_sharded(folder, precision, version=2):
-    """Train under FSDP:
-
-    save and load a checkpoint, take a clipped step, then one that overflows on rank 1 only.
+    """Train under FSDP: save and load a checkpoint, take a clipped step, then one that overflows on rank 1
+    only.
     """
     reset()
     accelerator = AmpAccelerator(

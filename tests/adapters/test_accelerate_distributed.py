@@ -39,9 +39,8 @@ def test_ddp_clips_once_a_window_and_skips_on_both_ranks(ranks):
 @pytest.mark.dist
 @pytest.mark.parametrize("run", ["fp16", "bf16", "fsdp1"])
 def test_fsdp_has_region_norms_and_skips_of_one_process(ranks, run):
-    """Dtypes, norms and skips equal those of one process:
-
-    FSDP2 in fp16 and bf16, FSDP1 in fp16. Saving and loading do not count as steps.
+    """Dtypes, norms and skips equal those of one process: FSDP2 in fp16 and bf16, FSDP1 in fp16. Saving and
+    loading do not count as steps.
     """
     dtype = torch.bfloat16 if run == "bf16" else torch.float16
     for report in [report[run] for report in ranks]:

@@ -1,7 +1,4 @@
-"""Prepared models:
-
-what they return, and whether they can be unwrapped, copied, pickled, compiled and cached.
-"""
+"""Prepared models: what they return, and whether they can be unwrapped, copied, pickled, compiled and cached."""
 
 import copy
 import gc

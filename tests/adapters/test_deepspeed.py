@@ -1,4 +1,7 @@
-"""DeepSpeed under AmpAccelerator: options in its keys, our scaler in its engine, its steps in our log."""
+"""DeepSpeed under AmpAccelerator:
+
+its config gets our options, its engine our scaler, and our log its steps.
+"""
 
 import json
 import warnings
@@ -126,7 +129,7 @@ def test_the_engines_last_step_is_told_with_its_norm_and_scale():
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The results of the worker for each config, from a process of its own."""
+    """Return the worker's results for each config. The worker is a process of its own."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     file = tmp_path_factory.mktemp("deepspeed") / "seen.json"
     (done,) = call_on_ranks(1, 300, deepspeed_run.main, file)

@@ -1,6 +1,5 @@
-"""In each front door, gradients after a step are unscaled:
-
-users log them between ``step()`` and ``zero_grad()``.
+"""In each front door, gradients after a step are unscaled: users log them between ``step()`` and
+``zero_grad()``.
 """
 
 import pytest

@@ -1,7 +1,4 @@
-"""`amp-plugin run`:
-
-unedited programs use amp_plugin while they run, and everything is restored afterwards.
-"""
+"""`amp-plugin run`: unedited programs use amp_plugin while they run, and everything is restored afterwards."""
 
 import copy
 import importlib.util

@@ -1,6 +1,5 @@
-"""Hugging Face's Trainer after install(), with its usual options:
-
-bf16 has the stock bits, fp16 learns as fp32.
+"""Hugging Face's Trainer after install(), with its usual options: bf16 has the stock bits, fp16 learns as
+fp32.
 """
 
 import importlib.util

@@ -1,7 +1,4 @@
-"""Every op in torch's test database gives the same as under torch.autocast:
-
-bits, or dtypes on fake tensors.
-"""
+"""Every op in torch's test database gives the same as under torch.autocast: bits, or dtypes on fake tensors."""
 
 import functools
 import itertools

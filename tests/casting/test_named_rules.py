@@ -1,6 +1,5 @@
-"""Rules of other torch releases:
-
-named policies, files that name their release, and the file in the environment.
+"""Rules of other torch releases: named policies, files that name their release, and the file in the
+environment.
 """
 
 import json

@@ -212,9 +212,8 @@ class TestCapture:
     @pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
     @pytest.mark.parametrize("grad", [False, True])
     def test_jit_trace(self, model, grad):
-        """torch's cache breaks the trace with grad:
-
-        "Cannot insert a Tensor that requires grad" (pytorch 50231).
+        """torch's cache breaks the trace with grad: "Cannot insert a Tensor that requires grad" (pytorch
+        50231).
         """
 
         class Twice(nn.Module):

@@ -220,10 +220,7 @@ def are_unscaled(model: Model, indices: Iterable[int]) -> bool:
 
 
 def error_of_unscale(model: Model, o: int) -> str:
-    """Return whether ``unscale_`` is an error:
-
-    it was called twice, or after ``step``, without new gradients.
-    """
+    """Return whether ``unscale_`` is an error: it was called twice, or after ``step``, without new gradients."""
     window = model.windows[o]
     due = error_of_missing_update(model, o)
     if due != NO:
@@ -258,9 +255,8 @@ def error_of_step(model: Model, o: int, *, is_known: bool) -> str:
 
 
 def error_of_missing_update(model: Model, o: int) -> str:
-    """Return whether the optimizer must not start a new iteration:
-
-    every known one has stepped since the last update.
+    """Return whether the optimizer must not start a new iteration: every known one has stepped since the last
+    update.
     """
     stages = [model.windows[other].stages for other in {*model.known, o}]
     if not model.scales.is_dynamic or any("stepped" not in s for s in stages):

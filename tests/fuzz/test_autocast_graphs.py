@@ -53,9 +53,8 @@ def test_a_broken_autocast_is_found(broken):
 
 
 def test_a_weight_cast_to_two_dtypes_is_recomputed():
-    """torch raises an error here:
-
-    its cache ignores dtypes, so its float16 region finds the bfloat16 cast in backward.
+    """torch raises an error here: its cache ignores dtypes, so its float16 region finds the bfloat16 cast in
+    backward.
     """
     program = """
 from tests.fuzz.two_sides import *

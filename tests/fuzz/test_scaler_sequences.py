@@ -52,10 +52,8 @@ class RemembersNorms(GradScaler):
 
 
 class UpdatesAtOnce(GradScaler):
-    """A broken scaler:
-
-    it applies an update although gradients still depend on the old scale. It converts them, so only the scale
-    shows the fault.
+    """A broken scaler: it applies an update although gradients still depend on the old scale. It converts
+    them, so only the scale shows the fault.
     """
 
     def update(self, new_scale=None):

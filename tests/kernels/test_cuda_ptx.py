@@ -1,6 +1,5 @@
-"""The PTX that NVRTC generates:
-
-width and number of loads, and the order in which blocks combine their results.
+"""The PTX that NVRTC generates: width and number of loads, and the order in which blocks combine their
+results.
 """
 
 import functools
@@ -71,10 +70,7 @@ def test_a_thread_has_its_loads_on_their_way_before_it_uses_one(name, in_flight)
 
 @pytest.mark.parametrize("name", ["norm_check", "unscale", "multiply", "step adam"])
 def test_the_last_block_sees_what_the_others_wrote(name):
-    """The order is:
-
-    writes of a block, barrier, count, barrier, reads. The count alone releases and acquires.
-    """
+    """The order is: writes of a block, barrier, count, barrier, reads. The count alone releases and acquires."""
     marks = re.findall(r"(?m)^\s*(?:@%?\w+ )?(bar|barrier|membar|fence|atom)\.([\w.:]*)", ptx_of(name))
     words = ["count" if (op, "acq_rel.gpu" in rest) == ("atom", True) else op for op, rest in marks]
     (at,) = [place for place, word in enumerate(words) if word == "count"]

@@ -131,10 +131,7 @@ class DeviceOpsSeen(OpsSeen):
 @pytest.mark.parametrize("state", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "bare"])
 def test_the_launches_of_a_whole_step(precision, state, clip):
-    """Compressed states are stepped directly:
-
-    nothing decompresses them, and no torch kernel takes the step.
-    """
+    """Compressed states are stepped directly: nothing decompresses them, and no torch kernel takes the step."""
     if precision == "bare" and clip is not None:
         pytest.skip("clips belong to a scaler")
     model = torch.nn.Linear(64, 64).cuda()

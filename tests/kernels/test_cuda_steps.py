@@ -156,9 +156,8 @@ def test_steps_of_compressed_states_are_the_cpus_bit_for_bit(device, form, how, 
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_adam_stays_close_to_torchs_fused_kernel(device, amsgrad, decoupled):
-    """The bits differ:
-
-    on CUDA, torch rounds betas to float32 before computing 1 - beta, and adds in another order.
+    """The bits differ: on CUDA, torch rounds betas to float32 before computing 1 - beta, and adds in another
+    order.
     """
     ours = moved(adam_tensors(sizes=(70, 5000), amsgrad=amsgrad, step=0.0), device)
     theirs, before = copied(ours), copied(ours)[0]

@@ -256,9 +256,8 @@ def joined(high, low):
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_pair_is_stepped_as_the_float32_it_is(grad_dtype):
-    """This holds for all bits:
-
-    an infinity, a nan, a number whose half overflows, and one below the normal range.
+    """This holds for all bits: an infinity, a nan, a number whose half overflows, and one below the normal
+    range.
     """
     given = Adam([(size,) for size in SIZES], grad_dtype=grad_dtype)
     for param in given.params[-2:]:

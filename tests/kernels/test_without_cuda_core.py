@@ -59,9 +59,8 @@ assert not cuda_core().loaded
 
 
 def test_everything_trains_after_one_warning():
-    """It runs in a new interpreter:
-
-    a fork would inherit locks of the frameworks' threads, but not the threads.
+    """It runs in a new interpreter: a fork would inherit locks of the frameworks' threads, but not the
+    threads.
     """
     command, root = [sys.executable, "-c", PROGRAM], Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)

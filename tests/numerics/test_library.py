@@ -1,6 +1,5 @@
-"""diagnose on many programs:
-
-verdict and line are right, the pasted cure works, healthy programs give no finding.
+"""diagnose on many programs: verdict and line are right, the pasted cure works, healthy programs give no
+finding.
 """
 
 import pytest

@@ -1,6 +1,5 @@
-"""compare_runs on a model of twelve blocks:
-
-a 5 % change in a branch is found at any depth, and rounding is not reported.
+"""compare_runs on a model of twelve blocks: a 5 % change in a branch is found at any depth, and rounding is
+not reported.
 """
 
 from pathlib import Path

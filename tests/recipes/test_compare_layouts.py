@@ -1,6 +1,5 @@
-"""The recipe that compares FSDP2 with one process:
-
-a healthy run gives no message, and a layer left out is named.
+"""The recipe that compares FSDP2 with one process: a healthy run gives no message, and a layer left out is
+named.
 """
 
 from pathlib import Path

@@ -13,9 +13,8 @@ FORMS = ["positional", "keyword"]
 
 
 class Sam(torch.optim.Optimizer):
-    """Sharpness-aware minimization in its usual form:
-
-    it climbs with the gradients that exist before the step.
+    """Sharpness-aware minimization in its usual form: it climbs with the gradients that exist before the
+    step.
     """
 
     def __init__(self, params, lr=0.1):

@@ -1,6 +1,5 @@
-"""The optimizer step:
-
-its result, its return value, its host syncs, and the source files that a step runs through.
+"""The optimizer step: its result, its return value, its host syncs, and the source files that a step runs
+through.
 """
 
 import copy

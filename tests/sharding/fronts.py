@@ -104,9 +104,8 @@ def shard(net, dtypes, strategy, both=None, mesh=None):
 
 
 def factor_of(step, poison):
-    """Return the factor of a step:
-
-    infinite on the last rank in the poisoned step, else 0. None if no step is poisoned.
+    """Return the factor of a step: infinite on the last rank in the poisoned step, else 0. None if no step is
+    poisoned.
     """
     if poison is None:
         return None

@@ -31,9 +31,8 @@ STEPS, MICRO_BATCHES, ROWS = 20, 2, 4
 
 
 class Net(nn.Module):
-    """A channels_last convolution, a norm and a linear layer:
-
-    three memory orders and two dtypes in one model.
+    """A channels_last convolution, a norm and a linear layer: three memory orders and two dtypes in one
+    model.
     """
 
     def __init__(self, seed=0):

@@ -537,9 +537,8 @@ def test_distributed_checkpoint_saves_and_sets_all_state():
 
 
 def test_a_compiled_step_is_that_of_float32_weights():
-    """It may differ from the eager step:
-
-    torch 2.11's Dynamo replaces ``add_(grad, alpha=-lr)`` by ``add_(mul(grad, -lr))``.
+    """It may differ from the eager step: torch 2.11's Dynamo replaces ``add_(grad, alpha=-lr)`` by
+    ``add_(mul(grad, -lr))``.
     """
     models, optimizers = stepped_twins(lambda p: SGD(p, lr=1e-3))
     compiled = [torch.compile(optimizer.step, backend="eager") for optimizer in optimizers]
