@@ -123,7 +123,10 @@ def test_the_engines_last_step_is_told_with_its_norm_and_scale():
         assert (told.skipped, float(told.norm), told.scale_before) == (bool(skips), 3.0, 256.0)
         assert told.scale_after == optimizer.cur_scale
     assert scaler.skipped_steps() == 1
-    assert [(record.step, record.optimizer, record.skipped) for record in records] == [(1, "0: SGD", False), (2, "0: SGD", True)]
+    assert [(record.step, record.optimizer, record.skipped) for record in records] == [
+        (1, "0: SGD", False),
+        (2, "0: SGD", True),
+    ]
     assert [(record.loss_scale, record.norm) for record in records] == [(256.0, 3.0), (256.0, 3.0)]
 
 
