@@ -435,14 +435,14 @@ class PluginOptions(PrecisionOptions, _Precision):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AccelerateOptions(PrecisionOptions):
-    """The options of AmpKwargs, of the environment variables and of YAML files."""
+class RunOptions(PrecisionOptions):
+    """The options of a run, in front doors where no callback has them."""
 
     max_skips_in_a_row: Annotated[
         int,
         Doc(
-            "The number of skipped steps in a row of one optimizer after which ``step()`` raises an "
-            "error with the names of the parameters. 0 means no limit."
+            "The number of skipped steps in a row of one optimizer after which the run ends with an error "
+            "that names the parameters. 0 means no limit."
         ),
     ] = 50
     report: Annotated[
@@ -452,13 +452,19 @@ class AccelerateOptions(PrecisionOptions):
             "``amp_plugin.report``). It waits for the device at each step."
         ),
     ] = None
-    fp32_outputs: Annotated[
-        bool, Doc("Convert the outputs of a prepared model to fp32, as Accelerate does.")
-    ] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         whole("max_skips_in_a_row", self.max_skips_in_a_row, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccelerateOptions(RunOptions):
+    """The options of AmpKwargs, of the environment variables and of YAML files."""
+
+    fp32_outputs: Annotated[
+        bool, Doc("Convert the outputs of a prepared model to fp32, as Accelerate does.")
+    ] = True
 
 
 # -- what is stated of an option -----------------------------------------------------------------

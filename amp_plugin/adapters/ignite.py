@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, cast
 
 import ignite.distributed as idist
@@ -25,7 +24,7 @@ from amp_plugin.adapters.option_sources import resolved
 from amp_plugin.adapters.scaler import scaler_groups
 from amp_plugin.adapters.session import FrontDoor
 from amp_plugin.messages import warn_user
-from amp_plugin.options import PluginOptions, between, lists_options, takes, whole
+from amp_plugin.options import PluginOptions, RunOptions, between, lists_options, takes, whole
 from amp_plugin.scaling.step_log import StepResult
 from amp_plugin.scaling.words import Words
 from amp_plugin.weights.ddp import refuse_sharded, sharded_by
@@ -33,29 +32,17 @@ from amp_plugin.weights.formats import HALVES
 
 
 @dataclass(frozen=True, kw_only=True)
-class IgniteOptions(PluginOptions):
+class IgniteOptions(PluginOptions, RunOptions):
     """The arguments of IgnitePrecision."""
 
     max_norm: Annotated[float | None, Doc("The largest total norm of the gradients. None does not clip.")] = (
         None
     )
     gradient_accumulation_steps: Annotated[int, Doc("The number of micro-batches of one optimizer step.")] = 1
-    max_skips_in_a_row: Annotated[
-        int,
-        Doc("The number of skipped steps in a row after which the run ends with an error. 0 means no limit."),
-    ] = 50
-    report: Annotated[
-        str | Path | None,
-        Doc(
-            "The path of an HTML page of the run, which is rewritten during training (see "
-            "``amp_plugin.report``). It waits for the device at each step."
-        ),
-    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         whole("gradient_accumulation_steps", self.gradient_accumulation_steps)
-        whole("max_skips_in_a_row", self.max_skips_in_a_row, least=0)
         if self.max_norm is not None:
             between("max_norm", self.max_norm, 0)
 
