@@ -1,24 +1,33 @@
-"""The ledger: one record per parameter says what its gradient carries. Only the ledger changes it.
+"""The ledger: one record per parameter says what its gradient carries. Only the ledger changes a record.
 
 A gradient *carries* the loss scale that it is multiplied by, or nothing. A record belongs to its parameter,
-not to an optimizer, so optimizers that share a parameter share its record. Five events change it:
+not to an optimizer, so optimizers that share a parameter share its record. To *use* a gradient is to unscale
+it by ``unscale_``, to clip it, or to step with it. Five events change a record:
 
 =================================== =================== ============================== ==================
 event                               carries nothing     carries S                      method
 =================================== =================== ============================== ==================
 a backward pass of scale T begins   times T, carries T  times T/S, carries T           ``begin_backward``
-``unscale_``, a clip, a plain step  stays               divided by S, carries nothing  ``carry_nothing``
+a use, other than the next one      stays               divided by S, carries nothing  ``carry_nothing``
 a step that divides in its kernel   stays               carries nothing afterwards     ``carry_nothing``
-``update()`` is applied, not used   stays               times new/old                  ``write``
-used after a step and an update     carries S again     carries S                      ``assume_scaled``
+S takes a new value                 stays               times new/old, carries S       ``write``
+used again after step and update    carries S again     carries S                      ``assume_scaled``
 =================================== =================== ============================== ==================
 
-The caller multiplies the gradients (:mod:`amp_plugin.scaling.optimizer_state`), and the ledger records it.
-Three sentences complete the table:
+The caller first multiplies or divides the gradients (:mod:`amp_plugin.scaling.optimizer_state`), and the
+ledger then records it. These sentences complete the table:
 
-- "Carries S" names the loss scale and not its number. So a gradient is divided by the value that S has then.
-- If ``unscale_`` was called before a backward pass, the gradients are unscaled again when the pass ends.
-- ``update()`` is applied when no gradient ``waits()``, or at the latest when the next loss is scaled.
+- A record points to the loss scale, not to a number. So a gradient is divided by the value that S has then.
+- A backward pass begins for the gradients of all optimizers, also for those that it does not reach.
+- After ``unscale_``, each further backward pass unscales the gradients of that optimizer again when it ends,
+  until the optimizer steps or ``update()`` is called.
+- ``update()`` is a request. S takes its new value when no gradient of any optimizer ``waits()``, or at the
+  latest when the next loss is scaled, before that loss is multiplied.
+- An overflow counts for each loss scale that has gone into the gradient, and lowers it at its next update.
+- The last row: the same optimizer unscales or steps again, after its own step and an update, without a
+  scaled backward pass in between. The gradient may have been written without a trace, through ``.data``, by
+  NumPy or by a collective, so it counts as scaled whether or not it was seen to change. If the optimizer had
+  only unscaled, and not stepped, this holds only for a gradient that is in other memory now.
 
 The ledger also knows whether a gradient was changed by a backward pass or by the user. For this it compares
 each gradient's memory and version with those of its last look::
@@ -55,10 +64,11 @@ class Record:
     carries: LossScale | None
     seen: _Seen = None
     used_at: int = -1  # the number of updates that had been requested when an optimizer last used it
-    # The optimizers that have used it since the last scaled backward pass began, and whether they have
-    # stepped with it since it was last divided.
+    # The number of each optimizer that has used it since the last scaled backward pass began (0 for a clip):
+    # True if it has stepped with it, False if not, or not since the gradient was last divided.
     used_by: dict[int, bool] = field(default_factory=dict)
-    has_grown: bool = False  # a scaled backward pass has added to it since it was last used
+    # True if a scaled backward pass, which a later one has followed, has added to it since it was last used.
+    has_grown: bool = False
 
     def is_changed(self, grad: Tensor | None) -> bool:
         """Return whether the gradient was written to, replaced or dropped since the last look."""
@@ -183,7 +193,10 @@ class GradientLedger:
         )
 
     def has_grown(self) -> bool:
-        """Return whether a backward pass, which has begun, has added to a gradient since its last use."""
+        """Return whether a backward pass has added to a gradient since its last use.
+
+        It is asked only once a scaled backward pass has begun. Before that, a change may be the user's.
+        """
         return any(record.has_grown or record.is_changed(grad) for grad, record in self._each())
 
     def is_changed(self) -> bool:

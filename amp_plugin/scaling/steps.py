@@ -8,10 +8,11 @@
     judge        with on_spike=: is the step a spike?
     clip factor  if the step also clips
     take         step unless found_inf is 1; only in a plain step does the host wait for it
-    close        .grad is unscaled and clipped, and the result goes to the log
+    close        the ledger records that the gradients carry nothing, and the result goes to the log
 
-A step in one pass divides the gradients while it reads them. Before any other step, gradients are unscaled
-and clipped in place.
+A step in one pass divides and clips the gradients while it reads them, and writes them back to ``.grad``.
+Before any other step, gradients are unscaled and clipped in place. Either way ``.grad`` is unscaled and
+clipped afterwards, also if the step was skipped.
 """
 
 from __future__ import annotations
@@ -145,7 +146,11 @@ def take_step_by(
 
 
 def _value(scales: set[Any]) -> Tensor | None:
-    """Return the value of the only loss scale; None if the gradients carry nothing."""
+    """Return the value of the only loss scale in ``scales``; None if the gradients carry nothing.
+
+    ``scales`` has an entry None for gradients that carry nothing. So if there is one entry, all gradients can
+    be divided by the same number.
+    """
     scale = next(iter(scales), None)
     return None if scale is None else scale.require()
 
