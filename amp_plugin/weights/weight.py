@@ -163,7 +163,10 @@ def stored_weight(param: Tensor) -> StoredWeight | None:
 
 def stored_params(params: Iterable[Tensor]) -> list[Tensor]:
     """Return the parameters that are stored in 16 bits, each once."""
-    return list(dict.fromkeys(param for param in params if stored_weight(param) is not None))
+    # Most are ordinary parameters. Each step looks at all of them, and a call for each would take as long as
+    # the step of a small one.
+    likely = [p for p in params if type(p) is not nn.Parameter or _ATTRIBUTE in p.__dict__]
+    return list(dict.fromkeys(param for param in likely if stored_weight(param) is not None))
 
 
 def is_sharded(param: Tensor) -> bool:

@@ -3,11 +3,12 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_foreach_copy.h>
 
+#include <algorithm>
 #include <array>
+#include <iterator>
 #include <optional>
 #include <sstream>
 #include <string>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -111,18 +112,20 @@ class StepTensors {
       const std::string& rule, size_t numbers, const py::list& all, const py::list& all_rests,
       const py::dict& state, const py::tuple& states, const py::tuple& counters)
       : rule_(step_rule(rule, numbers)) {
-    std::unordered_set<const void*> seen;
     python::Tensors params(all), rests(all_rests);
     if (rests.size() != 0 && rests.size() != params.size())
       throw py::value_error(
           "expected as many rests as parameters or none, got " + std::to_string(rests.size()) + " for " +
           std::to_string(params.size()));
+    reserve(params.size(), states.size(), counters.size());
+    std::vector<std::pair<const void*, size_t>> places;  // of each parameter that has a gradient
+    places.reserve(params.size());
     for (size_t i = 0; i < params.size(); ++i) {
       const at::Tensor& param = params[i];
       const at::Tensor& grad = param.unsafeGetTensorImpl()->grad();
       if (!grad.defined()) continue;
+      places.emplace_back(param.unsafeGetTensorImpl(), i);
       try {
-        if (!seen.insert(param.unsafeGetTensorImpl()).second) throw Obstacle{"is there twice"};
         const at::Tensor& own = memory_of(param);
         add(own, gradient_of(param, grad), rests.size() == 0 ? nullptr : &rests[i]);
         if (states.empty() && counters.empty()) continue;
@@ -136,6 +139,7 @@ class StepTensors {
         throw py::value_error("parameter " + std::to_string(i) + " " + obstacle.text);
       }
     }
+    refuse_repeated(places);
     join(states_);
     join(counters_);
   }
@@ -164,6 +168,22 @@ class StepTensors {
   }
 
  private:
+  // With many small parameters, a vector that grows takes as long as the step of some of them.
+  void reserve(size_t count, size_t states, size_t counters) {
+    params_.reserve(count);
+    grads_.reserve(count);
+    for (size_t k = 0; k < states; ++k) states_[k].reserve(k == 0 ? count * states : count);
+    for (size_t k = 0; k < counters; ++k) counters_[k].reserve(k == 0 ? count * counters : count);
+  }
+
+  static void refuse_repeated(std::vector<std::pair<const void*, size_t>>& places) {
+    std::ranges::sort(places);
+    const auto same = [](const auto& one, const auto& other) { return one.first == other.first; };
+    const auto twice = std::ranges::adjacent_find(places, same);
+    if (twice != places.end())
+      throw py::value_error("parameter " + std::to_string(std::next(twice)->second) + " is there twice");
+  }
+
   void add(const at::Tensor& param, const at::Tensor& grad, const at::Tensor* rest) {
     const bool is_wide = rest != nullptr || param.scalar_type() == at::kFloat;
     const bool has_op = param.device().is_cpu() || param.device().is_cuda();
@@ -214,11 +234,10 @@ class StepTensors {
     counters_[k].push_back(counter);
   }
 
-  // Appends all columns to the first one. That is the order in which the op takes them.
+  // Moves all columns behind the first one. That is the order in which the op takes them.
   template <size_t count>
   static void join(std::array<Column, count>& columns) {
-    for (size_t k = 1; k < count; ++k)
-      columns[0].insert(columns[0].end(), columns[k].begin(), columns[k].end());
+    for (size_t k = 1; k < count; ++k) std::ranges::move(columns[k], std::back_inserter(columns[0]));
   }
 
   const StepRule& rule_;
