@@ -52,7 +52,7 @@ class AutocastKernels:
         native: the native core while our kernels are installed, else None. If it is None, regions are blocks
             of torch's own.
         leave: a function that closes a native region, counted from the innermost. It stays when the kernels
-            are uninstalled, for regions that are open then.
+            are uninstalled, because regions may still be open.
         checked: device type, dtype and ``enabled`` that torch has accepted -> what a region with them is
             opened with: first if it keeps no casts, then if it does. For the dtype None, the dtype in an
             opening is the one that torch had when it checked.

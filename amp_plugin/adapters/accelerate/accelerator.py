@@ -461,7 +461,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Load as Accelerator does. If the checkpoint has no loss scale, warn and keep the present one."""
-        # load_accelerator_state: "if scaler is not None:" it reads scaler.pt, whether there is one or not
+        # Accelerate reads scaler.pt if the scaler is not None, even if the checkpoint has no such file.
         with self.session.aside(), replaced(self, "_shown", None):
             super().load_state(*args, **kwargs)
 

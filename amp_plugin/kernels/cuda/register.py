@@ -31,7 +31,7 @@ class CudaCore:
     """Whether a device uses the CUDA kernels; if not, why."""
 
     loaded: bool
-    reason: str = ""  # why not, and what to do, in one sentence
+    reason: str = ""  # why the kernels are not used, and what to do, in one sentence
     architecture: str = ""  # the architecture that they are compiled for, such as "sm_90"
     identity: int = 0  # compile.identity_of; ranks compare it, since their results must agree to the last bit
 
