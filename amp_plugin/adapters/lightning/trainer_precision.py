@@ -345,7 +345,7 @@ class TrainerPrecision(PrecisionCore):
     # -- checkpoints, exchanged with the stock plugins --------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Move the state to the stock plugin's key, so that the checkpoint has no other keys than a stock one."""
+        """Move the state to the stock plugin's key, so that the checkpoint has only stock keys."""
         payload = checkpoint.pop(type(self).__qualname__, None)
         if payload:
             # Without a loss scale a stock plugin could not load the state, so it gets a key of its own.
