@@ -79,3 +79,14 @@ def test_what_is_derived_from_a_scale_is_handed_out_on_its_own_stream(inverse):
         loss_scale.snapshot(inverse=inverse)
     assert loss_scale.snapshot(inverse=inverse).item() == (0.25 if inverse else 4.0)
     torch.cuda.synchronize()
+
+
+def test_whether_a_step_has_landed_is_waited_for_unless_asked_otherwise():
+    weight = torch.nn.Parameter(torch.ones(64, device="cuda"))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    scaler = GradScaler("cuda", init_scale=2.0)
+    scaler.scale(weight.sum() * float("inf")).backward()
+    delay()
+    scaler.step(optimizer)
+    assert scaler.landed(optimizer, wait=False)  # the host does not know yet
+    assert not scaler.landed(optimizer)
