@@ -3,6 +3,7 @@
 import importlib.util
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -64,30 +65,31 @@ def to_e2m1(value: float) -> float:
     return math.copysign(E2M1[code], value)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("which", ["x", "weight", "grad", "ties"])
-def test_nvfp4_is_what_its_definition_says(which) -> None:
-    """Blocks of 16 have scales in e4m3 below one float32 scale. Numbers are rounded to nearest even."""
+def test_nvfp4_has_the_bits_of_its_definition(which, dtype) -> None:
+    """Blocks of 16 have scales in e4m3, below one float32 scale. Numbers are rounded to nearest even.
+
+    Each operation below is one operation of numpy's float32. A number is multiplied by the reciprocal of its scale,
+    as in NVIDIA's kernels, and is not divided by it. The comparison has no tolerance.
+    """
     x, weight, grad = operands(rows=8)
     ties = torch.tensor([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -5, 0, 0.5, 1, 2, 3, 4]).expand(2, 16)
-    matrix = {"x": x, "weight": weight, "grad": grad, "ties": ties.contiguous()}[which]
+    matrix = {"x": x, "weight": weight, "grad": grad, "ties": ties.contiguous()}[which].to(dtype)
     codes = quantize(matrix, "nvfp4")
-    whole = (matrix.abs().max().float() / (448.0 * 6.0)).item()
-    for row in range(matrix.shape[0]):
+    f32, numbers = np.float32, matrix.float().numpy()
+    whole = f32(np.abs(numbers).max()) / f32(448.0 * 6.0)
+    for row, found in enumerate(codes.rounded.float().numpy()):
         for block in range(matrix.shape[1] // 16):
-            part = matrix[row, 16 * block : 16 * block + 16]
-            of_block = part.abs().max() / 6.0 / torch.tensor(whole)
-            of_block = of_block.clamp(torch.finfo(torch.float8_e4m3fn).tiny, 448.0)
-            scale = of_block.to(torch.float8_e4m3fn).double().item() * whole
-            assert codes.scales[row, block].item() == pytest.approx(scale, rel=1e-6)
-            # the definition divides in float64; torchao multiplies by a reciprocal in float32
-            near = [
-                to_e2m1(number / scale * (1 + nudge)) * scale for number in part.tolist() for nudge in (0,)
-            ]
-            found = codes.rounded[row, 16 * block : 16 * block + 16].double().tolist()
-            for number, expected, got in zip(part.tolist(), near, found, strict=True):
-                nudged = {to_e2m1(number / scale * (1 + nudge)) * scale for nudge in (-3e-7, 3e-7)}
-                candidates = {expected, *nudged}
-                assert any(got == pytest.approx(value, rel=1e-6, abs=1e-30) for value in candidates)
+            part = numbers[row, 16 * block : 16 * block + 16]
+            of_block = np.abs(part).max() / f32(6.0) / whole
+            of_block = min(max(of_block, f32(torch.finfo(torch.float8_e4m3fn).tiny)), f32(448.0))
+            in_e4m3 = f32(torch.tensor(of_block).to(torch.float8_e4m3fn).float().item())
+            assert codes.scales[row, block].item() == in_e4m3 * whole
+            factor = f32(1.0) / whole / in_e4m3
+            expected = [f32(to_e2m1(number * factor)) * (in_e4m3 * whole) for number in part]
+            expected = torch.tensor(np.array(expected)).to(dtype).float().numpy()
+            assert found[16 * block : 16 * block + 16].tolist() == expected.tolist()
 
 
 def test_mxfp8_has_power_of_two_scales_that_hold_the_largest_number() -> None:
