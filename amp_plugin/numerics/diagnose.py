@@ -106,6 +106,7 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
 
     def _found(self, finding: Finding) -> None:
         """Add a finding, or count it if one with the same op and line is known."""
+        finding = replace(finding, format=self._formats.format_of(finding.module))
         index = self._known.setdefault(_about(finding), len(self.findings))
         if index < len(self.findings):
             first = self.findings[index]

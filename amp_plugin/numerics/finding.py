@@ -81,6 +81,7 @@ class Finding:
         forward_op: For an op in a backward pass, the op of the forward pass that it belongs to. Else empty.
         held: The kinds of numbers that it made or read: ``"nan"``, ``"inf"``, ``"-inf"``.
         module: The path of the module. Empty outside modules.
+        format: The format below 16 bits in which the module computes, for example ``"fp8"``. Else empty.
         place: The line that called the op, or its forward op. None if it is not known.
         caller: If ``place`` is in an installed library, the line of the program that called the library.
         dtype: The dtype in which the op computed.
@@ -107,6 +108,7 @@ class Finding:
     forward_op: str = ""
     held: Held = ()
     module: str = ""
+    format: str = ""
     place: Place | None = None
     caller: Place | None = None
     dtype: torch.dtype = torch.float32
@@ -156,6 +158,9 @@ class Finding:
             yield "when", self.when + (f", and {self.count - 1} times more" if self.count > 1 else "")
         if self.module:
             yield "module", self.module
+        if self.format:
+            kept = f"formats={{{self.module!r}: 'bf16'}} computes this layer in bf16"
+            yield "format", f"{self.format}; {kept}"
         for name, place in (("line", self.place), ("called from", self.caller)):
             if place:
                 yield name, f"{place}{': ' if place.text else ''}{place.text}"

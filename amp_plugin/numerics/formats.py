@@ -128,6 +128,10 @@ class FormatLog:
         """Return the range of each (module, operand), in the order of the first calls."""
         return dict(self._ranges)
 
+    def format_of(self, path: str) -> str:
+        """Return the format of the layer at this path; empty if it is not below 16 bits."""
+        return next((found.format for (module, _), found in self._ranges.items() if module == path), "")
+
     def table(self) -> Table:
         """Return a rich table with a row for each operand of each converted layer."""
         table = Table(title="Layers below 16 bits", box=None, pad_edge=False, title_justify="left")

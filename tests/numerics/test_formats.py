@@ -69,6 +69,18 @@ def test_the_shadow_run_and_diagnose_name_them() -> None:
     assert "0, input: fp8, amax 1.0e+04, scale 2.2e+01, underflow 1.6%" in diagnosis.report()
 
 
+def test_a_finding_in_a_converted_layer_names_its_format() -> None:
+    model, x = model_and_batch()
+    with torch.no_grad():
+        model[0].weight.fill_(1e37)
+    with Diagnosis(model, keep_going=True) as diagnosis:
+        model(x).sum().backward()
+    found = diagnosis.findings[0]
+    assert (found.module, found.format) == ("0", "fp8")
+    assert "  format  fp8; formats={'0': 'bf16'} computes this layer in bf16" in str(found)
+    assert found.to_dict()["format"] == "fp8"
+
+
 def test_the_page_names_them() -> None:
     model, x = model_and_batch()
     survey = Survey([model])
