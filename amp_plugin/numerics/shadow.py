@@ -94,10 +94,12 @@ class Errors:
 def _told(key: Key, before: float, after: float) -> str:
     """Return a sentence on an op after which the arriving error is much larger, and what to do."""
     where = f" in {key[0]}" if key[0] else ""
-    return (
-        f"the arriving error jumps from {before:.1e} to {after:.1e} at {key[1]}{where}: its inputs do "
-        "not have enough digits; compute them in fp32"
+    cause = (
+        "its inputs do not have enough digits; compute them in fp32"
+        if math.isfinite(after)
+        else "its result is not finite in 16 bits; compute it in fp32"
     )
+    return f"the arriving error jumps from {before:.1e} to {after:.1e} at {key[1]}{where}: {cause}"
 
 
 def _mean_relative_error(values: Tensor, exact: Tensor) -> float:

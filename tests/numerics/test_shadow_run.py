@@ -191,3 +191,12 @@ def test_shards_are_measured_and_collectives_are_counted():
     error = float(((product / 2).double() - exact).norm() / exact.norm())
     assert errors["aten::mm.default"].arriving == pytest.approx(error, rel=1e-3)
     assert run.not_compared() == {"c10d::allreduce_.default": 1}
+
+
+def test_a_jump_to_infinity_is_an_overflow_and_not_a_lack_of_digits():
+    x = torch.linspace(100.0, 300.0, 64).half()
+    with shadow_run() as run:
+        ((x + 0.1) * 1.1) * 300
+    sentence = run.told_jump()[0]
+    assert "to inf at aten::mul.Tensor" in sentence
+    assert sentence.endswith("its result is not finite in 16 bits; compute it in fp32")
