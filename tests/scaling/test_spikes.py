@@ -328,3 +328,21 @@ def test_fifty_skipped_spikes_are_told_as_spikes():
     steps(2000, 1.0)
     with pytest.warns(UserWarning, match="50 steps of SGD in a row were skipped, the last one as a spike"):
         steps(50, 100.0)
+
+
+@pytest.mark.parametrize("of", ["norm", "loss"])
+@pytest.mark.parametrize(("share", "verdict"), [(0.95, "landed"), (1.05, "spike")])
+def test_what_hardly_varies_has_a_least_limit(of, share, verdict):
+    """A norm is a spike from 4 times the mean on, and a loss from sigma percent above it, however steady it was."""
+    limit = 4.0 if of == "norm" else 1.06
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer, scaler = (
+        torch.optim.SGD([weight], lr=0.0),
+        scaler_of(2.0**10, on_spike=Spike(of=of, sigma=6.0, **RULE)),
+    )
+    for factor in (*[1.0] * PLANTED, share * limit):
+        optimizer.zero_grad()
+        scaler.scale((weight * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.last_step(optimizer).verdict == verdict

@@ -206,6 +206,7 @@ def test_a_flag_comes_to_the_host_whatever_the_default_and_the_current_device(mo
         torch.ones(())  # torch must list its factory functions before one is patched
 
     def empty(*size, pin_memory, **options):  # without a GPU, memory cannot be pinned
+        assert pin_memory  # else the copy would wait for the device
         return whole_empty(*size, **options)
 
     shown = {"device": device, "dtype": torch.float32, "shape": ()}
