@@ -26,7 +26,7 @@ from amp_plugin.precision import short_name
 from amp_plugin.sharding.plan import DtypePlan
 from amp_plugin.weights.compressed_state import asked_for, bytes_of
 from amp_plugin.weights.formats import HALVES
-from amp_plugin.weights.fsdp2 import is_unit, policy_of_weight, weights_of_unit
+from amp_plugin.weights.fsdp2 import gathered_dtypes, is_unit, policy_of_weight, weights_of_unit
 from amp_plugin.weights.shard import local_of
 from amp_plugin.weights.weight import half_of
 
@@ -41,8 +41,9 @@ class ShardUnit:
     Attributes:
         name: The name of the module that was sharded. ``""`` is the model itself.
         engine: What shards it: ``"fsdp2"``, ``"fsdp1"``, ``"ddp"`` (each rank holds all of it) or ``"none"``.
-        stored: The dtype of its trainable weights between steps. If all its weights are frozen, the dtype of
-            the first one. For weights that are stored as 16-bit pairs this is the 16-bit dtype.
+        stored: The dtypes of its trainable weights between steps, each dtype once. If all its weights are
+            frozen, their dtypes. For weights that are stored as 16-bit pairs this is the 16-bit dtype. There
+            are several if some weights of the unit stay in float32.
         gathered: The dtype in which its weights are gathered and used in the forward pass. It is
             ``torch.uint8`` if torch gathers weights of several dtypes together, as bytes.
         reduced: The dtype in which its gradients are reduced. None if no weight in it is trained.
@@ -54,7 +55,7 @@ class ShardUnit:
 
     name: str
     engine: Engine
-    stored: torch.dtype
+    stored: Dtypes
     gathered: torch.dtype
     reduced: torch.dtype | None
     parameters: int
@@ -117,19 +118,19 @@ def _unit(
 ) -> ShardUnit | None:
     """Return the unit of these weights, or None if there are none.
 
-    If ``gathered`` or ``reduced`` is not given, it is the dtype in which the weights are stored.
+    If ``gathered`` or ``reduced`` is not given, it is the dtype in which the first weight is stored.
     """
     if not params:
         return None
     trained = [param for param in params if param.requires_grad]
-    stored = half_of((trained or params)[0]).dtype
-    dtypes = [*gathered] or [stored]
+    stored = tuple(dict.fromkeys(half_of(param).dtype for param in trained or params))
+    dtypes = [*gathered] or [stored[0]]
     return ShardUnit(
         name=name,
         engine=engine,
         stored=stored,
         gathered=dtypes[0] if len(dtypes) == 1 else torch.uint8,
-        reduced=reduced or stored if trained and engine != "none" else None,
+        reduced=reduced or stored[0] if trained and engine != "none" else None,
         parameters=elements or sum(local_of(param).numel() for param in params),
         local_bytes=bytes_of(params),
         state=" ".join(dict.fromkeys(asked_for(param) or "fp32" for param in trained or params)),
@@ -186,7 +187,7 @@ class ModelDtypes:
         columns = ("parameters", "stored", "gathered", "reduced", "bytes here", "moments")
         table = Table(Column("unit", overflow="fold"), *columns, title="Weights")
         for unit in self.units:
-            dtypes = map(_text, ((unit.stored,), (unit.gathered,), (unit.reduced,)))
+            dtypes = map(_text, (unit.stored, (unit.gathered,), (unit.reduced,)))
             name = unit.name or "(model)"
             table.add_row(name, f"{unit.parameters:,}", *dtypes, f"{unit.local_bytes:,}", unit.state)
         return Group(table, *([self.table()] if self._calls else []))
@@ -217,7 +218,7 @@ def dtype_report(model: nn.Module, *inputs: Any, **named: Any) -> ModelDtypes:
         >>> [(row.kind, row.inputs, row.outputs) for row in report.rows()][1]
         ('Linear', (torch.float32,), (torch.bfloat16,))
         >>> [(unit.stored, unit.parameters) for unit in report.units]
-        [(torch.float32, 20)]
+        [((torch.float32,), 20)]
     """
     if not inputs and not named:
         return ModelDtypes(shard_units(model))
@@ -277,7 +278,7 @@ def check_against_plan(model: nn.Module, plan: DtypePlan) -> bool:
     Gradients that are reduced in 16 bits although the plan says fp32 give a warning.
 
     Raises:
-        ValueError: A module of ``fp32_modules`` is in a unit whose weights are gathered in 16 bits.
+        ValueError: A weight of a module of ``fp32_modules`` is gathered in 16 bits.
     """
     units = _fsdp_units(model)
     if units and plan.fp32_modules:
@@ -293,15 +294,19 @@ def check_against_plan(model: nn.Module, plan: DtypePlan) -> bool:
 
 
 def _refuse_rounded_weights(model: nn.Module, in_fp32: set[nn.Module], units: list[ShardUnit]) -> None:
+    of_weight = gathered_dtypes(model)  # of FSDP2; FSDP1 gathers all weights of a unit in one dtype
     for path, module in model.named_modules():
-        owner, has_weights = clean_name(path), any(True for _ in module.parameters(recurse=False))
+        owner = clean_name(path)
         holders = [unit for unit in units if not unit.name or f"{owner}.".startswith(f"{unit.name}.")]
         unit = max(holders, key=lambda holder: len(holder.name), default=None)
-        if module in in_fp32 and has_weights and unit is not None and unit.gathered in HALVES:
+        if module not in in_fp32 or unit is None:
+            continue
+        gathered = {of_weight.get(param, unit.gathered) for param in module.parameters(recurse=False)}
+        for dtype in gathered & HALVES:
             msg = (
                 f"fp32_modules names {owner!r}, but the {unit.engine} unit {unit.name or 'model'!r} gathers "
-                f"its weights in {unit.gathered}: shard by amp_plugin.fully_shard(model, plan), which gives "
-                "it a unit in fp32, or leave param_dtype out"
+                f"its weights in {dtype}: shard by amp_plugin.fully_shard(model, plan), which keeps them in "
+                "fp32, or leave param_dtype out"
             )
             raise ValueError(msg)
 

@@ -23,8 +23,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from amp_plugin import AmpKwargs, AmpPrecision, FabricAmpPrecision, GradScaler, autocast, fully_shard
 from amp_plugin.adapters.accelerate import AmpAccelerator
 from amp_plugin.casting.run_in import apply_fp32_modules
+from amp_plugin.precision import short_name
 from amp_plugin.sharding.fully_shard import add_up_in_fp32, fsdp1_policy
 from amp_plugin.sharding.report import shard_units
+from amp_plugin.weights.weight import half_of
 from tests.adapters.accelerate_pair import reset
 from tests.sharding.models import DTYPES, IN_FP32, STEPS, Net, flat, loss_of, optimizer_of, plan
 
@@ -44,6 +46,7 @@ class Run:
     weights: torch.Tensor = None
     scale: float = 1.0
     units: list = field(default_factory=list)
+    stored: dict = field(default_factory=dict)  # the dtype in which each weight is stored
     log: Sequence = ()
     ends: list = field(default_factory=list)
 
@@ -57,6 +60,7 @@ class Run:
         self.weights = whole_weights(model, net)
         self.scale = scaler.get_scale() if scaler is not None else 1.0
         self.units = shard_units(model if isinstance(model, FullyShardedDataParallel) else net)
+        self.stored = {name: short_name(half_of(param).dtype) for name, param in net.named_parameters()}
 
     def collectives_of_last_step(self):
         start, end = self.ends[-2:]

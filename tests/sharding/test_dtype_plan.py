@@ -9,13 +9,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from amp_plugin import AmpPrecision, DtypePlan, FabricAmpPrecision, fully_shard, log_collectives
+from amp_plugin import (
+    AmpPrecision,
+    DtypePlan,
+    FabricAmpPrecision,
+    fully_shard,
+    log_collectives,
+    store_weights,
+)
 from amp_plugin.adapters.accelerate.forward import fp32_units_apart, give_policy
 from amp_plugin.adapters.session import Session
 from amp_plugin.options import PrecisionOptions
 from amp_plugin.scaling.words import Words
 from amp_plugin.sharding.fully_shard import add_up_in_fp32, fsdp1_policy, has_dtypes_by_parameter, policy_of
 from amp_plugin.sharding.report import check_against_plan, shard_units
+from amp_plugin.weights.weight import half_of
 from tests.process_groups import group_of_one
 from tests.sharding.models import Net
 
@@ -70,9 +78,9 @@ class TestFullyShard:
         fully_shard(net, DtypePlan(fp32_modules=["LayerNorm"]), units=net.blocks, mesh=mesh)
         gathered = {unit.name: (unit.gathered, unit.reduced, unit.stored) for unit in shard_units(net)}
         assert gathered == {
-            **{f"blocks.{i}.norm": (FP32, FP32, FP32) for i in (0, 1)},
-            **{f"blocks.{i}": (BF16, FP32, FP32) for i in (0, 1)},
-            "": (BF16, FP32, FP32),
+            **{f"blocks.{i}.norm": (FP32, FP32, (FP32,)) for i in (0, 1)},
+            **{f"blocks.{i}": (BF16, FP32, (FP32,)) for i in (0, 1)},
+            "": (BF16, FP32, (FP32,)),
         }
 
     @BY_PARAMETER
@@ -143,7 +151,16 @@ class TestFullyShard:
 
     def test_a_plan_may_store_weights(self, mesh):
         net = fully_shard(Net(), DtypePlan(fp32_modules=["head"], weights="bf16"), mesh=mesh)
-        assert {unit.name: unit.stored for unit in shard_units(net)} == {"": BF16, "head": FP32}
+        stored = {name for name, param in net.named_parameters() if half_of(param).dtype is BF16}
+        assert stored == {name for name, _ in net.named_parameters()} - {"head.weight", "head.bias"}
+        units = {"": (BF16, FP32)} if has_dtypes_by_parameter() else {"": (BF16,), "head": (FP32,)}
+        assert {unit.name: unit.stored for unit in shard_units(net)} == units
+
+    def test_the_report_of_a_unit_names_each_dtype_in_which_it_stores_weights(self, mesh):
+        net = fully_shard(Net(), DtypePlan(), mesh=mesh)
+        store_weights(net, fp32_modules=["LayerNorm", "inp"])
+        (unit,) = shard_units(net)
+        assert unit.stored == (FP32, BF16)  # ``inp`` is the first layer
 
     def test_micro_batches_add_up_in_fp32_without_gradient_sync(self, mesh):
         added = []
@@ -202,6 +219,20 @@ class TestContradictions:
             ValueError, match=r"'blocks.0.norm', but the fsdp2 unit 'model' .* torch.bfloat16"
         ):
             check_against_plan(model, DtypePlan(fp32_modules=["LayerNorm"]))
+
+    @BY_PARAMETER
+    def test_a_rounded_weight_is_found_beside_weights_in_fp32(self, mesh):
+        net = Net()
+        kept = {id(param) for param in net.head.parameters()}
+        policy = MixedPrecisionPolicy(
+            param_dtype=BF16,
+            reduce_dtype=FP32,
+            param_dtype_override_fn=lambda param: FP32 if id(param) in kept else None,
+        )
+        model = torch_fully_shard(net, mesh=mesh, mp_policy=policy)
+        assert check_against_plan(model, DtypePlan(fp32_modules=["head"]))
+        with pytest.raises(ValueError, match=r"'inp', but the fsdp2 unit 'model' .* torch.bfloat16"):
+            check_against_plan(model, DtypePlan(fp32_modules=["inp"]))
 
     @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")  # a single rank has all weights
     @pytest.mark.filterwarnings("ignore::FutureWarning:torch.distributed")

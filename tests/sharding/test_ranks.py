@@ -158,8 +158,9 @@ def test_stored_weights_are_those_of_float32_shards(four, front):
     for report in found(four, "stored", front):
         assert report["equal"]
         assert report["losses"]
-        stored = {dtype for name, dtype in report["stored"].items() if not name.endswith("norm")}
-        assert stored == {"torch.bfloat16"}
+        in_fp32 = {name for name, dtype in report["stored"].items() if dtype == "fp32"}
+        assert in_fp32 == {f"blocks.{block}.norm.{name}" for block in range(2) for name in ("weight", "bias")}
+        assert {*report["stored"].values()} == {"fp32", "bf16"}
 
 
 @pytest.mark.parametrize("front", FRONTS)
