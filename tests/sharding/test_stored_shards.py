@@ -4,32 +4,42 @@ import json
 
 import pytest
 
-from tests.sharding.stored import FEW, POISONED, STEPS, main
+from tests.sharding.stored import NOT_STORED, OVERFLOWS, POISONED
+from tests.sharding.stored_ranks import ALL, CASES, LOADED_BY, main
 from tests.warm_processes import call_on_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.native]
 
-BY_PAIR = (("AdamW", "own step", "before", "ASGD", "8bit"), ("SGD", "Lion", "offloaded", "tensor parallel"))
-TOGETHER = ("hsdp", "two-dimensional", "no reshard")
-CASES = (*BY_PAIR[0], *BY_PAIR[1], *TOGETHER)
-LONG = ("AdamW", "SGD", "Lion", "tensor parallel")
+MARKS = [pytest.mark.slow, pytest.mark.whole_run]
+OF_SAMPLE = [name for name, case in CASES.items() if not case.is_whole_run]
+EACH_RUN = [(False, name) for name in OF_SAMPLE] + [pytest.param(True, name, marks=MARKS) for name in CASES]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.whole_run])],
-    ids=["few", "whole"],
-)
+@pytest.fixture(params=[False, pytest.param(True, marks=MARKS)], ids=["few", "whole"])
 def whole(request):
-    """Return whether each case takes 50 steps."""
+    """Return whether all cases run, each with 50 steps."""
     return request.param
 
 
-@pytest.fixture(scope="module")
-def ranks(whole, tmp_path_factory):
+@pytest.fixture
+def ranks(request, whole):
     """Return the reports of the four ranks."""
+    return request.getfixturevalue("ranks_of_whole_run" if whole else "ranks_of_sample")
+
+
+@pytest.fixture(scope="module")
+def ranks_of_sample(tmp_path_factory):
+    return launch(tmp_path_factory, whole=False)
+
+
+@pytest.fixture(scope="module")
+def ranks_of_whole_run(tmp_path_factory):
+    return launch(tmp_path_factory, whole=True)
+
+
+def launch(tmp_path_factory, *, whole):
     folder = tmp_path_factory.mktemp("ranks")
-    for rank in call_on_ranks(4, 600, main, folder, whole, CUDA_VISIBLE_DEVICES=""):
+    for rank in call_on_ranks(4, 900, main, folder, whole, CUDA_VISIBLE_DEVICES=""):
         assert rank.returncode == 0, rank.stderr
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
 
@@ -37,54 +47,39 @@ def ranks(whole, tmp_path_factory):
 def found(ranks, case):
     """Return the ranks' reports of a case. An error on a rank fails the test."""
     reports = [rank[case] for rank in ranks if case in rank]
-    assert len(reports) == (4 if case in TOGETHER else 2)
+    assert len(reports) == (4 if case not in CASES or CASES[case].ranks == ALL else 2)
     for report in reports:
         assert "error" not in report, report["error"]
     return reports
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("whole", "case"), EACH_RUN)
 class TestEachLayout:
     def test_weights_are_those_of_float32_shards_after_each_step(self, ranks, whole, case):
+        """All weights are equal, of parameters in 16 bits and of those in float32."""
         for report in found(ranks, case):
             assert report["ties"] == 0
-            assert report["equal"] == [True] * (STEPS if whole or case in LONG else FEW)
+            assert report["equal"] == [True] * CASES[case].steps(whole)
             assert report["moved"] > 1e-4
 
-    def test_a_poisoned_batch_of_one_rank_skips_the_step_on_all(self, ranks, case):
+    def test_a_bad_batch_and_a_bad_gradient_of_one_rank_skip_the_step_on_all(self, ranks, case):
         for report in found(ranks, case):
             for skipped in report["skipped"]:
-                assert [step for step, was in enumerate(skipped) if was] == [POISONED]
+                assert [step for step, was in enumerate(skipped) if was] == [POISONED, OVERFLOWS]
 
     def test_as_many_collectives_carry_as_many_bytes(self, ranks, case):
         for report in found(ranks, case):
             assert report["collectives"][1] == report["collectives"][0] > 0
             assert report["carried"][1] == report["carried"][0] > 0
 
-    def test_which_parameters_are_stored(self, ranks, case):
-        """Frozen parameters are not stored, and neither are those whose FSDP2 unit gathers float32.
-
-        Without FSDP2, only parameters that autocast casts are stored.
-        """
-        norms = {f"blocks.{block}.norm.{name}" for block in range(2) for name in ("weight", "bias")}
+    def test_which_parameters_are_not_stored(self, ranks, case):
         for report in found(ranks, case):
-            if case == "tensor parallel":
-                in_parallel = {name for name in report["not stored"] if ".up." in name or ".down." in name}
-                assert in_parallel == set()
-            else:
-                assert {*report["not stored"]} == norms | {"base.weight", "base.bias"}
+            assert {*report["not stored"]} == NOT_STORED
 
-
-@pytest.mark.parametrize("case", [case for case in CASES if case not in {"own step", "ASGD"}])
-def test_steps_are_taken_in_one_pass(ranks, case):
-    for report in found(ranks, case):
-        assert report["how"] == "in one pass"
-
-
-def test_torchs_own_steps_see_float32(ranks):
-    for case in ("own step", "ASGD"):
+    def test_how_steps_are_taken(self, ranks, case):
+        is_own = case in {"own step", "ASGD"}
         for report in found(ranks, case):
-            assert report["how"].startswith("the optimizer's own step")
+            assert report["how"].startswith("the optimizer's own step" if is_own else "in one pass")
 
 
 def test_some_shards_are_empty(ranks):
@@ -100,9 +95,16 @@ def test_a_parameter_takes_ten_bytes_on_one_rank(ranks):
             "gradients": 4.0,
             "optimizer_state": pytest.approx(2.0625, rel=1e-3),
             "total": pytest.approx(10.0625, rel=1e-3),
-            "stored": "torch.bfloat16",
+            "stored": ["torch.bfloat16"],
             "local_bytes": 4 * (512 * 512 + 512) // 2,
         }
+
+
+def test_linux_counts_as_many_bytes(ranks):
+    """Per parameter of the whole model, on each of two ranks: float32 shards, and pairs with 8-bit moments."""
+    for report in found(ranks, "measured"):
+        assert report["fp32"] == pytest.approx(16 / 2, abs=0.15)
+        assert report["8bit"] == pytest.approx(10.0625 / 2, abs=0.15)
 
 
 @pytest.mark.parametrize(
@@ -144,3 +146,14 @@ class TestCheckpoints:
     def test_all_go_on_alike(self, reports):
         for report in reports:
             assert report["ends"] == [True] * 4
+
+
+@pytest.mark.parametrize("into", LOADED_BY)
+def test_each_layout_loads_what_other_layouts_have_saved(ranks, whole, into):
+    """Weights and moments are equal to the bit, between stored and float32 runs, and all go on alike."""
+    for report in found(ranks, "layouts"):
+        loaded = {key: equal for key, equal in report.items() if f" into {into}, " in key}
+        assert len(loaded) == (12 if whole else 2)
+        assert {key for key, equal in loaded.items() if equal != [True, True]} == set()
+        continued = [equal for key, equal in report.items() if key.endswith(f"continued as {into}")]
+        assert continued == ([[True] * 4] * 3 if whole else [[True]] * 2)
