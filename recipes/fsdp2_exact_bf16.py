@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -101,7 +102,9 @@ def _train(way: str, config: Config, record: TrainingRecord, *, is_last: bool) -
     scaler = GradScaler(config.device, **asdict(config.loss_scale), enabled=config.precision.scaled)
     losses: list[Tensor] = []
     batches = digits_batches(loaders, steps=config.steps, device=config.device)
+    seconds: list[float] = []
     for images, labels in track(batches, way, total=config.steps, disable=rank > 0):
+        start = time.perf_counter()
         optimizer.zero_grad()
         share = ranks / len(images)
         with region:
@@ -113,11 +116,14 @@ def _train(way: str, config: Config, record: TrainingRecord, *, is_last: bool) -
         mean = loss.detach() / ranks
         dist.all_reduce(mean)
         losses.append(mean)
+        mean.item()  # waits for the device, so that the time is that of the whole step
+        seconds.append(time.perf_counter() - start)
         if is_last:
             record.add_scaled_step(mean, scaler, optimizer)
     held = weight_bytes(net, optimizer)
     record.compare("loss of each way", way, [loss.item() for loss in losses])
     record.results[f"bytes per parameter of a rank, {way}"] = held.total / held.parameters
+    record.results[f"milliseconds per step, {way}"] = 1000 * median(seconds)
     last = losses[-20:]
     record.results[f"loss, {way}"] = torch.stack(last).mean().item()
     if is_last:
