@@ -1,15 +1,15 @@
 """Emulate roundings that another implementation of a program may have, while the program runs.
 
-``EmulatedRounding`` rounds the results of chosen ops once more. ``attention_in_steps`` computes torch's fused
-attention in steps, with the roundings that fused kernels differ in. Both change numbers, not dtypes, so a
-program runs with them as it is.
+``EmulatedRounding`` rounds results or operands of chosen ops once more. ``attention_in_steps`` computes
+torch's fused attention in steps, with the roundings that fused kernels differ in. Both change numbers, not
+dtypes, so a program runs with them as it is.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Call, Region
+from amp_plugin.numerics.places import Place
 
 _PRODUCTS: Final = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "convolution"})
 _FP8: Final = torch.float8_e4m3fn
@@ -28,62 +29,60 @@ _FP8: Final = torch.float8_e4m3fn
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpPlace:
-    """An op on a line of a program.
+    """A place where numbers can be rounded: the results of an op on a line of a program, or its operands.
 
     Attributes:
-        op: its name without namespace and overload, ``"mul"``.
+        op: the name of the op without namespace and overload, ``"mul"``.
         module: the class of the module that calls it; empty outside of modules.
-        file: the file of the line; empty if no line is known.
-        line: the number of the line.
-        function: the function that the line is in.
+        line: the line that calls it; None if it is not known.
+        is_operand: whether the operands are meant, and not the results.
     """
 
     op: str
     module: str
-    file: str
-    line: int
-    function: str
+    line: Place | None = None
+    is_operand: bool = False
 
     @property
     def is_product(self) -> bool:
-        """Whether it is a matrix product."""
+        """Whether the op is a matrix product."""
         return self.op in _PRODUCTS
+
+    @property
+    def operands(self) -> OpPlace:
+        """The operands of the same op."""
+        return replace(self, is_operand=True)
 
     @property
     def scope(self) -> str:
         """The class of the module and the function."""
-        return f"{self.module}.{self.function}"
+        return f"{self.module}.{self.line.function if self.line else ''}"
 
     def __str__(self) -> str:
-        where = f", {Path(self.file).name}:{self.line}" if self.file else ""
+        where = f", {Path(self.line.file).name}:{self.line.line}" if self.line else ""
         return f"{self.op} in {self.scope}{where}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rounded:
-    """What to round at a place: the result of the op, its operands, or both."""
-
-    result: bool = True
-    operands: bool = False
-
-
 class EmulatedRounding(Region):  # type: ignore[no-untyped-call]
-    """A region in which the results of chosen ops are rounded once more. It runs forward passes only.
+    """A region in which numbers are rounded once more at chosen places. It runs forward passes only.
 
     Args:
         dtype: the narrower dtype. Only results that are wider than it are rounded.
-        roundings: what to round, by place. Without any, nothing is changed, and the places are found.
+        places: where to round. Without any, nothing is changed, and the places are found.
 
     Attributes:
         found: the places of all results that are wider than ``dtype`` -> the shape of the first one, in the
-            order in which they first ran. With ``roundings``, the places of their ops only.
+            order in which they first ran. If places are chosen, those of their ops only.
         product: the module that called the last matrix product of the forward pass; None if there is none.
         last: the place of that product; None if its result is not wider than ``dtype``.
     """
 
-    def __init__(self, dtype: torch.dtype, roundings: Mapping[OpPlace, Rounded] | None = None) -> None:
-        self._dtype, self._roundings = dtype, dict(roundings or {})
-        self._ops = {place.op for place in self._roundings}  # to find the place of others takes time
+    def __init__(self, dtype: torch.dtype, places: Iterable[OpPlace] = ()) -> None:
+        self._dtype = dtype
+        # The chosen places by op. To find out the line of an op takes time, so other ops are passed over.
+        self._chosen: dict[str, set[OpPlace]] = {}
+        for place in places:
+            self._chosen.setdefault(place.op, set()).add(place)
         self.found: dict[OpPlace, tuple[int, ...]] = {}
         self.product: nn.Module | None = None
         self.last: OpPlace | None = None
@@ -96,40 +95,34 @@ class EmulatedRounding(Region):  # type: ignore[no-untyped-call]
             return
         if traits.moves and traits.base != "embedding":
             return
-        if self._ops and traits.base not in self._ops:
+        if self._chosen and traits.base not in self._chosen:
             return
         if traits.base in _PRODUCTS:
             self.product, self.last = self.tracker.running(), None
         results = [made.tensor for made in call.made(output) if self._is_wider(made.tensor)]
         if not results:
             return
-        place = self._place(call)
+        module = self.tracker.running()
+        name = "" if module is None else type(module).__name__
+        place = OpPlace(op=traits.base, module=name, line=call.site.place)
         self.found.setdefault(place, tuple(results[0].shape))
         self.last = place if place.is_product else self.last
-        if chosen := self._roundings.get(place):
-            self._round(call, results, chosen)
+        self._round(call, results, place)
 
     def _is_wider(self, tensor: Tensor) -> bool:
         is_weight = bool(self.tracker.weight(tensor))
         return tensor.is_floating_point() and tensor.itemsize > self._dtype.itemsize and not is_weight
 
-    def _place(self, call: Call) -> OpPlace:
-        line, module = call.site.place, self.tracker.running()
-        return OpPlace(
-            op=call.traits.base,
-            module="" if module is None else type(module).__name__,
-            file="" if line is None else line.file,
-            line=0 if line is None else line.line,
-            function="" if line is None else line.function,
-        )
-
-    def _round(self, call: Call, results: list[Tensor], chosen: Rounded) -> None:
-        made = results
-        if chosen.operands:
+    def _round(self, call: Call, results: list[Tensor], place: OpPlace) -> None:
+        """Round the results, the operands or both, if they are chosen."""
+        chosen, made = self._chosen.get(place.op, set()), results
+        if place.operands in chosen:
             given = call.changed(self._rounded, results[0].dtype)
             made = call.again(given, results) or results
+        is_rounded = place in chosen
         for result, value in zip(results, made, strict=True):
-            result.copy_(self._rounded(value) if chosen.result else value)
+            if is_rounded or value is not result:
+                result.copy_(self._rounded(value) if is_rounded else value)
 
     def _rounded(self, tensor: Tensor) -> Tensor:
         """Return a tensor's values rounded, in its own dtype."""

@@ -36,9 +36,12 @@ class FolderCopy:
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()
         self._place = tempfile.TemporaryDirectory(prefix="amp_plugin_tune_")
-        self._copy = Path(self._place.name).resolve()
         # File of the copy -> its signature right after it was copied.
         self._kept: dict[Path, Signature | None] = {}
+
+    @property
+    def _copy(self) -> Path:
+        return Path(self._place.name).resolve()
 
     @contextmanager
     def entered(self) -> Iterator[None]:

@@ -13,9 +13,9 @@ Rounding has no direction that a temperature could follow, so a fit does not low
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ _BETTER: Final = 0.8  # of the gap, that a further setting must come below
 _TEMPERATURES: Final = (0.05, 5.0)  # between these one is sought
 _TOP_PS: Final = (0.05, 0.999)
 _POINTS: Final = 48  # of the first grid
-_MOST_LOGITS: Final = 1 << 26  # that are kept for the fit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,12 +76,10 @@ class Sampling:
     Attributes:
         temperature: the logits are divided by it.
         top_p: only the most probable tokens count, up to this share; 1 counts all.
-        is_fitted: whether a number was fitted, and is neither the trainer's nor the file's.
     """
 
     temperature: Setting = 1.0
     top_p: Setting = 1.0
-    is_fitted: bool = False
 
     def log_probs(self, logits: Tensor, targets: Tensor, tokens: slice = slice(None)) -> Tensor:
         """Return the log-probabilities of tokens.
@@ -118,65 +115,35 @@ def _nucleus(log_probs: Tensor, top_p: Setting) -> Tensor:
     return torch.where(before < limit, ordered, 0.0).sum(-1)
 
 
-class SampledLogits:
-    """Logits of some sampled tokens, kept for the fit; of large vocabularies fewer tokens are kept."""
+def fitted(logits: Tensor, targets: Tensor, recorded: Tensor, *, stated: Sampling, own: Sampling) -> Sampling:
+    """Return how recorded log-probabilities were made from logits.
 
-    def __init__(self) -> None:
-        self._rows: list[Tensor] = []
-        self._targets: list[Tensor] = []
-        self._numbers = 0
+    Args:
+        logits: of the first sampled tokens, of shape (tokens, vocabulary). They may be fewer than all.
+        targets: all sampled tokens, int64.
+        recorded: their recorded log-probabilities, float64, shaped as ``targets``.
+        stated: the temperature and top-p that the file states for each token.
+        own: those that the trainer computes with.
+    """
+    known = slice(len(logits))
 
-    def add(self, logits: Tensor, targets: Tensor) -> None:
-        """Keep as many of the tokens of a batch as there is room for."""
-        room = max((_MOST_LOGITS - self._numbers) // logits.shape[-1], 0)
-        self._rows.append(logits[:room].detach().float())
-        self._targets.append(targets[:room])
-        self._numbers += self._rows[-1].numel()
+    def gap(way: Sampling) -> float:
+        size = float((way.log_probs(logits, targets[known], known) - recorded[known]).abs().mean())
+        return size if math.isfinite(size) else math.inf
 
-    def fit(self, recorded: Sequence[Tensor], stated: Sampling, own: Sampling) -> Sampling:
-        """Return how the recorded log-probabilities were made.
+    best, least = own, gap(own)
+    for way in (replace(own, temperature=stated.temperature), replace(own, top_p=stated.top_p), stated):
+        if (size := gap(way)) < _BETTER * least:
+            best, least = way, size
+    for name, limits in (("temperature", _TEMPERATURES), ("top_p", _TOP_PS)):
 
-        Args:
-            recorded: float64 of shape (tokens,), one for each batch.
-            stated: the temperature and top-p that the file states for each token.
-            own: those that the trainer computes with.
-        """
-        kept = [len(rows) for rows in self._rows]
-        wanted = torch.cat([part[:count] for part, count in zip(recorded, kept, strict=True)])
-        # Of each batch the first tokens are kept, so the settings of the file are those of these tokens.
-        begins = [0]
-        for part in recorded:
-            begins.append(begins[-1] + len(part))
-        places = torch.cat([torch.arange(b, b + n) for b, n in zip(begins, kept, strict=False)])
-        logits, targets = torch.cat(self._rows), torch.cat(self._targets)
+        def changed(value: float, name: str = name, way: Sampling = best) -> Sampling:
+            return replace(way, **{name: value})
 
-        def gap(way: Sampling) -> float:
-            told = Sampling(temperature=_of(way.temperature, places), top_p=_of(way.top_p, places))
-            size = float((told.log_probs(logits, targets) - wanted).abs().mean())
-            return size if math.isfinite(size) else math.inf
-
-        best, least = own, gap(own)
-        for way in (
-            Sampling(temperature=stated.temperature, top_p=own.top_p),
-            Sampling(temperature=own.temperature, top_p=stated.top_p),
-            Sampling(temperature=stated.temperature, top_p=stated.top_p),
-        ):
-            if (size := gap(way)) < _BETTER * least:
-                best, least = way, size
-        for name, limits in (("temperature", _TEMPERATURES), ("top_p", _TOP_PS)):
-            values = {"temperature": best.temperature, "top_p": best.top_p}
-
-            def of(value: float, name: str = name, values: dict[str, Any] = values) -> Sampling:
-                return Sampling(**{**values, name: value}, is_fitted=True)
-
-            found = _least(lambda value, of=of: gap(of(value)), *limits)  # type: ignore[misc]
-            if (size := gap(of(found))) < _BETTER * least:
-                best, least = of(found), size
-        return best
-
-
-def _of(value: Setting, places: Tensor) -> Setting:
-    return value[places] if isinstance(value, Tensor) else value
+        found = changed(_least(lambda value, changed=changed: gap(changed(value)), *limits))  # type: ignore[misc]
+        if (size := gap(found)) < _BETTER * least:
+            best, least = found, size
+    return best
 
 
 def _least(size: Callable[[float], float], low: float, high: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean, median
 from typing import Final, Literal
 
@@ -31,45 +31,40 @@ _TIMINGS: Final = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GradientError:
-    """How much the gradients of one batch differ from the reference gradients."""
-
-    whole: float  # norm of the difference / norm of the reference, over all parameters as one vector
-    mean: float  # the average of the same ratio per parameter, each at most 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
     """What a rule set costs per batch, and the gradient error of each batch.
 
     Attributes:
         saved_bytes: bytes that the forward pass saves for the backward pass, without the model's weights.
         cast_bytes: bytes that casts read and write.
-        errors: one gradient error for each batch.
+        errors: of each batch the norm of the gradients' difference from the reference, divided by the norm of
+            the reference; all parameters count as one vector.
+        mean_errors: of each batch the mean of the same ratio per parameter, each at most 1.
     """
 
     saved_bytes: float
     cast_bytes: float
-    errors: tuple[GradientError, ...]
+    errors: tuple[float, ...]
+    mean_errors: tuple[float, ...]
 
     @property
     def error(self) -> float:
         """The error of the whole gradient, averaged over batches with finite gradients; inf if none has."""
-        return mean([error.whole for error in self._finite]) if self._finite else math.inf
+        return _mean_of_finite(self.errors)
 
     @property
     def mean_error(self) -> float:
         """The mean error of the parameters, averaged over the same batches."""
-        return mean([error.mean for error in self._finite]) if self._finite else math.inf
+        return _mean_of_finite(self.mean_errors)
 
     @property
     def failed(self) -> int:
         """The number of batches with gradients that are not finite."""
-        return len(self.errors) - len(self._finite)
+        return sum(not math.isfinite(error) for error in self.errors)
 
-    @property
-    def _finite(self) -> list[GradientError]:
-        return [error for error in self.errors if math.isfinite(error.whole)]
+    def first(self, batches: int) -> Measurement:
+        """Return the same bytes with the errors of the first batches alone."""
+        return replace(self, errors=self.errors[:batches], mean_errors=self.mean_errors[:batches])
 
     def cost(self, goal: SearchGoal) -> float:
         """Return the number that a search for a goal makes smaller."""
@@ -90,6 +85,11 @@ class Measurement:
         return self.failed <= default.failed and self.growth(goal, default) <= 1 + budget
 
 
+def _mean_of_finite(errors: Iterable[float]) -> float:
+    finite = [error for error in errors if math.isfinite(error)]
+    return mean(finite) if finite else math.inf
+
+
 def rules_without_16_bits(device_type: str) -> OpRules:
     """Return rules under which autocast casts nothing to 16 bits. Tensors that are in 16 bits stay so."""
     default = OpRules.default(device_type)
@@ -99,10 +99,14 @@ def rules_without_16_bits(device_type: str) -> OpRules:
     return OpRules(device_type=device_type, rules=wide, keep=default.keep)
 
 
-def gradient_error(gradients: Gradients, reference: Gradients, *, batch: int) -> GradientError:
+def gradient_errors(gradients: Gradients, reference: Gradients, *, batch: int) -> tuple[float, float]:
     """Compare the gradients of a batch with those of a run without 16 bits.
 
     A constant power of two in them, the loss scale, is divided out. An error names the number of the batch.
+
+    Returns:
+        The error of the whole gradient, and the mean error of the parameters; infinite if a gradient is not
+        finite.
     """
     if reference.keys() != gradients.keys():
         odd = sorted(reference.keys() ^ gradients.keys())
@@ -117,9 +121,9 @@ def gradient_error(gradients: Gradients, reference: Gradients, *, batch: int) ->
     differences = {name: max(s[2] / scale**2 - 2 * s[1] / scale + s[0], 0.0) for name, s in sums.items()}
     total, norm = math.fsum(differences.values()), math.fsum(s[0] for s in sums.values())
     if not math.isfinite(total) or norm == 0:
-        return GradientError(whole=math.inf, mean=math.inf)
+        return math.inf, math.inf
     errors = [min(math.sqrt(differences[name] / s[0]), 1.0) for name, s in sums.items() if s[0] > 0]
-    return GradientError(whole=math.sqrt(total / norm), mean=sum(errors) / len(errors))
+    return math.sqrt(total / norm), sum(errors) / len(errors)
 
 
 def _sums(reference: Tensor, gradient: Tensor) -> tuple[float, float, float]:
@@ -182,17 +186,18 @@ class Trials:
 
     def measure(self, rules: OpRules, *, batches: int | None = None) -> Measurement:
         """Return the measurement of a rule set on the first ``batches`` batches, by default all."""
-        errors: list[GradientError] = []
+        errors: list[tuple[float, float]] = []
 
         def compare(gradients: Gradients, _: float) -> None:
             batch = len(errors)
-            errors.append(gradient_error(gradients, self._references[batch], batch=batch))
+            errors.append(gradient_errors(gradients, self._references[batch], batch=batch))
 
         count = batches or self.batches
         with rules_on_trial(rules), log_casts() as log, saved_bytes() as saved:
             self._workload.run(compare, batches=count)
         cast = log.totals().bytes / count
-        return Measurement(saved_bytes=sum(saved) / count, cast_bytes=cast, errors=tuple(errors))
+        whole, means = zip(*errors, strict=True)
+        return Measurement(saved_bytes=sum(saved) / count, cast_bytes=cast, errors=whole, mean_errors=means)
 
     def told_jump(self, rules: OpRules) -> list[str]:
         """Return where the arriving error jumps on the first batch, and lines to paste that cure it."""
@@ -209,14 +214,15 @@ class Trials:
 
 
 def timed_in_turns(
-    seconds: Callable[[OpRules], float],
-    seconds_after: Callable[[OpRules], float],
-    default: OpRules,
-    chosen: OpRules,
+    before: Callable[[], float], after: Callable[[], float] | None = None
 ) -> tuple[float, float]:
-    """Return the times of a batch under two rule sets, the medians of turns; equal ones are measured once."""
-    if chosen == default and seconds == seconds_after:
-        once = seconds(default)
-        return once, once
-    pairs = [(seconds(default), seconds_after(chosen)) for _ in range(_TIMINGS)]
+    """Return two times of a batch, each the median of several turns.
+
+    Args:
+        before: measures the time of a batch as it is.
+        after: measures it after a change; None if nothing has changed, so that one time is measured once.
+    """
+    if after is None:
+        return (once := before()), once
+    pairs = [(before(), after()) for _ in range(_TIMINGS)]
     return median(pair[0] for pair in pairs), median(pair[1] for pair in pairs)

@@ -44,36 +44,46 @@ class ModelCall:
 
     Attributes:
         model: the module.
-        args, kwargs: its arguments.
-        tokens: the place or the name of the argument that holds the token ids.
         device: of the token ids.
-        autocast: whether an autocast block was open for this device, and its dtype.
+        step: calls the model with other token ids, int64 of shape (sequences, longest), and returns its
+            output.
     """
 
     model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    tokens: int | str
     device: torch.device
-    autocast: tuple[bool, torch.dtype]
+    step: Callable[[Tensor], Any]
 
-    def step(self, tokens: Tensor) -> Any:
-        """Call the model with other token ids, int64 of shape (sequences, longest); return its output.
 
-        Other tensors among the arguments, such as masks and labels, belong to the old token ids. They are
-        left out, and so is the number of logits to make.
-        """
+def _step_of(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    place_of_tokens: int | str,
+    autocast: tuple[bool, torch.dtype],
+) -> Callable[[Tensor], Any]:
+    """Return a function that makes a call of a model again, with other token ids.
 
-        def argument(place: int | str, value: Any) -> Any:
-            if place == self.tokens:
-                return tokens.to(self.device)
-            return None if isinstance(value, Tensor) else value
+    ``autocast`` says whether an autocast block was open around the call, and with which dtype.
 
-        args = [argument(place, value) for place, value in enumerate(self.args)]
-        kwargs = {name: argument(name, value) for name, value in self.kwargs.items() if name not in _KEPT}
-        is_on, dtype = self.autocast
-        with torch.autocast(self.device.type, dtype=dtype, enabled=is_on):
-            return self.model(*args, **kwargs)
+    Other tensors among the arguments, such as masks and labels, belong to the old token ids. They are left
+    out, and so is the number of logits to make.
+    """
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    device = given[place_of_tokens].device
+
+    def step(tokens: Tensor) -> Any:
+        def argument(place: int | str) -> Any:
+            if place == place_of_tokens:
+                return tokens.to(device)
+            return None if isinstance(given[place], Tensor) else given[place]
+
+        is_on, dtype = autocast
+        with torch.autocast(device.type, dtype=dtype, enabled=is_on):
+            return model(
+                *map(argument, range(len(args))), **{n: argument(n) for n in kwargs if n not in _KEPT}
+            )
+
+    return step
 
 
 @contextmanager
@@ -99,10 +109,8 @@ def model_calls(on_call: Callable[[ModelCall], object]) -> Iterator[None]:
         are_all = not any(kwargs.get(name) for name in _KEPT)
         is_found = tokens is not None and logits_of(output, tokens, are_all=are_all) is not None
         if is_found and tokens is not None and place is not None:
-            call = ModelCall(
-                model=module, args=args, kwargs=kwargs, tokens=place, device=tokens.device, autocast=block
-            )
-            found.append((len(inside), call))
+            step = _step_of(module, args, kwargs, place, block)
+            found.append((len(inside), ModelCall(model=module, device=tokens.device, step=step)))
         if found and not inside:
             on_call(min(found, key=lambda entry: entry[0])[1])
             sys.exit()  # the program ends here, as by an exit of its own

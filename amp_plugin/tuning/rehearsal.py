@@ -288,41 +288,40 @@ def emulated(model: nn.Module | None, placement: Mapping[str, str]) -> Iterator[
         yield
 
 
-class _Layers:
-    """Measures the errors of each layer alone while a program runs in float32."""
+def _measuring(formats: Sequence[str], found: dict[str, Layer]) -> Callable[[str, nn.Linear, Tensor], Tensor]:
+    """Return a function that runs a layer in float32, and puts its errors in each format into ``found``."""
 
-    def __init__(self, formats: Sequence[str]) -> None:
-        self._formats = formats
-        self.found: dict[str, Layer] = {}
-
-    def compute(self, name: str, layer: nn.Linear, x: Tensor) -> Tensor:
+    def compute(name: str, layer: nn.Linear, x: Tensor) -> Tensor:
         """Run a layer as usual, and measure it when the gradient of its output arrives."""
         output = functional.linear(x, layer.weight, layer.bias)
         if name and output.requires_grad:
-            self.found.setdefault(name, Layer(name, (layer.out_features, layer.in_features)))
-            measure = partial(self._measure, name, x.detach(), layer.weight.detach())
+            measured = found.setdefault(name, Layer(name, (layer.out_features, layer.in_features)))
+            measure = partial(_measure, measured, formats, x.detach(), layer.weight.detach())
             output.register_hook(measure)  # type: ignore[no-untyped-call]
         return output
 
-    @torch.no_grad()
-    def _measure(self, name: str, x: Tensor, weight: Tensor, grad: Tensor) -> None:
-        x, weight = x.reshape(-1, x.shape[-1]).float(), weight.float()
-        grad = grad.reshape(-1, grad.shape[-1]).float()
-        layer = self.found[name]
-        layer.rows += x.shape[0]
-        layer.largest = max(layer.largest, float(x.abs().max()))
-        with torch.autocast(x.device.type, enabled=False):
-            exact = (x @ weight.t(), grad @ weight, grad.t() @ x)
-            for chosen in self._formats:
-                if not _fits(chosen, weight, x.shape[0]):
-                    layer.losses.pop(chosen, None)
-                    continue
-                rounded: Any = products(chosen, x, weight, grad)
-                output, *gradients = map(_relative, rounded, exact)
-                lost = (quantize(x.contiguous(), chosen).rounded == 0) & (x != 0)
-                loss = layer.losses.setdefault(chosen, FormatLoss())
-                loss.output, loss.gradient = max(loss.output, output), max(loss.gradient, *gradients)
-                loss.underflow = max(loss.underflow, float(lost.float().mean()))
+    return compute
+
+
+@torch.no_grad()
+def _measure(layer: Layer, formats: Sequence[str], x: Tensor, weight: Tensor, grad: Tensor) -> None:
+    """Measure the errors of one call of a layer in each format."""
+    x, weight = x.reshape(-1, x.shape[-1]).float(), weight.float()
+    grad = grad.reshape(-1, grad.shape[-1]).float()
+    layer.rows += x.shape[0]
+    layer.largest = max(layer.largest, float(x.abs().max()))
+    with torch.autocast(x.device.type, enabled=False):
+        exact = (x @ weight.t(), grad @ weight, grad.t() @ x)
+        for chosen in formats:
+            if not _fits(chosen, weight, x.shape[0]):
+                layer.losses.pop(chosen, None)
+                continue
+            rounded: Any = products(chosen, x, weight, grad)
+            output, *gradients = map(_relative, rounded, exact)
+            lost = (quantize(x.contiguous(), chosen).rounded == 0) & (x != 0)
+            loss = layer.losses.setdefault(chosen, FormatLoss())
+            loss.output, loss.gradient = max(loss.output, output), max(loss.gradient, *gradients)
+            loss.underflow = max(loss.underflow, float(lost.float().mean()))
 
 
 def _fits(name: str, weight: Tensor, rows: int) -> bool:
@@ -397,10 +396,10 @@ def rehearsed(
     with Console(file=sys.stderr, quiet=not progress).status("") as status:
         status.update("running in float32")
         trials = Trials(workload, device_type, reference=torch.float32)
-        alone = _Layers(tried)
-        with _linears_followed(workload.model, alone.compute):
+        found_layers: dict[str, Layer] = {}
+        with _linears_followed(workload.model, _measuring(tried, found_layers)):
             trials.measure(rules, batches=1)
-        layers = [layer for layer in alone.found.values() if layer.losses]
+        layers = [layer for layer in found_layers.values() if layer.losses]
         if not layers:
             msg = "no Linear layer gave its weight a gradient; rehearse emulates nn.Linear and its subclasses"
             raise ValueError(msg)

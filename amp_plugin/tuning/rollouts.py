@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from amp_plugin.messages import did_you_mean
+from amp_plugin.tuning.log_probs import Sampling
 
 VERSION: Final = 1
 _OPTIONAL: Final = {"temperature", "top_p"}
@@ -30,7 +31,6 @@ class Sample:
     """One sequence of a rollout file.
 
     Attributes:
-        version: the version of the format, 1.
         prompt_ids: the token ids that the generator was given; at least one.
         token_ids: the token ids that it sampled; at least one.
         logprobs: the natural logarithm of the probability of each sampled token, as it was recorded.
@@ -41,7 +41,6 @@ class Sample:
         ValueError: a value does not fit; the text says which and what is allowed.
     """
 
-    version: int = VERSION
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -50,9 +49,6 @@ class Sample:
 
     def __post_init__(self) -> None:
         """Check the values, and turn lists into tuples."""
-        if self.version != VERSION:
-            msg = f"version: got {self.version!r}; this release reads version {VERSION}"
-            raise ValueError(msg)
         for name in ("prompt_ids", "token_ids", "logprobs"):
             values = getattr(self, name)
             if not isinstance(values, (list, tuple)) or not values:
@@ -101,21 +97,22 @@ class RolloutBatch:
     Attributes:
         tokens: prompts and sampled tokens, int64 of shape (sequences, longest). Shorter sequences are filled
             up with 0 on the right, where a causal model reads nothing of it.
-        rows: number of the sequence of each sampled token, int64 of shape (sampled tokens,).
-        columns: the place before each sampled token, whose logits predict it; shaped as ``rows``.
-        targets: the sampled tokens, shaped as ``rows``.
-        recorded: their recorded log-probabilities, float64, shaped as ``rows``.
-        temperature: that the file states for each, float64, shaped as ``rows``.
-        top_p: that the file states for each, float64, shaped as ``rows``.
+        places: number of the sequence of each sampled token, and the place before it, whose logits predict
+            it; both int64 of shape (sampled tokens,).
+        recorded: their recorded log-probabilities, float64 of shape (sampled tokens,).
+        stated: the temperature and top-p that the file states for each of them.
     """
 
     tokens: Tensor
-    rows: Tensor
-    columns: Tensor
-    targets: Tensor
+    places: tuple[Tensor, Tensor]
     recorded: Tensor
-    temperature: Tensor
-    top_p: Tensor
+    stated: Sampling
+
+    @property
+    def targets(self) -> Tensor:
+        """The sampled tokens, int64 of shape (sampled tokens,)."""
+        rows, columns = self.places
+        return self.tokens[rows, columns + 1]
 
     @staticmethod
     def of(samples: Sequence[Sample]) -> RolloutBatch:
@@ -129,20 +126,16 @@ class RolloutBatch:
             tokens[row, : begin + count] = torch.tensor([*sample.prompt_ids, *sample.token_ids])
             rows += [row] * count
             columns += range(begin - 1, begin - 1 + count)
-        places = torch.tensor(rows), torch.tensor(columns)
 
-        def each(name: str) -> Tensor:
+        def stated(name: str) -> Tensor:
             values = [getattr(samples[row], name) for row in rows]
             return torch.tensor(values, dtype=torch.float64)
 
         return RolloutBatch(
             tokens=tokens,
-            rows=places[0],
-            columns=places[1],
-            targets=tokens[places[0], places[1] + 1],
+            places=(torch.tensor(rows), torch.tensor(columns)),
             recorded=torch.tensor([value for s in samples for value in s.logprobs], dtype=torch.float64),
-            temperature=each("temperature"),
-            top_p=each("top_p"),
+            stated=Sampling(temperature=stated("temperature"), top_p=stated("top_p")),
         )
 
 
@@ -208,7 +201,9 @@ class Rollout:
 
     @staticmethod
     def from_jsonl(path: str | Path) -> Rollout:
-        """Read a rollout file: one JSON object per line, with the attributes of :class:`Sample` as keys.
+        """Read a rollout file: one JSON object per line.
+
+        Its keys are ``version`` and the attributes of :class:`Sample`.
 
         Args:
             path: the file.
@@ -232,7 +227,7 @@ class Rollout:
 
     def save(self, path: str | Path) -> None:
         """Write the rollout to a file that ``from_jsonl`` reads."""
-        lines = [json.dumps(asdict(sample)) + "\n" for sample in self.samples]
+        lines = [json.dumps({"version": VERSION, **asdict(sample)}) + "\n" for sample in self.samples]
         Path(path).write_text("".join(lines), encoding="utf-8")
 
     def batches(self, size: int) -> list[RolloutBatch]:
@@ -247,7 +242,7 @@ def _sample_of(line: str) -> Sample:
     except json.JSONDecodeError as error:
         msg = f"not JSON: {error}"
         raise ValueError(msg) from error
-    known = [entry.name for entry in fields(Sample)]
+    known = ["version", *(entry.name for entry in fields(Sample))]
     if not isinstance(found, dict):
         msg = f"give an object with the keys {', '.join(known)}, got {type(found).__name__}"
         raise ValueError(msg)  # noqa: TRY004 - of the file, not of an argument
@@ -260,6 +255,10 @@ def _sample_of(line: str) -> Sample:
         msg = (
             f"the key {missing[0]!r} is missing; needed: {', '.join(n for n in known if n not in _OPTIONAL)}"
         )
+        raise ValueError(msg)
+    version = found.pop("version")
+    if version != VERSION:
+        msg = f"version: got {version!r}; this release reads version {VERSION}"
         raise ValueError(msg)
     return Sample(**found)
 

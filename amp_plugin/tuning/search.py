@@ -15,9 +15,9 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
@@ -40,17 +40,6 @@ _WANTED: Final[dict[SearchGoal, tuple[OpRule, ...]]] = {
 }
 
 
-class Measures(Protocol):
-    """Measures rule sets; :class:`Trials` does so by gradients."""
-
-    @property
-    def batches(self) -> int:
-        """The number of batches."""
-
-    def measure(self, rules: OpRules, *, batches: int | None = None) -> Measurement:
-        """Return the measurement of a rule set on the first ``batches`` batches, by default all."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
     """One rule that differs from the default."""
@@ -63,6 +52,13 @@ class Change:
 
 
 Changes = tuple[Change, ...]
+
+
+def with_changes(rules: OpRules, changes: Iterable[Change]) -> OpRules:
+    """Return rules with changes."""
+    for change in changes:
+        rules = rules.with_rule(change.op, change.rule)
+    return rules
 
 
 def as_yaml(device_type: str, changes: Changes, comments: Iterable[str]) -> str:
@@ -84,29 +80,28 @@ class Tried:
 
     changes: Changes
     measurement: Measurement | None  # None if the program does not run with them
-    batches: int  # the number of batches it was measured on
 
 
 class Search:
     """A greedy search over the rules of the ops a program uses.
 
     Args:
-        trials: measure a set of rules.
+        measure: returns the measurement of some changes on so many batches, the first ones.
+        batches: the number of batches.
         default: the rules to begin with.
         goal: what is to get smaller.
         budget: the share by which the price may grow: the gradient error, or the bytes for "accuracy".
-        on_tried: is called with each set that was measured.
     """
 
     def __init__(
         self,
-        trials: Measures,
+        measure: Callable[[Changes, int], Measurement],
+        batches: int,
         default: OpRules,
         goal: SearchGoal,
         budget: float,
-        on_tried: Callable[[Tried], object],
     ) -> None:
-        self._trials, self._default, self._on_tried = trials, default, on_tried
+        self._measure, self._batches, self._default = measure, batches, default
         self._goal, self._budget = goal, budget
         self._known: dict[tuple[Changes, int], Tried] = {}
 
@@ -115,28 +110,20 @@ class Search:
         """All sets that were tried, in order."""
         return tuple(self._known.values())
 
-    def rules(self, changes: Iterable[Change]) -> OpRules:
-        """Return the default rules with these changes."""
-        rules = self._default
-        for change in changes:
-            rules = rules.with_rule(change.op, change.rule)
-        return rules
-
     def measure(self, changes: Changes, *, batches: int | None = None) -> Measurement | None:
         """Return the measurement of a set of changes; None if the program does not run with them.
 
         Each set is measured once.
         """
-        key = changes, batches or self._trials.batches
+        key = changes, batches or self._batches
         if key not in self._known:
             measured = None
             try:
-                measured = self._trials.measure(self.rules(changes), batches=key[1])
+                measured = self._measure(*key)
             except (RuntimeError, ValueError, NotImplementedError):
                 if not changes:
                     raise
-            self._known[key] = Tried(changes=changes, measurement=measured, batches=key[1])
-            self._on_tried(self._known[key])
+            self._known[key] = Tried(changes=changes, measurement=measured)
         return self._known[key].measurement
 
     def default(self, *, batches: int | None = None) -> Measurement:
@@ -147,13 +134,13 @@ class Search:
 
     def best(self, ops: Iterable[str]) -> Changes:
         """Return the changes that save most, in the order in which they were added; empty if none saves."""
-        half = (self._trials.batches + 1) // 2  # the other batches are for the check at the end
+        half = (self._batches + 1) // 2  # the other batches are for the check at the end
         chosen = self._grown(self._ranked(change for op in ops for change in self._changes_of(op)), half)
         for change in reversed(chosen):  # Drop each change without which the cost is no higher.
             fewer = tuple(other for other in chosen if other != change)
             if fewer and not self._is_better(chosen, fewer, half):
                 chosen = fewer
-        while chosen and not self._is_better(chosen, (), self._trials.batches):
+        while chosen and not self._is_better(chosen, (), self._batches):
             chosen = chosen[:-1]
         return chosen
 
@@ -207,8 +194,11 @@ class Search:
             return ""
         before, found = self.default(), []
         for attempt in self.tried:
-            now, default = attempt.measurement, replace(before, errors=before.errors[: attempt.batches])
-            if now is not None and not now.failed + default.failed and self._saves(now, before, before):
+            now = attempt.measurement
+            if now is None or now.failed or not self._saves(now, before, before):
+                continue
+            default = before.first(len(now.errors))
+            if not default.failed:
                 growth = now.growth(goal, default) - 1
                 saved = 1 - now.cost(goal) / before.cost(goal)
                 rules = ", ".join(map(str, attempt.changes))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, get_args, overload
 
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.messages import did_you_mean
-from amp_plugin.tuning.gap import Gap, GapTuning, close_gap
+from amp_plugin.tuning.gap import Gap, close_gap
+from amp_plugin.tuning.gap_tuning import GapTuning
 from amp_plugin.tuning.measure import Goal, Measurement, Trials, rules_without_16_bits, timed_in_turns
-from amp_plugin.tuning.search import Changes, Search, Tried, as_yaml
+from amp_plugin.tuning.search import Changes, Search, Tried, as_yaml, with_changes
 from amp_plugin.tuning.workload import StepFunction, Workload, used_ops
 
 _REFERENCES: Final = {"fp32": torch.float32, "fp64": torch.float64}
@@ -246,20 +248,23 @@ def tuned(
     # The output of the trials is dropped.
     with Console(file=sys.stderr, quiet=not progress).status("") as status:
 
-        def on_tried(attempt: Tried) -> None:
-            changes = ", ".join(map(str, attempt.changes)) or "the default rules"
-            status.update(f"{len(search.tried)} sets of rules tried: {changes}")
+        def measure(changes: Changes, batches: int) -> Measurement:
+            told = ", ".join(map(str, changes)) or "the default rules"
+            status.update(f"{len(search.tried)} sets of rules tried: {told}")
+            return trials.measure(with_changes(default, changes), batches=batches)
 
         status.update(f"running without 16 bits, in {reference}")
         trials = Trials(workload, device_type, reference=_REFERENCES[reference])
-        search = Search(trials, default, wanted, budget, on_tried)
-        changes = _chosen(search, used_ops(workload, default), wanted)
-        rules, after = search.rules(changes), search.measure(changes) or search.default()
+        search = Search(measure, trials.batches, default, wanted, budget)
+        ops = used_ops(partial(workload.run, lambda *_: None, batches=1), default)
+        changes = _chosen(search, ops, wanted)
+        rules, after = with_changes(default, changes), search.measure(changes) or search.default()
         in_fp32 = rules_without_16_bits(device_type)
         is_followed = bool(changes) or trials.measure(in_fp32) != search.default()
         jump = trials.told_jump(default) if wanted == "accuracy" else []
         status.update("timing")
-        seconds = timed_in_turns(trials.seconds, trials.seconds, default, rules)
+        changed = partial(trials.seconds, rules) if changes else None
+        seconds = timed_in_turns(partial(trials.seconds, default), changed)
     return Tuning(
         rules=rules,
         goal=wanted,
@@ -343,13 +348,13 @@ def draw(tuning: Tuning, axes: Any) -> None:
     """Draw each set with finite numbers as a point; mark the default set, the chosen set and the budget."""
     goal, before = tuning.goal, tuning.before
 
-    def place(measured: Measurement, batches: int) -> tuple[float, float]:
-        default = replace(before, errors=before.errors[:batches])
+    def place(measured: Measurement) -> tuple[float, float]:
+        default = before.first(len(measured.errors))
         base = default.cost(goal)
         return measured.cost(goal) / (base if 0 < base < math.inf else 1), measured.growth(goal, default)
 
     tried = {
-        attempt.changes: place(attempt.measurement, attempt.batches)
+        attempt.changes: place(attempt.measurement)
         for attempt in tuning.tried
         if attempt.changes and attempt.measurement and attempt.measurement.failed <= before.failed
     }
@@ -358,7 +363,7 @@ def draw(tuning: Tuning, axes: Any) -> None:
         of_rule = [at for changes, at in places.items() if changes[-1].rule.value == rule]
         axes.scatter(*zip(*of_rule, strict=True), s=24, label=rule)
     for label, marker, measured in (("default rules", "s", before), ("chosen rules", "*", tuning.after)):
-        axes.scatter(*place(measured, tuning.batches), s=130, marker=marker, label=label, zorder=3)
+        axes.scatter(*place(measured), s=130, marker=marker, label=label, zorder=3)
     if before.failed < tuning.batches:  # if all batches fail by default, no budget applies
         axes.axhline(1 + tuning.budget, color="black", linewidth=1, linestyle="--", label="budget")
     grows = "bytes, saved or cast" if goal == "accuracy" else "gradient error, whole or mean"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -190,13 +190,6 @@ Workload = StepFunction | Script
 """Batches that can be run many times and give the same numbers each time."""
 
 
-class Runs(Protocol):
-    """A workload of any kind, which calls a function after each of its first batches."""
-
-    def run(self, on_batch: Callable[[Any, float], None], *, batches: int) -> None:
-        """Run the first batches."""
-
-
 @contextmanager
 def _batches_followed(on_batch: OnBatch) -> Iterator[None]:
     """Call a function after each backward pass that leaves gradients; restore weights after each step."""
@@ -255,10 +248,10 @@ _LEFT_OUT: Final = {
 _NOT_FORWARD: Final = ("autograd::engine", "Optimizer.")
 
 
-def used_ops(workload: Runs, rules: OpRules) -> list[str]:
-    """Run the first batch; return the outermost ops of its forward pass, the most frequent first."""
+def used_ops(run: Callable[[], object], rules: OpRules) -> list[str]:
+    """Run something under rules; return the outermost ops of its forward pass, the most frequent first."""
     with rules_on_trial(rules), profile() as profiled:
-        workload.run(lambda *_: None, batches=1)
+        run()
     counts = Counter(event.name for event in profiled.function_events or [] if _is_outermost(event))
     return [op for op, _ in counts.most_common() if _may_have_rule(op)]
 

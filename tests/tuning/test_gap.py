@@ -11,10 +11,11 @@ from torch import nn
 import amp_plugin
 from amp_plugin import Gap, OpRules, Rollout
 from amp_plugin.numerics.emulated_rounding import EmulatedRounding
-from amp_plugin.tuning.gap import CLOSE, GapTuning, suspects_of
+from amp_plugin.tuning.gap_tuning import CLOSE, GapTuning
 from amp_plugin.tuning.log_probs import GapNumbers, Sampling
 from amp_plugin.tuning.model_call import model_calls
 from amp_plugin.tuning.rollouts import RolloutBatch, Sample
+from amp_plugin.tuning.suspects import suspects_of
 from tests.commands import amp
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -176,11 +177,11 @@ class TestTheFile:
             ]
         )
         assert batch.tokens.tolist() == [[1, 2, 3], [4, 5, 6]]
-        assert [*zip(batch.rows.tolist(), batch.columns.tolist(), batch.targets.tolist(), strict=True)] == [
+        assert [*zip(*(part.tolist() for part in (*batch.places, batch.targets)), strict=True)] == [
             *((0, 1, 3), (1, 0, 5), (1, 1, 6))
         ]
         assert batch.recorded.tolist() == [-0.5, -1.0, -2.0]
-        assert batch.top_p.tolist() == [1.0, 0.9, 0.9]
+        assert batch.stated.top_p.tolist() == [1.0, 0.9, 0.9]
 
 
 class TestTheNumbers:
@@ -323,7 +324,7 @@ def scored(model, rollout) -> Rollout:
     """Return the rollout with the scores of another model, which processes all tokens at once."""
     batch = RolloutBatch.of(rollout.samples)
     with torch.no_grad():
-        logits = step_of(model)(batch.tokens).logits[batch.rows, batch.columns]
+        logits = step_of(model)(batch.tokens).logits[batch.places]
     values = iter(Sampling().log_probs(logits, batch.targets).tolist())
     return Rollout(
         tuple(
@@ -418,7 +419,8 @@ class TestTheDoor:
         batch = RolloutBatch.of(rollout.samples)
         with torch.no_grad():
             logits = step_of(model)(batch.tokens).logits.double()
-        ours = logits.log_softmax(-1)[batch.rows, batch.columns, batch.targets]
+        rows, columns = batch.places
+        ours = logits.log_softmax(-1)[rows, columns, batch.targets]
         d = ours - batch.recorded
         assert numbers.mean == pytest.approx(float(d.abs().mean()))
         assert numbers.kl == pytest.approx(float((d.expm1() - d).mean()))

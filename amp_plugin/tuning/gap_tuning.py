@@ -1,0 +1,162 @@
+"""What is reported of a gap between trainer and generator: the floor, the causes, and what closes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor
+
+from amp_plugin.casting.rules import OpRules
+from amp_plugin.numerics.values import as_json
+from amp_plugin.tuning.log_probs import GapNumbers, Sampling, Setting
+from amp_plugin.tuning.search import Changes, as_yaml
+
+CLOSE: Final = 1.2
+"""A gap up to this factor above the floor is rounding."""
+
+_NOT_CLOSED: Final = (
+    "the generator differs in another way: other weights, other token ids, or other mathematics"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cause:
+    """One difference between trainer and generator.
+
+    Attributes:
+        name: what it is, in words.
+        side: which one rounds there, ``"generator"`` or ``"trainer"``; ``"record"`` for temperature and
+            top-p.
+        gap: the mean gap if this cause alone is taken away.
+        setting: the setting of the generator that takes it away, and its value; empty for the trainer.
+    """
+
+    name: str
+    side: str
+    gap: float
+    setting: tuple[str, str] = ("", "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GapTuning:
+    """The gap, its floor, its causes, and what closes it.
+
+    Attributes:
+        gap: the gap of the program as it is.
+        floor: the mean gap that rounding alone explains.
+        trainer_error: the mean distance of the trainer's log-probabilities from those without rounding.
+        generator_error: the same of the recorded ones.
+        sampling: how the recorded log-probabilities were made from logits.
+        causes: the causes, the largest first.
+        explained: the mean gap if the trainer rounds where the generator does, and follows the rules.
+        rules: the op rules for the trainer.
+        changes: those of them that differ from the default rules.
+        fp32_modules: modules of the trainer that have to run in fp32: its head, or none.
+        after: the gap of the trainer with ``rules`` and ``fp32_modules``.
+        seconds: the time of a forward and a backward pass of a batch as it is, and with the rules.
+        tried: the number of roundings and of sets of rules that were tried.
+        is_followed: False if op rules change nothing, because autocast is off.
+    """
+
+    gap: GapNumbers
+    floor: float
+    trainer_error: float
+    generator_error: float
+    sampling: Sampling
+    causes: tuple[Cause, ...] = ()
+    explained: float
+    rules: OpRules
+    changes: Changes = ()
+    fp32_modules: tuple[str, ...] = ()
+    after: GapNumbers
+    seconds: tuple[float, float]
+    tried: int = 0
+    is_followed: bool = True
+
+    @property
+    def generator(self) -> dict[str, str]:
+        """Settings of the generator that take the causes on its side away, with their values."""
+        return dict(cause.setting for cause in self.causes if cause.setting[0])
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether rounding alone explains the gap: no cause was found, and it is near the floor or below."""
+        return not self.causes and self.gap.mean <= CLOSE * self.floor
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the causes explain the gap down to the floor."""
+        return self.explained <= CLOSE * self.floor
+
+    @property
+    def headline(self) -> str:
+        """What was found, in a line."""
+        if self.is_rounding:
+            return (
+                f"rounding: nothing to gain; the gap is {self.gap.mean:.2e}, and the floor {self.floor:.2e}"
+            )
+        if not self.causes:
+            return (
+                f"not explained: the gap is {self.gap.mean:.2e}, the floor {self.floor:.2e}, and no rounding "
+                f"that was tried brings it down; {_NOT_CLOSED}"
+            )
+        first, *more = self.causes
+        others = f", and {len(more)} more" if more else ""
+        rest = "" if self.is_closed else f"; the rest is not explained: {_NOT_CLOSED}"
+        down = f"the gap comes down from {self.gap.mean:.2e} to {self.explained:.2e}"
+        return f"{first.name}{others}: {down}, the floor is {self.floor:.2e}{rest}"
+
+    def report(self) -> str:
+        """Return everything as text."""
+        errors = f"trainer {self.trainer_error:.2e}, generator {self.generator_error:.2e}"
+        lines = [
+            self.headline,
+            f"gap        {self.gap}, {self.gap.tokens} tokens",
+            f"floor      mean {self.floor:.2e}",
+            f"rounding   {errors}, mean distance from a run without rounding",
+        ]
+        lines += [
+            f"cause      {cause.side}: {cause.name}; without it the gap is {cause.gap:.2e}"
+            for cause in self.causes
+        ]
+        lines += [f"generator  set {name} to {value}" for name, value in self.generator.items()]
+        if self.fp32_modules:
+            lines.append(f"trainer    fp32_modules={[*self.fp32_modules]}")
+        lines += [f"trainer    rule {change}" for change in self.changes]
+        if self.changes or self.fp32_modules:
+            before, after = self.seconds
+            price = f"{before * 1e3:.1f} ms -> {after * 1e3:.1f} ms ({(after / before - 1) * 100:+.1f} %)"
+            lines += [f"after      {self.after}", f"price      {price} per batch, forward and backward"]
+        if not self.is_followed:
+            lines.append("note       no autocast block follows op rules, so none were searched")
+        return "\n".join(lines)
+
+    __str__ = report
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON's values."""
+        names = ("gap", "floor", "trainer_error", "generator_error", "causes", "explained")
+        more = ("fp32_modules", "after", "generator", "seconds", "tried", "is_followed", "is_rounding")
+        values = {name: getattr(self, name) for name in (*names, *more, "is_closed", "headline")}
+        rules = {change.op: change.rule.value for change in self.changes}
+        sampling = {name: told(getattr(self.sampling, name)) for name in ("temperature", "top_p")}
+        return as_json({**values, "rules": rules, "sampling": sampling})  # type: ignore[no-any-return]
+
+    def to_yaml(self) -> str:
+        """Return the rules as the text of a YAML file, with the measurements in its comments."""
+        comments = [self.headline, f"gap {self.gap}", f"after {self.after}", f"floor {self.floor:.2e}"]
+        return as_yaml(self.rules.device_type, self.changes, comments)
+
+    def save(self, path: str | Path) -> None:
+        """Write the rules to a file that ``OpRules.from_yaml`` reads."""
+        Path(path).write_text(self.to_yaml(), encoding="utf-8")
+
+
+def told(setting: Setting) -> float | str:
+    """Return a setting as one number, or the words that the file states it."""
+    if not isinstance(setting, Tensor):
+        return setting
+    values = sorted(set(setting.tolist()))
+    return values[0] if len(values) == 1 else "as the file states for each sequence"

@@ -1,0 +1,112 @@
+"""Roundings that a generator may have and its trainer has not, and a trainer that emulates some of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from amp_plugin.numerics.emulated_rounding import ATTENTION, AttentionInSteps, EmulatedRounding, OpPlace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suspect:
+    """A rounding that the generator may have.
+
+    Attributes:
+        name: what it is, in words.
+        setting: the setting of the generator that takes it away, and its value.
+        places: where it rounds.
+        attention: name of a rounding of the attention; empty if there is none.
+    """
+
+    name: str
+    setting: tuple[str, str]
+    places: tuple[OpPlace, ...] = ()
+    attention: str = ""
+
+    @property
+    def size(self) -> int:
+        """The number of ops at which it rounds."""
+        return len({place.operands for place in self.places}) + bool(self.attention)
+
+    @property
+    def is_cause(self) -> bool:
+        """Whether a setting takes it away. Fused kernels round differently inside, and have none for it."""
+        return bool(self.setting[0])
+
+
+_STEPS: Final = Suspect(name="the attention runs in steps", setting=("", ""), attention="as fused")
+
+
+_ROTARY: Final = re.compile(r"(rotary|rope)\w*\.\w+\.(cos|sin)$|\.\w*(rotary|rope)\w*\.\w+$", re.IGNORECASE)
+_ATTENTION_SETTINGS: Final = {
+    "softmax": ("softmax", "float32"),
+    "scale": ("attention scale", "before the cast"),
+    "cache": ("kv_cache_dtype", "the dtype of the model"),
+}
+
+
+def suspects_of(
+    found: Mapping[OpPlace, tuple[int, ...]], head: OpPlace | None, dtype: torch.dtype
+) -> list[Suspect]:
+    """Return the roundings that a generator may have at places where the trainer has none.
+
+    Args:
+        found: places of the trainer's results that are wider than ``dtype``, in the order in which they first
+            ran -> their shapes.
+        head: the place among them that makes the logits; None if its result is not wider than ``dtype``.
+        dtype: what the generator may round to.
+    """
+    short = str(dtype).removeprefix("torch.")
+    suspects = [_STEPS]
+    for place in found:
+        is_head = place == head
+        name = f"the head computes in {short} ({place})" if is_head else f"{place} rounds to {short}"
+        setting = ("head", "float32") if is_head else (f"{place}", "float32")
+        both = (place, place.operands) if place.is_product else (place,)
+        suspects.append(Suspect(name=name, setting=setting, places=both))
+        if place.is_product:
+            told = name.replace("computes in", "casts its operands to").replace(
+                "rounds", "rounds its operands"
+            )
+            suspects.append(Suspect(name=told, setting=setting, places=(place.operands,)))
+    suspects += _groups(found, short)
+    suspects += [
+        Suspect(name=f"{words} to {short}" if name == "softmax" else words, setting=setting, attention=name)
+        for name, words in ATTENTION.items()
+        for setting in [_ATTENTION_SETTINGS[name]]
+    ]
+    return suspects
+
+
+def _groups(found: Mapping[OpPlace, tuple[int, ...]], short: str) -> Iterator[Suspect]:
+    """Yield roundings of several places: functions, the rotary embedding, the residual stream, all places."""
+    scopes: dict[str, list[OpPlace]] = {}
+    for place in found:
+        if not place.is_product:
+            scopes.setdefault(place.scope, []).append(place)
+    named = {f"{scope} computes in {short}": (scope, places) for scope, places in scopes.items()}
+    rotary = [place for place in found if _ROTARY.search(f"{place.scope}.{place.op}")]
+    named[f"the rotary embedding computes in {short}"] = ("rotary embedding", rotary)
+    embedded = {shape for place, shape in found.items() if place.op == "embedding"}
+    stream = [p for p, shape in found.items() if p.op == "embedding" or (p.op == "add" and shape in embedded)]
+    named[f"the residual stream is kept in {short}"] = ("residual stream", stream)
+    named[f"all results are rounded to {short}"] = ("dtype of activations", [*found])
+    for name, (setting, places) in named.items():
+        if len(places) > 1:
+            yield Suspect(name=name, setting=(setting, "float32"), places=tuple(places))
+
+
+def emulated(suspects: Sequence[Suspect], dtype: torch.dtype) -> Iterator[AbstractContextManager[object]]:
+    """Yield what has to be open around a trainer that rounds to ``dtype`` where the suspects do."""
+    places = {place for suspect in suspects for place in suspect.places}
+    attention = {suspect.attention for suspect in suspects if suspect.attention}
+    if places:
+        yield EmulatedRounding(dtype, places)
+    if attention:
+        yield AttentionInSteps(dtype, attention)
