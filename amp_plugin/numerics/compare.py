@@ -21,14 +21,14 @@ from functools import reduce
 from operator import or_
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
-from amp_plugin.numerics.compare_layouts import LayoutComparison
+from amp_plugin.numerics.compare_layouts import compare_layouts
 from amp_plugin.numerics.dropout_on_ranks import wrong_dropouts
 from amp_plugin.numerics.module_names import ModuleNames
 from amp_plugin.numerics.op import listed
 from amp_plugin.numerics.rank_files import RecordedFiles
-from amp_plugin.numerics.recorded import Difference, OpRecord, Run, named_ranks
+from amp_plugin.numerics.recorded import Compared, Difference, OpRecord, Run, named_ranks
 from amp_plugin.numerics.replicas import replicas_of, unlike_the_others
 from amp_plugin.numerics.run_recorder import RunRecorder, record_run
 from amp_plugin.numerics.values import as_json
@@ -160,15 +160,6 @@ class RunComparison:
         return as_json(self)  # type: ignore[no-any-return]
 
 
-class _Compared(NamedTuple):
-    """Two files compared."""
-
-    allowed: list[float]  # for each result that both have
-    only_first: int
-    only_second: int
-    differing: list[tuple[int, Difference]]  # with the number of the result in the first file
-
-
 def compare_runs(
     first: str | Path,
     second: str | Path,
@@ -204,85 +195,73 @@ def compare_runs(
         counts = f"{first} has {ours.ranks} ranks, and {second} has {theirs.ranks}"
         msg = f"{counts}; record both with as many processes, or one of them with one process"
         raise ValueError(msg)
-    if ours.ranks != theirs.ranks or layouts:
-        comparison = _compared_layouts(ours, theirs, known)
+    runs = _loaded(ours), _loaded(theirs)
+    are_layouts = layouts or ours.ranks != theirs.ranks
+    if are_layouts:
+        found = {0: _compared_layouts((ours, theirs), runs, known)}
     else:
-        comparison = _compared_ranks(ours, theirs, known)
-    if comparison is None:
+        shared = sorted(runs[0].keys() & runs[1].keys())
+        found = {rank: _compared(runs[0][rank], runs[1][rank], known) for rank in shared}
+    if not any(result.allowed or result.differing for result in found.values()):
         msg = f"{first} and {second} have no result in common; record the same program twice"
         raise ValueError(msg)
-    return comparison
+    return _comparison((ours, theirs), runs, found, are_layouts=are_layouts)
 
 
-def _compared_layouts(ours: RecordedFiles, theirs: RecordedFiles, names: ModuleNames) -> RunComparison | None:
-    """Compare one process with several ranks, or with micro-batches; None if they share no result."""
-    for files in (ours, theirs):
-        if files.missing:
-            msg = f"{named_ranks(files.missing)} left no file; the parts of all ranks are needed"
+def _compared_layouts(
+    files: tuple[RecordedFiles, RecordedFiles],
+    runs: tuple[dict[int, Run], dict[int, Run]],
+    names: ModuleNames,
+) -> Compared:
+    """Compare one process with several ranks, or with micro-batches."""
+    for recording in files:
+        if recording.missing:
+            msg = f"{named_ranks(recording.missing)} left no file; the parts of all ranks are needed"
             raise ValueError(msg)
-    runs = _loaded(ours), _loaded(theirs)
     if not all(run.parts for side in runs for run in side.values()):
         msg = "a recording is empty, or is of an earlier release; record it again"
         raise ValueError(msg)
-    is_swapped = theirs.ranks == 1 < ours.ranks
-    whole, sides = runs[is_swapped][0], runs[not is_swapped]
-    found = LayoutComparison(whole, sides, names.inverted() if is_swapped else names).findings()
-    if not found.allowed and not found.unexplained:
-        return None
-    alone = (found.only_one, found.only_ranks)
+    if files[1].ranks == 1 < files[0].ranks:
+        found = compare_layouts(runs[1][0], runs[0], names.inverted())
+        return found._replace(only_first=found.only_second, only_second=found.only_first)
+    return compare_layouts(runs[0][0], runs[1], names)
+
+
+def _comparison(
+    files: tuple[RecordedFiles, RecordedFiles],
+    runs: tuple[dict[int, Run], dict[int, Run]],
+    found: Mapping[int, Compared],
+    *,
+    are_layouts: bool,
+) -> RunComparison:
+    """Return what was found, by rank, as one comparison. Of two layouts there is one entry, for all ranks."""
+    is_by_rank = files[0].ranks > 1 and not are_layouts
+    differing = {rank: result.differing for rank, result in found.items()}
+    unexplained = {
+        rank: [entry for entry in entries if not entry[1].is_rounding] for rank, entries in differing.items()
+    }
+    have_ranks = is_by_rank or are_layouts
+    absent = [_absent(*side) if have_ranks else AbsentRanks() for side in zip(files, runs, strict=True)]
+    ranks = max(map(tuple, runs), key=len) if are_layouts else tuple(found)
     unmeasured = [Counter(run.unmeasured) for side in runs for run in side.values()]
-    first = found.unexplained[0] if found.unexplained else None
     return RunComparison(
-        compared=len(found.allowed),
-        only_first=alone[is_swapped],
-        only_second=alone[not is_swapped],
-        differing=len(found.unexplained),
-        first=first,
-        unexplained=first,
-        unseen=median(found.allowed or [0.0]),
+        compared=sum(len(result.allowed) for result in found.values()),
+        only_first=sum(result.only_first for result in found.values()),
+        only_second=sum(result.only_second for result in found.values()),
+        differing=sum(map(len, differing.values())),
+        first=_earliest(differing, is_by_rank=is_by_rank),
+        unexplained=_earliest(unexplained, is_by_rank=is_by_rank),
+        unseen=median([allowed for result in found.values() for allowed in result.allowed] or [0.0]),
         unmeasured=dict(reduce(or_, unmeasured, Counter())),
-        ranks=tuple(sides) if len(sides) > 1 else (),
-        absent_first=_absent(ours, runs[0]),
-        absent_second=_absent(theirs, runs[1]),
+        ranks=ranks if is_by_rank or len(ranks) > 1 else (),
+        absent_first=absent[0],
+        absent_second=absent[1],
         replicas_first=_unlike_replicas(runs[0]),
         replicas_second=_unlike_replicas(runs[1]),
         dropouts_first=tuple(wrong_dropouts(runs[0])),
         dropouts_second=tuple(wrong_dropouts(runs[1])),
-        mesh={axis.name: axis.size for axis in found.axes},
-        random=found.random,
-    )
-
-
-def _compared_ranks(ours: RecordedFiles, theirs: RecordedFiles, names: ModuleNames) -> RunComparison | None:
-    """Compare rank by rank; None if no rank shares a result."""
-    runs, others = _loaded(ours), _loaded(theirs)
-    ranks = tuple(sorted(runs.keys() & others.keys()))
-    compared = {rank: _compared(runs[rank], others[rank], names) for rank in ranks}
-    if not any(result.allowed for result in compared.values()):
-        return None
-    differing = {rank: result.differing for rank, result in compared.items()}
-    unexplained = {
-        rank: [found for found in all_found if not found[1].is_rounding]
-        for rank, all_found in differing.items()
-    }
-    has_ranks = ours.ranks > 1
-    unmeasured = [Counter(run.unmeasured) for run in (*runs.values(), *others.values())]
-    return RunComparison(
-        compared=sum(len(result.allowed) for result in compared.values()),
-        only_first=sum(result.only_first for result in compared.values()),
-        only_second=sum(result.only_second for result in compared.values()),
-        differing=sum(map(len, differing.values())),
-        first=_earliest(differing, has_ranks=has_ranks),
-        unexplained=_earliest(unexplained, has_ranks=has_ranks),
-        unseen=median(allowed for result in compared.values() for allowed in result.allowed),
-        unmeasured=dict(reduce(or_, unmeasured, Counter())),
-        ranks=ranks if has_ranks else (),
-        absent_first=_absent(ours, runs) if has_ranks else AbsentRanks(),
-        absent_second=_absent(theirs, others) if has_ranks else AbsentRanks(),
-        replicas_first=_unlike_replicas(runs),
-        replicas_second=_unlike_replicas(others),
-        dropouts_first=tuple(wrong_dropouts(runs)),
-        dropouts_second=tuple(wrong_dropouts(others)),
+        mesh={axis.name: axis.size for result in found.values() for axis in result.axes},
+        random=sum(result.random for result in found.values()),
     )
 
 
@@ -295,14 +274,16 @@ def _absent(files: RecordedFiles, runs: Mapping[int, Run]) -> AbsentRanks:
     return AbsentRanks(missing=files.missing, stopped=stopped)
 
 
-def _earliest(found: Mapping[int, Sequence[tuple[int, Difference]]], *, has_ranks: bool) -> Difference | None:
+def _earliest(
+    found: Mapping[int, Sequence[tuple[int, Difference]]], *, is_by_rank: bool
+) -> Difference | None:
     """Return the difference that comes first in the program, with the ranks that have it there."""
     firsts = {rank: differences[0] for rank, differences in found.items() if differences}
     if not firsts:
         return None
     number, difference = min(firsts.values(), key=lambda entry: entry[0])
     ranks = tuple(rank for rank, (other, _) in firsts.items() if other == number)
-    return replace(difference, ranks=ranks) if has_ranks else difference
+    return replace(difference, ranks=ranks) if is_by_rank else difference
 
 
 def _unlike_replicas(runs: Mapping[int, Run]) -> tuple[Difference, ...]:
@@ -344,7 +325,7 @@ def _unlike(records: Mapping[int, OpRecord]) -> Difference | None:
     )
 
 
-def _compared(ours: Run, theirs: Run, names: ModuleNames) -> _Compared:
+def _compared(ours: Run, theirs: Run, names: ModuleNames) -> Compared:
     keys, others = _by_place(ours.records, ModuleNames()), _by_place(theirs.records, names)
     shared = {number: others[key] for key, number in keys.items() if key in others}
     matched = (ours, shared.keys()), (theirs, set(shared.values()))
@@ -363,7 +344,7 @@ def _compared(ours: Run, theirs: Run, names: ModuleNames) -> _Compared:
             largest = max(largest, judged.relative)
         if (mine.dtype, mine.checksum) != (its.dtype, its.checksum):
             differing.append((number, judged))
-    return _Compared(allowed, len(alone[0]), len(alone[1]), differing)
+    return Compared(allowed, len(alone[0]), len(alone[1]), differing)
 
 
 def _judged(

@@ -8,7 +8,6 @@ for each product of a tensor and of random numbers that keep or drop its element
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 from amp_plugin.numerics.layouts import Coordinates
 from amp_plugin.numerics.process_mesh import ProcessMesh
@@ -37,10 +36,7 @@ def wrong_dropouts(runs: Mapping[int, Run]) -> list[Difference]:
     return judged
 
 
-class _Dropout(NamedTuple):
-    record: OpRecord
-    value: Fingerprint  # what is dropped from
-    noise: Fingerprint
+_Dropout = tuple[OpRecord, Fingerprint, Fingerprint]  # its product, what is dropped from, and the noise
 
 
 def _dropouts(run: Run) -> Iterator[_Dropout]:
@@ -51,13 +47,13 @@ def _dropouts(run: Run) -> Iterator[_Dropout]:
         if base == "bernoulli":
             noisy.add(number)
         elif base == "native_dropout" and record.held.is_discrete and record.reads:
-            yield _Dropout(record, record.reads[0], record.held)
+            yield record, record.reads[0], record.held
         elif record.reads and all(read.made_by in noisy for read in record.reads):
             noisy.add(number)
         elif base == "mul" and record.direction == "forward" and len(record.reads) == 2:
             value, noise = sorted(record.reads, key=lambda read: read.made_by in noisy)
             if noise.made_by in noisy:
-                yield _Dropout(record, value, noise)
+                yield record, value, noise
 
 
 def _wrong_dropout(drops: Mapping[Coordinates, _Dropout], mesh: ProcessMesh) -> Difference | None:
@@ -66,9 +62,9 @@ def _wrong_dropout(drops: Mapping[Coordinates, _Dropout], mesh: ProcessMesh) -> 
             first = drops[(*place[:number], 0, *place[number + 1 :])]
             if drop is first:
                 continue
-            slack = 8 * max(drop.record.eps, first.record.eps)
-            is_replica = drop.value.difference(first.value) <= slack
-            apart = first.noise.difference(drop.noise)
+            (record, value, noise), (other, its_value, its_noise) = drop, first
+            is_replica = value.difference(its_value) <= 8 * max(record.eps, other.eps)
+            apart = its_noise.difference(noise)
             if is_replica == (apart == 0):
                 continue
             what = (
@@ -78,10 +74,10 @@ def _wrong_dropout(drops: Mapping[Coordinates, _Dropout], mesh: ProcessMesh) -> 
             )
             ranks = sorted(mesh.ranks[at] for at in (place, (*place[:number], 0, *place[number + 1 :])))
             return Difference(
-                result=f"{drop.record}",
-                op=drop.record.op,
-                module=drop.record.module,
-                line=drop.record.line,
+                result=f"{record}",
+                op=record.op,
+                module=record.module,
+                line=record.line,
                 relative=apart,
                 allowed=0.0,
                 reason=what,

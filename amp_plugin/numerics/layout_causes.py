@@ -1,13 +1,25 @@
-"""What explains a result that is wrong on several ranks: a sum that is missing, one too many, an order."""
+"""What explains a result that is wrong on several ranks: a sum that is missing, one too many, an order.
+
+A cause is sought in the numbers first: a factor, a sum or an order that makes the result right. If there is
+none, the dimensions of the mesh come into question along which inputs differ, or along which anything was
+exchanged before.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
-from amp_plugin.numerics.layouts import Axis, Combined, Layout
+from amp_plugin.numerics.layout_matches import Match, Matches
+from amp_plugin.numerics.layout_rounding import Verdict
+from amp_plugin.numerics.layouts import Combined, Layout, Piece
+from amp_plugin.numerics.parts import Axis, Part
+from amp_plugin.numerics.process_mesh import ProcessMesh
+from amp_plugin.numerics.recorded import Difference, OpRecord
 
+_UNKNOWN = Part(shape=(), sums={})  # of an input whose fingerprint is all that is known
 _GROWTH = 3.0  # an op may enlarge the difference of its inputs by this factor
 
 
@@ -122,3 +134,157 @@ def cause_in_result(layout: Layout, best: Combined, allowed: float) -> Cause | N
                 if scaled.relative <= allowed * scaled.condition:
                     return _times(size, word, axes)
     return None
+
+
+def explained(
+    found: Difference, match: Match, matches: Matches, verdicts: Mapping[int, Verdict]
+) -> Difference:
+    """Return a difference with its reason, its ranks, and the dimensions of the mesh where it arises."""
+    verdict, layout = verdicts[match.number], match.layout
+    best, allowed = verdict.best, verdict.allowed
+    if match.is_gradient:
+        makers = {(rank, matches.runs[rank].parts[number].maker) for rank, number in match.pieces.values()}
+        exchanges = _exchanged_since_right(makers, matches, verdicts)
+        coarsest = max((record.eps for record, _ in exchanges), default=0.0)
+        cause = cause_in_gradient(layout, best, allowed, coarsest if coarsest > match.mine.eps else 0.0)
+        groups = {group for record, group in exchanges if not cause.is_coarse or record.eps == coarsest}
+        cause = cause.within([matches.mesh.axes_of(groups)])
+    else:
+        cause = (
+            _cause_in_inputs(match, matches, verdicts)
+            or cause_in_result(layout, best, allowed)
+            or _unknown_cause(match, matches, verdicts)
+        )
+    return replace(
+        found,
+        reason=found.reason or cause.text,
+        ranks=wrong_ranks(layout, best, allowed, matches.mesh),
+        mesh=tuple(axis.name for axis in cause.axes),
+    )
+
+
+def wrong_ranks(layout: Layout, best: Combined, allowed: float, mesh: ProcessMesh) -> tuple[int, ...]:
+    """Return the ranks whose replicas are not right; all ranks if the pieces are added."""
+    number = len(mesh.axes)
+    wrong = {place for place, apart in best.unlike.items() if apart > allowed * best.condition}
+    places = wrong if not best.added and wrong else set(layout.pieces)
+    return tuple(sorted({mesh.ranks[place[:number]] for place in places}))
+
+
+def _exchanged_since_right(
+    results: Iterable[tuple[int, int]], matches: Matches, verdicts: Mapping[int, Verdict]
+) -> list[tuple[OpRecord, tuple[int, ...]]]:
+    """Return by which collectives results came since they were last right, and between which ranks.
+
+    Args:
+        results: rank and number of each.
+        matches: the results that the runs share.
+        verdicts: what was found of them.
+    """
+    exchanges = []
+    seen, left = set[tuple[int, int]](), list(results)
+    while left:
+        rank, number = left.pop()
+        matched = matches.theirs.get((rank, number))
+        is_right = matched is not None and verdicts[matched].is_equal
+        if number < 0 or (rank, number) in seen or is_right:
+            continue
+        seen.add((rank, number))
+        run = matches.runs[rank]
+        left += [(rank, read.made_by) for read in run.records[number].reads]
+        if run.parts[number].group:
+            exchanges.append((run.records[number], run.parts[number].group))
+    return exchanges
+
+
+def _cause_in_inputs(match: Match, matches: Matches, verdicts: Mapping[int, Verdict]) -> Cause | None:
+    """Return what is wrong with an input that all ranks should have alike; None if nothing is known."""
+    limit = verdicts[match.number].usual
+    for index, read in enumerate(match.mine.reads):
+        inputs = _inputs_of(match, matches, index)
+        if inputs is None:
+            return None
+        layout = Layout(whole=Piece(read, _UNKNOWN), pieces=inputs, axes=match.layout.axes)
+        plain = layout.combined((), 1.0, ())
+        if not layout.is_comparable or plain.relative <= limit:
+            continue
+        cause = cause_in_gradient(layout, plain, limit)
+        if cause.is_known:
+            makers = {(rank, inputs[place].held.made_by) for place, (rank, _) in match.pieces.items()}
+            groups = {group for _, group in _exchanged_since_right(makers, matches, verdicts)}
+            cause = cause.within([matches.mesh.axes_of(groups)]) if "times" in cause.text else cause
+            return cause._replace(text=f"an input is wrong: {cause.text}")
+    return None
+
+
+def _inputs_of(match: Match, matches: Matches, index: int) -> dict[tuple[int, ...], Piece] | None:
+    """Return one input of a result on all ranks; None if a rank has fewer inputs."""
+    if any(len(record.reads) <= index for record in match.theirs):
+        return None
+    return {
+        place: Piece(matches.runs[rank].records[number].reads[index], _UNKNOWN)
+        for place, (rank, number) in match.pieces.items()
+    }
+
+
+def _unknown_cause(match: Match, matches: Matches, verdicts: Mapping[int, Verdict]) -> Cause:
+    """Return the dimensions of the mesh that come into question; the first clue that there is counts."""
+    axes = match.layout.differing_axes(verdicts[match.number].allowed) or match.layout.axes
+    clues = [
+        _partial_inputs(match, matches, verdicts),
+        _newly_differing(match, matches),
+        _exchanged_before(match, matches),
+    ]
+    return Cause(_made_alone(match, matches), axes, is_known=False).within(clues)
+
+
+def _partial_inputs(match: Match, matches: Matches, verdicts: Mapping[int, Verdict]) -> tuple[Axis, ...]:
+    """Return the dimensions over which inputs are partial sums, though the op is not linear in them."""
+    found: set[Axis] = set()
+    for rank, number in match.pieces.values():
+        record = matches.runs[rank].records[number]
+        # A quotient may be a partial sum of what is divided.
+        for read in record.reads[-1:] if record.base == "div" else record.reads:
+            made_by = matches.theirs.get((rank, read.made_by))
+            if made_by is not None and not matches.by_number[made_by].layout.cut:
+                found.update(verdicts[made_by].best.added)
+    return tuple(found)
+
+
+def _newly_differing(match: Match, matches: Matches) -> tuple[Axis, ...]:
+    """Return the dimensions along which an input differs that was the same in the step before."""
+    step, direction, module, op = match.place
+    before = matches.at.get(((step - 1, direction, module, op), match.nth))
+    if before is None:
+        return ()
+    now, then = _differing_inputs(match, matches), _differing_inputs(before, matches)
+    return tuple({axis for own, earlier in zip(now, then, strict=False) for axis in own - earlier})
+
+
+def _differing_inputs(match: Match, matches: Matches) -> list[set[Axis]]:
+    """Return along which dimensions each input differs."""
+    found: list[set[Axis]] = []
+    while (inputs := _inputs_of(match, matches, len(found))) is not None:
+        layout = Layout(whole=next(iter(inputs.values())), pieces=inputs, axes=match.layout.axes)
+        found.append(set(layout.differing_axes(8 * match.mine.eps)))
+    return found
+
+
+def _exchanged_before(match: Match, matches: Matches) -> tuple[Axis, ...]:
+    """Return the dimensions over which anything was exchanged before a result."""
+    groups = {
+        matches.runs[rank].parts[earlier].group
+        for rank, number in match.pieces.values()
+        for earlier in range(number)
+    }
+    return matches.mesh.axes_of(groups)
+
+
+def _made_alone(match: Match, matches: Matches) -> str:
+    """Return the op of the ranks alone that made an input, in words; empty if there is none."""
+    for rank, number in match.pieces.values():
+        records = matches.runs[rank].records
+        for read in records[number].reads:
+            if read.made_by >= 0 and (rank, read.made_by) not in matches.theirs:
+                return f"an input comes from {records[read.made_by]}, which the ranks alone have"
+    return ""

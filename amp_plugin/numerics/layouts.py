@@ -13,19 +13,12 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
 
-from amp_plugin.numerics.parts import Dims, Part
+from amp_plugin.numerics.parts import Axis, Dims, Part
 from amp_plugin.numerics.values import Fingerprint
 
 Coordinates = tuple[int, ...]
 
 MICRO_BATCHES = "micro-batches"
-
-
-class Axis(NamedTuple):
-    """A dimension of the mesh."""
-
-    name: str
-    size: int
 
 
 class Piece(NamedTuple):
@@ -150,7 +143,7 @@ class Layout:
         return found._replace(relative=max(found.relative, self._apart_in_norm(added, scale)))
 
     def _same(self) -> Combined:
-        unlike = {place: self.whole.held.difference(piece.held) for place, piece in self.pieces.items()}
+        unlike = {place: piece.held.difference(self.whole.held) for place, piece in self.pieces.items()}
         return Combined(max(unlike.values()), (), 1.0, 1.0, unlike)
 
     def _sum(

@@ -33,12 +33,11 @@ _MOST_VALUES = 16  # a tensor with so many elements is kept as it is, too
 _MOST_DIMS = 4  # of a tensor that is summed over pairs of dimensions, too
 
 
-class MeshDimension(NamedTuple):
-    """A dimension of the device mesh, and the place of this process on it."""
+class Axis(NamedTuple):
+    """A dimension of the device mesh."""
 
     name: str
     size: int
-    coordinate: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +52,7 @@ class Part:
         whole: the sketch by places in the whole tensor; empty if they are not known.
         added: names of the mesh dimensions over which the parts add up, by shards or by partial sums.
         divided: by how much the sum of the parts is divided: the ranks, where a mean is due; else 1.
-        rounding: of a gradient, its rounding in this run, relative; else 0.
+        rounding: how far the numbers of this run are from those without rounding, relative.
         is_random: whether the op draws random numbers.
         is_made: whether the op reads no tensor.
         group: of a collective, the ranks that it is between; else empty.
@@ -114,13 +113,13 @@ def located(part: Part, exact: Tensor, holder: Any) -> Part:
     whole_shape, offset = tuple(holder.shape), _offset_of(holder)
     ends = [start + size for start, size in zip(offset, exact.shape, strict=True)]
     added, divided = [], 1.0
-    for dimension, placement in zip(mesh_of(holder), holder.placements, strict=True):
+    for axis, placement in zip(mesh_of(holder), holder.placements, strict=True):
         if placement.is_partial() and placement.reduce_op not in {"sum", "avg"}:
             return part
         if placement.is_partial() and placement.reduce_op == "avg":
-            divided *= dimension.size
+            divided *= axis.size
         if not placement.is_replicate():
-            added.append(dimension.name)
+            added.append(axis.name)
     if any(end > size for end, size in zip(ends, whole_shape, strict=True)):
         return part
     whole = sketch_of(exact.reshape(-1), _places(exact, offset, whole_shape)).tolist()
@@ -149,15 +148,18 @@ def _offset_of(tensor: Any) -> tuple[int, ...]:
     return tuple(map(int, offset))
 
 
-def mesh_of(tensor: Any) -> tuple[MeshDimension, ...]:
-    """Return the dimensions of a DTensor's device mesh; none for other tensors."""
-    return dimensions_of(getattr(tensor, "device_mesh", None))
+def mesh_of(tensor: Any) -> dict[Axis, int]:
+    """Return the dimensions of a DTensor's device mesh, as ``axes_of`` does; none for other tensors."""
+    return axes_of(getattr(tensor, "device_mesh", None))
 
 
-def dimensions_of(mesh: DeviceMesh | None) -> tuple[MeshDimension, ...]:
-    """Return the dimensions of a device mesh; none if there is no mesh, or this process is not on it."""
+def axes_of(mesh: DeviceMesh | None) -> dict[Axis, int]:
+    """Return the dimensions of a device mesh, each with the place of this process on it.
+
+    There are none if there is no mesh, or if this process is not on it.
+    """
     place = None if mesh is None else mesh.get_coordinate()
     if mesh is None or place is None:
-        return ()
+        return {}
     names = mesh.mesh_dim_names or [str(number) for number in range(mesh.ndim)]
-    return tuple(map(MeshDimension, names, mesh.shape, map(int, place)))
+    return dict(zip(map(Axis, names, mesh.shape), map(int, place), strict=True))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from amp_plugin.numerics.layouts import Axis, Coordinates
+from amp_plugin.numerics.layouts import Coordinates
+from amp_plugin.numerics.parts import Axis
 from amp_plugin.numerics.recorded import Run
 
 
@@ -18,8 +19,8 @@ class ProcessMesh:
 
     def __init__(self, runs: Mapping[int, Run]) -> None:
         known = max((run.mesh for run in runs.values()), key=len)
-        axes = [Axis(dimension.name, dimension.size) for dimension in known]
-        places = {rank: tuple(entry.coordinate for entry in run.mesh) for rank, run in runs.items()}
+        axes = [*known]
+        places = {rank: tuple(run.mesh.values()) for rank, run in runs.items()}
         if len({len(place) for place in places.values()}) > 1:  # a rank that stopped before its first step
             axes, places = [], dict.fromkeys(runs, ())
         sharing: Counter[Coordinates] = Counter()

@@ -12,12 +12,10 @@ from typing import NamedTuple
 import torch
 
 from amp_plugin.numerics.finding import laid_out
-from amp_plugin.numerics.parts import MeshDimension, Part
-from amp_plugin.numerics.replicas import Weight
+from amp_plugin.numerics.parts import Axis, Part
 from amp_plugin.numerics.values import Fingerprint
 
-FORMAT = "amp_plugin run 7"
-_FORMAT_WITHOUT_PARTS = "amp_plugin run 6"
+FORMAT = "amp_plugin run 8"
 _FORMAT_OF_RESULTS_ALONE = "amp_plugin run 5"  # without weights and gradients
 _OF_EARLIER_RELEASES = "amp_plugin.numerics.compare."  # where these classes were then
 
@@ -80,12 +78,24 @@ class OpRecord:
         return f"{self.op}{where}, {self.direction}, step {self.step}, {self.dtype}[{shape}]"
 
 
-class WeightRecord(NamedTuple):
-    """A weight before its first step, as it is compared with a run of another layout."""
+class Weight(NamedTuple):
+    """A weight before its first step."""
 
     dtype: str
     held: Fingerprint
     part: Part
+    is_constant: bool  # whether all its elements are the same number
+
+
+class Compared(NamedTuple):
+    """What a comparison of two recordings has found."""
+
+    allowed: list[float]  # for each result that both have, the difference that rounding explains
+    only_first: int  # results that one of them has alone
+    only_second: int
+    differing: list[tuple[int, Difference]]  # with the number of the result in the first recording
+    random: int = 0  # results that follow from other random numbers, and are not compared
+    axes: tuple[Axis, ...] = ()  # the dimensions of the mesh, if one process is compared with several
 
 
 class Run(NamedTuple):
@@ -98,14 +108,13 @@ class Run(NamedTuple):
     is_whole: bool = True  # whether the region ended, and not by an error
     # number of a record -> what is known of the whole tensor; empty in files of earlier releases
     parts: dict[int, Part] = {}  # noqa: RUF012 - each recorder gives its own
-    begun: dict[str, WeightRecord] = {}  # noqa: RUF012 - weights by name
-    mesh: tuple[MeshDimension, ...] = ()  # empty if no DTensor told it
+    mesh: dict[Axis, int] = {}  # noqa: RUF012 - dimension -> place on it; empty if no DTensor told it
 
     @classmethod
     def load(cls, path: Path) -> Run:
         """Read a file; nothing else is unpickled, and another file is a ValueError."""
         kept, reason = None, None
-        known = [OpRecord, Fingerprint, Weight, Part, WeightRecord, MeshDimension]
+        known = [OpRecord, Fingerprint, Weight, Part, Axis]
         moved = [(OpRecord, f"{_OF_EARLIER_RELEASES}OpRecord")]
         with torch.serialization.safe_globals([*known, *moved]):
             try:
@@ -113,7 +122,7 @@ class Run(NamedTuple):
             except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
                 reason = error
         match kept:
-            case (found, *fields) if found in {FORMAT, _FORMAT_WITHOUT_PARTS}:
+            case (found, *fields) if found == FORMAT:
                 return cls(*fields)
             case (found, records, unmeasured) if found == _FORMAT_OF_RESULTS_ALONE:
                 return cls(records, unmeasured, {}, {})

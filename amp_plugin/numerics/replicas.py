@@ -12,15 +12,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """A weight before its first step."""
-
-    checksum: int  # of its bits
-    is_constant: bool  # whether all its elements are the same number
+from amp_plugin.numerics.recorded import Weight
 
 
 def replicas_of(ranks: Sequence[Mapping[str, Weight]]) -> set[str]:
@@ -28,7 +21,7 @@ def replicas_of(ranks: Sequence[Mapping[str, Weight]]) -> set[str]:
     if len(ranks) < 2:
         return set()
     shared = set.intersection(*(set(weights) for weights in ranks))
-    equal = {name for name in shared if len({weights[name].checksum for weights in ranks}) == 1}
+    equal = {name for name in shared if len({weights[name].held.checksum for weights in ranks}) == 1}
     telling = {name for name in shared if not all(weights[name].is_constant for weights in ranks)}
 
     def is_replica(name: str) -> bool:

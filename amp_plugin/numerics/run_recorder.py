@@ -15,11 +15,10 @@ from torch.optim import Optimizer
 
 from amp_plugin.hardware import in_widest_float, widest_float
 from amp_plugin.numerics.op import Call
-from amp_plugin.numerics.parts import MeshDimension, Part, dimensions_of, located, mesh_of, part_of
+from amp_plugin.numerics.parts import Axis, Part, axes_of, located, mesh_of, part_of
 from amp_plugin.numerics.places import Site, is_called_by_engine
 from amp_plugin.numerics.rank_files import RankFile
-from amp_plugin.numerics.recorded import FORMAT, OpRecord, Run, WeightRecord
-from amp_plugin.numerics.replicas import Weight
+from amp_plugin.numerics.recorded import FORMAT, OpRecord, Run, Weight
 from amp_plugin.numerics.shadow import WideRun
 from amp_plugin.numerics.values import Fingerprint, Storages, distance, fingerprint, norm, real_values
 
@@ -84,8 +83,8 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
         # rounding of what ranks exchanged, relative: by storage, and by weight of what DDP puts into buckets
         self._taken: Storages[float] = Storages()
         self._taken_of_weights: dict[str, float] = {}
-        self.run = Run([], self.unseen, {}, {}, parts={}, begun={}, mesh=dimensions_of(mesh))
-        self._file.note_mesh({dimension.name: dimension.size for dimension in self.run.mesh})
+        self.run = Run([], self.unseen, {}, {}, parts={}, mesh=axes_of(mesh))
+        self._file.note_mesh(dict(self.run.mesh.keys()))
 
     def open(self, _: ExitStack) -> None:
         """Find the file to write."""
@@ -123,10 +122,10 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
             self._record_weight(weight, name)
             self._record_gradient(weight.grad, name)
 
-    def _note_mesh(self, mesh: tuple[MeshDimension, ...]) -> None:
+    def _note_mesh(self, mesh: dict[Axis, int]) -> None:
         if len(mesh) > len(self.run.mesh):
             self.run = self.run._replace(mesh=mesh)
-            self._file.note_mesh({dimension.name: dimension.size for dimension in mesh})
+            self._file.note_mesh(dict(mesh.keys()))
 
     def _record_weight(self, weight: Tensor, name: str) -> None:
         values = real_values(_local(weight))
@@ -134,8 +133,8 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
             is_constant = bool((values == values.flatten()[0]).all())
             exact = in_widest_float(values)
             held, part = fingerprint(values), located(part_of(exact), exact, weight)
-            self.run.weights[name] = Weight(held.checksum, is_constant)
-            self.run.begun[name] = WeightRecord(str(values.dtype).removeprefix("torch."), held, part)
+            dtype = str(values.dtype).removeprefix("torch.")
+            self.run.weights[name] = Weight(dtype, held, part, is_constant)
 
     def _record_gradient(self, gradient: Tensor | None, name: str) -> None:
         local = None if gradient is None else _local(gradient)
@@ -153,7 +152,6 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
         maker = self._made.get(local)
         part = replace(
             located(part_of(exact), exact, gradient),
-            rounding=self._rounding(local),
             maker=-1 if maker is None else maker,
         )
         self._made.set(local, len(self.run.records))
@@ -271,7 +269,7 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
             excess=excess,
             taken=taken,
         )
-        self.run.parts[len(self.run.records)] = part
+        self.run.parts[len(self.run.records)] = replace(part, rounding=self._rounding(result))
         self.run.records.append(record)
 
     def _rounding_of_inputs(self, call: Call) -> float:

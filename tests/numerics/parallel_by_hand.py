@@ -228,13 +228,13 @@ def clip(net: Net, grid: Grid, largest: float) -> None:
         weight.grad.mul_(factor)
 
 
-def record(path: Path, mesh: DeviceMesh | None, bug: str = "", *, rate: float = 0.0) -> None:
+def record(path: Path, mesh: DeviceMesh | None, bug: str = "", *, rate: float = 0.0, seed: int = 0) -> None:
     """Train and record. With a mesh the model is sharded, else there is one process."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     grid = Grid(mesh, bug)
     net = Net(grid, is_tied=mesh is None)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(3 + seed)
     with record_run(path, steps=STEPS, mesh=mesh):
         for step in range(STEPS):
             tokens = torch.randint(0, WORDS, (BATCH, TOKENS + 1), generator=generator)
@@ -275,19 +275,19 @@ def step_shards(net: Net, grid: Grid, optimizer: torch.optim.Optimizer) -> None:
             weight.copy_(grid.gathered(own, 0, "data"))
 
 
-def record_all(folder: Path, bugs: list[str]) -> None:
+def record_all(folder: Path, bugs: list[str], seed: int = 0) -> None:
     """On this rank of four, record a healthy run, one with dropout, and one for each bug."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    record(folder / "healthy.amp", mesh)
-    record(folder / "dropout.amp", mesh, rate=0.2)
+    record(folder / "healthy.amp", mesh, seed=seed)
+    record(folder / "dropout.amp", mesh, rate=0.2, seed=seed)
     for bug in bugs:
-        record(folder / f"{bug}.amp", mesh, bug, rate=0.2 if "dropout" in bug else 0.0)
+        record(folder / f"{bug}.amp", mesh, bug, rate=0.2 if "dropout" in bug else 0.0, seed=seed)
     leave()
 
 
-def record_alone(folder: Path) -> None:
+def record_alone(folder: Path, seed: int = 0) -> None:
     """Record the healthy runs on one process."""
     assert "RANK" not in os.environ
-    record(folder / "one.amp", None)
-    record(folder / "one dropout.amp", None, rate=0.2)
+    record(folder / "one.amp", None, seed=seed)
+    record(folder / "one dropout.amp", None, rate=0.2, seed=seed)

@@ -17,8 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amp_plugin.cli import app
 from amp_plugin.numerics.compare import Run, compare_runs, record_run
+from amp_plugin.numerics.parts import part_of
 from amp_plugin.numerics.rank_files import MANIFEST, RankFile, RecordedFiles
-from amp_plugin.numerics.replicas import Weight, replicas_of, unlike_the_others
+from amp_plugin.numerics.recorded import Weight
+from amp_plugin.numerics.replicas import replicas_of, unlike_the_others
+from amp_plugin.numerics.values import fingerprint
 from tests.commands import amp
 from tests.process_groups import leave
 from tests.warm_processes import call_on_ranks
@@ -276,8 +279,11 @@ def test_a_folder_and_a_file_do_not_replace_each_other(
 
 
 def test_which_weights_are_replicas() -> None:
-    same, other = Weight(1, is_constant=False), Weight(2, is_constant=False)
-    zeros = Weight(0, is_constant=True)
+    def weight(*numbers: float) -> Weight:
+        values = torch.tensor(numbers, dtype=torch.float64)
+        return Weight("float64", fingerprint(values), part_of(values), is_constant=len(set(numbers)) == 1)
+
+    same, other, zeros = weight(1, 2), weight(1, 3), weight(0, 0)
     shared = {"plain.weight": same, "plain.bias": zeros, "shard.bias": zeros}
     mine, its = shared | {"shard.weight": same}, shared | {"shard.weight": other}
     assert replicas_of([mine, its]) == {"plain.weight", "plain.bias"}

@@ -1,9 +1,9 @@
-"""A two-layer transformer of width 16, and the layouts in which several ranks train it."""
+"""A small transformer, by default of two layers, 16 wide, and the layouts in which several ranks train it."""
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,35 +24,36 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amp_plugin.numerics.compare import record_run
 
-WIDTH, HEADS, WORDS, TOKENS, BATCH = 16, 4, 32, 8, 8
+HEADS, WORDS, BATCH = 4, 32, 8
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.out = nn.Linear(WIDTH, WIDTH)
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.out, self.head_width = nn.Linear(width, width), width // HEADS
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = [layer(x).unflatten(-1, (-1, WIDTH // HEADS)) for layer in (self.query, self.key, self.value)]
+        layers = (self.query, self.key, self.value)
+        parts = [layer(x).unflatten(-1, (-1, self.head_width)) for layer in layers]
         mixed = scaled_dot_product_attention(*(part.transpose(1, 2) for part in parts), is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(nn.functional.gelu(self.up(x)))
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention, self.feed_forward = Attention(), FeedForward()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.feed_forward = Attention(width), FeedForward(width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -60,11 +61,11 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int, depth: int) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
+        self.words = nn.Embedding(WORDS, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, WORDS)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.words(tokens)
@@ -83,26 +84,32 @@ class Case:
     clip: bool = False
     micro_batches: int = 1
     steps: int = 2
+    seed: int = 0
+    width: int = 16
+    depth: int = 2
+    tokens: int = 8
 
     @property
     def name(self) -> str:
-        clip, micro = (
-            "-clip" if self.clip else "",
-            f"-micro{self.micro_batches}" if self.micro_batches > 1 else "",
-        )
-        return f"{self.layout}-{self.precision}-{self.optimizer}{clip}{micro}"
+        """The options that are not the default ones."""
+        parts = [self.layout, self.precision, self.optimizer, *(["clip"] if self.clip else [])]
+        for option in ("micro_batches", "steps", "seed", "width", "depth", "tokens"):
+            value = getattr(self, option)
+            if value != getattr(Case, option):
+                parts.append(f"{option}{value}")
+        return "-".join(parts)
 
     @property
     def alone(self) -> "Case":
         """Return the same case on one process, with the whole batch."""
-        return Case("one", self.precision, self.optimizer, self.clip, steps=self.steps)
+        return replace(self, layout="one", micro_batches=1)
 
 
 def ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def tensor_plan(*, sequence: bool) -> dict[str, object]:
+def tensor_plan(depth: int, *, sequence: bool) -> dict[str, object]:
     into, out = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(1) if sequence else Replicate())
     plan: dict[str, object] = {
         "words": RowwiseParallel(
@@ -112,7 +119,7 @@ def tensor_plan(*, sequence: bool) -> dict[str, object]:
             input_layouts=Shard(1) if sequence else Replicate(), output_layouts=Replicate()
         ),
     }
-    for number in range(2):
+    for number in range(depth):
         block = f"blocks.{number}"
         plan |= {f"{block}.attention.{name}": into for name in ("query", "key", "value")}
         plan |= {
@@ -158,9 +165,9 @@ def prepared(net: Transformer, case: Case, mesh: DeviceMesh | None) -> nn.Module
     if case.layout == "ddp":
         return DistributedDataParallel(net)
     if case.layout in {"tp", "sp"}:
-        parallelize_module(net, mesh, tensor_plan(sequence=case.layout == "sp"))
+        parallelize_module(net, mesh, tensor_plan(case.depth, sequence=case.layout == "sp"))
     elif case.layout == "fsdp_tp":
-        parallelize_module(net, mesh["tensor"], tensor_plan(sequence=False))
+        parallelize_module(net, mesh["tensor"], tensor_plan(case.depth, sequence=False))
         shard(net, mesh["data"], case.precision)
     elif mesh is not None:
         shard(net, mesh, case.precision)
@@ -176,16 +183,16 @@ def share(case: Case, mesh: DeviceMesh | None) -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def batches(steps: int) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    for _ in range(steps):
-        yield torch.randint(0, WORDS, (BATCH, TOKENS + 1), generator=generator)
+def batches(case: Case) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(7 + case.seed)
+    for _ in range(case.steps):
+        yield torch.randint(0, WORDS, (BATCH, case.tokens + 1), generator=generator)
 
 
 def record(path: Path, case: Case, change: Callable[[nn.Module], None] = lambda _: None) -> None:
     """Train in a layout and record the run."""
-    torch.manual_seed(0)
-    net, mesh = Transformer(), mesh_of(case.layout)
+    torch.manual_seed(case.seed)
+    net, mesh = Transformer(case.width, case.depth), mesh_of(case.layout)
     change(net)
     model = prepared(net, case, mesh)
     optimizer = getattr(torch.optim, case.optimizer)(
@@ -194,7 +201,7 @@ def record(path: Path, case: Case, change: Callable[[nn.Module], None] = lambda 
     number, count = share(case, mesh)
     is_cast = case.precision == "bf16" and (mesh is None or case.layout in {"tp", "sp"})
     with record_run(path, steps=case.steps):
-        for tokens in batches(case.steps):
+        for tokens in batches(case):
             own = tokens.chunk(count)[number]
             for micro in own.chunk(case.micro_batches):
                 with torch.autocast("cpu", torch.bfloat16) if is_cast else nullcontext():

@@ -1,0 +1,192 @@
+"""Which results of one process, and of several ranks or micro-batches, belong together.
+
+for each step, direction, module and op: the results of the one process, and those of each rank, in order
+    as many on each rank as on the one process: they belong together
+    so many times as many as there are micro-batches: each rank takes its batch in micro-batches
+    else leave out results whose shape cannot be a part of the other side's, and count once more
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from amp_plugin.numerics.layouts import MICRO_BATCHES, Coordinates, Layout, Piece
+from amp_plugin.numerics.module_names import ModuleNames
+from amp_plugin.numerics.parts import Axis
+from amp_plugin.numerics.process_mesh import ProcessMesh
+from amp_plugin.numerics.recorded import OpRecord, Run
+
+Place = tuple[int, str, str, str]  # step, direction, module, op
+
+
+class Match(NamedTuple):
+    """A result of one process, and the results of the ranks that belong to it.
+
+    Attributes:
+        number: of the record of the one process.
+        place: step, direction, module and op.
+        nth: the number of the result among those of the place.
+        pieces: by their coordinates on the mesh: rank, and number of the record there.
+        mine: the record of the one process.
+        theirs: the records of the ranks.
+        layout: the result, and what the ranks hold of it.
+        is_gradient: whether it is a gradient as the optimizer finds it.
+    """
+
+    number: int
+    place: Place
+    nth: int
+    pieces: Mapping[Coordinates, tuple[int, int]]
+    mine: OpRecord
+    theirs: Sequence[OpRecord]
+    layout: Layout
+    is_gradient: bool
+
+
+class Matches:
+    """The results that a run of one process shares with the runs of all ranks.
+
+    Args:
+        whole: the run of one process.
+        runs: those of all ranks.
+        names: turn module names of the ranks into those of the one process.
+
+    Attributes:
+        whole, runs: the same.
+        mesh: the ranks as a mesh.
+        micro_batches: how many micro-batches of each rank make one batch of the one process.
+        all: the results that belong together, in the order of the one process.
+    """
+
+    def __init__(self, whole: Run, runs: Mapping[int, Run], names: ModuleNames) -> None:
+        self.whole, self.runs, self.mesh = whole, runs, ProcessMesh(runs)
+        mine = _by_place(whole, ModuleNames())
+        theirs = {rank: _by_place(run, names) for rank, run in runs.items()}
+        self.micro_batches = _micro_batches(mine, theirs)
+        found = [
+            match
+            for place, numbers in mine.items()
+            for match in self._at_place(
+                place, numbers, {rank: placed[place] for rank, placed in theirs.items() if place in placed}
+            )
+        ]
+        self.all = sorted(found, key=lambda match: match.number)
+
+    def axes(self, repeats: int) -> tuple[Axis, ...]:
+        """Return the dimensions of the mesh, with so many micro-batches."""
+        return (*self.mesh.axes, *([Axis(MICRO_BATCHES, repeats)] if repeats > 1 else []))
+
+    @cached_property
+    def at(self) -> dict[tuple[Place, int], Match]:
+        """The results by their place, and their number there."""
+        return {(match.place, match.nth): match for match in self.all}
+
+    @cached_property
+    def by_number(self) -> dict[int, Match]:
+        """The results by their number in the one process."""
+        return {match.number: match for match in self.all}
+
+    @cached_property
+    def theirs(self) -> dict[tuple[int, int], int]:
+        """The results of the ranks, by rank and number -> number of the one process."""
+        return {entry: match.number for match in self.all for entry in match.pieces.values()}
+
+    def _at_place(
+        self, place: Place, mine: Sequence[int], theirs: Mapping[int, Sequence[int]]
+    ) -> Iterator[Match]:
+        for repeats in dict.fromkeys((1, self.micro_batches)):
+            chosen = self._alike(mine, theirs, repeats)
+            if chosen is None:
+                continue
+            numbers, others = chosen
+            for nth, number in enumerate(numbers):
+                pieces = {
+                    (*self.mesh.place(rank), *([micro] if repeats > 1 else [])): (
+                        rank,
+                        records[micro * len(numbers) + nth],
+                    )
+                    for rank, records in others.items()
+                    for micro in range(repeats)
+                }
+                match = self._match(number, place, nth, pieces, self.axes(repeats))
+                part = self.whole.parts[number]
+                is_constant = part.is_made and not part.is_random  # such as the places of a shard
+                if not is_constant and match.layout.is_comparable:
+                    yield match
+            return
+
+    def _match(
+        self,
+        number: int,
+        place: Place,
+        nth: int,
+        pieces: Mapping[Coordinates, tuple[int, int]],
+        axes: tuple[Axis, ...],
+    ) -> Match:
+        mine = self.whole.records[number]
+        theirs = {at: self.runs[rank].records[other] for at, (rank, other) in pieces.items()}
+        layout = Layout(
+            whole=Piece(mine.held, self.whole.parts[number]),
+            pieces={
+                at: Piece(theirs[at].held, self.runs[rank].parts[other])
+                for at, (rank, other) in pieces.items()
+            },
+            axes=axes,
+        )
+        is_gradient = number in self.whole.gradients
+        return Match(number, place, nth, pieces, mine, [*theirs.values()], layout, is_gradient)
+
+    def _alike(
+        self, mine: Sequence[int], theirs: Mapping[int, Sequence[int]], repeats: int
+    ) -> tuple[Sequence[int], Mapping[int, Sequence[int]]] | None:
+        """Return results of which each rank has as many as it must; if need be, leave out other shapes."""
+
+        def counts_agree(mine: Sequence[int], theirs: Mapping[int, Sequence[int]]) -> bool:
+            return bool(mine and theirs) and all(
+                len(numbers) == repeats * len(mine) for numbers in theirs.values()
+            )
+
+        if counts_agree(mine, theirs):
+            return mine, theirs
+        shapes = {number: self.whole.parts[number].shape for number in mine}
+        others = {
+            (rank, number): self.runs[rank].parts[number].shape
+            for rank, numbers in theirs.items()
+            for number in numbers
+        }
+        fitting = {
+            rank: [n for n in numbers if any(_may_be_part(others[rank, n], s) for s in shapes.values())]
+            for rank, numbers in theirs.items()
+        }
+        left = [others[rank, number] for rank, numbers in fitting.items() for number in numbers]
+        own = [number for number, shape in shapes.items() if any(_may_be_part(part, shape) for part in left)]
+        return (own, fitting) if counts_agree(own, fitting) else None
+
+
+def _by_place(run: Run, names: ModuleNames) -> dict[Place, list[int]]:
+    placed: dict[Place, list[int]] = {}
+    for number, record in enumerate(run.records):
+        place = (record.step, record.direction, names.of(record.module), record.op)
+        placed.setdefault(place, []).append(number)
+    return placed
+
+
+def _micro_batches(
+    mine: Mapping[Place, Sequence[int]], theirs: Mapping[int, Mapping[Place, Sequence[int]]]
+) -> int:
+    """Return by how many times most forward ops of modules run more often on a rank."""
+    ratios: Counter[int] = Counter()
+    for place, numbers in mine.items():
+        if place[1] == "forward" and place[2]:
+            for placed in theirs.values():
+                count, rest = divmod(len(placed.get(place, ())), len(numbers))
+                ratios[count if not rest else 0] += count > 0
+    del ratios[0]
+    return max(ratios, key=lambda ratio: ratios[ratio]) if ratios else 1
+
+
+def _may_be_part(shape: Sequence[int], whole: Sequence[int]) -> bool:
+    return len(shape) == len(whole) and all(mine <= size for mine, size in zip(shape, whole, strict=True))

@@ -1,0 +1,171 @@
+"""Whether rounding explains how far the results of two layouts are apart.
+
+A recording holds two things of each result: what it would be without rounding, and how far rounding has moved
+it. The former is compared. Between two healthy runs it differs only by rounding that it has taken up: results
+that came from other ranks, and results of ops that did not run in float64, are taken as they are. That is a
+part of all rounding, and both runs round about as much. An op may enlarge small differences of its inputs. It
+did the same with the rounding that was measured, so no limit depends on the op (but for steps by sign)::
+
+    for each result of the one process, and those of all ranks that belong to it:
+        put the ranks' pieces together in the ways that their shapes allow: shards, partial sums, replicas
+        apart   = difference of the best way
+        usual   = 4 * rounding of the result in both runs + 2 * eps of the coarsest dtype
+        allowed = usual + 4 * apart of the inputs
+        apart is more than allowed in every way: the layouts differ here
+
+Gradients, as the optimizer finds them, have one right way: shards add up, and everything else is the same on
+all ranks. What the ranks exchange must not round more than the passes of the one process do, so of gradients
+the rounding in the one process counts alone.
+
+A result that reads other random numbers in the two runs says nothing, and neither does what follows from it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from amp_plugin.numerics.layout_matches import Match, Matches
+from amp_plugin.numerics.layouts import Combined
+from amp_plugin.numerics.recorded import OpRecord, Run
+
+_GROWTH = 4.0
+_GOES_BY_SIGNS = re.compile("addcdiv|_fused_adam")
+_EXCHANGED = 4  # times eps: rounding of what ranks exchange, perhaps more than once
+_ONE = -1  # stands for the one process where others are ranks
+
+
+class Verdict(NamedTuple):
+    """What the comparison of one result has found.
+
+    Attributes:
+        best: the way to put the pieces together.
+        usual: the difference that rounding explains if the inputs are equal, relative.
+        allowed: the difference that rounding explains, relative, for the inputs as they are.
+        is_rounding: whether rounding explains the difference.
+        is_random: whether it follows from other random numbers, and says nothing.
+    """
+
+    best: Combined
+    usual: float
+    allowed: float
+    is_rounding: bool
+    is_random: bool
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the result is as near as if all its inputs were equal."""
+        return self.best.relative <= self.usual * self.best.condition
+
+
+def verdicts(matches: Matches) -> dict[int, Verdict]:
+    """Return what is found of each result that the two runs share, by the number of the one process."""
+    judge = _Judge(matches)
+    return {match.number: judge.judged(match) for match in matches.all}
+
+
+class _Judge:
+    """Judges the results in the order of the one process, and keeps how far each one is apart."""
+
+    def __init__(self, matches: Matches) -> None:
+        self._runs: dict[int, Run] = {**matches.runs, _ONE: matches.whole}
+        self._apart: dict[tuple[int, int], float] = {}  # by rank and number; inf if it says nothing
+        self._swept: dict[int, list[float]] = {}  # by rank: the same of results that it alone has
+        self._follows_random = False
+        self._numbers_of_norms: set[int] = set()  # of the one process: norms of what the ranks share out
+
+    def judged(self, match: Match) -> Verdict:
+        """Compare one result."""
+        usual, inputs = self._usual(match), self._inputs(match)
+        follows_random = math.isinf(inputs)
+        allowed = usual if follows_random else usual + _GROWTH * inputs + _of_signs(match.mine, inputs)
+        if inputs and match.mine.held.is_discrete:
+            allowed += math.sqrt(4 / max(math.prod(match.mine.shape), 1))  # one element may always turn
+        best = self._best(match, usual, allowed)
+        is_rounding = best.relative <= allowed * best.condition
+        is_random = not is_rounding and (follows_random or match.layout.whole.part.is_random)
+        self._follows_random |= is_random
+        apart = math.inf if is_random else best.relative if math.isfinite(best.relative) else 1.0
+        for entry in ((_ONE, match.number), *match.pieces.values()):
+            self._apart[entry] = apart
+        return Verdict(best, usual, allowed, is_rounding, is_random)
+
+    def _usual(self, match: Match) -> float:
+        mine, theirs = match.mine, match.theirs
+        slack = 2 * max(mine.eps, *(record.eps for record in theirs))
+        rounding = match.layout.whole.part.rounding
+        if not match.is_gradient:
+            rounding += max(piece.part.rounding for piece in match.layout.pieces.values())
+            rounding += mine.taken + max(record.taken for record in theirs)
+        return _GROWTH * rounding + slack
+
+    def _inputs(self, match: Match) -> float:
+        """Return how far the inputs are apart."""
+        if match.is_gradient:
+            if self._follows_random:
+                return math.inf
+            maker = match.layout.whole.part.maker
+            return self._apart_of(_ONE, maker)
+        entries = ((_ONE, match.number), *match.pieces.values())
+        return max(self._apart_of_inputs(rank, number) for rank, number in entries)
+
+    def _apart_of_inputs(self, rank: int, number: int) -> float:
+        reads = self._runs[rank].records[number].reads
+        return max((self._apart_of(rank, read.made_by) for read in reads), default=0.0)
+
+    def _apart_of(self, rank: int, number: int) -> float:
+        """Return how far a result is apart; of one that this run alone has, how far its inputs are."""
+        if (rank, number) in self._apart:
+            return self._apart[rank, number]
+        run, swept = self._runs[rank], self._swept.setdefault(rank, [])
+        while len(swept) <= number:
+            place = len(swept)
+            record = run.records[place]
+            earlier = [read.made_by for read in record.reads if 0 <= read.made_by < place]
+            known = [self._apart.get((rank, made), swept[made]) for made in earlier]
+            own = record.taken + (_EXCHANGED * record.eps if run.parts[place].group else 0.0)
+            swept.append(self._apart.get((rank, place), max(known, default=0.0) + own))
+        return swept[number] if number >= 0 else 0.0
+
+    def _best(self, match: Match, usual: float, allowed: float) -> Combined:
+        """Return the plainest way to combine the pieces that is as near as usual, else the nearest."""
+        layout = match.layout
+        if match.is_gradient:
+            ways = list(layout.strict_ways())
+        else:
+            are_means = math.prod(layout.whole.part.shape) == 1 or "mean" in match.mine.op
+            found = layout.ways(are_means=are_means, are_backward=match.mine.direction == "backward")
+            ways = [*found, *self._norms(match)]
+        ways = ways or list(layout.ways())
+        near = (way for way in ways if way.relative <= usual * way.condition)
+        return next(near, None) or min(ways, key=lambda way: way.relative)
+
+    def _norms(self, match: Match) -> Iterator[Combined]:
+        """Yield norms and extremes of what the ranks share out: each rank has that of its part."""
+        record, layout = match.mine, match.layout
+        follows = any(read.made_by in self._numbers_of_norms for read in record.reads)
+        if "norm" in record.op or follows:
+            norm = layout.reduced(lambda values: math.hypot(*values))
+            if norm is not None:
+                self._numbers_of_norms.add(match.number)
+                yield norm
+        for word, extreme in (("max", max), ("min", min)):
+            if word in record.op and (found := layout.reduced(extreme)) is not None:
+                yield found
+
+
+def _of_signs(record: OpRecord, inputs: float) -> float:
+    """Return what rounding may change of an optimizer step that goes by the signs of its gradients.
+
+    Adam and its like divide each element of a gradient by its own size. An element that is smaller than the
+    rounding of the gradient may have another sign in the other run, and its step is then another one by twice
+    its size. If a share of about ``inputs`` of the elements is so small, the whole step differs by twice the
+    square root of that share.
+    """
+    if not _GOES_BY_SIGNS.search(record.op) or not record.held.norm or math.isinf(inputs):
+        return 0.0
+    # Of the inputs, the weight before the step is nearest to the weight after it.
+    step = min(math.dist(read.sketch, record.held.sketch) for read in record.reads)
+    return _GROWTH * 2 * math.sqrt(inputs) * step / record.held.norm
