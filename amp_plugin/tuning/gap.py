@@ -104,26 +104,27 @@ class Gap:
         Raises:
             ValueError: the step returned no logits.
         """
-        trainer = self.trainer(step, model=None, device_type="cpu")  # whose rules are not used here
+        trainer = _trainer_of(step, self, model=None, device_type="cpu")  # whose rules are not used here
         return GapNumbers.of(trainer.scores(), trainer.recorded())
 
-    def trainer(self, step: Step, *, model: nn.Module | None, device_type: str) -> Trainer:
-        """Return the step as a trainer on the rollout."""
-        return Trainer(
-            step=step,
-            model=model,
-            batches=tuple(self.batches),
-            default=OpRules.default(device_type),
-            sampling=Sampling(temperature=self.temperature, top_p=self.top_p),
-            dtype=self.dtype,
-        )
+
+def _trainer_of(step: Step, goal: Gap, *, model: nn.Module | None, device_type: str) -> Trainer:
+    """Return a step as a trainer on the rollout."""
+    return Trainer(
+        step=step,
+        model=model,
+        batches=tuple(goal.batches),
+        default=OpRules.default(device_type),
+        sampling=Sampling(temperature=goal.temperature, top_p=goal.top_p),
+        dtype=goal.dtype,
+    )
 
 
 def close_gap(
     step: Step, goal: Gap, *, model: nn.Module | None, device_type: str, progress: bool = False
 ) -> GapTuning:
     """Measure the gap of a step to a rollout, and search for what closes it; see :func:`amp_plugin.tune`."""
-    asked = goal.trainer(step, model=model, device_type=device_type)
+    asked = _trainer_of(step, goal, model=model, device_type=device_type)
     with Console(file=sys.stderr, quiet=not progress).status("") as status:
         return _closed(asked, status.update)
 
