@@ -1,14 +1,15 @@
-"""Two recorded runs: where they differ first by more than rounding explains.
+"""Compare two recorded runs: find the first result that differs by more than rounding explains.
 
 for each result that both runs have:
-    apart = difference between the runs of what it would be without rounding; so of each input
+    apart = difference of the results without rounding; the same for each input
     allowed = 3 * apart of the inputs + 2 * eps of the coarsest dtype
-    more than allowed: the programs differ here; so they do where one run alone has an op whose result differs
-    the op's own error is beyond rounding in one run alone: its kernel differs
+    if apart is more than allowed, the programs differ here; they also do if only one run has an op and its
+        result differs
+    if the op's own error is beyond rounding in only one run, the op's kernel differs
 
 Recordings of several ranks are compared rank by rank. The rank that differs at the earliest result comes
-first: the others may only have received what it computed. One process and several ranks are compared by
-compare_layouts.py.
+first, because the others may only have received its results. compare_layouts.py compares one process with
+several ranks.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from amp_plugin.numerics.values import as_json
 
 __all__ = ["RunComparison", "RunRecorder", "compare_runs", "record_run"]
 
-_MOST_REPLICAS = 5  # of the gradients that differ between ranks, in a report
-_GROWTH = 3.0  # an op may enlarge the difference of its inputs by this factor
+_MOST_REPLICAS = 5  # a report lists at most this many gradients that differ between ranks
+_GROWTH = 3.0  # an op may amplify the difference of its inputs by this factor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,15 +45,15 @@ class AbsentRanks:
     """The ranks whose recording is missing or incomplete.
 
     Attributes:
-        missing: ranks that have no file.
-        stopped: ranks that ended by an error or were killed. Their earlier steps are recorded.
+        missing: Ranks that have no file.
+        stopped: Ranks that ended with an error or were killed. Their earlier steps are recorded.
     """
 
     missing: tuple[int, ...] = ()
     stopped: tuple[int, ...] = ()
 
     def told(self, run: str) -> Iterator[str]:
-        """Yield what is known of a run, in sentences."""
+        """Yield sentences about the missing ranks of a run."""
         for ranks, what in (
             (self.missing, "missing: no file"),
             (self.stopped, "cut off: the region did not end"),
@@ -63,26 +64,26 @@ class AbsentRanks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunComparison:
-    """Two runs compared, all ranks together.
+    """The comparison of two runs, all ranks together.
 
     Attributes:
-        compared: results both runs have.
-        only_first, only_second: results that one of them has, such as casts.
-        differing: how many of those compared differ in a bit.
-        first: the first that differs, on the rank where it comes earliest; None if none does.
-        unexplained: the first that rounding does not explain; None if none is.
-        unseen: the difference of a result up to which rounding explains it, the median.
-        unmeasured: ops that did not run in fp64 -> how often; what they made is taken as exact.
-        ranks: that both recordings have; empty if each is the file of one process.
-        absent_first, absent_second: ranks that are missing in a recording, or were cut off.
-        replicas_first, replicas_second: gradients that differ between the ranks of a recording though their
-            weights began with the same bits. Only those of the first such step are listed.
-        dropouts_first, dropouts_second: dropout that is the same on ranks of a recording where it must
-            differ, or differs where it must be the same.
-        mesh: the sizes of the dimensions of the mesh by name, with the micro-batches, if one process was
-            compared with several ranks; else empty. ``differing`` then counts what rounding does not explain,
-            and ``first`` is ``unexplained``.
-        random: results that follow from other random numbers, and are not compared.
+        compared: The number of results that both runs have.
+        only_first, only_second: The number of results that only one of them has, such as casts.
+        differing: The number of compared results that differ in at least one bit.
+        first: The first result that differs, on the rank where it comes earliest. None if no result differs.
+        unexplained: The first difference that rounding does not explain, or None.
+        unseen: The median difference that rounding explains. A smaller error could not be seen.
+        unmeasured: The ops that did not run in fp64, with their count. Their results are taken as exact.
+        ranks: The ranks that both recordings have. Empty if each is the file of one process.
+        absent_first, absent_second: The ranks that are missing in a recording, or were cut off.
+        replicas_first, replicas_second: Gradients that differ between the ranks of a recording, although
+            their weights started with the same bits. Only those of the first such step are listed.
+        dropouts_first, dropouts_second: Dropouts that are the same on ranks of a recording where they must
+            differ, or differ where they must be the same.
+        mesh: The sizes of the mesh dimensions by name, including the micro-batches, if one process was
+            compared with several ranks; else empty. Then ``differing`` counts the results that rounding does
+            not explain, and ``first`` equals ``unexplained``.
+        random: The number of results that depend on different random numbers and are not compared.
     """
 
     compared: int
@@ -115,7 +116,7 @@ class RunComparison:
         return is_complete and not (self.unexplained or replicas or dropouts)
 
     def report(self) -> str:
-        """Return what is known, as text."""
+        """Return all findings as text."""
         alone = f"; {self.only_first} are in the first run alone, {self.only_second} in the second alone"
         counts = f"{self.compared} results compared"
         counts += f" on {named_ranks(self.ranks)}" if self.ranks else ""
@@ -169,25 +170,25 @@ def compare_runs(
 ) -> RunComparison:
     """Compare two recordings of ``record_run``: files, or the folders of several ranks.
 
-    Results are matched by rank, step, direction, module, op and how often that came before; so a run in bf16
-    may be compared with one in fp32, whose casts are missing. What is compared is each result without
-    rounding: it may differ where the inputs do, and by twice the eps of the coarsest dtype.
+    Results are matched by rank, step, direction, module, op and their order. So a run in bf16 can be compared
+    with one in fp32, which has no casts. Each result is compared as it would be without rounding. It may
+    differ if the inputs differ, and by twice the eps of the coarsest dtype.
 
-    If one recording is of one process and the other one of several ranks, the ranks' shards, partial sums and
-    replicas are put together first. The one process must see the whole batch of each step.
+    If one recording has one process and the other has several ranks, the ranks' shards, partial sums and
+    replicas are first combined. The one process must get the whole batch of each step.
 
     Args:
-        first: a recording.
-        second: another, of as many ranks, or one of both of one process. It may be the same: then only its
-            replicas are compared.
-        names: modules in the first run -> the same modules in the second run, for two implementations of a
-            model. A name stands for everything below it too, and ``*`` for one part of a name.
-        layouts: put the results together with one process on both sides too. The one with more micro-batches
-            is the second.
+        first: A recording.
+        second: Another recording. It has as many ranks, or one of the two has a single process. It may be the
+            same recording; then only its replicas are compared.
+        names: Modules in the first run -> the same modules in the second run, for two implementations of a
+            model. A name includes everything below it, and ``*`` stands for one part of a name.
+        layouts: Combine results even if both sides have one process. The recording with more micro-batches
+            must be the second.
 
     Raises:
-        ValueError: a file does not hold a recorded run, or the two runs share no rank or no result, or the
-            numbers of ranks differ and neither is 1, or a rank of which a part is needed is missing.
+        ValueError: A file does not contain a recorded run, the two runs share no rank or no result, the
+            numbers of ranks differ and neither is 1, or the file of a rank is missing whose part is needed.
     """
     ours, theirs = RecordedFiles.find(Path(first)), RecordedFiles.find(Path(second))
     known = names if isinstance(names, ModuleNames) else ModuleNames(names)
@@ -234,7 +235,7 @@ def _comparison(
     *,
     are_layouts: bool,
 ) -> RunComparison:
-    """Return what was found, by rank, as one comparison. Of two layouts there is one entry, for all ranks."""
+    """Return all findings as one comparison. If layouts are compared, there is one entry for all ranks."""
     is_by_rank = files[0].ranks > 1 and not are_layouts
     differing = {rank: result.differing for rank, result in found.items()}
     unexplained = {
@@ -287,7 +288,7 @@ def _earliest(
 
 
 def _unlike_replicas(runs: Mapping[int, Run]) -> tuple[Difference, ...]:
-    """Return the gradients of the first step in which gradients differ between ranks and must not."""
+    """Return gradients that differ between ranks but must not, from the first step that has any."""
     replicas = replicas_of([run.weights for run in runs.values()])
     gradients = {rank: run.gradient_records() for rank, run in runs.items()}
     shared = set.intersection(*map(set, gradients.values())) if len(runs) > 1 else set()
@@ -305,7 +306,7 @@ def _unlike_replicas(runs: Mapping[int, Run]) -> tuple[Difference, ...]:
 
 
 def _unlike(records: Mapping[int, OpRecord]) -> Difference | None:
-    """Compare the gradients of one weight on all ranks; return None if rounding explains the differences."""
+    """Compare the gradients of one weight on all ranks. Return None if rounding explains the differences."""
     ranks = unlike_the_others({rank: record.checksum for rank, record in records.items()})
     if not ranks:
         return None
@@ -333,10 +334,10 @@ def _compared(ours: Run, theirs: Run, names: ModuleNames) -> Compared:
         {number: record for number, record in enumerate(run.records) if number not in numbers}
         for run, numbers in matched
     ]
-    allowed, differing, largest = [], [], 0.0  # the last: difference that is explained, so far
+    allowed, differing, largest = [], [], 0.0  # largest: the largest difference so far that rounding explains
     for number, other in shared.items():
         mine, its = ours.records[number], theirs.records[other]
-        # A gradient may be the sum of several results, and differ as much as any of them.
+        # A gradient may be the sum of several results, and may differ as much as any of them.
         known = largest if number in ours.gradients else 0.0
         judged = _judged(mine, its, alone, largest, known)
         allowed.append(judged.allowed)
@@ -352,10 +353,10 @@ def _judged(
 ) -> Difference:
     """Compare a result, or one of its inputs.
 
-    An input is compared in its place if it comes from an op that only one run has, and differs too much.
+    If an input comes from an op that only one run has, and differs too much, the input is compared instead.
 
-    ``largest`` is the largest difference so far that is explained. ``inputs`` is the difference of the inputs
-    as far as it is known without their fingerprints.
+    ``largest`` is the largest difference so far that is explained. ``inputs`` is the difference of the
+    inputs, as far as it is known without their fingerprints.
     """
     slack, reason = 2 * max(mine.eps, its.eps), ""
     relative = mine.held.difference(its.held)
@@ -369,7 +370,7 @@ def _judged(
     else:
         allowed = _GROWTH * (inputs + mine.taken + its.taken) + slack
         if inputs and mine.held.is_discrete:
-            allowed += math.sqrt(4 / max(math.prod(mine.shape), 1))  # one element may always turn
+            allowed += math.sqrt(4 / max(math.prod(mine.shape), 1))  # one element may always change
         low, high = sorted((mine.excess, its.excess))
         if high > 1 >= low:
             reason = f"the op's own error is {high:.2g} times what rounding allows, in one run alone"

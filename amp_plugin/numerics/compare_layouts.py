@@ -1,12 +1,12 @@
-"""A run of one process against a run that does the same on several ranks, or in micro-batches.
+"""Compare a run of one process with a run on several ranks, or in micro-batches, that does the same.
 
-1. Which results of the two runs belong together: layout_matches.py
-2. Whether rounding explains how far they are apart: layout_rounding.py
-3. What explains the first one that rounding does not: layout_causes.py
+1. layout_matches.py finds the results of the two runs that belong together.
+2. layout_rounding.py decides whether rounding explains their difference.
+3. layout_causes.py explains the first difference that rounding does not.
 
-What a rank computes on its way need not be a part of what the one process has. An embedding whose rows are
-shared out looks up other rows, too, and masks them afterwards. So a result counts as wrong only if it arrives
-in another one that is wrong, or if it arrives nowhere.
+Intermediate results of a rank need not be a part of what the one process has. For example, an embedding with
+sharded rows also looks up other rows and masks them afterwards. So a result counts as wrong only if a wrong
+result is computed from it, or if no shared result is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from amp_plugin.numerics.layouts import Layout, Piece
 from amp_plugin.numerics.module_names import ModuleNames
 from amp_plugin.numerics.recorded import Compared, Difference, Run
 
-_KERNEL_ERROR = 2.0  # times what rounding allows
+_KERNEL_ERROR = 2.0  # times the error that rounding allows
 
 _EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
@@ -29,13 +29,13 @@ def compare_layouts(whole: Run, runs: Mapping[int, Run], names: ModuleNames) -> 
     """Compare a run of one process with one of several ranks or micro-batches.
 
     Args:
-        whole: the run of one process.
-        runs: those of all ranks.
-        names: turn module names of the ranks into those of the one process.
+        whole: The run of one process.
+        runs: The runs of all ranks.
+        names: Converts the ranks' module names into those of the one process.
 
     Returns:
         The results that differ by more than rounding, in the order of the one process. The first one is
-        explained.
+            explained.
     """
     matches = Matches(whole, runs, names)
     judged = verdicts(matches)
@@ -63,11 +63,11 @@ def compare_layouts(whole: Run, runs: Mapping[int, Run], names: ModuleNames) -> 
 
 
 def _arrival(matches: Matches, judged: Mapping[int, Verdict]) -> Callable[[Match], bool]:
-    """Return a function that says whether a result arrives in one that is wrong, or nowhere."""
+    """Return a function that says whether a wrong shared result is computed from a result, or none at all."""
     readers = _readers(matches.runs)
 
     def next_shared(rank: int, number: int) -> Iterator[int]:
-        """Yield the next results of the same pass that the one process has, too."""
+        """Yield the next results of the same pass that the one process also has."""
         seen, left = {number}, [number]
         records = matches.runs[rank].records
         while left:
@@ -99,7 +99,7 @@ def _readers(runs: Mapping[int, Run]) -> dict[tuple[int, int], list[int]]:
 
 
 def _begun(matches: Matches, names: ModuleNames) -> Iterator[Difference]:
-    """Yield the weights with which the two runs do not begin alike."""
+    """Yield the weights that are different at the start of the two runs."""
     for name, weight in matches.whole.weights.items():
         weights = {
             matches.mesh.place(rank): run.weights[other]

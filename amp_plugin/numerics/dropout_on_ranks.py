@@ -1,8 +1,8 @@
-"""Dropout on several ranks: the same where they hold the same tensor, another one where they hold shards.
+"""Check dropout on several ranks. It must be the same on replicas, and must differ on shards.
 
 for each product of a tensor and of random numbers that keep or drop its elements:
-    two ranks have the same tensor: their random numbers must be the same
-    they have different tensors: their random numbers must differ
+    if two ranks have the same tensor, their random numbers must be the same
+    if they have different tensors, their random numbers must differ
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from amp_plugin.numerics.values import Fingerprint
 
 
 def wrong_dropouts(runs: Mapping[int, Run]) -> list[Difference]:
-    """Return where dropout is the same on ranks with other inputs, or differs on ranks with the same input.
+    """Return the places at which dropout is wrong: the same on shards, or different on replicas.
 
     Args:
-        runs: of all ranks.
+        runs: The runs of all ranks.
     """
     mesh = ProcessMesh(runs)
     if not mesh.axes:
@@ -36,7 +36,8 @@ def wrong_dropouts(runs: Mapping[int, Run]) -> list[Difference]:
     return judged
 
 
-_Dropout = tuple[OpRecord, Fingerprint, Fingerprint]  # its product, what is dropped from, and the noise
+# the product, the tensor that elements are dropped from, and the random numbers
+_Dropout = tuple[OpRecord, Fingerprint, Fingerprint]
 
 
 def _dropouts(run: Run) -> Iterator[_Dropout]:

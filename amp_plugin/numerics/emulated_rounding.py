@@ -1,8 +1,8 @@
-"""Emulate roundings that another implementation of a program may have, while the program runs.
+"""Emulate the rounding of another implementation of a program while the program runs.
 
 ``EmulatedRounding`` rounds results or operands of chosen ops once more. ``attention_in_steps`` computes
-torch's fused attention in steps, with the roundings that fused kernels differ in. Both change numbers, not
-dtypes, so a program runs with them as it is.
+torch's fused attention in steps, with the roundings in which fused kernels differ. Both change numbers but no
+dtypes, so the program runs without changes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _FP8: Final = torch.float8_e4m3fn
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpPlace:
-    """A place where numbers can be rounded: the results of an op on a line of a program, or its operands.
+    """A place where numbers can be rounded: the results or the operands of an op on a line of a program.
 
     Attributes:
-        op: the name of the op without namespace and overload, ``"mul"``.
-        module: the class of the module that calls it; empty outside of modules.
-        line: the line that calls it; None if it is not known.
-        is_operand: whether the operands are meant, and not the results.
+        op: The name of the op without namespace and overload, ``"mul"``.
+        module: The class of the module that calls it; empty outside of modules.
+        line: The line that calls it; None if unknown.
+        is_operand: True means the operands, False the results.
     """
 
     op: str
@@ -67,19 +67,19 @@ class EmulatedRounding(Region):  # type: ignore[no-untyped-call]
     """A region in which numbers are rounded once more at chosen places. It runs forward passes only.
 
     Args:
-        dtype: the narrower dtype. Only results that are wider than it are rounded.
-        places: where to round. Without any, nothing is changed, and the places are found.
+        dtype: The narrower dtype. Only results that are wider than it are rounded.
+        places: Where to round. If there are none, nothing is changed, and the places are found.
 
     Attributes:
-        found: the places of all results that are wider than ``dtype`` -> the shape of the first one, in the
-            order in which they first ran. If places are chosen, those of their ops only.
-        product: the module that called the last matrix product of the forward pass; None if there is none.
-        last: the place of that product; None if its result is not wider than ``dtype``.
+        found: The places of all results that are wider than ``dtype`` -> the shape of the first one, in the
+            order in which they first ran. If places are chosen, only those of their ops.
+        product: The module that called the last matrix product of the forward pass; None if there is none.
+        last: The place of that product; None if its result is not wider than ``dtype``.
     """
 
     def __init__(self, dtype: torch.dtype, places: Iterable[OpPlace] = ()) -> None:
         self._dtype = dtype
-        # The chosen places by op. To find out the line of an op takes time, so other ops are passed over.
+        # The chosen places by op. Finding the line of an op takes time, so other ops are skipped.
         self._chosen: dict[str, set[OpPlace]] = {}
         for place in places:
             self._chosen.setdefault(place.op, set()).add(place)
@@ -89,7 +89,7 @@ class EmulatedRounding(Region):  # type: ignore[no-untyped-call]
         super().__init__(Tracker(), self)
 
     def after(self, call: Call, output: Any) -> None:
-        """Note the place of a result, and round the result if it is chosen."""
+        """Record the place of a result, and round the result if it is chosen."""
         traits = call.traits
         if call.is_backward or traits.is_view or traits.is_collective or traits.is_unwritten:
             return
@@ -125,7 +125,7 @@ class EmulatedRounding(Region):  # type: ignore[no-untyped-call]
                 result.copy_(self._rounded(value) if is_rounded else value)
 
     def _rounded(self, tensor: Tensor) -> Tensor:
-        """Return a tensor's values rounded, in its own dtype."""
+        """Return a tensor with its values rounded, in its own dtype."""
         if not tensor.is_floating_point() or tensor.itemsize <= self._dtype.itemsize:
             return tensor
         return tensor.to(self._dtype).to(tensor.dtype)
@@ -140,11 +140,11 @@ ATTENTION: Final = {
 
 
 class AttentionInSteps(TorchFunctionMode):
-    """A block in which ``scaled_dot_product_attention`` runs in steps, with roundings of one's choice.
+    """A block in which ``scaled_dot_product_attention`` runs in steps, with chosen roundings.
 
     Args:
-        dtype: the dtype that numbers are rounded to.
-        roundings: names of ``ATTENTION``.
+        dtype: The dtype that numbers are rounded to.
+        roundings: Names from ``ATTENTION``.
     """
 
     def __init__(self, dtype: torch.dtype, roundings: Iterable[str] = ()) -> None:
@@ -154,7 +154,7 @@ class AttentionInSteps(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a function; an attention in steps."""
+        """Run a function. An attention runs in steps."""
         if func is scaled_dot_product_attention:
             return self._attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -173,10 +173,11 @@ def attention_in_steps(
     rounded_to: torch.dtype,
     roundings: frozenset[str],
 ) -> Tensor:
-    """Return what ``scaled_dot_product_attention`` returns, with roundings of ``ATTENTION``.
+    """Return the result of ``scaled_dot_product_attention``, with roundings from ``ATTENTION``.
 
-    Operands are cast as autocast would. The rest is what fused kernels do: scores are computed in float32.
-    Their exponentials are cast for the second product, and its result is divided by their sum.
+    Operands are cast as autocast would cast them. The rest is what fused kernels do: scores are computed in
+    float32, their exponentials are cast for the second product, and the result of that is divided by their
+    sum.
     """
     device = query.device.type
     is_cast = torch.is_autocast_enabled(device)
@@ -206,7 +207,7 @@ def attention_in_steps(
 
 
 def _mask(scores: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor:
-    """Return where a query reads a key, as a boolean tensor."""
+    """Return a boolean tensor that says which keys a query reads."""
     everywhere = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
     if is_causal:
         everywhere = everywhere.tril()

@@ -1,8 +1,8 @@
-"""What explains a result that is wrong on several ranks: a sum that is missing, one too many, an order.
+"""Explain a wrong result on several ranks: a missing sum, one sum too many, or a wrong order.
 
-A cause is sought in the numbers first: a factor, a sum or an order that makes the result right. If there is
-none, the dimensions of the mesh come into question along which inputs differ, or along which anything was
-exchanged before.
+A cause is first searched in the numbers: a factor, a sum or an order that would make the result right. If
+there is none, the explanation names the mesh dimensions that may be responsible: those along which inputs
+differ, or along which anything was exchanged before.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from amp_plugin.numerics.parts import Axis, Part
 from amp_plugin.numerics.process_mesh import ProcessMesh
 from amp_plugin.numerics.recorded import Difference, OpRecord
 
-_UNKNOWN = Part(shape=(), sums={})  # of an input whose fingerprint is all that is known
+_UNKNOWN = Part(shape=(), sums={})  # the part of an input of which only the fingerprint is known
 _GROWTH = 3.0  # an op may enlarge the difference of its inputs by this factor
 
 
 class Cause(NamedTuple):
-    """What explains a difference, and along which dimensions of the mesh.
+    """The explanation of a difference, and the mesh dimensions that it concerns.
 
     Attributes:
-        text: the explanation; empty if there is none.
-        axes: dimensions of the mesh along which the difference may arise.
-        is_known: whether it is explained; else ``axes`` are all that come into question.
-        is_coarse: whether an exchange in a coarse dtype explains it.
+        text: The explanation; empty if there is none.
+        axes: The mesh dimensions along which the difference may arise.
+        is_known: Whether the difference is explained. Otherwise ``axes`` are all dimensions that are
+            possible.
+        is_coarse: Whether an exchange in a coarse dtype explains it.
     """
 
     text: str
@@ -39,7 +40,7 @@ class Cause(NamedTuple):
     is_coarse: bool = False
 
     def within(self, clues: Iterable[Collection[Axis]]) -> Cause:
-        """Return the cause with those dimensions alone that the first clue which has some of them names."""
+        """Return the cause limited to the dimensions of one clue: the first clue that shares some with it."""
         for clue in clues:
             axes = tuple(axis for axis in self.axes if axis in clue)
             if axes:
@@ -48,13 +49,13 @@ class Cause(NamedTuple):
 
 
 def cause_in_gradient(layout: Layout, best: Combined, allowed: float, coarsest: float = 0.0) -> Cause:
-    """Return what explains a gradient or a weight that is wrong.
+    """Return the explanation of a wrong gradient or weight.
 
     Args:
-        layout: the gradient on all ranks.
-        best: the way to put it together.
-        allowed: the difference that rounding explains, relative.
-        coarsest: the eps of the dtype in which it was exchanged, if that is coarser than its own; else 0.
+        layout: The gradient on all ranks.
+        best: The best way to combine it.
+        allowed: The relative difference that rounding explains.
+        coarsest: The eps of the dtype in which it was exchanged, if that is coarser than its own; else 0.
     """
     for size, axes in _sizes(layout.axes):
         for factor, word in ((1 / size, "large"), (size, "small")):
@@ -86,7 +87,7 @@ def _times(size: int, word: str, axes: tuple[Axis, ...]) -> Cause:
 
 
 def _missing_sum(layout: Layout, best: Combined, allowed: float) -> Cause | None:
-    """Return which sum or mean over ranks is missing, if one is."""
+    """Return the sum or mean over ranks that is missing, if one is."""
     for axes in _other_subsets(layout.axes, best.added):
         added = tuple(axis for axis in layout.axes if axis in best.added or axis in axes)
         size = math.prod(axis.size for axis in axes)
@@ -107,7 +108,7 @@ def _other_subsets(axes: tuple[Axis, ...], added: tuple[Axis, ...]) -> Iterator[
 
 
 def _sizes(axes: tuple[Axis, ...]) -> Iterator[tuple[int, tuple[Axis, ...]]]:
-    """Yield products of sizes of dimensions, each with those that it may belong to."""
+    """Yield products of dimension sizes, each with the dimensions that it may belong to."""
     found: dict[int, list[Axis]] = {}
     for subset in _other_subsets(tuple(axis for axis in axes if axis.size > 1), ()):
         size = math.prod(axis.size for axis in subset)
@@ -117,7 +118,7 @@ def _sizes(axes: tuple[Axis, ...]) -> Iterator[tuple[int, tuple[Axis, ...]]]:
 
 
 def cause_in_result(layout: Layout, best: Combined, allowed: float) -> Cause | None:
-    """Return what explains a result that is wrong; None if nothing does."""
+    """Return the explanation of a wrong result, or None if there is none."""
     differing = layout.differing_axes(allowed) or layout.axes
     for dim in range(len(layout.whole.part.shape)):
         dims = tuple(sorted({*layout.cut, dim}))
@@ -164,7 +165,7 @@ def explained(
 
 
 def wrong_ranks(layout: Layout, best: Combined, allowed: float, mesh: ProcessMesh) -> tuple[int, ...]:
-    """Return the ranks whose replicas are not right; all ranks if the pieces are added."""
+    """Return the ranks whose replicas are wrong, or all ranks if the pieces are added."""
     number = len(mesh.axes)
     wrong = {place for place, apart in best.unlike.items() if apart > allowed * best.condition}
     places = wrong if not best.added and wrong else set(layout.pieces)
@@ -174,12 +175,12 @@ def wrong_ranks(layout: Layout, best: Combined, allowed: float, mesh: ProcessMes
 def _exchanged_since_right(
     results: Iterable[tuple[int, int]], matches: Matches, verdicts: Mapping[int, Verdict]
 ) -> list[tuple[OpRecord, tuple[int, ...]]]:
-    """Return by which collectives results came since they were last right, and between which ranks.
+    """Return the collectives that results went through since they were last right, with the ranks of each.
 
     Args:
-        results: rank and number of each.
-        matches: the results that the runs share.
-        verdicts: what was found of them.
+        results: Rank and number of each result.
+        matches: The results that the runs share.
+        verdicts: The verdicts on them.
     """
     exchanges = []
     seen, left = set[tuple[int, int]](), list(results)
@@ -198,7 +199,7 @@ def _exchanged_since_right(
 
 
 def _cause_in_inputs(match: Match, matches: Matches, verdicts: Mapping[int, Verdict]) -> Cause | None:
-    """Return what is wrong with an input that all ranks should have alike; None if nothing is known."""
+    """Explain an input that is wrong although all ranks should have the same. None if nothing is known."""
     limit = verdicts[match.number].usual
     for index, read in enumerate(match.mine.reads):
         inputs = _inputs_of(match, matches, index)
@@ -228,7 +229,7 @@ def _inputs_of(match: Match, matches: Matches, index: int) -> dict[tuple[int, ..
 
 
 def _unknown_cause(match: Match, matches: Matches, verdicts: Mapping[int, Verdict]) -> Cause:
-    """Return the dimensions of the mesh that come into question; the first clue that there is counts."""
+    """Return the mesh dimensions that may be responsible. The first clue that exists counts."""
     axes = match.layout.differing_axes(verdicts[match.number].allowed) or match.layout.axes
     clues = [
         _partial_inputs(match, matches, verdicts),
@@ -239,11 +240,11 @@ def _unknown_cause(match: Match, matches: Matches, verdicts: Mapping[int, Verdic
 
 
 def _partial_inputs(match: Match, matches: Matches, verdicts: Mapping[int, Verdict]) -> tuple[Axis, ...]:
-    """Return the dimensions over which inputs are partial sums, though the op is not linear in them."""
+    """Return the dimensions over which inputs are partial sums, if the op is not linear in them."""
     found: set[Axis] = set()
     for rank, number in match.pieces.values():
         record = matches.runs[rank].records[number]
-        # A quotient may be a partial sum of what is divided.
+        # The dividend of a division may be a partial sum.
         for read in record.reads[-1:] if record.base == "div" else record.reads:
             made_by = matches.theirs.get((rank, read.made_by))
             if made_by is not None and not matches.by_number[made_by].layout.cut:
@@ -252,7 +253,7 @@ def _partial_inputs(match: Match, matches: Matches, verdicts: Mapping[int, Verdi
 
 
 def _newly_differing(match: Match, matches: Matches) -> tuple[Axis, ...]:
-    """Return the dimensions along which an input differs that was the same in the step before."""
+    """Return the dimensions along which an input differs now, but did not in the previous step."""
     step, direction, module, op = match.place
     before = matches.at.get(((step - 1, direction, module, op), match.nth))
     if before is None:
@@ -262,7 +263,7 @@ def _newly_differing(match: Match, matches: Matches) -> tuple[Axis, ...]:
 
 
 def _differing_inputs(match: Match, matches: Matches) -> list[set[Axis]]:
-    """Return along which dimensions each input differs."""
+    """Return, for each input, the dimensions along which it differs."""
     found: list[set[Axis]] = []
     while (inputs := _inputs_of(match, matches, len(found))) is not None:
         layout = Layout(whole=next(iter(inputs.values())), pieces=inputs, axes=match.layout.axes)
@@ -271,7 +272,7 @@ def _differing_inputs(match: Match, matches: Matches) -> list[set[Axis]]:
 
 
 def _exchanged_before(match: Match, matches: Matches) -> tuple[Axis, ...]:
-    """Return the dimensions over which anything was exchanged before a result."""
+    """Return the dimensions over which anything was exchanged before the result."""
     groups = {
         matches.runs[rank].parts[earlier].group
         for rank, number in match.pieces.values()
@@ -281,7 +282,7 @@ def _exchanged_before(match: Match, matches: Matches) -> tuple[Axis, ...]:
 
 
 def _made_alone(match: Match, matches: Matches) -> str:
-    """Return the op of the ranks alone that made an input, in words; empty if there is none."""
+    """Describe the op that made an input and that only the ranks have. Empty if there is none."""
     for rank, number in match.pieces.values():
         records = matches.runs[rank].records
         for read in records[number].reads:

@@ -1,9 +1,9 @@
-"""Which results of one process, and of several ranks or micro-batches, belong together.
+"""Find the results of one process and of several ranks, or micro-batches, that belong together.
 
-for each step, direction, module and op: the results of the one process, and those of each rank, in order
-    as many on each rank as on the one process: they belong together
-    so many times as many as there are micro-batches: each rank takes its batch in micro-batches
-    else leave out results whose shape cannot be a part of the other side's, and count once more
+for each step, direction, module and op: take the results of the one process, and those of each rank, in order
+    if each rank has as many as the one process, they belong together
+    if it has as many for each micro-batch, each rank runs its batch in micro-batches
+    else leave out results whose shape cannot be a part of the other side's, and count again
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Match(NamedTuple):
     """A result of one process, and the results of the ranks that belong to it.
 
     Attributes:
-        number: of the record of the one process.
-        place: step, direction, module and op.
-        nth: the number of the result among those of the place.
-        pieces: by their coordinates on the mesh: rank, and number of the record there.
-        mine: the record of the one process.
-        theirs: the records of the ranks.
-        layout: the result, and what the ranks hold of it.
-        is_gradient: whether it is a gradient as the optimizer finds it.
+        number: The number of the record in the one process.
+        place: Step, direction, module and op.
+        nth: The number of the result among those of its place.
+        pieces: Rank and record number, by the coordinates on the mesh.
+        mine: The record of the one process.
+        theirs: The records of the ranks.
+        layout: The result, and the ranks' pieces of it.
+        is_gradient: Whether it is a gradient in the form that the optimizer gets.
     """
 
     number: int
@@ -50,15 +50,15 @@ class Matches:
     """The results that a run of one process shares with the runs of all ranks.
 
     Args:
-        whole: the run of one process.
-        runs: those of all ranks.
-        names: turn module names of the ranks into those of the one process.
+        whole: The run of one process.
+        runs: The runs of all ranks.
+        names: Converts the ranks' module names into those of the one process.
 
     Attributes:
-        whole, runs: the same.
-        mesh: the ranks as a mesh.
-        micro_batches: how many micro-batches of each rank make one batch of the one process.
-        all: the results that belong together, in the order of the one process.
+        whole, runs: The arguments.
+        mesh: The ranks as a mesh.
+        micro_batches: The number of micro-batches of each rank that make one batch of the one process.
+        all: The results that belong together, in the order of the one process.
     """
 
     def __init__(self, whole: Run, runs: Mapping[int, Run], names: ModuleNames) -> None:
@@ -76,12 +76,12 @@ class Matches:
         self.all = sorted(found, key=lambda match: match.number)
 
     def axes(self, repeats: int) -> tuple[Axis, ...]:
-        """Return the dimensions of the mesh, with so many micro-batches."""
+        """Return the dimensions of the mesh, including that of this many micro-batches."""
         return (*self.mesh.axes, *([Axis(MICRO_BATCHES, repeats)] if repeats > 1 else []))
 
     @cached_property
     def at(self) -> dict[tuple[Place, int], Match]:
-        """The results by their place, and their number there."""
+        """The results by their place, and their number at that place."""
         return {(match.place, match.nth): match for match in self.all}
 
     @cached_property
@@ -113,7 +113,7 @@ class Matches:
                 }
                 match = self._match(number, place, nth, pieces, self.axes(repeats))
                 part = self.whole.parts[number]
-                is_constant = part.is_made and not part.is_random  # such as the places of a shard
+                is_constant = part.is_made and not part.is_random  # such as the positions of a shard
                 if not is_constant and match.layout.is_comparable:
                     yield match
             return
@@ -142,7 +142,7 @@ class Matches:
     def _alike(
         self, mine: Sequence[int], theirs: Mapping[int, Sequence[int]], repeats: int
     ) -> tuple[Sequence[int], Mapping[int, Sequence[int]]] | None:
-        """Return results of which each rank has as many as it must; if need be, leave out other shapes."""
+        """Return results of which each rank has the right count. If necessary, leave out other shapes."""
 
         def counts_agree(mine: Sequence[int], theirs: Mapping[int, Sequence[int]]) -> bool:
             return bool(mine and theirs) and all(
@@ -177,7 +177,7 @@ def _by_place(run: Run, names: ModuleNames) -> dict[Place, list[int]]:
 def _micro_batches(
     mine: Mapping[Place, Sequence[int]], theirs: Mapping[int, Mapping[Place, Sequence[int]]]
 ) -> int:
-    """Return by how many times most forward ops of modules run more often on a rank."""
+    """Return how many times more often most forward ops of modules run on a rank."""
     ratios: Counter[int] = Counter()
     for place, numbers in mine.items():
         if place[1] == "forward" and place[2]:

@@ -1,23 +1,25 @@
-"""Whether rounding explains how far the results of two layouts are apart.
+"""Decide whether rounding explains the difference between the results of two layouts.
 
-A recording holds two things of each result: what it would be without rounding, and how far rounding has moved
-it. The former is compared. Between two healthy runs it differs only by rounding that it has taken up: results
-that came from other ranks, and results of ops that did not run in float64, are taken as they are. That is a
-part of all rounding, and both runs round about as much. An op may enlarge small differences of its inputs. It
-did the same with the rounding that was measured, so no limit depends on the op (but for steps by sign)::
+A recording has two facts about each result: its value without rounding, and how far rounding has moved it.
+The values without rounding are compared. Between two healthy runs they differ only by rounding that they
+contain nevertheless: results from other ranks, and results of ops that did not run in float64, are taken as
+they are. That is a part of all rounding, and both runs round about as much. An op may amplify small
+differences of its inputs. It amplified the measured rounding in the same way, so no limit depends on the op
+(except for steps by sign)::
 
     for each result of the one process, and those of all ranks that belong to it:
-        put the ranks' pieces together in the ways that their shapes allow: shards, partial sums, replicas
+        combine the ranks' pieces in the ways that their shapes allow: shards, partial sums, replicas
         apart   = difference of the best way
         usual   = 4 * rounding of the result in both runs + 2 * eps of the coarsest dtype
         allowed = usual + 4 * apart of the inputs
-        apart is more than allowed in every way: the layouts differ here
+        if apart is more than allowed in every way, the layouts differ here
 
-Gradients, as the optimizer finds them, have one right way: shards add up, and everything else is the same on
-all ranks. What the ranks exchange must not round more than the passes of the one process do, so of gradients
-the rounding in the one process counts alone.
+Gradients in the form that the optimizer gets have only one right way: shards add up, and everything else is
+equal on all ranks. The ranks' exchange must not round more than the one process does. So for gradients only
+the rounding in the one process counts.
 
-A result that reads other random numbers in the two runs says nothing, and neither does what follows from it.
+If a result depends on different random numbers in the two runs, nothing can be said about it, nor about
+results that follow from it.
 """
 
 from __future__ import annotations
@@ -33,19 +35,19 @@ from amp_plugin.numerics.recorded import OpRecord, Run
 
 _GROWTH = 4.0
 _GOES_BY_SIGNS = re.compile("addcdiv|_fused_adam")
-_EXCHANGED = 4  # times eps: rounding of what ranks exchange, perhaps more than once
-_ONE = -1  # stands for the one process where others are ranks
+_EXCHANGED = 4  # times eps: the rounding of data that ranks exchange, perhaps more than once
+_ONE = -1  # stands for the one process, in place of a rank
 
 
 class Verdict(NamedTuple):
-    """What the comparison of one result has found.
+    """The verdict on one result.
 
     Attributes:
-        best: the way to put the pieces together.
-        usual: the difference that rounding explains if the inputs are equal, relative.
-        allowed: the difference that rounding explains, relative, for the inputs as they are.
-        is_rounding: whether rounding explains the difference.
-        is_random: whether it follows from other random numbers, and says nothing.
+        best: The best way to combine the pieces.
+        usual: The relative difference that rounding explains if the inputs are equal.
+        allowed: The relative difference that rounding explains for the actual inputs.
+        is_rounding: Whether rounding explains the difference.
+        is_random: Whether the result depends on different random numbers, so that nothing can be said.
     """
 
     best: Combined
@@ -56,23 +58,25 @@ class Verdict(NamedTuple):
 
     @property
     def is_equal(self) -> bool:
-        """Whether the result is as near as if all its inputs were equal."""
+        """Whether the result is as close as if all its inputs were equal."""
         return self.best.relative <= self.usual * self.best.condition
 
 
 def verdicts(matches: Matches) -> dict[int, Verdict]:
-    """Return what is found of each result that the two runs share, by the number of the one process."""
+    """Return the verdicts on the results that the two runs share, by their numbers in the one process."""
     judge = _Judge(matches)
     return {match.number: judge.judged(match) for match in matches.all}
 
 
 class _Judge:
-    """Judges the results in the order of the one process, and keeps how far each one is apart."""
+    """Judges the results in the order of the one process, and keeps the difference of each."""
 
     def __init__(self, matches: Matches) -> None:
         self._runs: dict[int, Run] = {**matches.runs, _ONE: matches.whole}
-        self._apart: dict[tuple[int, int], float] = {}  # by rank and number; inf if it says nothing
-        self._swept: dict[int, list[float]] = {}  # by rank: the same of results that it alone has
+        # differences by rank and number; inf if nothing can be said
+        self._apart: dict[tuple[int, int], float] = {}
+        # by rank: the differences of results that only this rank has
+        self._swept: dict[int, list[float]] = {}
         self._follows_random = False
         self._numbers_of_norms: set[int] = set()  # of the one process: norms of what the ranks share out
 
@@ -82,7 +86,7 @@ class _Judge:
         follows_random = math.isinf(inputs)
         allowed = usual if follows_random else usual + _GROWTH * inputs + _of_signs(match.mine, inputs)
         if inputs and match.mine.held.is_discrete:
-            allowed += math.sqrt(4 / max(math.prod(match.mine.shape), 1))  # one element may always turn
+            allowed += math.sqrt(4 / max(math.prod(match.mine.shape), 1))  # one element may always change
         best = self._best(match, usual, allowed)
         is_rounding = best.relative <= allowed * best.condition
         is_random = not is_rounding and (follows_random or match.layout.whole.part.is_random)
@@ -102,7 +106,7 @@ class _Judge:
         return _GROWTH * rounding + slack
 
     def _inputs(self, match: Match) -> float:
-        """Return how far the inputs are apart."""
+        """Return the difference of the inputs."""
         if match.is_gradient:
             if self._follows_random:
                 return math.inf
@@ -116,7 +120,7 @@ class _Judge:
         return max((self._apart_of(rank, read.made_by) for read in reads), default=0.0)
 
     def _apart_of(self, rank: int, number: int) -> float:
-        """Return how far a result is apart; of one that this run alone has, how far its inputs are."""
+        """Return the difference of a result. If only this run has the result, return that of its inputs."""
         if (rank, number) in self._apart:
             return self._apart[rank, number]
         run, swept = self._runs[rank], self._swept.setdefault(rank, [])
@@ -130,7 +134,7 @@ class _Judge:
         return swept[number] if number >= 0 else 0.0
 
     def _best(self, match: Match, usual: float, allowed: float) -> Combined:
-        """Return the plainest way to combine the pieces that is as near as usual, else the nearest."""
+        """Return the simplest way to combine the pieces that is as close as usual, else the closest way."""
         layout = match.layout
         if match.is_gradient:
             ways = list(layout.strict_ways())
@@ -143,7 +147,7 @@ class _Judge:
         return next(near, None) or min(ways, key=lambda way: way.relative)
 
     def _norms(self, match: Match) -> Iterator[Combined]:
-        """Yield norms and extremes of what the ranks share out: each rank has that of its part."""
+        """Yield norms and extremes of tensors that the ranks share. Each rank has that of its part."""
         record, layout = match.mine, match.layout
         follows = any(read.made_by in self._numbers_of_norms for read in record.reads)
         if "norm" in record.op or follows:
@@ -157,15 +161,15 @@ class _Judge:
 
 
 def _of_signs(record: OpRecord, inputs: float) -> float:
-    """Return what rounding may change of an optimizer step that goes by the signs of its gradients.
+    """Return the change by rounding of an optimizer step that uses the signs of its gradients.
 
-    Adam and its like divide each element of a gradient by its own size. An element that is smaller than the
-    rounding of the gradient may have another sign in the other run, and its step is then another one by twice
-    its size. If a share of about ``inputs`` of the elements is so small, the whole step differs by twice the
+    Adam and similar optimizers divide each element of a gradient by its own size. An element that is smaller
+    than the gradient's rounding may have another sign in the other run. Then its step differs by twice its
+    size. If a share of about ``inputs`` of the elements is that small, the whole step differs by twice the
     square root of that share.
     """
     if not _GOES_BY_SIGNS.search(record.op) or not record.held.norm or math.isinf(inputs):
         return 0.0
-    # Of the inputs, the weight before the step is nearest to the weight after it.
+    # Among the inputs, the weight before the step is closest to the weight after it.
     step = min(math.dist(read.sketch, record.held.sketch) for read in record.reads)
     return _GROWTH * 2 * math.sqrt(inputs) * step / record.held.norm

@@ -1,8 +1,8 @@
-"""How the parts that several ranks hold make up the tensor that one process holds.
+"""How the pieces on several ranks combine to the tensor that one process has.
 
-The ranks stand on a mesh. Along each of its dimensions the parts either add up (shards of the tensor, or
-partial sums) or are the same (replicas). Shapes tell whether a tensor is cut, and the numbers tell the rest.
-Micro-batches, which one rank runs after each other, are a dimension of the mesh, too.
+The ranks form a mesh. Along each dimension of the mesh, the pieces either add up (shards of the tensor, or
+partial sums) or are equal (replicas). Shapes show whether a tensor is split, and the numbers show the rest.
+If a rank runs several micro-batches one after another, these are a dimension of the mesh, too.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ class Piece(NamedTuple):
 
 
 class Combined(NamedTuple):
-    """One way to put pieces together, and how far the result is from the tensor of one process.
+    """One way to combine pieces, and the difference of the result from the tensor of one process.
 
     Attributes:
-        relative: the difference, relative to the tensor.
-        added: the dimensions of the mesh along which pieces are added; along the others they are the same.
-        scale: by which the sum is multiplied.
-        condition: by how much the pieces are larger than what they add up to: their rounding counts so much.
-        unlike: where replicas stand that differ from the tensor most; all coordinates if pieces are added.
+        relative: The difference, relative to the tensor.
+        added: The dimensions of the mesh along which pieces are added. Along the others they are equal.
+        scale: The factor that the sum is multiplied by.
+        condition: How much larger the pieces are than their sum. Their rounding counts this much more.
+        unlike: The coordinates of the replicas that differ most from the tensor. If pieces are added, all
+            coordinates.
     """
 
     relative: float
@@ -47,18 +48,18 @@ class Combined(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the pieces are replicas as they are."""
+        """Whether the pieces are replicas without any change."""
         return not self.added and self.scale == 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A tensor of one process, and the pieces of it that the ranks hold.
+    """A tensor of one process, and the ranks' pieces of it.
 
     Attributes:
-        whole: the tensor of one process.
-        pieces: by their coordinates on the mesh. Ranks without an element have none.
-        axes: the dimensions of the mesh.
+        whole: The tensor of one process.
+        pieces: The pieces by their coordinates on the mesh. Ranks without any element have none.
+        axes: The dimensions of the mesh.
     """
 
     whole: Piece
@@ -67,14 +68,14 @@ class Layout:
 
     @property
     def cut(self) -> Dims:
-        """The dimensions of the tensor of which some rank has a part only."""
+        """The dimensions of the tensor along which some rank has only a part."""
         shape = self.whole.part.shape
         shapes = [piece.part.shape for piece in self.pieces.values()]
         return tuple(dim for dim, size in enumerate(shape) if any(other[dim] != size for other in shapes))
 
     @property
     def is_comparable(self) -> bool:
-        """Whether the pieces may be parts of the tensor, and enough is known of them."""
+        """Whether the pieces can be parts of the tensor, and enough is known about them."""
         shape = self.whole.part.shape
         for piece in self.pieces.values():
             other = piece.part.shape
@@ -89,17 +90,17 @@ class Layout:
 
     @property
     def is_located(self) -> bool:
-        """Whether DTensors tell where the pieces lie."""
+        """Whether DTensors give the positions of the pieces."""
         shape = self.whole.part.shape
         return all(piece.part.whole_shape == shape and piece.part.whole for piece in self.pieces.values())
 
     def ways(self, *, are_means: bool = False, are_backward: bool = False) -> Iterator[Combined]:
-        """Yield the ways to put the pieces together that their shapes allow, the plainest first.
+        """Yield the ways to combine the pieces that their shapes allow, the simplest first.
 
         Args:
-            are_means: the pieces may be means of a rank's part of the batch, so that their mean is due.
-            are_backward: they may be gradients of a mean of a rank's part. Each is larger than that of the
-                mean of the whole batch, replicas too.
+            are_means: The pieces may be means over a rank's part of the batch. Then their mean is needed.
+            are_backward: The pieces may be gradients of a mean over a rank's part of the batch. Each is
+                larger than the gradient of the mean over the whole batch, also for replicas.
         """
         cut = self.cut
         for added in _subsets(self.axes):
@@ -109,7 +110,7 @@ class Layout:
                 yield self.combined(added, scale, cut)
 
     def strict_ways(self) -> Iterator[Combined]:
-        """Yield the ways for a gradient or a weight: its shards add up, and all else must be the same."""
+        """Yield the ways for a gradient or a weight: its shards add up, and everything else must be equal."""
         if self.is_located:
             names = next(iter(self.pieces.values())).part.added
             added = tuple(axis for axis in self.axes if axis.name in names)
@@ -121,18 +122,18 @@ class Layout:
                 yield self.combined(added, 1.0, cut)
 
     def _parts_in(self, cut: Dims) -> int:
-        """Return into how many parts the tensor is cut."""
+        """Return the number of parts into which the tensor is split."""
         whole = self.whole.part.shape
         largest = [max(piece.part.shape[dim] for piece in self.pieces.values()) for dim in cut]
         return math.prod(-(-whole[dim] // size) for dim, size in zip(cut, largest, strict=True))
 
     def located(self, added: tuple[Axis, ...], factor: float = 1.0) -> Combined:
-        """Combine pieces by their places in the whole tensor, and multiply the result by a factor."""
+        """Combine pieces by their positions in the whole tensor, and multiply the result by a factor."""
         scale = factor / next(iter(self.pieces.values())).part.divided
         return self._sum(added, scale, lambda piece: piece.part.whole, self.whole.held.sketch)
 
     def combined(self, added: tuple[Axis, ...], scale: float, cut: Dims) -> Combined:
-        """Combine pieces of a tensor that is cut along some dimensions, in whatever order."""
+        """Combine pieces of a tensor that is split along some dimensions, in any order."""
         if not cut:
             if not added and scale == 1:
                 return self._same()
@@ -175,7 +176,7 @@ class Layout:
     def _groups(
         self, added: tuple[Axis, ...], vector_of: Callable[[Piece], Sequence[float]]
     ) -> dict[Coordinates, list[float]]:
-        """Add vectors along some dimensions of the mesh; keys have 0 there."""
+        """Add vectors along some dimensions of the mesh. Their coordinate in the keys is then 0."""
         keeps = [axis not in added for axis in self.axes]
         totals: dict[Coordinates, list[float]] = {}
         for place, piece in self.pieces.items():
@@ -186,7 +187,7 @@ class Layout:
         return totals
 
     def reduced(self, reduce: Callable[[Sequence[float]], float]) -> Combined | None:
-        """Combine few numbers element by element, as a norm or a maximum over the ranks does."""
+        """Combine a few numbers element by element, as a norm or a maximum over the ranks does."""
         values = [piece.part.values for piece in self.pieces.values()]
         whole = self.whole.part.values
         if self.cut or not whole:
@@ -225,6 +226,6 @@ def _subsets(axes: tuple[Axis, ...]) -> Iterator[tuple[Axis, ...]]:
 
 
 def _scales(axes: tuple[Axis, ...]) -> tuple[float, ...]:
-    """Return by what a sum over ranks is multiplied, if a mean over some of them is due; 1 first."""
+    """Return the factors for a sum over ranks, if a mean over some of them is needed. 1 comes first."""
     sizes = [math.prod(axis.size for axis in subset) for subset in _subsets(axes)]
     return tuple(1 / size for size in dict.fromkeys(sizes))

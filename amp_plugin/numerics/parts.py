@@ -1,14 +1,14 @@
-"""What the part of a tensor that one rank holds tells of the whole tensor.
+"""The part of a tensor that one rank holds, in numbers that describe the whole tensor.
 
-Several ranks may hold what one process holds in one tensor. Everything that is kept here is linear, so that
-it can be put together later, when all ranks have written their files:
+Several ranks may hold the parts of one tensor of a single process. All numbers that are kept here are linear.
+So they can be combined later, when all ranks have written their files:
 
-    the tensor is cut along a dimension: the sums over that dimension add up, in whatever order it is cut
+    the tensor is split along a dimension: the sums over that dimension add up, in whatever order it is split
     each rank has a partial sum: the sketches add up
     each rank has a replica: the sketches are equal
 
-A DTensor tells which part it is. Its sketch is then taken by the places in the whole tensor. The sketches of
-all parts add up to the sketch of the whole tensor, and a part in a wrong place is noticed.
+A DTensor says which part it is. Then its sketch uses the positions in the whole tensor. The sketches of all
+parts add up to the sketch of the whole tensor, so a part in a wrong position is noticed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 Dims = tuple[int, ...]
 
-_BUCKETS = 64  # of a sum over dimensions; a sum with fewer elements is kept as it is
-_MOST_VALUES = 16  # a tensor with so many elements is kept as it is, too
-_MOST_DIMS = 4  # of a tensor that is summed over pairs of dimensions, too
+_BUCKETS = 64  # buckets for a sum over dimensions; a sum with fewer elements is kept unchanged
+_MOST_VALUES = 16  # a tensor with at most so many elements is kept unchanged, too
+_MOST_DIMS = 4  # the most dimensions of a tensor that is also summed over pairs of dimensions
 
 
 class Axis(NamedTuple):
@@ -74,13 +74,13 @@ class Part:
 
 
 def part_of(exact: Tensor) -> Part:
-    """Return what a rank's part tells of the whole tensor.
+    """Return what a rank's part says about the whole tensor.
 
     Args:
-        exact: what the part would be without rounding.
+        exact: The part as it would be without rounding.
     """
     values = real_values(exact)
-    if values is None:  # integers and booleans are compared where all ranks have the whole tensor
+    if values is None:  # integers and booleans are compared only if all ranks have the whole tensor
         return Part(shape=tuple(exact.shape), sums={})
     finite = torch.where(values.isfinite(), values, 0.0)
     is_small = finite.numel() <= _MOST_VALUES
@@ -101,12 +101,12 @@ def _sums(values: Tensor) -> Iterator[tuple[Dims, tuple[float, ...]]]:
 
 
 def located(part: Part, exact: Tensor, holder: Any) -> Part:
-    """Return the part with its place in the whole tensor, as far as a DTensor tells it.
+    """Return the part with its position in the whole tensor, if a DTensor gives it.
 
     Args:
-        part: of ``exact``.
-        exact: what the local tensor of ``holder`` would be without rounding.
-        holder: the tensor that the program has; if it is not a DTensor, ``part`` is returned.
+        part: The part of ``exact``.
+        exact: The local tensor of ``holder`` as it would be without rounding.
+        holder: The program's tensor. If it is not a DTensor, ``part`` is returned.
     """
     if not is_distributed(holder) or exact.is_complex():
         return part
@@ -127,7 +127,7 @@ def located(part: Part, exact: Tensor, holder: Any) -> Part:
 
 
 def _places(part: Tensor, offset: Sequence[int], whole_shape: Sequence[int]) -> Tensor:
-    """Return the place of each element in the whole tensor, flattened."""
+    """Return the position of each element in the whole tensor, flattened."""
     places, step = torch.zeros(part.shape, dtype=torch.int64, device=part.device), 1
     for dim in reversed(range(part.ndim)):
         along = torch.arange(part.shape[dim], device=part.device) + offset[dim]

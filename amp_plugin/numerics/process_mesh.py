@@ -14,7 +14,8 @@ class ProcessMesh:
     """The ranks of a run as a mesh.
 
     Args:
-        runs: by rank. If a DTensor told the mesh, it has its dimensions, else one: ``"ranks"``.
+        runs: The runs by rank. If a DTensor has given the mesh, its dimensions are used; else there is one
+            dimension, ``"ranks"``.
     """
 
     def __init__(self, runs: Mapping[int, Run]) -> None:
@@ -40,7 +41,7 @@ class ProcessMesh:
         return self._places[rank]
 
     def axes_of(self, groups: Iterable[Sequence[int]]) -> tuple[Axis, ...]:
-        """Return the dimensions along which the ranks of some process groups lie."""
+        """Return the dimensions along which the ranks of some process groups are arranged."""
         found = []
         for number, axis in enumerate(self.axes):
             if any(

@@ -1,4 +1,4 @@
-"""What a recording holds: results of ops, gradients and weights, and the file they are kept in."""
+"""The contents of a recording: results of ops, gradients and weights. Also the file that stores them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from amp_plugin.numerics.parts import Axis, Part
 from amp_plugin.numerics.values import Fingerprint
 
 FORMAT = "amp_plugin run 8"
-_FORMAT_OF_RESULTS_ALONE = "amp_plugin run 5"  # without weights and gradients
-_OF_EARLIER_RELEASES = "amp_plugin.numerics.compare."  # where these classes were then
+_FORMAT_OF_RESULTS_ALONE = "amp_plugin run 5"  # this format has no weights and gradients
+_OF_EARLIER_RELEASES = "amp_plugin.numerics.compare."  # the module of these classes in earlier releases
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """A result that two runs of a program do not share."""
+    """A result that differs between two runs of a program."""
 
-    result: str  # which, in words
-    op: str  # that made it
-    module: str = ""  # path of the module; empty outside of modules
-    line: str = ""  # of the program, that calls the op; empty if unknown
-    relative: float  # the difference; of recorded runs that of what the results would be without rounding
-    allowed: float  # how large it may be
-    reason: str = ""  # what is known of it besides
+    result: str  # a description of the result
+    op: str  # the op that made the result
+    module: str = ""  # the path of the module; empty outside of modules
+    line: str = ""  # the line of the program that calls the op; empty if unknown
+    relative: float  # the relative difference; in recorded runs, of the results without rounding
+    allowed: float  # the largest difference that is allowed
+    reason: str = ""  # what else is known about the difference
     is_rounding: bool = False  # whether rounding explains it
-    ranks: tuple[int, ...] = ()  # that have it; empty if one process was recorded
-    mesh: tuple[str, ...] = ()  # the dimensions of the device mesh along which it arises
+    ranks: tuple[int, ...] = ()  # the ranks that have the difference; empty if one process was recorded
+    mesh: tuple[str, ...] = ()  # the dimensions of the device mesh along which the difference arises
 
     def __str__(self) -> str:
         explains = "explains it" if self.is_rounding else "does not explain it"
@@ -53,17 +53,17 @@ class Difference:
 class OpRecord:
     """One result of one op."""
 
-    step: int  # optimizer steps before it
+    step: int  # the number of optimizer steps before it
     direction: str  # "forward" or "backward"
-    module: str  # path of the module; empty outside of modules
-    op: str  # full name
-    line: str  # the line that called it, or its forward op; empty if unknown
+    module: str  # the path of the module; empty outside of modules
+    op: str  # the full name of the op
+    line: str  # the line that called the op, or its forward op; empty if unknown
     dtype: str  # of the result
     shape: tuple[int, ...]  # of the result
-    checksum: int  # of its bits
-    held: Fingerprint  # of what it would be without rounding
-    reads: tuple[Fingerprint, ...]  # of the inputs without rounding
-    eps: float  # of the coarsest dtype among result and inputs
+    checksum: int  # a checksum of the result's bits
+    held: Fingerprint  # the result as it would be without rounding
+    reads: tuple[Fingerprint, ...]  # the inputs as they would be without rounding
+    eps: float  # eps of the coarsest dtype among the result and the inputs
     excess: float  # the op's own error over what rounding its result once and sums in fp32 may come to
     taken: float  # rounding of the inputs, where the result is taken as exact; else 0
 
@@ -84,35 +84,35 @@ class Weight(NamedTuple):
     dtype: str
     held: Fingerprint
     part: Part
-    is_constant: bool  # whether all its elements are the same number
+    is_constant: bool  # whether all elements are the same number
 
 
 class Compared(NamedTuple):
-    """What a comparison of two recordings has found."""
+    """The result of comparing two recordings."""
 
-    allowed: list[float]  # for each result that both have, the difference that rounding explains
-    only_first: int  # results that one of them has alone
+    allowed: list[float]  # the difference that rounding explains, for each result that both have
+    only_first: int  # the number of results that only one of them has
     only_second: int
-    differing: list[tuple[int, Difference]]  # with the number of the result in the first recording
-    random: int = 0  # results that follow from other random numbers, and are not compared
+    differing: list[tuple[int, Difference]]  # (number of the result in the first recording, difference)
+    random: int = 0  # results not compared, because they depend on different random numbers
     axes: tuple[Axis, ...] = ()  # the dimensions of the mesh, if one process is compared with several
 
 
 class Run(NamedTuple):
     """A recorded run of one process."""
 
-    records: list[OpRecord]  # results in the order of the ops
-    unmeasured: dict[str, int]  # ops that did not run in fp64 -> how often
-    weights: dict[str, Weight]  # by name, before their first step
-    gradients: dict[int, str]  # number of a record of a gradient -> name of its weight
-    is_whole: bool = True  # whether the region ended, and not by an error
+    records: list[OpRecord]  # the results, in the order of the ops
+    unmeasured: dict[str, int]  # ops that did not run in fp64 -> their count
+    weights: dict[str, Weight]  # the weights by name, before their first step
+    gradients: dict[int, str]  # number of a gradient's record -> name of its weight
+    is_whole: bool = True  # whether the region ended without an error
     # number of a record -> what is known of the whole tensor; empty in files of earlier releases
     parts: dict[int, Part] = {}  # noqa: RUF012 - each recorder gives its own
     mesh: dict[Axis, int] = {}  # noqa: RUF012 - dimension -> place on it; empty if no DTensor told it
 
     @classmethod
     def load(cls, path: Path) -> Run:
-        """Read a file; nothing else is unpickled, and another file is a ValueError."""
+        """Read a file. Nothing else is unpickled. Any other file raises a ValueError."""
         kept, reason = None, None
         known = [OpRecord, Fingerprint, Weight, Part, Axis]
         moved = [(OpRecord, f"{_OF_EARLIER_RELEASES}OpRecord")]
@@ -131,11 +131,11 @@ class Run(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """How many optimizer steps it has begun."""
+        """The number of optimizer steps that the run has begun."""
         return max((record.step + 1 for record in self.records), default=0)
 
     def gradient_records(self) -> dict[tuple[int, str, int], OpRecord]:
-        """Return the records of gradients by step, weight, and how often that came before."""
+        """Return the records of gradients, by step, weight, and position among equal ones."""
         counts: Counter[tuple[int, str]] = Counter()
         found = {}
         for number, name in self.gradients.items():

@@ -39,7 +39,7 @@ def _module(weight: str) -> str:
 
 
 def unlike_the_others(checksums: Mapping[int, int]) -> tuple[int, ...]:
-    """Return the ranks whose value differs from the majority's, or all ranks if there is no majority."""
+    """Return the ranks whose value differs from the majority's. Without a majority, return all ranks."""
     (common, count), *_ = Counter(checksums.values()).most_common(1)
     if 2 * count <= len(checksums):
         return tuple(checksums)

@@ -1,4 +1,4 @@
-"""Record what each op of a region makes, on each rank into a file of its own."""
+"""Record the results of each op in a region. Each rank writes a file of its own."""
 
 from __future__ import annotations
 
@@ -29,39 +29,41 @@ _SUMS = 64 * 2.0**-23  # of the product of the two largest inputs: rounding of s
 
 
 class _Exchange(NamedTuple):
-    """A collective whose result is recorded when an op reads it: before, it may still be on its way."""
+    """A collective. Its result is recorded when an op reads it, because it may not have arrived before."""
 
     site: Site  # of the collective
     direction: str
     read: tuple[Fingerprint, ...]  # of what this rank sent
-    taken: float  # rounding of what it sent, relative
-    group: tuple[int, ...]  # the ranks that it is between
+    taken: float  # the relative rounding of what it sent
+    group: tuple[int, ...]  # the ranks that take part
 
 
 class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
-    """Record what each op of a region makes, into a file for ``compare_runs``.
+    """Record the results of each op in a region, into a file for ``compare_runs``.
 
-    If there are several ranks, each writes a file of its own. ``path`` is then a folder with ``rank-0.amp``,
-    ``rank-1.amp`` and so on, and ``manifest.json``. Each rank writes its file after each step, too, so that a
-    rank that is killed leaves the steps before.
+    If there are several ranks, each writes a file of its own. Then ``path`` is a folder with ``rank-0.amp``,
+    ``rank-1.amp`` and so on, and ``manifest.json``. Each rank also writes its file after each step, so a rank
+    that is killed leaves its earlier steps.
 
-    A few hundred numbers of each tensor are kept: some 5 kB per op. Each op runs twice more in fp64, on its
-    inputs and on what they would be without rounding; the program's own results and random numbers stay.
-    Memory: the fp64 values of every living tensor. The file is written when the region ends.
+    A few hundred numbers are kept per tensor, which is about 5 kB per op. Each op runs twice more in fp64: on
+    its inputs, and on the inputs without rounding. The program's own results and random numbers do not
+    change. The region needs memory for the fp64 values of every living tensor. The file is written when the
+    region ends.
 
     Args:
-        path: of the file, or of the folder if there are several ranks.
-        model: gives the module names; default: whatever module is called.
-        steps: optimizer steps to record; what comes later runs unrecorded.
-        mesh: on which the ranks stand, if no weight is a DTensor that tells it. ``compare_runs`` then names
+        path: The path of the file, or of the folder if there are several ranks.
+        model: The model, which gives the module names. By default names begin with the outermost module that
+            is called.
+        steps: The number of optimizer steps to record. Later steps run without recording.
+        mesh: The device mesh of the ranks, if no weight is a DTensor that has it. Then ``compare_runs`` names
             its dimensions.
 
     Attributes:
-        run: what was recorded so far.
+        run: The recording so far.
 
     Raises:
         ValueError: ``steps`` is below 1.
-        FileExistsError: ``path`` is a folder, and this process is the only one; or it is a file, and there
+        FileExistsError: ``path`` is a folder although this process is the only one, or a file although there
             are several ranks.
     """
 
@@ -79,7 +81,7 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
         super().__init__(model, widest_float(torch.accelerator.current_accelerator() or torch.device("cpu")))
         self._file, self._most = RankFile(Path(path)), steps
         self._made: Storages[int] = Storages()  # numbers of the records that made them
-        self._exchanged: Storages[_Exchange] = Storages()  # results of collectives that no op has read yet
+        self._exchanged: Storages[_Exchange] = Storages()  # collectives whose results no op has read yet
         # rounding of what ranks exchanged, relative: by storage, and by weight of what DDP puts into buckets
         self._taken: Storages[float] = Storages()
         self._taken_of_weights: dict[str, float] = {}
@@ -91,7 +93,7 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
         self._file.settle()
 
     def ended(self, error: BaseException | None) -> None:
-        """Write the file, after an error of the program too."""
+        """Write the file, also after an error of the program."""
         self._file.settle()
         self._write(is_whole=error is None)
 
@@ -100,7 +102,7 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
         self._file.write(lambda path: torch.save((FORMAT, *kept), path))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return file, number of results and steps, as JSON's values."""
+        """Return the file, the number of results and the number of steps, as values for JSON."""
         return {"file": str(self._file.path), "results": len(self.run.records), "steps": self.run.steps}
 
     def report(self) -> str:
@@ -108,7 +110,7 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
         return "{results} results of {steps} steps are in {file}".format(**self.to_dict())
 
     def step_begins(self, optimizer: Optimizer) -> None:
-        """Record the gradients as the optimizer finds them, and each weight before its first step."""
+        """Record the gradients in the form that the optimizer gets, and each weight before its first step."""
         if self.tracker.steps >= self._most:
             return
         with suppress(
@@ -158,7 +160,7 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
         self._add(site, "backward", local, _coarsest([local]), part, taken=taken)
 
     def step_ended(self, _: Optimizer) -> None:
-        """Write the records so far if there are other ranks: one that fails may end this rank."""
+        """If there are other ranks, write the records so far: a failure of another rank may end this one."""
         self._taken = Storages()
         self._taken_of_weights = {}
         if self._file.has_other_ranks and self.tracker.steps < self._most:
@@ -166,7 +168,7 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
                 self._write(is_whole=False)
 
     def before(self, call: Call) -> None:
-        """Take the inputs' fingerprints."""
+        """Take the fingerprints of the inputs."""
         if self.tracker.steps >= self._most:
             return
         super().before(call)
@@ -197,11 +199,11 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _is_of_bucket(call: Call) -> bool:
-        """Whether DDP calls the op in C++, to fill its buckets of gradients or to empty them."""
+        """Whether DDP calls the op in C++, to fill or to empty its buckets of gradients."""
         return (call.leaf is not None or not call.is_backward) and is_called_by_engine()
 
     def _arrives(self, tensor: Tensor, weight: str = "") -> None:
-        """Record what a collective brought, when it is first read; of a gradient, ``weight`` is the name."""
+        """Record the result of a collective when it is first read. For a gradient, ``weight`` is the name."""
         if (exchange := self._exchanged.get(tensor)) is None:
             return
         self._exchanged.discard(tensor)
@@ -298,7 +300,7 @@ def _coarsest(tensors: Sequence[Tensor]) -> torch.finfo | None:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this rank holds: of a DTensor its shard, else all of it."""
+    """Return the part of a tensor on this rank: the shard of a DTensor, else the whole tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 

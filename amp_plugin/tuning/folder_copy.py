@@ -22,12 +22,12 @@ except ImportError:  # Windows
 
 from rich import filesize
 
-_MOST_BYTES: Final = 2_000_000_000  # limit of the bytes that are copied; clones do not count
+_MOST_BYTES: Final = 2_000_000_000  # most bytes to copy; clones do not count
 _MOST_FILES: Final = 50_000
 # Linux's FICLONE on x86-64 and ARM. Other systems refuse it, and the file is copied.
 _CLONE: Final = 0x40049409
 
-Signature = tuple[int, int, int, int]  # of a file; it changes when a program writes to the file
+Signature = tuple[int, int, int, int]  # the signature of a file, which changes when a program writes to it
 
 
 class FolderCopy:
@@ -78,7 +78,10 @@ class FolderCopy:
                     _remove(place)
 
     def _restore_entry(self, source: Path, target: Path, copied: int) -> int:
-        """Make an entry of the copy what it is in the folder; return how many bytes that copied."""
+        """Make an entry of the copy equal to that of the folder.
+
+        Return the number of bytes that were copied.
+        """
         if source.is_symlink() and self._stays_inside(source):
             if not target.is_symlink() or target.readlink() != source.readlink():
                 _remove(target)
@@ -95,7 +98,7 @@ class FolderCopy:
         return 0
 
     def _entries(self, source: Path, target: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, Path]]:
-        """Yield each file, folder and link to copy, with its path in the copy; folders come first."""
+        """Yield each file, folder and link to copy, with its path in the copy. Folders come first."""
         for entry in sorted(source.iterdir()):
             copy = target / entry.name
             is_link = entry.is_symlink() and self._stays_inside(entry)
@@ -143,7 +146,10 @@ def _is_copied(folder: Path, above: tuple[Path, ...]) -> bool:
 
 
 def _clone(source: Path, target: Path) -> bool:
-    """Clone a file: both share their blocks until one is written to. False if the file system cannot."""
+    """Clone a file: both share their blocks until one is written to.
+
+    Return False if the file system cannot.
+    """
     if fcntl is None:
         return False
     try:

@@ -1,20 +1,21 @@
-"""The gap between the log-probabilities of a trainer and those that a generator recorded, and what closes it.
+"""Measure the gap between a trainer's and a generator's log-probabilities, and find what closes it.
 
 ::
 
-    sampling = the temperature and top-p with which the recorded log-probabilities were made    (log_probs.py)
-    exact    = log-probabilities of the trainer without rounding                           (the shadow run)
-    F        = mean |trainer - exact|, where only matrix products, without the head, are in 16 bits
+    sampling = the temperature and top-p with which the recorded log-probabilities were computed
+        (log_probs.py)
+    exact    = the trainer's log-probabilities without rounding                            (the shadow run)
+    F        = mean |trainer - exact|, with only matrix products, except the head, in 16 bits
     G        = mean |recorded - exact|
-    floor    = sqrt(F^2 + min(F, G)^2)          two independent roundings of this size are so far apart
-    repeat: of all roundings that the generator may have and the trainer has not,
-            take the one that brings the trainer nearest to the record     (emulated_rounding.py)
-    run the trainer's head in fp32, and search for the fewest fp32 rules   (search.py)
+    floor    = sqrt(F^2 + min(F, G)^2)     the expected distance of two independent roundings of this size
+    repeat: of all roundings that the generator may have and the trainer does not have,
+            add the one that brings the trainer closest to the record        (emulated_rounding.py)
+    run the trainer's head in fp32, and search for the fewest fp32 rules     (search.py)
     a cause counts if the gap without it is below 0.9 of the gap with it, and by more than chance
-    if no cause counts and mean |trainer - recorded| <= 1.2 floor:  rounding, nothing to gain
+    if no cause counts and mean |trainer - recorded| <= 1.2 floor: it is rounding, and nothing can be gained
 
-Two programs that round at the same places are nearer to each other than the floor. So causes are also
-searched for below it. A gap below a twentieth of the floor is left alone.
+Two programs that round at the same places are closer to each other than the floor. So causes are also
+searched below the floor. A gap below a twentieth of the floor is not examined.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ from amp_plugin.tuning.suspects import Suspect, suspects_of
 from amp_plugin.tuning.trainer import Step, Trainer
 from amp_plugin.tuning.workload import used_ops
 
-_WORTH: Final = 0.9  # of the gap, that a cause must bring it below
-_NEGLIGIBLE: Final = 0.05  # of the floor: a gap below is left alone
-_NEAR: Final = 1.05  # a suspect with fewer places is taken if it is so near to the best one
+_WORTH: Final = 0.9  # a cause must reduce the gap below this fraction
+_NEGLIGIBLE: Final = 0.05  # a gap below this fraction of the floor is not examined
+_NEAR: Final = 1.05  # a suspect with fewer places is chosen if its gap is within this factor of the best one
 _MOST_CAUSES: Final = 6
-_SEARCHED: Final = 4  # batches that suspects and rules are tried on
+_SEARCHED: Final = 4  # the number of batches on which suspects and rules are tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +55,14 @@ class Gap:
     """The goal of making trainer and generator agree: ``tune(step, goal=Gap(rollout))``.
 
     Args:
-        rollout: what the generator recorded, or the path of a rollout file.
-        temperature: the temperature by which the trainer divides its logits.
-        top_p: the top-p with which the trainer computes log-probabilities; 1 if it has none.
-        dtype: the 16-bit dtype that the generator computes in.
-        batch_size: sequences of a batch.
+        rollout: The generator's recording, or the path of a rollout file.
+        temperature: The temperature by which the trainer divides its logits.
+        top_p: The top-p with which the trainer computes log-probabilities; 1 if it uses none.
+        dtype: The 16-bit dtype in which the generator computes.
+        batch_size: The number of sequences per batch.
 
     Raises:
-        ValueError: a value is not allowed, or the file does not fit.
+        ValueError: A value is not allowed, or the file does not have the right form.
 
     Example:
         >>> Gap(Rollout.of([[1, 15]], [[4, 27]], [[-0.71, -2.05]])).temperature
@@ -96,15 +97,15 @@ class Gap:
         return self.rollout.batches(self.batch_size)
 
     def measure(self, step: Step) -> GapNumbers:
-        """Return the gap of a trainer's step as it is, without a search; it runs the step once a batch.
+        """Return the gap of a trainer's step without a search. The step runs once per batch.
 
         Args:
-            step: takes token ids and returns logits, as :func:`amp_plugin.tune` says.
+            step: A function that takes token ids and returns logits; see :func:`amp_plugin.tune`.
 
         Raises:
-            ValueError: the step returned no logits.
+            ValueError: The step returned no logits.
         """
-        trainer = _trainer_of(step, self, model=None, device_type="cpu")  # whose rules are not used here
+        trainer = _trainer_of(step, self, model=None, device_type="cpu")  # its rules are not used here
         return GapNumbers.of(trainer.scores(), trainer.recorded())
 
 
@@ -123,14 +124,14 @@ def _trainer_of(step: Step, goal: Gap, *, model: nn.Module | None, device_type: 
 def close_gap(
     step: Step, goal: Gap, *, model: nn.Module | None, device_type: str, progress: bool = False
 ) -> GapTuning:
-    """Measure the gap of a step to a rollout, and search for what closes it; see :func:`amp_plugin.tune`."""
+    """Measure the gap of a step to a rollout, and search what closes it; see :func:`amp_plugin.tune`."""
     asked = _trainer_of(step, goal, model=model, device_type=device_type)
     with Console(file=sys.stderr, quiet=not progress).status("") as status:
         return _closed(asked, status.update)
 
 
 def _closed(asked: Trainer, tell: Callable[[str], object]) -> GapTuning:
-    """Measure, search and measure again. ``tell`` is called with what is done now."""
+    """Measure, search and measure again. ``tell`` is called with a text on the present activity."""
     tried = 0
 
     def on_try(what: str) -> None:
@@ -184,7 +185,7 @@ def _closed(asked: Trainer, tell: Callable[[str], object]) -> GapTuning:
 
 
 def _causes_of_record(asked: Trainer, sampling: Sampling) -> Iterator[Cause]:
-    """Yield temperature and top-p of the record, if they are not those of the trainer."""
+    """Yield temperature and top-p of the record if they differ from the trainer's."""
     for name, words in (("temperature", "temperature"), ("top_p", "top-p")):
         theirs, ours = getattr(sampling, name), getattr(asked.sampling, name)
         if theirs is ours:
@@ -201,7 +202,7 @@ def _causes_of_record(asked: Trainer, sampling: Sampling) -> Iterator[Cause]:
 def _search_generator(
     trainer: Trainer, least: float, on_try: Callable[[str], object], *, suspects: Sequence[Suspect]
 ) -> tuple[Trainer, list[Cause]]:
-    """Take, one after another, the roundings that bring the trainer nearest to the record.
+    """Add, one after another, the roundings that bring the trainer closest to the record.
 
     Returns:
         The trainer that emulates them, and the causes.
@@ -266,7 +267,10 @@ def _search_trainer(
 
 
 def _is_nearer(distances: Tensor, than: Tensor) -> bool:
-    """Whether a gap is lower by enough, and by more than chance: four standard errors of the difference."""
+    """Return whether a gap is lower by enough, and by more than chance.
+
+    More than chance means at least four standard errors of the difference.
+    """
     gain = than - distances
     if not bool(gain.isfinite().all()) or float(distances.mean()) > _WORTH * float(than.mean()):
         return False
@@ -274,12 +278,12 @@ def _is_nearer(distances: Tensor, than: Tensor) -> bool:
 
 
 def _path_of(module: nn.Module, tracker: Tracker) -> str:
-    """Return the path of a module in its model, as ``fp32_modules`` takes it."""
+    """Return the path of a module in its model, in the form that ``fp32_modules`` takes."""
     return tracker.address(tracker.name_of(module))[1]
 
 
 def _ops_not_in_16_bits(trainer: Trainer) -> list[str]:
-    """Return the ops of the step without those that run in 16 bits by default, as matrix products do."""
+    """Return the ops of the step, except those that run in 16 bits by default, such as matrix products."""
     rules = trainer.default.rules.items()
     products = {name.partition(".")[0] for name, rule in rules if rule is OpRule.LOWER_PRECISION}
     with torch.no_grad():

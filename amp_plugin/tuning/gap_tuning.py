@@ -1,4 +1,4 @@
-"""What is reported of a gap between trainer and generator: the floor, the causes, and what closes it."""
+"""The report on a gap between trainer and generator: its floor, its causes, and what closes it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Cause:
     """One difference between trainer and generator.
 
     Attributes:
-        name: what it is, in words.
-        side: which one rounds there, ``"generator"`` or ``"trainer"``; ``"record"`` for temperature and
-            top-p.
-        gap: the mean gap if this cause alone is taken away.
-        setting: the setting of the generator that takes it away, and its value; empty for the trainer.
+        name: A description.
+        side: Who rounds there: ``"generator"`` or ``"trainer"``. For temperature and top-p it is
+            ``"record"``.
+        gap: The mean gap if only this cause is removed.
+        setting: The setting of the generator that removes it, and its value. Empty for the trainer.
     """
 
     name: str
@@ -44,20 +44,20 @@ class GapTuning:
     """The gap, its floor, its causes, and what closes it.
 
     Attributes:
-        gap: the gap of the program as it is.
-        floor: the mean gap that rounding alone explains.
-        trainer_error: the mean distance of the trainer's log-probabilities from those without rounding.
-        generator_error: the same of the recorded ones.
-        sampling: how the recorded log-probabilities were made from logits.
-        causes: the causes, the largest first.
-        explained: the mean gap if the trainer rounds where the generator does, and follows the rules.
-        rules: the op rules for the trainer.
-        changes: those of them that differ from the default rules.
-        fp32_modules: modules of the trainer that have to run in fp32: its head, or none.
-        after: the gap of the trainer with ``rules`` and ``fp32_modules``.
-        seconds: the time of a forward and a backward pass of a batch as it is, and with the rules.
-        tried: the number of roundings and of sets of rules that were tried.
-        is_followed: False if op rules change nothing, because autocast is off.
+        gap: The gap of the program without changes.
+        floor: The mean gap that rounding alone explains.
+        trainer_error: The mean distance of the trainer's log-probabilities from those without rounding.
+        generator_error: The mean distance of the recorded log-probabilities from those without rounding.
+        sampling: How the recorded log-probabilities were computed from logits.
+        causes: The causes, the largest first.
+        explained: The mean gap if the trainer rounds where the generator does, and uses ``rules``.
+        rules: The op rules for the trainer.
+        changes: The rules that differ from the default ones.
+        fp32_modules: The modules of the trainer that must run in fp32: its head, or none.
+        after: The gap of the trainer with ``rules`` and ``fp32_modules``.
+        seconds: The time of a forward and a backward pass of a batch without the rules, and with them.
+        tried: The number of roundings and of rule sets that were tried.
+        is_followed: False if op rules have no effect, because autocast is off.
     """
 
     gap: GapNumbers
@@ -77,12 +77,15 @@ class GapTuning:
 
     @property
     def generator(self) -> dict[str, str]:
-        """Settings of the generator that take the causes on its side away, with their values."""
+        """The settings of the generator that remove the causes on its side, with their values."""
         return dict(cause.setting for cause in self.causes if cause.setting[0])
 
     @property
     def is_rounding(self) -> bool:
-        """Whether rounding alone explains the gap: no cause was found, and it is near the floor or below."""
+        """Whether rounding alone explains the gap.
+
+        It does if no cause was found and the gap is near or below the floor.
+        """
         return not self.causes and self.gap.mean <= CLOSE * self.floor
 
     @property
@@ -92,7 +95,7 @@ class GapTuning:
 
     @property
     def headline(self) -> str:
-        """What was found, in a line."""
+        """One line that says what was found."""
         if self.is_rounding:
             return (
                 f"rounding: nothing to gain; the gap is {self.gap.mean:.2e}, and the floor {self.floor:.2e}"
@@ -155,7 +158,7 @@ class GapTuning:
 
 
 def told(setting: Setting) -> float | str:
-    """Return a setting as one number, or the words that the file states it."""
+    """Return a setting as one number, or a text if the file gives it for each sequence."""
     if not isinstance(setting, Tensor):
         return setting
     values = sorted(set(setting.tolist()))

@@ -1,13 +1,14 @@
-"""Log-probabilities of sampled tokens, their gap to recorded ones, and how those were made from logits.
+"""Log-probabilities of sampled tokens, and their gap to recorded ones.
 
 A generator may record the log-probability of a token before or after it divides the logits by the
-temperature, and before or after it drops the tokens outside of top-p. Which one it did can be read from the
-numbers::
+temperature, and before or after it drops the tokens outside of top-p. The recorded numbers show which of
+these it did::
 
     for way in (trainer's own, stated temperature, stated top-p, both, fitted temperature, fitted top-p):
-        way is taken if its mean gap is below 0.8 of the gap of the way taken so far
+        choose the way if its mean gap is below 0.8 of the gap of the way chosen so far
 
-Rounding has no direction that a temperature could follow, so a fit does not lower a gap of rounding.
+Rounding errors have no common direction that a temperature could follow. So a fit does not lower a gap that
+comes from rounding.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from torch import Tensor
 
 from amp_plugin.hardware import widest_float
 
-_BETTER: Final = 0.8  # of the gap, that a further setting must come below
-_TEMPERATURES: Final = (0.05, 5.0)  # between these one is sought
+_BETTER: Final = 0.8  # another setting must reduce the gap below this fraction
+_TEMPERATURES: Final = (0.05, 5.0)  # the range that is searched
 _TOP_PS: Final = (0.05, 0.999)
-_POINTS: Final = 48  # of the first grid
+_POINTS: Final = 48  # the number of points in the first grid
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GapNumbers:
-    """How far the log-probabilities of trainer and generator are apart, in nats.
+    """The distance between a trainer's and a generator's log-probabilities, in nats.
 
     Attributes:
-        tokens: the number of sampled tokens.
-        mean: the mean of the absolute difference.
-        p99: its 99th percentile.
-        max: its largest value.
-        kl: the k3 estimate of the KL divergence of the generator from the trainer. It is the mean of
-            exp(d) - 1 - d, where d is trainer - generator, and never negative.
+        tokens: The number of sampled tokens.
+        mean: The mean absolute difference.
+        p99: The 99th percentile of the absolute difference.
+        max: The largest absolute difference.
+        kl: The k3 estimate of the KL divergence of the generator from the trainer: the mean of exp(d) - 1 -
+            d, where d is trainer - generator. It is never negative.
     """
 
     tokens: int
@@ -49,7 +50,7 @@ class GapNumbers:
 
     @staticmethod
     def of(trainer: Tensor, generator: Tensor) -> GapNumbers:
-        """Return the numbers of two float64 tensors of log-probabilities, of one dimension."""
+        """Return the numbers for two one-dimensional float64 tensors of log-probabilities."""
         difference = trainer - generator
         size = difference.abs()
         return GapNumbers(
@@ -71,11 +72,11 @@ Setting = float | Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How log-probabilities are made from logits.
+    """How log-probabilities are computed from logits.
 
     Attributes:
-        temperature: the logits are divided by it.
-        top_p: only the most probable tokens count, up to this share; 1 counts all.
+        temperature: The divisor of the logits.
+        top_p: Only the most probable tokens count, up to this share of the probability. 1 counts all tokens.
     """
 
     temperature: Setting = 1.0
@@ -85,9 +86,9 @@ class Sampling:
         """Return the log-probabilities of tokens.
 
         Args:
-            logits: of any floating-point dtype and shape (tokens, vocabulary).
+            logits: Any floating-point dtype, shape (tokens, vocabulary).
             targets: int64 of shape (tokens,).
-            tokens: which of the settings for each token belong to these.
+            tokens: Which of the settings per token belong to these tokens.
 
         Returns:
             Float64 of shape (tokens,) on the CPU.
@@ -108,7 +109,7 @@ class Sampling:
 
 
 def _nucleus(log_probs: Tensor, top_p: Setting) -> Tensor:
-    """Return the probability of the fewest tokens that together reach ``top_p``, of each row."""
+    """Return, for each row, the total probability of the fewest tokens that reach ``top_p``."""
     ordered = log_probs.exp().sort(-1, descending=True).values
     before = ordered.cumsum(-1) - ordered
     limit = top_p[:, None] if isinstance(top_p, Tensor) else top_p
@@ -116,14 +117,15 @@ def _nucleus(log_probs: Tensor, top_p: Setting) -> Tensor:
 
 
 def fitted(logits: Tensor, targets: Tensor, recorded: Tensor, *, stated: Sampling, own: Sampling) -> Sampling:
-    """Return how recorded log-probabilities were made from logits.
+    """Return how recorded log-probabilities were computed from logits.
 
     Args:
-        logits: of the first sampled tokens, of shape (tokens, vocabulary). They may be fewer than all.
-        targets: all sampled tokens, int64.
-        recorded: their recorded log-probabilities, float64, shaped as ``targets``.
-        stated: the temperature and top-p that the file states for each token.
-        own: those that the trainer computes with.
+        logits: The logits of the first sampled tokens, shape (tokens, vocabulary). They may be fewer than
+            all.
+        targets: All sampled tokens, int64.
+        recorded: Their recorded log-probabilities, float64, with the shape of ``targets``.
+        stated: The temperature and top-p that the file states for each token.
+        own: The settings of the trainer.
     """
     known = slice(len(logits))
 
@@ -147,7 +149,7 @@ def fitted(logits: Tensor, targets: Tensor, recorded: Tensor, *, stated: Samplin
 
 
 def _least(size: Callable[[float], float], low: float, high: float) -> float:
-    """Return about where a function is least: on a grid of equal ratios, then by golden sections."""
+    """Return the approximate minimum of a function: search a grid of equal ratios, then golden sections."""
     ratio = math.pow(high / low, 1 / _POINTS)
     grid: list[float] = [low * ratio**number for number in range(_POINTS + 1)]
     middle = min(grid, key=size)

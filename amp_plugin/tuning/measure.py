@@ -1,4 +1,4 @@
-"""Measures, on a workload, what a rule set costs and how exact its gradients are; each set only once."""
+"""Measures the cost of a rule set and the accuracy of its gradients, on a workload."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _TIMINGS: Final = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """What a rule set costs per batch, and the gradient error of each batch.
+    """The cost of a rule set per batch, and the gradient error of each batch.
 
     Attributes:
-        saved_bytes: bytes that the forward pass saves for the backward pass, without the model's weights.
-        cast_bytes: bytes that casts read and write.
-        errors: of each batch the norm of the gradients' difference from the reference, divided by the norm of
-            the reference; all parameters count as one vector.
-        mean_errors: of each batch the mean of the same ratio per parameter, each at most 1.
+        saved_bytes: The bytes that the forward pass saves for the backward pass, without the model's weights.
+        cast_bytes: The bytes that casts read and write.
+        errors: For each batch, the norm of the gradients' difference from the reference, divided by the norm
+            of the reference. All parameters count as one vector.
+        mean_errors: For each batch, the mean over the parameters of the same ratio, each at most 1.
     """
 
     saved_bytes: float
@@ -49,7 +49,10 @@ class Measurement:
 
     @property
     def error(self) -> float:
-        """The error of the whole gradient, averaged over batches with finite gradients; inf if none has."""
+        """The error of the whole gradient, averaged over batches with finite gradients.
+
+        inf if there are none.
+        """
         return _mean_of_finite(self.errors)
 
     @property
@@ -63,16 +66,16 @@ class Measurement:
         return sum(not math.isfinite(error) for error in self.errors)
 
     def first(self, batches: int) -> Measurement:
-        """Return the same bytes with the errors of the first batches alone."""
+        """Return the same bytes with the errors of only the first batches."""
         return replace(self, errors=self.errors[:batches], mean_errors=self.mean_errors[:batches])
 
     def cost(self, goal: SearchGoal) -> float:
-        """Return the number that a search for a goal makes smaller."""
+        """Return the number that a search for this goal minimizes."""
         costs = {"memory": self.saved_bytes, "casts": self.cast_bytes}
         return costs.get(goal, self.error)
 
     def growth(self, goal: SearchGoal, default: Measurement) -> float:
-        """Return the factor by which the price grows: the larger one of both errors, or of both bytes."""
+        """Return the factor by which the price grows: the larger of both errors, or of both byte counts."""
         is_exactness = goal in {"accuracy", "gap"}
         names = ("cast_bytes", "saved_bytes") if is_exactness else ("error", "mean_error")
         pairs = [(getattr(self, name), getattr(default, name)) for name in names]
@@ -135,7 +138,7 @@ def _sums(reference: Tensor, gradient: Tensor) -> tuple[float, float, float]:
 
 
 def _power_of_two(sums: Iterable[tuple[float, float, float]]) -> float:
-    """Return the power of two that is nearest to gradients / reference; 1 if that is not defined."""
+    """Return the power of two that is closest to gradients / reference, or 1 if that is undefined."""
     rows = [*sums]
     norm, product = math.fsum(row[0] for row in rows), math.fsum(row[1] for row in rows)
     ratio = product / norm if norm > 0 else math.nan
@@ -144,12 +147,12 @@ def _power_of_two(sums: Iterable[tuple[float, float, float]]) -> float:
 
 @contextmanager
 def saved_bytes() -> Iterator[list[int]]:
-    """Yield a list that gets the bytes of what autograd saves: each storage once, parameters left out."""
+    """Yield a list that gets the bytes that autograd saves. Each storage counts once, parameters do not."""
     sizes: list[int] = []
     seen: Storages[bool] = Storages()
 
     def pack(tensor: Tensor) -> Tensor:
-        # In a backward pass a checkpoint recomputes, and what it saves is not kept.
+        # In a backward pass, a checkpoint recomputes. The tensors that it saves then do not stay alive.
         in_backward = torch._C._current_graph_task_id() != -1
         base = tensor._base if tensor._base is not None else tensor
         if in_backward or isinstance(base, nn.Parameter) or not storage_address(tensor):
@@ -200,13 +203,13 @@ class Trials:
         return Measurement(saved_bytes=sum(saved) / count, cast_bytes=cast, errors=whole, mean_errors=means)
 
     def told_jump(self, rules: OpRules) -> list[str]:
-        """Return where the arriving error jumps on the first batch, and lines to paste that cure it."""
+        """Return where the arriving error jumps in the first batch, and lines to paste that cure it."""
         with rules_on_trial(rules), ShadowRun(self._workload.model) as shadow:
             self._workload.run(lambda *_: None, batches=1)
         return shadow.told_jump()
 
     def seconds(self, rules: OpRules) -> float:
-        """Return the median time of a batch in seconds; nothing else is measured meanwhile."""
+        """Return the median time of a batch in seconds. Nothing else is measured at the same time."""
         seconds: list[float] = []
         with rules_on_trial(rules):
             self._workload.run(lambda _, taken: seconds.append(taken), batches=self.batches)
@@ -219,8 +222,9 @@ def timed_in_turns(
     """Return two times of a batch, each the median of several turns.
 
     Args:
-        before: measures the time of a batch as it is.
-        after: measures it after a change; None if nothing has changed, so that one time is measured once.
+        before: A function that measures the time of a batch without the change.
+        after: A function that measures it with the change. None if nothing has changed; then there is one
+            measurement.
     """
     if after is None:
         return (once := before()), once

@@ -1,4 +1,4 @@
-"""The call by which a program's model makes logits of token ids, to be made again with other token ids."""
+"""Find the call in which a program's model computes logits from token ids, and repeat it with others."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from torch import Tensor, nn
 
 from amp_plugin.patches import replaced
 
-_TOKENS: Final = ("input_ids", "tokens", "idx", "x")  # names of arguments that are looked at first
-_KEPT: Final = ("logits_to_keep", "num_logits_to_keep")  # transformers' names: make the last logits only
+_TOKENS: Final = ("input_ids", "tokens", "idx", "x")  # names of arguments that are examined first
+# transformers' arguments for computing only the last logits
+_KEPT: Final = ("logits_to_keep", "num_logits_to_keep")
 
 
 def logits_of(output: Any, tokens: Tensor, *, are_all: bool = True) -> Tensor | None:
-    """Return the logits in an output: a tensor, or those an object, mapping or tuple holds; None without.
+    """Return the logits in an output (a tensor, object, mapping or tuple), or None if there are none.
 
     Args:
-        output: what a model returned.
-        tokens: the token ids that it was given, of shape (sequences, longest).
-        are_all: whether there have to be logits for each token, or for some of each sequence.
+        output: The output of a model.
+        tokens: The token ids that the model was given, of shape (sequences, longest).
+        are_all: Whether there must be logits for each token, or only for some tokens of each sequence.
     """
     found = output
     if not isinstance(output, Tensor):
@@ -43,10 +44,10 @@ class ModelCall:
     """A call of a model, with the autocast block that was open around it.
 
     Attributes:
-        model: the module.
-        device: of the token ids.
-        step: calls the model with other token ids, int64 of shape (sequences, longest), and returns its
-            output.
+        model: The module.
+        device: The device of the token ids.
+        step: A function that calls the model with other token ids, int64 of shape (sequences, longest), and
+            returns its output.
     """
 
     model: nn.Module
@@ -61,12 +62,12 @@ def _step_of(
     place_of_tokens: int | str,
     autocast: tuple[bool, torch.dtype],
 ) -> Callable[[Tensor], Any]:
-    """Return a function that makes a call of a model again, with other token ids.
+    """Return a function that repeats a call of a model with other token ids.
 
     ``autocast`` says whether an autocast block was open around the call, and with which dtype.
 
     Other tensors among the arguments, such as masks and labels, belong to the old token ids. They are left
-    out, and so is the number of logits to make.
+    out, and so is the number of logits to compute.
     """
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     device = given[place_of_tokens].device
@@ -88,10 +89,10 @@ def _step_of(
 
 @contextmanager
 def model_calls(on_call: Callable[[ModelCall], object]) -> Iterator[None]:
-    """Call a function with the first call that makes logits, and end the program there.
+    """Call a function with the first call that computes logits, and end the program there.
 
-    Of modules inside each other that return logits, the outermost one is taken. Calls without gradients, such
-    as those of sampling, are passed over.
+    If nested modules return logits, the outermost one is used. Calls without gradients, such as those of
+    sampling, are ignored.
     """
     plain = nn.Module.__call__
     inside: list[nn.Module] = []
@@ -113,7 +114,7 @@ def model_calls(on_call: Callable[[ModelCall], object]) -> Iterator[None]:
             found.append((len(inside), ModelCall(model=module, device=tokens.device, step=step)))
         if found and not inside:
             on_call(min(found, key=lambda entry: entry[0])[1])
-            sys.exit()  # the program ends here, as by an exit of its own
+            sys.exit()  # the program ends here, as if it had exited itself
         return output
 
     with replaced(nn.Module, "__call__", called):
@@ -125,7 +126,7 @@ def _autocast(device_type: str) -> tuple[bool, torch.dtype]:
 
 
 def _place_of_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str | None:
-    """Return the place of the first argument that holds whole numbers in two dimensions; None without."""
+    """Return the position or name of the first argument with integers in two dimensions, or None."""
     names: list[int | str] = [*(name for name in _TOKENS if name in kwargs), *range(len(args)), *kwargs]
     for place in names:
         value = kwargs[place] if isinstance(place, str) else args[place]

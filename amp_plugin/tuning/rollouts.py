@@ -1,6 +1,6 @@
-"""What a generator recorded: the tokens that it sampled, with the log-probability that it gave to each.
+"""A generator's recording: the tokens that it sampled, and the log-probability that it gave to each.
 
-A rollout file holds one JSON object per line, and each line is one sequence::
+A rollout file has one JSON object per line. Each line is one sequence::
 
     {"version": 1, "prompt_ids": [1, 15, 9], "token_ids": [4, 27], "logprobs": [-0.71, -2.05],
      "temperature": 1.0, "top_p": 1.0}
@@ -23,7 +23,7 @@ from amp_plugin.tuning.log_probs import Sampling
 
 VERSION: Final = 1
 _OPTIONAL: Final = {"temperature", "top_p"}
-_ROUNDING: Final = 1e-3  # a log-probability that was rounded may be so much above 0
+_ROUNDING: Final = 1e-3  # a rounded log-probability may be above 0 by this much
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,14 +31,14 @@ class Sample:
     """One sequence of a rollout file.
 
     Attributes:
-        prompt_ids: the token ids that the generator was given; at least one.
-        token_ids: the token ids that it sampled; at least one.
-        logprobs: the natural logarithm of the probability of each sampled token, as it was recorded.
-        temperature: the temperature that it sampled with.
-        top_p: the share of the probability that it sampled from; 1 samples from all tokens.
+        prompt_ids: The token ids that the generator was given; at least one.
+        token_ids: The token ids that it sampled; at least one.
+        logprobs: The recorded natural logarithm of the probability of each sampled token.
+        temperature: The temperature of the sampling.
+        top_p: The share of the probability from which it sampled. 1 samples from all tokens.
 
     Raises:
-        ValueError: a value does not fit; the text says which and what is allowed.
+        ValueError: A value is not allowed. The text says which one, and what is allowed.
     """
 
     prompt_ids: tuple[int, ...]
@@ -95,12 +95,12 @@ class RolloutBatch:
     """Sequences of a rollout as tensors.
 
     Attributes:
-        tokens: prompts and sampled tokens, int64 of shape (sequences, longest). Shorter sequences are filled
-            up with 0 on the right, where a causal model reads nothing of it.
-        places: number of the sequence of each sampled token, and the place before it, whose logits predict
-            it; both int64 of shape (sampled tokens,).
-        recorded: their recorded log-probabilities, float64 of shape (sampled tokens,).
-        stated: the temperature and top-p that the file states for each of them.
+        tokens: Prompts and sampled tokens, int64 of shape (sequences, longest). Shorter sequences are padded
+            with 0 on the right, which a causal model does not read.
+        places: For each sampled token, the number of its sequence, and the position before it, whose logits
+            predict it. Both are int64 of shape (sampled tokens,).
+        recorded: The recorded log-probabilities, float64 of shape (sampled tokens,).
+        stated: The temperature and top-p that the file states for each of them.
     """
 
     tokens: Tensor
@@ -141,13 +141,13 @@ class RolloutBatch:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """What a generator recorded.
+    """A generator's recording: sampled tokens with their log-probabilities.
 
     Args:
-        samples: the sequences.
+        samples: The sequences.
 
     Raises:
-        ValueError: there is no sequence.
+        ValueError: There is no sequence.
 
     Example:
         >>> rollout = Rollout.of([[1, 15]], [[4, 27]], [[-0.71, -2.05]])
@@ -173,17 +173,17 @@ class Rollout:
         temperature: float = 1.0,
         top_p: float = 1.0,
     ) -> Rollout:
-        """Return a rollout from lists, one entry for each sequence.
+        """Return a rollout from lists with one entry per sequence.
 
         Args:
-            prompt_ids: the token ids that the generator was given.
-            token_ids: the token ids that it sampled.
-            logprobs: their log-probabilities.
-            temperature: that the generator sampled with.
-            top_p: that the generator sampled with.
+            prompt_ids: The token ids that the generator was given.
+            token_ids: The token ids that it sampled.
+            logprobs: Their log-probabilities.
+            temperature: The temperature of the sampling.
+            top_p: The top-p of the sampling.
 
         Raises:
-            ValueError: a value does not fit.
+            ValueError: A value is not allowed.
         """
         rows = zip(prompt_ids, token_ids, logprobs, strict=True)
         return Rollout(
@@ -203,14 +203,14 @@ class Rollout:
     def from_jsonl(path: str | Path) -> Rollout:
         """Read a rollout file: one JSON object per line.
 
-        Its keys are ``version`` and the attributes of :class:`Sample`.
+        The keys are ``version`` and the attributes of :class:`Sample`.
 
         Args:
-            path: the file.
+            path: The file.
 
         Raises:
-            ValueError: a line does not fit; the text names file, line and key.
-            OSError: the file cannot be read.
+            ValueError: A line is wrong. The text names the file, the line and the key.
+            OSError: The file cannot be read.
         """
         samples = []
         for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
@@ -263,7 +263,7 @@ def _sample_of(line: str) -> Sample:
     return Sample(**found)
 
 
-# Words of well-known engines for our keys.
+# The names that well-known engines use for our keys.
 _ALIASES: Final = {
     "prompt_token_ids": "prompt_ids",
     "input_ids": "prompt_ids",

@@ -4,10 +4,10 @@ base = measure(default)
 for op in used ops, rule in other rules of op:      # on the first batch
     single = measure(default + rule)
 while some rule is added (three rounds at most):    # on half of the batches
-    for rule in singles that gain, the largest gain first:
+    for rule in singles that save something, the largest saving first:
         keep rule if measure(chosen + rule) is allowed and costs less
 drop rules without which it costs no more
-while measure(chosen) is not allowed on all batches: drop the rule added last
+while measure(chosen) is not allowed on all batches: drop the rule that was added last
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from amp_plugin.casting.rules import OpRule, OpRules, torch_release
 from amp_plugin.tuning.measure import Measurement, SearchGoal
 
-# Share of the default's cost that a rule must save. Gaps of rounding differ by chance, so there it is larger.
+# The share of the default's cost that a rule must save. It is larger for gaps, because these vary by chance.
 _LEAST_GAIN: Final[dict[SearchGoal, float]] = {
     "memory": 0.002,
     "casts": 0.002,
@@ -64,7 +64,7 @@ def with_changes(rules: OpRules, changes: Iterable[Change]) -> OpRules:
 def as_yaml(device_type: str, changes: Changes, comments: Iterable[str]) -> str:
     """Return rules as the text of a YAML file that ``OpRules.from_yaml`` reads.
 
-    Its comments are these, and a line that says with which versions, on which machine and when it was made.
+    The file has the given comments, and a line with the versions, the machine and the date.
     """
     version, today = vars(sys.modules["amp_plugin"])["__version__"], datetime.now(timezone.utc).date()
     made_by = f"amp_plugin {version}, torch {torch.__version__}, {platform.machine()}, {today}"
@@ -83,14 +83,15 @@ class Tried:
 
 
 class Search:
-    """A greedy search over the rules of the ops a program uses.
+    """A greedy search over the rules of the ops that a program uses.
 
     Args:
-        measure: returns the measurement of some changes on so many batches, the first ones.
-        batches: the number of batches.
-        default: the rules to begin with.
-        goal: what is to get smaller.
-        budget: the share by which the price may grow: the gradient error, or the bytes for "accuracy".
+        measure: A function that returns the measurement of some changes on a number of batches, the first
+            ones.
+        batches: The number of batches.
+        default: The rules to start with.
+        goal: The number to reduce.
+        budget: The share by which the price may grow: the gradient error, or the bytes for "accuracy".
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Search:
 
     @property
     def tried(self) -> tuple[Tried, ...]:
-        """All sets that were tried, in order."""
+        """All rule sets that were tried, in order."""
         return tuple(self._known.values())
 
     def measure(self, changes: Changes, *, batches: int | None = None) -> Measurement | None:
@@ -134,7 +135,7 @@ class Search:
 
     def best(self, ops: Iterable[str]) -> Changes:
         """Return the changes that save most, in the order in which they were added; empty if none saves."""
-        half = (self._batches + 1) // 2  # the other batches are for the check at the end
+        half = (self._batches + 1) // 2  # the other batches are used for the final check
         chosen = self._grown(self._ranked(change for op in ops for change in self._changes_of(op)), half)
         for change in reversed(chosen):  # Drop each change without which the cost is no higher.
             fewer = tuple(other for other in chosen if other != change)
@@ -145,7 +146,7 @@ class Search:
         return chosen
 
     def _changes_of(self, op: str) -> list[Change]:
-        """Return one change for each other rule that the op may have."""
+        """Return one change for each other rule that the op can have."""
         now = {rule.value for name, rule in self._default.rules.items() if name.split(".")[0] == op}
         now = now or {"unchanged"}
         if now == {"banned"} or (now == {"lower_precision"} and self._goal not in {"accuracy", "gap"}):
@@ -188,7 +189,7 @@ class Search:
         return measured.cost(goal) < than.cost(goal) - _LEAST_GAIN[goal] * default.cost(goal)
 
     def nearest(self) -> str:
-        """Describe the set that saves something and exceeds the budget least; empty if there is none."""
+        """Describe the set that saves something and exceeds the budget least. Empty if there is none."""
         goal = self._goal
         if goal in {"accuracy", "gap"}:  # here the budget limits the bytes
             return ""

@@ -1,4 +1,4 @@
-"""Roundings that a generator may have and its trainer has not, and a trainer that emulates some of them."""
+"""Roundings that a generator may have and its trainer does not have, and their emulation in a trainer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Suspect:
     """A rounding that the generator may have.
 
     Attributes:
-        name: what it is, in words.
-        setting: the setting of the generator that takes it away, and its value.
-        places: where it rounds.
-        attention: name of a rounding of the attention; empty if there is none.
+        name: A description.
+        setting: The setting of the generator that removes it, and its value.
+        places: The places where it rounds.
+        attention: The name of a rounding of the attention; empty if there is none.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Suspect:
 
     @property
     def is_cause(self) -> bool:
-        """Whether a setting takes it away. Fused kernels round differently inside, and have none for it."""
+        """Whether a setting removes it. The different rounding inside fused kernels has no setting."""
         return bool(self.setting[0])
 
 
@@ -57,10 +57,10 @@ def suspects_of(
     """Return the roundings that a generator may have at places where the trainer has none.
 
     Args:
-        found: places of the trainer's results that are wider than ``dtype``, in the order in which they first
-            ran -> their shapes.
-        head: the place among them that makes the logits; None if its result is not wider than ``dtype``.
-        dtype: what the generator may round to.
+        found: The places of the trainer's results that are wider than ``dtype``, in the order in which they
+            first ran -> their shapes.
+        head: The place among them that makes the logits; None if its result is not wider than ``dtype``.
+        dtype: The dtype that the generator may round to.
     """
     short = str(dtype).removeprefix("torch.")
     suspects = [_STEPS]
@@ -103,7 +103,7 @@ def _groups(found: Mapping[OpPlace, tuple[int, ...]], short: str) -> Iterator[Su
 
 
 def emulated(suspects: Sequence[Suspect], dtype: torch.dtype) -> Iterator[AbstractContextManager[object]]:
-    """Yield what has to be open around a trainer that rounds to ``dtype`` where the suspects do."""
+    """Yield the contexts for a trainer that rounds to ``dtype`` where the suspects do."""
     places = {place for suspect in suspects for place in suspect.places}
     attention = {suspect.attention for suspect in suspects if suspect.attention}
     if places:

@@ -1,4 +1,4 @@
-"""The trainer's step on the batches of a rollout: its log-probabilities, its gap, and its time."""
+"""The trainer's step on the batches of a rollout: its log-probabilities, its gap and its time."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ Step = Callable[[Tensor], object]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trainer:
-    """The trainer's step on a rollout, as it is or with changes. Each run starts from the same state.
+    """The trainer's step on a rollout, with or without changes. Each run starts from the same state.
 
     Attributes:
-        step: makes logits of token ids.
-        model: whose buffers are restored after each run; None if it has none that change.
-        batches: the sequences of the rollout.
-        default: the op rules of the trainer as it is.
-        sampling: how log-probabilities are made from logits; settings for each token are of all batches.
-        changes: changes of the op rules.
-        head: a layer that runs in fp32; None if all run as they are.
-        emulated: roundings of the generator that are emulated.
-        dtype: that they round to.
+        step: The function that computes logits from token ids.
+        model: The model whose buffers are restored after each run. None if no buffers change.
+        batches: The sequences of the rollout.
+        default: The op rules of the trainer without changes.
+        sampling: How log-probabilities are computed from logits. Settings per token cover all batches.
+        changes: Changes to the op rules.
+        head: A layer that runs in fp32, or None.
+        emulated: The generator's roundings that are emulated.
+        dtype: The dtype that they round to.
     """
 
     step: Step
@@ -67,7 +67,7 @@ class Trainer:
         return with_changes(self.default, self.changes)
 
     def first(self, batches: int) -> Trainer:
-        """Return the trainer on the first batches alone."""
+        """Return the trainer on only the first batches."""
         return replace(self, batches=self.batches[:batches])
 
     def recorded(self) -> Tensor:
@@ -80,17 +80,18 @@ class Trainer:
             return self.scores()
 
     def exact(self) -> Tensor:
-        """Return the log-probabilities of the trainer without any rounding and changes, float64."""
+        """Return the log-probabilities of the trainer without rounding and without changes, float64."""
         device = self.default.device_type
         shadow = ShadowRun(dtype=widest_float(torch.device(device)))
         with rules_on_trial(rules_without_16_bits(device)), shadow:
             return self.scores(shadow.without_rounding)
 
     def scores(self, values: Callable[[Tensor], Tensor] = torch.Tensor.detach) -> Tensor:
-        """Run the step as the program has it, and return its log-probabilities.
+        """Run the program's step without changes, and return its log-probabilities.
 
         Args:
-            values: returns the numbers to use of a tensor of logits; by default its own.
+            values: A function that returns the numbers to use for a tensor of logits. By default they are its
+                own.
         """
         found: list[Tensor] = []
 
@@ -108,7 +109,7 @@ class Trainer:
         return GapNumbers.of(self.log_probs(), self.recorded())
 
     def distances(self) -> Tensor:
-        """Return |trainer - record| of each token; infinite if the program does not run so."""
+        """Return |trainer - record| for each token, or infinity if the program fails with these changes."""
         recorded = self.recorded()
         try:
             return (self.log_probs() - recorded).abs().nan_to_num(math.inf)
@@ -116,9 +117,9 @@ class Trainer:
             return torch.full_like(recorded, math.inf)
 
     def measure(self, least: float) -> Measurement:
-        """Return the gap as a search over rules takes it, with the bytes that were cast.
+        """Return the gap in the form that a search over rules needs, with the bytes that were cast.
 
-        A gap below ``least`` counts as ``least``: nothing is paid for less than that.
+        A gap below ``least`` counts as ``least``, so that no rule is added for a smaller one.
         """
         with log_casts() as log:
             gap = self.gap()
@@ -134,7 +135,7 @@ class Trainer:
         return median(taken)
 
     def as_recorded(self) -> Trainer:
-        """Return the trainer with the sampling by which the recorded log-probabilities were made."""
+        """Return the trainer with the sampling that was used for the recorded log-probabilities."""
         kept: list[Tensor] = []
 
         def keep(_: RolloutBatch, logits: Tensor, __: float) -> None:
@@ -153,7 +154,7 @@ class Trainer:
         )
 
     def places(self) -> EmulatedRounding:
-        """Return the places at which the first batch makes results wider than ``dtype``."""
+        """Return the places at which the first batch has results wider than ``dtype``."""
         region = EmulatedRounding(self.dtype)
         with region:
             self.first(1).log_probs()
@@ -172,9 +173,9 @@ class Trainer:
             yield
 
     def run(self, on_batch: Callable[[RolloutBatch, Tensor, float], None]) -> None:
-        """Call a function with each batch, the logits of its sampled tokens, and the seconds they took.
+        """Call a function with each batch, the logits of its sampled tokens, and the time in seconds.
 
-        If gradients are on, a backward pass is run as well.
+        If gradients are enabled, a backward pass runs as well.
         """
         kept = nullcontext() if self.model is None else buffers_kept(self.model)
         with torch.random.fork_rng(), kept:

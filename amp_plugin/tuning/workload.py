@@ -1,4 +1,7 @@
-"""What is tuned: the batches of a step function or of a program. Each run starts from the same state."""
+"""The workload to tune: the batches of a step function or of a program.
+
+Each run starts from the same state.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +122,7 @@ class Script:
     step, but the weights are restored after each step, so that all batches see the same weights.
     """
 
-    model = None  # which of its modules is the model is not known
+    model = None  # it is unknown which of its modules is the model
 
     def __init__(self, program: Program, arguments: Sequence[str], *, batches: int) -> None:
         file, present = Path(os.path.normpath(program.file.absolute())), Path.cwd()
@@ -131,7 +134,7 @@ class Script:
         self.batches = batches
 
     def run(self, on_batch: OnBatch, *, batches: int) -> None:
-        """Run the program until its first ``batches`` backward passes are done; drop its output."""
+        """Run the program until its first ``batches`` backward passes are done. Drop its output."""
         count = 0
 
         def counted(gradients: Gradients, seconds: float) -> None:
@@ -140,7 +143,7 @@ class Script:
                 on_batch(gradients, seconds)
                 count += 1
             if count >= batches:
-                sys.exit()  # the program ends here, as by an exit of its own
+                sys.exit()  # the program ends here, as if it had exited itself
 
         ended = self._run_quietly(_batches_followed(counted))
         if count < batches:
@@ -153,7 +156,10 @@ class Script:
         self._has_run = True
 
     def first_call(self) -> ModelCall:
-        """Run the program until a model has made logits of token ids with gradients; return that call."""
+        """Run the program until a model has computed logits from token ids with gradients.
+
+        Return that call.
+        """
         calls: list[ModelCall] = []
         ended = self._run_quietly(model_calls(calls.append))
         if not calls:
@@ -166,7 +172,7 @@ class Script:
         return calls[0]
 
     def _run_quietly(self, around: AbstractContextManager[object]) -> str:
-        """Run the program in the copy of the folder; drop its output, and return how it ended, in words."""
+        """Run the program in the copy of the folder and drop its output. Return a text on how it ended."""
         random.seed(0)
         torch.manual_seed(0)
         expected = (Exception,) if self._has_run else ()
@@ -192,7 +198,7 @@ Workload = StepFunction | Script
 
 @contextmanager
 def _batches_followed(on_batch: OnBatch) -> Iterator[None]:
-    """Call a function after each backward pass that leaves gradients; restore weights after each step."""
+    """Call a function after each backward pass that leaves gradients. Restore weights after each step."""
     names: dict[Tensor, str] = {}
     begun: list[float] = []  # the time at which the batch's first module was called
     plain = torch.autograd.backward
@@ -203,7 +209,7 @@ def _batches_followed(on_batch: OnBatch) -> Iterator[None]:
 
     def called(module: nn.Module, *_: Any) -> None:
         if not begun:
-            for name, param in module.named_parameters():  # copies of modules register none
+            for name, param in module.named_parameters():  # copies of modules register no hooks
                 registered(module, name, param)
             begun.append(time.perf_counter())
 
@@ -249,7 +255,7 @@ _NOT_FORWARD: Final = ("autograd::engine", "Optimizer.")
 
 
 def used_ops(run: Callable[[], object], rules: OpRules) -> list[str]:
-    """Run something under rules; return the outermost ops of its forward pass, the most frequent first."""
+    """Run something under rules. Return the outermost ops of its forward pass, the most frequent first."""
     with rules_on_trial(rules), profile() as profiled:
         run()
     counts = Counter(event.name for event in profiled.function_events or [] if _is_outermost(event))
