@@ -1,4 +1,4 @@
-"""Show what a class has only once it is made: a docstring of its base class, the options that it takes."""
+"""Document what a class gets at runtime: the docstring of its base class, and the options that it takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class InheritedDocstrings(griffe.Extension):
     """Resolve ``__doc__ = Base.__doc__``, ``{options}`` and ``@takes(...)``, which Griffe does not run."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Give the classes of a package and of its modules what they take."""
+        """Complete the docstrings of the classes of a package and of its modules."""
         for member in pkg.members.values():
             if member.is_alias:
                 continue

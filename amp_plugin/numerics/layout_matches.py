@@ -28,7 +28,7 @@ class Match(NamedTuple):
     Attributes:
         number: The number of the record in the one process.
         place: Step, direction, module and op.
-        nth: The number of the result among those of its place.
+        nth: The number of the result among the results of the same place.
         pieces: Rank and record number, by the coordinates on the mesh.
         mine: The record of the one process.
         theirs: The records of the ranks.
@@ -91,7 +91,7 @@ class Matches:
 
     @cached_property
     def theirs(self) -> dict[tuple[int, int], int]:
-        """The results of the ranks, by rank and number -> number of the one process."""
+        """The rank and number of each rank's result -> the number of the same result in the one process."""
         return {entry: match.number for match in self.all for entry in match.pieces.values()}
 
     def _at_place(

@@ -99,8 +99,8 @@ class Layout:
 
         Args:
             are_means: The pieces may be means over a rank's part of the batch. Then their mean is needed.
-            are_backward: The pieces may be gradients of a mean over a rank's part of the batch. Each is
-                larger than the gradient of the mean over the whole batch, also for replicas.
+            are_backward: The pieces may be gradients of a mean over a rank's part of the batch. Each of
+                these is larger than the gradient of the mean over the whole batch, even on replicas.
         """
         cut = self.cut
         for added in _subsets(self.axes):

@@ -195,7 +195,7 @@ class Watch:
             call.keep(call.changed(lambda tensor: self._widened(tensor).clone(), torch.float64))
 
     def _may_overflow_in_place(self, call: Call) -> bool:
-        """Return whether an op may overflow and overwrites the inputs by which that would be judged."""
+        """Return whether an op may overflow and overwrites the inputs that would explain the overflow."""
         if call.is_backward or self._tracker.in_step or not call.is_repeatable:
             return False
         read = [given.tensor for given in call.arguments if given.name not in call.traits.overwritten]

@@ -5,7 +5,7 @@ temperature, and before or after it drops the tokens outside of top-p. The recor
 these it did::
 
     for way in (trainer's own, stated temperature, stated top-p, both, fitted temperature, fitted top-p):
-        choose the way if its mean gap is below 0.8 of the gap of the way chosen so far
+        choose the way if its mean gap is below 0.8 times the gap of the way that is chosen so far
 
 Rounding errors have no common direction that a temperature could follow. So a fit does not lower a gap that
 comes from rounding.
