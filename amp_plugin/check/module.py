@@ -95,7 +95,7 @@ class Module:
 
     @cached_property
     def identifiers(self) -> str:
-        """All names that the module uses, joined by blanks; comments and strings are left out."""
+        """All names that the module uses, separated by spaces; comments and strings are left out."""
         found: set[str] = set()
         for node in self.nodes:
             for name in ("id", "attr", "arg", "name", "module"):

@@ -140,7 +140,10 @@ def multiply_(
 
 
 def batches_of(params: list[Tensor]) -> list[GradientBatch]:
-    """Return the present gradients of ``params`` in batches. The native core finds plain ones and shards."""
+    """Return the present gradients of ``params`` in batches.
+
+    If the native core is loaded, it finds the gradients that are plain tensors or shards.
+    """
     extension = native_core().extension
     if extension is None:
         return batch_gradients(params)

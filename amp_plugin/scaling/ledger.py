@@ -135,7 +135,7 @@ class GradientLedger:
                 record.seen = _seen(grad)
 
     def carry_nothing(self, optimizer: int, updates: int, steps: bool) -> None:
-        """Record that an optimizer uses its gradients, after they were divided by what they carried.
+        """Record that an optimizer uses its gradients, after they were divided by their scale.
 
         Args:
             optimizer: The number of the optimizer; 0 if it did not ask for the division, as in a clip.
