@@ -146,3 +146,15 @@ def test_no_more_graphs_than_with_torchs_scaler():
             training.step(batch)
         counts.append(graphs())
     assert counts[0] <= counts[1]
+
+
+@WARNING_OF_TORCH
+def test_a_loss_with_its_own_scale_keeps_it_in_compiled_code():
+    """The graph itself can only multiply by the default scale."""
+    model, optimizer, scaler = linear_with(init_scale=8.0, losses=["edges"], growth_interval=1)
+    scaler.scale(model(torch.ones(1, 4)).sum(), name="edges").backward()
+    scaler.step(optimizer)
+    scaler.update()  # from now on the scale of the edges is 16
+    scale = torch.compile(lambda loss: scaler.scale(loss, name="edges"), backend="eager")
+    assert scale(torch.ones((), requires_grad=True)).item() == 16.0
+    assert scaler.scale(torch.ones(())).item() == 8.0

@@ -219,3 +219,24 @@ def test_a_flag_comes_to_the_host_whatever_the_default_and_the_current_device(mo
         result = StepResult(norm=None, found_inf=flag, scale_before=None, report=OverflowReport)
         assert result.skipped_if_known() is True
     event(device).record.assert_called_once_with("the stream of cuda:1")
+
+
+@pytest.mark.parametrize(
+    "kinds", ["ss", "st", "ts", ""], ids=["all-skipped", "then-taken", "taken-first", "no-step"]
+)
+def test_the_end_of_a_run_warns_if_no_step_was_taken(kinds):
+    """Each run is judged by its own steps: ``s`` is a skipped one, ``t`` one that is taken."""
+    log, said = StepLog(), []
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    for run in (kinds, "t", kinds):
+        for kind in run:
+            log.add(
+                optimizer,
+                StepResult(found_inf=torch.tensor(float(kind == "s")), scale_before=torch.tensor(2.0)),
+            )
+        log.end_run(said.append)
+    assert len(said) == (2 if kinds == "ss" else 0)
+    assert all("no optimizer step was taken: 2 steps of SGD in a row were skipped" in text for text in said)
+    log.add(optimizer, StepResult(found_inf=torch.tensor(1.0), scale_before=torch.tensor(2.0)))
+    log.end_run(None)  # a run that an error has ended
+    assert len(said) == (2 if kinds == "ss" else 0)
