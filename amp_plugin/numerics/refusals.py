@@ -39,12 +39,16 @@ _ADVICE: Final = {
     "trace": "call .to(dtype) or float() on the tensors that this line reads so that their dtypes agree, or "
     "run the module in fp32. `amp-plugin diagnose` instead of `amp-plugin run` names the op, and a rule for "
     "it.",
+    "numpy": "NumPy has no bfloat16: call .float() before .numpy(), or evaluate in fp32, with "
+    'eval_precision="fp32" of AmpPrecision and AmpKwargs.',
 }
 # Parts of the messages by which torch refuses dtypes before it calls an op.
 _REFUSES: Final = re.compile(
     r"same (data ?)?type|same dtype|[Uu]nsupported dtype|[Ll]ow precision dtypes|does not match weight dtype|"
     r"[Tt]ype promoting not supported|expected scalar type|must be either float or double"
 )
+
+_NUMPY: Final = "Got unsupported ScalarType"  # of Tensor.numpy(), which is no op
 
 # Words in the messages of ops that refuse dtypes, for when the op cannot run again in other dtypes.
 _OF_DTYPES: Final = re.compile(
@@ -126,7 +130,9 @@ def findings_at_end(tracker: Tracker, last: Refused | None, error: BaseException
     """
     if last is not None and _is_same(last[0], error):
         yield last[1]
-    elif isinstance(error, (RuntimeError, ValueError)) and _REFUSES.search(str(error)):
+    elif _NUMPY in str(error) or (
+        isinstance(error, (RuntimeError, ValueError)) and _REFUSES.search(str(error))
+    ):
         place, caller = raised_from(error.__traceback__)
         module = _module_of(tracker, error.__traceback__)
         yield Finding(
@@ -135,8 +141,8 @@ def findings_at_end(tracker: Tracker, last: Refused | None, error: BaseException
             module=module,
             place=place,
             caller=caller,
-            advice=_ADVICE["line"],
-            cures=cures_of(*tracker.address(module), (), ""),
+            advice=_ADVICE["numpy" if _NUMPY in str(error) else "line"],
+            cures=() if _NUMPY in str(error) else cures_of(*tracker.address(module), (), ""),
             when=tracker.now(),
             reached=str(error).partition("\n")[0],
         )
@@ -163,8 +169,8 @@ def finding_in_trace(error: BaseException) -> Finding | None:
         module=f"{model}.{path}".rstrip("."),
         place=place,
         caller=caller,
-        advice=_ADVICE["trace"],
-        cures=cures_of(model, path, (), ""),
+        advice=_ADVICE["numpy" if _NUMPY in str(error) else "trace"],
+        cures=() if _NUMPY in str(error) else cures_of(model, path, (), ""),
         lesson=" and ".join(map(short_name, seen)) if len(seen) > 1 else "",
         reached=str(error).partition("\n")[0],
     )

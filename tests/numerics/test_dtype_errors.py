@@ -283,6 +283,23 @@ def test_run_says_nothing_of_other_errors(error):
     assert finding_in_trace(caught.value) is None
 
 
+def to_numpy():
+    model = nn.Linear(4, 4)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        return model(torch.ones(2, 4)).numpy()
+
+
+def test_a_result_in_bf16_that_goes_to_numpy_is_told_of_float_and_eval_precision():
+    with pytest.raises(TypeError, match="unsupported ScalarType") as caught, amp_plugin.diagnose() as seen:
+        to_numpy()
+    for finding in (finding_in_trace(caught.value), *seen.findings):
+        assert finding.place.file == __file__
+        assert "call .float() before .numpy()" in finding.advice
+        assert 'eval_precision="fp32"' in finding.advice
+        assert finding.cures == ()
+    assert len(seen.findings) == 1
+
+
 PROGRAM = """
 import torch
 
