@@ -22,6 +22,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 import transformers
 
+from tests.tuning import planted_llama
 from tests.tuning.second_llama import PLANTED, Engine
 
 pytestmark = pytest.mark.native
@@ -56,10 +57,10 @@ def policy(attention: str = "sdpa") -> nn.Module:
     return model
 
 
-def prompts() -> list[list[int]]:
+def prompts(count: int = PROMPTS) -> list[list[int]]:
     """Return prompts of different lengths."""
     draws = torch.Generator().manual_seed(3)
-    return [torch.randint(1, WORDS, (3 + i % 4,), generator=draws).tolist() for i in range(PROMPTS)]
+    return [torch.randint(1, WORDS, (3 + i % 4,), generator=draws).tolist() for i in range(count)]
 
 
 def step_of(model, dtype=torch.bfloat16):
@@ -88,10 +89,12 @@ class Fp8Cache(transformers.DynamicCache):
         return super().update(*low, *args, **kwargs)
 
 
-def generated(model, dtype=torch.bfloat16, *, processed=False, fp8=False, **settings) -> Rollout:
+def generated(
+    model, dtype=torch.bfloat16, *, processed=False, fp8=False, count=PROMPTS, **settings
+) -> Rollout:
     """Sample with transformers' cache, in two left-padded batches, and record log-probabilities."""
     torch.manual_seed(1)
-    tokens, values, given = [], [], prompts()
+    tokens, values, given = [], [], prompts(count)
     for part in (given[:3], given[3:]):
         longest = max(map(len, part))
         padded = torch.tensor([[0] * (longest - len(row)) + row for row in part])
@@ -276,6 +279,20 @@ class TestAPlantedCause:
         found = found_for(model, generated(model, **options))
         assert re.search(NAMED[told], found.causes[0].name), found
         assert found.explained <= CLOSE * found.floor, found
+
+    @pytest.mark.whole_run
+    @pytest.mark.parametrize("cause", [*planted_llama.PLANTED, "head in bf16"])
+    def test_so_is_one_that_is_planted_into_the_llama_of_generate(self, cause):
+        trainer, is_head = with_head_in_fp32(), cause == "head in bf16"
+        # The cache and the padding of generate round otherwise, too, by about as much as a head does. So a
+        # head is told apart from chance by 1536 tokens, and not by 192.
+        with planted_llama.planted(cause):
+            generator = policy() if is_head else with_head_in_fp32()
+            rollout = generated(generator, count=64 if is_head else PROMPTS)
+        found = found_for(trainer, rollout, batch_size=64)
+        assert re.search(NAMED[cause], found.causes[0].name), found
+        assert found.causes[0].side == "generator"
+        assert found.explained < 0.6 * found.gap.mean, found
 
 
 class TestNoCause:
