@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from amp_plugin import GradScaler
 from amp_plugin.scaling import OverflowReport, step_log
 from amp_plugin.scaling.step_log import StepLog, StepResult
+from tests.scaling.runs import Run, scaler_of
 
 
 class Result(StepResult):
@@ -240,3 +241,16 @@ def test_the_end_of_a_run_warns_if_no_step_was_taken(kinds):
     log.add(optimizer, StepResult(found_inf=torch.tensor(1.0), scale_before=torch.tensor(2.0)))
     log.end_run(None)  # a run that an error has ended
     assert len(said) == (2 if kinds == "ss" else 0)
+
+
+def test_a_scaler_placed_again_among_the_same_ranks_keeps_its_optimizers_and_their_gradients_scales():
+    training = Run("sgd", scaler=scaler_of(8.0))
+    training.scaler.register(training.optimizer)
+    training.backward(0, 1.0)
+    training.scaler.core.place("cpu")
+    assert training.scaler.core.optimizers == [training.optimizer]
+    training.scaler.step(training.optimizer)
+    expected = Run("sgd", scaler=scaler_of(8.0))
+    expected.backward(0, 1.0)
+    expected.scaler.step(expected.optimizer)
+    assert all(map(torch.equal, training.params, expected.params))
