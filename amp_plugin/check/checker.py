@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Final
 
-from amp_plugin.check import name_rules, region_rules, scaler_rules
+from amp_plugin.check import checkpoint_rules, name_rules, region_rules, scaler_rules
 from amp_plugin.check.module import Edit, Hit, Module
 from amp_plugin.check.settings import Settings
 from amp_plugin.check.sources import Source
@@ -32,7 +33,7 @@ _RULES: Final[dict[str, Callable[[Module], Iterator[Hit]]]] = {
     "AMP012": region_rules.scaler_with_bf16,
     "AMP013": name_rules.deprecated_names,
     "AMP014": region_rules.constant_out_of_range,
-    "AMP015": name_rules.scaler_not_saved,
+    "AMP015": checkpoint_rules.scaler_not_saved,
     "AMP016": scaler_rules.scheduler_on_skip,
     "AMP017": region_rules.autocast_over_threads,
     "AMP018": region_rules.function_without_custom_fwd,
@@ -63,7 +64,8 @@ class Found:
         line, column, end_line, end_column: the place, counted from 1. In a notebook it is counted from the
             beginning of the cell.
         cell: the number of the notebook's code cell, counted from 1; 0 if the file is not a notebook.
-        detail: text that replaces the rule's own; empty if the rule's own text fits.
+        detail: text that replaces the rule's own; empty if the rule's own text fits. One with
+            a semicolon also says what to do.
         source_line: the text of the first line, stripped.
         edits: the edits that mend the mistake.
     """
@@ -87,6 +89,8 @@ class Found:
     @property
     def text(self) -> str:
         """What is wrong, and what to do."""
+        if ";" in self.detail:  # The detail says what to do, too.
+            return self.detail
         return f"{self.detail or self.mistake.what}; {self.mistake.instead}"
 
     @property
@@ -105,6 +109,8 @@ class Report:
         files: the number of files checked.
         fixed: the number of mistakes mended.
         diffs: unified diffs of the changes that a fix would make.
+        written: the number of mistakes that were written to a baseline instead.
+        baseline: the baseline that they were written to; None if they were not.
     """
 
     found: list[Found] = field(default_factory=list)
@@ -112,6 +118,8 @@ class Report:
     files: int = 0
     fixed: int = 0
     diffs: list[str] = field(default_factory=list)
+    written: int = 0
+    baseline: Path | None = None
 
     @property
     def exit_code(self) -> int:
@@ -129,14 +137,14 @@ def check(paths: Sequence[Path], settings: Settings, *, fix: bool = False, diff:
         diff: True collects these edits as diffs and writes nothing.
     """
     report = Report()
-    baseline = (
-        Counter(read_baseline(settings.baseline)) if settings.baseline else Counter[tuple[str, str, str]]()
-    )
-    for path in _files(paths, settings.exclude):
+    file = settings.baseline
+    baseline = Counter(read_baseline(file)) if file else Counter[tuple[str, str, str]]()
+    for path in _files(paths, settings):
         report.files += 1
         try:
             source = Source.read(path)
-            found = _without_known(check_source(source, settings), baseline)
+            found = check_source(source, settings)
+            found = _without_known(found, baseline, file.parent) if file else found
             edits = [edit for one in found for edit in one.edits]
             if edits and diff:
                 report.diffs.append(source.diff(source.edited(edits)))
@@ -190,36 +198,50 @@ def _found(source: Source, hit: Hit) -> Found:
     )
 
 
-def _files(paths: Sequence[Path], exclude: Sequence[str]) -> Iterator[Path]:
+def _files(paths: Sequence[Path], settings: Settings) -> Iterator[Path]:
     """Yield each file once; hidden folders and folders of installed packages are left out."""
-    seen: dict[Path, None] = {}
+    seen: dict[str, Path] = {}
     for path in paths:
-        if path.is_dir():
-            inside = (file for pattern in ("*.py", "*.ipynb") for file in path.rglob(pattern))
-            seen.update(dict.fromkeys(sorted(f for f in inside if not _is_skipped(f.relative_to(path)))))
-        else:
-            seen[path] = None
-    for path in seen:
-        name = path.as_posix().removeprefix("./")
-        if not any(
-            fnmatch(name, pattern) or fnmatch(name, f"{pattern.rstrip('/')}/*") for pattern in exclude
-        ):
+        inside = (file for pattern in ("*.py", "*.ipynb") for file in path.rglob(pattern))
+        files = sorted(f for f in inside if not _is_skipped(f.relative_to(path))) if path.is_dir() else [path]
+        for file in files:
+            seen.setdefault(_relative(file, settings.root), file)
+    for name, path in seen.items():
+        names = {name, path.as_posix().removeprefix("./")}
+        patterns = [p for given in settings.exclude for p in (given, f"{given.rstrip('/')}/*")]
+        if not any(fnmatch(name, pattern) for name in names for pattern in patterns):
             yield path
+
+
+def _relative(path: Path, folder: Path) -> str:
+    """Return a path as it is seen from a folder."""
+    try:
+        return Path(os.path.relpath(path, folder)).as_posix()
+    except ValueError:  # It is on another drive of Windows.
+        return path.as_posix()
 
 
 def _is_skipped(path: Path) -> bool:
     return any(part in _SKIPPED_FOLDERS or part.startswith(".") for part in path.parts[:-1])
 
 
-def _without_known(found: Iterable[Found], baseline: Counter[tuple[str, str, str]]) -> list[Found]:
+def _without_known(
+    found: Iterable[Found], baseline: Counter[tuple[str, str, str]], folder: Path
+) -> list[Found]:
     """Drop the mistakes that a baseline holds; each entry of it drops one mistake."""
     new = []
     for one in found:
-        if baseline[one.known_by] > 0:
-            baseline[one.known_by] -= 1
+        entry = _entry(one, folder)
+        if baseline[entry] > 0:
+            baseline[entry] -= 1
         else:
             new.append(one)
     return new
+
+
+def _entry(one: Found, folder: Path) -> tuple[str, str, str]:
+    """Return what the baseline in a folder knows a mistake by."""
+    return _relative(one.path, folder), *one.known_by[1:]
 
 
 def read_baseline(file: Path) -> list[tuple[str, str, str]]:
@@ -237,7 +259,11 @@ def read_baseline(file: Path) -> list[tuple[str, str, str]]:
         raise ValueError(msg) from error
 
 
-def write_baseline(file: Path, found: Iterable[Found]) -> None:
-    """Write the mistakes to a baseline file, so that later checks report new ones only."""
-    rows = [dict(zip(("path", "code", "line"), one.known_by, strict=True)) for one in found]
+def write_baseline(file: Path, report: Report) -> None:
+    """Move the mistakes of a report to a baseline file, so that later checks report new ones only."""
+    rows = [
+        dict(zip(("path", "code", "line"), _entry(one, file.parent), strict=True)) for one in report.found
+    ]
     file.write_text(json.dumps({"findings": rows}, indent=1) + "\n", encoding="utf-8")
+    report.written, report.baseline = len(rows), file
+    report.found.clear()

@@ -50,12 +50,14 @@ class Region:
         dtype: "float16" or "bfloat16"; empty if the source does not say.
         is_on: False if the source says ``enabled=False``.
         is_sure: True if the region is opened whichever branch the program takes.
+        when: what holds if the region is on, from ``enabled=...``; each condition with its value.
     """
 
     device: str = ""
     dtype: str = ""
     is_on: bool = True
     is_sure: bool = True
+    when: tuple[tuple[str, bool], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,23 @@ class Context:
 
     @property
     def region(self) -> Region | None:
-        """The innermost region, or None if there is none or if it is off."""
-        return self.regions[-1] if self.regions and self.regions[-1].is_on else None
+        """The innermost region, or None if there is none or if it is off here."""
+        inner = self.regions[-1] if self.regions else None
+        if inner is None or not inner.is_on:
+            return None
+        return None if any((text, not holds) in self.conditions for text, holds in inner.when) else inner
 
     def within(self, test: ast.expr, *, holds: bool) -> Context:
         """Return the context inside a branch of ``if test``: its body if ``holds``, else its ``else``."""
-        return replace(self, conditions=(*self.conditions, *_facts(test, holds=holds)))
+        return replace(self, conditions=(*self.conditions, *facts(test, holds=holds)))
+
+    def around(self, inner: Context) -> Context:
+        """Return the context of a place in a function that is called here."""
+        return Context(
+            (*self.conditions, *inner.conditions),
+            (*self.loops, *inner.loops),
+            (*self.regions, *inner.regions),
+        )
 
     def excludes(self, other: Context) -> bool:
         """Return True if the two places stand in opposite branches, so that only one of them can run."""
@@ -140,14 +153,14 @@ class Flow:
         return self.events[first.position + 1 : last.position]
 
 
-def _facts(test: ast.expr, *, holds: bool) -> Iterator[tuple[str, bool]]:
+def facts(test: ast.expr, *, holds: bool) -> Iterator[tuple[str, bool]]:
     """Yield what is known inside a branch; ``x is not None`` and ``x`` give the same fact."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        yield from _facts(test.operand, holds=not holds)
+        yield from facts(test.operand, holds=not holds)
     elif isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) is holds:
         yield ast.unparse(test), holds
         for part in test.values:
-            yield from _facts(part, holds=holds)
+            yield from facts(part, holds=holds)
     elif (
         isinstance(test, ast.Compare)
         and len(test.ops) == 1
@@ -159,7 +172,7 @@ def _facts(test: ast.expr, *, holds: bool) -> Iterator[tuple[str, bool]]:
             yield ast.unparse(test), holds
             return
         means = isinstance(value, ast.Constant) and bool(value.value)
-        yield from _facts(test.left, holds=holds if same is means else not holds)
+        yield from facts(test.left, holds=holds if same is means else not holds)
     else:
         yield ast.unparse(test), holds
 
@@ -293,7 +306,9 @@ class _Walker:
         found = [region for value, where in values if (region := self.region_made(value, where)) is not None]
         if not found:
             return None
-        return replace(found[0], is_sure=len(values) == 1) if len(set(found)) == 1 else Region(is_sure=False)
+        if len({replace(region, when=()) for region in found}) > 1:
+            return Region(is_sure=False)
+        return replace(found[0], is_sure=len(values) == 1, when=found[0].when if len(set(found)) == 1 else ())
 
     def region_made(self, value: ast.AST, scope: Scope) -> Region | None:
         """Return the region that an expression makes, without following variables; None if it makes none."""
@@ -400,7 +415,16 @@ def region_of(names: Names, call: ast.Call, scope: Scope) -> Region | None:
     default = {"cuda": "float16", "cpu": "bfloat16"}.get(device, "")
     dtype = names.constant(given, scope) if given is not None else f"torch.{default}"
     dtype = str(dtype).replace("torch.half", "torch.float16").removeprefix("torch.")
-    return Region(device, dtype if dtype in {"float16", "bfloat16", "float32"} else "", not is_off(call))
+    known = dtype if dtype in {"float16", "bfloat16", "float32"} else ""
+    return Region(device, known, not is_off(call), when=_when(call, dotted))
+
+
+def _when(call: ast.Call, dotted: str) -> tuple[tuple[str, bool], ...]:
+    """Return what holds if a region is on: the conditions in ``enabled=...``."""
+    given = [word.value for word in call.keywords if word.arg == "enabled"]
+    if dotted.startswith(("torch.cuda.", "torch.cpu.")):
+        given += call.args[:1]
+    return tuple(facts(given[0], holds=True)) if given else ()
 
 
 def flows_of(tree: ast.Module, names: Names) -> list[Flow]:

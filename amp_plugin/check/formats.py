@@ -16,12 +16,16 @@ def as_text(report: Report) -> str:
     """Return one line for each mistake, and a last line that counts."""
     lines = [f"{_place(one)}: {one.code} {one.text}" for one in report.found]
     lines += [f"{path}: cannot be checked: {reason}" for path, reason in report.faults.items()]
-    files = f"{report.files} file{'' if report.files == 1 else 's'}"
+    number = report.files - len(report.faults)
+    files = f"{number} file{'' if number == 1 else 's'}"
     count = f"{len(report.found)} found" if report.found else "nothing found"
+    if report.baseline is not None:
+        count = f"{report.written} written to {report.baseline}"
     fixed = f", {report.fixed} fixed" if report.fixed else ""
     mendable = sum(bool(one.edits) for one in report.found)
     hint = f"; --fix mends {mendable}" if mendable else ""
-    return "\n".join([*lines, f"{files} checked, {count}{fixed}{hint}"])
+    faults = f"; {len(report.faults)} cannot be checked" if report.faults else ""
+    return "\n".join([*lines, f"{files} checked, {count}{fixed}{hint}{faults}"])
 
 
 def _place(one: Found) -> str:

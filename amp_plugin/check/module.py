@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -75,6 +75,40 @@ class Module:
             inner = (e for e in calls.get(function, ()) if not e.context.regions)
             pending.extend((event.call, event.scope, region) for event in inner)
         return found
+
+    def steps(self, flow: Flow, depth: int = 3) -> list[Event]:
+        """Return the steps of scalers and schedulers in a function and in those that it calls.
+
+        Functions of this module are followed to ``depth`` calls. The conditions and loops around a call are
+        also those of the steps that it leads to.
+        """
+        steps = flow.of("scaler step", "scheduler step")
+        if not depth or not self._has_both_steps:
+            return steps
+        known = self._known_steps.get((flow, depth))
+        if known is not None:
+            return known
+        found = self._known_steps[flow, depth] = list[Event]()
+        for event in flow.events:
+            function = called(self.names, event.call, event.scope) if event not in steps else None
+            inner = self._flow_of.get(function) if function else None
+            for step in self.steps(inner, depth - 1) if inner else ():
+                found.append(replace(step, context=event.context.around(step.context)))
+            if event in steps:
+                found.append(event)
+        return found
+
+    @cached_property
+    def _has_both_steps(self) -> bool:
+        return {"scaler step", "scheduler step"} <= {event.kind for event in self.events()}
+
+    @cached_property
+    def _known_steps(self) -> dict[tuple[Flow, int], list[Event]]:
+        return {}
+
+    @cached_property
+    def _flow_of(self) -> dict[ast.AST, Flow]:
+        return {flow.scope.node: flow for flow in self.flows}
 
     def region_around(self, context: Context, scope: Scope) -> Region | None:
         """Return the region around a place, or else the region around the call of its function."""

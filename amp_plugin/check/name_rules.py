@@ -1,4 +1,4 @@
-"""The rules about deprecated names and about checkpoints."""
+"""The rule about deprecated names."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from amp_plugin.check.flow import Event, is_named
 from amp_plugin.check.module import Edit, Hit, Module
-from amp_plugin.check.names import Scope
 
 _OLD: Final = re.compile(r"torch\.(cuda|cpu)\.amp(\.grad_scaler|\.autocast_mode)?$")
 _MOVED: Final = {"autocast", "GradScaler", "custom_fwd", "custom_bwd"}
@@ -64,15 +62,21 @@ def _is_alternative(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     """Return whether the program uses the name only for releases of torch that lack the new one."""
     while node in parents:
         node = parents[node]
-        if isinstance(node, ast.Try) and any(
-            h.type is None
-            or re.search(r"ImportError|AttributeError|ModuleNotFound|Exception", ast.unparse(h.type))
-            for h in node.handlers
-        ):
+        if isinstance(node, ast.Try) and any(_names_torch_amp(part) for part in ast.walk(node)):
             return True
         if isinstance(node, (ast.If, ast.IfExp)) and _ALTERNATIVES.search(ast.unparse(node.test)):
             return True
     return False
+
+
+def _names_torch_amp(node: ast.AST) -> bool:
+    """Return whether a syntax node imports or uses a new name."""
+    if isinstance(node, ast.ImportFrom):
+        names = {alias.name for alias in node.names}
+        return node.module == "torch.amp" or (node.module == "torch" and bool(names & {"amp", "autocast"}))
+    if isinstance(node, ast.Import):
+        return any(alias.name.startswith("torch.amp") for alias in node.names)
+    return isinstance(node, ast.Attribute) and ast.unparse(node) in {"torch.amp", "torch.autocast"}
 
 
 def _moved(
@@ -95,7 +99,9 @@ def _moved(
     """
     line = lines[node.lineno - 1].encode()
     start = line.find(str(node.module).encode(), node.col_offset)
-    if start < 0 or not {name for name in uses.values() if name} <= _MOVED or node.names[0].name == "*":
+    is_tried = isinstance(parents.get(node), (ast.Try, ast.ExceptHandler))
+    known = {name for name in uses.values() if name} <= _MOVED and node.names[0].name != "*"
+    if start < 0 or is_tried or not known:
         return ()
     new = "torch" if "" in uses.values() else "torch.amp"
     edits = [Edit(node.lineno, start, start + len(str(node.module)), new)]
@@ -142,65 +148,3 @@ def _edits_of_call(call: ast.Call, name: str, word: str, lines: list[str]) -> li
         for position, argument in zip(("enabled", "dtype", "cache_enabled"), call.args, strict=False):
             edits.append(Edit(argument.lineno, argument.col_offset, argument.col_offset, f"{position}="))
     return edits
-
-
-def scaler_not_saved(module: Module) -> Iterator[Hit]:
-    """AMP015: a checkpoint with the optimizer and without the scaler, in a module that uses a scaler."""
-    events = list(module.events())
-    uses = any(e.kind == "scaler step" or "scaler" in module.names.made_by(e.call) for e in events)
-    if not uses or re.search(r"scaler\w*(\[[^]]*\])?\.state_dict|amp\.state_dict", module.text):
-        return
-    states = [
-        (e.call.func.value, e.scope)
-        for e in events
-        if isinstance(e.call.func, ast.Attribute) and e.call.func.attr == "state_dict"
-    ]
-    if any("scaler" in module.roles(owner, scope) for owner, scope in states):
-        return
-    reported: set[ast.AST] = set()
-    for event in events:
-        if not _saves(module, event.call):
-            continue
-        for part, value, scope in _saved(module, event):
-            roles = module.roles(part, scope)
-            is_optimizer = "optimizer" in roles or (not roles and is_named(part, "opt"))
-            if is_optimizer and value not in reported:
-                reported.add(value)
-                yield Hit("AMP015", event.call)
-                break
-
-
-def _saves(module: Module, call: ast.Call) -> bool:
-    """Return whether a call is ``torch.save``, or an imported function that saves and gets no scaler."""
-    function = call.func
-    name = module.names.dotted(function).rpartition(".")[2]
-    if not name and isinstance(function, ast.Name) and function.id not in module.names.functions:
-        name = function.id
-    passed = [*call.args, *(word.value for word in call.keywords)]
-    is_open = any(isinstance(value, ast.Starred) for value in call.args) or any(
-        word.arg is None for word in call.keywords
-    )
-    return "save" in name and not is_open and not any("scaler" in ast.unparse(value) for value in passed)
-
-
-def _saved(module: Module, event: Event) -> Iterator[tuple[ast.AST, ast.AST, Scope]]:
-    """Yield the owner of each state that a call saves, with the expression and scope it was found in.
-
-    A function other than ``torch.save`` may also be given the object itself.
-    """
-    is_torchs = module.names.dotted(event.call.func) == "torch.save"
-    passed = [*event.call.args, *(word.value for word in event.call.keywords)]
-    for argument in passed[:1] if is_torchs else passed:
-        if not is_torchs and isinstance(argument, (ast.Name, ast.Attribute)):
-            yield argument, event.call, event.scope
-        for value, scope in module.names.values(argument, event.scope):
-            for owner in _owners(value):
-                yield owner, value, scope
-
-
-def _owners(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield each object whose ``state_dict`` is called in an expression."""
-    for part in ast.walk(node):
-        function = part.func if isinstance(part, ast.Call) else None
-        if isinstance(function, ast.Attribute) and function.attr == "state_dict":
-            yield function.value

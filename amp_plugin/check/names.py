@@ -253,14 +253,21 @@ class _Collector(ast.NodeVisitor):
         self.names = Names()
         self.calls: list[tuple[ast.Call, Scope]] = []
         self._scope = Scope("", tree, None)
+        self._unconditional = {part for part in tree.body if isinstance(part, (ast.Import, ast.ImportFrom))}
         self.names.scopes[tree] = self._scope
         self.visit(tree)
+
+    def _import(self, node: ast.Import | ast.ImportFrom, local: str, name: str) -> None:
+        """Note an import. The first of one name counts, as in ``try``; an unconditional one replaces it."""
+        if node in self._unconditional:
+            self.names.imports[local] = name
+        self.names.imports.setdefault(local, name)
 
     def visit_Import(self, node: ast.Import) -> None:
         """Note the name that this module gives to an imported module."""
         for alias in node.names:
             local = alias.asname or alias.name.partition(".")[0]
-            self.names.imports.setdefault(local, alias.name if alias.asname else local)
+            self._import(node, local, alias.name if alias.asname else local)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         """Note the names that this module gives to imported names; ``*`` imports the known ones."""
@@ -271,7 +278,7 @@ class _Collector(ast.NodeVisitor):
                 known = (name.rpartition(".") for name in ROLES)
                 self.names.imports.update({n: f"{m}.{n}" for m, _, n in known if m == node.module})
             else:
-                self.names.imports.setdefault(alias.asname or alias.name, f"{node.module}.{alias.name}")
+                self._import(node, alias.asname or alias.name, f"{node.module}.{alias.name}")
 
     def _enter(self, node: FunctionNode | ast.ClassDef, scope: Scope) -> None:
         outside, self._scope = self._scope, scope

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from amp_plugin.check.flow import Event
+from amp_plugin.check.flow import Event, facts
 from amp_plugin.check.module import Hit, Module
 from amp_plugin.check.names import FunctionNode
 
@@ -135,9 +135,16 @@ def scaler_with_bf16(module: Module) -> Iterator[Hit]:
             if not isinstance(value, ast.Call) or "scaler" not in module.names.made_by(value):
                 continue
             words = {word.arg: word.value for word in value.keywords}
-            is_on = isinstance(enabled := words.get("enabled"), ast.Constant) and enabled.value is True
-            if None not in words and (enabled is None or is_on):
+            if None not in words and _is_on_with_regions(module, words.get("enabled")):
                 yield Hit("AMP012", value)
+
+
+def _is_on_with_regions(module: Module, enabled: ast.expr | None) -> bool:
+    """Return True if a scaler is always enabled, or enabled on the same condition as all regions."""
+    if enabled is None or (isinstance(enabled, ast.Constant) and enabled.value is True):
+        return True
+    when = tuple(facts(enabled, holds=True))
+    return bool(module.regions) and all(region.when == when for region in module.regions)
 
 
 def cuda_scaler_on_cpu(module: Module) -> Iterator[Hit]:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import Final
 
-from amp_plugin.check.flow import Event, Flow
+from amp_plugin.check.flow import Event, Flow, Kind
 from amp_plugin.check.module import Hit, Module
 
 _PRECISION = re.compile(
     r"\bamp|_amp|scal|fp16|bf16|half|mixed|precision|enabled|cuda|device|^(case|handler) \d", re.IGNORECASE
+)
+_BACKWARDS: Final[tuple[Kind, ...]] = ("scaled backward", "backward", "framework backward")
+_NO_SCALE: Final = {"bf16", "no", "bf16-mixed", "bf16-true", "32-true", "32"}
+_UNPREPARED: Final = (
+    "the learning rate scheduler advances although Accelerate may have skipped the step; "
+    "pass the scheduler to prepare(), or step it only if accelerator.optimizer_step_was_skipped is False"
 )
 _RARELY = re.compile(r"%|\blen\(|last|final|num_batch|n_batch|steps_per_epoch", re.IGNORECASE)
 
@@ -32,7 +39,7 @@ def _clips_scaled(flow: Flow, clip: Event, step: Event) -> bool:
     earlier = [
         event
         for event in flow.events[: clip.position]
-        if event.kind in {"scaled backward", "backward", "framework backward"}
+        if event.kind in _BACKWARDS
         and not event.context.excludes(clip.context)
         and not event.context.excludes(step.context)
         and not _is_in_reserve(event, clip)
@@ -82,12 +89,31 @@ def step_past_scaler(module: Module) -> Iterator[Hit]:
     """AMP002: ``optimizer.step()`` after a scaled backward pass, or after ``scaler.step(optimizer)``."""
     for flow in module.flows:
         for step in flow.of("optimizer step"):
-            scaled = _last_before(flow, step, "scaled backward", "backward", "framework backward")
+            scaled = _last_before(flow, step, *_BACKWARDS)
             if scaled is None or scaled.kind != "scaled backward" or _is_interrupted(flow, scaled, step):
+                if any(_has_stepped(flow, other, step) for other in flow.of("scaler step")):
+                    yield Hit("AMP002", step.call)
                 continue
             others = (e for e in flow.of("scaler step") if e.who == scaled.who)
             if not any(other.context.excludes(step.context) for other in others):
                 yield Hit("AMP002", step.call)
+
+
+def _has_stepped(flow: Flow, before: Event, step: Event) -> bool:
+    """Return True if a step always follows one of the scaler, for the same optimizer and loss.
+
+    The step belongs to the plain way through the iteration, but stands outside its branch.
+    """
+    is_next = before.position < step.position and before.context.loops == step.context.loops
+    if not is_next or before.optimizer != step.who or _extra(step, before):
+        return False
+    earlier = flow.events[: step.position]
+    backward = [e for e in earlier if e.kind in _BACKWARDS and not e.context.excludes(before.context)]
+    if not backward or (backward[-1].kind, backward[-1].who) != ("scaled backward", before.who):
+        return False
+    between = [e for e in flow.between(before, step) if not e.context.excludes(before.context)]
+    calls = " ".join(ast.unparse(e.call.func) for e in between)
+    return backward[-1].position < before.position and not re.search("backward|train|loss|closure", calls)
 
 
 def no_update(module: Module) -> Iterator[Hit]:
@@ -170,6 +196,8 @@ def update_in_accumulation(module: Module) -> Iterator[Hit]:
                 yield Hit("AMP006", update.call, "update() runs after each micro-batch, step() once a window")
             elif is_torchs and _follows_nothing(flow, update, steps):
                 yield Hit("AMP006", update.call, "update() without a step() before it raises an error")
+            elif is_torchs and any(_is_inside_window(flow, update, step) for step in steps):
+                yield Hit("AMP006", update.call, "update() runs within the window of another optimizer")
 
 
 def _turn(event: Event) -> tuple[object, ...]:
@@ -186,6 +214,33 @@ def _follows_nothing(flow: Flow, update: Event, steps: list[Event]) -> bool:
         and bool(steps)
         and all(step.context.excludes(update.context) for step in steps)
         and not any(_same_scaler(e, update) and e.kind != "scaled backward" for e in before)
+    )
+
+
+def _is_inside_window(flow: Flow, update: Event, step: Event) -> bool:
+    """Return True if an update follows the step of one optimizer, within the window of another one's step."""
+    turn = [e for e in flow.of("scaled backward", "scaler step") if _turn(e) == _turn(update)]
+    before = [e for e in turn[: turn.index(step)] if not e.context.excludes(step.context)]
+    last = [e for e in turn if e.position < update.position and e.context.goes_with(update.context)]
+    if not before or before[-1].kind != "scaled backward" or not last or last[-1].kind != "scaler step":
+        return False
+    ends = {(text, holds) for text, holds in _extra(step, before[-1]) if holds and "%" in text}
+    if last[-1].optimizer == step.optimizer or not ends or _is_cleared(flow, step, ends):
+        return False
+    if ends <= {*update.context.conditions}:
+        return update.position < before[-1].position
+    return not any("%" in text for text, _ in update.context.conditions)
+
+
+def _is_cleared(flow: Flow, step: Event, ends: Collection[tuple[str, bool]]) -> bool:
+    """Return True if gradients are cleared in each iteration, and perhaps those of a step's optimizer."""
+    optimizers = {e.optimizer for e in flow.of("scaler step")} - {step.optimizer}
+    others = {optimizer.text for optimizer in optimizers if optimizer}
+    cleared = [event for event in flow.events if _method(event) == "zero_grad"]
+    return any(
+        ast.unparse(event.call.func).removesuffix(".zero_grad") not in others
+        and not {*ends} <= {*event.context.conditions}
+        for event in cleared
     )
 
 
@@ -222,24 +277,61 @@ def scheduler_on_skip(module: Module) -> Iterator[Hit]:
 
     A scheduler that is given the epoch or a metric is left out, and one that steps once an epoch.
     """
-    knows_skips = any(name in module.identifiers for name in ("get_scale", "last_step", "skipped"))
+    reported: set[ast.Call] = set()
     for flow in module.flows:
-        for event in flow.of("scheduler step"):
-            if event.call.args or event.call.keywords:
+        events = module.steps(flow)
+        for number, event in enumerate(events):
+            if event.kind != "scheduler step" or event.call.args or event.call.keywords:
                 continue
-            steps = [e for e in flow.events[: event.position] if e.kind == "scaler step"]
-            if any(_goes_along(event, step, knows_skips=knows_skips) for step in steps):
+            steps = [e for e in events[:number] if e.kind == "scaler step"]
+            if event.call not in reported and any(_goes_along(module, event, step) for step in steps):
+                reported.add(event.call)
                 yield Hit("AMP016", event.call)
+            elif _is_unprepared(module, flow, event):
+                yield Hit("AMP016", event.call, _UNPREPARED)
 
 
-def _goes_along(event: Event, step: Event, *, knows_skips: bool) -> bool:
+def _goes_along(module: Module, event: Event, step: Event) -> bool:
     """Return True if a scheduler steps as often as a scaler, even if the scaler skips its step."""
+    knows_skips = any(name in module.identifiers for name in ("get_scale", "last_step", "skipped"))
     if _iterations(step) != _iterations(event) or step.context.excludes(event.context):
         return False
     extra, missing = _extra(event, step), _extra(step, event)
     if (extra and knows_skips) or any(_RARELY.search(text) for text, _ in extra | missing):
         return False
+    if event.scope is not step.scope and any("sch" not in text.lower() for text, _ in extra):
+        return False  # The condition may be what the other function returned: whether it took the step.
     return _adds_no_doubt(event, {*step.context.conditions})
+
+
+def _is_unprepared(module: Module, flow: Flow, event: Event) -> bool:
+    """Return True if Accelerate prepares the optimizer of the step before, and not the scheduler."""
+    backward = _last_before(flow, event, *_BACKWARDS) if event in flow.events else None
+    if backward is None or event.who is None or "optimizer_step_was_skipped" in module.identifiers:
+        return False
+    framework, precision = _framework(module, backward)
+    if framework != "accelerator" or precision in _NO_SCALE or not isinstance(event.call.func, ast.Attribute):
+        return False
+    calls = [e for e in module.events() if _method(e).startswith("prepare")]
+    given = {argument for e in calls for argument in e.call.args}
+    names = {ast.unparse(argument) for argument in given}
+    steps = [e for e in flow.between(backward, event) if e.kind == "optimizer step"]
+    are_known = bool(steps) and all(_values(module, step) & given for step in steps)
+    is_given = _values(module, event) & given or {ast.unparse(v) for v in _values(module, event)} & names
+    is_beside = any(e.scope.name == event.who.scope for e in calls) and "." not in event.who.text
+    is_open = any(isinstance(argument, ast.Starred) for argument in given)
+    return are_known and is_beside and not is_given and not is_open and _goes_along(module, event, steps[-1])
+
+
+def _method(event: Event) -> str:
+    return event.call.func.attr if isinstance(event.call.func, ast.Attribute) else ""
+
+
+def _values(module: Module, event: Event) -> set[ast.AST]:
+    """Return the expressions that the object of a method call may take its value from."""
+    function = event.call.func
+    receiver = function.value if isinstance(function, ast.Attribute) else function
+    return {value for value, _ in module.names.values(receiver, event.scope)}
 
 
 def _iterations(event: Event) -> tuple[ast.AST, ...]:
@@ -255,11 +347,11 @@ def framework_bypassed(module: Module) -> Iterator[Hit]:
     for flow in module.flows:
         backwards = flow.of("framework backward")
         for clip in filter(_bounds, flow.of("clip")):
-            before = _last_before(flow, clip, "scaled backward", "backward", "framework backward")
+            before = _last_before(flow, clip, *_BACKWARDS)
             if before is None or before.kind != "framework backward":
                 continue
             framework, precision = _framework(module, before)
-            if framework and precision not in {"bf16", "no", "bf16-mixed", "bf16-true", "32-true", "32"}:
+            if framework and precision not in _NO_SCALE:
                 better = {"accelerator": "clip_grad_norm_", "fabric": "clip_gradients"}[framework]
                 text = f"{before.who.text if before.who else framework}.{better}"
                 yield Hit("AMP003", clip.call, f"clips scaled gradients in fp16; call {text}()")

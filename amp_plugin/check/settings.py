@@ -27,14 +27,16 @@ class Settings:
         select: codes of the rules to check, or their first characters: "AMP01" selects AMP010 to AMP019.
             Empty selects all.
         ignore: codes of the rules to leave out, or their first characters.
-        exclude: patterns of paths to leave out, such as ``tests/*``.
+        exclude: patterns of paths to leave out, such as ``tests/*``, as seen from ``root``.
         baseline: the file of known mistakes; None if there is none.
+        root: the folder of pyproject.toml.
     """
 
     select: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     baseline: Path | None = None
+    root: Path = Path()
 
     def __post_init__(self) -> None:
         for option in ("select", "ignore"):
@@ -67,6 +69,7 @@ class Settings:
             ignore=(*ignore, *table.get("ignore", ())),
             exclude=tuple(table.get("exclude", ())),
             baseline=baseline or (file.parent / known if file is not None and known else None),
+            root=file.parent if file is not None else folder,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -37,18 +38,21 @@ def check(
     from amp_plugin.check import checker, formats  # noqa: PLC0415 - only this command needs it
     from amp_plugin.check.settings import Settings  # noqa: PLC0415
 
+    if diff and output != "text":
+        fail("--diff prints text; leave out --format", code=2)
     if fix and diff:
         fail("--diff shows the changes and --fix makes them; give only one of them", code=2)
     try:
         settings = Settings.of_project(
             Path.cwd(), select=_codes(select), ignore=_codes(ignore), baseline=baseline
         )
+        if write_baseline is not None:
+            settings = replace(settings, baseline=None)
         report = checker.check(paths, settings, fix=fix, diff=diff)
     except (OSError, ValueError) as error:
         fail(str(error), code=2)
     if write_baseline is not None:
-        checker.write_baseline(write_baseline, report.found)
-        report.found.clear()
+        checker.write_baseline(write_baseline, report)
     if output == "sarif":
         print(formats.as_sarif(report, amp_plugin.__version__))
     elif output == "github":

@@ -50,12 +50,13 @@ def test_a_file_that_cannot_be_parsed_is_exit_code_2_and_the_others_are_checked(
     code, lines = checked(".")
     assert code == 2
     assert sum("AMP002" in line for line in lines) == 1
-    assert [line.split(":")[0] for line in lines if "cannot be checked" in line] == [
+    assert [line.split(":")[0] for line in lines if ": cannot be checked" in line] == [
         "a.py",
         "b.py",
         "d.ipynb",
         "e.py",
     ]
+    assert lines[-1] == "1 file checked, 1 found; 4 cannot be checked"
 
 
 def test_a_fix_can_be_repeated_and_a_diff_changes_nothing(folder):
@@ -164,6 +165,36 @@ def test_a_baseline_holds_when_lines_move_and_reports_what_is_new(folder):
     Path("train.py").write_text(STEP)
     assert checked(".")[0] == 0
     assert "is not a baseline" in amp("check", "--baseline", "train.py", ".").output
+
+
+def test_a_baseline_and_patterns_hold_in_each_folder(folder, monkeypatch):
+    for place in ("src/train.py", "third_party/train.py"):
+        Path(place).parent.mkdir()
+        Path(place).write_text(STEP)
+    table = '[tool.amp-plugin.check]\nexclude = ["third_party"]\nbaseline = "known.json"\n'
+    Path("pyproject.toml").write_text(table)
+    assert checked("--write-baseline", "known.json", ".") == (0, ["1 file checked, 1 written to known.json"])
+    assert checked(str(folder / "src")) == (0, ["1 file checked, nothing found"])
+    monkeypatch.chdir(folder / "src")
+    assert checked(".", "..") == (0, ["1 file checked, nothing found"])
+
+
+def test_a_baseline_is_written_anew_with_what_the_old_one_holds(folder):
+    Path("pyproject.toml").write_text('[tool.amp-plugin.check]\nbaseline = "known.json"\n')
+    Path("train.py").write_text(STEP)
+    Path("known.json").write_text('{"findings": []}')
+    for _ in range(2):
+        assert checked("--write-baseline", "known.json", ".")[1] == [
+            "1 file checked, 1 written to known.json"
+        ]
+    assert checked(".")[0] == 0
+
+
+def test_a_diff_is_text(folder):
+    Path("train.py").write_text(OLD)
+    for output in ("github", "sarif"):
+        code, lines = checked("--diff", "--format", output, ".")
+        assert (code, lines) == (2, ["error: --diff prints text; leave out --format"])
 
 
 def notebook(*cells):
