@@ -149,8 +149,8 @@ class Module(LightningModule):
 class ByTrainer:
     """The Trainer's own checkpoints: one file per rank."""
 
-    def __init__(self, folder, strategy):
-        self.path, self.module = folder / f"trainer {strategy}", Module(strategy)
+    def __init__(self, folder, strategy, saved_by=None):
+        self.path, self.module = folder / f"trainer {saved_by or strategy}", Module(strategy)
 
     def fit(self, checkpoint=None):
         backend = {"process_group_backend": "gloo"}
@@ -179,8 +179,8 @@ class ByTrainer:
 class ByFabric(Keeper):
     """Fabric's own checkpoints: one file per rank."""
 
-    def __init__(self, folder, strategy):
-        self.path = folder / f"fabric {strategy}"
+    def __init__(self, folder, strategy, saved_by=None):
+        self.path = folder / f"fabric {saved_by or strategy}"
         self.plugin = FabricAmpPrecision("fp16", **options_of(strategy))
         self.scaler = self.plugin.scaler
         backend = {"process_group_backend": "gloo"}
@@ -230,8 +230,8 @@ class ByFabric(Keeper):
 class ByAccelerate(Keeper):
     """Accelerate's own checkpoints: one file per rank, because FSDP1's single file does not work on CPUs."""
 
-    def __init__(self, folder, strategy):
-        self.path = folder / f"accelerate {strategy}"
+    def __init__(self, folder, strategy, saved_by=None):
+        self.path = folder / f"accelerate {saved_by or strategy}"
         self.accelerator = accelerator_of(
             strategy.replace("stored", "fsdp2"),
             "fp16",
@@ -273,9 +273,18 @@ KEEPERS = {
 }
 
 
+# Float32 runs that load the checkpoints of stored ones, and the other way round.
+CROSSED = {
+    f"{name} {saved_by}, into {strategy}": (kind, strategy, saved_by)
+    for name, kind in (("trainer", ByTrainer), ("fabric", ByFabric), ("accelerate", ByAccelerate))
+    for strategy, saved_by in (("fsdp2", "stored"), ("stored", "fsdp2"))
+}
+
+
 def save(folder, _):
     return {name: kind(folder, strategy).save() for name, (kind, strategy) in KEEPERS.items()}
 
 
 def resume(folder, _):
-    return {name: kind(folder, strategy).resume() for name, (kind, strategy) in KEEPERS.items()}
+    runs = {**KEEPERS, **CROSSED}
+    return {name: kind(folder, *options).resume() for name, (kind, *options) in runs.items()}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from amp_plugin.sharding.fully_shard import has_dtypes_by_parameter
-from tests.sharding.checkpoints import KEEPERS
+from tests.sharding.checkpoints import CROSSED, KEEPERS
 from tests.sharding.fronts import FRONTS, STRATEGIES
 from tests.sharding.ranks import launch
 from tests.sharding.variants import VARIANTS
@@ -151,6 +151,17 @@ def test_two_ranks_go_on_where_four_have_saved(four, two, keeper):
     assert saved["end"] == resumed["end"] == 2.0**11
     assert resumed["losses"] == pytest.approx(saved["losses"], rel=1e-6)
     assert resumed["weights"] == pytest.approx(saved["weights"], rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("keeper", CROSSED)
+def test_stored_runs_and_float32_runs_load_checkpoints_of_each_other(four, two, keeper):
+    saved, resumed = found(four, "save", keeper.partition(",")[0])[0], found(two, "resume", keeper)[0]
+    assert saved["scale"] == resumed["scale"] == 2.0**9
+    assert saved["end"] == resumed["end"] == 2.0**11
+    assert resumed["losses"] == pytest.approx(saved["losses"], rel=1e-6)
+    assert resumed["weights"] == pytest.approx(saved["weights"], rel=1e-6, abs=1e-9)
+    if "trainer" not in keeper:
+        assert resumed["loaded"] == saved["saved"]
 
 
 @pytest.mark.parametrize("front", FRONTS)
