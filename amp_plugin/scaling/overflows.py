@@ -107,15 +107,13 @@ class OverflowReport:
 
     def _place(self) -> str:
         """Return where to look. If all gradients overflowed at once, the loss or its gradient was bad."""
-        too_high = "the loss scale is still too high, which a few more skips mend; or else " * self.scaled
+        either = "Either the loss scale is still too high, and a few more skipped steps lower it enough, or"
         if len({*self.inf, *self.nan}) < self.checked:
-            where = "look at the batch, and at the backward pass near the first one named"
-            mended = "compute the module of the first one named in fp32"
-            return f"Others are finite: {too_high}{mended if self.scaled else where}."
-        return (
-            f"All gradients at once: {too_high}the loss or the forward pass is not finite: "
-            "amp_plugin.diagnose() finds the op."
-        )
+            where = "Look at the batch, and at the backward pass near the first one named."
+            mended = f"{either} the module of the first one named needs fp32."
+            return f"The other gradients are finite. {mended if self.scaled else where}"
+        bad = "the loss or the forward pass is not finite: amp_plugin.diagnose() finds the op."
+        return f"All gradients overflowed at once. {either if self.scaled else 'Probably'} {bad}"
 
 
 def _first(names: Sequence[str], count: int = 5) -> str:

@@ -14,11 +14,11 @@ from tests.scaling.runs import scaler_of
 MANY = OverflowReport(inf=tuple(f"p{i}" for i in range(9)), checked=12)
 ALL = OverflowReport(nan=("a", "b"), checked=2)
 TEXTS = [
-    (MANY, "inf in 9 gradients: p8, p7, p6, p5, p4 and 4 more", "^Others are finite: look at the batch, and at the ba"),
-    (replace(MANY, scaled=True), "inf in 9", "a few more skips mend; or else compute the module of the first one named"),
+    (MANY, "inf in 9 gradients: p8, p7, p6, p5, p4 and 4 more", "^The other gradients are finite. Look at the batch, and at the ba"),
+    (replace(MANY, scaled=True), "inf in 9", "a few more skipped steps lower it enough, or the module of the first one named needs fp32"),
     (replace(MANY, named=False), "inf in 9", r"call scaler.register\(optimizer, names=model\)"),
-    (ALL, "nan in 2 gradients: b, a", r"^All gradients at once: the loss .* is not finite: amp_plugin.diagnose\(\) finds"),
-    (replace(ALL, scaled=True), "nan in 2", "^All gradients at once: the loss scale is still too high, .*amp_plugin.diagnose"),
+    (ALL, "nan in 2 gradients: b, a", r"^All gradients overflowed at once. Probably the loss .* is not finite: amp_plugin.diagnose\(\) finds"),
+    (replace(ALL, scaled=True), "nan in 2", "^All gradients overflowed at once. Either the loss scale is still too high, .*amp_plugin.diagnose"),
     (OverflowReport(elsewhere=True), "overflow on another rank", "look at that rank's batch"),
     (OverflowReport(unattributed=True), "the norm of the gradients is not finite", "amp_plugin.diagnose"),
     (OverflowReport(checked=3), "no overflow", "^$"),
