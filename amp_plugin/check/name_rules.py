@@ -11,6 +11,7 @@ from amp_plugin.check.module import Edit, Hit, Module
 
 _OLD: Final = re.compile(r"torch\.(cuda|cpu)\.amp(\.grad_scaler|\.autocast_mode)?$")
 _MOVED: Final = {"autocast", "GradScaler", "custom_fwd", "custom_bwd"}
+_NEW: Final = {"torch.amp", "torch.autocast", "torch.GradScaler"}
 _ALTERNATIVES: Final = re.compile(r"version|hasattr|torch_|available", re.IGNORECASE)
 
 
@@ -73,10 +74,12 @@ def _names_torch_amp(node: ast.AST) -> bool:
     """Return whether a syntax node imports or uses a new name."""
     if isinstance(node, ast.ImportFrom):
         names = {alias.name for alias in node.names}
-        return node.module == "torch.amp" or (node.module == "torch" and bool(names & {"amp", "autocast"}))
+        return node.module == "torch.amp" or (
+            node.module == "torch" and bool(names & {"amp", "autocast", "GradScaler"})
+        )
     if isinstance(node, ast.Import):
         return any(alias.name.startswith("torch.amp") for alias in node.names)
-    return isinstance(node, ast.Attribute) and ast.unparse(node) in {"torch.amp", "torch.autocast"}
+    return isinstance(node, ast.Attribute) and ast.unparse(node) in _NEW
 
 
 def _moved(

@@ -154,6 +154,7 @@ PROGRAMS = {
     "the scaler lives longer than an epoch": (change(EACH_EPOCH, MADE="global scaler"), ["AMP015"]),
     "an old name, and a class in its place": (f"try:\n    {OLD_NAME}\nexcept ImportError:\n    class GradScaler:\n        pass\n", ["AMP013"]),
     "an old name, and the new one": (f"try:\n    from torch.amp import GradScaler\nexcept ImportError:\n    {OLD_NAME}\n", []),
+    "an old name, and the new one of torch itself": (f"try:\n    from torch import GradScaler\nexcept ImportError:\n    {OLD_NAME}\n", []),
     "an old name in a run that logs its errors": ("import torch\ntry:\n    with torch.cuda.amp.autocast():\n        model(batch)\nexcept Exception as error:\n    log(error)\n", ["AMP013"]),
     "a scaler on the switch of its bfloat16 regions": (change(BF16, OTHER="mixed"), ["AMP012"]),
     "a scaler on another switch": (change(BF16, OTHER="bf16"), []),
