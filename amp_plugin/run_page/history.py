@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
 from amp_plugin.run_page.headroom import shown
-from amp_plugin.scaling.overflows import FirstModules, OverflowReport
+from amp_plugin.scaling.overflows import OverflowReport
 from amp_plugin.scaling.step_log import StepResult
 
 _MOST_STEPS: Final = 10_000  # most points of a curve; if there are more, every second one is dropped
+_FAR_LOWER: Final = 4.0  # if a step was taken at this many times the scale, lowering the scale does not help
 _MOST_SKIPS: Final = 1_000  # most skipped steps that are kept with their parameters; all of them are counted
 
 
@@ -32,22 +33,39 @@ class Skip:
     """A skipped step."""
 
     step: int  # the number that the log has given to the step
+    optimizer: str
     scale: float | None  # None if the loss is not scaled
     in_a_row: int  # number of skipped steps in a row, up to and including this one
-    parameters: str  # the parameters whose gradients were not finite, as one line
-    meaning: str
+    report: OverflowReport
     loss: float | None
-    is_spike: bool  # its gradients were finite
-    modules: FirstModules | None  # None if modules were not watched yet
+    lowering_helps: bool = True  # False if steps in the same row were skipped at a far lower scale
+
+    @property
+    def parameters(self) -> str:
+        """The parameters whose gradients were not finite, as one line."""
+        return self.report.summary()
+
+    @property
+    def meaning(self) -> str:
+        """What it means, as one line."""
+        return replace(self.report, scaled=self.report.scaled and self.lowering_helps).meaning()
+
+    @property
+    def is_spike(self) -> bool:
+        """Whether its gradients were finite."""
+        return bool(self.report.spike)
 
     @property
     def blames_scale(self) -> bool:
-        """Whether a lower loss scale would help: as far as was observed, only gradients were not finite."""
-        if self.is_spike or self.scale is None or (self.loss is not None and not math.isfinite(self.loss)):
+        """Whether a lower loss scale would help: as far as was seen, only gradients were not finite."""
+        if self.is_spike or self.scale is None or not self.lowering_helps:
             return False
-        if self.modules is None or not self.modules.numbers:
+        if self.loss is not None and not math.isfinite(self.loss):
+            return False
+        modules = self.report.modules
+        if modules is None or not modules.numbers:
             return self.loss is not None or "nan" not in self.parameters
-        return not self.modules.forward
+        return not modules.forward
 
 
 class History:
@@ -62,6 +80,7 @@ class History:
         self.skips: list[Skip] = []  # the first _MOST_SKIPS ones
         self.per_point = 1  # one of this many steps becomes a point of the curves
         self._points: list[Point] = []
+        self._landed_at: dict[str, float] = {}  # optimizer -> the loss scale of its last step that was taken
         self._losses: list[Tensor] = []
 
     def note_growth(self, factor: float) -> None:
@@ -94,19 +113,28 @@ class History:
         if len(self._points) > _MOST_STEPS:
             self.per_point *= 2
             self._points = [point for point in self._points if point.step % self.per_point == 0]
-        if overflowed is not None:
-            self.skipped += 1
-            skip = Skip(
-                step=number,
-                scale=scale,
-                in_a_row=result.in_a_row,
-                parameters=overflowed.summary(),
-                meaning=overflowed.meaning(),
-                loss=loss,
-                is_spike=bool(overflowed.spike),
-                modules=overflowed.modules,
-            )
-            self.skips += [skip] if len(self.skips) < _MOST_SKIPS else []
+        if overflowed is None:
+            self._landed_at[result.name] = scale or 1.0
+            return
+        self.skipped += 1
+        skip = Skip(
+            step=number,
+            optimizer=result.name,
+            scale=scale,
+            in_a_row=result.in_a_row,
+            report=overflowed,
+            loss=loss,
+        )
+        self.skips += [skip] if len(self.skips) < _MOST_SKIPS else []
+        landed_at = self._landed_at.get(result.name, 0.0)
+        if scale and scale * _FAR_LOWER <= landed_at:
+            first = number - result.in_a_row
+            self.skips = [
+                replace(known, lowering_helps=False)
+                if known.optimizer == result.name and known.step > first
+                else known
+                for known in self.skips
+            ]
 
     @property
     def finding_scale(self) -> list[Skip]:

@@ -63,7 +63,7 @@ def render(
             "step": skip.step,
             "scale": skip.scale,
             "parameters": skip.parameters,
-            "modules": str(skip.modules or ""),
+            "modules": str(skip.report.modules or ""),
         }
         for skip in history.skips
     ]
@@ -112,10 +112,10 @@ def _reasons(history: History) -> list[str]:
     """Return each reason why steps were skipped, with the numbers of these steps."""
     steps: dict[str, list[int]] = {}
     first: dict[str, str] = {}  # reason -> the parameters of the first step skipped for that reason
-    modules = {skip.meaning: str(skip.modules) for skip in reversed(history.skips) if skip.modules}
+    reports = {skip.meaning: skip.report for skip in reversed(history.skips) if skip.report.modules}
     finding_scale = {id(skip) for skip in history.finding_scale}
     for skip in history.skips:
-        seen = modules.get(skip.meaning, "")
+        seen = reports[skip.meaning].modules if skip.meaning in reports else ""
         reason = f"{first.setdefault(skip.meaning, skip.parameters)}. {skip.meaning} {seen}".strip()
         if id(skip) in finding_scale or skip.blames_scale:
             reason = _TOO_HIGH
@@ -142,7 +142,12 @@ def _changes(history: History) -> list[str]:
         return [f"{growth}{DIVERGES}"]
     if (times := history.loss_growth) >= _LOSS_GROWN and others + len(history.wrong_steps):
         return [f"the loss had grown to {times:.3g} times its first value: {DIVERGES}"]
-    if has_scale and 0 < others <= max(1, _OFTEN * history.steps) and not history.wrong_steps:
+    if not all(skip.lowering_helps for skip in history.skips):
+        changes.append(
+            "find the op and the line by the command below: lowering the loss scale did not help, although "
+            "steps had been taken at a far higher one"
+        )
+    elif has_scale and 0 < others <= max(1, _OFTEN * history.steps) and not history.wrong_steps:
         changes.append("nothing: a few skips keep the loss scale as high as the gradients allow")
     elif others or history.wrong_steps:
         changes.append("look at the modules that overflow, below; compute them in fp32 or use bf16")
