@@ -52,7 +52,10 @@ _PASSED_ITSELF: Final = (
     "step() read the tensors grad_scale and found_inf, which the scaler sets on the optimizer."
 )
 
-_UNSCALED_LATE: Final = f"unscale_() is being called after step(): {MISTAKES['AMP007'].instead}."
+_UNSCALED_LATE: Final = (
+    "unscale_() is being called after step(), and update() has not been called since that step: "
+    f"{MISTAKES['AMP004'].instead}; {MISTAKES['AMP007'].instead}."
+)
 
 _GROUPS_ARE_HERE: Final = (
     "a GradScaler with process_groups or sharded_groups cannot be pickled, because the groups belong to this "
