@@ -42,10 +42,10 @@ class _NonfiniteError(Exception):
 
 def run(state: OptimizerState, closure: Closure) -> Any:
     """Run a closure and return its loss."""
-    state.replace_norm(None)
     before = state.backwards
     with torch.enable_grad():
         loss = closure()
+    state.forget_stale_norm()  # a closure that has run no backward pass leaves the norm from before a clip
     if state.shared.enabled:
         if state.backwards == before:
             _refuse_unscaled_backward(state)

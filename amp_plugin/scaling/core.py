@@ -244,6 +244,8 @@ class ScalerCore:
     def measure(self, optimizer: Optimizer, norm: Tensor | None = None) -> Tensor | None:
         """Measure gradients that carry no scale, for the optimizer's next result: one read, no host sync.
 
+        If they were measured before and have been clipped since, the norm from before the clip is kept.
+
         Args:
             optimizer: The optimizer. Norms of DTensors are combined over their mesh, others over
                 ``sharded_groups``.
@@ -253,8 +255,11 @@ class ScalerCore:
             The norm (float32, 0-dim); None if there are no gradients.
         """
         state = self.state(optimizer)
-        state.replace_norm(norm)
-        if norm is None:
+        if norm is not None:
+            state.replace_norm(norm)
+            return norm
+        state.forget_stale_norm()
+        if state.norm is None:
             state.begin_call()
             state.measure(unscale=False)
         return state.norm

@@ -75,16 +75,18 @@ def joined(measurements: Iterable[Measurement]) -> list[Measurement]:
     return list(kept.values())
 
 
-def forgotten_if_zero(earlier: Iterable[Measurement], now: Sequence[Measurement]) -> list[Measurement]:
-    """Return earlier measurements; if all gradients are zero or gone ``now``, without their overflows.
+def forgotten_if_zero(earlier: Iterable[Measurement]) -> list[Measurement]:
+    """Return earlier measurements, without the overflows of those whose gradients are all zero or gone now.
 
     Setting gradients to zero discards a batch. There is no host sync.
     """
     kept = []
-    for old in earlier if now else ():
-        nonzero = [moved(measured.norm.ne(0), old.flags.device) for measured in now]
-        counts = reduce(torch.logical_or, nonzero)
-        kept.append(old._replace(flags=old.flags * counts, found_inf=old.found_inf * counts))
+    for old in earlier:
+        now = measured(list(old.params), None)
+        if now:
+            nonzero = [moved(found.norm.ne(0), old.flags.device) for found in now]
+            counts = reduce(torch.logical_or, nonzero)
+            kept.append(old._replace(flags=old.flags * counts, found_inf=old.found_inf * counts))
     return kept
 
 

@@ -266,13 +266,13 @@ class OptimizerState:
             self.forget_overflows()
             if not self.spans_ranks:  # other ranks may still have gradients
                 self.contributions = []
-        elif self.measurements:
-            self._forget_if_zero([found for _, params, _ in self.parts() for found in measured(params, None)])
+        else:
+            self._forget_if_zero()
 
-    def _forget_if_zero(self, now: list[Measurement]) -> None:
-        """Forget earlier overflows if all gradients are zero now, because that discards the batch."""
+    def _forget_if_zero(self) -> None:
+        """Forget earlier overflows of gradients that are zero now, because that discards the batch."""
         if self.measurements:
-            self.measurements = forgotten_if_zero(self.measurements, now)
+            self.measurements = forgotten_if_zero(self.measurements)
             self.found_inf_per_device = {}
             for found in self.measurements:
                 self._find(found.found_inf)
@@ -321,7 +321,7 @@ class OptimizerState:
         if self.norm is not None and self.backwards > self._norm_at and self.ledger.has_grown():
             self.norm = None  # it was the norm of fewer micro-batches
         found_now = self._measured_now(norm_type, unscale=unscale, on_request=on_request)
-        self._forget_earlier(found_now, norm_type)
+        self._forget_earlier()
         earlier = list(self.found_inf_per_device.values())
         ranks, device = self.shared.ranks, self.device()
         norm, found = ranks.combine(found_now, norm_type, device, self.layouts, earlier)
@@ -350,13 +350,12 @@ class OptimizerState:
             self.ledger.carry_nothing(user, self.shared.updates, False)
         return found_now
 
-    def _forget_earlier(self, now: list[Measurement], norm_type: float) -> None:
+    def _forget_earlier(self) -> None:
         """Forget earlier overflows if they cannot belong to this batch."""
         if not self.shared.enabled:
             self.forget_overflows()  # an earlier batch that was dropped could not be told from this one
-        # With a negative p the norm may be 0 although elements are not.
-        elif self.stage is OptState.READY and norm_type >= 0:
-            self._forget_if_zero(now)  # an update came after those overflows
+        elif self.stage is OptState.READY:
+            self._forget_if_zero()  # an update came after those overflows
 
     def _record(self, found: Tensor, earlier: list[Tensor], *, counts: bool) -> None:
         """Record a check for all loss scales that have gone into the gradients."""
