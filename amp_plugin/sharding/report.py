@@ -13,8 +13,11 @@ from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
-from rich.console import Group
+from rich import box
+from rich.console import Console, ConsoleOptions, Group
+from rich.measure import Measurement
 from rich.table import Column, Table
+from rich.text import Text
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,7 +31,7 @@ from amp_plugin.weights.compressed_state import asked_for, bytes_of
 from amp_plugin.weights.formats import HALVES
 from amp_plugin.weights.fsdp2 import gathered_dtypes, is_unit, policy_of_weight, weights_of_unit
 from amp_plugin.weights.shard import local_of
-from amp_plugin.weights.weight import half_of
+from amp_plugin.weights.weight import half_of, stored_weight
 
 Engine = Literal["fsdp2", "fsdp1", "ddp", "none"]
 Dtypes = tuple[torch.dtype, ...]
@@ -49,7 +52,9 @@ class ShardUnit:
         reduced: The dtype in which its gradients are reduced. None if no weight in it is trained.
         parameters: The number of elements of the whole unit. Under tensor parallelism, the number of
             elements of this rank's part.
-        local_bytes: The bytes that this rank stores of its weights, including the remainders of 16-bit pairs.
+        local_bytes: The bytes that this rank stores of its weights, including ``remainder_bytes``.
+        remainder_bytes: The bytes of the remainders of weights that are stored as 16-bit pairs, or of their
+            float32 copies.
         state: How optimizers keep the moments of its trainable weights: ``"fp32"``, ``"bf16"`` or ``"8bit"``.
     """
 
@@ -60,16 +65,20 @@ class ShardUnit:
     reduced: torch.dtype | None
     parameters: int
     local_bytes: int
+    remainder_bytes: int
     state: str
 
 
 def shard_units(model: nn.Module) -> list[ShardUnit]:
-    """Return the units of a model. A unit comes after the units inside it, so the model itself is last."""
+    """Return the units of a model in the model's order, but each unit after the units inside it.
+
+    So ``blocks.0.norm`` comes before ``blocks.0``, then comes ``blocks.1``, and the model itself is last.
+    """
     units = _fsdp_units(model)
     if not units:
         ddps = [pair for pair in model.named_modules() if isinstance(pair[1], DistributedDataParallel)]
-        found = [_unit(clean_name(name), "ddp", [*module.parameters()]) for name, module in reversed(ddps)]
-        units = [unit for unit in found or [_unit("", "none", [*model.parameters()])] if unit is not None]
+        found = [_unit(clean_name(name), "ddp", [*module.parameters()]) for name, module in ddps]
+        units = _inner_first(found or [_unit("", "none", [*model.parameters()])])
     return units
 
 
@@ -79,7 +88,22 @@ def _fsdp_units(model: nn.Module) -> list[ShardUnit]:
     named = [(clean_name(name), module) for name, module in model.named_modules()]
     units = [_fsdp2(name, module) for name, module in named if is_unit(module)]
     units += [_fsdp1(name, module) for name, module in named if isinstance(module, FullyShardedDataParallel)]
-    return [unit for unit in reversed(units) if unit is not None]
+    return _inner_first(units)
+
+
+def _inner_first(units: Iterable[ShardUnit | None]) -> list[ShardUnit]:
+    """Move each unit behind the units inside it. They are given in the order of ``model.named_modules()``."""
+    ordered: list[ShardUnit] = []
+    around: list[ShardUnit] = []  # the units that hold the one at hand, the outermost first
+    for unit in filter(None, units):
+        while around and not _holds(around[-1], unit.name):
+            ordered.append(around.pop())
+        around.append(unit)
+    return [*ordered, *reversed(around)]
+
+
+def _holds(unit: ShardUnit, module: str) -> bool:
+    return not unit.name or f"{module}.".startswith(f"{unit.name}.")
 
 
 def _fsdp2(name: str, module: Any) -> ShardUnit | None:
@@ -125,6 +149,7 @@ def _unit(
     trained = [param for param in params if param.requires_grad]
     stored = tuple(dict.fromkeys(half_of(param).dtype for param in trained or params))
     dtypes = [*gathered] or [stored[0]]
+    remainders = bytes_of([weight.kept for param in params if (weight := stored_weight(param)) is not None])
     return ShardUnit(
         name=name,
         engine=engine,
@@ -132,7 +157,8 @@ def _unit(
         gathered=dtypes[0] if len(dtypes) == 1 else torch.uint8,
         reduced=reduced or stored[0] if trained and engine != "none" else None,
         parameters=elements or sum(local_of(param).numel() for param in params),
-        local_bytes=bytes_of(params),
+        local_bytes=bytes_of([half_of(param) for param in params]) + remainders,
+        remainder_bytes=remainders,
         state=" ".join(dict.fromkeys(asked_for(param) or "fp32" for param in trained or params)),
     )
 
@@ -175,22 +201,51 @@ class ModelDtypes:
 
     def table(self) -> Table:
         """Return a rich table of the dtypes of each module's inputs, outputs and weights."""
-        names = (Column(name, overflow="fold") for name in ("module", "class"))
-        table = Table(*names, "in", "out", "weights", title="Dtypes")
+        table = Table("module", "class", "in", "out", "weights", title="Dtypes")
         for row in self._calls:
             cells = (_text(dtypes) for dtypes in (row.inputs, row.outputs, row.weights))
-            table.add_row(row.module or "(model)", row.kind, *cells)
+            table.add_row(_Name(row.module or "(model)"), _Name(row.kind), *cells)
         return table
 
     def __rich__(self) -> Group:
         """Return the table of units and, if modules were called, the table of their calls."""
-        columns = ("parameters", "stored", "gathered", "reduced", "bytes here", "moments")
-        table = Table(Column("unit", overflow="fold"), *columns, title="Weights")
+        titles = ("parameters", "stored", "gathered", "reduced", "bytes\nhere", "moments")
+        columns = (Column(title, no_wrap=True) for title in titles)  # names alone give way to a narrow screen
+        pairs = any(unit.remainder_bytes for unit in self.units)
+        table = Table(
+            "unit",
+            *columns,
+            title="Weights",
+            caption=_WITH_REMAINDERS if pairs else None,
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            show_edge=False,
+        )
         for unit in self.units:
             dtypes = map(_text, (unit.stored, (unit.gathered,), (unit.reduced,)))
-            name = unit.name or "(model)"
-            table.add_row(name, f"{unit.parameters:,}", *dtypes, f"{unit.local_bytes:,}", unit.state)
+            sizes = f"{unit.parameters:,}", f"{unit.local_bytes:,}"
+            table.add_row(_Name(unit.name or "(model)"), sizes[0], *dtypes, sizes[1], unit.state)
         return Group(table, *([self.table()] if self._calls else []))
+
+
+_WITH_REMAINDERS: Final = "the bytes of weights that are stored in 16 bits include their remainders"
+
+
+class _Name:
+    """A name in a table. If it does not fit, an ellipsis replaces its middle, and its ends stay readable."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(len(self._name), 9), len(self._name)).with_maximum(options.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        name, left_out = self._name, len(self._name) - options.max_width
+        if left_out > 0:
+            head = (options.max_width - 1) // 2
+            name = f"{name[:head]}…{name[head + left_out + 1 :]}"
+        yield Text(name, no_wrap=True)
 
 
 def _text(dtypes: Iterable[torch.dtype | None] | None) -> str:
@@ -297,7 +352,7 @@ def _refuse_rounded_weights(model: nn.Module, in_fp32: set[nn.Module], units: li
     of_weight = gathered_dtypes(model)  # of FSDP2; FSDP1 gathers all weights of a unit in one dtype
     for path, module in model.named_modules():
         owner = clean_name(path)
-        holders = [unit for unit in units if not unit.name or f"{owner}.".startswith(f"{unit.name}.")]
+        holders = [unit for unit in units if _holds(unit, owner)]
         unit = max(holders, key=lambda holder: len(holder.name), default=None)
         if module not in in_fp32 or unit is None:
             continue

@@ -3,6 +3,8 @@
 tests/scaling/test_step_log.py covers the order of reports.
 """
 
+import math
+
 import pytest
 import torch
 
@@ -23,6 +25,28 @@ def test_an_optimizer_that_did_not_step_was_not_skipped():
         optimizers[index].step()
         optimizers[index].zero_grad()
         assert [optimizer.step_was_skipped for optimizer in optimizers] == expected
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
+def test_a_tracker_gets_a_loss_scale_only_if_losses_are_scaled(precision):
+    accelerator = ours(precision=precision, init_scale=8.0)
+    (model,), (optimizer,) = prepared(accelerator)
+    told = []
+    for factor in (2.0, torch.inf):
+        accelerator.backward(model(factor))
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(accelerator.metrics_since_log())
+    assert accelerator.metrics_since_log() == {}
+    fine, bad = told
+    assert fine == {
+        "grad_norm": 4.0,
+        "skipped_steps": 0,
+        **({"loss_scale": 8.0} if precision == "fp16" else {}),
+    }
+    assert (bad["skipped_steps"], bad.get("loss_scale")) == (1, 4.0 if precision == "fp16" else None)
+    assert not math.isfinite(bad["grad_norm"])
+    assert accelerator.amp_metrics()["loss_scale"] == (4.0 if precision == "fp16" else 1.0)
 
 
 @pytest.mark.gpu

@@ -83,6 +83,25 @@ def test_the_bytes_per_parameter_are_logged_once_a_step_was_taken(caplog):
     assert [text for text in caplog.messages if "holds" in text] == [f"training holds {told[2]}"]
 
 
+def one_in_turn(module, batch, batch_idx):
+    optimizer = module.optimizers()[0 if batch_idx < 2 else 1]
+    module.manual_backward(batch * (module.a + module.b))
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("steps", "state"), [(2, 4), (4, 8)])
+def test_the_bytes_are_counted_once_all_optimizers_have_state_or_at_the_end(caplog, steps, state):
+    """Two weights, each with a momentum of 4 bytes. The optimizer of the second one steps from batch 2 on."""
+    monitor, module, told = AmpMonitor(), TwoOptimizers(step=one_in_turn), []
+    module.configure_optimizers = lambda: [torch.optim.SGD([w], 1e-3, 0.9) for w in (module.a, module.b)]
+    keep = LambdaCallback(on_train_batch_end=lambda *_: told.append(monitor.weight_bytes))
+    with caplog.at_level("INFO"):
+        fit(module, AmpPrecision("fp16", init_scale=1.0), steps=steps, callbacks=[monitor, keep])
+    assert [counted is None for counted in told] == [True, True, False, False][:steps]
+    assert monitor.weight_bytes.optimizer_state == state
+    assert [text for text in caplog.messages if "holds" in text] == [f"training holds {monitor.weight_bytes}"]
+
+
 @pytest.mark.parametrize("callbacks", [[], [AmpMonitor()]])
 def test_a_fit_that_took_no_step_ends_with_a_warning(precision, callbacks):
     """The warning also comes after an earlier fit failed, and while the program handles that error."""

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torchmetrics import MeanMetric
 
-from amp_plugin import DtypePlan, dtype_report, fully_shard
+from amp_plugin import DtypePlan, dtype_report, fully_shard, store_weights
 from amp_plugin.sharding.fully_shard import has_dtypes_by_parameter
 from amp_plugin.sharding.report import _NAMESPACES, _op_of
 from amp_plugin.weights.store import weight_bytes
@@ -63,6 +63,67 @@ class TestDtypeReport:
         unit = "uint8" if has_dtypes_by_parameter() else "blocks.0.norm"
         for word in (unit, "(model)", "fp32" if unit == "uint8" else "bf16"):
             assert word in text
+
+
+def lines_at_80(report):
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(report)
+    return console.export_text().splitlines()
+
+
+class Layers(nn.Module):
+    """Three layers whose last weight has a long name."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(3))
+        self.the_output_projection_of_the_decoder = nn.Linear(4, 4)
+
+
+class TestTablesOnANarrowScreen:
+    def test_units_come_in_the_order_of_the_model_and_outer_ones_after_inner_ones(self):
+        with group_of_one():
+            net = Layers()
+            units = [net.the_output_projection_of_the_decoder, *net.blocks]
+            fully_shard(net, PLAN, units=units, mesh=init_device_mesh("cpu", (1,)))
+            names = [unit.name for unit in dtype_report(net).units]
+        inner = [] if has_dtypes_by_parameter() else ["1"]
+        blocks = [f"blocks.{i}{end}" for i in range(3) for end in (*(f".{name}" for name in inner), "")]
+        # The model has no weights of its own, so it is not a unit with weights.
+        assert names == [*blocks, "the_output_projection_of_the_decoder"]
+
+    def test_a_name_stays_on_one_line_and_loses_its_middle(self):
+        with group_of_one():
+            net = Layers()
+            units = [net.the_output_projection_of_the_decoder, *net.blocks]
+            fully_shard(net, PLAN, units=units, mesh=init_device_mesh("cpu", (1,)))
+            lines = lines_at_80(dtype_report(net))
+        rows = [line.split()[0] for line in lines if "fp32" in line]
+        assert rows[:-1] == [unit.name for unit in dtype_report(net).units][:-1]
+        head, tail = rows[-1].split("…")
+        assert "the_output_projection_of_the_decoder".startswith(head)
+        assert "the_output_projection_of_the_decoder".endswith(tail)
+        assert min(len(head), len(tail)) >= 6
+
+    def test_the_names_of_calls_stay_on_one_line_too(self):
+        net = nn.Sequential()
+        net.add_module("a_name_that_is_much_too_long_for_the_first_column_" * 2 + "end", nn.Linear(2, 2))
+        lines = lines_at_80(dtype_report(net, torch.ones(1, 2)).table())
+        (row,) = [line for line in lines if "Linear" in line]
+        assert "…" in row
+        assert "end " in row
+        assert len([line for line in lines if "│" in line]) == 2
+
+    @pytest.mark.parametrize("weights", ["bf16", "fp32"])
+    def test_the_bytes_of_stored_weights_include_remainders_and_say_so(self, weights):
+        net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        store_weights(net, weights=weights)
+        report = dtype_report(net)
+        (unit,) = report.units
+        counted = weight_bytes(net)
+        assert unit.local_bytes == counted.weights + counted.masters == 4 * unit.parameters
+        assert unit.remainder_bytes == counted.masters == (2 * 20 if weights == "bf16" else 0)
+        assert ("include their remainders" in shown(report)) is (weights == "bf16")
 
 
 def test_bytes_of_weights_are_those_of_this_rank():

@@ -443,14 +443,18 @@ class AmpAccelerator(FrontDoor, Accelerator):
     def metrics_since_log(self) -> dict[str, float | int]:
         """Return :meth:`amp_metrics` and ``grad_norm`` if optimizers have stepped since the last call.
 
-        The norm is that of unscaled gradients before clipping. With several optimizers the keys are
+        If no loss is scaled, ``loss_scale`` is left out. The norm is that of unscaled gradients before
+        clipping; after an overflow it is inf or nan. With several optimizers the keys are
         ``grad_norm/0``, ``grad_norm/1`` and so on, in the order of preparation. The host waits for the
         device. Without new steps the result is empty.
         """
         norms = self.session.new_norms(self._optimizers)
         if norms is None:
             return {}
-        return {**self.amp_metrics(), **{name: norm.item() for name, norm in norms.items()}}
+        metrics = {**self.amp_metrics(), **{name: norm.item() for name, norm in norms.items()}}
+        if not self.session.scales_loss:
+            del metrics["loss_scale"]
+        return metrics
 
     # -- checkpoints and the end -----------------------------------------------------------------
 

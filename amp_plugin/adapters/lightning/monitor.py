@@ -50,7 +50,7 @@ class Monitor:
     """The number of skipped optimizer steps that were read so far."""
 
     weight_bytes: WeightBytes | None = None
-    """Bytes per parameter after the first step that was taken. They are also logged once."""
+    """Bytes per parameter once each optimizer has taken a step, or at the end. They are also logged once."""
 
     def __init__(
         self,
@@ -62,6 +62,7 @@ class Monitor:
         self.every_n_steps = None if every_n_steps is None else whole("every_n_steps", every_n_steps)
         self.report = report
         self._read: list[StepResult] = []
+        self._have_stepped: set[str] = set()  # the optimizers that have taken a step in this fit
         self._has_failed = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -94,6 +95,7 @@ class Monitor:
         """Continue the counts of a resumed run."""
         self.skipped_steps = trainer.precision_plugin.skipped_steps
         self._read.clear()
+        self._have_stepped.clear()
         self._new_norms(trainer)
         self.weight_bytes = None
         self._has_failed = False
@@ -107,7 +109,8 @@ class Monitor:
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Read the results of the last optimizer steps."""
         trainer.precision_plugin.step_log.read(wait=True)
-        self._look(trainer, pl_module)
+        self._look(trainer)
+        self._measure(trainer, pl_module, at_least=1)
         trainer.precision_plugin.session.end_watch()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
@@ -118,7 +121,8 @@ class Monitor:
             return
         if log.unread() >= (self.every_n_steps or trainer.log_every_n_steps):
             log.read(wait=True)
-        self._look(trainer, pl_module)
+        self._look(trainer)
+        self._measure(trainer, pl_module, at_least=len(trainer.strategy.optimizers))
         if not self._has_failed:
             with only_warning("AmpMonitor", self._fail):
                 self._show(trainer, pl_module, norms)
@@ -143,15 +147,21 @@ class Monitor:
         norms: dict[str, Tensor] | None = trainer.precision_plugin.session.new_norms(trainer.optimizers)
         return norms
 
-    def _look(self, trainer: Any, pl_module: Any) -> None:
+    def _look(self, trainer: Any) -> None:
         """Count the skipped steps that the host knows, and raise if too many in a row were skipped."""
         plugin = trainer.precision_plugin
         read, self._read[:] = list(self._read), []
         for step in read:
             self.skipped_steps += step.skipped
-            if not step.skipped and self.weight_bytes is None and not self._has_failed:
-                with only_warning("AmpMonitor", self._fail):  # a skipped step makes no optimizer state
-                    self.weight_bytes = weight_bytes(pl_module, *trainer.strategy.optimizers)
-                    plugin.package.utilities.rank_zero_info(f"training holds {self.weight_bytes}")
+            if not step.skipped:  # a skipped step makes no optimizer state
+                self._have_stepped.add(step.name)
             if step.in_a_row == self.max_skips_in_a_row:
                 raise endless_skips(step, plugin.words, plugin.session.growth)
+
+    def _measure(self, trainer: Any, pl_module: Any, at_least: int) -> None:
+        """Count the bytes per parameter once ``at_least`` optimizers have taken a step and so have state."""
+        if self.weight_bytes is not None or self._has_failed or len(self._have_stepped) < max(1, at_least):
+            return
+        with only_warning("AmpMonitor", self._fail):
+            self.weight_bytes = weight_bytes(pl_module, *trainer.strategy.optimizers)
+            trainer.precision_plugin.package.utilities.rank_zero_info(f"training holds {self.weight_bytes}")
