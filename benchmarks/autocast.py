@@ -180,7 +180,10 @@ def kept_casts(setting: Setting) -> Iterator[Comparison]:
 
 
 def uses_of_one_weight(setting: Setting) -> dict[str, dict[str, Call]]:
-    """Return calls that use a weight 200 times: in our region, and in torch's region with either kernels."""
+    """Return functions, each of which uses one weight 200 times.
+
+    One runs in our region. The others run in torch's region, with our kernels or with torch's.
+    """
     weight = torch.nn.Parameter(torch.randn(512, 512, device=setting.device))
     inputs = torch.randn(4, 512, device=setting.device)
     uses = setting.sized(200, 2)
@@ -219,7 +222,7 @@ def installed(setting: Setting) -> Iterator[None]:
 
 
 def _settle(setting: Setting) -> None:
-    """Run other ops, so that the processor's caches forget the change of the dispatcher."""
+    """Run other ops first, so that the new kernels of the dispatcher are not cold in the timed calls."""
     x = torch.ones(4, 4, device=setting.device)
     for _ in range(setting.sized(5000, 2)):
         x.mm(x)

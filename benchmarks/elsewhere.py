@@ -27,8 +27,8 @@ CLIPPING = (
 )
 
 DEEPSPEED = (
-    "For DeepSpeed we found no published time of its fp16 optimizer's check, norm and clipping. Of its CPU "
-    "Adam it says that it is 5 to 7 times faster than PyTorch's "
-    "([ZeRO-Offload tutorial](https://www.deepspeed.ai/tutorials/zero-offload)); that dates from before "
-    "torch had a fused AdamW for the CPU, and is a figure of the optimizer, which we leave to torch."
+    "For DeepSpeed we found no published time of its fp16 optimizer's check, norm and clipping. DeepSpeed "
+    "says that its CPU Adam is 5 to 7 times faster than PyTorch's "
+    "([ZeRO-Offload tutorial](https://www.deepspeed.ai/tutorials/zero-offload)). That claim predates "
+    "torch's fused AdamW for the CPU, and concerns only the optimizer, which we leave to torch."
 )

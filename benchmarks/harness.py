@@ -2,7 +2,7 @@
 
 One round takes one sample of each variant, in random order. Ratios are taken within a round, so slow changes
 of the machine affect both numbers of a ratio. The result is the median over the rounds. The spread is the
-range of the middle half of the rounds. Rounds in which this process had to wait for a processor are repeated:
+interquartile range over the rounds. Rounds in which this process had to wait for a processor are repeated:
 up to half as many more rounds are run, and the rounds with the least waiting count.
 """
 
@@ -31,7 +31,7 @@ class Measure:
         of: A function of our sample and theirs in one round that returns the number.
         at_least: Whether the limit is a lower limit.
         text: The format of the number.
-        limit_text: The format of the limit, if it is another one.
+        limit_text: The format of the limit, if it differs from the format of the number.
         promise: The format of the limit on the page.
     """
 
@@ -69,7 +69,7 @@ MEASURES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """A median and the range of the middle half."""
+    """A median and the interquartile range."""
 
     median: float
     low: float

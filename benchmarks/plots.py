@@ -42,7 +42,8 @@ def draw(report: Report, folder: Path) -> dict[str, list[str]]:
     """Draw all figures of a report into a folder.
 
     Returns:
-        The figures of each section (and ``"overview"``) as Markdown, relative to the folder above ``folder``.
+        Markdown for each section's figures (and for ``"overview"``). Paths are relative to the parent of
+        ``folder``.
     """
     figures: dict[str, list[str]] = {}
     with mpl.rc_context(STYLE):
@@ -71,7 +72,7 @@ def _figures(report: Report) -> Iterator[tuple[str, str, str, Figure]]:
 
 
 def growth(plot: Plot, title: str, rows: Sequence[Outcome]) -> Figure:
-    """Plot each variant against the size of the problem, with the range of the middle half."""
+    """Plot each variant against the size of the problem, with the interquartile range."""
     figure = Figure(figsize=(6.4, 3.6))
     axes = figure.subplots()
     largest = max(spread.median for row in rows for spread in row.times.values())
@@ -105,7 +106,7 @@ def growth(plot: Plot, title: str, rows: Sequence[Outcome]) -> Figure:
 
 
 def overview(rows: Sequence[Outcome]) -> Figure:
-    """Plot ours / theirs of each comparison as a dot with the range of the middle half. Losses are orange."""
+    """Plot ours / theirs of each comparison as a dot with the interquartile range. Losses are orange."""
     lines: list[tuple[str, tuple[Outcome, str] | None]] = []
     for table, members in grouped(rows).items():
         lines.append((table, None))

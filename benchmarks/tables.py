@@ -43,7 +43,7 @@ def quantity(value: float, unit: str) -> str:
 
 
 def ratio(spread: Spread) -> str:
-    """Write a ratio and the range of the middle half, as ``0.94 (0.93 to 0.96)``."""
+    """Write a ratio and its interquartile range, as ``0.94 (0.93 to 0.96)``."""
     digits = 3 if spread.median < 0.1 else 2
     middle = f"{spread.low:.{digits}f} to {spread.high:.{digits}f}"
     exact = spread.low == spread.high
@@ -61,7 +61,7 @@ def loses(row: Outcome, label: str) -> bool:
 
 
 def grouped(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
-    """Return table -> its rows, in order."""
+    """Return a dict from the name of each table to its rows, in order."""
     tables: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         tables.setdefault(outcome.table, []).append(outcome)
@@ -157,10 +157,10 @@ def parts(report: Report) -> str:
 
 
 def summary(report: Report, most: int = 10) -> str:
-    """List at most ``most`` promised comparisons with a rival.
+    """List at most ``most`` of the comparisons for which a ratio to another library is promised.
 
-    It takes the first comparison of each section, then the second of each, and so on. They are listed in the
-    order of the report.
+    The first comparison of each section is chosen, then the second of each, and so on. The chosen comparisons
+    are listed in the order of the report.
     """
     ranked = [
         (rank, place, row)
@@ -173,7 +173,7 @@ def summary(report: Report, most: int = 10) -> str:
 
 
 def _promised(record: SectionRecord) -> list[list[str]]:
-    """Return the rows of comparisons that promise a ratio to a rival. Missed promises are bold."""
+    """Return the rows of comparisons with a promised ratio to another library. Missed promises are bold."""
     rows = []
     for outcome in record.outcomes:
         for rival in (label for label in outcome.ratios if label in RIVALS):

@@ -28,7 +28,8 @@ from amp_plugin.options import (
 REFERENCE = Path(__file__).parent / "reference"
 PAGE = REFERENCE / "api.md"
 OPTIONS_PAGE = REFERENCE / "options.md"
-# Name of a table -> the options that it lists, less those of another class, which another table lists.
+# Maps the name of a table to the class of its options. Options inherited from the second class are left out,
+# because that class has a table of its own.
 OPTION_TABLES: dict[str, tuple[type, type | None]] = {
     "loss scale": (LossScaleOptions, None),
     "precision": (PrecisionOptions, LossScaleOptions),

@@ -3,10 +3,10 @@
     python -m recipes run fsdp2_exact_bf16 [precision=fp16] [key=value ...]
     torchrun --nproc-per-node 2 -m recipes run fsdp2_exact_bf16 [key=value ...]
 
-A model that is sharded in bfloat16 loses small updates. Float32 shards keep them, but FSDP2 must cast each
-shard before it gathers it. With ``weights="bf16"``, a shard consists of two parts: the bfloat16 that is
-communicated, and the 16 bits that are missing from float32. So nothing is lost, and nothing is cast. With
-``state="8bit"``, the optimizer's moments take a quarter of the memory, and are rounded.
+A model that is sharded in bfloat16 loses small updates. Float32 shards keep small updates, but FSDP2 must
+cast each shard before the all-gather. With ``weights="bf16"``, a shard consists of two parts: the bfloat16
+that is communicated, and the 16 bits that are missing from float32. So nothing is lost, and nothing is cast.
+With ``state="8bit"``, the optimizer's moments take a quarter of the memory, and are rounded.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 transformers loads a checkpoint in the dtype in which it was saved. If it is trained in that dtype with
 torch's own autocast, most weights do not change: an update of 1e-5 is less than half the distance between two
-bfloat16 numbers. With ``store_weights`` every update counts. The model, the data and the optimizer are the
-same in each case.
+bfloat16 numbers. With ``store_weights`` no update is lost to rounding. The model, the data and the optimizer
+are the same in each case.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m recipes run wgan_gp [precision=bf16] [key=value ...]
 
-Two optimizers that step at different times share one scaler. ``register`` makes both known to it, so that
-``update`` waits while one of them still has scaled gradients. The generator's backward pass names its inputs;
-otherwise it would leave gradients in the critic. The method is that of Gulrajani et al. 2017, conditional on
-the digit.
+Two optimizers that step at different times share one scaler. ``register`` tells the scaler about both
+optimizers, so that ``update`` waits while either still has scaled gradients. The generator's backward pass
+names its inputs. Otherwise it would leave gradients in the critic. The method is that of Gulrajani et al.
+2017, conditional on the digit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Runs a program on amp_plugin without editing it: torch.amp, Accelerate, Lightning and Fabric use ours.
 
 ``amp-plugin run`` begins a :class:`Takeover`. It starts when the program imports torch, and ends with the
-process, because threads and ``atexit`` handlers run after the program's last line. Processes that the program
-starts learn of it by the variable ``AMP_PLUGIN_TAKEOVER``. They read it when they import torch
-(``amp_plugin_autoload``).
+process, because threads and ``atexit`` handlers run after the program's last line. Child processes
+learn of the takeover by the variable ``AMP_PLUGIN_TAKEOVER``. Each child process reads this variable when it
+imports torch (``amp_plugin_autoload``).
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class CastTotals:
 
 
 def grouped(casts: Iterable[Cast], key: Callable[[Cast], Key]) -> dict[Key, CastTotals]:
-    """Return key -> sums of the casts with this key; the most bytes come first."""
+    """Return a dict from each key to the totals of the casts with this key, largest number of bytes first."""
     groups: dict[Key, list[Cast]] = defaultdict(list)
     for cast in casts:
         groups[key(cast)].append(cast)
@@ -248,11 +248,11 @@ class CastLog:
         return CastTotals.of(self.records())
 
     def by_module(self) -> dict[str, CastTotals]:
-        """Return module -> sums of its casts; the most bytes come first."""
+        """Return a dict from each module to the totals of its casts, sorted by bytes, largest first."""
         return grouped(self.records(), lambda cast: cast.module)
 
     def by_op(self) -> dict[str, CastTotals]:
-        """Return op -> sums of its casts; the most bytes come first."""
+        """Return a dict from each op to the totals of its casts, sorted by bytes, largest first."""
         return grouped(self.records(), lambda cast: cast.op)
 
     def table(self, by: Literal["cast", "module", "op"] = "cast") -> Table:

@@ -1,7 +1,8 @@
 """Regions inside compiled code and exported programs, where torch's tracers must see the op rules.
 
-A region is traced as blocks of torch's own and one op that says which rules are in force. The op names the
-rules by their content, so that graphs and the keys of torch's compile caches mean the same in each process.
+A region is traced as torch's own autocast blocks plus one op that states which rules are in force. The op
+names the rules by their content, so that graphs and the keys of torch's compile caches mean the same in each
+process.
 ``csrc/rules_in_force.h`` explains the encoding.
 """
 

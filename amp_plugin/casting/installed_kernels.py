@@ -53,9 +53,9 @@ class AutocastKernels:
             of torch's own.
         leave: a function that closes a native region, counted from the innermost. It stays when the kernels
             are uninstalled, because regions may still be open.
-        checked: device type, dtype and ``enabled`` that torch has accepted -> what a region with them is
-            opened with: first if it keeps no casts, then if it does. For the dtype None, the dtype in an
-            opening is the one that torch had when it checked.
+        checked: maps a device type, a dtype and ``enabled``, which torch has accepted, to two openings for
+            regions with these settings. The first opening keeps no casts, the second one keeps casts. For
+            the dtype None, an opening holds the dtype that torch had when it checked.
     """
 
     def __init__(self) -> None:
@@ -63,11 +63,12 @@ class AutocastKernels:
         self.leave: Any = None
         self.checked: dict[tuple[str, torch.dtype | None, bool], tuple[Opening, Opening]] = {}
         self._lock = threading.Lock()
-        # Rule set -> its number, 1, 2, ... in order; the default rules are not in it.
+        # Maps a rule set to its number: 1, 2, ... in order. The default rules are not in this dict.
         self._numbers: dict[OpRules, int] = {}
-        self._tagged: dict[int, str] = {}  # number -> fingerprint that torch's compile caches have for it
+        # Maps the number of a rule set to the fingerprint of its rules that torch's compile caches know.
+        self._tagged: dict[int, str] = {}
         self._step_hook: RemovableHandle | None = None
-        # (device, number) -> ops for which this number has ever had a rule.
+        # Maps (device type, number of a rule set) to the ops for which this number has ever had a rule.
         self._named: dict[tuple[str, int], set[str]] = defaultdict(set)
 
     def install(self) -> NativeCore:

@@ -29,9 +29,10 @@ class Pushed:
     """Rules on the stack.
 
     Attributes:
-        numbers: device type -> the number of the rules for it.
-        file: the file that they come from, as the user named it; ``""`` if a program made them.
-        was_read: True if a region or block on their device has looked for rules and found these.
+        numbers: maps a device type to the number of its rules.
+        file: the file that the rules come from, as the user named it; ``""`` if a program made the rules.
+        was_read: True if a region or block on the rules' device has looked up the rules in force and got this
+            set.
     """
 
     numbers: dict[str, int]
@@ -40,7 +41,8 @@ class Pushed:
 
 
 _stack: Final[list[Pushed]] = []
-_set_by_program: Final[dict[str, Pushed]] = {}  # device type -> the rules that set_default_rules has pushed
+# Maps a device type to the rules that set_default_rules has pushed for it.
+_set_by_program: Final[dict[str, Pushed]] = {}
 
 
 def push(*rules: OpRules, file: str = "") -> Pushed:
@@ -155,8 +157,9 @@ def following(*rules: OpRules, file: str = "") -> Iterator[Pushed]:
 def rules_on_trial(rules: OpRules) -> Iterator[None]:
     """Make torch's blocks, and regions without rules of their own, follow these rules for one block.
 
-    Any number of rule sets can be tried, because a trial takes no new number: the number of the default rules
-    stands for the rules on trial. Meanwhile compiled functions run eagerly.
+    A process has numbers for a limited count of rule sets. A trial does not use up a number, because the
+    number of the default rules stands for the rules on trial. So any number of rule sets can be tried. During
+    a trial, compiled functions run eagerly.
 
     Raises:
         ValueError: ``AMP_PLUGIN_RULES`` is set, so that regions would follow its rules.

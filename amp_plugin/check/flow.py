@@ -107,8 +107,8 @@ class Event:
         call: the syntax node of the call.
         context: the conditions, loops and regions around the call.
         scope: the scope of the function that contains the call.
-        who: the scaler, accelerator or scheduler whose method is called. For an optimizer that steps without
-            a scaler it is the optimizer.
+        who: the scaler, accelerator or scheduler whose method is called. If an optimizer steps
+            without a scaler, this is the optimizer itself.
         optimizer: the optimizer that is passed to the scaler.
         touches: the variables that are passed to a call of an unknown function. For a method of the same
             object that may do something with a scaler, the object is among them.

@@ -207,9 +207,10 @@ def compile_flags(width: str) -> list[str]:
 
 
 def compile_core(folder: Path, width: str) -> Path:
-    """Compile a core into an empty folder, in another process. That process loads it if this CPU can run it.
+    """Compile a core into an empty folder, in a child process.
 
-    If it fails, the text of the RuntimeError is all the output of that process.
+    The child process also loads the compiled core, if this CPU can run the core. If the child process fails,
+    a RuntimeError is raised whose text is all the output of the child process.
     """
     units = sorted(str(file) for file in SOURCES.glob(UNITS))
     if not units:

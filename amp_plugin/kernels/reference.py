@@ -1,4 +1,4 @@
-"""Each op in plain torch. The tests use it as oracle, and every device can fall back to it.
+"""Each op in plain torch. The tests use it as an oracle, and every device can fall back to it.
 
 Tensors are processed one at a time in float64 (float32 on devices without it), and results are rounded once
 when they are written. :mod:`amp_plugin.kernels.ops` states the contract.

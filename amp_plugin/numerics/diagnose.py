@@ -134,8 +134,8 @@ def diagnose(model: nn.Module | None = None, *, keep_going: bool = False, strict
     A nan or inf matters if it reaches a loss, a gradient, a weight or the state of an optimizer. So a mask of
     -inf raises no error, nor does a number that a later op removes. If the region has no backward pass, a nan
     or inf matters if it is still there at the end. If all numbers are finite, the region is checked for
-    reasons why nothing is learnt: no optimizer step, updates that the dtype of a weight loses, gradients that
-    are 0 in fp16.
+    reasons why nothing is learnt: no optimizer step, updates lost to rounding in the weight's dtype,
+    gradients that are 0 in fp16.
 
     Each op waits for the device, so use this to find a fault and not to train. Compiled functions run
     eagerly. Threads and processes that the region starts are not watched. With several ranks, an error on one

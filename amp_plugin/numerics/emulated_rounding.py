@@ -71,10 +71,10 @@ class EmulatedRounding(Region):  # type: ignore[no-untyped-call]
         places: Where to round. If there are none, nothing is changed, and the places are found.
 
     Attributes:
-        found: The places of all results that are wider than ``dtype`` -> the shape of the first one, in the
-            order in which they first ran. If places are chosen, only those of their ops.
+        found: Maps the place of each result that is wider than ``dtype`` to the shape of the first such
+            result, in the order of first execution. If places are chosen, only places of the chosen ops.
         product: The module that called the last matrix product of the forward pass; None if there is none.
-        last: The place of that product; None if its result is not wider than ``dtype``.
+        last: The place of the last matrix product; None if its result is not wider than ``dtype``.
     """
 
     def __init__(self, dtype: torch.dtype, places: Iterable[OpPlace] = ()) -> None:
@@ -114,7 +114,7 @@ class EmulatedRounding(Region):  # type: ignore[no-untyped-call]
         return tensor.is_floating_point() and tensor.itemsize > self._dtype.itemsize and not is_weight
 
     def _round(self, call: Call, results: list[Tensor], place: OpPlace) -> None:
-        """Round the results, the operands or both, if they are chosen."""
+        """Round the results, the operands or both, as chosen for the op that ran."""
         chosen, made = self._chosen.get(place.op, set()), results
         if place.operands in chosen:
             given = call.changed(self._rounded, results[0].dtype)
@@ -136,7 +136,7 @@ ATTENTION: Final = {
     "scale": "the attention multiplies the query by the scale after its cast",
     "cache": "keys and values of the attention are kept in fp8",
 }
-"""Roundings of an attention by name, and what they are in words."""
+"""Maps the name of a rounding in an attention to a description of the rounding."""
 
 
 class AttentionInSteps(TorchFunctionMode):

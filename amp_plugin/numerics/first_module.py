@@ -61,7 +61,8 @@ class ModuleWatch:
         self._numbers: list[Largest] = []
         # The tensors that were measured, by id, with their version counters.
         self._measured: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        # How many more steps may have hooks: until the next skipped step, and in this run.
+        # Limits on the steps that may still run with hooks: one until the next skipped step, one for the
+        # whole run.
         self._left, self._budget = 0, STEPS_IN_ALL
         self._open = ExitStack()
 
@@ -116,8 +117,8 @@ class ModuleWatch:
         self._measured.clear()
 
     def _begin(self) -> None:
-        # With this context the result of each step is known before the next step begins. So the numbers
-        # collected until then belong to that step.
+        # With this context the result of each step is known before the next step begins. So all numbers that
+        # the hooks have collected by then belong to the step that has just ended.
         self._open.enter_context(self._log.watched())
         self._hooks.open()
         self._open.callback(self._hooks.close)

@@ -23,7 +23,7 @@ Place = tuple[int, str, str, str]  # step, direction, module, op
 
 
 class Match(NamedTuple):
-    """A result of one process, and the results of the ranks that belong to it.
+    """A result of the run of one process, with the corresponding results of the ranks.
 
     Attributes:
         number: The number of the record in the one process.
@@ -91,7 +91,7 @@ class Matches:
 
     @cached_property
     def theirs(self) -> dict[tuple[int, int], int]:
-        """The rank and number of each rank's result -> the number of the same result in the one process."""
+        """Maps (rank, index of a result) to the index of the same result in the run of one process."""
         return {entry: match.number for match in self.all for entry in match.pieces.values()}
 
     def _at_place(

@@ -165,7 +165,7 @@ class _Judge:
 
 
 def _of_signs(record: OpRecord, inputs: float) -> float:
-    """Return the change by rounding of an optimizer step that uses the signs of its gradients.
+    """Return how much rounding can change an optimizer step that uses only the signs of the gradients.
 
     Adam and similar optimizers divide each element of a gradient by its own size. An element that is smaller
     than the gradient's rounding may have another sign in the other run. Then its step differs by twice its

@@ -1,7 +1,8 @@
 """How the pieces on several ranks combine to the tensor that one process has.
 
 The ranks form a mesh. Along each dimension of the mesh, the pieces either add up (shards of the tensor, or
-partial sums) or are equal (replicas). Shapes show whether a tensor is split, and the numbers show the rest.
+partial sums) or are equal (replicas). Shapes show whether a tensor is split. If it is not, its
+values show whether the pieces are replicas or partial sums.
 If a rank runs several micro-batches one after another, these are a dimension of the mesh, too.
 """
 
@@ -110,7 +111,11 @@ class Layout:
                 yield self.combined(added, scale, cut)
 
     def strict_ways(self) -> Iterator[Combined]:
-        """Yield the ways for a gradient or a weight: its shards add up, and everything else must be equal."""
+        """Yield the ways to combine a gradient or a weight.
+
+        Shards of the tensor make up the whole tensor. Along all other dimensions of the mesh, the pieces must
+        be equal.
+        """
         if self.is_located:
             names = next(iter(self.pieces.values())).part.added
             added = tuple(axis for axis in self.axes if axis.name in names)

@@ -435,7 +435,7 @@ class Region(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for event in _EVENTS
         }
         self._open = ExitStack()
-        self.has_compiled = False  # whether a compiled function was called, and so ran eagerly
+        self.has_compiled = False  # whether a compiled function was called (it runs eagerly in the region)
         self._block_of_kernel = ""  # the device of the autocast block around the fused kernel that runs next
         self.sites = ForwardSites()  # where the ops of the forward passes were called
         # How often an op could not run again, or the ops inside it could not be watched.

@@ -47,7 +47,7 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
 
     A few hundred numbers are kept per tensor, which is about 5 kB per op. Each op runs twice more in fp64: on
     its inputs, and on the inputs without rounding. The program's own results and random numbers do not
-    change. The region needs memory for the fp64 values of every living tensor. The file is written when the
+    change. The region needs memory for the fp64 values of every live tensor. The file is written when the
     region ends.
 
     Args:

@@ -154,9 +154,9 @@ def _finding(name: str, scaler: Any, optimizer: Any, numbers: tuple[float, float
 
 
 def _names_of(wanted: Sequence[object], frame: FrameType | None) -> list[str]:
-    """Return the names of objects in the innermost frame of the program that has all of them.
+    """Return the names of objects in the innermost frame of the program that has names for all these objects.
 
-    If no frame has all of them, return an empty list.
+    If no frame has names for all these objects, return an empty list.
     """
     while frame is not None:
         if not str(frame.f_globals.get("__name__")).startswith(("amp_plugin.", "torch.")):

@@ -287,7 +287,7 @@ def shadow_run(model: nn.Module | None = None, *, dtype: torch.dtype = torch.flo
     2. in the wide dtype on the same inputs, which gives the error that the op itself adds;
     3. in the wide dtype on the inputs of a run without rounding, which gives the error that has arrived.
 
-    Ops that return 16 bits are listed. The region needs memory for the wide values of every living tensor.
+    Ops that return 16 bits are listed. The region needs memory for the wide values of every live tensor.
 
     Some ops cannot be measured: random ops, collectives, and ops without a kernel for the wide dtype. Their
     results count as exact, and ``not_compared()`` counts them. For a DTensor each rank measures its shard.

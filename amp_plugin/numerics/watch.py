@@ -75,7 +75,7 @@ class Origin:
     is_absorbed: bool = False  # whether an op has computed finite numbers from it
     is_compared: bool = False  # whether an op has computed integers or booleans from it
     became_nan: bool = False  # whether an op has computed a nan from it
-    read_by: str = ""  # _PYTHON or _SELECTION if it was read outside of training
+    read_by: str = ""  # _PYTHON or _SELECTION if an inf or nan of this origin was read outside of training
     source: str = ""  # for input data: where it was loaded
     # Origins whose numbers went into the same op. When one of them is reported, all are.
     others: dict[Origin, None] = field(default_factory=dict)
@@ -214,7 +214,7 @@ class Watch:
         for position in traits.partly_unwritten:
             self._origins.set(output[position], Origin("unwritten", site=call.site))
         results = [result for result in call.made(output) if not result.is_discrete]
-        # If this rank sent an infinity or nan to a collective, its origin is that of the results, too.
+        # If this rank passed an inf or nan into a collective, the results get the same origin.
         if traits.is_unwritten or traits.is_collective:
             sent = next(self._read_by(call), None) if traits.is_collective else None
             kind: Kind = "collective" if traits.is_collective else "unwritten"
@@ -370,8 +370,8 @@ class Watch:
     def left_over(self) -> None:
         """Report, at the end of the region, what was not reported at once.
 
-        These are overflows of the last backward passes, buffers, and, if there was no backward pass, each
-        infinity or nan that no op has absorbed.
+        These are overflows in the last backward passes and buffers that are not finite. If no backward pass
+        ran, every inf or nan that no op has absorbed is reported, too.
         """
         passes = self._tracker.backward_passes
         if passes in self._overflowed and not next(iter(self._overflowed.values())).is_absorbed:
@@ -479,7 +479,8 @@ def judge(
     own: list[tuple[Held, Tensor | None]] = [] if unfinite else [(values, None)]  # none from an input
     if unfinite and traits.is_pointwise and (new := _new_elements(result.tensor, unfinite)) is not None:
         own.append((non_finite(result.tensor, new), new))
-    if unfinite and traits.moves:  # an op that only copies: which numbers did no argument bring?
+    # An op that only copies: which non-finite values were in none of its arguments?
+    if unfinite and traits.moves:
         brought = {name for argument in unfinite for name in argument.held}
         own.append((tuple(name for name in values if name not in brought), None))
     for held, where in own:

@@ -2,7 +2,8 @@
 
 The closure runs backward on ``scaler.scale(loss)`` and returns the loss itself. Its gradients are unscaled
 and checked before the optimizer continues. If the gradients of a call are not finite, the step ends, and its
-changes so far are undone. Gradients that the optimizer may use before its first call are checked too.
+changes so far are undone. Gradients that the optimizer may use before it first calls the closure are
+checked too.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def step(
 
     ::
 
-        gradients that the optimizer may use before its first call are not finite  ->  no step
+        gradients that the optimizer may use before it first calls the closure are not finite: no step
         each call:  run the closure, unscale and measure the gradients
                     if one is not finite: end the step and undo its changes
                     else: clip, and let the optimizer continue

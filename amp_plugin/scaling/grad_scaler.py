@@ -80,7 +80,8 @@ class GradScaler(TorchNames):
         backward begins:  convert gradients that carry another scale, or none, to this scale
         step(optimizer):  unscale scaled gradients; step if all gradients are finite, on all ranks
         update():         request an update. It is applied once no registered optimizer has unused scaled
-                          gradients. end_iteration() and the next scale() apply it and rescale such gradients
+                          gradients. end_iteration() and the next scale() apply the update, and rescale
+                          gradients that still wait for a step
 
     Args:
         {options}
@@ -191,7 +192,7 @@ class GradScaler(TorchNames):
 
         Raises:
             TypeError: An argument is not an optimizer, or ``names`` is something else.
-            ValueError: ``names`` has no parameter of one of the optimizers.
+            ValueError: ``names`` contains none of the parameters of one of the optimizers.
         """
         named = checked_names(names)
         own = {id(param) for param in named.values()}

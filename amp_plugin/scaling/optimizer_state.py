@@ -207,7 +207,8 @@ class OptimizerState:
 
         Our hooks do not see a compiled backward pass, a replayed graph, or a loss times ``get_scale()``.
         After a step and an update, all gradients count as scaled, because ``.data``, NumPy and collectives
-        can write them without a trace. After ``unscale_`` and an update, only gradients in other memory do.
+        can write them without a trace. After ``unscale_`` and an update, only
+        gradients in other memory count as scaled.
         """
         default, used, now = self.shared.default, self._used[1], self.shared.updates
         if default.value is None or not self.shared.enabled or used == now:

@@ -1,4 +1,4 @@
-"""The state that all optimizers of a scaler share: loss scales, ranks, device, and the spelling of calls."""
+"""The state that all optimizers of a scaler share: loss scales, ranks, device, and how errors write calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Shared:
         enabled: True if losses are scaled.
 
     Attributes:
-        scales: Name of a loss -> its loss scale; None is the name of the default one.
+        scales: Maps the name of a loss to its loss scale. The name None stands for the default loss scale.
         ranks: As given.
         device: As given.
         enabled: As given.
@@ -75,10 +75,10 @@ class Shared:
         self.device, self.ranks = device, ranks
 
     def speak(self, words: Words, *, scales_all: bool) -> None:
-        """Set how error texts spell calls.
+        """Set how error texts write the user's calls.
 
         Args:
-            words: The spelling of the front door.
+            words: The calls as the user of the front door writes them.
             scales_all: True if the front door runs all scaled backward passes. Then gradients that were
                 made without one are not scaled.
         """

@@ -112,7 +112,7 @@ class Spikes:
             norms: The norm before any clip, and the present norm (float32, 0-dim).
             found_inf: 1.0 if a gradient is not finite (float32, 0-dim).
             trackers: The growth trackers of the loss scales that the gradients were made with.
-            backward: The user's spelling of a backward pass, for an error.
+            backward: A backward pass as the user writes it, for an error.
 
         Returns:
             The result of ``judge_step_``; None without ``on_spike``.

@@ -388,7 +388,7 @@ class StepLog:
         return bool(self._records)
 
     def note_loss(self, loss: Any) -> None:
-        """Pass a loss, before it is scaled, to the subscribers to losses."""
+        """Pass a loss, before it is scaled, to those who subscribed to losses."""
         for hear in list(self._hearers):
             hear(loss)
 

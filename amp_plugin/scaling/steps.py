@@ -12,7 +12,7 @@
 
 A step in one pass divides and clips the gradients while it reads them, and writes them back to ``.grad``.
 Before any other step, gradients are unscaled and clipped in place. Either way ``.grad`` is unscaled and
-clipped afterwards, also if the step was skipped.
+clipped afterwards, even if the step was skipped.
 """
 
 from __future__ import annotations

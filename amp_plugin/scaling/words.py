@@ -19,7 +19,7 @@ class Words:
         step: Steps it.
         prepare: Makes it known to the scaler.
         bf16: Trains in bfloat16, without a loss scale.
-        endless: Raises the number of skipped steps in a row that ends a run.
+        endless: The option that raises the limit of skipped steps in a row, after which a run ends.
         reduce: Reduces gradients in 16 bits where DistributedDataParallel reduces them.
     """
 

@@ -66,8 +66,8 @@ def _step_of(
 
     ``autocast`` says whether an autocast block was open around the call, and with which dtype.
 
-    Other tensors among the arguments, such as masks and labels, belong to the old token ids. They are left
-    out, and so is the number of logits to compute.
+    Other tensors among the arguments, such as masks and labels, belong to the old token ids. These
+    arguments are left out, and so is the argument that limits how many logits are computed.
     """
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     device = given[place_of_tokens].device
@@ -89,7 +89,7 @@ def _step_of(
 
 @contextmanager
 def model_calls(on_call: Callable[[ModelCall], object]) -> Iterator[None]:
-    """Call a function with the first call that computes logits, and end the program there.
+    """Pass the first model call that computes logits to a function, and end the program there.
 
     If nested modules return logits, the outermost one is used. Calls without gradients, such as those of
     sampling, are ignored.

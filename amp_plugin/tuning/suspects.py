@@ -57,9 +57,9 @@ def suspects_of(
     """Return the roundings that a generator may have at places where the trainer has none.
 
     Args:
-        found: The places of the trainer's results that are wider than ``dtype``, in the order in which they
-            first ran -> their shapes.
-        head: The place among them that makes the logits; None if its result is not wider than ``dtype``.
+        found: Maps each place where the trainer computes a result wider than ``dtype`` to the shape of that
+            result, in the order of first execution.
+        head: Which of these places computes the logits; None if its result is not wider than ``dtype``.
         dtype: The dtype that the generator may round to.
     """
     short = str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""The trainer's step on the batches of a rollout: its log-probabilities, its gap and its time."""
+"""The trainer's step on the batches of a rollout: the step's log-probabilities, gap and time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from amp_plugin.tuning.suspects import Suspect, emulated
 _MOST_LOGITS: Final = 1 << 26  # that are kept to find out how the recorded log-probabilities were made
 
 Step = Callable[[Tensor], object]
-"""Token ids of shape (sequences, longest) -> logits of shape (sequences, longest, vocabulary)."""
+"""Maps token ids of shape (sequences, longest) to logits of shape (sequences, longest, vocabulary)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -156,7 +156,7 @@ class Script:
         self._has_run = True
 
     def first_call(self) -> ModelCall:
-        """Run the program until a model has computed logits from token ids with gradients.
+        """Run the program until a model, with gradients enabled, has computed logits from token ids.
 
         Return that call.
         """

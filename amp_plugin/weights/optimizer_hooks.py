@@ -247,7 +247,7 @@ class OptimizerHooks:
         self.compress(optimizer, loaded=True)
 
     def _run_as_kept(self, optimizer: Optimizer, params: list[Tensor], closure: Callable[[], Any]) -> Any:
-        """Run a closure on the 16-bit parameters. At its first call the states are still compressed."""
+        """Run a closure on the 16-bit parameters. When it starts, the states are still compressed."""
         self._hide()
         value = closure()
         self._show(params)

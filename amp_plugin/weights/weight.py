@@ -389,7 +389,7 @@ def hide_fp32(params: Iterable[Tensor], *, steps: int = 0) -> None:
 
 @contextmanager
 def fp32_shown(params: Iterable[Tensor]) -> Iterator[None]:
-    """Make stored parameters float32 in a block."""
+    """Make stored parameters float32 inside a ``with`` block."""
     shown = show_fp32(params)
     try:
         yield

@@ -241,7 +241,8 @@ class TrainerPrecision(PrecisionCore):
             return self._take(trainer, optimizer, closure, **kwargs)
         if calls_closure_again(optimizer):
             if scaler.core.state(optimizer).overflowed_before_closure(optimizer):
-                closure()  # the step would not call it, but the Trainer expects each batch to run
+                # The skipped step would not call the closure, but the Trainer expects a call for each batch.
+                closure()
             output = self._take(trainer, optimizer, closure, **kwargs)
         else:
             output = closure()
