@@ -23,7 +23,7 @@ from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.cuda.register import cuda_core
 from amp_plugin.quiet_hooks import has_only_quiet_hooks
 from amp_plugin.weights import muon
-from amp_plugin.weights.compressed_state import CompressedState, asked_for
+from amp_plugin.weights.compressed_state import MOMENTS, CompressedState, asked_for
 from amp_plugin.weights.optimizer_hooks import add_if_late, count_steps, take_steps_by
 from amp_plugin.weights.shard import with_local
 from amp_plugin.weights.weight import (
@@ -388,9 +388,14 @@ def _lr_on_device(group: _Group) -> Tensor | None:
 
 
 def _begin(optimizer: Optimizer, row: _Row) -> None:
-    """Make compressed states of parameters that have none yet: zeros, as torch's first step makes them."""
+    """Make compressed moments of parameters that have no state yet. They are zeros, as in the own first step.
+
+    Other states may begin with another number, for example with a copy of the weight. If a rule has such a
+    state, nothing is made here, and the optimizer's own first step makes all of them.
+    """
     for group in optimizer.param_groups:
-        if group.get("dampening"):
+        names = row.rule(group)[1]
+        if group.get("dampening") or not {*names} <= {*MOMENTS}:
             # torch does not dampen the first gradient, so zeros would give another result.
             continue
         for param in group["params"]:
@@ -403,7 +408,6 @@ def _begin(optimizer: Optimizer, row: _Row) -> None:
                 name: torch.full((), float(name == "mu_product"), device=param.device)
                 for name in row.counters
             }
-            names = row.rule(group)[1]
             made = {name: with_local(param, CompressedState.of(zeros, form, name)) for name in names}
             if counts or made:
                 optimizer.state[param] = {**counts, **made}

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -268,6 +269,71 @@ def test_each_step_is_that_of_its_own_class_in_float64(name):
             for key, value in right.items():
                 difference = largest_difference(torch.as_tensor(entry[key]), torch.as_tensor(value).double())
                 assert difference < STATES[state], f"{case}, {key}: {difference}"
+
+
+COMPRESSED = {form: STATES[form] for form in ("bf16", "8bit")}
+
+
+def first_steps(build, state):
+    """Take the first step with compressed state and the class's own first step. Return both sides' tensors."""
+    sides = []
+    for is_ours in (True, False):
+        generator = torch.Generator().manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(16, 24, generator=generator)) for _ in range(2)]
+        optimizer = build(params)
+        store_weights(torch.nn.ParameterList(params), optimizer, state=state if is_ours else "fp32")
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator)
+        scaler = GradScaler("cpu", enabled=False, one_pass=is_ours)
+        scaler.step(optimizer)
+        entries = fp32_state_dict(optimizer)["state"].values()
+        states = [{key: torch.as_tensor(value) for key, value in entry.items()} for entry in entries]
+        sides.append(([param.detach() for param in params], states))
+    return zip(*sides, strict=True)
+
+
+def assert_first_steps_agree(build, state):
+    (params, right_params), (states, right_states) = first_steps(build, state)
+    for mine, right in zip(params, right_params, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-6, atol=1e-6)
+    for mine, right in zip(states, right_states, strict=True):
+        assert mine.keys() == right.keys()
+        for key, value in right.items():
+            assert largest_difference(mine[key], value.double()) < COMPRESSED[state], key
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("state", COMPRESSED)
+@pytest.mark.filterwarnings("ignore:AdamWScheduleFree keeps 'z' in float32")
+def test_the_first_step_with_compressed_state_is_that_of_its_own_class(name, state):
+    """With compressed state, the first step is in one pass too. So the states must begin as in the class."""
+    assert_first_steps_agree(lambda params: make(name, params), state)
+
+
+class BeginsAtOne(torch.optim.Optimizer):
+    """Lion, with an average that begins at 1."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                average = self.state[param].setdefault("average", torch.ones_like(param))
+                (beta1, beta2), grad = group["betas"], param.grad
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                param.sub_((beta1 * average + (1 - beta1) * grad).sign(), alpha=group["lr"])
+                average.mul_(beta2).add_(grad, alpha=1 - beta2)
+
+
+@pytest.mark.parametrize("state", COMPRESSED)
+@pytest.mark.filterwarnings("ignore:BeginsAtOne keeps 'average' in float32")
+def test_a_state_that_is_not_a_moment_begins_as_its_own_class_says(state, monkeypatch):
+    row = replace(RULES["lion_pytorch.lion_pytorch.Lion"], rule=lambda _: ("lion", ("average",)), fixed={})
+    monkeypatch.setitem(RULES, f"{__name__}.BeginsAtOne", row)
+    assert not why_not(BeginsAtOne([torch.nn.Parameter(torch.ones(2))]))
+    assert_first_steps_agree(BeginsAtOne, state)
 
 
 def test_a_class_that_changes_the_step_is_not_taken_for_its_base(monkeypatch):
