@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from amp_plugin.casting import bound_rules
 from amp_plugin.casting.bound_rules import bound_autocast, is_launcher, ours_by_default
-from amp_plugin.messages import OptionError, only_warning
+from amp_plugin.messages import OptionError, naming, only_warning
 from amp_plugin.patches import replaced
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Takeover:
                 bound_autocast(rules, name, dtype=dtype, on_first=self._opened_first)
             )
             undo.enter_context(self._scaling_noted(GradScaler))
-            undo.enter_context(scalers_taken(self._may_take, _with_environment, self._note_scaler))
+            undo.enter_context(scalers_taken(self._may_take, self._arguments, self._note_scaler))
             undo.enter_context(when_imported(self._frameworks()))
             undo.enter_context(ScaledClips(self._tell_of_clip))
             self._undo = undo.pop_all()
@@ -252,6 +252,32 @@ class Takeover:
 
         return replaced(kind, "__init__", init)
 
+    def _arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return keyword arguments of a scaler. Those with torch's defaults come from the environment.
+
+        Raises:
+            OptionError: an option of the loss scale is wrong. The text names the flag of ``amp-plugin run``
+                or the environment variable that sets it.
+        """
+        from amp_plugin.adapters.option_sources import decided, outside_program  # noqa: PLC0415
+        from amp_plugin.options import (  # noqa: PLC0415 - loads torch
+            GradScalerOptions,
+            LossScaleOptions,
+            option_defaults,
+            option_names,
+        )
+
+        defaults, names = option_defaults(GradScalerOptions), {*option_names(LossScaleOptions)}
+        by_position = dict(zip(defaults, args, strict=False))
+        stated = {name for name, value in {**by_position, **kwargs}.items() if value != defaults.get(name)}
+        outside, sources = decided(outside_program(os.environ))
+        taken = {name: outside[name] for name in outside.keys() & names - stated - by_position.keys()}
+        flags = {name: f"--{name.replace('_', '-')} of amp-plugin run" for name in self._options}
+        given = {**by_position, **kwargs, **taken}
+        with naming({name: source for name, source in (sources | flags).items() if name in taken}):
+            LossScaleOptions(**{name: given[name] for name in given.keys() & names})
+        return {**kwargs, **taken}
+
     def _may_take(self, kind: type) -> bool:
         """Return whether a scaler class is taken over. One that overrides torch's private methods is not."""
         from amp_plugin.adapters.taken_scalers import overrides_private  # noqa: PLC0415 - loads torch
@@ -305,19 +331,6 @@ class Takeover:
         if not in_children and (is_importing or multiprocessing.parent_process() is not None):
             return
         print(f"amp-plugin run{self._rank}: {text}", file=sys.stderr, flush=True)
-
-
-def _with_environment(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a scaler. Arguments with torch's defaults are taken from the environment."""
-    from amp_plugin.adapters.option_sources import decided, outside_program  # noqa: PLC0415
-    from amp_plugin.options import GradScalerOptions, LossScaleOptions, option_defaults, option_names  # noqa: PLC0415
-
-    defaults = option_defaults(GradScalerOptions)
-    by_position = dict(zip(defaults, args, strict=False))
-    stated = {name for name, value in {**by_position, **kwargs}.items() if value != defaults.get(name)}
-    outside, _ = decided(outside_program(os.environ))
-    left_open = {*option_names(LossScaleOptions)} - stated - by_position.keys()
-    return {**kwargs, **{name: value for name, value in outside.items() if name in left_open}}
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from amp_plugin import GradScaler, autocast
+from amp_plugin import GradScaler, OptionError, autocast
 from amp_plugin.adapters.takeover import Takeover, bind_environment, end_runs, when_imported
 from tests.adapters.accelerate_pair import reset
 from tests.adapters.commands import run_unedited, torchrun
@@ -462,6 +462,36 @@ def test_a_wrong_word_in_the_environment_is_refused(monkeypatch):
         ValueError, match="AMP_PLUGIN_TAKEOVER=fp8 is unknown; allowed are fp16, bf16, auto, as-w"
     ):
         bind_environment()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "text"),
+    [
+        ("growth_factor", "0.5", r"more than 1 \(growth_factor comes from AMP_PLUGIN_GROWTH_FACTOR\)"),
+        ("on_spike", "jump", r"\(on_spike comes from AMP_PLUGIN_ON_SPIKE\)"),
+        ("min_scale", "131072", r"change one of the three \(min_scale comes from AMP_PLUGIN_MIN_SCALE\)"),
+    ],
+)
+def test_an_error_names_the_variable_that_sets_the_option(taken, monkeypatch, option, value, text):
+    monkeypatch.setenv(f"AMP_PLUGIN_{option.upper()}", value)
+    with pytest.raises(OptionError, match=text):
+        torch.amp.GradScaler("cpu", 65536.0)
+    monkeypatch.delenv(f"AMP_PLUGIN_{option.upper()}")
+    assert torch.amp.GradScaler("cpu").is_enabled()
+
+
+def test_an_error_of_the_program_itself_names_no_variable(taken, monkeypatch):
+    monkeypatch.setenv("AMP_PLUGIN_HYSTERESIS", "3")
+    with pytest.raises(OptionError, match="more than 1$"):
+        torch.amp.GradScaler("cpu", growth_factor=0.5)
+    with pytest.raises(TypeError, match="growth_factr"):
+        torch.amp.GradScaler("cpu", growth_factr=2.0)
+
+
+def test_an_error_names_the_flag_of_the_command(run):
+    result, _ = run(LOOP.format(block='autocast("cpu")'), "--on-spike", "jump")
+    assert result.exit_code == 1
+    assert "(on_spike comes from --on-spike of amp-plugin run)" in result.stderr
 
 
 def test_the_environment_sets_what_a_program_leaves_open(taken, monkeypatch):
