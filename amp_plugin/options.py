@@ -475,6 +475,11 @@ def option_names(options: type) -> tuple[str, ...]:
     return tuple(option.name for option in fields(options))
 
 
+def loss_scale_options(options: Any) -> dict[str, Any]:
+    """Return option -> value of the loss scale, out of the options of a front door."""
+    return {name: getattr(options, name) for name in option_names(LossScaleOptions)}
+
+
 @functools.cache
 def option_types(options: Any) -> dict[str, Any]:
     """Return option name -> type."""

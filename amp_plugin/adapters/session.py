@@ -34,7 +34,7 @@ from amp_plugin.formats.layers import LayerFormats, read_formats
 from amp_plugin.hardware import auto_precision, choose_precision, warn_of_slow_fp16
 from amp_plugin.messages import OptionError, naming, only_warning, warn_user
 from amp_plugin.numerics.growth import WeightGrowth
-from amp_plugin.options import LossScaleOptions, PluginOptions, PrecisionOptions, option_names
+from amp_plugin.options import PluginOptions, PrecisionOptions, loss_scale_options
 from amp_plugin.patches import random_numbers_kept
 from amp_plugin.precision import (
     BELOW_16_BITS,
@@ -405,7 +405,7 @@ class Session:
 
     def new_scaler(self, *, enabled: bool, device: str = "") -> GradScaler:
         """Return a new scaler with the session's options. A disabled one scales no loss, but logs steps."""
-        options = {name: getattr(self.options, name) for name in option_names(LossScaleOptions)}
+        options = loss_scale_options(self.options)
         return GradScaler(device or self.device or "cpu", enabled=enabled and self._enabled, **options)
 
     def replace_scaler(self, given: Any, name: str) -> None:

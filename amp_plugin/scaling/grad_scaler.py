@@ -20,7 +20,7 @@ from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.messages import warn_user
 from amp_plugin.mistakes import MISTAKES
-from amp_plugin.options import GradScalerOptions, LossScaleOptions, lists_options, option_names, takes
+from amp_plugin.options import GradScalerOptions, LossScaleOptions, lists_options, loss_scale_options, takes
 from amp_plugin.removed import removed_attribute, without_removed_keywords
 from amp_plugin.scaling import clipping, updates
 from amp_plugin.scaling.core import ScalerCore, is_optimizer
@@ -111,7 +111,7 @@ class GradScaler(TorchNames):
     def __init__(self, **given: Any) -> None:
         options = GradScalerOptions(**given)
         device = str(options.device)
-        rule = LossScaleOptions(**{name: getattr(options, name) for name in option_names(LossScaleOptions)})
+        rule = LossScaleOptions(**loss_scale_options(options))
         ranks = Ranks(options.process_groups, options.sharded_groups)
         enabled = options.enabled and _usable(device)
         self._start(Shared(rule, options.losses, ranks, device=device, enabled=enabled), skipped_before=0)

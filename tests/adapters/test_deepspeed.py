@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from amp_plugin import OpRules
+from amp_plugin import OpRules, Spike
 from amp_plugin.adapters.accelerate import AmpKwargs, deepspeed
 from amp_plugin.adapters.accelerate.deepspeed import EngineScaler, translate
 from amp_plugin.adapters.accelerate.settings import resolve
 from amp_plugin.adapters.session import Session
-from amp_plugin.options import AccelerateOptions, option_names
+from amp_plugin.options import AccelerateOptions, LossScaleOptions, option_names
 from tests.adapters import deepspeed_run
 from tests.warm_processes import call_on_ranks
 
@@ -37,7 +37,8 @@ def test_each_option_stands_in_one_table():
         deepspeed.FP16_KEYS,
         deepspeed.FIXED,
         deepspeed.IN_AUTOCAST,
-        deepspeed.ELSEWHERE,
+        deepspeed.IN_OTHER_WAYS,
+        deepspeed.BY_OUR_LOG,
     )
     listed = [option for table in tables for option in table]
     assert sorted(listed) == sorted(option_names(AccelerateOptions))
@@ -106,13 +107,69 @@ def test_clipping_in_its_unfused_optimizer_is_warned_of(clip, told, recwarn):
     assert sum("'stage' of 'zero_optimization' to 1" in str(warning.message) for warning in recwarn) == told
 
 
-def test_the_engines_last_step_is_told_with_its_norm_and_scale():
+def observed(**options):
+    """Return an engine that steps SGD, and a scaler that observes it."""
     optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
     optimizer.cur_scale = 256.0
     seen = {"optimizer": optimizer, "global_steps": 0, "skipped_steps": 0}
     engine = SimpleNamespace(**seen, gradient_clipping=lambda: 0.0, get_global_grad_norm=lambda: 3.0)
+    return engine, EngineScaler(engine, AccelerateOptions(**options))
+
+
+def skip(engine, scaler):
+    engine.global_steps, engine.skipped_steps = engine.global_steps + 1, engine.skipped_steps + 1
+    scaler.observe()
+
+
+CHANGED = {
+    "init_scale": 2.0**18,
+    "growth_factor": 3.0,
+    "backoff_factor": 0.25,
+    "growth_interval": 7,
+    "min_scale": 2.0**17,
+    "max_scale": 2.0**19,
+    "hysteresis": 3,
+    "hysteresis_mode": "deepspeed",
+    "on_min_scale": "raise",
+    "dynamic": False,
+    "fp16_gradients": True,
+    "one_pass": False,
+    "on_nonfinite": "raise",
+    "on_spike": Spike(sigma=9.0),
+    "log": print,
+}
+
+
+def test_the_scaler_that_observes_gets_each_option_of_a_loss_scale():
+    assert CHANGED.keys() == {*option_names(LossScaleOptions)}, "give the new option another value here"
+    _, scaler = observed(**CHANGED)
+    assert {name: getattr(scaler.core.shared.options, name) for name in CHANGED} == CHANGED
+
+
+def test_each_other_option_of_our_log_acts(tmp_path):
+    others = {*deepspeed.BY_OUR_LOG} - {*option_names(LossScaleOptions)}
+    assert others == {"max_skips_in_a_row", "report"}, "test the new option here"
+    engine, scaler = observed()
+    session = Session(AccelerateOptions(max_skips_in_a_row=2), "fp32")
+    session.take_scaler(scaler)
+    page = session.watch([torch.nn.Linear(1, 1)], tmp_path / "run.html")
+    skip(engine, scaler)
+    with pytest.raises(RuntimeError, match="2 steps"):
+        skip(engine, scaler)
+    session.end(warn=None)
+    assert "SGD" in page.read_text()
+
+
+def test_at_a_static_scale_a_step_that_is_not_finite_raises():
+    engine, scaler = observed(on_nonfinite="raise", dynamic=False)
+    with pytest.raises(FloatingPointError, match="at a loss scale of 256"):
+        skip(engine, scaler)
+
+
+def test_the_engines_last_step_is_told_with_its_norm_and_scale():
     records = []
-    scaler = EngineScaler(engine, AccelerateOptions(log=records.append))
+    engine, scaler = observed(log=records.append)
+    optimizer = engine.optimizer
     with pytest.raises(RuntimeError, match="has not stepped"):
         scaler.last_step(optimizer)
     for skips in (0, 1):

@@ -18,13 +18,13 @@ from amp_plugin.adapters.scaler import register
 from amp_plugin.adapters.session import Session
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.messages import OptionError, warn_user
-from amp_plugin.options import LossScaleOptions, option_defaults
+from amp_plugin.options import LossScaleOptions, loss_scale_options, option_defaults
 from amp_plugin.patterns import found_patterns
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.overflows import OverflowReport
 from amp_plugin.scaling.step_log import StepResult
 
-# How each option is handled. A test compares these five tables with the options of AmpKwargs.
+# How each option is handled. A test compares these six tables with the options of AmpKwargs.
 
 INSTEAD: Final = {
     "weights": "'fp16_master_weights_and_grads' of 'fp16' or 'bf16_master_weights_and_grads' of 'bf16'",
@@ -50,16 +50,18 @@ FIXED: Final = {"growth_factor": 2.0, "backoff_factor": 0.5, "max_scale": None, 
 """Options of the loss scale without a key in DeepSpeed -> the value that they always have there."""
 IN_AUTOCAST: Final = ("rules", "fp32_modules")
 """Options that take effect in DeepSpeed's autocast."""
-ELSEWHERE: Final = {
+IN_OTHER_WAYS: Final = {
     "dynamic": "loss_scale of the section fp16, or its absence",
     "on_nonfinite": "check_grad_overflow of the section bf16",
     "one_pass": "our scaler, where it stands in the engine's place; nothing else reads it",
     "exact_schedulers": "always: the engine waits for each step",
-    "log": "our log of the engine's steps",
-    "max_skips_in_a_row": "our log of the engine's steps",
-    "report": "our log of the engine's steps",
 }
 """Options that take effect in another way."""
+BY_OUR_LOG: Final = ("log", "max_skips_in_a_row", "report")
+"""Options that the log of the engine's steps acts on.
+
+EngineScaler gets those of a loss scale. The session and the accelerator read the others.
+"""
 
 _SCALED_IN_ZERO: Final = (
     "under 'torch_autocast' in float16 with a ZeRO stage, DeepSpeed 0.19 clips gradients while they are "
@@ -175,8 +177,7 @@ class EngineScaler(GradScaler):
     """Shows the loss scale, skips and norms of an engine that scales and steps itself."""
 
     def __init__(self, engine: Any, options: LossScaleOptions) -> None:
-        floor, checks = options.min_scale, options.on_nonfinite
-        super().__init__("cpu", enabled=False, on_nonfinite=checks, min_scale=floor, log=options.log)
+        super().__init__("cpu", enabled=False, **loss_scale_options(options))
         # The numbers of steps and skips.
         self._engine, self._seen = engine, (engine.global_steps, engine.skipped_steps)
         self._torchs: Any = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
