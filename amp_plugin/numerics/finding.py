@@ -14,7 +14,17 @@ from amp_plugin.precision import short_name
 from amp_plugin.scaling.ranks import rank_of_process
 
 Kind = Literal[
-    "made", "weight", "input", "unwritten", "collective", "constant", "function", "learning", "dtype", "clip"
+    "made",
+    "weight",
+    "input",
+    "unwritten",
+    "collective",
+    "constant",
+    "function",
+    "learning",
+    "dtype",
+    "clip",
+    "order",
 ]
 
 _HEADLINES: dict[Kind, str] = {
@@ -27,6 +37,7 @@ _HEADLINES: dict[Kind, str] = {
     "function": "{op}, an autograd function of the program, made {held} outside torch's ops",
     "learning": "{lesson}",
     "clip": "{op} clipped gradients that are still multiplied by the loss scale, {lesson}",
+    "order": "{op} was called {lesson}",
     "dtype": "torch refused {what} of {dtypes}",
 }
 
@@ -63,6 +74,7 @@ class Finding:
             - ``"learning"``: all numbers are finite, but the weights do not change.
             - ``"dtype"``: torch raised an error for the dtypes of the inputs. The op runs in other dtypes.
             - ``"clip"``: gradients were clipped before they were unscaled.
+            - ``"order"``: the scaler raised an error for a call that came too late or twice.
         cause: Why.
 
             - ``"range"``: too large for the 16-bit dtype. ``"size"``: too large for fp32 as well.
@@ -76,8 +88,8 @@ class Finding:
             - ``"loss scale"``: the loss scale may be too large.
             - ``"lost updates"``, ``"underflow"``, ``"no step"``: why the model does not learn.
             - ``"data"``, ``"weight"``, ``"unwritten"``, ``"collective"``, ``"constant"``, ``"function"``,
-              ``"dtype"``, ``"scaled clip"``: as in ``kind``.
-        op: The full name of the op, for example ``"aten::exp.default"``.
+              ``"dtype"``, ``"scaled clip"``, ``"order"``: as in ``kind``.
+        op: The full name of the op, for example ``"aten::exp.default"``. For ``"order"``, the method.
         forward_op: For an op in a backward pass, the op of the forward pass that it belongs to. Else empty.
         held: The kinds of numbers that it made or read: ``"nan"``, ``"inf"``, ``"-inf"``.
         module: The path of the module. Empty outside modules.
@@ -98,7 +110,7 @@ class Finding:
         rule_names: If 16 bits are the reason, the ops to give the rule fp32 (see ``OpRules.with_rule``).
         source: For data, the batch, the tensor and the row, as far as known. For a weight, its path.
         lesson: For ``"learning"``, what was measured. For ``"dtype"``, the dtypes of the inputs. For
-            ``"clip"``, the loss scale and the limit.
+            ``"clip"``, the loss scale and the limit. For ``"order"``, the call that is missing.
         count: How often it was found at the same op and line.
     """
 

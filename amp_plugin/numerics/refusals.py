@@ -1,4 +1,4 @@
-"""Explain errors that torch raises for the dtypes of an op, and say how to change them.
+"""Explain errors that torch raises for the dtypes of an op, or a scaler for the order of its calls.
 
 If an op raises an error, it runs again on copies of its arguments: first in the widest of their dtypes, then
 in fp32. If it runs there, its dtypes were the reason for the error. This is reported only if the program ends
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 
+from amp_plugin.mistakes import MISTAKES
 from amp_plugin.numerics.advise import callers_of, cures_of
 from amp_plugin.numerics.finding import Cure, Finding
 from amp_plugin.numerics.modules import Tracker
@@ -54,6 +55,25 @@ _NUMPY: Final = "Got unsupported ScalarType"  # of Tensor.numpy(), which is no o
 _OF_DTYPES: Final = re.compile(
     rf"{_REFUSES.pattern}|\bdtypes?\b|scalar type|\b(Half|BFloat16|b?float16)\b|HalfTensor|BFloat16Type"
 )
+
+# A part of a scaler's message, torch's or ours -> the method, when it was called, and the mistake.
+_ORDERS: Final = {
+    "unscale_() is being called after step()": (
+        "unscale_()",
+        "after step(), without update() in between",
+        "AMP004",
+    ),
+    "step() has already been called since the last update()": (
+        "step()",
+        "twice, without update() in between",
+        "AMP004",
+    ),
+    "unscale_() has already been called on this optimizer": (
+        "unscale_()",
+        "twice, without step() and update() in between",
+        "AMP007",
+    ),
+}
 
 Refused = tuple[BaseException, Finding]
 """An error that an op raised for its dtypes, and the finding to report if the program ends with it."""
@@ -121,7 +141,7 @@ def _finding(tracker: Tracker, call: Call, rule: str) -> Finding:
 
 
 def findings_at_end(tracker: Tracker, last: Refused | None, error: BaseException) -> Iterator[Finding]:
-    """Yield a finding if the error that ends the program was raised because of dtypes.
+    """Yield a finding if the error that ends the program is about dtypes or the order of a scaler's calls.
 
     Args:
         tracker: The tracker of the modules.
@@ -130,6 +150,8 @@ def findings_at_end(tracker: Tracker, last: Refused | None, error: BaseException
     """
     if last is not None and _is_same(last[0], error):
         yield last[1]
+    elif (finding := _out_of_order(tracker, error)) is not None:
+        yield finding
     elif _NUMPY in str(error) or (
         isinstance(error, (RuntimeError, ValueError)) and _REFUSES.search(str(error))
     ):
@@ -146,6 +168,27 @@ def findings_at_end(tracker: Tracker, last: Refused | None, error: BaseException
             when=tracker.now(),
             reached=str(error).partition("\n")[0],
         )
+
+
+def _out_of_order(tracker: Tracker, error: BaseException) -> Finding | None:
+    """Return a finding if a scaler raised the error because of the order of its calls; else None."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    is_scalers = any(isinstance(frame.f_locals.get("self"), torch.amp.GradScaler) for frame in frames)
+    order = next((order for part, order in _ORDERS.items() if part in str(error)), None)
+    if order is None or not is_scalers:
+        return None
+    method, lesson, mistake = order
+    place, caller = raised_from(error.__traceback__)
+    return Finding(
+        kind="order",
+        cause="order",
+        op=method,
+        place=place,
+        caller=caller,
+        advice=MISTAKES[mistake].instead,
+        when=tracker.now(),
+        lesson=lesson,
+    )
 
 
 def finding_in_trace(error: BaseException) -> Finding | None:

@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
 from unittest.mock import patch
@@ -16,11 +17,12 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef
 from typing_extensions import Self
 
 from amp_plugin.mistakes import MISTAKES
 from amp_plugin.numerics.finding import Cure, Finding
-from amp_plugin.numerics.places import called_from
+from amp_plugin.numerics.places import Place, called_from
 from amp_plugin.numerics.values import unwatched
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
@@ -44,15 +46,47 @@ def carries_scale(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
     return state is None or state["stage"] is OptState.READY
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Clip:
+    """A call of a clip function: its name, its limit, and the lines as ``called_from`` returns them."""
+
+    name: str
+    limit: Any
+    places: tuple[Place | None, Place | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _EarlyClip:
+    """A clip of parameters whose optimizer no scaler has stepped or unscaled yet.
+
+    Attributes:
+        clip: The call.
+        grad: A weak reference to one of the gradients.
+        version: The version counter of this gradient after the clip.
+    """
+
+    clip: _Clip
+    grad: Callable[[], Tensor | None]
+    version: int
+
+    def unchanged(self) -> Tensor | None:
+        """Return the gradient, or None if it no longer exists or was written since the clip."""
+        grad = self.grad()
+        return grad if grad is not None and grad._version == self.version else None
+
+
 class ScaledClips:
     """A region that reports each line that clips scaled gradients, that is, before they are unscaled.
 
-    An optimizer is checked once a scaler has stepped or unscaled it for the first time.
+    A scaler's first ``step`` or ``unscale_`` shows which optimizer it scales for. A clip before that is
+    remembered, and it is checked then. Later clips are checked when they are called.
     """
 
     def __init__(self, found: Callable[[Finding], None]) -> None:
         self._found = found
         self._optimizers: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+        self._early: list[_EarlyClip] = []
+        self._early_looks = 0
         self._looks: dict[tuple[Any, ...], int] = {}
         self._is_inside = False  # whether a clip function runs now; it may call another one
         self._open = ExitStack()
@@ -74,6 +108,7 @@ class ScaledClips:
     def __exit__(self, *exc_info: object) -> None:
         """Restore the functions of torch and of the scalers."""
         self._open.close()
+        self._early.clear()
 
     def _noted(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Return a scaler's method that records with which optimizer it was called."""
@@ -82,6 +117,7 @@ class ScaledClips:
         def call(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(optimizer, Optimizer) and not torch.compiler.is_compiling():
                 self._optimizers.setdefault(scaler, weakref.WeakSet()).add(optimizer)
+                self._look_back(scaler, optimizer)
             return method(scaler, optimizer, *args, **kwargs)
 
         return call
@@ -98,39 +134,69 @@ class ScaledClips:
             params, limit, *_ = bound.arguments.values()
             if not isinstance(params, Tensor):
                 params = bound.arguments["parameters"] = list(params)  # a list, because it may be a generator
+            params = [params] if isinstance(params, Tensor) else params
             self._is_inside = True
             try:
-                self._look(name, [params] if isinstance(params, Tensor) else params, limit)
-                return clip(*bound.args, **bound.kwargs)
+                is_known = self._look(name, params, limit)
+                clipped = clip(*bound.args, **bound.kwargs)
+                if not is_known:
+                    self._remember(name, params, limit)
+                return clipped
             finally:
                 self._is_inside = False
 
         return watched
 
-    def _look(self, name: str, params: list[Tensor], limit: Any) -> None:
-        ids = {*map(id, params)}
+    def _look(self, name: str, params: list[Tensor], limit: Any) -> bool:
+        """Report a clip of scaled gradients. Return whether a scaler knows an optimizer of the parameters."""
+        ids, is_known = {*map(id, params)}, False
         for scaler, optimizers in list(self._optimizers.items()):
             for optimizer in list(optimizers):
-                if not ids.isdisjoint(map(id, params_of(optimizer))) and carries_scale(scaler, optimizer):
-                    self._tell(name, scaler, optimizer, limit)
-                    return
+                if not ids.isdisjoint(map(id, params_of(optimizer))):
+                    is_known = True
+                    if carries_scale(scaler, optimizer):
+                        self._tell(_Clip(name=name, limit=limit, places=called_from()), scaler, optimizer)
+                        return True
+        return is_known
 
-    def _tell(self, name: str, scaler: Any, optimizer: Any, limit: Any) -> None:
-        place, caller = called_from()
-        looks = self._looks[place, caller] = self._looks.get((place, caller), 0) + 1
+    def _remember(self, name: str, params: list[Tensor], limit: Any) -> None:
+        """Remember a clip of parameters that no scaler knows yet. Only the first clips are remembered."""
+        grad = next((param.grad for param in params if param.grad is not None), None)
+        if grad is None or grad.is_inference() or self._early_looks >= _MOST_LOOKS:
+            return
+        self._early_looks += 1
+        limit = limit.detach().clone() if isinstance(limit, Tensor) else limit
+        clip = _Clip(name=name, limit=limit, places=called_from())
+        self._early.append(_EarlyClip(clip=clip, grad=TensorWeakRef(grad), version=grad._version))
+
+    def _look_back(self, scaler: Any, optimizer: Optimizer) -> None:
+        """Report a remembered clip if a scaler is about to unscale these same gradients."""
+        if not self._early:
+            return
+        early, self._early = self._early, []
+        own = {id(param.grad) for param in params_of(optimizer)}
+        for known in early:
+            grad = known.unchanged()
+            if grad is not None and id(grad) not in own:
+                self._early.append(known)  # it may belong to another optimizer
+            elif grad is not None and carries_scale(scaler, optimizer):
+                self._tell(known.clip, scaler, optimizer)
+
+    def _tell(self, clip: _Clip, scaler: Any, optimizer: Any) -> None:
+        looks = self._looks[clip.places] = self._looks.get(clip.places, 0) + 1
         if looks > _MOST_LOOKS:
             return
         with unwatched():
-            scale, largest = float(scaler.get_scale()), float(limit)
+            scale, largest = float(scaler.get_scale()), float(clip.limit)
         is_on_purpose = largest > _LARGEST_LIMIT and 100 * largest >= scale
         if scale == 1 or is_on_purpose:
             return
-        self._looks[place, caller] = _MOST_LOOKS
-        self._found(_finding(name, scaler, optimizer, (scale, largest)))
+        self._looks[clip.places] = _MOST_LOOKS
+        self._found(_finding(clip, scaler, optimizer, (scale, largest)))
 
 
-def _finding(name: str, scaler: Any, optimizer: Any, numbers: tuple[float, float]) -> Finding:
-    place, caller = called_from()
+def _finding(clip: _Clip, scaler: Any, optimizer: Any, numbers: tuple[float, float]) -> Finding:
+    name, (place, caller) = clip.name, clip.places
     scale, limit = numbers
     names = _names_of((scaler, optimizer), sys._getframe(1))
     own = "clip_grad_value_" if name == "clip_grad_value_" else "clip_grad_norm_"

@@ -13,6 +13,7 @@ from torch.nn import utils
 from torch.nn.utils import clip_grad
 
 import amp_plugin
+from amp_plugin.mistakes import MISTAKES
 from amp_plugin.numerics.scaled_clips import ScaledClips
 from tests.commands import diagnose as amp
 
@@ -128,6 +129,92 @@ def test_the_command_ends_with_another_status_and_its_line_cures(tmp_path):
     assert "scaler.unscale_(opt)" in result.stdout
     script.write_text(SCRIPT.replace("# CURE", "scaler.unscale_(opt)"))
     assert amp(str(script)).exit_code == 0
+
+
+@pytest.mark.parametrize("kind", SCALERS)
+def test_a_clip_before_the_scaler_knows_the_optimizer_is_found_at_its_first_call(kind):
+    (finding,) = trained(CLIPS["norm"], SCALERS[kind](), steps=1)
+    assert finding.place.text == inspect.getsource(CLIPS["norm"]).strip()
+    assert "the loss scale, 1024, to 0.5" in finding.headline
+
+
+@pytest.mark.parametrize("kind", SCALERS)
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_clip_of_gradients_without_a_scale_before_the_first_scaled_ones_is_right(kind, to_none):
+    model, scaler = nn.Linear(4, 4), SCALERS[kind]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found = []
+    with ScaledClips(found.append):
+        model(torch.ones(2, 4)).square().sum().backward()
+        utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=to_none)
+        scaler.scale(model(torch.ones(2, 4)).square().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert found == []
+
+
+@pytest.mark.parametrize("kind", SCALERS)
+def test_each_of_two_optimizers_has_its_own_early_clip(kind):
+    scaler, found = SCALERS[kind](), []
+    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+    with ScaledClips(found.append):
+        scaler.scale(sum(model(torch.ones(2, 4)).square().sum() for model in models)).backward()
+        scaler.unscale_(optimizers[1])
+        utils.clip_grad_norm_(models[1].parameters(), 0.5)
+        utils.clip_grad_norm_(models[0].parameters(), 0.25)
+        scaler.step(optimizers[1])
+        assert found == []
+        scaler.step(optimizers[0])
+    assert ["to 0.25" in finding.headline for finding in found] == [True]
+
+
+NO_UPDATE = SCRIPT.replace("            scaler.update()\n", "")
+UNSCALED = NO_UPDATE.replace("# CURE", "scaler.unscale_(opt)")
+
+
+@pytest.mark.parametrize(
+    ("text", "headline", "advice"),
+    [
+        (NO_UPDATE, "step() was called twice, without update() in between", "AMP004"),
+        (UNSCALED, "unscale_() was called after step(), without update() in between", "AMP004"),
+        (
+            SCRIPT.replace("# CURE", "scaler.unscale_(opt); scaler.unscale_(opt)"),
+            "unscale_() was called twice, without step() and update() in between",
+            "AMP007",
+        ),
+    ],
+    ids=["step", "unscale after step", "unscale twice"],
+)
+@pytest.mark.parametrize("ours", [True, False])
+def test_diagnose_says_what_a_scalers_error_means(tmp_path, text, headline, advice, ours):
+    script = tmp_path / "train.py"
+    script.write_text(
+        text.replace("torch.amp.GradScaler", "__import__('amp_plugin').GradScaler") if ours else text
+    )
+    result = amp("--keep-going", str(script))
+    assert result.exit_code == 1
+    assert headline in result.stdout
+    assert MISTAKES[advice].instead in result.stdout
+    assert "RuntimeError: " in result.output
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("before", ["", "scaler.unscale_(opt)"], ids=["clip, step", "clip, unscale, step"])
+def test_run_names_the_line_of_a_program_that_ends_with_an_error_later(tmp_path, before):
+    script = tmp_path / "train.py"
+    script.write_text(
+        NO_UPDATE.replace("            scaler.step", f"            {before}\n            scaler.step")
+    )
+    command = [sys.executable, "-m", "amp_plugin", "run", script]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr.count("clip_grad_norm_ clipped gradients") == 1
+    assert "train.py:15 in fit: call scaler.unscale_(opt) before the clip" in result.stderr
+    error = result.stderr.index("RuntimeError: ")
+    assert result.stderr.index("clipped gradients") < result.stderr.index("Traceback") < error
 
 
 @pytest.mark.native
