@@ -134,6 +134,17 @@ def test_the_plan(whole_core: None, precision: str, device: str, expected: dict[
         assert sum(plan["ops"].values()) == len(amp_plugin.OpRules.default(device).rules)
 
 
+def test_the_plan_says_that_its_precision_is_a_default_and_names_packages(whole_core: None) -> None:
+    plan = json.loads(amp("doctor", "--json", "--device", "cpu").stdout)["plan"]
+    auto = json.loads(amp("doctor", "--json", "--device", "cpu", "--precision", "auto").stdout)["plan"]
+    assert plan["precision"] == "fp16"
+    assert plan["auto"] == f"fp16 is only the default of --precision; auto would take {auto['precision']}"
+    names = plan["one_pass_steps"].split(", ")
+    assert len({*names}) == len(names)
+    assert {"AdamW", "Muon", "lion_pytorch.Lion", "timm.Lion", "pytorch_optimizer.Lion"} <= {*names}
+    assert "default of --precision" not in amp("doctor", "--device", "cpu", "--precision", "fp16").stdout
+
+
 def test_a_device_that_is_not_here(whole_core: None) -> None:
     result = amp("doctor", "--device", "xpu")
     assert result.exit_code == 1

@@ -43,8 +43,9 @@ def main(
 @app.command()
 def doctor(
     precision: Annotated[
-        Literal["fp16", "bf16", "fp32", "auto"], typer.Option(help="Precision to plan for.")
-    ] = "fp16",
+        Literal["fp16", "bf16", "fp32", "auto"] | None,
+        typer.Option(help="Precision to plan for. Default: fp16."),
+    ] = None,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:

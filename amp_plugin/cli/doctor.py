@@ -7,7 +7,7 @@ import platform
 import warnings
 from collections import Counter
 from importlib import metadata
-from typing import Any
+from typing import Any, Final
 
 import torch
 from rich.markup import escape
@@ -30,8 +30,11 @@ _COMPANIONS = ("lightning", "pytorch-lightning", "accelerate", "transformers", "
 Part = dict[str, Any]
 
 
-def examine(precision: str, device_type: str) -> dict[str, Any]:
-    """Return the whole report as a dict that JSON can hold."""
+_DEFAULT: Final = "fp16"  # the precision of the plan if none is given
+
+
+def examine(precision: str | None, device_type: str) -> dict[str, Any]:
+    """Return the whole report as a dict that JSON can hold; None plans for the default precision."""
     with warnings.catch_warnings():  # The report itself gives the reasons.
         warnings.simplefilter("ignore")
         core, kernels, cache = native_core_state(), cuda_kernels_state(), cache_state()
@@ -133,10 +136,14 @@ def cache_state() -> Part:
     return {"folder": str(root), "bytes": size, "problem": ""}
 
 
-def plan(precision: str, device_type: str) -> Part:
-    """Return what a run in ``precision`` on ``device_type`` would do."""
+def plan(precision: str | None, device_type: str) -> Part:
+    """Return what a run in ``precision`` on ``device_type`` would do; None is the default precision."""
     because = ""
-    if precision == "auto":
+    if precision is None:
+        choice = chosen_for(hardware_of(device_type))
+        precision = _DEFAULT
+        because = f"{_DEFAULT} is only the default of --precision; auto would take {choice.precision}"
+    elif precision == "auto":
         choice = chosen_for(hardware_of(device_type))
         precision, because = choice.precision, choice.reason
     mixed, problem = precision != "fp32", ""

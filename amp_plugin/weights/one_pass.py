@@ -352,8 +352,11 @@ RULES: Final = {
     ),
 }
 """The optimizer classes whose steps are taken in one pass, by module and name."""
-OPTIMIZERS: Final = tuple(name.rpartition(".")[2] for name in RULES)
-"""The names of these classes, without their modules."""
+OPTIMIZERS: Final = tuple(
+    ("" if name.startswith("torch.") else f"{name.partition('.')[0]}.") + name.rpartition(".")[2]
+    for name in RULES
+)
+"""The names of these classes: those of torch alone, and others behind their package."""
 
 
 def _class_of(optimizer: Optimizer) -> str:
