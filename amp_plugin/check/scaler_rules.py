@@ -19,6 +19,11 @@ _UNPREPARED: Final = (
     "the learning rate scheduler advances although Accelerate may have skipped the step; "
     "pass the scheduler to prepare(), or step it only if accelerator.optimizer_step_was_skipped is False"
 )
+_AHEAD: Final = (
+    "the learning rate scheduler steps before scaler.step(optimizer), so the first value of its schedule is "
+    "skipped; step it after scaler.update(), and only if the step was taken: if scaler.get_scale() has not "
+    "decreased"
+)
 _RARELY = re.compile(r"%|\blen\(|last|final|num_batch|n_batch|steps_per_epoch", re.IGNORECASE)
 
 
@@ -116,8 +121,15 @@ def _has_stepped(flow: Flow, before: Event, step: Event) -> bool:
     return backward[-1].position < before.position and not re.search("backward|train|loss|closure", calls)
 
 
+_UPDATED_LATE: Final = (
+    "update() stands outside the loop that steps, and the second step without it is an error"
+)
+
+
 def no_update(module: Module) -> Iterator[Hit]:
-    """AMP004: a scaler that this module makes and steps, and never updates."""
+    """AMP004: a scaler that this module makes and steps, and never updates, or only outside of its loop."""
+    for flow in module.flows:
+        yield from _updates_late(module, flow)
     if "get_scale" in module.identifiers:
         return
     events = list(module.events())
@@ -134,6 +146,52 @@ def no_update(module: Module) -> Iterator[Hit]:
         ):
             reported.add(event.who)
             yield Hit("AMP004", event.call)
+
+
+def _updates_late(module: Module, flow: Flow) -> Iterator[Hit]:
+    """Find the update of a scaler that steps in each iteration of a loop which the update only follows."""
+    reported: set[ast.Call] = set()
+    for step in flow.of("scaler step"):
+        updates = [event for event in module.events() if event.kind == "update" and event.who == step.who]
+        are_outside = updates and all(event in flow.events and _is_behind(event, step) for event in updates)
+        if (
+            are_outside
+            and updates[0].call not in reported
+            and _steps_each_batch(module, flow, step, updates[0])
+        ):
+            reported.add(updates[0].call)
+            yield Hit("AMP004", updates[0].call, _UPDATED_LATE)
+
+
+def _is_behind(update: Event, step: Event) -> bool:
+    """Return True if an update follows the loop that contains a step."""
+    outer, inner = update.context.loops, step.context.loops
+    is_plain = not (update.call.args or update.call.keywords)
+    is_outside = len(outer) < len(inner) and inner[: len(outer)] == outer
+    return is_plain and is_outside and update.position > step.position
+
+
+def _steps_each_batch(module: Module, flow: Flow, step: Event, update: Event) -> bool:
+    """Return True if each iteration of the step's loop scales a loss and steps the same optimizer with it.
+
+    If the loop may end with the step, or may hand the scaler on, the answer is False.
+    """
+    loop = step.context.loops[-1]
+    if step.who is None or step.optimizer is None or not isinstance(loop, ast.For):
+        return False
+    inside = [event for event in module.events() if loop in event.context.loops]
+    scales = any(e.kind == "scaled backward" and _turn(e) == _turn(step) for e in inside)
+    is_handed_on = any(e.kind == "unknown" and e.may_change(step.who) for e in (*inside, *flow.events))
+    nodes = [*ast.walk(loop)]
+    changes = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    used = {
+        node.id for argument in step.call.args for node in ast.walk(argument) if isinstance(node, ast.Name)
+    }
+    ends = any(isinstance(n, (ast.Break, ast.Return)) and n.lineno > step.call.lineno for n in nodes)
+    is_sometimes = any(
+        not _PRECISION.search(text) or _RARELY.search(text) for text, _ in _extra(step, update)
+    )
+    return scales and not (is_handed_on or changes & used or ends or is_sometimes)
 
 
 def _is_made_here(module: Module, event: Event) -> bool:
@@ -273,7 +331,7 @@ def _renewed(flow: Flow, first: Event, last: Event) -> bool:
 
 
 def scheduler_on_skip(module: Module) -> Iterator[Hit]:
-    """AMP016: a scheduler that steps in each iteration, whether or not the scaler skipped the step.
+    """AMP016: a scheduler that steps before the scaler, or after it whether or not it skipped the step.
 
     A scheduler that is given the epoch or a metric is left out, and one that steps once an epoch.
     """
@@ -289,6 +347,23 @@ def scheduler_on_skip(module: Module) -> Iterator[Hit]:
                 yield Hit("AMP016", event.call)
             elif _is_unprepared(module, flow, event):
                 yield Hit("AMP016", event.call, _UNPREPARED)
+            elif event.call not in reported and _goes_ahead(module, flow, event):
+                reported.add(event.call)
+                yield Hit("AMP016", event.call, _AHEAD)
+
+
+def _goes_ahead(module: Module, flow: Flow, event: Event) -> bool:
+    """Return True if a scheduler steps in each iteration before the first step of an optimizer."""
+    if event not in flow.events or not event.context.loops:
+        return False
+    others = flow.of("scaler step", "optimizer step")
+    turn = [
+        e for e in others if _iterations(e) == _iterations(event) and not e.context.excludes(event.context)
+    ]
+    before = [e for e in turn if e.position < event.position]
+    steps = [e for e in turn if e.position > event.position and e.kind == "scaler step"]
+    is_alone = len({step.optimizer for step in steps}) == 1 and not before
+    return is_alone and not _extra(event, steps[0]) and _goes_along(module, event, steps[0])
 
 
 def _goes_along(module: Module, event: Event, step: Event) -> bool:

@@ -85,6 +85,7 @@ TWINS = {
     ],
     "AMP004": [
         ("typical_training", [(UPDATE, ""), NO_RECORD], [NO_RECORD, (STEP + UPDATE, STEP + UPDATE + "        optimizer.zero_grad()\n")]),
+        ("typical_training", [(UPDATE, ""), NO_RECORD, ("    record.seconds", "    scaler.update()\n    record.seconds")], [NO_RECORD, ("    record.seconds", "    torch.save(scaler.state_dict(), 'scale.pt')\n    record.seconds")]),
     ],
     "AMP005": [
         (
@@ -181,6 +182,11 @@ TWINS = {
             [(UPDATE, "        lr_scheduler.step()\n" + UPDATE)],
             [("    record.seconds", "    lr_scheduler.step()\n    record.seconds")],
         ),
+        (
+            "typical_training",
+            [(STEP, "        lr_scheduler.step()\n" + STEP)],
+            [(STEP, "        if late:\n            lr_scheduler.step()\n" + STEP)],
+        ),
     ],
     "AMP017": [
         (
@@ -208,6 +214,70 @@ ROWS = [
 def test_the_wrong_twin_is_found_and_the_right_one_is_clean(code, recipe, wrong, right):
     assert {*codes(read(recipe, *wrong))} == {code}
     assert codes(read(recipe, *right)) == []
+
+
+EPOCHS = """
+import torch
+scaler = torch.amp.GradScaler("cuda")
+for epoch in range(3):
+    for {target} in batches:
+        scaler.scale(model(batch)).backward()
+        {step}
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "step", "found"),
+    [
+        ("batch", "scaler.step(opt)", True),
+        ("batch", "scaler.unscale_(opt); scaler.step(opt); opt.zero_grad()", True),
+        ("batch", "if use_amp: scaler.step(opt)", True),
+        ("batch", "if number % 4 == 3: scaler.step(opt)", False),
+        ("batch", "if is_end: scaler.step(opt)", False),
+        ("batch", "scaler.step(opt)\n        break", False),
+        ("batch", "scaler.step(opt); finish(scaler)", False),
+        ("batch", "pass\n    scaler.step(opt)", False),
+        ("batch, opt", "scaler.step(opt)", False),
+        ("batch", "scaler.step(opt); scaler.update()", False),
+        ("batch", "opt = optimizers[batch]; scaler.step(opt)", False),
+    ],
+)
+def test_an_update_outside_of_the_loop_that_steps(target, step, found):
+    assert codes(EPOCHS.format(target=target, step=step)) == ["AMP004"] * found
+
+
+AHEAD = """
+import torch
+scaler = torch.amp.GradScaler("cuda")
+sched = torch.optim.lr_scheduler.StepLR(opt, 9)
+for epoch in range(3):
+    {epoch}
+    for number, batch in enumerate(batches):
+        {first}
+        scaler.scale(model(batch)).backward()
+        {second}
+        scaler.step(opt)
+        scaler.update()
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "line", "found"),
+    [
+        ("first", "sched.step()", True),
+        ("second", "sched.step()", True),
+        ("second", "scaler.unscale_(opt); sched.step()", True),
+        ("epoch", "sched.step()", False),
+        ("first", "if number > 0: sched.step()", False),
+        ("first", "opt_d.step(); sched.step()", False),
+        ("first", "sched.step(number)", False),
+        ("first", "if number % 4 == 0: sched.step()", False),
+    ],
+)
+def test_a_scheduler_that_steps_before_the_scaler(place, line, found):
+    lines = dict.fromkeys(("epoch", "first", "second"), "pass") | {place: line}
+    assert codes(AHEAD.format(**lines)) == ["AMP016"] * found
 
 
 def test_each_rule_has_twins_texts_and_a_section_of_the_page():
