@@ -595,9 +595,12 @@ def lists_options(options: type) -> Callable[[Class], Class]:
     """Replace ``{options}`` in the docstring of a class by the list of options."""
 
     def decorate(kind: Class) -> Class:
-        filled = textwrap.TextWrapper(110, initial_indent=" " * 8, subsequent_indent=" " * 12).fill
+        before, place, after = (kind.__doc__ or "").partition("{options}")
+        indent = before.rpartition("\n")[2]  # Python 3.13 and newer remove the indentation of the class body
+        filled = textwrap.TextWrapper(110, initial_indent=indent, subsequent_indent=f"{indent}    ").fill
         lines = [filled(f"{name}: {text}") for name, text in option_docs(options).items()]
-        kind.__doc__ = (kind.__doc__ or "").replace("        {options}", "\n".join(lines))
+        if place:
+            kind.__doc__ = before.removesuffix(indent) + "\n".join(lines) + after
         return kind
 
     return decorate

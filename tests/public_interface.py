@@ -4,6 +4,7 @@
 file, so describe it in the CHANGELOG.
 """
 
+import enum
 import inspect
 import json
 import re
@@ -21,6 +22,8 @@ def describe(name: str, value: Any) -> dict[str, Any]:
     """Return the parameters of a function, or of each public method of one of our classes."""
     if not inspect.isclass(value):
         return {name: _parameters(value)} if callable(value) else {name: None}
+    if issubclass(value, enum.Enum):  # its parameters depend on the version of Python
+        return {name: ", ".join(value.__members__)}
     found = {name: _parameters(value)}
     for attribute in sorted(dir(value)):
         home = next((kind for kind in value.__mro__ if attribute in vars(kind)), None)

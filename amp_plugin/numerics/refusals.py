@@ -40,8 +40,8 @@ _ADVICE: Final = {
     "trace": "call .to(dtype) or float() on the tensors that this line reads so that their dtypes agree, or "
     "run the module in fp32. `amp-plugin diagnose` instead of `amp-plugin run` names the op, and a rule for "
     "it.",
-    "numpy": "NumPy has no bfloat16: call .float() before .numpy(), or evaluate in fp32, with "
-    'eval_precision="fp32" of AmpPrecision and AmpKwargs.',
+    "numpy": "NumPy has no bfloat16: call .float() before .numpy(), or evaluate in fp32, with the option "
+    'eval_precision="fp32".',
 }
 # Parts of the messages by which torch refuses dtypes before it calls an op.
 _REFUSES: Final = re.compile(
