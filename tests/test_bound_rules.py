@@ -165,5 +165,6 @@ def test_torchscript_compiles_blocks_of_a_program_that_runs_on_ours(dtype: "torc
         assert torch.jit.script(_block)(torch.randn(4, 8)).dtype is torch.bfloat16
         # A block without a dtype uses the dtype of the run. TorchScript keeps the dtype that it compiled
         # first.
-        assert torch.jit.script(_old_block)(torch.randn(4, 8)).dtype in {dtype, torch.bfloat16}
+        if sys.version_info < (3, 13):  # from there on torch cannot script it, with its own autocast neither
+            assert torch.jit.script(_old_block)(torch.randn(4, 8)).dtype in {dtype, torch.bfloat16}
         assert torch.jit.script(_Off())(torch.randn(4, 8)).dtype is torch.float32
