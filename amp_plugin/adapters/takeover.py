@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from amp_plugin.casting.rules import OpRules
     from amp_plugin.casting.rules_in_force import Pushed
     from amp_plugin.numerics.finding import Finding
+    from amp_plugin.scaling.step_log import StepTotals
 
 Precision = Literal["fp16", "bf16", "auto"]
 VARIABLE: Final = "AMP_PLUGIN_TAKEOVER"
@@ -76,6 +77,7 @@ class Takeover:
         self._blocks: Counter[tuple[str, torch.dtype]] = Counter()
         # The default rules; their entry says whether a region has read them.
         self._defaults: Pushed | None = None
+        self._totals: StepTotals | None = None  # None before torch is imported
         self._failed = False
         self._begun, self._undo = ExitStack(), ExitStack()
 
@@ -114,6 +116,7 @@ class Takeover:
         from amp_plugin.numerics.scaled_clips import ScaledClips  # noqa: PLC0415
         from amp_plugin.precision import DTYPES  # noqa: PLC0415
         from amp_plugin.scaling.grad_scaler import GradScaler  # noqa: PLC0415
+        from amp_plugin.scaling.step_log import StepTotals, new_logs  # noqa: PLC0415
 
         rules = self._rules()
         self._choose()
@@ -129,6 +132,8 @@ class Takeover:
             self._blocks = undo.enter_context(
                 bound_autocast(rules, name, dtype=dtype, on_first=self._opened_first)
             )
+            self._totals = StepTotals()
+            undo.enter_context(new_logs(self._totals.follow))
             undo.enter_context(self._scaling_noted(GradScaler))
             undo.enter_context(scalers_taken(self._may_take, self._arguments, self._note_scaler))
             undo.enter_context(when_imported(self._frameworks()))
@@ -180,7 +185,7 @@ class Takeover:
         dtypes = self._dtypes_of_blocks()
         used = [*(f"torch.autocast in {dtype}" for dtype in dtypes), *self._made]
         if used:
-            self._say(f"{self._program} used {', '.join(used)}", in_children=True)
+            self._say(f"{self._program} used {', '.join(used)}{self._told_of_steps()}", in_children=True)
         elif not self._failed:
             does = "used none of these; a plain loop needs torch.autocast(device), enabled, around its model"
             if self._uses_ours or self._opened_regions_of_ours():
@@ -198,6 +203,26 @@ class Takeover:
             )
         self._blocks.clear()
         self._made.clear()
+
+    def _told_of_steps(self) -> str:
+        """Return how many steps scalers took and skipped, and the last loss scale; empty without a step.
+
+        If the program has failed, nothing waits for the device, which may never answer.
+        """
+        told: tuple[int, int, float | None] = (0, 0, None)
+        if self._totals is not None:
+            with only_warning("the number of steps", lambda: None):
+                told = self._totals.told(wait=not self._failed)
+        steps, skipped, scale = told
+        if not steps:
+            return ""
+        text = f"; {steps} optimizer step{'s' * (steps > 1)}, {skipped or 'none'} skipped"
+        if scale is not None:
+            text += f", final loss scale {scale:g}"
+        if 2 * skipped > steps:
+            script = self._program if self._program.endswith(".py") else "train.py"
+            text += f". Most steps were skipped: `amp-plugin diagnose {script}` finds the reason"
+        return text
 
     def _dtypes_of_blocks(self) -> list[str]:
         if not self._blocks:
@@ -222,6 +247,8 @@ class Takeover:
         """Make a forked child of multiprocessing print what it used itself."""
         self._blocks.clear()
         self._made.clear()
+        if self._totals is not None:
+            self._totals.start_over()
         self._end_with_process()
 
     def _set_variables(self, undo: ExitStack) -> None:

@@ -16,7 +16,7 @@ import copy
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -154,7 +154,13 @@ class StepResult:
     @property
     def scale_after(self) -> float:
         """The loss scale after the update that followed; ``scale_before`` until it is applied."""
-        return float(self._scale_after[0].item()) if self._scale_after else self.scale_before
+        value = self.scale_later()()
+        return 1.0 if value is None else float(value.item())
+
+    def scale_later(self) -> Callable[[], Tensor | None]:
+        """Return a function that returns the tensor of ``scale_after``. It holds nothing else of the step."""
+        before, after = self._scale_before, self._scale_after
+        return lambda: after[0] if after else before
 
     @property
     def clipped_norm(self) -> Tensor | None:
@@ -344,6 +350,58 @@ def new_logs(follower: Callable[[StepLog], None]) -> Iterator[None]:
         _followers.remove(follower)
 
 
+class StepTotals:
+    """The numbers of steps and skipped steps in all logs of a process, also in logs that no longer exist.
+
+    It refers to no log, optimizer or gradient, only to 0-dim tensors. It waits for the device only in
+    ``told``.
+    """
+
+    def __init__(self) -> None:
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forget all steps."""
+        self._steps = self._skipped = 0
+        self._logs: weakref.WeakSet[StepLog] = weakref.WeakSet()
+        self._late: list[Tensor] = []  # the flags of steps that were late when their log ended
+        self._scale: Callable[[], Tensor | None] = lambda: None
+
+    def follow(self, log: StepLog) -> None:
+        """Count the steps of a log."""
+        self._logs.add(log)
+        log.subscribe(self._count, first=True)
+        log.at_end(self._note_late)
+
+    def _count(self, step: StepResult) -> None:
+        self._steps += 1
+        self._skipped += step.skipped
+        self._scale = step.scale_later()
+
+    def _note_late(self, late: Iterable[StepResult]) -> None:
+        for step in late:
+            self._late.append(step.found_inf)
+            self._scale = step.scale_later()
+
+    def told(self, *, wait: bool) -> tuple[int, int, float | None]:
+        """Return the numbers of steps and of skipped steps, and the last loss scale; None if it is unknown.
+
+        With ``wait``, the host waits for the device. Without it, steps whose result the host does not know
+        are left out.
+        """
+        steps, skipped, late, scale = self._steps, self._skipped, list(self._late), self._scale
+        for log in list(self._logs):
+            for step in log.unread_steps():
+                late.append(step.found_inf)
+                scale = step.scale_later()
+        if wait:
+            steps += len(late)
+            skipped += sum(bool(found.item() > 0) for found in late)
+        value = scale()
+        is_readable = value is not None and (wait or value.is_cpu)
+        return steps, skipped, float(value.item()) if value is not None and is_readable else None
+
+
 class StepLog:
     """The log of the steps of a scaler's optimizers.
 
@@ -403,6 +461,15 @@ class StepLog:
         """Read the results that the host knows, in order. With ``wait``, wait for the device and read all."""
         while self._late and (wait or self._late[0][1].skipped_if_known() is not None):
             self._learn(*self._late.popleft())
+
+    def at_end(self, call: Callable[[Iterable[StepResult]], None]) -> None:
+        """When the log is collected, call ``call`` with the steps whose result the host did not know."""
+        late = self._late
+        weakref.finalize(self, lambda: call(result for _, result in late)).atexit = False
+
+    def unread_steps(self) -> list[StepResult]:
+        """Return the steps whose result the host does not know, in order."""
+        return [result for _, result in self._late]
 
     def unread(self) -> int:
         """Return the number of results that the host does not know."""

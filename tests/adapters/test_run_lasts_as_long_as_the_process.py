@@ -77,7 +77,7 @@ def test_a_program_finds_what_it_finds_without_the_command(folder: Path) -> None
     assert plain.stdout.count("65536.0") == 2, plain.stderr
     assert ours.stdout == plain.stdout.replace("65536.0", "16.0"), ours.stderr
     assert {"thread.pt", "at_exit.pt"} <= {path.name for path in folder.iterdir()}
-    assert ours.stderr.splitlines()[-1] == "amp-plugin run: train.py used GradScaler"
+    assert ours.stderr.splitlines()[-1].startswith("amp-plugin run: train.py used GradScaler")
 
 
 def run_here(name: str, *arguments: str, as_module: bool = False) -> tuple[int, bool]:

@@ -58,6 +58,27 @@ trainer = Trainer(accelerator="cpu", max_steps=2, limit_val_batches=0, gradient_
 scaler = getattr(trainer.precision_plugin, "scaler", None)
 print(repr(trainer.precision_plugin).split()[0], scaler.get_scale() if scaler else 1.0)
 """
+IN_A_FUNCTION = """
+import gc, torch, weakref
+
+def main():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale((weight * (float("inf") if {overflows} else 1.0)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return [weakref.ref(kept) for kept in (scaler, weight, optimizer, scaler.core.log)]
+
+kept = main()
+gc.collect()
+assert [reference() for reference in kept] == [None] * 4
+{end}
+"""
+MOST_SKIPPED = "Most steps were skipped: `amp-plugin diagnose train.py` finds the reason"
+STEPS = f"; 3 optimizer steps, 2 skipped, final loss scale 16384. {MOST_SKIPPED}"
 STOCK_PLUGIN = 'plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))]'
 FIT = """
 dtypes = set()
@@ -116,7 +137,27 @@ class TestTorchAmp:
         exec(text.replace("print", "value = loss.item() #"), space)
         assert float(loss) == space["value"]
         assert "torch.autocast, torch.amp.GradScaler" in said[0]
-        assert said[1:] == ["amp-plugin run: train.py used torch.autocast in fp16, GradScaler"]
+        assert said[1:] == [f"amp-plugin run: train.py used torch.autocast in fp16, GradScaler{STEPS}"]
+
+    @pytest.mark.parametrize("end", ["", "raise KeyError('gone')"], ids=["ends well", "fails"])
+    @pytest.mark.parametrize(
+        ("overflows", "told"),
+        [
+            ("step == 1", "; 4 optimizer steps, 1 skipped, final loss scale 512"),
+            (
+                "step",
+                f"; 4 optimizer steps, 3 skipped, final loss scale 128. {MOST_SKIPPED}",
+            ),
+        ],
+    )
+    def test_the_last_line_counts_steps_of_scalers_that_are_gone(self, run, overflows, told, end):
+        assert run(IN_A_FUNCTION.format(overflows=overflows, end=end))[1][-1].endswith(
+            "used GradScaler" + told
+        )
+
+    def test_a_program_without_a_step_is_told_of_none(self, run):
+        said = run("import torch\nscaler = torch.amp.GradScaler('cpu')\nscaler.scale(torch.ones(1))")[1]
+        assert said[-1].endswith("train.py used GradScaler")
 
     def test_precision_is_for_blocks_that_name_no_dtype(self, run):
         result, said = run(LOOP.format(block='autocast("cpu")'), "--precision", "fp16")
@@ -126,7 +167,9 @@ class TestTorchAmp:
         )
         assert len(said) == 2
         result, said = run(LOOP.format(block='autocast("cpu", dtype=torch.bfloat16)'), "--precision", "fp16")
-        assert said[1:] == ["amp-plugin run: train.py used torch.autocast in bf16, GradScaler"]
+        assert said[1:] == [
+            "amp-plugin run: train.py used torch.autocast in bf16, GradScaler; 3 optimizer steps, none skipped, final loss scale 65536"
+        ]
 
     @pytest.mark.parametrize(
         ("text", "why"),
@@ -452,7 +495,9 @@ def test_torchrun_takes_each_rank_over(tmp_path, installed):
     assert bare[0].stdout.startswith("512.0 ["), bare[0].stderr
     assert done.stdout.splitlines(keepends=True) == [rank.stdout for rank in bare], done.stderr
     for rank in (0, 1):
-        said = f"amp-plugin run [rank {rank} of 2]: train.py used torch.autocast in fp16, GradScaler\n"
+        used = "train.py used torch.autocast in fp16, GradScaler"
+        steps = "4 optimizer steps, 1 skipped, final loss scale 512"
+        said = f"amp-plugin run [rank {rank} of 2]: {used}; {steps}\n"
         assert done.stderr.count(said) == 1
 
 
