@@ -20,7 +20,8 @@ WRONG_VERDICT = {
         "by the ops that where() with a nan of the program's runs"
     ),
 }
-MENDED = {"fresh_a_pose_that_is_already_right": "2.15"}  # clamp's derivative no longer passes an infinity on
+# From that torch on, clamp's derivative no longer makes a nan of an infinity: the gradient is 0.
+MENDED = {"fresh_a_pose_that_is_already_right": "2.15", "a_clamp_below_1_rounds_to_1_in_bf16": "2.15"}
 
 
 @pytest.fixture(params=BROKEN, ids=NAMES)
