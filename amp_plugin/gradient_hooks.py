@@ -35,7 +35,7 @@ def unscaled_hooks(scaler: Any) -> Iterator[None]:
     It covers ``register_hook`` of tensors, and ``register_full_backward_hook`` and
     ``register_full_backward_pre_hook`` of modules. Hooks of ``register_post_accumulate_grad_hook`` see the
     scaled ``.grad``. A float16 gradient is passed as float32, so that small numbers stay. Every backward pass
-    that reaches the hooks must be that of a loss with the default loss scale. No host sync.
+    that reaches the hooks must be the gradient of a loss with the default loss scale. No host sync.
 
     Args:
         scaler: A GradScaler, of amp_plugin or of torch; or a Fabric or Trainer plugin, or an AmpAccelerator.

@@ -70,7 +70,7 @@ NEEDS: Final[dict[str, Needs]] = {
     "mxfp8": Needs(nvidia=(10, 0), nvidia_before=(11, 0), words=_BLACKWELL),
     "nvfp4": Needs(nvidia=(10, 0), nvidia_before=(11, 0), words=_BLACKWELL),
 }
-"""Format -> what computes it fast. Those below 16 bits run by torchao's kernels, made for these devices."""
+"""Maps a format to the devices that compute it fast. Below 16 bits, torchao's kernels run on them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,8 +78,8 @@ class Hardware:
     """The facts that torch reports on a device.
 
     Attributes:
-        device: its type: ``"cpu"``, ``"cuda"``, ``"xpu"``, ``"mps"``.
-        name: as its maker calls it.
+        device: the device type: ``"cpu"``, ``"cuda"``, ``"xpu"``, ``"mps"``.
+        name: the device's name, as the maker calls it.
         capability: NVIDIA's compute capability; None for other devices.
         architecture: AMD's name of the architecture, such as ``"gfx942"``; empty for other devices.
         features: instruction sets of a processor, or properties of an Intel GPU.

@@ -68,7 +68,7 @@ class OptionError(ValueError, TypeError):
         return self._text
 
     def set_by(self, sources: Mapping[str, str]) -> None:
-        """Add where the option was set to the error and its text; ``sources`` is option -> source."""
+        """Add where the option was set to the error's text. ``sources`` maps an option to its source."""
         options = (self.option, *self._others)
         named = [name for name in options if sources.get(name, self.source) != "argument"]
         if named and self.source == "argument":
@@ -78,7 +78,7 @@ class OptionError(ValueError, TypeError):
 
 @contextmanager
 def naming(sources: Mapping[str, str]) -> Iterator[None]:
-    """Add the source of an option to errors raised in the block; ``sources`` is option -> source."""
+    """Add the source of an option to errors raised in the block. ``sources`` maps an option to its source."""
     try:
         yield
     except OptionError as error:

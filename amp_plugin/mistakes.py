@@ -135,4 +135,4 @@ MISTAKES: Final = {
         instead="pass device='cpu'",
     ),
 }
-"""Code of the rule in ``amp-plugin check`` -> the mistake."""
+"""Maps the code of a rule in ``amp-plugin check`` to the mistake."""

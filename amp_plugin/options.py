@@ -482,24 +482,24 @@ def loss_scale_options(options: Any) -> dict[str, Any]:
 
 @functools.cache
 def option_types(options: Any) -> dict[str, Any]:
-    """Return option name -> type."""
+    """Return a dict from option name to type."""
     return {name: hint.__origin__ for name, hint in _annotations(options).items()}
 
 
 @functools.cache
 def option_docs(options: type) -> dict[str, str]:
-    """Return option name -> description."""
+    """Return a dict from option name to description."""
     return {name: hint.__metadata__[0].documentation for name, hint in _annotations(options).items()}
 
 
 def option_defaults(options: type) -> dict[str, Any]:
-    """Return option name -> default."""
+    """Return a dict from option name to default."""
     return {option.name: option.default for option in fields(options)}
 
 
 @functools.cache
 def _annotations(options: type) -> dict[str, Any]:
-    """Return option name -> ``Annotated[type, Doc(description)]``, in order."""
+    """Return a dict from option name to ``Annotated[type, Doc(description)]``, in order."""
     from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - late: casting is a layer above
 
     found: dict[str, Any] = {}

@@ -44,10 +44,10 @@ def standing_in(
     arguments: Callable[[Sequence[Any], dict[str, Any]], dict[str, Any]],
     made: Callable[[Any], object] = id,
 ) -> Iterator[None]:
-    """Make each new instance of ``theirs`` an instance of ``ours`` too. So are those of its subclasses.
+    """Make each new instance of ``theirs`` an instance of ``ours`` too.
 
-    Subclasses for which ``may_take`` is False are left out. The name ``theirs`` still means the same class,
-    so ``isinstance``, subclassing and pickling keep working.
+    The same holds for instances of its subclasses. Subclasses for which ``may_take`` is False are left out.
+    The name ``theirs`` still means the same class, so ``isinstance``, subclassing and pickling keep working.
     """
     original = theirs.__init__  # type: ignore[misc]
 

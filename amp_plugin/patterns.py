@@ -19,11 +19,12 @@ def clean_name(name: str) -> str:
 
 
 def matched_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
-    """Return name -> module for the submodules that match a pattern, in the order of ``named_modules``.
+    """Return a dict from name to module of the submodules that match a pattern.
 
     A pattern is either a shell pattern for names, such as ``"blocks.*.norm"``, or the name of a class or base
-    class, such as ``"LayerNorm"``. Names are those that modules have before FSDP, activation
-    checkpointing or torch.compile wraps them. ``torch.nn.Module`` does not count as a base class.
+    class, such as ``"LayerNorm"``. The dict has the order of ``named_modules``. Names are those that modules
+    have before FSDP, activation checkpointing or torch.compile wraps them. ``torch.nn.Module`` does not count
+    as a base class.
     """
     patterns = list(patterns)
     return {

@@ -18,7 +18,8 @@ ReduceName = Literal["fp32", "bf16"]
 DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _SHORT: Final = {**{dtype: name for name, dtype in DTYPES.items()}, torch.float64: "fp64"}
 BELOW_16_BITS: Final = ("fp8", "fp8-rowwise", "mxfp8", "nvfp4")
-# Precision -> the dtype of autocast in training. Below 16 bits it applies outside converted layers.
+# Maps a precision to the dtype of autocast in training. Below 16 bits, this dtype applies outside converted
+# layers.
 TRAINING_DTYPES: Final = {**DTYPES, **dict.fromkeys(BELOW_16_BITS, torch.bfloat16)}
 STOCK_NAMES: Final = {
     "fp16": "16-mixed",

@@ -42,7 +42,7 @@ REMOVED: Final[dict[str, str]] = {
     "fold=": "call scaler.clip_and_step(optimizer, max_norm), which clips in the step",
     "fold_clip=": "call scaler.clip_and_step(optimizer, max_norm); the Trainer plugin does so by itself",
 }
-"""Removed name -> what to use instead, as the second half of a sentence."""
+"""Maps a removed name to what to use instead, as the second half of a sentence."""
 
 
 def reason(*places: str) -> str | None:

@@ -21,7 +21,7 @@ from benchmarks.training_cases import CASES, NO_SLOWER, STOCK, Case, step_clock
 
 
 class Accelerate(Section):
-    """Whole training steps. Each sample is the median step time of a run of its own."""
+    """Whole training steps. Each sample is the median step time of a separate run."""
 
     key = "accelerate"
     timing = "CPU time of the process with one thread, median step of a run"

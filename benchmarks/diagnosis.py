@@ -87,7 +87,7 @@ def armed(setting: Setting, name: str, step: Call) -> Comparison:
 
 
 def drawn(setting: Setting, name: str, make: Callable[[Setting], GPT], folder: str) -> Iterator[Comparison]:
-    """Compare the training steps of a run with a page with those of a run without."""
+    """Compare the training steps of a run with a page and of a run without one."""
 
     def step_of(model: GPT, scaler: GradScaler) -> Call:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)

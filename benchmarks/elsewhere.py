@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class PublishedClipping:
     """The microseconds to clip a norm on a GPU, from the description of pytorch/pytorch#91846 (January 2023).
 
-    The tensors have 256 elements. The numbers are those of its table "(tensors, scalar)".
+    The tensors have 256 elements. The numbers come from its table "(tensors, scalar)".
     """
 
     tensors: int

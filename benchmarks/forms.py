@@ -16,7 +16,7 @@ from benchmarks.setting import Section, Setting
 NUMEL = 2**27
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BLOCK = 128  # the number of elements whose 8-bit codes share a scale, which is a float32 number
-# A format of states -> its dtype, and the bytes per element.
+# Maps a format of optimizer states to its dtype and its bytes per element.
 STATES = {
     "fp32": (torch.float32, 4.0),
     "bf16": (torch.bfloat16, 2.0),

@@ -141,7 +141,7 @@ class Comparison:
 
     Attributes:
         name: The row of the table.
-        samples: Label -> a function that takes one sample in ``unit``. The first one is ours.
+        samples: Maps a label to a function that takes one sample in ``unit``. The first label is ours.
         table: The name of the table. Comparisons of the same table must have the same labels.
         unit: The unit of a sample: ``"us"``, ``"bytes"`` or another one.
         rounds: The number of rounds that count.
@@ -174,8 +174,9 @@ class Outcome:
     """The result of a comparison. It has the fields of its ``Comparison``, with summaries for samples.
 
     Attributes:
-        times: Label -> a summary of the samples of this variant, divided by ``per``.
-        ratios: Label -> a summary of ours / this variant within a round. Left out if the variant measured 0.
+        times: Maps a label to a summary of the samples of this variant, divided by ``per``.
+        ratios: Maps a label to a summary of ours / this variant within a round. A variant that measured 0 is
+            left out.
     """
 
     name: str

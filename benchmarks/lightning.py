@@ -24,7 +24,7 @@ INIT_SCALE = 1024.0
 
 
 class Lightning(Section):
-    """Whole training steps. Each sample is the median step time of a run of its own."""
+    """Whole training steps. Each sample is the median step time of a separate run."""
 
     key = "lightning"
     timing = "CPU time of the process with one thread, median step of a run"

@@ -69,7 +69,7 @@ class GPT(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions with batch norm beside a shortcut, as in ResNet-18 (He et al. 2015)."""
+    """Two 3x3 convolutions with batch norm, and a shortcut, as in ResNet-18 (He et al. 2015)."""
 
     def __init__(self, before: int, width: int) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class ResidualNet(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions with batch norm beside a shortcut, as in ResNet-50 (He et al. 2015)."""
+    """1x1, 3x3 and 1x1 convolutions with batch norm, and a shortcut, as in ResNet-50 (He et al. 2015)."""
 
     def __init__(self, before: int, inner: int, stride: int) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """The device of a run, and whether sizes are those of the smoke test.
+    """The device of a run, and whether the sizes of the smoke test are used.
 
     Attributes:
         device: ``"cpu"`` or ``"cuda"``.
@@ -34,7 +34,7 @@ class Setting:
 
     @property
     def host_clock(self) -> Clock:
-        """The clock for work whose time is that of launching ops."""
+        """The clock for work whose time is spent in launching ops."""
         return thread_time if self.device == "cpu" else synchronised_time
 
     @property

@@ -33,11 +33,11 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def page(notebook: dict[str, Any], name: str) -> tuple[str, dict[str, bytes]]:
-    """Return a notebook's page, and path -> content of its pictures.
+    """Return a notebook's page, and a dict from path to content of its pictures.
 
     Args:
-        notebook: Of format 4.
-        name: Of its file, without the ending.
+        notebook: The content of a notebook of format 4.
+        name: The name of the notebook's file, without the ending.
     """
     parts: list[str] = []
     pictures: dict[str, bytes] = {}

@@ -3,8 +3,8 @@
     python -m recipes run accumulation [precision=bf16] [key=value ...]
 
 The scale must not change until the step. So ``step`` and ``update`` are called once per window, after the
-last micro-batch. Each loss is divided by the number of micro-batches. The gradients then equal those of one
-large batch.
+last micro-batch. Each loss is divided by the number of micro-batches. The gradients then equal the gradients
+of one large batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to those of every recipe."""
+    """The config keys of this recipe, in addition to the keys that every recipe has."""
 
     batch_size: int = 16
     micro_batches: int = number(4, least=1)

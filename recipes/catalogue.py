@@ -81,7 +81,7 @@ def run(name: str, arguments: Sequence[str] | None = None) -> None:
 
     Args:
         name: One of ``NAMES``.
-        arguments: ``[--config FILE] [key=value ...]``. None means those of this process.
+        arguments: ``[--config FILE] [key=value ...]``. None means the arguments of this process.
 
     Raises:
         SystemExit: The config is not valid, or this machine lacks something that the recipe needs.

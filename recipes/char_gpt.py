@@ -26,7 +26,7 @@ from recipes.shared import CharGPT, ConfigError, RecipeConfig, TrainingRecord, n
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to those of every recipe."""
+    """The config keys of this recipe, in addition to the keys that every recipe has."""
 
     steps: int = 600
     batch_size: int = 4

@@ -38,7 +38,7 @@ FINAL_STEPS = 20  # the final loss is the mean over this many last steps
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to those of every recipe."""
+    """The config keys of this recipe, in addition to the keys that every recipe has."""
 
     precision: Precision = Precision.bf16
     steps: int = number(150, least=1)
@@ -94,7 +94,7 @@ def _train(config: Config, state: str, seed: int, record: TrainingRecord) -> flo
 
 
 def _compare(losses: dict[str, Tensor], record: TrainingRecord) -> None:
-    """Add to the record how the losses ``[seeds, steps]`` of each kind of state differ from those of fp32."""
+    """Add to the record how the losses ``[seeds, steps]`` of each kind of state differ from fp32 state."""
     exact = losses["fp32"]
     record.results["final loss, state=fp32"] = exact[:, -FINAL_STEPS:].mean().item()
     record.results["its standard deviation"] = exact[:, -FINAL_STEPS:].mean(1).std().item()

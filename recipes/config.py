@@ -37,7 +37,7 @@ def config_from_command_line(
         schema: A dataclass with a type and a default for each key.
         default: The YAML file that is used without ``--config``, relative to the repository.
         about: A text on what the program does, for ``--help``.
-        arguments: The command line. None means that of this process.
+        arguments: The command line. None means the command line of this process.
         program: The name of the program in ``--help`` and errors. None means the script of this process.
 
     Raises:

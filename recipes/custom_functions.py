@@ -5,7 +5,7 @@
 ``custom_fwd`` records the autocast state of the forward pass, and ``custom_bwd`` runs the backward pass in
 that state. Without them, a matrix product in ``backward`` would run in whatever dtypes arrive.
 ``cast_inputs`` instead casts the arguments and turns autocast off, for code that needs one dtype. The state
-that counts is that of the arguments' device. The recipe shows both forms of Function, with and without
+that counts is the region of the arguments' device. The recipe shows both forms of Function, with and without
 ``setup_context``.
 """
 
@@ -34,7 +34,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to those of every recipe."""
+    """The config keys of this recipe, in addition to the keys that every recipe has."""
 
     steps: int = 800
     learning_rate: float = 1e-2

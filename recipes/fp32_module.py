@@ -34,7 +34,7 @@ SIZE = 30.0  # the size of the vectors' elements; squared distances are about 1e
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to those of every recipe."""
+    """The config keys of this recipe, in addition to the keys that every recipe has."""
 
     steps: int = 800
     learning_rate: float = 1e-2

@@ -37,7 +37,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to those of every recipe."""
+    """The config keys of this recipe, in addition to the keys that every recipe has."""
 
     processes: int = number(2, least=1)
     max_norm: float = number(1.0, above=0)
@@ -61,7 +61,7 @@ def train_rank(config: Config) -> TrainingRecord:
         loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)
         net = DigitsNet(config.width).to(config.device)
         mesh = init_device_mesh(config.device, (ranks,))
-        fully_shard(net.classifier, mesh=mesh)  # an FSDP unit of its own, like one block of a large model
+        fully_shard(net.classifier, mesh=mesh)  # a separate FSDP unit, like one block of a large model
         model = fully_shard(net, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate)
 

@@ -54,7 +54,7 @@ WAYS = {  # the run's record shows the losses and loss scale of the last one
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to those of every recipe."""
+    """The config keys of this recipe, in addition to the keys that every recipe has."""
 
     precision: Precision = Precision.bf16
     processes: int = number(2, least=1)
@@ -116,7 +116,7 @@ def _train(way: str, config: Config, record: TrainingRecord, *, is_last: bool) -
         mean = loss.detach() / ranks
         dist.all_reduce(mean)
         losses.append(mean)
-        mean.item()  # waits for the device, so that the time is that of the whole step
+        mean.item()  # waits for the device, so that the whole step is timed
         seconds.append(time.perf_counter() - start)
         if is_last:
             record.add_scaled_step(mean, scaler, optimizer)

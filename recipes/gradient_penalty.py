@@ -35,7 +35,7 @@ PENALTY = "penalty (squared norm)"
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to those of every recipe."""
+    """The config keys of this recipe, in addition to the keys that every recipe has."""
 
     weight: float = number(0.1, least=0)
     width: int = number(8, least=4, multiple_of=4)

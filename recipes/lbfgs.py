@@ -32,7 +32,7 @@ from recipes.shared import (
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to those of every recipe."""
+    """The config keys of this recipe, in addition to the keys that every recipe has."""
 
     steps: int = 8
     batch_size: int = 2000

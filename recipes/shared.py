@@ -154,7 +154,7 @@ class RecipeConfig:
 # -- the digits, and a classifier for them ----------------------------------------------------------
 
 CLASSES = 10
-TRAINING_IMAGES = 1257  # of the 1797 images
+TRAINING_IMAGES = 1257  # the data set has 1797 images
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

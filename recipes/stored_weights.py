@@ -39,7 +39,7 @@ MOVED = "weights moved"
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe, in addition to those of every recipe."""
+    """The config keys of this recipe, in addition to the keys that every recipe has."""
 
     precision: Precision = Precision.bf16
     steps: int = 150

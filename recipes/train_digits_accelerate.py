@@ -31,10 +31,10 @@ from recipes.shared import ConfigError, DigitsNet, DigitsProgramConfig, Training
 
 @dataclass
 class DigitsConfig(DigitsProgramConfig):
-    """The config keys of this recipe, in addition to those of every recipe."""
+    """The config keys of this recipe, in addition to the keys that every recipe has."""
 
     name: str = "digits_accelerate"
-    precision: str | None = None  # in Accelerate's spelling; None means that of the launch file
+    precision: str | None = None  # in Accelerate's spelling; None means the precision of the launch file
 
 
 def train(config: DigitsConfig) -> TrainingRecord:

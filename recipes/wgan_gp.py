@@ -4,7 +4,7 @@
 
 Two optimizers that step at different times share one scaler. ``register`` tells the scaler about both
 optimizers, so that ``update`` waits while either still has scaled gradients. The generator's backward pass
-names its inputs. Otherwise it would leave gradients in the critic. The method is that of Gulrajani et al.
+names its inputs. Otherwise it would leave gradients in the critic. The method is from Gulrajani et al.
 2017, conditional on the digit.
 """
 

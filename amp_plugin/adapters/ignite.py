@@ -203,7 +203,7 @@ class IgnitePrecision(FrontDoor):
         return apply_to_tensor(output, lambda tensor: tensor.float() if tensor.dtype in HALVES else tensor)
 
     def region(self) -> AbstractContextManager[Any]:
-        """Return the autocast region of training, for an update function of your own."""
+        """Return the autocast region of training, for your own update function."""
         return self.session.region()
 
     def backward(self, loss: Tensor) -> None:

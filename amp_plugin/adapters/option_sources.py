@@ -32,12 +32,12 @@ def resolved(
     *,
     door: str = "",
 ) -> tuple[Options, dict[str, str]]:
-    """Return the checked options of a front door, and option -> source.
+    """Return the checked options of a front door, and a dict from option to source.
 
     Args:
         kind: the class of the options.
-        stated: the options that the program sets, as pairs of a source and option -> value. If several set
-            the same option, the first one wins.
+        stated: the options that the program sets, as pairs of a source and a dict from option to value. If
+            several sources set the same option, the first one wins.
         environment: the environment variables, for options that the program does not set.
         door: the name of the framework, for the warning about an option that has no effect in it.
 
@@ -56,7 +56,10 @@ def resolved(
 
 
 def decided(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return option -> value and option -> source. If several layers set an option, the first one wins."""
+    """Return a dict from option to value and one from option to source.
+
+    If several layers set an option, the first one wins.
+    """
     given: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for source, values in reversed([*layers]):
@@ -66,7 +69,10 @@ def decided(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[dict[str, 
 
 
 def outside_program(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the options that the environment and its YAML file set: pairs of source and option -> value."""
+    """Return the options that the environment and its YAML file set.
+
+    Each entry is a pair of a source and a dict from option to value.
+    """
     known = {PREFIX + name.upper(): name for name in OPTIONS}
     for variable, hint in unknown_variables(environment).items():
         allowed = f"; allowed are {', '.join([*known, CONFIG])}; unset it"

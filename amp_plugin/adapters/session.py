@@ -75,7 +75,7 @@ class Session:
         precision: ``"fp16"``, ``"bf16"``, ``"fp32"``, ``"auto"``, or a format below 16 bits. ``"fp32"``
             where another engine computes.
         words: how the user of the front door spells its calls.
-        sources: option -> where it was set. Options with their default are absent.
+        sources: maps an option to where it was set. Options with their default are absent.
         enabled: False scales no loss, not even in fp16.
 
     Attributes:
@@ -270,7 +270,7 @@ class Session:
             self.scaler.core.log.wait_for()
 
     def follow(self, rules: OpRules | None) -> None:
-        """Put op rules in force until this run ends or another one begins; remove those of an earlier run."""
+        """Put op rules in force until this run ends or another begins. Remove the rules of an earlier run."""
         Session.forget_rules()
         Session._in_force = own = ExitStack()
         if rules is not None:
@@ -525,7 +525,7 @@ class Session:
         """Step a scheduler, unless its optimizer's step was skipped; return whether it was stepped.
 
         Raises:
-            RuntimeError: its optimizer has not stepped yet.
+            RuntimeError: the scheduler's optimizer has not stepped yet.
         """
         optimizer = torch_optimizer(scheduler.optimizer)
         self.scaler.last_step(optimizer)  # raises if there is none
@@ -538,8 +538,8 @@ class Session:
         """Return the gradient norms of the steps since the last call: unscaled, before clipping.
 
         Returns:
-            ``grad_norm`` -> norm (float32, 0-dim). With several optimizers the keys are ``grad_norm/0``,
-            ``grad_norm/1`` and so on. None if no optimizer has stepped.
+            A dict from ``grad_norm`` to the norm (float32, 0-dim). With several optimizers the keys are
+            ``grad_norm/0``, ``grad_norm/1`` and so on. None if no optimizer has stepped.
         """
         last = [self.scaler.core.result_of(torch_optimizer(optimizer)) for optimizer in optimizers]
         before = [seen() for seen in self._seen]
@@ -568,7 +568,7 @@ class Session:
             A warning if no loss is scaled in this precision, so that the state is not used; else an empty
             text.
         """
-        if state.keys() == {OUR_KEY}:  # of a run without a loss scale
+        if state.keys() == {OUR_KEY}:  # the state comes from a run without a loss scale
             self.scaler.core.shared.load_spikes(dict(state))
             return ""
         if self.scales_loss and state:
@@ -642,7 +642,7 @@ class FrontDoor:
     session: Session
 
     def _open_session(self, options: PrecisionOptions, precision: str = "fp32", **given: Any) -> None:
-        """Make the session, with the words of this front door. The arguments are those of Session."""
+        """Make the session, with the words of this front door. Session explains the arguments."""
         self.session = Session(options, precision, words=self.words, **given)
 
     @property
@@ -663,9 +663,9 @@ class FrontDoor:
     def last_step(self, optimizer: Optimizer) -> StepResult:
         """Return the result of an optimizer's last step: skipped, norm, scale, parameters that overflowed.
 
-        Without a loss scale both scales are 1. ``norm`` is that of unscaled gradients before clipping. It is
-        None if there were no gradients. With ``on_nonfinite="ignore"`` it is also None unless AmpMonitor or a
-        clip has measured it.
+        Without a loss scale both scales are 1. ``norm`` is the norm of unscaled gradients before clipping. It
+        is None if there were no gradients. With ``on_nonfinite="ignore"`` it is also None unless AmpMonitor
+        or a clip has measured it.
 
         Args:
             optimizer: the framework's optimizer or torch's.

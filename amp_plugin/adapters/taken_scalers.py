@@ -31,12 +31,12 @@ from amp_plugin.scaling.shared import OUR_KEY
 
 _TORCHS: Final[Any] = next(kind for kind in GradScaler.__mro__ if kind.__module__.startswith("torch."))
 _PRIVATE: Final = {name for name in vars(_TORCHS) if name.startswith("_") and not name.startswith("__")}
-_MODULES: Final = (  # of each class the module that defines it first
+_MODULES: Final = (  # modules that contain a scaler class; the module that defines the class is the first
     ("torch.amp.grad_scaler", "torch.amp", "torch"),
     ("torch.cuda.amp.grad_scaler", "torch.cuda.amp"),
     ("torch.cpu.amp.grad_scaler", "torch.cpu.amp"),
 )
-_OPTIONS: Final = {  # torch's attribute -> the option that it holds
+_OPTIONS: Final = {  # the option that each attribute of torch's scaler contains
     "_init_scale": "init_scale",
     "_growth_factor": "growth_factor",
     "_backoff_factor": "backoff_factor",

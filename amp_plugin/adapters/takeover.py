@@ -317,7 +317,7 @@ class Takeover:
         return True
 
     def _frameworks(self) -> dict[str, Callable[[ModuleType], AbstractContextManager[object]]]:
-        """Return module name -> the context to enter once the module is imported."""
+        """Return a dict from module name to the context to enter once the module is imported."""
         from amp_plugin.adapters import lightning  # noqa: PLC0415
 
         ours = partial(lightning.plugin_in_place_of_stock, precision=self._precision, made=self._note)

@@ -44,7 +44,7 @@ def bound_autocast(
 ) -> Iterator[Counter[tuple[str, torch.dtype]]]:
     """Make ``torch.autocast`` follow ``rules``, and use ``dtype`` if a block names none; yield a count.
 
-    The count is that of the enabled blocks, by device and dtype. ``on_first`` is called at the first block of
+    The enabled blocks are counted, by device and dtype. ``on_first`` is called at the first block of
     each device and dtype. ``name`` is the name of the rules file. If no block or region has read the rules by
     the end, a warning in the main process says so.
     """

@@ -143,10 +143,11 @@ class CastLog:
         self._watching = ExitStack()
         self._lock = threading.RLock()
         self._paths: list[str] = []  # paths of modules; the native log refers to them by index
-        # Module -> its index; by identity, because the hash of some modules changes.
+        # Maps a module to its index. Modules are compared by identity, because the hash of some modules
+        # changes.
         self._numbers = WeakIdKeyDictionary()
-        self._parameters: dict[int, str] = {}  # address of the TensorImpl -> path of the parameter
-        # Address of the TensorImpl -> number of open calls that it is an argument of.
+        self._parameters: dict[int, str] = {}  # maps the address of a TensorImpl to a parameter's path
+        # Maps the address of a TensorImpl to the number of open calls that have this tensor as an argument.
         self._inputs: Counter[int] = Counter()
 
     def __enter__(self) -> Self:

@@ -77,7 +77,7 @@ def custom_fwd(
         enabled = torch.is_autocast_enabled(device)
         state = (enabled and cast_inputs is None, torch.get_autocast_dtype(device), device)
         first = args[0] if args else None
-        # Functorch has a context of its own.
+        # Functorch has its own context.
         given_ctx = isinstance(first, FunctionCtx) or hasattr(first, "save_for_backward")
         if given_ctx:
             _write(state, first)

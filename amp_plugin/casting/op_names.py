@@ -15,7 +15,7 @@ _WRITTEN_UNSAID = frozenset({"running_mean", "running_var"})
 
 
 def _registered() -> dict[str, list[str]]:
-    """Return a dict: name of an op, or of one overload -> full names of the overloads that it stands for."""
+    """Return a dict from the name of an op or overload to the full names of the overloads it stands for."""
     names: dict[str, list[str]] = defaultdict(list)
     for full in map(full_name, torch._C._dispatch_get_all_op_names()):
         names[full].append(full)

@@ -180,7 +180,7 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         __init__ = object.__init__  # __new__ has done everything
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse a subclass with an ``__init__`` of its own, because ``__new__`` would ignore it."""
+        """Refuse a subclass with its own ``__init__``, because ``__new__`` would ignore it."""
         super().__init_subclass__(**kwargs)
         init: object = cls.__init__
         if init is not object.__init__:

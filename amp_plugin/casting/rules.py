@@ -35,7 +35,7 @@ RELEASES: Final = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 
 def listed_rules(device_type: str, release: str) -> dict[str, str]:
-    """Return op -> rule as a torch release registers them.
+    """Return a dict from op to rule, as a torch release registers them.
 
     Ops that the installed torch lacks are included. A release after the last one in ``RELEASES`` gets the
     lists of the last one.
@@ -134,14 +134,14 @@ class OpRule(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpRules:
-    """The rules of one device: op -> rule, and arguments that are never cast.
+    """The rules of one device: the rule of each op, and the arguments that are never cast.
 
     Immutable: ``with_rule`` returns another set. Equal sets have equal hashes and contents.
 
     Args:
         device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``.
-        rules: full op name (``"aten::softmax.int"``, ``"aten::mm.default"``) -> rule.
-        keep: full op name -> names of the arguments that are never cast.
+        rules: maps a full op name (``"aten::softmax.int"``, ``"aten::mm.default"``) to its rule.
+        keep: maps a full op name to the names of its arguments that are never cast.
 
     Raises:
         ValueError: the device, an op or a rule is unknown, or an op's name is not the full one.
@@ -312,7 +312,7 @@ class OpRules:
         return OpRules(device_type=device_type, rules=self.rules, keep=self.keep)
 
     def diff(self, other: OpRules) -> dict[str, tuple[str, str]]:
-        """Return op -> (rule here, rule there) for each op whose rules differ."""
+        """Return a dict from each op whose rules differ to (rule here, rule in ``other``)."""
         ops = sorted({*self.rules, *other.rules, *self.keep, *other.keep})
         described = {op: (self.described(op), other.described(op)) for op in ops}
         return {op: pair for op, pair in described.items() if pair[0] != pair[1]}
@@ -358,7 +358,7 @@ def _listed(device_type: str, release: str) -> OpRules:
 
 @cache
 def _listed_ops(device_type: str, release: str) -> dict[str, OpRule]:
-    """Return op -> rule of a torch release, without the ops that the installed torch lacks."""
+    """Return a dict from op to rule of a torch release, without the ops that the installed torch lacks."""
     listed = listed_rules(device_type, release)
     return {op: OpRule(rule) for op, rule in listed.items() if is_registered(op)}
 

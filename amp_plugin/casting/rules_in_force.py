@@ -55,7 +55,7 @@ def _put(pushed: Pushed, *, at: int) -> Pushed:
     _stack.insert(at, pushed)
     try:
         _show()
-    except RuntimeError:  # these rules cannot be in force beside those of another device
+    except RuntimeError:  # these rules cannot be in force together with another device's rules
         pop(pushed)
         raise
     return pushed
@@ -68,7 +68,7 @@ def pop(*pushed: Pushed) -> None:
 
 
 def _show() -> None:
-    """Tell the dispatcher's kernels which rules apply to blocks without rules of their own."""
+    """Tell the dispatcher's kernels which rules apply to blocks without their own rules."""
     for device_type in TABLES:
         KERNELS.follow_by_default(device_type, number_on(device_type))
 
@@ -80,7 +80,7 @@ def number_on(device_type: str) -> int:
 
 
 def number_for_region(device_type: str) -> int:
-    """Return the number of the rules that a region without rules of its own follows.
+    """Return the number of the rules that a region without its own rules follows.
 
     The first call also puts the rules of ``AMP_PLUGIN_RULES`` in force, for ``torch.autocast`` blocks too.
     """
@@ -155,7 +155,7 @@ def following(*rules: OpRules, file: str = "") -> Iterator[Pushed]:
 
 @contextmanager
 def rules_on_trial(rules: OpRules) -> Iterator[None]:
-    """Make torch's blocks, and regions without rules of their own, follow these rules for one block.
+    """Make torch's blocks, and regions without their own rules, follow these rules for one block.
 
     A process has numbers for a limited count of rule sets. A trial does not use up a number, because the
     number of the default rules stands for the rules on trial. So any number of rule sets can be tried. During

@@ -1,4 +1,4 @@
-"""Runs functions, modules and parts of models in a dtype of their own."""
+"""Runs functions, modules and parts of models in their own dtype."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from amp_plugin.casting.region import autocast, call_in
 from amp_plugin.casting.rules import is_older, torch_release
 from amp_plugin.patterns import matched_modules, require_matches
 
-# (original class, settings) -> the methods that replace its own. An importable function: pickles name it.
+# A function of the original class and settings. It returns the methods that replace the class's own. It must
+# be importable, because pickles name it.
 Methods = Callable[[type[nn.Module], Any], dict[str, Any]]
 ClassChange = tuple[Methods, Any]
 
@@ -252,7 +253,7 @@ def _castable(value: Any, device_type: str | None = None) -> bool:
 
 
 def cast_tensors(value: Any, dtype: torch.dtype, device_type: str | None = None) -> Any:
-    """Cast the tensors inside a value, or those of one device; return the same object if none needs it."""
+    """Cast the tensors inside a value, or only those on one device. If nothing is cast, return ``value``."""
     leaves = [leaf for leaf in tree_leaves(value) if _castable(leaf, device_type)]
     if all(leaf.dtype is dtype for leaf in leaves):
         return value

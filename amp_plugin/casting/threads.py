@@ -77,8 +77,8 @@ _CARRIED = "_amp_plugin_carried"
 def autocast_module(module: Module, *states: RegionState) -> Module:
     """Make a module run under autocast in each thread that calls it.
 
-    The autocast state is ``states``, or else that of the thread that calls this function inside a region. A
-    thread with an autocast block of its own keeps its own state.
+    The autocast state is ``states``, or else the state of the thread that calls this function inside a
+    region. A thread with its own autocast block keeps its own state.
 
     Replicas made by ``nn.DataParallel`` run in the state that the calling thread has at each call, with its
     dtype, cache flag and rules. (Torch passes only the enabled flag to them.)

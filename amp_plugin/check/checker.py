@@ -105,7 +105,7 @@ class Report:
 
     Attributes:
         found: the mistakes, by path and line.
-        faults: file that cannot be parsed -> the reason.
+        faults: maps each file that cannot be parsed to the reason.
         files: the number of files checked.
         fixed: the number of mistakes mended.
         diffs: unified diffs of the changes that a fix would make.

@@ -45,7 +45,7 @@ def _is_optimizer(module: Module, node: ast.AST, scope: Scope) -> bool:
 
 
 def _has_a_new_scaler(module: Module, event: Event) -> bool:
-    """Return True if each scaler is made anew by a function that runs once a round of the saving loop."""
+    """Return True if a function that runs once in each iteration of the saving loop makes each scaler."""
     makers = _makers(module)
     beside = (e for flow in module.flows if flow.scope is event.scope for e in flow.events)
     ran = {called(module.names, e.call, e.scope) for e in beside if e.context.loops}

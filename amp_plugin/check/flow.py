@@ -192,8 +192,9 @@ class _Walker:
     def __init__(self, names: Names) -> None:
         self.names = names
         self.flows: list[Flow] = []
-        self._parts: dict[FunctionNode, tuple[ast.AST, ...]] = {}  # function -> all its syntax nodes
-        self._scaled: dict[Key, Key] = {}  # variable that holds a scaled loss -> the scaler that scaled it
+        self._parts: dict[FunctionNode, tuple[ast.AST, ...]] = {}  # maps a function to all its syntax nodes
+        # Maps a variable that holds a scaled loss to the scaler that scaled the loss.
+        self._scaled: dict[Key, Key] = {}
 
     def function(self, node: ast.AST, body: Sequence[ast.stmt]) -> None:
         """Walk through a function and the functions defined inside it."""

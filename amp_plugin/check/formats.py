@@ -61,7 +61,7 @@ def as_sarif(report: Report, version: str) -> str:
 
     Args:
         report: what was found.
-        version: of this package.
+        version: the version of this package.
     """
     rules = [
         {

@@ -80,7 +80,7 @@ class Module:
         """Return the steps of scalers and schedulers in a function and in those that it calls.
 
         Functions of this module are followed to ``depth`` calls. The conditions and loops around a call are
-        also those of the steps that it leads to.
+        also the mistakes of the steps that it leads to.
         """
         steps = flow.of("scaler step", "scheduler step")
         if not depth or not self._has_both_steps:
@@ -124,7 +124,7 @@ class Module:
 
     @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
-        """Each syntax node -> the node around it."""
+        """Maps each syntax node to the node around it."""
         return {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
 
     @cached_property

@@ -95,9 +95,9 @@ def _moved(
     Args:
         module: the module.
         node: the import.
-        uses: local name -> name in torch; an empty name stands for the module ``amp``.
+        uses: maps a local name to the name in torch; an empty name stands for the module ``amp``.
         device: "cuda" or "cpu".
-        parents: node -> its parent, for all nodes.
+        parents: maps each node to its parent.
         lines: the lines of the source.
     """
     line = lines[node.lineno - 1].encode()

@@ -76,7 +76,7 @@ class Scope:
     node: ast.AST
     parent: Scope | None
     locals: frozenset[str] = frozenset()
-    first_argument: str = ""  # of a method: self
+    first_argument: str = ""  # the first argument of a method: self
 
     def of(self, root: str) -> str:
         """Return the name of the scope that owns a variable."""
@@ -106,7 +106,7 @@ class Names:
     inferred: dict[Key, set[str]] = field(default_factory=lambda: defaultdict(set))
     functions: dict[str, FunctionNode] = field(default_factory=dict)  # "train", "Trainer.step"
     classes: dict[str, ast.ClassDef] = field(default_factory=dict)
-    scopes: dict[ast.AST, Scope] = field(default_factory=dict)  # of modules, classes and functions
+    scopes: dict[ast.AST, Scope] = field(default_factory=dict)  # scopes of modules, classes and functions
 
     def dotted(self, node: ast.AST) -> str:
         """Return the full name that an expression imports, ``torch.amp.GradScaler``; else an empty text."""

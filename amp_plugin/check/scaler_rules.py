@@ -291,7 +291,7 @@ def _is_inside_window(flow: Flow, update: Event, step: Event) -> bool:
 
 
 def _is_cleared(flow: Flow, step: Event, ends: Collection[tuple[str, bool]]) -> bool:
-    """Return True if gradients are cleared in each iteration, and perhaps those of a step's optimizer."""
+    """Return True if each iteration clears gradients, perhaps the gradients of a step's optimizer."""
     optimizers = {e.optimizer for e in flow.of("scaler step")} - {step.optimizer}
     others = {optimizer.text for optimizer in optimizers if optimizer}
     cleared = [event for event in flow.events if _method(event) == "zero_grad"]

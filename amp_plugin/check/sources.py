@@ -21,7 +21,7 @@ _OTHER_LANGUAGE = re.compile(r"^%%(?!time|timeit|capture|prun)")
 
 @dataclass(frozen=True)
 class Source:
-    """The Python text of a file. The text of a notebook is that of its code cells, one after the other.
+    """The Python text of a file. The text of a notebook consists of its code cells, one after the other.
 
     Attributes:
         path: the path of the file.
@@ -101,7 +101,10 @@ class Source:
         )
 
     def ignored(self) -> dict[int, set[str]]:
-        """Return line -> codes that a comment silences; line 0 means the file, and "" means all codes."""
+        """Return a dict from line to the codes that a comment silences there.
+
+        Line 0 means the file, and "" means all codes.
+        """
         found: dict[int, set[str]] = {}
         for line, comment in self._comments() if "amp:" in self.text else ():
             if match := _IGNORE.search(comment):

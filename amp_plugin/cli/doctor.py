@@ -60,7 +60,7 @@ def examine(precision: str | None, device_type: str) -> dict[str, Any]:
 
 
 def versions() -> Part:
-    """Return package name -> installed version; None for a package that is not installed."""
+    """Return a dict from package name to installed version; None for a package that is not installed."""
     found: Part = {
         "amp_plugin": amp_plugin.__version__,
         "python": platform.python_version(),

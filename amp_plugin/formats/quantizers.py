@@ -7,10 +7,10 @@ matrix products. :class:`Rounded` emulates them in any format, on any device::
     grad_input  = Q(grad)   @ Q(weight.T).T    sums over out_features
     grad_weight = Q(grad.T) @ Q(x.T).T         sums over the rows of x
 
-For float32 inputs the result equals that of torchao's emulated float8 and mxfp8 layers bit for bit. For nvfp4
-torchao has GPU kernels only. This file emulates their Hadamard transform, with torchao's matrix. It does not
-emulate two details: gradients are rounded to nearest here and stochastically there, and weights are rounded
-in blocks of 16 here and in 16x16 tiles there.
+For float32 inputs the result equals the result of torchao's emulated float8 and mxfp8 layers bit for bit. For
+nvfp4 torchao has GPU kernels only. This file emulates their Hadamard transform, with torchao's matrix. It
+does not emulate two details: gradients are rounded to nearest here and stochastically there, and weights are
+rounded in blocks of 16 here and in 16x16 tiles there.
 """
 
 from __future__ import annotations

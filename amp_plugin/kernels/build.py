@@ -35,7 +35,7 @@ PREBUILT = Path(__file__).parent / "prebuilt"
 UNITS: Final = "all_*.cpp"
 """The files to compile. Each includes all sources of one kind, so that torch's headers are read once."""
 TARGETS: Final = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
-"""Vector width, as ``torch.backends.cpu.get_cpu_capability()`` names it -> the compiler's ``-march``."""
+"""Maps a name of ``torch.backends.cpu.get_cpu_capability()`` to the compiler's ``-march``."""
 _EXTENSION: Final = "_region"
 _COMPILE: Final = "import json, sys; from torch.utils.cpp_extension import load; load(**json.load(sys.stdin))"
 _FIRST_ERROR = re.compile(r"^.*\b(?:error|undefined (?:reference|symbol))\b.*$", re.MULTILINE)
@@ -48,7 +48,7 @@ class NativeCore:
     Attributes:
         reason: Why the core is missing, in one sentence; empty if it is loaded.
         library: The file that it was loaded from; None if it is missing.
-        extension: Its classes and functions, as a pybind11 module; None if it is missing.
+        extension: The core's classes and functions, as a pybind11 module; None if the core is missing.
         seconds: The time spent compiling; 0.0 if it was compiled before.
     """
 

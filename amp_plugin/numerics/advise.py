@@ -38,7 +38,8 @@ _AT_ONE = frozenset({"log1p", "logit", *_BOUNDED})
 _FROM_ONE = frozenset({"rsub", "sub"})
 SOFTMAXES = frozenset({"_softmax", "_log_softmax", "_safe_softmax"})
 
-# An op that runs -> the ops by which a program may have called it. Autocast's rules apply to the latter.
+# Maps an op that runs to the ops by which a program may have called it. Autocast's rules apply to the called
+# ops.
 _CALLED_AS = {
     "addmm": ("linear", "addmm"),
     "bmm": ("matmul", "bmm"),
@@ -56,7 +57,7 @@ _WITHIN = re.compile(r"^_?(?:native_)?|_forward$")
 
 _SMALL = " In fp16 an eps below 6e-8 becomes 0: take a larger one, or call float() first."
 
-# A cause, or a cause and a case of it -> what to do. In a text, {c} is the _Case.
+# Maps a cause, or a cause and one case of this cause, to what to do. In a text, {c} is the _Case.
 _ADVICE = {
     "weight": "the weight was not finite before this op: look at the checkpoint, at the initialisation, and "
     "at the last step.",
@@ -151,7 +152,7 @@ class _Case:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether the range of fp32 is much larger than that of the dtype. For bf16 it is not."""
+        """Whether the range of fp32 is much larger than the range of the dtype. For bf16 it is not."""
         return torch.finfo(self.finding.dtype).max < 0.5 * torch.finfo(torch.float32).max
 
     @property

@@ -77,7 +77,7 @@ class RunComparison:
         ranks: The ranks that both recordings have. Empty if each is the file of one process.
         absent_first, absent_second: The ranks that are missing in a recording, or were cut off.
         replicas_first, replicas_second: Gradients that differ between the ranks of a recording, although
-            their weights started with the same bits. Only those of the first such step are listed.
+            their weights started with the same bits. Only the differences of the first such step are listed.
         dropouts_first, dropouts_second: Dropouts that are the same on ranks of a recording where they must
             differ, or differ where they must be the same.
         mesh: The sizes of the mesh dimensions by name, including the micro-batches, if one process was
@@ -181,8 +181,8 @@ def compare_runs(
         first: A recording.
         second: Another recording. It has as many ranks, or one of the two has a single process. It may be the
             same recording; then only its replicas are compared.
-        names: Modules in the first run -> the same modules in the second run, for two implementations of a
-            model. A name includes everything below it, and ``*`` stands for one part of a name.
+        names: Maps modules of the first run to the same modules of the second run, for two implementations of
+            a model. A name includes everything below it, and ``*`` stands for one part of a name.
         layouts: Combine results even if both sides have one process. The recording with more micro-batches
             must be the second.
 

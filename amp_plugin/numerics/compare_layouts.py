@@ -31,7 +31,7 @@ def compare_layouts(whole: Run, runs: Mapping[int, Run], names: ModuleNames) -> 
     Args:
         whole: The run of one process.
         runs: The runs of all ranks.
-        names: Converts the ranks' module names into those of the one process.
+        names: Converts the ranks' module names into the names of the one process.
 
     Returns:
         The results that differ by more than rounding, in the order of the one process. The first one is

@@ -41,7 +41,7 @@ class Diagnosis(Region):  # type: ignore[no-untyped-call]
         self.findings: list[Finding] = []
         self.read: list[Finding] = []
         self._on_finding, self._raises = on_finding, not keep_going
-        self._known: dict[tuple[object, ...], int] = {}  # the subject of a finding -> its index
+        self._known: dict[tuple[object, ...], int] = {}  # maps the subject of a finding to its index
         tracker = Tracker(model)
         self._watch = Watch(tracker, self._found, strict=strict, patience=patience)
         self._learning = Learning(tracker)

@@ -52,7 +52,7 @@ class Matches:
     Args:
         whole: The run of one process.
         runs: The runs of all ranks.
-        names: Converts the ranks' module names into those of the one process.
+        names: Converts the ranks' module names into the names of the one process.
 
     Attributes:
         whole, runs: The arguments.
@@ -76,7 +76,7 @@ class Matches:
         self.all = sorted(found, key=lambda match: match.number)
 
     def axes(self, repeats: int) -> tuple[Axis, ...]:
-        """Return the dimensions of the mesh, including that of this many micro-batches."""
+        """Return the dimensions of the mesh, with one more dimension if there are several micro-batches."""
         return (*self.mesh.axes, *([Axis(MICRO_BATCHES, repeats)] if repeats > 1 else []))
 
     @cached_property

@@ -77,12 +77,13 @@ class _Judge:
 
     def __init__(self, matches: Matches) -> None:
         self._runs: dict[int, Run] = {**matches.runs, _ONE: matches.whole}
-        # differences by rank and number; inf if nothing can be said
+        # Maps (rank, number of a result) to the difference of this result. inf if nothing is known of it.
         self._apart: dict[tuple[int, int], float] = {}
-        # by rank: the differences of results that only this rank has
+        # Maps a rank to the differences of results that only this rank has.
         self._swept: dict[int, list[float]] = {}
         self._follows_random = False
-        self._numbers_of_norms: set[int] = set()  # of the one process: norms of what the ranks share out
+        # Numbers, in the run of one process, of the norms of tensors that the ranks share out.
+        self._numbers_of_norms: set[int] = set()
 
     def judged(self, match: Match) -> Verdict:
         """Compare one result."""
@@ -124,7 +125,7 @@ class _Judge:
         return max((self._apart_of(rank, read.made_by) for read in reads), default=0.0)
 
     def _apart_of(self, rank: int, number: int) -> float:
-        """Return the difference of a result. If only this run has the result, return that of its inputs."""
+        """Return the difference of a result. If only this run has the result, use the inputs' difference."""
         if (rank, number) in self._apart:
             return self._apart[rank, number]
         run, swept = self._runs[rank], self._swept.setdefault(rank, [])
@@ -151,7 +152,7 @@ class _Judge:
         return next(near, None) or min(ways, key=lambda way: way.relative)
 
     def _norms(self, match: Match) -> Iterator[Combined]:
-        """Yield norms and extremes of tensors that the ranks share. Each rank has that of its part."""
+        """Yield norms and extremes of tensors that the ranks share. Each rank has the number for its part."""
         record, layout = match.mine, match.layout
         follows = any(read.made_by in self._numbers_of_norms for read in record.reads)
         if "norm" in record.op or follows:

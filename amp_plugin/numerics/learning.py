@@ -27,7 +27,7 @@ _UNDERFLOWED = 0.25  # report underflow if more than this share of fp16 gradient
 
 _WIDE = ShadowValues(torch.float32)
 
-# A cause, or a cause and a case of it -> what was measured, and what to do.
+# Maps a cause, or a cause and one case of this cause, to what was measured and what to do.
 _REASONS = {
     "no step": (
         "no optimizer took a step in {passes} backward passes",

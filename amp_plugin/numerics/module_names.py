@@ -16,13 +16,13 @@ _NOT_A_MAPPING = (
 
 
 class ModuleNames:
-    """Turns module names of the second run into those of the first.
+    """Turns module names of the second run into names of the first.
 
     A name stands for a module and everything below it. ``*`` stands for one part of a name, such as the
     number of a layer. The longest name that fits counts.
 
     Args:
-        names: names in the first run -> names in the second run.
+        names: maps names of the first run to names of the second run.
 
     Example:
         >>> names = ModuleNames({"GPT.layers.*.mlp": "Net.blocks.*.feed_forward"})
@@ -45,7 +45,7 @@ class ModuleNames:
         """Read a YAML or JSON file with a mapping.
 
         Raises:
-            ValueError: it does not hold a mapping of texts.
+            ValueError: the file does not contain a mapping from texts to texts.
         """
         try:
             held = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -58,7 +58,7 @@ class ModuleNames:
         return cls(held)
 
     def inverted(self) -> ModuleNames:
-        """Return what turns names of the first run into those of the second."""
+        """Return the object that turns names of the first run into names of the second."""
         return ModuleNames({second: first for first, second in self._names.items()})
 
     def of(self, name: str) -> str:

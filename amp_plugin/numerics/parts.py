@@ -45,18 +45,18 @@ class Part:
     """A rank's part of a tensor, in numbers that add up over the ranks.
 
     Attributes:
-        shape: of the part, with the two parts of a complex number as a dimension more.
+        shape: the shape of the part, with the two parts of a complex number as a dimension more.
         sums: for dimensions that are summed over, the sum that is left, or its sketch.
         values: all elements, if they are few; else empty.
-        whole_shape: of the whole tensor, if a DTensor tells it; else empty.
+        whole_shape: the shape of the whole tensor, if a DTensor gives it; else empty.
         whole: the sketch by places in the whole tensor; empty if they are not known.
         added: names of the mesh dimensions over which the parts add up, by shards or by partial sums.
         divided: by how much the sum of the parts is divided: the ranks, where a mean is due; else 1.
         rounding: how far the numbers of this run are from those without rounding, relative.
         is_random: whether the op draws random numbers.
         is_made: whether the op reads no tensor.
-        group: of a collective, the ranks that it is between; else empty.
-        maker: of a gradient, the number of the record that made it; -1 if it is not known.
+        group: for the result of a collective, the ranks that take part; else empty.
+        maker: for a gradient, the number of the record that made it; -1 if the record is not known.
     """
 
     shape: tuple[int, ...]

@@ -133,8 +133,8 @@ class ForwardSites:
     """The site of each op that autograd has recorded, by thread and the number of its node."""
 
     def __init__(self) -> None:
-        self._sites: dict[tuple[int, int], Site] = {}  # (thread, number) -> site
-        # thread -> the number of the last node before this object saw the thread
+        self._sites: dict[tuple[int, int], Site] = {}  # maps (thread, number of a node) to a site
+        # Maps a thread to the number of the last node before this object saw the thread.
         self._before: dict[int, int] = dict([self._latest()])
 
     def record(self, op: str, module: str) -> None:

@@ -114,7 +114,7 @@ class RecordedFiles:
     """The files of a recording that exist."""
 
     ranks: int  # number of ranks that took part
-    present: Mapping[int, Path]  # rank -> its file
+    present: Mapping[int, Path]  # maps a rank to its file
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -126,7 +126,7 @@ class RecordedFiles:
         """Find the files of a recording. If ``path`` is a file, that is the only one.
 
         Raises:
-            ValueError: ``path`` is a folder, but not that of a recording.
+            ValueError: ``path`` is a folder, but not the folder of a recording.
         """
         if not path.is_dir():
             return cls(1, {0: path})

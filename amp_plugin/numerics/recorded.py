@@ -53,13 +53,13 @@ class Difference:
 class OpRecord:
     """One result of one op."""
 
-    step: int  # the number of optimizer steps before it
+    step: int  # the number of optimizer steps before the op
     direction: str  # "forward" or "backward"
     module: str  # the path of the module; empty outside of modules
     op: str  # the full name of the op
     line: str  # the line that called the op, or its forward op; empty if unknown
-    dtype: str  # of the result
-    shape: tuple[int, ...]  # of the result
+    dtype: str  # the dtype of the result
+    shape: tuple[int, ...]  # the shape of the result
     checksum: int  # a checksum of the result's bits
     held: Fingerprint  # the result as it would be without rounding
     reads: tuple[Fingerprint, ...]  # the inputs as they would be without rounding
@@ -102,13 +102,13 @@ class Run(NamedTuple):
     """A recorded run of one process."""
 
     records: list[OpRecord]  # the results, in the order of the ops
-    unmeasured: dict[str, int]  # ops that did not run in fp64 -> their count
+    unmeasured: dict[str, int]  # maps each op that did not run in fp64 to its count
     weights: dict[str, Weight]  # the weights by name, before their first step
-    gradients: dict[int, str]  # number of a gradient's record -> name of its weight
+    gradients: dict[int, str]  # maps the number of a gradient's record to the name of its weight
     is_whole: bool = True  # whether the region ended without an error
-    # number of a record -> what is known of the whole tensor; empty in files of earlier releases
+    # Maps the number of a record to what is known of the whole tensor. Empty in files of earlier releases.
     parts: dict[int, Part] = {}  # noqa: RUF012 - each recorder gives its own
-    mesh: dict[Axis, int] = {}  # noqa: RUF012 - dimension -> place on it; empty if no DTensor told it
+    mesh: dict[Axis, int] = {}  # noqa: RUF012 - the rank's place on each dimension; empty without DTensors
 
     @classmethod
     def load(cls, path: Path) -> Run:

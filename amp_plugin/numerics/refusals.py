@@ -49,7 +49,7 @@ _REFUSES: Final = re.compile(
     r"[Tt]ype promoting not supported|expected scalar type|must be either float or double"
 )
 
-_NUMPY: Final = "Got unsupported ScalarType"  # of Tensor.numpy(), which is no op
+_NUMPY: Final = "Got unsupported ScalarType"  # the error of Tensor.numpy(), which is not an op
 
 # Words in the messages of ops that refuse dtypes, for when the op cannot run again in other dtypes.
 _OF_DTYPES: Final = re.compile(

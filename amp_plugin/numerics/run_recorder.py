@@ -1,4 +1,4 @@
-"""Record the results of each op in a region. Each rank writes a file of its own."""
+"""Record the results of each op in a region. Each rank writes its own file."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from amp_plugin.numerics.values import Fingerprint, Storages, distance, fingerpr
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_SUMS = 64 * 2.0**-23  # of the product of the two largest inputs: rounding of sums that cancel
+_SUMS = 64 * 2.0**-23  # rounding of sums that cancel, relative to the product of the two largest inputs
 
 
 class _Exchange(NamedTuple):
     """A collective. Its result is recorded when an op reads it, because it may not have arrived before."""
 
-    site: Site  # of the collective
+    site: Site  # where the collective was called
     direction: str
-    read: tuple[Fingerprint, ...]  # of what this rank sent
-    taken: float  # the relative rounding of what it sent
+    read: tuple[Fingerprint, ...]  # fingerprints of the tensors that this rank sent
+    taken: float  # the relative rounding of the tensors that this rank sent
     group: tuple[int, ...]  # the ranks that take part
 
 
 class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
     """Record the results of each op in a region, into a file for ``compare_runs``.
 
-    If there are several ranks, each writes a file of its own. Then ``path`` is a folder with ``rank-0.amp``,
+    If there are several ranks, each rank writes its own file. Then ``path`` is a folder with ``rank-0.amp``,
     ``rank-1.amp`` and so on, and ``manifest.json``. Each rank also writes its file after each step, so a rank
     that is killed leaves its earlier steps.
 

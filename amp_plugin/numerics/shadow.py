@@ -28,7 +28,7 @@ _JUMP_TO, _JUMP_BY = 0.05, 10.0
 
 @dataclass(kw_only=True, slots=True)
 class Errors:
-    """The errors of one op in one module. Errors are those of the worst call.
+    """The errors of one op in one module. The errors of the worst call are given.
 
     Attributes:
         calls: The number of calls that were compared.

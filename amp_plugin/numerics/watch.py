@@ -67,22 +67,23 @@ class Origin:
     """The origin of infinities or nans. All tensors that they were passed on to share it."""
 
     kind: Kind  # as in Finding
-    # what to report; None for a constant, and for unwritten memory and collectives before an op reads them
+    # What to report. None for a constant, and for unwritten memory and collectives before an op reads them.
     finding: Finding | None = None
-    site: Site | None = None  # of the op that made it; if that is a backward op, of its forward op
-    is_reported: bool = False  # then nothing that follows from it is reported
-    is_read: bool = False  # whether an op has computed with it; copies and views do not count
-    is_absorbed: bool = False  # whether an op has computed finite numbers from it
-    is_compared: bool = False  # whether an op has computed integers or booleans from it
-    became_nan: bool = False  # whether an op has computed a nan from it
+    # The site of the op that made the numbers. For a backward op, the site of its forward op.
+    site: Site | None = None
+    is_reported: bool = False  # if True, nothing that follows from this origin is reported
+    is_read: bool = False  # whether an op has computed with the numbers; copies and views do not count
+    is_absorbed: bool = False  # whether an op has computed finite numbers from the infs or nans
+    is_compared: bool = False  # whether an op has computed integers or booleans from the infs or nans
+    became_nan: bool = False  # whether an op has computed a nan from numbers of this origin
     read_by: str = ""  # _PYTHON or _SELECTION if an inf or nan of this origin was read outside of training
     source: str = ""  # for input data: where it was loaded
-    # Origins whose numbers went into the same op. When one of them is reported, all are.
+    # Origins whose numbers went into the same op. When one of these origins is reported, all are reported.
     others: dict[Origin, None] = field(default_factory=dict)
 
     @property
     def explains(self) -> bool:
-        """Whether it is a fault. Then it is also the cause of what ops compute from it."""
+        """Whether this origin is a fault. A fault is also the cause of what ops compute from the numbers."""
         return self.kind != "constant"
 
 

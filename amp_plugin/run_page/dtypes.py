@@ -45,8 +45,8 @@ class Survey:
         self._hooks = ModuleHooks(models, self._note)
         self._states: tuple[RegionState, ...] = ()
         self._results: dict[str, torch.dtype] = {}
-        self._products: dict[str, list[torch.dtype]] = {}  # of modules that hold parameters themselves
-        self._formats: dict[str, OperandRange] = {}  # of the inputs of layers below 16 bits
+        self._products: dict[str, list[torch.dtype]] = {}  # by name of a module that has parameters itself
+        self._formats: dict[str, OperandRange] = {}  # ranges of the inputs of layers below 16 bits
         self._gradients: dict[Tensor, tuple[torch.dtype, int]] = {}
         self._is_over = False
 

@@ -80,7 +80,8 @@ class History:
         self.skips: list[Skip] = []  # the first _MOST_SKIPS ones
         self.per_point = 1  # one of this many steps becomes a point of the curves
         self._points: list[Point] = []
-        self._landed_at: dict[str, float] = {}  # optimizer -> the loss scale of its last step that was taken
+        # Maps an optimizer to the loss scale of its last step that was not skipped.
+        self._landed_at: dict[str, float] = {}
         self._losses: list[Tensor] = []
 
     def note_growth(self, factor: float) -> None:

@@ -111,7 +111,8 @@ def in_short(history: History, nearest: list[str], unseen: list[str], diagnose: 
 def _reasons(history: History) -> list[str]:
     """Return each reason why steps were skipped, with the numbers of these steps."""
     steps: dict[str, list[int]] = {}
-    first: dict[str, str] = {}  # reason -> the parameters of the first step skipped for that reason
+    # Maps a reason to the parameters of the first step that was skipped for this reason.
+    first: dict[str, str] = {}
     reports = {skip.meaning: skip.report for skip in reversed(history.skips) if skip.report.modules}
     finding_scale = {id(skip) for skip in history.finding_scale}
     for skip in history.skips:
@@ -182,7 +183,7 @@ _ROW, _MAP_HEIGHT = 18, 620
 
 
 def curve_charts(curves: dict[str, list[Any]], *, has_skips: bool) -> dict[str, dict[str, Any]]:
-    """Return id -> chart, for the curves over optimizer steps."""
+    """Return a dict from id to chart, for the curves over optimizer steps."""
     import altair as alt  # noqa: PLC0415 - of the extra
 
     several = len(set(curves["optimizer"])) > 1
@@ -268,7 +269,7 @@ def _skips(alt: Any) -> Any:
     return alt.layer(rules, heads.encode(y=alt.value(4)))
 
 
-_MAPS: Final = {  # name of a map -> legend, description, domain and colours
+_MAPS: Final = {  # the legend, description, domain and colours of each map, by its name
     "bits": (
         "bits left",
         "Bits of headroom of each module's largest gradient, by step",

@@ -213,7 +213,7 @@ class GradScaler(TorchNames):
         backward pass adds to the gradients, they are unscaled again after it.
 
         Raises:
-            RuntimeError: It was called twice, or after ``step()``, without new gradients; or before
+            RuntimeError: This method was called twice, or after ``step()``, without new gradients; or before
                 ``scale()``.
             ValueError: A gradient is float16.
         """
@@ -354,7 +354,7 @@ class GradScaler(TorchNames):
             max_norm: Largest norm.
             norm_type: The p of the p-norm. ``inf``, ``-inf`` and 0 are allowed.
             error_if_nonfinite: True to raise if the norm is not finite. This is a host sync. Weights and
-                gradients are then as before the call. With a closure, the gradients are those of its last
+                gradients are then as before the call. With a closure, the gradients come from its last
                 call.
             closure: As for the optimizer's ``step``. The gradients of each call are clipped.
 
@@ -411,7 +411,7 @@ class GradScaler(TorchNames):
             of its closure. :meth:`last_step` has the details.
 
         Raises:
-            RuntimeError: It was called twice without new gradients, or before ``scale()``.
+            RuntimeError: This method was called twice without new gradients, or before ``scale()``.
             AssertionError: A scaled loss has run backward, and the optimizer has no gradient. As in torch.
             FloatingPointError: With ``on_min_scale="raise"``, the step was skipped at the smallest scale.
                 With ``on_nonfinite="raise"``, it was skipped, and no lower loss scale would help. On a GPU a
@@ -492,7 +492,7 @@ class GradScaler(TorchNames):
             new_scale: Set this scale now instead. Scaled gradients that wait for a step are converted.
 
         Raises:
-            RuntimeError: It was called before ``scale()``.
+            RuntimeError: This method was called before ``scale()``.
             FloatingPointError: As :meth:`step`, for a step whose result the host has just learned.
         """
         shared = self.core.shared

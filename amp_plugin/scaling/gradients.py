@@ -33,7 +33,7 @@ class ShardLayout(NamedTuple):
 
     @classmethod
     def of(cls, mesh: DeviceMesh, placements: Sequence[Any]) -> ShardLayout:
-        """Return the layout of a DTensor. FSDP2 over tensor parallelism has placements of its own kind."""
+        """Return the layout of a DTensor. FSDP2 over tensor parallelism uses its own kind of placements."""
         return cls(mesh, tuple(not (kind.is_replicate() or kind.is_partial()) for kind in placements))
 
     def replicas(self) -> int:
@@ -43,7 +43,7 @@ class ShardLayout(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """The result of one kernel call on a batch. The norm is that of the unscaled gradients."""
+    """The result of one kernel call on a batch. The norm is the norm of the unscaled gradients."""
 
     norm: Tensor  # float32, 0-dim, like the next one
     found_inf: Tensor

@@ -30,7 +30,7 @@ ledger then records it. These sentences complete the table:
   only unscaled, and not stepped, this holds only for a gradient that is in other memory now.
 
 The ledger also knows whether a gradient was changed by a backward pass or by the user. For this it compares
-each gradient's memory and version with those of its last look::
+each gradient's memory and version with the memory and version at its last look::
 
     waits()       a scaled gradient that no optimizer has used since a backward pass added to it
     has_grown()   a backward pass has added to a gradient, asked after one has begun
@@ -89,7 +89,7 @@ class GradientLedger:
     Args:
         params: The parameters. The ledger refers to them by this list only, and holds no gradients, because
             a second reference to a tensor would stop ``torch.utils.swap_tensors``.
-        known: Other ledgers. Records that they have of these parameters are shared.
+        known: Other ledgers. If another ledger has a record of a parameter, this ledger uses the same record.
         scale: The loss scale that the gradients of new parameters carry.
     """
 

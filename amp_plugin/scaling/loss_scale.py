@@ -134,7 +134,7 @@ class LossScale:
             self.found_inf = torch.maximum(before, found_inf)
 
     def replace_checks(self, found_infs: Iterable[Tensor], *, keep: bool) -> None:
-        """Replace the checks for the next update; with ``keep``, keep those of earlier requested updates."""
+        """Replace the checks for the next update. ``keep`` keeps the checks of earlier requested updates."""
         self.found_inf = self.found_inf if keep else None
         for found_inf in found_infs:
             self.record(found_inf)
@@ -259,7 +259,7 @@ def _one(device: torch.device, stream: int) -> Tensor:
 def divisor_of(scale: LossScale | None, device: torch.device) -> tuple[Tensor, bool]:
     """Return the number that unscales on ``device`` (float32, 0-dim), and whether to divide by it."""
     if scale is None:
-        # A graph's capture and fake tensors need a tensor of their own.
+        # A graph's capture and fake tensors need a separate tensor.
         own = capturing(device) or torch._guards.detect_fake_mode() is not None
         return (_one.__wrapped__ if own else _one)(device, stream_number(device)), False
     value = scale.require()

@@ -78,14 +78,14 @@ class OptimizerState:
 
     def __init__(self, optimizer: weakref.ref[Optimizer], shared: Shared) -> None:
         self._optimizer, self.shared = optimizer, shared
-        self._number = next(_numbers)  # its number in the ledger; an id could be used again by another state
+        self._number = next(_numbers)  # the state's number in the ledger; an id could be reused
         self.names: Names = {}
         self.ledger: Any = make_ledger([], (), None)
         self.layouts: tuple[ShardLayout, ...] = ()
         self.backwards = self._answered = 0  # the number of backward passes at its last unscaling or step
         self._sharers: list[OptimizerState] = []  # states of optimizers that share parameters with it
         self.result: StepResult | None = None
-        # Its last stage, and the number of updates that had been requested then.
+        # The optimizer's last stage, and the number of updates that had been requested by then.
         self._used = (OptState.READY, 0)
         self.forget()
 
@@ -395,8 +395,8 @@ class OptimizerState:
         """Unscale the gradients with a program's own function, and keep the overflows that it returns.
 
         Args:
-            unscale: A function of the loss scale (float32, 0-dim). It returns device -> 1.0 if there is an
-                overflow.
+            unscale: A function of the loss scale (float32, 0-dim). It returns a dict that maps each device to
+                1.0 if there is an overflow.
         """
         self.begin_call()
         carried = [scale for scale, params, _ in self.parts() if any(p.grad is not None for p in params)]

@@ -123,7 +123,7 @@ def _first(names: Sequence[str], count: int = 5) -> str:
 
 
 Names = dict[int, tuple[Tensor, str]]
-"""Id of a parameter -> the parameter and its name. swap_tensors does not allow weak references."""
+"""Maps the id of a parameter to the parameter and its name. swap_tensors does not allow weak references."""
 
 
 def names_of(params: Sequence[Tensor], optimizer: Optimizer | None, given: Names) -> list[str]:
@@ -137,7 +137,7 @@ def names_of(params: Sequence[Tensor], optimizer: Optimizer | None, given: Names
 
 
 def checked_names(names: Any) -> dict[str, Tensor]:
-    """Return the argument ``names`` as name -> parameter, or raise TypeError."""
+    """Return the argument ``names`` as a dict from name to parameter, or raise TypeError."""
     pairs = names.named_parameters() if isinstance(names, torch.nn.Module) else names or {}
     try:
         named = dict(pairs)

@@ -22,7 +22,7 @@ class Shared:
 
     Args:
         options: The options of the loss scales and of steps.
-        losses: The names of losses with a scale of their own.
+        losses: The names of losses with a separate loss scale.
         ranks: The processes that decide together.
         device: The device type.
         enabled: True if losses are scaled.

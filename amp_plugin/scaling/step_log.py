@@ -39,7 +39,7 @@ _AT_FLOOR = (
     "at last_step(optimizer).overflow_report(), lower min_scale, or use bfloat16."
 )
 
-_NUMBERS = ("norm", "used_norm", "found_inf", "judged", "_scale_before")  # of a result
+_NUMBERS = ("norm", "used_norm", "found_inf", "judged", "_scale_before")  # attributes of a result
 
 _NOTHING_TO_DO = "the optimizer's own step (nothing was to be unscaled, clipped or checked)"
 

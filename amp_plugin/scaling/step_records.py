@@ -101,7 +101,7 @@ class StepRecord:
         )
 
     def numbers(self, prefix: str = "") -> dict[str, float]:
-        """Return name -> number for a tracker: each known number, and ``skipped`` as 0 or 1."""
+        """Return a dict from name to number for a tracker: each known number, and ``skipped`` as 0 or 1."""
         names = ("loss_scale", "norm", "clipped_norm", "value", "limit", "seconds")
         found = {name: getattr(self, name) for name in names} | {"skipped": float(self.skipped)}
         return {prefix + name: number for name, number in found.items() if number is not None}
@@ -231,7 +231,7 @@ def _pass_last_on(recorder: Callable[[], StepRecorder | None]) -> None:
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """Return the records of a log, those of older files first. Torn lines are left out.
+    """Return the records of a log, oldest file first. Torn lines are left out.
 
     Args:
         path: The path that was given as ``log=``.

@@ -131,10 +131,10 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         # ``_found`` holds overflows, by optimizer and stage.
         self._own: dict[int, dict[str, Any]] = {}
         self._found: dict[tuple[int, OptState], dict[Any, Tensor]] = {}
-        self._wrapped: dict[int, int] = {}  # id of an optimizer -> id of the optimizer inside it
+        self._wrapped: dict[int, int] = {}  # maps the id of an optimizer to the id of the one inside
 
     def own(self, key: int) -> dict[str, Any]:
-        """Return the entries of an optimizer that our state of it does not hold."""
+        """Return the entries of an optimizer that our own state of this optimizer does not contain."""
         return self._own.setdefault(key, {})
 
     def state_of(self, key: int) -> OptimizerState | None:
@@ -142,7 +142,7 @@ class OptimizerRecords(dict[int, "OptimizerRecord"]):
         return self._core.find_by_id(self._wrapped.get(key, key))
 
     def found(self, key: int, state: OptimizerState) -> dict[Any, Tensor]:
-        """Return device -> overflow flag of an optimizer. A program may write to this dict."""
+        """Return a dict from device to overflow flag of an optimizer. A program may write to this dict."""
         if state.found_inf_per_device or state.stage is OptState.UNSCALED:
             return state.found_inf_per_device
         result = state.result if state.stage is OptState.STEPPED else None

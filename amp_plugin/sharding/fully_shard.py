@@ -29,8 +29,8 @@ def fully_shard(
 ) -> nn.Module:
     """Shard a model with torch's ``fully_shard``, in the dtypes of a plan. Run the model under ``autocast``.
 
-    Each module of ``units`` is sharded as an FSDP unit of its own, and the model last. Before torch 2.15 all
-    weights of a unit are gathered in one dtype, so modules of ``fp32_modules`` become units of their own
+    Each module of ``units`` is sharded as a separate FSDP unit, and the model last. Before torch 2.15 all
+    weights of a unit are gathered in one dtype, so modules of ``fp32_modules`` become separate units
     too. Gradients of micro-batches are added up in the dtype of the reduction, also after
     ``set_requires_gradient_sync(False)``.
 
@@ -90,14 +90,14 @@ def shard_unit(
 ) -> Any:
     """Shard a module, or a list of modules as one unit.
 
-    Modules that stay in fp32 are sharded as units of their own if torch gathers each unit in one dtype, or if
+    Modules that stay in fp32 are sharded as separate units if torch gathers each unit in one dtype, or if
     their weights are already stored in 16 bits.
     """
     members = unit if isinstance(unit, list) else [unit]
     apart = _outermost(members, in_fp32)
     if has_dtypes_by_parameter():
         # torch can gather a weight in its stored dtype or in a lower one, so float32 weights that stay in
-        # fp32 need no unit of their own.
+        # fp32 need no separate unit.
         beside = [m for m in apart if m not in members and HALVES.isdisjoint(p.dtype for p in m.parameters())]
         apart = [module for module in apart if module not in beside]
         kept = {id(param) for module in beside for param in module.parameters()}

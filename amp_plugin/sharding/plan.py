@@ -67,7 +67,7 @@ class DtypePlan:
         return DTYPES[self.reduce]
 
     def in_fp32(self, model: nn.Module) -> set[nn.Module]:
-        """Return the modules that stay in fp32: those of ``fp32_modules`` and all modules inside them.
+        """Return the modules that stay in fp32: the modules of ``fp32_modules`` and all modules inside them.
 
         Args:
             model: The model that the names refer to. With ``compute="fp32"`` all its modules stay in fp32.

@@ -175,7 +175,7 @@ class ModuleDtypes:
         kind: The name of its class.
         inputs, outputs: The dtypes of its tensor arguments and results, in order. Tensors inside lists,
             tuples and dicts are included.
-        weights: The dtypes of its own parameters, each dtype once.
+        weights: The dtypes of the module's own parameters, each dtype once.
     """
 
     module: str
@@ -289,7 +289,7 @@ def module_calls(model: nn.Module) -> Iterator[list[ModuleDtypes]]:
     A call that ends with an exception is left out.
     """
     calls: list[ModuleDtypes] = []
-    # The keys are ids, because the hash of a module can change: that of a torchmetrics metric does.
+    # The keys are ids, because the hash of a module can change. The hash of a torchmetrics metric does.
     names = {id(module): name for name, module in model.named_modules()}
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -349,7 +349,7 @@ def check_against_plan(model: nn.Module, plan: DtypePlan) -> bool:
 
 
 def _refuse_rounded_weights(model: nn.Module, in_fp32: set[nn.Module], units: list[ShardUnit]) -> None:
-    of_weight = gathered_dtypes(model)  # of FSDP2; FSDP1 gathers all weights of a unit in one dtype
+    of_weight = gathered_dtypes(model)  # only FSDP2 has these; FSDP1 gathers a unit's weights in one dtype
     for path, module in model.named_modules():
         owner = clean_name(path)
         holders = [unit for unit in units if _holds(unit, owner)]

@@ -83,7 +83,7 @@ def _turned(result: Tensor, exact: Tensor) -> float:
 
 
 class _Trained(WideRun):  # type: ignore[no-untyped-call]
-    """Runs a program beside its wide run, and measures the difference that rounding can explain."""
+    """Runs a program next to its wide run, and measures the difference that rounding can explain."""
 
     def __init__(self, reference: torch.dtype) -> None:
         super().__init__(None, reference)
@@ -181,7 +181,7 @@ def assert_trains_like(
             that it returns counts as its loss. If ``precision`` is given, the function is called with an
             autocast region, and opens it around its forward pass.
         reference: the dtype of the reference run.
-        precision: the dtype of the region; by default the step opens a region of its own.
+        precision: the dtype of the region; by default the step itself opens a region.
         steps: the number of steps to run.
         device: the device of the region.
 

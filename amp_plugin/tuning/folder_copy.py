@@ -36,7 +36,7 @@ class FolderCopy:
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()
         self._place = tempfile.TemporaryDirectory(prefix="amp_plugin_tune_")
-        # File of the copy -> its signature right after it was copied.
+        # Maps a file of the copy to the signature that the file had right after it was copied.
         self._kept: dict[Path, Signature | None] = {}
 
     @property
@@ -78,7 +78,7 @@ class FolderCopy:
                     _remove(place)
 
     def _restore_entry(self, source: Path, target: Path, copied: int) -> int:
-        """Make an entry of the copy equal to that of the folder.
+        """Make an entry of the copy equal to the entry of the folder.
 
         Return the number of bytes that were copied.
         """

@@ -120,10 +120,10 @@ def fitted(logits: Tensor, targets: Tensor, recorded: Tensor, *, stated: Samplin
     """Return how recorded log-probabilities were computed from logits.
 
     Args:
-        logits: The logits of the first sampled tokens, shape (tokens, vocabulary). They may be fewer than
-            all.
+        logits: The logits of the first sampled tokens, shape (tokens, vocabulary). Not all
+            sampled tokens need logits.
         targets: All sampled tokens, int64.
-        recorded: Their recorded log-probabilities, float64, with the shape of ``targets``.
+        recorded: The recorded log-probabilities of ``targets``, float64, with the shape of ``targets``.
         stated: The temperature and top-p that the file states for each token.
         own: The settings of the trainer.
     """

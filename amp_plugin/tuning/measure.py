@@ -103,7 +103,7 @@ def rules_without_16_bits(device_type: str) -> OpRules:
 
 
 def gradient_errors(gradients: Gradients, reference: Gradients, *, batch: int) -> tuple[float, float]:
-    """Compare the gradients of a batch with those of a run without 16 bits.
+    """Compare the gradients of a batch with the gradients of a run without 16 bits.
 
     A constant power of two in them, the loss scale, is divided out. An error names the number of the batch.
 

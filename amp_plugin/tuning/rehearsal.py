@@ -67,11 +67,11 @@ class Layer:
     """A Linear layer of the program.
 
     Attributes:
-        name: Its name in ``model.named_modules()``.
+        name: The layer's name in ``model.named_modules()``.
         sides: ``out_features`` and ``in_features``.
-        rows: The number of rows of its inputs, summed over all calls in a batch.
-        largest: The largest magnitude of its inputs.
-        losses: Its errors in each format. Formats that cannot handle its sizes are left out.
+        rows: The number of rows of the layer's inputs, summed over all calls in a batch.
+        largest: The largest magnitude of the layer's inputs.
+        losses: The layer's errors in each format. Formats that cannot handle the layer's sizes are left out.
     """
 
     name: str
@@ -362,7 +362,7 @@ def rehearse(
         formats: The formats to try: ``"bf16"``, ``"fp8"``, ``"fp8-rowwise"``, ``"mxfp8"``, ``"nvfp4"``.
         budget: The relative gradient error that is allowed: the norm of the difference to a run in float32,
             divided by the norm in float32. All parameters count as one vector.
-        device_type: The device type on which the model runs. By default that of its parameters.
+        device_type: The device type on which the model runs. By default the device type of its parameters.
         progress: True shows what is running.
 
     Returns:
@@ -390,7 +390,7 @@ def rehearse(
 def rehearsed(
     workload: Workload, device_type: str, *, formats: Sequence[str], budget: float, progress: bool
 ) -> Rehearsal:
-    """Rehearse a workload. The arguments are those of :func:`rehearse`."""
+    """Rehearse a workload. :func:`rehearse` explains the arguments."""
     tried = _checked(formats, budget)
     rules = rules_without_16_bits(device_type)
     with Console(file=sys.stderr, quiet=not progress).status("") as status:

@@ -178,7 +178,7 @@ class Rollout:
         Args:
             prompt_ids: The token ids that the generator was given.
             token_ids: The token ids that it sampled.
-            logprobs: Their log-probabilities.
+            logprobs: The log-probabilities of these tokens.
             temperature: The temperature of the sampling.
             top_p: The top-p of the sampling.
 

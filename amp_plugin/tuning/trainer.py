@@ -29,7 +29,7 @@ from amp_plugin.tuning.rollouts import RolloutBatch
 from amp_plugin.tuning.search import Changes, with_changes
 from amp_plugin.tuning.suspects import Suspect, emulated
 
-_MOST_LOGITS: Final = 1 << 26  # that are kept to find out how the recorded log-probabilities were made
+_MOST_LOGITS: Final = 1 << 26  # the most logits kept to find out how log-probabilities were recorded
 
 Step = Callable[[Tensor], object]
 """Maps token ids of shape (sequences, longest) to logits of shape (sequences, longest, vocabulary)."""

@@ -195,11 +195,11 @@ def tune(
     Args:
         step: a function that runs the forward and backward pass on a batch, in an autocast region without
             ``rules=``. It must not step an optimizer. It may scale the loss by a constant power of two.
-        model: the model whose gradients are compared. Its weights are not changed. With a ``Gap`` it is
-            optional: its buffers are restored after each run.
+        model: the model whose gradients are compared. Its weights are not changed. With a ``Gap`` the
+            model is optional. Its buffers are restored after each run.
         batches: the arguments of ``step``. The search uses the first half of them; the result is verified
             on all.
-        device_type: the device type of the rules; by default that of the model, or the CPU.
+        device_type: the device type of the rules; by default the type of the model's device, or the CPU.
         goal: ``"memory"`` saves fewer bytes for the backward pass. ``"casts"`` casts fewer bytes.
             ``"accuracy"`` makes gradients finite with the fewest fp32 ops; if they are finite already, it
             makes their error smaller. A ``Gap`` brings a trainer nearer to its generator.
@@ -242,7 +242,7 @@ def tune(
 def tuned(
     workload: Workload, device_type: str, *, goal: str, budget: float, reference: str, progress: bool
 ) -> Tuning:
-    """Tune the rules of a workload; the arguments are those of :func:`tune`."""
+    """Tune the rules of a workload; :func:`tune` explains the arguments."""
     wanted = _checked(goal, budget, reference)
     default = OpRules.default(device_type)
     # The output of the trials is dropped.
@@ -314,7 +314,7 @@ def _size(count: float) -> str:
     return filesize.decimal(round(count))
 
 
-# name of a number -> its attribute, and the function that formats it
+# Maps the name of a number to its attribute, and to the function that formats the number.
 _NUMBERS: Final[dict[str, tuple[str, Callable[[float], str]]]] = {
     "saved for backward": ("saved_bytes", _size),
     "cast": ("cast_bytes", _size),

@@ -43,7 +43,7 @@ from amp_plugin.scaling.gradients import params_of
 from amp_plugin.tuning.folder_copy import FolderCopy
 from amp_plugin.tuning.model_call import ModelCall, model_calls
 
-Gradients = Mapping[str, Tensor]  # name of a parameter -> its gradient
+Gradients = Mapping[str, Tensor]  # maps the name of a parameter to its gradient
 # Called after each batch with its gradients and its time in seconds.
 OnBatch = Callable[[Gradients, float], None]
 

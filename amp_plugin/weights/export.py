@@ -239,7 +239,7 @@ def _named(named: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     if not chosen:
         msg = f"no weight's name begins with {prefix!r}; the names are {', '.join(list(named)[:3])}, ..."
         raise ValueError(msg)
-    made: dict[str, str] = {}  # written name -> name in the checkpoint
+    made: dict[str, str] = {}  # maps a written name to the name in the checkpoint
     for name in chosen:
         short = _ADDED_BY_COMPILE.sub(r"\1", name.removeprefix(prefix))
         other = made.setdefault(short, name)

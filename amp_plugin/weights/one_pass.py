@@ -428,7 +428,7 @@ def _by_storage(params: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tenso
     pairs = {param: remainder for param, remainder in zip(stored, kept, strict=True) if remainder is not None}
     in_16_bits = {*pairs, *filter(is_kept_alone, stored)}
     yield [param for param in params if param not in in_16_bits] if in_16_bits else list(params), []
-    # The remainder of a bfloat16 weight is an integer, that of a float16 weight a float32 copy.
+    # The remainder of a bfloat16 weight is an integer. The remainder of a float16 weight is a float32 copy.
     for dtype in {remainder.dtype for remainder in pairs.values()}:
         yield [p for p in pairs if pairs[p].dtype is dtype], [r for r in pairs.values() if r.dtype is dtype]
     if alone:

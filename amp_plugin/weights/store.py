@@ -83,9 +83,9 @@ def store_weights(
                the optimizer's own step
                16-bit weights, remainders = split(parameters)
 
-    The parameters stay the same objects. State dicts, copies and pickles are those of a float32 model. Call
-    it before the first step and before DistributedDataParallel. If an optimizer is made later, pass it to
-    ``add`` of the result before it loads a state dict. Otherwise it is found at its first step.
+    The parameters stay the same objects. State dicts, copies and pickles are the same as for a float32 model.
+    Call it before the first step and before DistributedDataParallel. If an optimizer is made later, pass it
+    to ``add`` of the result before it loads a state dict. Otherwise it is found at its first step.
 
     Args:
         model: A model in float32, bfloat16 or float16, on any device. If FSDP2 shards it, it must be in
@@ -358,7 +358,7 @@ class WeightBytes:
         return self.weights + self.masters + self.gradients + self.optimizer_state
 
     def per_parameter(self) -> dict[str, float]:
-        """Return kind -> bytes per parameter, and the total: ``{"weights": 2.0, ...}``."""
+        """Return a dict from each kind to bytes per parameter, with the total: ``{"weights": 2.0, ...}``."""
         kinds = ("weights", "masters", "gradients", "optimizer_state", "total")
         return {kind: getattr(self, kind) / max(1, self.parameters) for kind in kinds}
 

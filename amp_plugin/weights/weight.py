@@ -47,11 +47,11 @@ class StoredWeight:
     seed: int  # the seed of stochastic rounding
     owner: (
         ref[Tensor] | None
-    )  # torch.utils.swap_tensors, which would take the record away, refuses what has one
+    )  # torch.utils.swap_tensors, which would remove the record, refuses tensors that have such a reference
     steps: int = 0  # number of optimizer steps taken
     shows: int = 0  # number of open requests for float32
-    hidden: Tensor | None = None  # while it is shown: the 16-bit tensor, or the StoredShard
-    # Its name in the last state dict, and a reference to the tensor there.
+    hidden: Tensor | None = None  # while float32 is shown: the 16-bit tensor, or the StoredShard
+    # The weight's name in the last state dict, and a reference to the tensor there.
     exported: tuple[str, Callable[[], Any]] = "", bool
 
     def show(self, param: Tensor, master: Tensor) -> None:

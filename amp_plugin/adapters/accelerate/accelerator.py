@@ -288,7 +288,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
         return prepared
 
     def _region(self, precision: str, of_block: AutocastKwargs | None = None) -> RegionState:
-        """Return the autocast state for models, or for a block with a handler of its own, in a precision."""
+        """Return the autocast state for models, or for a block with its own handler, in a precision."""
         handler = of_block or self.autocast_handler or AutocastKwargs()
         mixed = precision in {"fp16", "bf16", "fp8"}
         runs = of_block is not None or (mixed and not self.session.replaces_autocast)
@@ -443,7 +443,7 @@ class AmpAccelerator(FrontDoor, Accelerator):
     def metrics_since_log(self) -> dict[str, float | int]:
         """Return :meth:`amp_metrics` and ``grad_norm`` if optimizers have stepped since the last call.
 
-        If no loss is scaled, ``loss_scale`` is left out. The norm is that of unscaled gradients before
+        If no loss is scaled, ``loss_scale`` is left out. The norm is the norm of unscaled gradients before
         clipping; after an overflow it is inf or nan. With several optimizers the keys are
         ``grad_norm/0``, ``grad_norm/1`` and so on, in the order of preparation. The host waits for the
         device. Without new steps the result is empty.

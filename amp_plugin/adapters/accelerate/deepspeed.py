@@ -37,7 +37,7 @@ INSTEAD: Final = {
     "on_spike": "'gradient_clipping', which bounds every step,",
     "fp16_gradients": "'fp16_master_weights_and_grads' of 'fp16'",
 }
-"""Options that have no effect here -> the setting of DeepSpeed that does the same."""
+"""Maps options that have no effect here to the setting of DeepSpeed that does the same."""
 FP16_KEYS: Final[dict[str, tuple[str, Callable[[Any], Any], str]]] = {
     "init_scale": ("initial_scale_power", lambda scale: _whole(math.log2(scale)), "powers of 2"),
     "growth_interval": ("loss_scale_window", int, ""),
@@ -45,9 +45,9 @@ FP16_KEYS: Final[dict[str, tuple[str, Callable[[Any], Any], str]]] = {
     "hysteresis": ("hysteresis", int, ""),
     "hysteresis_mode": ("consecutive_hysteresis", {"apex": True, "deepspeed": False}.get, "apex, deepspeed"),
 }
-"""Options of the loss scale -> key in the section fp16, function of its value, and a description of it."""
+"""Maps an option of the loss scale to a key of the section fp16, a function, and allowed values."""
 FIXED: Final = {"growth_factor": 2.0, "backoff_factor": 0.5, "max_scale": None, "on_min_scale": "raise"}
-"""Options of the loss scale without a key in DeepSpeed -> the value that they always have there."""
+"""Maps options of the loss scale without a key in DeepSpeed to the value that DeepSpeed always uses."""
 IN_AUTOCAST: Final = ("rules", "fp32_modules")
 """Options that take effect in DeepSpeed's autocast."""
 IN_OTHER_WAYS: Final = {
@@ -156,7 +156,7 @@ def scaler_for_engine(engine: Any, session: Session, config: Mapping[str, Any]) 
     if is_ours(config):
         scales = engine.torch_autocast_z0_gradscaler is not None
         scaler = session.new_scaler(enabled=scales, device=engine.device.type)
-        # The engine calls it before it clips, so the norm is that of unclipped gradients.
+        # The engine calls it before it clips, so the norm is measured on unclipped gradients.
         if not scaler.is_enabled():
             scaler.unscale_ = scaler.core.measure  # type: ignore[method-assign, assignment]
         engine.torch_autocast_z0_gradscaler = scaler
@@ -206,7 +206,7 @@ class EngineScaler(GradScaler):
         self._seen = engine.global_steps, engine.skipped_steps
         norm, tensor = engine.get_global_grad_norm(), partial(torch.tensor, dtype=torch.float32)
         if norm is not None and self._torchs is not None:
-            norm = norm / before  # here ZeRO's norm is that of scaled gradients
+            norm = norm / before  # here ZeRO's norm is measured on scaled gradients
         result = StepResult(
             norm=None if norm is None else tensor(float(norm)),
             found_inf=tensor(float(skipped)),

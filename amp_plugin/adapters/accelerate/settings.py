@@ -127,7 +127,7 @@ def resolve(
     """Take each option from the first source that sets it; of several AmpKwargs, from the first one.
 
     Returns:
-        The options, option -> source, and whether a loss may be scaled at all.
+        The options, a dict from option to source, and whether a loss may be scaled at all.
     """
     layers = [
         ("AmpKwargs", read_all(given.to_kwargs())) for given in handlers if isinstance(given, AmpKwargs)

@@ -218,7 +218,7 @@ class PrecisionCore(FrontDoor):
             True if the scheduler was stepped.
 
         Raises:
-            RuntimeError: its optimizer has not stepped yet.
+            RuntimeError: the scheduler's optimizer has not stepped yet.
         """
         return self.session.step_scheduler(scheduler, *args)
 

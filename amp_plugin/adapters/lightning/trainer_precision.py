@@ -62,7 +62,7 @@ class TrainerPrecision(PrecisionCore):
         ValueError: an argument is not one of the allowed values.
         ImportError: ``"fp8"``, and torchao is not installed.
         TypeError: an argument is unknown or of another type; or, when training starts, the strategy has a
-            precision of its own (DeepSpeed, XLA).
+            separate precision (DeepSpeed, XLA).
 
     Example:
         >>> from amp_plugin import AmpPrecision
@@ -115,7 +115,7 @@ class TrainerPrecision(PrecisionCore):
     # -- set-up -------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Refuse strategies with a precision of their own; make ``fp32_modules`` compute in fp32."""
+        """Refuse strategies with their own precision; make ``fp32_modules`` compute in fp32."""
         trainer: Any = getattr(module, "_trainer", None)
         if trainer is None:
             msg = (
@@ -349,7 +349,7 @@ class TrainerPrecision(PrecisionCore):
         """Move the state to the stock plugin's key, so that the checkpoint has only stock keys."""
         payload = checkpoint.pop(type(self).__qualname__, None)
         if payload:
-            # Without a loss scale a stock plugin could not load the state, so it gets a key of its own.
+            # Without a loss scale a stock plugin could not load the state, so it gets a separate key.
             checkpoint[self.checkpoint_key if "scale" in payload else OUR_KEY] = payload
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -56,7 +56,7 @@ TUNINGS: dict[str, Tuning] = {
     "pack_weights": Tuning(blocks=6),
     "unpack_weights": Tuning(blocks=6),
 }
-"""Kernel name -> the best tuning on an H200, if that is not the default.
+"""Maps a kernel's name to the best tuning on an H200, if that is not the default tuning.
 
 A measurement may change it before the first device is opened."""
 

@@ -67,7 +67,7 @@ def _open(index: int) -> CudaCore:
     try:
         with outside_tracers():
             return _load_all(index)
-    except Exception as error:  # noqa: BLE001 - cuda-core has error types of its own
+    except Exception as error:  # noqa: BLE001 - cuda-core has its own error types
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, ImportError):
             reason = f"{error}; install or update cuda-core (pip install --upgrade {PACKAGES})"
