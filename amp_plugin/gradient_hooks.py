@@ -98,7 +98,7 @@ def _wide(grad: Tensor) -> Tensor:
 
 
 def _scaled(result: Any, given: Any, scale: Tensor) -> Any:
-    """Return what a hook returned, multiplied by the scale, in the dtype of the gradient that it got."""
+    """Return a hook's result times the scale, in the dtype of the gradient that was passed to the hook."""
     if isinstance(result, Tensor):
         first = given if isinstance(given, Tensor) else next(grad for grad in given if grad is not None)
         product: Tensor = result * scale.to(result.device)

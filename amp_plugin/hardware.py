@@ -187,7 +187,7 @@ def choose_precision(device: str | None = None, index: int = 0) -> PrecisionChoi
     """Choose the precision that a device computes fast: bf16, else fp16, else fp32.
 
     It is what ``precision="auto"`` chooses. A GPU that only emulates bfloat16 gets fp16, and a processor
-    without 16-bit instructions gets fp32. Nothing is measured; the hardware's generation decides.
+    without 16-bit instructions gets fp32. Nothing is measured. The hardware's generation decides.
 
     Args:
         device: the type of the device; default: this machine's accelerator, else ``"cpu"``.

@@ -54,7 +54,7 @@ def reason(*places: str) -> str | None:
 
 
 def removed_attribute(self: object, name: str) -> Any:
-    """Raise AttributeError; for a removed attribute, say what to use. Serves as ``__getattr__``."""
+    """Raise AttributeError. For a removed attribute, say what to use. Serves as ``__getattr__``."""
     if removed := reason(*(f"{kind.__name__}.{name}" for kind in type(self).__mro__)):
         raise AttributeError(removed)
     return object.__getattribute__(self, name)  # raises the usual error, or the error of a property

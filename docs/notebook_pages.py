@@ -17,7 +17,7 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def on_files(files: Files, *, config: Any) -> Files:
-    """Add a page and its pictures for each notebook; the notebook itself stays, to be downloaded."""
+    """Add a page and its pictures for each notebook. The notebook itself stays, to be downloaded."""
     for notebook in sorted(DOCS.rglob("*.ipynb")):
         folder = notebook.parent.relative_to(DOCS)
         text, pictures = page(json.loads(notebook.read_text(encoding="utf-8")), notebook.stem)

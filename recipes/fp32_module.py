@@ -4,7 +4,7 @@
 
 ``run_in(torch.float32)`` turns autocast off inside the module and casts its arguments. The module's code is
 not edited. ``keep`` names arguments that are passed on unchanged. Here that is a buffer that the module
-writes to; otherwise the module would write to a cast copy.
+writes to. Otherwise the module would write to a cast copy.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     accelerate launch --config_file configs/accelerate/cpu_fp16.yaml recipes/train_digits_accelerate.py
     python recipes/train_digits_accelerate.py precision=fp16
 
-The same model, data and losses as ``train_digits.py``; the only lines about precision are the
+The same model, data and losses as ``train_digits.py``. The only lines about precision are the
 import and the construction of AmpAccelerator.
 """
 

@@ -583,7 +583,7 @@ class Session:
         return f"the checkpoint was written in another precision; {kept}"
 
     def watch(self, models: Sequence[nn.Module], path: str | Path | None) -> Path | None:
-        """Watch the modules, to name the one at which a step goes wrong; with ``path``, write a page too.
+        """Watch the modules, to name the one at which a step goes wrong. With ``path``, write a page too.
 
         The watch ends with :meth:`end_watch` or with the process. A second call makes it follow these models.
         If the watch fails, it gives one warning and ends.
@@ -611,7 +611,7 @@ class Session:
 def _opened_watch(
     scaler: Any, models: Sequence[nn.Module], path: str | Path | None, options: object
 ) -> RunReport | ModuleWatch:
-    """Return an open page; if none is wanted, or none can be opened, return a watch of modules."""
+    """Return an open page. If none is wanted, or none can be opened, return a watch of modules."""
     from amp_plugin.numerics.first_module import ModuleWatch  # noqa: PLC0415 - only where somebody watches
 
     if path is not None:

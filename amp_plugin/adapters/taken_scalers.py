@@ -116,7 +116,7 @@ def scalers_taken(
     arguments: Callable[[Sequence[Any], dict[str, Any]], dict[str, Any]],
     made: Callable[[Any], object],
 ) -> Iterator[None]:
-    """Make each of torch's scalers that a program makes or loads one of ours.
+    """Replace each torch scaler that a program creates or loads by one of ours.
 
     ``may_take`` says whether a class is taken over. ``arguments`` returns the arguments for our scaler.
     ``made`` is called with each scaler.

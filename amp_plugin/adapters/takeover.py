@@ -90,7 +90,7 @@ class Takeover:
         self._begun.enter_context(when_imported({"torch": lambda _: self}))
 
     def program_failed(self, error: BaseException | None) -> None:
-        """Note that the program ended with an error; if torch refused dtypes, print what helps."""
+        """Note that the program ended with an error. If torch refused dtypes, print what helps."""
         self._failed = True
         if error is None or "torch" not in sys.modules:
             return
@@ -166,7 +166,7 @@ class Takeover:
         self._say(f"--precision auto is {choice.precision}: {choice.reason}")
 
     def _rules(self) -> OpRules | None:
-        """Return the rules of the file; if they cannot be used, print why and end the process."""
+        """Return the rules of the file. If they cannot be used, print why and end the process."""
         if self._rules_file is None:
             return None
         from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
@@ -418,7 +418,7 @@ def bind_environment() -> None:
     processes that its program starts.
 
     Raises:
-        OptionError: one of the two variables is wrong; the text names it.
+        OptionError: one of the two variables is wrong. The text names it.
     """
     if _BOUND or is_launcher():
         return

@@ -99,7 +99,7 @@ _COLUMNS = {"cast": ("module", "op", "argument", "dtypes"), "module": ("module",
 
 
 def cast_table(casts: list[Cast], by: Literal["cast", "module", "op"]) -> Table:
-    """Return a rich table with one row per cast, module or op; the most bytes come first."""
+    """Return a rich table with one row per cast, module or op. The most bytes come first."""
     if by not in _COLUMNS:
         msg = f"table(by={by!r}): allowed are {', '.join(_COLUMNS)}"
         raise ValueError(msg)
@@ -257,7 +257,7 @@ class CastLog:
         return grouped(self.records(), lambda cast: cast.op)
 
     def table(self, by: Literal["cast", "module", "op"] = "cast") -> Table:
-        """Return a rich table. Equal casts share a row; the most bytes come first.
+        """Return a rich table. Equal casts share a row. The most bytes come first.
 
         Args:
             by: ``"cast"`` for a row per module, op, argument and dtypes; ``"module"``; ``"op"``.

@@ -145,7 +145,7 @@ class AutocastKernels:
         self.native.set_rules(rules.device_type, number, list(map(dispatcher_name, ops)), entries)
 
     def follow_by_default(self, device_type: str, number: int) -> None:
-        """Make blocks of ``torch.autocast`` follow a rule set; with ``NO_RULES`` they run torch's kernels."""
+        """Make blocks of ``torch.autocast`` follow a rule set. With ``NO_RULES`` they run torch's kernels."""
         if self.native is not None:
             self.native.set_default_rules(DEVICE_NUMBERS[device_type], number)
             self.checked.clear()  # regions that are made from now on check again
@@ -193,7 +193,7 @@ def _is_managed_by_fsdp(tensor: torch.Tensor) -> bool:
 
 
 def number_of(rules: OpRules, device_type: str) -> int:
-    """Return the number of a rule set for regions on a device; a new rule set is installed first."""
+    """Return the number of a rule set for regions on a device. A new rule set is installed first."""
     check_rules(rules, device_type)
     KERNELS.install()
     if rules == OpRules.default(device_type):

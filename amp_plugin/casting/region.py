@@ -205,7 +205,7 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         raise AttributeError(msg)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the region's arguments; the number of a rule set is valid in this process only."""
+        """Copy and pickle the region's arguments. The number of a rule set is valid in this process only."""
         attributes = dict(vars(self))
         attributes.pop("_opening")
         attributes.pop("_found", None)
@@ -320,7 +320,7 @@ def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[
 
 
 def covers_each_step(func: Callable[..., Any], context: AbstractContextManager[Any]) -> Callable[..., Any]:
-    """Return a function whose body runs inside a context; a generator enters it again at each step."""
+    """Return a function whose body runs inside a context. A generator enters it again at each step."""
     covered: Any
     if inspect.isasyncgenfunction(func):
         msg = f"autocast: {func.__name__} is an asynchronous generator; open the region between its yields"
@@ -347,7 +347,7 @@ def covers_each_step(func: Callable[..., Any], context: AbstractContextManager[A
 
 @types.coroutine
 def _each_step(inner: Any, context: AbstractContextManager[Any]) -> Generator[Any, Any, Any]:
-    """Run a generator or coroutine; each time it is resumed, the context is open."""
+    """Run a generator or coroutine. Each time it is resumed, the context is open."""
     resume = functools.partial(inner.send, None)
     while True:
         try:

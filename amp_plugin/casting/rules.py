@@ -75,7 +75,7 @@ _KEYS = {"device_type": "", "rules": {}, "torch": "", "base": ""}  # the keys of
 
 
 def read_rules_file(path: str | Path) -> dict[str, Any]:
-    """Return the four keys of a rules file, without looking up its ops; a ValueError says what is wrong."""
+    """Return the four keys of a rules file, without looking up its ops. A ValueError says what is wrong."""
     return _checked_keys(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
 
 
@@ -203,7 +203,7 @@ class OpRules:
             device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``.
 
         Raises:
-            ValueError: there is no such policy or device; the text names the nearest.
+            ValueError: there is no such policy or device. The text names the nearest.
 
         Example:
             >>> OpRules.named("torch-2.11", "cuda").diff(OpRules.named("torch-2.12", "cuda"))
@@ -229,7 +229,7 @@ class OpRules:
                 the file was written for, and ``base``, a policy for ``named`` that replaces the default.
 
         Raises:
-            ValueError: a key, op, rule or argument is unknown; the text names the nearest.
+            ValueError: a key, op, rule or argument is unknown. The text names the nearest.
         """
         try:
             return OpRules._from_keys(read_rules_file(path), str(path))
@@ -245,7 +245,7 @@ class OpRules:
             given: the keys of the file that ``from_yaml`` reads.
 
         Raises:
-            ValueError: a key, op, rule or argument is unknown; the text names the nearest.
+            ValueError: a key, op, rule or argument is unknown. The text names the nearest.
 
         Example:
             >>> rules = OpRules.from_mapping({"device_type": "cpu", "rules": {"aten::mm": "fp32"}})
@@ -396,7 +396,7 @@ def environment_rules() -> OpRules | None:
     """Return the rules that ``AMP_PLUGIN_RULES`` names; None if it is not set.
 
     Raises:
-        ValueError: the rules cannot be read; the text names the variable.
+        ValueError: the rules cannot be read. The text names the variable.
     """
     path = os.environ.get(RULES_VARIABLE, "")
     return _read(path) if path else None

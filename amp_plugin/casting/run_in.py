@@ -107,7 +107,7 @@ def run_in(dtype: torch.dtype, *, keep: Iterable[str] = (), cast_back: bool = Fa
 
     Floating-point tensors among the arguments are cast to ``dtype``, except fp64. This includes tensors in
     lists, tuples, dicts and other containers that are registered with ``torch.utils._pytree``. Weights are
-    not converted; they should have ``dtype`` already, as fp32 weights do under autocast. If the function
+    not converted. They should have ``dtype`` already, as fp32 weights do under autocast. If the function
     writes to a tensor that was cast, it writes to the copy. TorchScript calls the module in Python, and
     cannot save a model that contains it.
 
@@ -301,7 +301,7 @@ def apply_fp32_modules(
         The names of the matching modules, in the order of ``named_modules``.
 
     Raises:
-        ValueError: a pattern matches nothing; the text names the nearest.
+        ValueError: a pattern matches nothing. The text names the nearest.
         TypeError: a matching module can never be called (``ModuleList``); match its children instead.
     """
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)

@@ -228,7 +228,7 @@ def _is_skipped(path: Path) -> bool:
 def _without_known(
     found: Iterable[Found], baseline: Counter[tuple[str, str, str]], folder: Path
 ) -> list[Found]:
-    """Drop the mistakes that a baseline holds; each entry of it drops one mistake."""
+    """Drop the mistakes that a baseline holds. Each entry of it drops one mistake."""
     new = []
     for one in found:
         entry = _entry(one, folder)

@@ -86,7 +86,7 @@ def _returned_states(module: Module, reported: set[ast.AST]) -> Iterator[Hit]:
 
 
 def _saves(module: Module, call: ast.Call) -> bool:
-    """Return whether a call is ``torch.save``, or an imported function that saves and gets no scaler."""
+    """Return whether a call is ``torch.save``, or an imported function that saves without a scaler."""
     function = call.func
     name = module.names.dotted(function).rpartition(".")[2]
     if not name and isinstance(function, ast.Name) and function.id not in module.names.functions:

@@ -312,7 +312,7 @@ class _Walker:
         return replace(found[0], is_sure=len(values) == 1, when=found[0].when if len(set(found)) == 1 else ())
 
     def region_made(self, value: ast.AST, scope: Scope) -> Region | None:
-        """Return the region that an expression makes, without following variables; None if it makes none."""
+        """Return the region that an expression creates, or None. Variables are not followed."""
         if not isinstance(value, ast.Call):
             return None
         function = value.func
@@ -401,7 +401,7 @@ def is_named(node: ast.AST, beginning: str) -> bool:
 
 
 def region_of(names: Names, call: ast.Call, scope: Scope) -> Region | None:
-    """Return the region that a call makes, or None if it makes none."""
+    """Return the region that a call creates, or None if it creates none."""
     dotted = names.dotted(call.func)
     if ROLES.get(dotted) != "autocast":
         return None
@@ -429,7 +429,7 @@ def _when(call: ast.Call, dotted: str) -> tuple[tuple[str, bool], ...]:
 
 
 def flows_of(tree: ast.Module, names: Names) -> list[Flow]:
-    """Return the flows of a module; the first one holds the statements outside its functions."""
+    """Return the flows of a module. The first one holds the statements outside its functions."""
     walker = _Walker(names)
     walker.function(tree, tree.body)
     return walker.flows

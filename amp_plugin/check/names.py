@@ -190,7 +190,7 @@ class Names:
         )
 
     def made_by(self, call: ast.Call) -> set[str]:
-        """Return the roles of the object that a call makes."""
+        """Return the roles of the object that a call returns."""
         dotted = self.dotted(call.func)
         if role := ROLES.get(dotted):
             return (
@@ -258,7 +258,7 @@ class _Collector(ast.NodeVisitor):
         self.visit(tree)
 
     def _import(self, node: ast.Import | ast.ImportFrom, local: str, name: str) -> None:
-        """Note an import. The first of one name counts, as in ``try``; an unconditional one replaces it."""
+        """Note an import. The first of one name counts, as in ``try``. An unconditional one replaces it."""
         if node in self._unconditional:
             self.names.imports[local] = name
         self.names.imports.setdefault(local, name)

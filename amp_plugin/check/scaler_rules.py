@@ -71,7 +71,7 @@ def _adds_no_doubt(event: Event, known: set[tuple[str, bool]]) -> bool:
 
 
 def _bounds(clip: Event) -> bool:
-    """Return whether a clip changes gradients; with a bound of infinity it only measures the norm."""
+    """Return whether a clip changes gradients. With a bound of infinity it only measures the norm."""
     words = [word.value for word in clip.call.keywords if word.arg in {"max_norm", "clip_value"}]
     bound = ast.unparse((*clip.call.args[1:2], *words, clip.call)[0])
     return not re.fullmatch(r"(math|np|numpy|torch)\.inf|float\(['\"]\+?inf(inity)?['\"]\)|inf", bound)
@@ -240,7 +240,7 @@ def _steps_an_earlier_loss(before: list[Event], step: Event, update: Event) -> b
 def update_in_accumulation(module: Module) -> Iterator[Hit]:
     """AMP006: step and update at different rates, or an update in an iteration without a step.
 
-    torch's scaler raises an error at an update that no step came before; this package's does not.
+    torch's scaler raises an error at an update that no step came before. This package's does not.
     """
     is_torchs = "amp_plugin.GradScaler" not in module.names.imports.values()
     for flow in module.flows:

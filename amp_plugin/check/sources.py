@@ -66,7 +66,7 @@ class Source:
         return cls(path, "\n".join(parsed), tuple(lines), tuple(starts))
 
     def place(self, line: int) -> tuple[int, int]:
-        """Return the cell of a line and the line within it; the cell is 0 if this is not a notebook."""
+        """Return the cell of a line and the line within it. The cell is 0 if this is not a notebook."""
         cell = sum(start <= line for start in self.starts)
         return (cell, line - self.starts[cell - 1] + 1) if cell else (0, line)
 

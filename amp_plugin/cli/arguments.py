@@ -64,7 +64,7 @@ Device = Annotated[
 
 
 def program_of(script: str, *, as_module: bool, core_for: str = "") -> Program:
-    """Return the program to run; with ``core_for``, end the command if the native core is missing."""
+    """Return the program to run. With ``core_for``, end the command if the native core is missing."""
     try:
         program = program_named(script, as_module=as_module)
     except ValueError as error:

@@ -53,7 +53,7 @@ def run(
     ] = None,
     as_module: AsModule = False,
 ) -> None:
-    """Run a program on amp_plugin without editing it; the exit code is the program's.
+    """Run a program on amp_plugin without editing it. The exit code is the program's.
 
     Until the process ends, torch.autocast, torch.amp.GradScaler, Accelerate's Accelerator and Lightning's
     Trainer and Fabric use amp_plugin. So do the processes that the program starts. The program need not
@@ -97,7 +97,7 @@ def report(
     rules: Rules = None,
     as_module: AsModule = False,
 ) -> None:
-    """Run a script and keep an HTML page about it up to date; the exit code is the script's.
+    """Run a script and keep an HTML page about it up to date. The exit code is the script's.
 
     The page shows the loss scale, skipped steps, gradient norms, how near gradients come to overflow, and the
     module behind a skipped step. The script need not import amp_plugin: it runs as under `amp-plugin run`.
@@ -125,7 +125,7 @@ def casts(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run a script and list the casts that autocast makes; the exit code is the script's."""
+    """Run a script and list the casts that autocast makes. The exit code is the script's."""
     from torch._dynamo.utils import counters  # noqa: PLC0415 - loads torch
 
     from amp_plugin.casting.cast_log import cast_table, grouped, log_casts  # noqa: PLC0415 - loads torch

@@ -147,7 +147,7 @@ def build_core(*, rebuild: bool = False) -> tuple[Path, float]:
     """Find or compile the native core; return its file and the seconds spent compiling.
 
     Raises:
-        RuntimeError: the compilation failed; the text names the first error and the log.
+        RuntimeError: the compilation failed. The text names the first error and the log.
         OSError: there is no compiler, or the cache folder cannot be used.
     """
     widths = vector_widths()
@@ -181,7 +181,7 @@ def build_core(*, rebuild: bool = False) -> tuple[Path, float]:
 
 
 def vector_widths() -> tuple[str, ...]:
-    """Return the vector widths that this CPU supports, as torch names them; the widest comes first."""
+    """Return the vector widths that this CPU supports, as torch names them. The widest comes first."""
     widest, known = torch.backends.cpu.get_cpu_capability(), tuple(TARGETS)
     return known[known.index(widest) :] if widest in known else (widest,)
 

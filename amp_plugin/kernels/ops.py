@@ -9,11 +9,11 @@ docs/lab/cuda.md.
 
 Contract of every kernel, whatever the device:
 
-- ``inv_scale`` and ``factor`` have one element, float32 or float64, on the gradients' device; they are read
+- ``inv_scale`` and ``factor`` have one element, float32 or float64, on the gradients' device. They are read
   there, never on the host.
 - ``norm`` is a new float32 0-dim tensor: the ``norm_type`` norm of all gradients together, taken as one flat
   vector, *multiplied by inv_scale* (not for ``norm_type`` 0). Chunks of at most 65536 elements are summed in
-  float32; the sums of chunks are added in float64 or as a tree in fixed order. So the norm is correct to 1e-6
+  float32. The sums of chunks are added in float64 or as a tree in fixed order. So the norm is correct to 1e-6
   and the same in every run. It is inf or nan if a gradient is.
 - ``found_inf`` is a new float32 0-dim tensor, exactly 0.0 or 1.0. It is 1.0 if any element, or the value that
   is written for it, is not finite. The square of an element is not tested.

@@ -66,7 +66,7 @@ def _found(flags: Tensor) -> Tensor:
 
 
 def _multiply(grad: Tensor, factor: Tensor) -> None:
-    """Multiply in place and round once; a factor of 1 writes nothing."""
+    """Multiply in place and round once. A factor of 1 writes nothing."""
     wide = torch.float64 if grad.dtype in {torch.float64, torch.complex128} else torch.float32
     if grad.is_complex():
         product = torch.view_as_complex(torch.view_as_real(grad.resolve_conj()) * factor.to(wide))

@@ -57,7 +57,7 @@ def encode(flat: Tensor, *, signed: bool, drawn: Tensor | None = None, units: Te
     """Return the 8-bit codes (uint8, whole blocks) of float32 numbers.
 
     Negative numbers are allowed only if ``signed``. ``drawn``, from :func:`draws`, rounds second moments at
-    random; without it they are rounded to the nearest. ``units`` (``[blocks, 1]``) is the scale of each
+    random. Without it they are rounded to the nearest. ``units`` (``[blocks, 1]``) is the scale of each
     block; by default it follows from the block's largest number.
     """
     kept = _kept(flat, signed=signed)
@@ -121,7 +121,7 @@ def decode(codes: Tensor, numel: int, *, signed: bool) -> Tensor:
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor in the order of memory; for a dense tensor this is a view."""
+    """Return the elements of a tensor in the order of memory. For a dense tensor this is a view."""
     dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     if not dense:
         return tensor.flatten()

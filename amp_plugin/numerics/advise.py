@@ -135,7 +135,7 @@ class _Case:
 
     finding: Finding
     base: str  # the op's plain name, "exp"
-    growth: float  # the factor by which the weights that grew most have grown
+    growth: float  # the largest factor by which a weight has grown
     in_optimizer: bool  # whether the step of a torch optimizer made it
     # The op after which numbers near 1 were in 16 bits, if that is the reason.
     rounded_by: str = ""

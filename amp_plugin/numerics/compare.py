@@ -180,7 +180,7 @@ def compare_runs(
     Args:
         first: A recording.
         second: Another recording. It has as many ranks, or one of the two has a single process. It may be the
-            same recording; then only its replicas are compared.
+            same recording. Then only its replicas are compared.
         names: Maps modules of the first run to the same modules of the second run, for two implementations of
             a model. A name includes everything below it, and ``*`` stands for one part of a name.
         layouts: Combine results even if both sides have one process. The recording with more micro-batches

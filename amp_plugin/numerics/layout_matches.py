@@ -33,7 +33,7 @@ class Match(NamedTuple):
         mine: The record of the one process.
         theirs: The records of the ranks.
         layout: The result, and the ranks' pieces of it.
-        is_gradient: Whether it is a gradient in the form that the optimizer gets.
+        is_gradient: Whether the result is a gradient in the form that reaches the optimizer.
     """
 
     number: int

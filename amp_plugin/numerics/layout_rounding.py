@@ -18,7 +18,7 @@ The factor 4 has two parts. Two independent errors of one size are up to twice t
 order of sums may double an error. With it, 69 healthy runs in fp32 and bf16 were silent. Of these, 11 were
 recorded after the limits had been set. All of 14 planted bugs were named (docs/lab/numerics.md).
 
-Gradients in the form that the optimizer gets have only one right way: shards add up, and everything else is
+Gradients that reach the optimizer have only one right way: shards add up, and everything else is
 equal on all ranks. The ranks' exchange must not round more than the one process does. So for gradients only
 the rounding in the one process counts.
 

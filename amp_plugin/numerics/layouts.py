@@ -1,8 +1,8 @@
-"""How the pieces on several ranks combine to the tensor that one process has.
+"""How the pieces on several ranks combine to the tensor that one process computes.
 
 The ranks form a mesh. Along each dimension of the mesh, the pieces either add up (shards of the tensor, or
-partial sums) or are equal (replicas). Shapes show whether a tensor is split. If it is not, its
-values show whether the pieces are replicas or partial sums.
+partial sums) or are equal (replicas). Shapes show whether a tensor is split. If it is not,
+its values show whether the pieces are replicas or partial sums.
 If a rank runs several micro-batches one after another, these are a dimension of the mesh, too.
 """
 

@@ -110,7 +110,7 @@ class RunRecorder(WideRun):  # type: ignore[no-untyped-call]
         return "{results} results of {steps} steps are in {file}".format(**self.to_dict())
 
     def step_begins(self, optimizer: Optimizer) -> None:
-        """Record the gradients in the form that the optimizer gets, and each weight before its first step."""
+        """Record the gradients that reach the optimizer, and each weight before its first step."""
         if self.tracker.steps >= self._most:
             return
         with suppress(

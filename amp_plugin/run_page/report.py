@@ -177,7 +177,7 @@ class RunReport:
         return replace(report, inf=inf, nan=nan, named=report.named or not {*inf, *nan} & {*numbered})
 
     def _try_to_write(self) -> None:
-        """Write the page; if that fails, for example on a full disk, warn."""
+        """Write the page. If that fails, for example on a full disk, warn."""
         if self._writes:
             with only_warning(self._name, self._give_up):
                 self.write()

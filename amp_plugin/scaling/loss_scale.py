@@ -170,7 +170,7 @@ class LossScale:
         return self.init_scale if self.value is None else self.value.item()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the numbers under torch's names; a constant scale has torch's default rule. Host sync."""
+        """Return the numbers under torch's names. A constant scale has torch's default rule. Host sync."""
         rule = self if self.options.dynamic else LossScaleOptions()
         return {
             "scale": self.item(),
@@ -251,7 +251,7 @@ def capturing(device: torch.device) -> bool:
 
 @cache
 def _one(device: torch.device, stream: int) -> Tensor:
-    """Return a tensor of 1 for a stream of a device; it is made once."""
+    """Return a tensor of 1 for a stream of a device. It is made once."""
     del stream
     return torch.ones((), dtype=torch.float32, device=device)
 

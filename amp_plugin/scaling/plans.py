@@ -96,7 +96,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class Plain:
-    """The optimizer's own step, on gradients unscaled and clipped in place; the host waits for the flag."""
+    """The optimizer's own step, on gradients unscaled and clipped in place. The host waits for the flag."""
 
     how: str  # for people
 

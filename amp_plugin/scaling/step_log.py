@@ -425,7 +425,7 @@ class StepLog:
             follower(self)
 
     def add(self, optimizer: Optimizer, result: StepResult) -> None:
-        """Count a step, which was skipped if ``result.found_inf`` is 1; then read the known steps."""
+        """Count a step, which was skipped if ``result.found_inf`` is 1. Then read the known steps."""
         record = self._record_of(optimizer)
         found = result.found_inf
         record.count(found, skipped=result.skipped_if_known())
@@ -476,7 +476,7 @@ class StepLog:
         return len(self._late)
 
     def end_run(self, warn: Callable[[str], Any] | None = warn_user) -> None:
-        """End a run; with ``warn``, wait for the device and warn if all steps were skipped."""
+        """End a run. With ``warn``, wait for the device and warn if all steps were skipped."""
         self.read(wait=warn is not None)
         last, self._last_skip, self._has_taken = self._last_skip, None, False
         if last is not None and warn is not None:

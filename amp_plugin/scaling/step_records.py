@@ -148,7 +148,7 @@ class StepRecorder:
             self.pass_on()
 
     def pass_on(self, *, wait: bool = False) -> None:
-        """Pass on the records whose numbers have arrived; with ``wait``, wait for all of them."""
+        """Pass on the records whose numbers have arrived. With ``wait``, wait for all of them."""
         while self._waiting and (wait or all(event.query() for event in self._waiting[0][0])):
             events, make = self._waiting.popleft()
             for event in events if wait else ():

@@ -64,7 +64,7 @@ class TorchNames(torch.amp.GradScaler):
         return self.core.shared.default
 
     def is_enabled(self) -> bool:  # torch's would break the graph of a compiled step
-        """Return whether losses are scaled; a disabled scaler still checks gradients and skips steps."""
+        """Return whether losses are scaled. A disabled scaler still checks gradients and skips steps."""
         return self.core.shared.enabled
 
     def get_scale(self, name: str | None = None) -> float:

@@ -186,7 +186,7 @@ def assert_trains_like(
         device: the device of the region.
 
     Raises:
-        AssertionError: a difference is too large; the text names the first op, module and line.
+        AssertionError: a difference is too large. The text names the first op, module and line.
         ValueError: an option is unknown.
 
     Example:
@@ -247,7 +247,7 @@ def assert_same_numerics(run: Callable[[], Any], golden: str | Path, *, steps: i
         steps: the number of optimizer steps to record.
 
     Raises:
-        AssertionError: a result differs too much; the text names the first op, module and line.
+        AssertionError: a result differs too much. The text names the first op, module and line.
         FileNotFoundError: the file does not exist, and ``--amp-record`` was not given.
         ValueError: the file is not a recording.
 

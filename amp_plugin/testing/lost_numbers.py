@@ -40,11 +40,11 @@ class LostNumbers:
         self.close()
 
     def close(self) -> None:
-        """Close the region; a second call does nothing."""
+        """Close the region. A second call does nothing."""
         self._open.close()
 
     def _counting(self, update: Any) -> Any:
-        """Count the updates that lower the loss scale; each of them follows a skipped step."""
+        """Count the updates that lower the loss scale. Each of them follows a skipped step."""
 
         @wraps(update)
         def counted(scaler: Any, *args: Any, **kwargs: Any) -> None:

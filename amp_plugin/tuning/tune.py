@@ -197,11 +197,11 @@ def tune(
             ``rules=``. It must not step an optimizer. It may scale the loss by a constant power of two.
         model: the model whose gradients are compared. Its weights are not changed. With a ``Gap`` the
             model is optional. Its buffers are restored after each run.
-        batches: the arguments of ``step``. The search uses the first half of them; the result is verified
+        batches: the arguments of ``step``. The search uses the first half of them. The result is verified
             on all.
         device_type: the device type of the rules; by default the type of the model's device, or the CPU.
         goal: ``"memory"`` saves fewer bytes for the backward pass. ``"casts"`` casts fewer bytes.
-            ``"accuracy"`` makes gradients finite with the fewest fp32 ops; if they are finite already, it
+            ``"accuracy"`` makes gradients finite with the fewest fp32 ops. If they are finite already, it
             makes their error smaller. A ``Gap`` brings a trainer nearer to its generator.
         budget: the share by which the gradient error may grow; for the goal ``"accuracy"``, the bytes.
         reference: the dtype of the reference gradients, ``"fp64"`` or ``"fp32"``.

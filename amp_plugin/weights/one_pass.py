@@ -369,7 +369,7 @@ def _module_of(kind: type) -> str:
 
 
 def _number(group: _Group, option: str) -> float:
-    """Return an option of a group as a number. A learning rate on a GPU gives 0; the op reads it there."""
+    """Return an option of a group as a number. A learning rate on a GPU gives 0. The op reads it there."""
     name, _, item = option.partition(".")
     if not name:  # the rule has a number for which the class has no option
         return 0.0

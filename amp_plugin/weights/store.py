@@ -89,7 +89,7 @@ def store_weights(
 
     Args:
         model: A model in float32, bfloat16 or float16, on any device. If FSDP2 shards it, it must be in
-            float32; then all weights that FSDP2 gathers in 16 bits are stored, norms and embeddings too.
+            float32. Then all weights that FSDP2 gathers in 16 bits are stored, norms and embeddings too.
         *optimizers: The optimizers that exist already, of any class.
         weights: Which weights are stored, and how.
             ``"bf16"``: the weights that autocast would cast (Linear, convolutions, attention projections),
@@ -98,7 +98,7 @@ def store_weights(
             ``"fp16"``: the same weights as float16, with a float32 copy.
             ``"bf16-true"``, ``"fp16-true"``: all weights, for a model that computes in 16 bits without
             autocast.
-            ``"bf16-stochastic"``: as ``"bf16"`` without remainders; the result of a step is rounded up or
+            ``"bf16-stochastic"``: as ``"bf16"`` without remainders. The result of a step is rounded up or
             down at random.
             ``"fp32"``: none. Weights in 16 bits become float32, frozen ones as soon as they are trained.
         state: The format of the optimizers' moments between steps: ``"fp32"``, ``"bf16"``, or ``"8bit"``,

@@ -1,4 +1,4 @@
-"""The forward of a prepared model, under autocast and with fp32 outputs; and the dtypes that FSDP gets."""
+"""The forward of a prepared model, under autocast and with fp32 outputs, and the dtypes passed to FSDP."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ def install(options: AmpKwargs | None = None, *, made: Callable[[AmpAccelerator]
     """Make each new ``accelerate.Accelerator`` an AmpAccelerator.
 
     Use it for code that makes its own Accelerator, such as ``transformers.Trainer``. Subclasses of
-    Accelerator keep their methods. Accelerators that exist already do not change; a warning names them. Call
+    Accelerator keep their methods. Accelerators that exist already do not change. A warning names them. Call
     this at the top level of the main module, because spawned child processes import that module again. It may
-    be called again; the last options apply.
+    be called again. The last options apply.
 
     Args:
         options: the options for Accelerators whose ``kwargs_handlers`` contain no AmpKwargs.

@@ -116,7 +116,7 @@ class FabricPrecision(PrecisionCore):
 
     @outside_graphs
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip unscaled gradients; an overflow gives an infinite norm, and the step is skipped.
+        """Clip unscaled gradients. An overflow gives an infinite norm, and the step is skipped.
 
         Args:
             optimizer: the optimizer whose gradients are clipped: the one from ``fabric.setup``, or torch's.

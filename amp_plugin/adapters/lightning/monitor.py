@@ -38,7 +38,7 @@ class Monitor:
     Raises:
         ValueError: an argument is not a whole number of at least 1.
         TypeError: training starts and the Trainer has no AmpPrecision.
-        RuntimeError: ``max_skips_in_a_row`` steps in a row were skipped; the text names the parameters.
+        RuntimeError: ``max_skips_in_a_row`` steps in a row were skipped. The text names the parameters.
 
     Example:
         >>> from amp_plugin import AmpMonitor

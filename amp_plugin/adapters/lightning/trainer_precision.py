@@ -284,7 +284,7 @@ class TrainerPrecision(PrecisionCore):
         return float(trainer.gradient_clip_val)
 
     def _closure_and_hooks(self, optimizer: Optimizer, model: Any, closure: Callable[[], Any]) -> Any:
-        """Run forward and backward; then run hooks and clipping on unscaled gradients."""
+        """Run forward and backward. Then run hooks and clipping on unscaled gradients."""
         result = closure()
         scaler, trainer, is_seen = self._scaler, model.trainer, bool(self._users_methods)
         if scaler.is_enabled():

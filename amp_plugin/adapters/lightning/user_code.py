@@ -29,7 +29,7 @@ _NEVER: Final = sys.maxsize  # a frequency so large that the Trainer never steps
 
 
 def users_methods(module: Any, plugin: object, is_overridden: Callable[[str, Any], bool]) -> frozenset[str]:
-    """Return the names of the methods around a step that the user has overridden; they may read gradients."""
+    """Return the names of the methods around a step that the user has overridden. They may read gradients."""
     kind = type(plugin)
     ours = next(base for base in kind.__mro__ if base.__module__.startswith("amp_plugin."))
     of_module = {method for method in _OF_MODULES if is_overridden(method, module)}

@@ -24,7 +24,7 @@ STANDARD: Final = "c++17"
 
 
 def compile_cubin(kernel: Kernel, architecture: str) -> bytes:
-    """Compile a kernel for an architecture such as ``"sm_90"``; a RuntimeError says why it failed."""
+    """Compile a kernel for an architecture such as ``"sm_90"``. A RuntimeError says why it failed."""
     source = source_of(kernel)
     program = None
     try:

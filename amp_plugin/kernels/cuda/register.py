@@ -37,7 +37,7 @@ class CudaCore:
 
 
 def cuda_core(device: int | None = None) -> CudaCore:
-    """Return whether a device can use the CUDA kernels; the first call compiles and loads them.
+    """Return whether a device can use the CUDA kernels. The first call compiles and loads them.
 
     If something is missing it does not raise. Instead it warns once that the device uses plain torch. The
     call starts CUDA if there is any. The result stays the same for the whole process.
@@ -110,6 +110,6 @@ def _prepare(index: int) -> bool:
 
 
 def register(library: Library) -> None:
-    """Define the op through which C++ asks Python; this imports and starts nothing."""
+    """Define the op through which C++ asks Python. This imports and starts nothing."""
     library.define("_cuda_prepare(int device) -> bool")  # type: ignore[no-untyped-call]
     library.impl("_cuda_prepare", _prepare, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
