@@ -127,7 +127,7 @@ _UPDATED_LATE: Final = (
 
 
 def no_update(module: Module) -> Iterator[Hit]:
-    """AMP004: a scaler that this module makes and steps, and never updates, or only outside of its loop."""
+    """AMP004: a scaler that this module creates and steps, but does not update in the loop."""
     for flow in module.flows:
         yield from _updates_late(module, flow)
     if "get_scale" in module.identifiers:
