@@ -476,7 +476,7 @@ def option_names(options: type) -> tuple[str, ...]:
 
 
 def loss_scale_options(options: Any) -> dict[str, Any]:
-    """Return option -> value of the loss scale, out of the options of a front door."""
+    """Return a dict from option to value of the loss scale, out of the options of a front door."""
     return {name: getattr(options, name) for name in option_names(LossScaleOptions)}
 
 

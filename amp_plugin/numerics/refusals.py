@@ -56,7 +56,7 @@ _OF_DTYPES: Final = re.compile(
     rf"{_REFUSES.pattern}|\bdtypes?\b|scalar type|\b(Half|BFloat16|b?float16)\b|HalfTensor|BFloat16Type"
 )
 
-# A part of a scaler's message, torch's or ours -> the method, when it was called, and the mistake.
+# Maps a part of a scaler's message (torch's or ours) to the method, when it was called, and the mistake.
 _ORDERS: Final = {
     "unscale_() is being called after step()": (
         "unscale_()",
