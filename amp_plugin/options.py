@@ -138,7 +138,7 @@ class Spike:
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleOptions:
-    """The options of a loss scale and of optimizer steps. Each front door takes them.
+    """The options of a loss scale and of optimizer steps. Each entry point takes them.
 
     The first four can be given by position, as in torch's scaler.
 
@@ -299,7 +299,7 @@ class GradScalerOptions(LossScaleOptions, _Device):
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionOptions(LossScaleOptions):
-    """The options of a precision, shared by the front doors of all frameworks.
+    """The options of a precision, shared by the entry points of all frameworks.
 
     Names that other libraries give to precisions are translated to ours. Op rules are read from their file or
     mapping.
@@ -436,7 +436,7 @@ class PluginOptions(PrecisionOptions, _Precision):
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(PrecisionOptions):
-    """The options of a run, in front doors where no callback has them."""
+    """The options of a run, in entry points where no callback has them."""
 
     max_skips_in_a_row: Annotated[
         int,
@@ -476,7 +476,7 @@ def option_names(options: type) -> tuple[str, ...]:
 
 
 def loss_scale_options(options: Any) -> dict[str, Any]:
-    """Return a dict from option to value of the loss scale, out of the options of a front door."""
+    """Return a dict from option to value of the loss scale, out of the options of an entry point."""
     return {name: getattr(options, name) for name in option_names(LossScaleOptions)}
 
 

@@ -110,13 +110,13 @@ def test_choice_and_reason_are_logged_once(device, told, reason, monkeypatch, ca
     assert said == [f"precision 'auto' is {choice.precision} on {device}: {reason}"]
 
 
-# -- the front doors ----------------------------------------------------------------------------
+# -- the entry points ----------------------------------------------------------------------------
 
 PROCESSORS = [(("avx512_bf16",), "bf16"), (("fp16_arith",), "fp16"), (("avx2",), "fp32")]
 
 
 @pytest.mark.parametrize(("told", "precision"), PROCESSORS)
-def test_each_front_door_computes_in_the_choice(told, precision, monkeypatch) -> None:
+def test_each_entry_point_computes_in_the_choice(told, precision, monkeypatch) -> None:
     pytest.importorskip("lightning")
     from amp_plugin.adapters.ignite import IgnitePrecision
 

@@ -148,3 +148,15 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for page in (tmp_path / "site").rglob("*.html"):
         assert not loaded.search(page.read_text()), f"{page.name} would load from elsewhere"
     assert (tmp_path / "site" / "search" / "search_index.js").exists()  # the search also works from disk
+
+
+def test_the_changelog_lists_what_was_added_once() -> None:
+    """Two groups of additions once stood there twice, in other words, after changes were put together."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    added = text[text.index("### Added") : text.index("### Changed")]
+    groups = re.findall(r"^([A-Z][^\n]*:)$", added, re.MULTILINE)
+    assert len(set(groups)) == len(groups)
+    names = re.findall(
+        r"^- `(GradScaler\.\w+|on_spike=|log=|precision=\"auto\"|log_formats\(\))", added, re.MULTILINE
+    )
+    assert len(set(names)) == len(names) > 3

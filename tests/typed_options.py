@@ -4,7 +4,7 @@ from amp_plugin import AmpAccelerator, AmpKwargs, AmpPrecision, FabricAmpPrecisi
 
 
 def right() -> None:
-    """Each front door accepts its options."""
+    """Each entry point accepts its options."""
     GradScaler("cpu", 8.0, min_scale=1.0)
     AmpPrecision("bf16", weights="bf16", fp32_modules=["LayerNorm"])
     AmpPrecision(rules={"device_type": "cpu", "rules": {"aten::softmax": "fp32"}})

@@ -22,7 +22,7 @@ from typing_extensions import Doc
 
 from amp_plugin.adapters.option_sources import resolved
 from amp_plugin.adapters.scaler import scaler_groups
-from amp_plugin.adapters.session import FrontDoor
+from amp_plugin.adapters.session import EntryPoint
 from amp_plugin.messages import warn_user
 from amp_plugin.options import PluginOptions, RunOptions, between, lists_options, takes, whole
 from amp_plugin.scaling.step_log import StepResult
@@ -48,7 +48,7 @@ class IgniteOptions(PluginOptions, RunOptions):
 
 
 @lists_options(IgniteOptions)
-class IgnitePrecision(FrontDoor):
+class IgnitePrecision(EntryPoint):
     """Mixed precision for trainers and evaluators of pytorch-ignite.
 
     After each optimizer step ``engine.state.metrics`` gets ``loss_scale``, ``skipped_steps`` and

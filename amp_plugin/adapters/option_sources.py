@@ -32,7 +32,7 @@ def resolved(
     *,
     door: str = "",
 ) -> tuple[Options, dict[str, str]]:
-    """Return the checked options of a front door, and a dict from option to source.
+    """Return the checked options of an entry point, and a dict from option to source.
 
     Args:
         kind: the class of the options.

@@ -1,6 +1,6 @@
-"""Session: one run in one precision, the same for every front door.
+"""Session: one run in one precision, the same for every entry point.
 
-A front door translates the calls of its framework into calls of its session, and nothing else::
+An entry point translates the calls of its framework into calls of its session, and nothing else::
 
     Session(options, words=...)        what the user has asked for, and how the user spells it
     set_up_weights(model)              before the model is wrapped or moved
@@ -65,16 +65,16 @@ _NOTHING: Final[Mapping[str, Any]] = {}
 
 
 class Session:
-    """One run in one precision, which a front door holds.
+    """One run in one precision, which an entry point holds.
 
     A copy or pickle keeps the options, the scaler and the counts. Models, op rules in force and the page
     belong to the run of the original.
 
     Args:
-        options: the options of the front door, checked.
+        options: the options of the entry point, checked.
         precision: ``"fp16"``, ``"bf16"``, ``"fp32"``, ``"auto"``, or a format below 16 bits. ``"fp32"``
             where another engine computes.
-        words: how the user of the front door spells its calls.
+        words: how the user of the entry point spells its calls.
         sources: maps an option to where it was set. Options with their default are absent.
         enabled: False scales no loss, not even in fp16.
 
@@ -514,7 +514,7 @@ class Session:
             self.is_aside = before
 
     def count_step(self) -> None:
-        """Count an optimizer step that the front door has taken."""
+        """Count an optimizer step that the entry point has taken."""
         self.attempted_steps += 1
 
     def measure_norms(self, *, wanted: bool) -> None:
@@ -630,19 +630,19 @@ def _end_watch(watch: RunReport | ModuleWatch, error: BaseException | None = Non
     watch.__exit__(None if error is None else type(error), error, None)
 
 
-class FrontDoor:
-    """The methods that all front doors share. Plugins and accelerators inherit from it.
+class EntryPoint:
+    """The methods that all entry points share. Plugins and accelerators inherit from it.
 
     Attributes:
-        words: how the user of this front door spells its calls.
-        session: the session, which the parts of the front door use.
+        words: how the user of this entry point spells its calls.
+        session: the session, which the parts of the entry point use.
     """
 
     words = PLAIN
     session: Session
 
     def _open_session(self, options: PrecisionOptions, precision: str = "fp32", **given: Any) -> None:
-        """Make the session, with the words of this front door. Session explains the arguments."""
+        """Make the session, with the words of this entry point. Session explains the arguments."""
         self.session = Session(options, precision, words=self.words, **given)
 
     @property

@@ -1,6 +1,6 @@
 """Choose a format for each Linear layer, and let torchao convert the layers.
 
-Every front door uses the same filter. The first pattern in ``formats`` that matches a layer decides its
+Every entry point uses the same filter. The first pattern in ``formats`` that matches a layer decides its
 format. A layer that no pattern matches takes the default format. Layers in ``fp32_modules`` stay in fp32.
 Layers whose sizes a format cannot handle stay in 16 bits.
 """

@@ -221,7 +221,7 @@ class ScalerCore:
         return self.shared.enabled and bool(self.shared.used_scales())
 
     def awaits_first_loss(self, params: Iterable[Tensor]) -> bool:
-        """Return whether the front door has scaled no loss yet, and these parameters have no gradient."""
+        """Return whether the entry point has scaled no loss yet, and these parameters have no gradient."""
         is_first = self.shared.scales_all and self.shared.enabled and not self.has_scaled
         return is_first and all(param.grad is None for param in params)
 

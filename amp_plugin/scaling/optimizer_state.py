@@ -218,7 +218,7 @@ class OptimizerState:
             self.forget_overflows()  # they belong to an earlier batch
 
     def _refuse_strays(self) -> None:
-        """If the front door scales all losses, raise if gradients came without a scaled backward pass."""
+        """If the entry point scales all losses, raise if gradients came without a scaled backward pass."""
         if not self.shared.scales_all or self.is_awaited or not self.ledger.waits():
             return
         named = [

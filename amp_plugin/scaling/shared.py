@@ -33,7 +33,7 @@ class Shared:
         device: As given.
         enabled: As given.
         words: How error texts spell calls.
-        scales_all: True if the front door runs all scaled backward passes, so that other gradients are not
+        scales_all: True if the entry point runs all scaled backward passes, so that other gradients are not
             scaled.
         spikes: Judges whether a step is a spike.
         updates: The number of updates that have been requested. An update ends the stage of an optimizer.
@@ -78,8 +78,8 @@ class Shared:
         """Set how error texts write the user's calls.
 
         Args:
-            words: The calls as the user of the front door writes them.
-            scales_all: True if the front door runs all scaled backward passes. Then gradients that were
+            words: The calls as the user of the entry point writes them.
+            scales_all: True if the entry point runs all scaled backward passes. Then gradients that were
                 made without one are not scaled.
         """
         self.words, self.scales_all = words, scales_all

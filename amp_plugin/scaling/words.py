@@ -1,4 +1,4 @@
-"""How the user of a front door spells the calls that error texts name.
+"""How the user of an entry point spells the calls that error texts name.
 
 The core knows no framework. An adapter passes the words of its users in, so that an error names calls
 which the program at hand can make.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Words:
-    """The calls of one front door, as its user writes them.
+    """The calls of one entry point, as its user writes them.
 
     Attributes:
         backward: Runs backward on a scaled loss.

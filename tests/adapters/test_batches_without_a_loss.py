@@ -1,4 +1,4 @@
-"""What happens in fp16 if a batch has no loss, or if a loss was not scaled by the front door?"""
+"""What happens in fp16 if a batch has no loss, or if a loss was not scaled by the entry point?"""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Does a run resume from checkpoints of release 0.3: of the scaler, the front doors and stored weights?
+"""Does a run resume from checkpoints of release 0.3: of the scaler, the entry points and stored weights?
 
 The file was written by release 0.3.0 with plain torch. ``nn.Linear(4, 2)`` was trained for four steps, and
 the second step was skipped in fp16.

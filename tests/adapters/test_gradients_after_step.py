@@ -1,4 +1,4 @@
-"""In each front door, gradients after a step are unscaled: users log them between ``step()`` and
+"""In each entry point, gradients after a step are unscaled: users log them between ``step()`` and
 ``zero_grad()``.
 """
 

@@ -65,9 +65,9 @@ def accelerator():
     return made, lambda made, loss: made.scaler.scale(loss).backward()
 
 
-@pytest.mark.parametrize("front_door", [plugin_of_trainer, plugin_of_fabric, accelerator])
-def test_front_doors(front_door):
-    owner, backward = front_door()
+@pytest.mark.parametrize("entry_point", [plugin_of_trainer, plugin_of_fabric, accelerator])
+def test_entry_points(entry_point):
+    owner, backward = entry_point()
     model, x = made()
     with unscaled_hooks(owner):
         watch = Watch(model)

@@ -1,4 +1,4 @@
-"""The running mean of spikes is in the checkpoint of each front door, in fp16 and in bf16, and resumes from it."""
+"""The running mean of spikes is in the checkpoint of each entry point, in fp16 and in bf16, and resumes from it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""One of forty batches has a spike. In every front door, the run ends as if that batch had not existed."""
+"""One of forty batches has a spike. In every entry point, the run ends as if that batch had not existed."""
 
 import json
 import subprocess
@@ -59,7 +59,7 @@ LOOPS = [loops.fabric, loops.accelerate, loops.trainer, loops.manual, ignite]
 
 @pytest.fixture
 def options(monkeypatch):
-    """Set options for all front doors."""
+    """Set options for all entry points."""
 
     def set_them(**spike):
         given = {
@@ -154,7 +154,7 @@ def test_so_it_is_in_a_program_that_is_not_edited(tmp_path):
     assert all(map(torch.equal, saved["all"], saved["drop"]))
 
 
-def test_every_front_door_takes_a_spike_its_action_and_a_mapping(monkeypatch):
+def test_every_entry_point_takes_a_spike_its_action_and_a_mapping(monkeypatch):
     for given in (Spike(), "skip", {"action": "skip"}):
         assert IgnitePrecision("bf16", on_spike=given).options.on_spike == Spike()
     monkeypatch.setenv("AMP_PLUGIN_ON_SPIKE", "{of: loss, sigma: 8}")

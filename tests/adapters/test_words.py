@@ -1,6 +1,6 @@
 """Do errors name calls that the user can make?
 
-They must name those of the front door in use, and no other.
+They must name those of the entry point in use, and no other.
 """
 
 import ast
@@ -13,7 +13,7 @@ import pytest
 import amp_plugin
 from amp_plugin import AmpAccelerator, AmpPrecision, FabricAmpPrecision
 from amp_plugin.adapters.ignite import IgnitePrecision
-from amp_plugin.adapters.session import FrontDoor
+from amp_plugin.adapters.session import EntryPoint
 from amp_plugin.scaling.words import PLAIN
 
 DOORS = [AmpAccelerator, AmpPrecision, FabricAmpPrecision, IgnitePrecision]
@@ -28,17 +28,17 @@ FRAMEWORK = re.compile(
 MODULES = {"accelerate", "lightning"}  # package names that the code looks up in sys.modules
 
 
-def test_each_front_door_is_looked_at():
+def test_each_entry_point_is_looked_at():
     def last(kind):
         """Return the classes of the package that have no subclasses in it."""
         own = [sub for sub in kind.__subclasses__() if sub.__module__.startswith("amp_plugin.")]
         return {leaf for sub in own for leaf in last(sub)} or {kind}
 
-    assert {kind for kind in last(FrontDoor) if ".for_pytorch_lightning" not in kind.__module__} == {*DOORS}
+    assert {kind for kind in last(EntryPoint) if ".for_pytorch_lightning" not in kind.__module__} == {*DOORS}
 
 
 @pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
-def test_a_front_door_has_words_of_its_own(door):
+def test_a_entry_point_has_words_of_its_own(door):
     left_out = {"endless"} if door is FabricAmpPrecision else set()  # Fabric has no call that ends a run
     # with ignite, models are wrapped as in a plain loop
     shared = {"reduce"} if door is IgnitePrecision else set()
@@ -58,7 +58,7 @@ def texts(file):
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_text_below_the_front_doors_names_no_framework(room):
+def test_a_text_below_the_entry_points_names_no_framework(room):
     files = sorted((Path(amp_plugin.__file__).parent / room).rglob("*.py"))
     assert files
     named = [

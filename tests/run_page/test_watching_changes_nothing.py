@@ -1,4 +1,4 @@
-"""A watched run equals an unwatched one bit for bit: front doors x programs with side effects x watchers.
+"""A watched run equals an unwatched one bit for bit: entry points x programs with side effects x watchers.
 
 A step of these programs cannot be repeated: it draws random numbers outside torch, counts, keeps state, reads
 other data or writes weights. In each program one batch is bad, so a step is skipped and watching begins.

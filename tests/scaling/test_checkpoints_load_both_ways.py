@@ -76,7 +76,7 @@ def test_a_state_that_is_not_whole_is_refused(scaler_class):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
-def test_a_copy_speaks_the_words_of_its_front_door(copied):
+def test_a_copy_speaks_the_words_of_its_entry_point(copied):
     scaler = GradScaler("cpu")
     scaler.core.shared.speak(Words(backward="door.backward(loss)"), scales_all=True)
     with pytest.raises(RuntimeError, match=r"Call door.backward\(loss\) earlier"):

@@ -1,4 +1,4 @@
-"""Four ranks save a run in the checkpoints of each front door, and two ranks resume it.
+"""Four ranks save a run in the checkpoints of each entry point, and two ranks resume it.
 
 The data has four parts. Each rank has one part, or two of them as micro-batches of a window.
 """

@@ -1,4 +1,4 @@
-"""A few steps of a sharded model in each front door: plain loop, Trainer, Fabric, Accelerate.
+"""A few steps of a sharded model in each entry point: plain loop, Trainer, Fabric, Accelerate.
 
 Each function trains on this rank's part of the data and returns a Run. In step ``poison``, the gradient of
 one element is infinite on the last rank. ``log`` is a log of collectives that is being written.

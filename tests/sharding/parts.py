@@ -112,7 +112,7 @@ def overflow(_, whole):
 
 
 def each(run):
-    """Run every strategy under every front door. If a run raises an error, the error is its result."""
+    """Run every strategy under every entry point. If a run raises an error, the error is its result."""
     report = {}
     for strategy in STRATEGIES:
         for name, front in FRONTS.items():
@@ -135,7 +135,7 @@ def refusals(_, __):
 
 
 def stored(_, __):
-    """Under every front door, compare runs with weights stored in 16 bits with runs of float32 shards."""
+    """Under every entry point, compare runs with weights stored in 16 bits with runs of float32 shards."""
     report = {}
     for name, front in FRONTS.items():
         try:

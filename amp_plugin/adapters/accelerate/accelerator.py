@@ -31,7 +31,7 @@ from amp_plugin.adapters.accelerate.settings import (
     take_options,
 )
 from amp_plugin.adapters.scaler import anomalies_explained, scaler_groups, torch_optimizer
-from amp_plugin.adapters.session import FrontDoor
+from amp_plugin.adapters.session import EntryPoint
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.casting.threads import RegionState
 from amp_plugin.formats.layers import LayerFormats, leave_out
@@ -52,7 +52,7 @@ _SPIKES_NAME = "amp_plugin.json"
 _SIGNATURE = inspect.signature(Accelerator.__init__)
 
 
-class AmpAccelerator(FrontDoor, Accelerator):
+class AmpAccelerator(EntryPoint, Accelerator):
     """A drop-in for ``accelerate.Accelerator``: change the import, nothing else.
 
     ``mixed_precision="fp16"`` means float16 with a loss scale on every device, including the CPU. Names such

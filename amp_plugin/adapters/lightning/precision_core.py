@@ -12,7 +12,7 @@ from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 
 from amp_plugin.adapters.option_sources import resolved
-from amp_plugin.adapters.session import FrontDoor
+from amp_plugin.adapters.session import EntryPoint
 from amp_plugin.casting.rules import RULES_VARIABLE
 from amp_plugin.messages import warn_user
 from amp_plugin.options import LossScaleOptions, PluginOptions, option_defaults, option_names, takes
@@ -47,7 +47,7 @@ def _checked_options(owner: str, given: Mapping[str, Any]) -> PluginOptions:
     return resolved(PluginOptions, [("argument", stated)], environment, door="Lightning")[0]
 
 
-class PrecisionCore(FrontDoor):
+class PrecisionCore(EntryPoint):
     """The parts of a plugin that Trainer and Fabric share."""
 
     package: Any
