@@ -81,7 +81,11 @@ class Context:
         return replace(self, conditions=(*self.conditions, *facts(test, holds=holds)))
 
     def around(self, inner: Context) -> Context:
-        """Return the context of a place in a function that is called here."""
+        """Return the context of a place in a function that is called from here.
+
+        Args:
+            inner: The context of the place within that function.
+        """
         return Context(
             (*self.conditions, *inner.conditions),
             (*self.loops, *inner.loops),

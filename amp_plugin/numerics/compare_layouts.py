@@ -4,9 +4,9 @@
 2. layout_rounding.py decides whether rounding explains their difference.
 3. layout_causes.py explains the first difference that rounding does not.
 
-Intermediate results of a rank need not be a part of any result of the one process. For example, an embedding
+An intermediate result of a rank may have no counterpart in the run of one process. For example, an embedding
 with sharded rows also looks up other rows and masks them afterwards. So a result counts as wrong only if a
-wrong result is computed from it, or if no shared result is.
+wrong result is computed from it, or if nothing that both runs have is computed from it.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Skip:
     in_a_row: int  # number of skipped steps in a row, up to and including this one
     report: OverflowReport
     loss: float | None
-    lowering_helps: bool = True  # False if steps in the same row were skipped at a far lower scale
+    lowering_helps: bool = True  # False in skips that go on, at scales far below one that worked
 
     @property
     def parameters(self) -> str:
@@ -81,6 +81,7 @@ class History:
         self.per_point = 1  # one of this many steps becomes a point of the curves
         self._points: list[Point] = []
         # Maps an optimizer to the loss scale of its last step that was not skipped.
+        self._unhelped: set[str] = set()  # optimizers whose present skips go on at ever lower scales
         self._landed_at: dict[str, float] = {}
         self._losses: list[Tensor] = []
 
@@ -116,6 +117,7 @@ class History:
             self._points = [point for point in self._points if point.step % self.per_point == 0]
         if overflowed is None:
             self._landed_at[result.name] = scale or 1.0
+            self._note_help(result.name, after=-1, helps=True)  # a step was taken again
             return
         self.skipped += 1
         skip = Skip(
@@ -127,15 +129,18 @@ class History:
             loss=loss,
         )
         self.skips += [skip] if len(self.skips) < _MOST_SKIPS else []
-        landed_at = self._landed_at.get(result.name, 0.0)
-        if scale and scale * _FAR_LOWER <= landed_at:
-            first = number - result.in_a_row
-            self.skips = [
-                replace(known, lowering_helps=False)
-                if known.optimizer == result.name and known.step > first
-                else known
-                for known in self.skips
-            ]
+        if scale and scale * _FAR_LOWER <= self._landed_at.get(result.name, 0.0):
+            self._note_help(result.name, after=number - result.in_a_row, helps=False)
+
+    def _note_help(self, optimizer: str, *, after: int, helps: bool) -> None:
+        """Note whether lowering the scale helps at an optimizer's skips after a step."""
+        if helps and optimizer not in self._unhelped:
+            return
+        (self._unhelped.discard if helps else self._unhelped.add)(optimizer)
+        self.skips = [
+            replace(skip, lowering_helps=helps) if skip.optimizer == optimizer and skip.step > after else skip
+            for skip in self.skips
+        ]
 
     @property
     def finding_scale(self) -> list[Skip]:

@@ -50,7 +50,7 @@ class GapNumbers:
 
     @staticmethod
     def of(trainer: Tensor, generator: Tensor) -> GapNumbers:
-        """Return the numbers for two one-dimensional float64 tensors of log-probabilities."""
+        """Return the gap between two tensors of log-probabilities (float64, 1-dim, of the same length)."""
         difference = trainer - generator
         size = difference.abs()
         return GapNumbers(

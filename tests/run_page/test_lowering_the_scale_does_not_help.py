@@ -43,3 +43,10 @@ def test_one_skip_now_and_then_is_the_scalers_business(tmp_path):
 def test_an_optimizer_that_has_not_stepped_yet_still_looks_for_its_scale(tmp_path):
     history = train(tmp_path / "run.html", poisoned=range(5))
     assert all(skip.lowering_helps for skip in history.skips)
+
+
+def test_if_a_step_was_taken_again_the_lower_scale_may_have_helped(tmp_path):
+    history = train(tmp_path / "run.html", poisoned=range(2, 6))
+    assert [skip.in_a_row for skip in history.skips] == [1, 2, 3, 4]
+    assert all(skip.lowering_helps for skip in history.skips)
+    assert "lowering the loss scale did not help" not in text_of(tmp_path / "run.html")

@@ -122,7 +122,7 @@ class StepRows {
 
   // Call after the step. Copies are written back, and version counters are increased.
   void finish() const;
-  // Call after a skipped step instead. Does the same, for the gradients only.
+  // Call this instead of finish() after a skipped step. It does the same for the gradients only.
   void finish_gradients() const;
 
  private:
