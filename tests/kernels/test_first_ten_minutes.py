@@ -357,6 +357,7 @@ def with_fault(folder, kernel, file, right, wrong):
         pytest.param("ops", "step is missing", "the CUDA driver cannot load step adam", marks=whole_run),
         pytest.param("streams", FLAG, "a nan in tensor 1: flags [2, 0, 0, 0, 0]", marks=whole_run),
         pytest.param("addresses", PIECES, "AssertionError: step ", marks=whole_run),
+        pytest.param("bandwidth", "the clock stands still", "GB/s is no memory's", marks=whole_run),
         pytest.param("graphs", "graphs leak", "400 recaptures have taken", marks=whole_run),
         pytest.param(
             "sweep", "all builds are alike", "the same machine code as 4 blocks, 4 in flight", marks=whole_run
