@@ -1,7 +1,8 @@
 """Which number formats a device computes fast, and the precision that "auto" chooses for it.
 
-Speed is asked of the hardware, not of ``torch.cuda.is_bf16_supported()``, which also says yes where bfloat16
-is only emulated. One table, ``NEEDS``, says for each format what a device must have.
+The hardware's generation decides. ``torch.cuda.is_bf16_supported()`` is not used, because it also returns
+True for GPUs that only emulate bfloat16. The table ``NEEDS`` lists the hardware that computes each format
+fast.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ _LOG: Final = logging.getLogger("amp_plugin")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What a device must have to compute a format fast.
+    """The hardware features that a device needs to compute a number format fast.
 
     Attributes:
-        nvidia: the first compute capability of NVIDIA's that has it.
-        nvidia_before: the first one that has it no longer; None if all later ones have it.
-        amd: how the names of AMD's architectures begin that have it.
-        cpu: instruction sets, as torch names them, of which a processor needs one.
-        xpu: properties of Intel's GPUs, as torch names them, of which a device needs one.
-        words: what to tell a user who needs it.
+        nvidia: NVIDIA's first compute capability with fast arithmetic in the format.
+        nvidia_before: NVIDIA's first compute capability that dropped the format again; None if none did.
+        amd: the first letters of the names of AMD architectures that compute the format fast.
+        cpu: instruction sets, by torch's names for them. A CPU needs at least one.
+        xpu: device properties, by torch's names for them. An Intel GPU needs at least one.
+        words: what an error message says about the hardware that is needed.
     """
 
     nvidia: tuple[int, int]
@@ -70,20 +71,20 @@ NEEDS: Final[dict[str, Needs]] = {
     "mxfp8": Needs(nvidia=(10, 0), nvidia_before=(11, 0), words=_BLACKWELL),
     "nvfp4": Needs(nvidia=(10, 0), nvidia_before=(11, 0), words=_BLACKWELL),
 }
-"""Maps a format to the devices that compute it fast. Below 16 bits, torchao's kernels run on them."""
+"""Maps each format to the hardware that computes it fast. Formats below 16 bits use torchao's kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """The facts that torch reports on a device.
+    """What torch reports about a device.
 
     Attributes:
         device: the device type: ``"cpu"``, ``"cuda"``, ``"xpu"``, ``"mps"``.
-        name: the device's name, as the maker calls it.
+        name: the product name that the vendor gave the device.
         capability: NVIDIA's compute capability; None for other devices.
-        architecture: AMD's name of the architecture, such as ``"gfx942"``; empty for other devices.
-        features: instruction sets of a processor, or properties of an Intel GPU.
-        is_known: False where torch tells nothing that decides.
+        architecture: AMD's name for the architecture, such as ``"gfx942"``; empty for other devices.
+        features: the instruction sets of a CPU, or the properties of an Intel GPU.
+        is_known: False if torch does not report what would show which formats are fast.
     """
 
     device: str
@@ -94,7 +95,7 @@ class Hardware:
     is_known: bool = True
 
     def computes(self, format_name: str) -> bool | None:
-        """Return whether the device computes a format fast; None if that is not known."""
+        """Return whether the device computes a number format fast, or None if that is unknown."""
         needs = NEEDS[format_name]
         if not self.is_known:
             return None
@@ -106,7 +107,7 @@ class Hardware:
         return bool(self.features.intersection(needs.cpu if self.device == "cpu" else needs.xpu))
 
     def __str__(self) -> str:
-        """Return device, name and what decides: ``cuda (Tesla T4, sm_75)``."""
+        """Return the device's type, name and decisive feature, such as ``cuda (Tesla T4, sm_75)``."""
         if self.capability is not None:
             told = f"sm_{self.capability[0]}{self.capability[1]}"
         else:
@@ -119,12 +120,12 @@ _DECISIVE: Final = frozenset(name for needs in NEEDS.values() for name in (*need
 
 
 def cpu_capabilities() -> dict[str, Any]:
-    """Return what torch knows of the processor; nothing where torch is too old to say."""
+    """Return what torch reports about the CPU, or an empty dict if torch is too old to report it."""
     return dict(getattr(torch.cpu, "get_capabilities", dict)())
 
 
 def hardware_of(device_type: str, index: int = 0) -> Hardware:
-    """Return the facts on a device of this machine. ``is_known`` is False if there is no such device."""
+    """Return what torch reports about a device of this machine. If it is missing, ``is_known`` is False."""
     if device_type == "cpu":
         found = cpu_capabilities()
         return Hardware(
@@ -147,7 +148,7 @@ def hardware_of(device_type: str, index: int = 0) -> Hardware:
 
 
 def default_device() -> str:
-    """Return the type of this machine's accelerator, ``"cpu"`` if it has none that we know."""
+    """Return the type of this machine's accelerator, or ``"cpu"`` if there is no supported one."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None and accelerator.type in _ACCELERATORS else "cpu"
 
@@ -156,7 +157,7 @@ _ACCELERATORS: Final = ("cuda", "mps", "xpu")
 
 
 def is_fast(format_name: str, device_type: str, index: int = 0) -> bool | None:
-    """Return whether a device has arithmetic of a format; None if that is not known."""
+    """Return whether a device computes a number format fast, or None if that is unknown."""
     return hardware_of(device_type, index).computes(format_name)
 
 
@@ -165,7 +166,7 @@ def is_fast(format_name: str, device_type: str, index: int = 0) -> bool | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionChoice:
-    """The precision that ``"auto"`` stands for on a device.
+    """The precision that ``precision="auto"`` chooses for a device.
 
     Attributes:
         precision: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
@@ -184,13 +185,13 @@ class PrecisionChoice:
 
 
 def choose_precision(device: str | None = None, index: int = 0) -> PrecisionChoice:
-    """Choose the precision that a device computes fast: bf16, else fp16, else fp32.
+    """Choose a precision that a device computes fast: bf16 if possible, else fp16, else fp32.
 
-    It is what ``precision="auto"`` chooses. A GPU that only emulates bfloat16 gets fp16, and a processor
-    without 16-bit instructions gets fp32. Nothing is measured. The hardware's generation decides.
+    The option ``precision="auto"`` makes the same choice. For a GPU that only emulates bfloat16 it is fp16.
+    For a CPU without 16-bit instructions it is fp32. Nothing is measured. The hardware's generation decides.
 
     Args:
-        device: the type of the device; default: this machine's accelerator, else ``"cpu"``.
+        device: the type of the device. The default is this machine's accelerator, or ``"cpu"`` without one.
         index: which of several devices of the type.
 
     Returns:
@@ -207,7 +208,7 @@ def choose_precision(device: str | None = None, index: int = 0) -> PrecisionChoi
 
 
 def chosen_for(hardware: Hardware) -> PrecisionChoice:
-    """Choose the precision for hardware that torch has described."""
+    """Choose the precision for a device, given what torch reports about it."""
     bf16, fp16 = hardware.computes("bf16"), hardware.computes("fp16")
     precision: PrecisionName = "bf16" if bf16 else "fp16" if fp16 else "fp32"
     if bf16:
@@ -222,7 +223,7 @@ def chosen_for(hardware: Hardware) -> PrecisionChoice:
 
 
 def auto_precision(device: str | None = None) -> PrecisionChoice:
-    """Choose for ``precision="auto"``, and log the choice and its reason once in a process."""
+    """Choose what ``precision="auto"`` means on a device; log the choice and its reason once per process."""
     choice = choose_precision(device)
     _log_once(choice)
     return choice
@@ -233,11 +234,11 @@ def _log_once(choice: PrecisionChoice) -> None:
     _LOG.info("precision 'auto' is %s on %s: %s", choice.precision, choice.device, choice.reason)
 
 
-# -- what is told of speed -----------------------------------------------------------------------
+# -- advice about speed -----------------------------------------------------------------------
 
 
 def speed_advice(precision: str, device_type: str) -> str:
-    """Return a sentence that says that a precision is slow on a device, or "" if it is fast or unknown."""
+    """Return a warning if a precision is slow on a device, or "" if it is fast or the speed is unknown."""
     if precision not in {"fp16", "bf16"} or is_fast(precision, device_type) is not False:
         return ""
     other = "bf16" if precision == "fp16" else "fp16"
@@ -246,7 +247,7 @@ def speed_advice(precision: str, device_type: str) -> str:
 
 
 def warn_of_slow_fp16(precision: str, device_type: str) -> None:
-    """Warn at the start of a run whose device has no fp16 arithmetic, as ``amp-plugin doctor`` does."""
+    """Warn that fp16 is slow if the run's device lacks fast fp16 arithmetic."""
     advice = speed_advice(precision, device_type) if precision == "fp16" else ""
     if advice:
         warn_user(f"{advice}. The results are right, only slow; amp-plugin doctor shows what is fast here")
@@ -256,7 +257,7 @@ def warn_of_slow_fp16(precision: str, device_type: str) -> None:
 def widest_float(device: torch.device) -> torch.dtype:
     """Return float64 if a device can compute in it, else float32.
 
-    CPUs and NVIDIA's GPUs can. Any other device is asked once, by one multiplication.
+    CPUs and CUDA devices can. Other device types are tested once, with a single float64 multiplication.
     """
     if device.type in {"cpu", "cuda", "meta"}:
         return torch.float64
@@ -269,5 +270,5 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 
 def in_widest_float(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a real tensor in the widest floating-point dtype of its device."""
+    """Convert a real tensor to the widest floating-point dtype that its device can compute in."""
     return tensor.to(widest_float(tensor.device))

@@ -1,8 +1,11 @@
-"""The options of loss scales and precisions. Type, default, check and meaning of each are stated once, here.
+"""The options of loss scales and precisions.
 
-These dataclasses define the constructors of GradScaler, AmpPrecision, FabricAmpPrecision and AmpKwargs
-(:func:`takes`), their docstrings (:func:`lists_options`), the environment variables ``AMP_PLUGIN_<OPTION>``,
-the keys of YAML files, and the tables in the documentation (``docs/api_tables.py``).
+This module is the only place that states their types, defaults, checks and meanings.
+
+The dataclasses in this module define the constructors of GradScaler, AmpPrecision, FabricAmpPrecision and
+AmpKwargs through :func:`takes`, and the docstrings of these classes through :func:`lists_options`. They also
+define the environment variables ``AMP_PLUGIN_<OPTION>``, the keys of YAML files, and the tables in the
+documentation (``docs/api_tables.py``).
 """
 
 from __future__ import annotations
@@ -61,11 +64,11 @@ OnNonfinite = Literal["skip", "raise", "ignore"]
 
 @dataclass(frozen=True, kw_only=True)
 class Spike:
-    """What counts as a spike of the gradient norm or of the loss, and what is done about it.
+    """The options that define a spike of the gradient norm or loss, and what to do about one.
 
-    A step is a spike if its value is more than ``sigma`` deviations above the running mean. A norm of up to
-    four times the running mean never is, nor a loss of up to ``sigma`` percent above it. Mean and deviation
-    are those of each optimizer's own steps.
+    A step is a spike if its value is more than ``sigma`` deviations above the running mean. A gradient norm
+    of up to four times the running mean is never a spike. Nor is a loss of up to ``sigma`` percent above the
+    running mean. Each optimizer has its own mean and deviation, taken over its steps.
 
     Args:
         {options}
@@ -123,7 +126,7 @@ class Spike:
 
     @classmethod
     def read(cls, given: Any) -> Spike | None:
-        """Return what a user has given: a Spike, its action, or a mapping of its options."""
+        """Return a Spike made from what the user gave: a Spike, an action, or a mapping of options."""
         if given is None or isinstance(given, Spike):
             return given
         try:
@@ -138,9 +141,9 @@ class Spike:
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleOptions:
-    """The options of a loss scale and of optimizer steps. Each entry point takes them.
+    """The options of a loss scale and of optimizer steps, which every entry point takes.
 
-    The first four can be given by position, as in torch's scaler.
+    The first four options can be passed by position, as in ``torch.amp.GradScaler``.
 
     Raises:
         OptionError: A value has the wrong type, a number is out of range, or a word is unknown.
@@ -268,7 +271,10 @@ class _Device:
 
 @dataclass(frozen=True, kw_only=True)
 class GradScalerOptions(LossScaleOptions, _Device):
-    """The arguments of GradScaler. Their order is torch's: the device, the options of the scale, enabled."""
+    """The arguments of GradScaler.
+
+    As in ``torch.amp.GradScaler``, ``device`` comes first and ``enabled`` after the scale's options.
+    """
 
     enabled: Annotated[
         bool,
@@ -301,8 +307,8 @@ class GradScalerOptions(LossScaleOptions, _Device):
 class PrecisionOptions(LossScaleOptions):
     """The options of a precision, shared by the entry points of all frameworks.
 
-    Names that other libraries give to precisions are translated to ours. Op rules are read from their file or
-    mapping.
+    Precision names of other libraries are translated to the names used here. Op rules are read from the file
+    or the mapping that the user gives.
     """
 
     eval_precision: Annotated[
@@ -401,7 +407,7 @@ class _Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class PluginOptions(PrecisionOptions, _Precision):
-    """The arguments of AmpPrecision and FabricAmpPrecision, to which the program passes its precision."""
+    """The arguments of AmpPrecision and FabricAmpPrecision, which include the precision."""
 
     device: Annotated[
         str | None,
@@ -436,7 +442,7 @@ class PluginOptions(PrecisionOptions, _Precision):
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(PrecisionOptions):
-    """The options of a run, in entry points where no callback has them."""
+    """The options of a training run, for entry points that have no callback such as AmpMonitor."""
 
     max_skips_in_a_row: Annotated[
         int,
@@ -460,7 +466,7 @@ class RunOptions(PrecisionOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class AccelerateOptions(RunOptions):
-    """The options of AmpKwargs, of the environment variables and of YAML files."""
+    """The options that AmpKwargs, the environment variables and YAML files can set."""
 
     fp32_outputs: Annotated[
         bool, Doc("Convert the outputs of a prepared model to fp32, as Accelerate does.")
@@ -471,35 +477,35 @@ class AccelerateOptions(RunOptions):
 
 
 def option_names(options: type) -> tuple[str, ...]:
-    """Return the names of the options of one of the dataclasses above, in order."""
+    """Return the option names of a dataclass in this module, in the order of its fields."""
     return tuple(option.name for option in fields(options))
 
 
 def loss_scale_options(options: Any) -> dict[str, Any]:
-    """Return a dict from option to value of the loss scale, out of the options of an entry point."""
+    """Return the options of the loss scale among an entry point's options, as a dict from name to value."""
     return {name: getattr(options, name) for name in option_names(LossScaleOptions)}
 
 
 @functools.cache
 def option_types(options: Any) -> dict[str, Any]:
-    """Return a dict from option name to type."""
+    """Return a dict from the name of each option to its type."""
     return {name: hint.__origin__ for name, hint in _annotations(options).items()}
 
 
 @functools.cache
 def option_docs(options: type) -> dict[str, str]:
-    """Return a dict from option name to description."""
+    """Return a dict from the name of each option to its description."""
     return {name: hint.__metadata__[0].documentation for name, hint in _annotations(options).items()}
 
 
 def option_defaults(options: type) -> dict[str, Any]:
-    """Return a dict from option name to default."""
+    """Return a dict from the name of each option to its default."""
     return {option.name: option.default for option in fields(options)}
 
 
 @functools.cache
 def _annotations(options: type) -> dict[str, Any]:
-    """Return a dict from option name to ``Annotated[type, Doc(description)]``, in order."""
+    """Return a dict from the name of each option to ``Annotated[type, Doc(description)]``, in order."""
     from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - late: casting is a layer above
 
     found: dict[str, Any] = {}
@@ -535,8 +541,8 @@ KNOWN_VARIABLES: Final = (
 
 
 def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables ``AMP_PLUGIN_...`` that nothing reads, each with a hint (may be ``""``)."""
-    # Names are compared without the prefix: with it, all names would seem similar.
+    """Return the unknown variables ``AMP_PLUGIN_...``, each with a hint at the right name (or ``""``)."""
+    # Names are compared without the prefix, because the prefix makes all of them similar.
     known = _NOT_OURS | {name.removeprefix(PREFIX): name for name in KNOWN_VARIABLES}
     return {
         name: did_you_mean(name.removeprefix(PREFIX), known, written=known.__getitem__)
@@ -551,9 +557,9 @@ def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def takes(
     options: Callable[P, Any], *, by_position: int | None = None, or_none: bool = False
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Make an ``__init__`` take the options of a dataclass and show them in its signature.
+    """Make an ``__init__`` accept the fields of an options dataclass, and show them in its signature.
 
-    The ``__init__`` receives the options that were given, by name.
+    The decorated ``__init__`` receives the options that the caller gave, as keyword arguments.
     """
     types, kinds = option_types(options), inspect.Parameter
     shown = [kinds("self", kinds.POSITIONAL_OR_KEYWORD)]
@@ -581,7 +587,7 @@ def takes(
 def shows(
     stated: Callable[P, None], signature: inspect.Signature
 ) -> Callable[[Callable[..., None]], Callable[P, None]]:
-    """Give an ``__init__`` a signature for people (``inspect.signature``) and for type checkers."""
+    """Give an ``__init__`` the signature that ``inspect.signature`` and type checkers show."""
 
     def decorate(init: Callable[..., None]) -> Callable[P, None]:
         init.__signature__ = signature  # type: ignore[attr-defined]
@@ -592,11 +598,12 @@ def shows(
 
 
 def lists_options(options: type) -> Callable[[Class], Class]:
-    """Replace ``{options}`` in the docstring of a class by the list of options."""
+    """Replace ``{options}`` in a class's docstring by the list of its options."""
 
     def decorate(kind: Class) -> Class:
         before, place, after = (kind.__doc__ or "").partition("{options}")
-        indent = before.rpartition("\n")[2]  # Python 3.13 and newer remove the indentation of the class body
+        # Python 3.13 and newer remove the indentation of a class's docstring.
+        indent = before.rpartition("\n")[2]
         filled = textwrap.TextWrapper(110, initial_indent=indent, subsequent_indent=f"{indent}    ").fill
         lines = [filled(f"{name}: {text}") for name, text in option_docs(options).items()]
         if place:
@@ -606,18 +613,22 @@ def lists_options(options: type) -> Callable[[Class], Class]:
     return decorate
 
 
-lists_options(Spike)(Spike)  # which stands above, since the options of a loss scale have one
+# Spike is defined before ``lists_options``, because a field of LossScaleOptions has this type.
+lists_options(Spike)(Spike)
 
 
 def unknown_option(source: str, name: object, allowed: Sequence[str]) -> str:
-    """Return the error text for an unknown option, with the nearest name and all allowed names."""
+    """Return the error text for an unknown option. It gives the most similar name and all allowed names."""
     hint = did_you_mean(name, allowed, aliases=None if "precision" in allowed else _NOT_OURS)
     allowed_are = f"{hint} Allowed are" if hint else "; allowed are"
     return f"{source}: unknown option {name!r}{allowed_are} {', '.join(allowed)}"
 
 
 def bind(owner: str, signature: inspect.Signature, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of an ``__init__`` by name, or raise TypeError with the names that are allowed."""
+    """Return the arguments of an ``__init__`` by name.
+
+    If one is unknown, raise TypeError with the allowed names.
+    """
     allowed = [*signature.parameters][1:]
     for name in kwargs:
         if name not in allowed:
@@ -637,7 +648,7 @@ def checked_option(name: str, value: Any, wanted: Any) -> Any:
     """Return the checked value of an option. Words are returned in our spelling.
 
     Raises:
-        OptionError: the value has the wrong type, or is an unknown word.
+        OptionError: the value has the wrong type, or is not one of the allowed words.
     """
     if get_origin(wanted) is Literal:
         return checked_word(name, value, wanted)

@@ -1,1 +1,1 @@
-"""Thin layers between amp_plugin and training frameworks."""
+"""Thin layers that connect amp_plugin to training frameworks."""

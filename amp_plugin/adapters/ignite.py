@@ -1,8 +1,8 @@
 """IgnitePrecision: mixed precision for the engines of pytorch-ignite.
 
-ignite's own mixed precision is an update function with a GradScaler. This one also clips, holds schedulers
-back after skipped steps, stores weights in 16 bits, follows op rules, saves the loss scale in checkpoints,
-and gives metrics to ignite's loggers.
+Ignite's own mixed precision is an update function with a GradScaler. IgnitePrecision also clips gradients,
+stores weights in 16 bits, follows op rules and saves the loss scale in checkpoints. It holds schedulers back
+after skipped steps, and passes metrics to ignite's loggers.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class IgniteOptions(PluginOptions, RunOptions):
 class IgnitePrecision(EntryPoint):
     """Mixed precision for trainers and evaluators of pytorch-ignite.
 
-    After each optimizer step ``engine.state.metrics`` gets ``loss_scale``, ``skipped_steps`` and
-    ``grad_norm``, for any logger or progress bar. In a ``Checkpoint`` the object itself keeps the loss scale:
-    ``{"model": model, "optimizer": optimizer, "trainer": trainer, "amp": amp}``. If the engine raises, call
-    :meth:`end`.
+    After each optimizer step ``engine.state.metrics`` contains ``loss_scale``, ``skipped_steps`` and
+    ``grad_norm``, for any logger or progress bar. To save the loss scale, add this object to a
+    ``Checkpoint``: ``{"model": model, "optimizer": optimizer, "trainer": trainer, "amp": amp}``. If the
+    engine raises, call :meth:`end`.
 
     Args:
         {options}
@@ -98,7 +98,7 @@ class IgnitePrecision(EntryPoint):
 
     @property
     def scaler(self) -> Any:
-        """The ``amp_plugin.GradScaler``; None unless fp16."""
+        """The ``amp_plugin.GradScaler`` in fp16, otherwise None."""
         return self._scaler if self._scaler.is_enabled() else None
 
     # -- engines ---------------------------------------------------------------------------------
@@ -113,16 +113,16 @@ class IgnitePrecision(EntryPoint):
         prepare_batch: Callable[..., tuple[Any, Any]] | None = None,
         output_transform: Callable[[Any, Any, Any, Tensor], Any] = lambda *parts: parts[-1].item(),
     ) -> Engine:
-        """Return a trainer, as ``ignite.engine.create_supervised_trainer`` does.
+        """Return a trainer like that of ``ignite.engine.create_supervised_trainer``, in this precision.
 
         Args:
             model: the model to train. It is not moved to another device.
             optimizer: the optimizer of its parameters.
             loss_fn: a function of the model's output and the targets. It runs under autocast.
             device: the device to which batches are moved.
-            prepare_batch: a function that returns the inputs and targets of a batch, as in ignite.
-            output_transform: a function of inputs, targets, the model's output and the loss. It returns the
-                engine's output.
+            prepare_batch: ignite's function that returns the inputs and the targets of a batch.
+            output_transform: a function that takes the inputs, the targets, the model's output and the loss.
+                It returns the engine's output.
         """
         prepare, every = prepare_batch or convert_tensor, self.options.gradient_accumulation_steps
 
@@ -145,7 +145,7 @@ class IgnitePrecision(EntryPoint):
         return trainer
 
     def attach(self, engine: Engine, model: nn.Module, optimizer: Optimizer) -> None:
-        """Begin and end the run with an engine. Its update must call :meth:`backward` and :meth:`step`."""
+        """Tie the run to an engine, whose update function must call :meth:`backward` and :meth:`step`."""
         engine.add_event_handler(Events.STARTED, self._on_started, model, optimizer)
         engine.add_event_handler(Events.ITERATION_COMPLETED, self._on_iteration, optimizer)
         engine.add_event_handler(Events.COMPLETED | Events.TERMINATE, self.end)
@@ -167,7 +167,7 @@ class IgnitePrecision(EntryPoint):
         self.skipped_steps += step.skipped
 
     def _on_iteration(self, engine: Engine, optimizer: Optimizer) -> None:
-        """Put the result of the newest step into the engine's metrics, without waiting for the device."""
+        """Add the results of the last step to the engine's metrics, without a host sync."""
         result, scale = self.result_of(optimizer), self._scaler.loss_scale.value
         if result is not None:
             shown = {
@@ -178,16 +178,16 @@ class IgnitePrecision(EntryPoint):
             engine.state.metrics |= {name: value for name, value in shown.items() if value is not None}
 
     def end(self, *_: Any) -> None:
-        """End the run: weights become float32, and the op rules from before the run apply again."""
+        """End the run. Weights become float32, and the op rules from before the run apply again."""
         self.session.end(warn=warn_user)
         self.step_log.unsubscribe(self._count)
 
     # -- one step --------------------------------------------------------------------------------
 
     def model_fn(self, model: nn.Module, x: Any) -> Any:
-        """Run a model in the training or evaluation precision, whichever mode it is in.
+        """Run a model in the precision of its mode, ``train()`` or ``eval()``.
 
-        In ``eval()`` mode its outputs are float32. Pass this method to an evaluator:
+        In ``eval()`` mode the outputs are float32. To evaluate, pass this method as ``model_fn``:
         ``ignite.engine.create_supervised_evaluator(model, model_fn=amp.model_fn)``.
         """
         session = self.session
@@ -203,7 +203,7 @@ class IgnitePrecision(EntryPoint):
         return apply_to_tensor(output, lambda tensor: tensor.float() if tensor.dtype in HALVES else tensor)
 
     def region(self) -> AbstractContextManager[Any]:
-        """Return the autocast region of training, for your own update function."""
+        """Return the autocast region of the training precision, for use in a custom update function."""
         return self.session.region()
 
     def backward(self, loss: Tensor) -> None:
@@ -212,23 +212,26 @@ class IgnitePrecision(EntryPoint):
             self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self, optimizer: Optimizer) -> Any:
-        """Unscale, clip to ``max_norm``, and step or skip."""
+        """Unscale gradients, clip them to ``max_norm``, then take or skip the optimizer step."""
         if self.options.max_norm is not None:
             self._scaler.clip_grad_norm_(optimizer, self.options.max_norm)
         return self.session.step(optimizer)
 
     def step_scheduler(self, scheduler: Any, *args: Any) -> bool:
-        """Step a scheduler, unless its optimizer's step was skipped; return whether it was stepped."""
+        """Step a scheduler unless its optimizer's step was skipped.
+
+        Return True if the scheduler was stepped.
+        """
         return self.session.step_scheduler(scheduler, *args)
 
     # -- checkpoints -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loss scale, with torch's keys; empty if no loss is scaled."""
+        """Return the state of the loss scale, with torch's keys. It is empty if no loss is scaled."""
         return self.session.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a loss scale, ours or torch's; warn if no loss is scaled here."""
+        """Load a loss scale's state, which amp_plugin or torch saved. Warn if this run scales no loss."""
         if told := self.session.load_state_dict(state_dict):
             warn_user(f"IgnitePrecision: {told}")
 

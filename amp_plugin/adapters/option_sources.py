@@ -1,4 +1,4 @@
-"""Reads the options that a program does not set: first from environment variables, then from a YAML file."""
+"""Reads options that a program does not set. Environment variables take precedence over a YAML file."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def resolved(
     *,
     door: str = "",
 ) -> tuple[Options, dict[str, str]]:
-    """Return the checked options of an entry point, and a dict from option to source.
+    """Return the checked options of an entry point, and a dict that maps each option to its source.
 
     Args:
         kind: the class of the options.
-        stated: the options that the program sets, as pairs of a source and a dict from option to value. If
-            several sources set the same option, the first one wins.
-        environment: the environment variables, for options that the program does not set.
-        door: the name of the framework, for the warning about an option that has no effect in it.
+        stated: the options that the program sets, as pairs of a source's name and a dict from option to
+            value. If several sources set an option, the first one wins.
+        environment: the environment variables, which can set the options that the program leaves out.
+        door: the framework's name. The warning about an option without effect there uses it.
 
     Raises:
-        OptionError: a value is not allowed; its source is named.
+        OptionError: a value is not allowed. The error names the source that set it.
     """
     given, sources = decided([*stated, *outside_program(environment)])
     for other in sorted(given.keys() - {*option_names(kind)}):
@@ -56,9 +56,9 @@ def resolved(
 
 
 def decided(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return a dict from option to value and one from option to source.
+    """Merge layers of options. Return a dict from option to value, and one from option to source.
 
-    If several layers set an option, the first one wins.
+    If several layers set an option, the first layer wins.
     """
     given: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -69,9 +69,9 @@ def decided(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[dict[str, 
 
 
 def outside_program(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the options that the environment and its YAML file set.
+    """Return the options set by environment variables and by the YAML file that one of them names.
 
-    Each entry is a pair of a source and a dict from option to value.
+    Each entry is a pair of a source's name and a dict from option to value.
     """
     known = {PREFIX + name.upper(): name for name in OPTIONS}
     for variable, hint in unknown_variables(environment).items():
@@ -84,7 +84,10 @@ def outside_program(environment: Mapping[str, str]) -> list[tuple[str, dict[str,
 
 
 def read_all(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert options given as text to their types. A value that does not fit stays, and its check raises."""
+    """Convert options given as text to their types.
+
+    Values that cannot be converted are rejected by a later check.
+    """
     return {name: _read(name, value) for name, value in given.items()}
 
 
@@ -115,7 +118,8 @@ def _read(name: str, value: Any) -> Any:
     if name == "fp32_modules":
         return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
     if name == "on_spike" and isinstance(value, str):
-        return yaml.safe_load(value)  # a word, or a mapping: {of: loss, sigma: 8}
+        # The text is a word, or a mapping such as "{of: loss, sigma: 8}".
+        return yaml.safe_load(value)
     if kinds & {int, float} and isinstance(value, str):
         with suppress(ValueError):
             number = float(value)

@@ -1,4 +1,4 @@
-"""Helps adapters with their scaler: names of parameters, groups of ranks, and which gradients are scaled."""
+"""Finds parameter names, process groups and scaled gradients, for the scalers of adapters."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ _WRAPPERS: Final = {"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimi
 
 
 def torch_optimizer(optimizer: Any) -> Optimizer:
-    """Return the optimizer inside a framework's wrapper; without a wrapper, the optimizer itself."""
+    """Return the torch optimizer inside a framework's wrapper.
+
+    An optimizer without a wrapper is returned itself.
+    """
     while any(kind.__name__ in _WRAPPERS for kind in type(optimizer).__mro__):
         optimizer = optimizer.optimizer
     return optimizer  # type: ignore[no-any-return]
 
 
 def register(scaler: GradScaler, optimizers: Iterable[Optimizer], models: Sequence[nn.Module]) -> None:
-    """Register optimizers with the names that their parameters have in these models.
+    """Register optimizers with a scaler, and give it the parameters' names from these models.
 
-    With several models a name looks like ``Critic[1].layer.weight``.
+    If there are several models, a name looks like ``Critic[1].layer.weight``.
     """
     named: dict[str, Tensor] = {}
     for place, model in enumerate(models):
@@ -46,7 +49,7 @@ def register(scaler: GradScaler, optimizers: Iterable[Optimizer], models: Sequen
 
 
 def scaler_groups(*models: nn.Module) -> dict[str, Any]:
-    """Return the groups of ranks that step together under FSDP1, and whether each holds whole gradients."""
+    """Return the process group of a model under FSDP1, keyed by whether its ranks hold whole gradients."""
     root = next((model for model in models if isinstance(model, FullyShardedDataParallel)), None)
     if root is None or root.process_group is None:
         return {}
@@ -56,10 +59,10 @@ def scaler_groups(*models: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def anomalies_explained(scaler: Any) -> Iterator[None]:
-    """Add to an error of torch's anomaly detection that the loss scale may be its only cause.
+    """If torch's anomaly detection raises, add that the loss scale may be the only cause.
 
-    A dynamic loss scale is found by letting gradients overflow. Anomaly detection treats the first overflow
-    as a fault of the program, and ends a healthy run.
+    A dynamic loss scale is found by letting some gradients overflow. Anomaly detection treats the first
+    overflow as a bug of the program, and ends a run in which nothing is wrong.
     """
     try:
         yield
@@ -76,12 +79,12 @@ def anomalies_explained(scaler: Any) -> Iterator[None]:
 
 
 class GradientOrigins:
-    """Tells, by hooks, whether a gradient was made by a backward pass within :meth:`inside`."""
+    """Records with hooks which gradients were computed by a backward pass inside :meth:`inside`."""
 
     def __init__(self) -> None:
-        # The parameters that the pass inside has reached; None while no pass runs.
+        # The parameters that the backward pass in the block has reached, or None outside of a block.
         self._reached: list[Tensor] | None = None
-        # Gradients that a pass inside made, with their versions.
+        # Gradients that a backward pass in a block computed, with their versions.
         self._inside: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._outside: dict[int, weakref.ref[Tensor]] = {}
         self._handles: list[RemovableHandle] = []
@@ -91,16 +94,17 @@ class GradientOrigins:
         """Watch these parameters and no others."""
         self.unwatch()
         distinct: dict[int, Any] = {id(param): param for param in params if param.requires_grad}
-        with torch._C.DisableTorchFunctionSubclass():  # it would refuse hooks on lazy parameters
+        # Lazy parameters refuse hooks through ``__torch_function__``, so it is disabled.
+        with torch._C.DisableTorchFunctionSubclass():
             hook = self._note
             self._handles = [param.register_post_accumulate_grad_hook(hook) for param in distinct.values()]
 
     @contextmanager
     def watching(self, models: Sequence[nn.Module], scaler: GradScaler, words: Words) -> Iterator[None]:
-        """Treat backward passes in the block as scaled; watch the parameters that no known optimizer steps.
+        """Treat backward passes in the block as scaled, and guard parameters of no registered optimizer.
 
-        If an optimizer that the scaler does not know steps such a parameter, an error is raised. Most
-        programs have no such optimizer.
+        If an optimizer that is not registered with the scaler steps one of these parameters, an error is
+        raised. Most programs have no such optimizer.
         """
         optimizers = scaler.core.optimizers
         if self._looked_at != (len(models), len(optimizers)):
@@ -130,29 +134,30 @@ class GradientOrigins:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Treat gradients that are made in the block as gradients of a scaled loss."""
+        """Treat gradients that are computed inside the block as gradients of a scaled loss."""
         before, self._reached = self._reached, []
         try:
             yield
         finally:
             reached, self._reached = self._reached, before
-            for param in reached:  # only now, because DDP writes to gradients after the hook
+            # Versions are read here and not in the hook, because DDP writes to gradients after the hook.
+            for param in reached:
                 if param.grad is not None:
                     self._inside[id(param)] = weakref.ref(param.grad), param.grad._version
 
     def is_scaled(self, param: Tensor) -> bool:
-        """Return whether a pass inside made the gradient of ``param``, and nothing has written it since."""
+        """Return whether a backward pass in a block made ``param.grad``, and nothing has changed it since."""
         made, version = self._inside.get(id(param), (None, 0))
         grad = param.grad
         return made is not None and grad is not None and made() is grad and version == grad._version
 
     def is_from_outside(self, param: Tensor) -> bool:
-        """Return whether a pass outside made this parameter's gradient or added to it."""
+        """Return whether a backward pass outside of a block computed ``param.grad`` or added to it."""
         made = self._outside.get(id(param))
         return made is not None and param.grad is not None and made() is param.grad
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle without the watched parameters, which belong to this process."""
+        """Copy and pickle without the watched parameters, because they belong to this process."""
         return type(self), ()
 
 
@@ -163,7 +168,7 @@ def _refuse_unknown(
     optimizer: Optimizer,
     *_: Any,
 ) -> None:
-    """Raise RuntimeError before the step of an optimizer that was not prepared and has scaled gradients."""
+    """Raise RuntimeError if an optimizer that was not prepared is about to step with scaled gradients."""
     made, known = origins(), scaler()
     if made is None or known is None or any(other is optimizer for other in known.core.optimizers):
         return

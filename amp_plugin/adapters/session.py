@@ -1,13 +1,13 @@
-"""Session: one run in one precision, the same for every entry point.
+"""A Session holds one training run in one precision, for every entry point.
 
-An entry point translates the calls of its framework into calls of its session, and nothing else::
+An entry point such as AmpPrecision only translates the calls of its framework into calls of a Session::
 
-    Session(options, words=...)        what the user has asked for, and how the user spells it
+    Session(options, words=...)        the options, and the framework's calls as error messages spell them
     set_up_weights(model)              before the model is wrapped or moved
-    begin(device, groups)              once the device is known: op rules, the scaler's device, warnings
-    add(models, optimizers)            the names of parameters, the dtypes of optimizer states
+    begin(device, groups)              once the device is known; activates op rules and places the scaler
+    add(models, optimizers)            passes parameter names to the scaler, and dtypes to optimizer states
     region(), backward(), step()       one optimizer step
-    end()                              float32 weights and the earlier op rules; the page ends
+    end()                              restores float32 weights and the earlier op rules; ends the run page
 """
 
 from __future__ import annotations
@@ -65,35 +65,36 @@ _NOTHING: Final[Mapping[str, Any]] = {}
 
 
 class Session:
-    """One run in one precision, which an entry point holds.
+    """One training run in one precision. Each entry point has a Session.
 
-    A copy or pickle keeps the options, the scaler and the counts. Models, op rules in force and the page
-    belong to the run of the original.
+    A copy or pickle of a Session keeps the options, the scaler and the counts. It does not include the
+    models, the active op rules and the run page of the original's run.
 
     Args:
         options: the options of the entry point, checked.
-        precision: ``"fp16"``, ``"bf16"``, ``"fp32"``, ``"auto"``, or a format below 16 bits. ``"fp32"``
-            where another engine computes.
-        words: how the user of the entry point spells its calls.
-        sources: maps an option to where it was set. Options with their default are absent.
+        precision: ``"fp16"``, ``"bf16"``, ``"fp32"``, ``"auto"``, or a format below 16 bits. It is ``"fp32"``
+            if another engine such as DeepSpeed casts.
+        words: the entry point's calls as error messages spell them, such as ``optimizer.step()``.
+        sources: maps each option that was set to the place where it was set.
         enabled: False scales no loss, not even in fp16.
 
     Attributes:
         options: as given.
-        precision: as given; if that was ``"auto"``, the precision that was chosen.
+        precision: the argument ``precision``. If it was ``"auto"``, this is the precision that was chosen.
         words: as given.
         sources: as given.
-        device: the type of the device; empty until the run begins.
-        models: the models whose weights were set up, in order.
-        growth: the growth of the weights, for the error of a run that skips all steps.
-        origins: tells which gradients were made by scaled backward passes.
-        at_end: what :meth:`end` has to undo.
-        measures_norms: True if gradient norms are measured even without clipping.
-        attempted_steps: the number of optimizer steps so far, skipped ones included.
-        is_aside: True while optimizers step without the scaler.
+        device: the device type, such as ``"cuda"``. It is empty until the run begins.
+        models: the models that were passed to :meth:`set_up_weights`, in order.
+        growth: measures how much the weights have grown. The error that ends a run of skipped steps uses it.
+        origins: records which gradients came from scaled backward passes.
+        at_end: the exit stack of changes that :meth:`end` undoes.
+        measures_norms: True if gradient norms are measured even though nothing clips.
+        attempted_steps: the number of optimizer steps so far, including skipped steps.
+        is_aside: True inside :meth:`aside`, where optimizers step without the scaler.
     """
 
-    _in_force = ExitStack()  # restores the op rules from before the run that began last
+    # Restores the op rules that applied before the last run began.
+    _in_force = ExitStack()
 
     def __init__(
         self,
@@ -105,7 +106,8 @@ class Session:
         enabled: bool = True,
     ) -> None:
         self.options, self.precision, self.words, self.sources = options, precision, words, sources
-        self._auto = ""  # the device that "auto" was chosen for
+        # The device type for which "auto" chose the precision.
+        self._auto = ""
         if precision == "auto":
             choice = auto_precision(self._asked_device)
             self._auto = choice.device
@@ -117,29 +119,30 @@ class Session:
         self.measures_norms = False
         self.attempted_steps = 0
         self.is_aside = False
-        self._seen: list[
-            weakref.ref[StepResult]
-        ] = []  # by new_norms; weakly, since a result holds parameters
-        self._stepped: set[int] = set()  # ids of the optimizers that have stepped in this iteration
-        self.growth = WeightGrowth()  # read if the run ends because all steps are skipped
+        # The results that new_norms() has returned. The references are weak, because results hold parameters.
+        self._seen: list[weakref.ref[StepResult]] = []
+        # The ids of the optimizers that have stepped in the current iteration.
+        self._stepped: set[int] = set()
+        self.growth = WeightGrowth()  # used by the error for a run of skipped steps
         self._enabled = enabled
         self.formats = LayerFormats()
         if isinstance(options, PluginOptions):
             self._read_formats(self.precision)
         self._scaler: Any = None
-        self._meets_fp32 = False  # whether a module has float32 buffers, or is one of fp32_modules
+        # True if a module has float32 buffers or is one of fp32_modules.
+        self._meets_fp32 = False
         self._watch: RunReport | ModuleWatch | None = None
         self._ends_watch: Any = None  # at the end of the process
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this run."""
+        """Leave out everything that belongs to the current run."""
         own = {**vars(self), "at_end": ExitStack(), "_stepped": set(), "_seen": []}
         own |= {"_watch": None, "_ends_watch": None}
         del own["models"]
         return own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Subscribe to the log of the copied scaler, which is empty."""
+        """Restore the attributes, and subscribe to the empty step log of the copied scaler."""
         self.__dict__.update(state)
         self.models = weakref.WeakKeyDictionary()
         if self._scaler is not None:
@@ -154,45 +157,46 @@ class Session:
 
     @property
     def rules(self) -> OpRules | None:
-        """The op rules of the run; None for the default ones."""
+        """The op rules of the run, or None for the default rules."""
         return cast("OpRules | None", self.options.rules)
 
     @property
     def scales_loss(self) -> bool:
-        """Whether training needs a loss scale: fp16 only."""
+        """Whether training needs a loss scale. Only fp16 does."""
         return self.precision == "fp16"
 
     @property
     def changes_forward(self) -> bool:
-        """Whether models compute in 16 bits, in training or in ``eval()`` mode."""
+        """Whether models compute in 16 bits during training or evaluation."""
         return self.precision != "fp32" or self.eval_precision in {"fp16", "bf16"}
 
     @property
     def training_dtype(self) -> torch.dtype:
-        """The dtype that training computes in; bfloat16 below 16 bits."""
+        """The dtype in which training computes. It is bfloat16 for formats below 16 bits."""
         return TRAINING_DTYPES[self.precision]
 
     @property
     def dtype_plan(self) -> DtypePlan:
-        """The dtypes of a model, for the engine that shards it."""
+        """The dtypes of weights, compute and gradient reduction, for FSDP."""
         return DtypePlan(
-            compute=self.training_dtype,  # type: ignore[arg-type] # a name is made of it
+            compute=self.training_dtype,  # type: ignore[arg-type] # converted to a name
             fp32_modules=self.options.fp32_modules,
             reduce=self.options.reduce,
             weights=self.options.weights,
         )
 
     def compute_in(self, precision: str, *, named: str, converts: bool = True) -> None:
-        """Set the precision, if the framework decides it after the options are known.
+        """Set the precision, for a framework that decides it after the options are known.
 
         Args:
             precision: the precision, as for the constructor.
             named: the framework's name for it.
-            converts: True if amp_plugin, and not the framework, converts Linear layers to a format below 16
-                bits.
+            converts: True if amp_plugin converts Linear layers to a format below 16 bits. False if the
+                framework does it.
 
         Raises:
-            OptionError: weights would be stored in another dtype than the one that models compute in.
+            OptionError: the option ``weights`` asks for a different dtype than the one in which models
+                compute.
         """
         with naming(self.sources):
             refuse_other_precision(self.options.weights, precision, named=named)
@@ -200,7 +204,7 @@ class Session:
         self._read_formats(precision if converts else "bf16")
 
     def _read_formats(self, precision: str) -> None:
-        """Read which Linear layers are converted to which format."""
+        """Read from the options which Linear layers are converted to which format."""
         with naming(self.sources):
             patterns = read_formats(self.options.formats)
             if patterns and self.training_dtype is not torch.bfloat16:
@@ -226,12 +230,15 @@ class Session:
         follows_default: bool = False,
         is_first_rank: bool = True,
     ) -> None:
-        """Begin a run on a device. Its op rules apply to the whole process, and replace an earlier run's.
+        """Begin a run on a device.
+
+        The run's op rules apply to the whole process and replace those of earlier runs.
 
         Args:
             device: the device type.
-            groups: the ranks that step together, as ``scaler_groups`` returns them.
-            follows_default: True if ``torch.autocast`` blocks run on our kernels even if no rules were given.
+            groups: the process groups whose ranks step together, as ``scaler_groups()`` returns them.
+            follows_default: True if ``torch.autocast`` blocks use amp_plugin's kernels even without op rules
+                in the options.
             is_first_rank: True if this process gives the warnings.
         """
         asked = self._asked_device
@@ -249,11 +256,11 @@ class Session:
 
     @property
     def _asked_device(self) -> str | None:
-        """The device that the options name."""
+        """The device type that the options name, or None."""
         return self.options.device if isinstance(self.options, PluginOptions) else None
 
     def _refuse_other_choice(self, device: str) -> None:
-        """Raise OptionError if "auto" was chosen for another device than the one that the model runs on."""
+        """Raise OptionError if "auto" chose for one device, but the model runs on another."""
         if self._auto in {"", device} or choose_precision(device).precision == self.precision:
             return
         choice = choose_precision(device)
@@ -264,13 +271,13 @@ class Session:
         raise OptionError(option="device", value=None, allowed=repr(device), text=msg)
 
     def place(self, groups: Mapping[str, Any]) -> None:
-        """Tell the scaler its device, and which ranks step together."""
+        """Give the scaler its device type, and the process groups whose ranks step together."""
         self.scaler.core.place(self.device, **groups)
         if self.options.exact_schedulers:
             self.scaler.core.log.wait_for()
 
     def follow(self, rules: OpRules | None) -> None:
-        """Put op rules in force until this run ends or another begins. Remove the rules of an earlier run."""
+        """Activate op rules until this run ends or another run begins. Deactivate rules of earlier runs."""
         Session.forget_rules()
         Session._in_force = own = ExitStack()
         if rules is not None:
@@ -279,14 +286,17 @@ class Session:
 
     @staticmethod
     def forget_rules() -> None:
-        """Remove the op rules of the run that began last, if it has not ended."""
+        """Deactivate the op rules of the last run, unless that run has ended."""
         Session._in_force.close()
 
     def end(self, *, warn: Callable[[str], object] | None, error: BaseException | None = None) -> None:
-        """End the run. Weights become float32 and earlier op rules apply again; scale and counts stay.
+        """End the run. Weights become float32 and earlier op rules apply again.
+
+        The loss scale and the counts stay.
 
         Args:
-            warn: a function that is called with a text if all steps of the run were skipped; None warns not.
+            warn: a function that gets a warning text if all steps of the run were skipped. None gives no
+                warning.
             error: the error that ended the run, if one did.
         """
         self.end_watch(error)
@@ -306,17 +316,17 @@ class Session:
 
     @property
     def replaces_autocast(self) -> bool:
-        """Whether models need no autocast, because all their weights and buffers are in 16 bits."""
+        """Whether models run without autocast, because all their weights and buffers are in 16 bits."""
         return self.are_all_stored and not self._meets_fp32
 
     def set_up_weights(self, model: nn.Module, fp32_modules: Sequence[str] = ()) -> bool:
-        """Store a model's weights as the options say, before the model is wrapped or moved.
+        """Store a model's weights as the option ``weights`` says, before the model is wrapped or moved.
 
-        It may be called again after a run has made the weights float32.
+        This method may be called again after the end of a run has made the weights float32.
 
         Returns:
-            True if plain 16-bit weights became stored ones. Then a checkpoint that was loaded earlier was
-            rounded to 16 bits.
+            True if the model's weights were in 16 bits before they were set up. A checkpoint that was loaded
+            into them earlier was rounded to 16 bits.
         """
         weights = self.options.weights
         stores = weights != "fp32"
@@ -329,7 +339,7 @@ class Session:
         if stores:
             store_weights(model, weights=weights, fp32_modules=fp32_modules)
             self._meets_fp32 |= bool(fp32_modules) or any(map(_has_fp32_buffers, model.modules()))
-        # In fp32, and for sharded models, weights are not converted to float32 unasked.
+        # Weights of sharded models, and of fp32 runs, are not converted to float32 automatically.
         elif self.precision != "fp32" and not is_sharded_model(model):
             if line := convert_to_fp32(model):
                 warn_user(line)
@@ -338,7 +348,7 @@ class Session:
         return came_narrow
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Make the modules in ``fp32_modules`` compute in fp32; convert Linear layers to their formats."""
+        """Make ``fp32_modules`` compute in fp32, and convert Linear layers to their formats."""
         in_fp32 = apply_fp32_modules(model, self.options.fp32_modules)
         self.formats.require([model])
         self.formats.convert(model, in_fp32)
@@ -347,14 +357,15 @@ class Session:
     def add(
         self, models: Iterable[nn.Module], optimizers: Sequence[Optimizer], named: Sequence[nn.Module] = ()
     ) -> None:
-        """Register optimizers: the dtype of their states, and the names of their parameters.
+        """Register optimizers with the scaler, and set the storage dtype of their states.
 
-        It may be called several times.
+        This method may be called several times.
 
         Args:
-            models: the models. If DistributedDataParallel reduces their gradients, it does so in float32.
-            optimizers: the framework's optimizers or torch's.
-            named: the models from which parameters take their names.
+            models: the models. If they are wrapped in DistributedDataParallel, their gradients are reduced in
+                float32.
+            optimizers: optimizers of torch, or the framework's wrappers of them.
+            named: the models whose parameter names are used.
         """
         for model in models:
             reduce_in_fp32(model)
@@ -368,7 +379,7 @@ class Session:
     # -- models that are sharded -----------------------------------------------------------------
 
     def check_sharded(self) -> None:
-        """Raise OptionError if a model that FSDP shards would be evaluated in another precision."""
+        """Raise OptionError if the model is sharded by FSDP, and evaluation has its own precision."""
         in_eval, precision = self.eval_precision, self.precision
         if in_eval != precision != "fp32":
             msg = (
@@ -379,7 +390,7 @@ class Session:
                 raise OptionError(option="eval_precision", value=in_eval, allowed=repr(precision), text=msg)
 
     def check_shards(self, model: nn.Module, *, warn: Callable[[str], Any] = warn_user) -> None:
-        """Compare the dtypes of a sharded model with the plan; warn if ``reduce`` has no effect."""
+        """Check that a sharded model has the planned dtypes, and warn if ``reduce`` has no effect."""
         reduce = self.options.reduce
         if check_against_plan(model, self.dtype_plan):
             self.check_sharded()
@@ -394,9 +405,9 @@ class Session:
 
     @property
     def scaler(self) -> GradScaler:
-        """The scaler in use. If no loss is scaled, it is a disabled one that only counts steps.
+        """The scaler in use. If no loss is scaled, it is a disabled scaler that only counts steps.
 
-        It is made at its first use, because making it loads the native core.
+        The scaler is created at first use, because its creation loads the native core.
         """
         if self._scaler is None:
             self._scaler = self.new_scaler(enabled=self.scales_loss)
@@ -404,17 +415,18 @@ class Session:
         return cast("GradScaler", self._scaler)
 
     def new_scaler(self, *, enabled: bool, device: str = "") -> GradScaler:
-        """Return a new scaler with the session's options. A disabled one scales no loss, but logs steps."""
+        """Return a new scaler with the session's options. A disabled scaler only logs steps."""
         options = loss_scale_options(self.options)
         return GradScaler(device or self.device or "cpu", enabled=enabled and self._enabled, **options)
 
     def replace_scaler(self, given: Any, name: str) -> None:
-        """Use another scaler, which the user has assigned to the attribute ``name``.
+        """Use another scaler, which the user has assigned to the attribute called ``name``.
 
         Args:
-            given: a ``torch.amp.GradScaler``, whose options and state a scaler of ours takes over; or None,
-                which scales no loss; or an object with our scaler's methods, which is used itself.
-            name: the name of the attribute, for the error.
+            given: a ``torch.amp.GradScaler``, an object with all methods of ``amp_plugin.GradScaler``, or
+                None. Options and state of torch's scaler are copied to a new ``amp_plugin.GradScaler``. None
+                means that no loss is scaled.
+            name: the name of the attribute, for the error message.
 
         Raises:
             TypeError: ``given`` is something else.
@@ -430,7 +442,7 @@ class Session:
         self.take_scaler(given)
 
     def take_scaler(self, scaler: Any) -> None:
-        """Use another scaler, and subscribe to its steps."""
+        """Use another scaler, and subscribe to the log of its steps."""
         if self._scaler is not None:
             self._scaler.core.log.unsubscribe(self._look)
         self._scaler = scaler
@@ -447,20 +459,23 @@ class Session:
 
     @property
     def _max_skips(self) -> int:
-        """The number of skipped steps in a row that ends the run; 0 if skipped steps never end it."""
+        """The number of skipped steps in a row that ends the run.
+
+        If it is 0, skipped steps never end the run.
+        """
         return getattr(self.options, "max_skips_in_a_row", 0)
 
     def _look(self, step: StepResult) -> None:
-        """Raise if too many steps in a row were skipped."""
+        """Raise an error if too many optimizer steps in a row were skipped."""
         if step.in_a_row == self._max_skips:
             raise endless_skips(step, self.words, self.growth)
 
     # -- one step --------------------------------------------------------------------------------
 
     def region(self, precision: str | None = None, *, cache_enabled: bool | None = None) -> torch.autocast:
-        """Return a new autocast region, of the training precision by default.
+        """Return a new autocast region, by default for the training precision.
 
-        Where all weights are stored in 16 bits, models need none.
+        If all weights are stored in 16 bits, the region is a disabled one, because models need no autocast.
         """
         dtype = TRAINING_DTYPES[precision or self.precision]
         if dtype is torch.float32 or self.replaces_autocast:
@@ -472,11 +487,11 @@ class Session:
         return autocast(self.device, enabled=False)
 
     def watching(self, models: Iterable[nn.Module]) -> AbstractContextManager[None]:
-        """Watch which backward passes reach parameters that no known optimizer steps."""
+        """Watch backward passes for gradients of parameters that no registered optimizer steps."""
         return self.origins.watching(list(models), self.scaler, self.words)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale, then step or skip, then update the loss scale; return the result of the step."""
+        """Unscale, take or skip the optimizer step, and update the loss scale. Return the step's result."""
         if self.is_aside:
             return optimizer.step(*args, **kwargs)
         core, scales = self.scaler.core, self.scaler.is_enabled()
@@ -495,7 +510,7 @@ class Session:
         return output
 
     def was_skipped(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer's step was skipped in this iteration.
+        """Return whether an optimizer's step was skipped in the current iteration.
 
         An iteration ends when an optimizer steps a second time.
         """
@@ -503,9 +518,9 @@ class Session:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Leave steps inside the block to the optimizers.
+        """Let optimizers step without the scaler inside the block.
 
-        A framework that saves or loads may make an optimizer's state by a step with zero gradients.
+        A framework that saves or loads a checkpoint may create optimizer state by a step with zero gradients.
         """
         before, self.is_aside = self.is_aside, True
         try:
@@ -514,15 +529,15 @@ class Session:
             self.is_aside = before
 
     def count_step(self) -> None:
-        """Count an optimizer step that the entry point has taken."""
+        """Count an optimizer step that the entry point has performed."""
         self.attempted_steps += 1
 
     def measure_norms(self, *, wanted: bool) -> None:
-        """Switch the measuring of gradient norms that no clip measures on or off."""
+        """Turn on or off the measuring of gradient norms for steps that do not clip."""
         self.measures_norms = wanted
 
     def step_scheduler(self, scheduler: Any, *args: Any) -> bool:
-        """Step a scheduler, unless its optimizer's step was skipped; return whether it was stepped.
+        """Step a scheduler unless its optimizer's step was skipped. Return True if it was stepped.
 
         Raises:
             RuntimeError: the scheduler's optimizer has not stepped yet.
@@ -535,11 +550,12 @@ class Session:
         return True
 
     def new_norms(self, optimizers: Iterable[Any]) -> dict[str, Tensor] | None:
-        """Return the gradient norms of the steps since the last call: unscaled, before clipping.
+        """Return the norms of unscaled gradients, before clipping, for the steps since the last call.
 
         Returns:
-            A dict from ``grad_norm`` to the norm (float32, 0-dim). With several optimizers the keys are
-            ``grad_norm/0``, ``grad_norm/1`` and so on. None if no optimizer has stepped.
+            A dict with the key ``grad_norm`` and the norm (float32, 0-dim). If there are several optimizers,
+            the keys are ``grad_norm/0``, ``grad_norm/1`` and so on. If no optimizer has stepped, the result
+            is None.
         """
         last = [self.scaler.core.result_of(torch_optimizer(optimizer)) for optimizer in optimizers]
         before = [seen() for seen in self._seen]
@@ -554,7 +570,7 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss scale, with torch's keys.
 
-        If no loss is scaled, it is empty; with ``on_spike`` it is the statistics of ordinary steps.
+        If no loss is scaled, the state is empty, except for the statistics of ``on_spike``.
         """
         if not self.scaler.is_enabled():
             return self.scaler.state_dict()
@@ -562,13 +578,13 @@ class Session:
         return {**self.scaler.state_dict(), "optimizer_steps": taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str:
-        """Load the state of a loss scale: ours, torch's or a stock plugin's.
+        """Load the state of a loss scale that amp_plugin, torch or a stock plugin has saved.
 
         Returns:
-            A warning if no loss is scaled in this precision, so that the state is not used; else an empty
-            text.
+            A warning text if the state is not used, because this precision scales no loss. Otherwise "".
         """
-        if state.keys() == {OUR_KEY}:  # the state comes from a run without a loss scale
+        # A state with only this key was saved by a run without a loss scale.
+        if state.keys() == {OUR_KEY}:
             self.scaler.core.shared.load_spikes(dict(state))
             return ""
         if self.scales_loss and state:
@@ -583,16 +599,18 @@ class Session:
         return f"the checkpoint was written in another precision; {kept}"
 
     def watch(self, models: Sequence[nn.Module], path: str | Path | None) -> Path | None:
-        """Watch the modules, to name the one at which a step goes wrong. With ``path``, write a page too.
+        """Watch modules, to name the module at which a step goes wrong.
 
-        The watch ends with :meth:`end_watch` or with the process. A second call makes it follow these models.
-        If the watch fails, it gives one warning and ends.
+        If ``path`` is given, write a run page.
+
+        The run page is an HTML report. The watch ends with :meth:`end_watch` or with the process. A second
+        call makes the watch follow the models of that call. A watch that fails gives one warning and ends.
 
         Returns:
-            The path of the page; None if there is none.
+            The path of the run page, or None if no run page is written.
 
         Raises:
-            ImportError: The packages of the extra ``report`` are missing.
+            ImportError: packages of the pip extra ``report`` are not installed.
         """
         if self._watch is None:
             self._watch = _opened_watch(self.scaler, models, path, self.options)
@@ -602,7 +620,7 @@ class Session:
         return self._watch.path
 
     def end_watch(self, error: BaseException | None = None) -> None:
-        """End the watch, if there is one."""
+        """End the watch of modules, if one is running."""
         watch, self._watch = self._watch, None
         if watch is not None and self._ends_watch.detach() is not None:
             _end_watch(watch, error)
@@ -611,8 +629,8 @@ class Session:
 def _opened_watch(
     scaler: Any, models: Sequence[nn.Module], path: str | Path | None, options: object
 ) -> RunReport | ModuleWatch:
-    """Return an open page. If none is wanted, or none can be opened, return a watch of modules."""
-    from amp_plugin.numerics.first_module import ModuleWatch  # noqa: PLC0415 - only where somebody watches
+    """Return an open run page. If none is wanted or none can be opened, return a watch of modules."""
+    from amp_plugin.numerics.first_module import ModuleWatch  # noqa: PLC0415 - only needed for watches
 
     if path is not None:
         with random_numbers_kept():
@@ -631,28 +649,28 @@ def _end_watch(watch: RunReport | ModuleWatch, error: BaseException | None = Non
 
 
 class EntryPoint:
-    """The methods that all entry points share. Plugins and accelerators inherit from it.
+    """The base class of all entry points, with the methods that they share.
 
     Attributes:
-        words: how the user of this entry point spells its calls.
-        session: the session, which the parts of the entry point use.
+        words: the entry point's calls as error messages spell them, such as ``optimizer.step()``.
+        session: the Session that holds the options, the scaler and the models.
     """
 
     words = PLAIN
     session: Session
 
     def _open_session(self, options: PrecisionOptions, precision: str = "fp32", **given: Any) -> None:
-        """Make the session, with the words of this entry point. Session explains the arguments."""
+        """Create the session. For the arguments see :class:`Session`."""
         self.session = Session(options, precision, words=self.words, **given)
 
     @property
     def _scaler(self) -> GradScaler:
-        """The scaler in use; a disabled one if no loss is scaled."""
+        """The scaler in use. If no loss is scaled, it is a disabled scaler."""
         return self.session.scaler
 
     @property
     def dtype_plan(self) -> DtypePlan:
-        """The dtypes of the model, for ``amp_plugin.fully_shard``."""
+        """The dtypes to pass to ``amp_plugin.fully_shard`` as its plan."""
         return self.session.dtype_plan
 
     @property
@@ -661,32 +679,32 @@ class EntryPoint:
         return self._scaler.core.log
 
     def last_step(self, optimizer: Optimizer) -> StepResult:
-        """Return the result of an optimizer's last step: skipped, norm, scale, parameters that overflowed.
+        """Return the result of an optimizer's last step, with its norm, loss scales and overflows.
 
-        Without a loss scale both scales are 1. ``norm`` is the norm of unscaled gradients before clipping. It
-        is None if there were no gradients. With ``on_nonfinite="ignore"`` it is also None unless AmpMonitor
-        or a clip has measured it.
+        If no loss is scaled, both scales are 1. ``norm`` is the norm of the unscaled gradients before
+        clipping. The norm is None if there were no gradients. With ``on_nonfinite="ignore"`` the norm is also
+        None, unless AmpMonitor or clipping has measured it.
 
         Args:
-            optimizer: the framework's optimizer or torch's.
+            optimizer: an optimizer of torch, or the framework's wrapper of one.
 
         Raises:
-            RuntimeError: the optimizer has not stepped yet; or another engine steps (DeepSpeed, ...).
+            RuntimeError: the optimizer has not stepped yet, or another engine such as DeepSpeed steps it.
         """
         return self._scaler.last_step(torch_optimizer(optimizer))
 
     def result_of(self, optimizer: Optimizer) -> StepResult | None:
-        """As :meth:`last_step`, but None if the optimizer has not stepped yet."""
+        """Return the same as :meth:`last_step`, or None if the optimizer has not stepped yet."""
         return self._scaler.core.result_of(torch_optimizer(optimizer))
 
     def landed(self, optimizer: Optimizer, *, wait: bool = True) -> bool:
-        """Return True if an optimizer's last step was taken: :meth:`amp_plugin.GradScaler.landed`."""
+        """Return True if an optimizer's last step was not skipped, as ``amp_plugin.GradScaler.landed()``."""
         return self._scaler.landed(torch_optimizer(optimizer), wait=wait)
 
     def grad(
         self, outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], **options: Any
     ) -> tuple[Tensor | None, ...]:
-        """Return unscaled gradients, as ``torch.autograd.grad``: :func:`amp_plugin.scaling.grad`."""
+        """Return unscaled gradients, like ``torch.autograd.grad``. See :func:`amp_plugin.scaling.grad`."""
         return penalty.grad(outputs, inputs, scaler=self._scaler, **options)
 
     def gradient_penalty(
@@ -695,20 +713,21 @@ class EntryPoint:
         """Return a penalty to add to the loss; see :func:`amp_plugin.scaling.gradient_penalty`.
 
         Args:
-            outputs: the tensors to differentiate, such as a critic's scores.
-            inputs: the tensors to differentiate with respect to.
-            **options: ``kind="l2"`` or ``"wgan-gp"``, and ``target``.
+            outputs: the tensors whose gradients are penalized, such as a critic's scores.
+            inputs: the tensors with respect to which gradients are taken.
+            **options: ``kind="l2"`` or ``kind="wgan-gp"``, and ``target``.
 
         Returns:
-            The penalty, unscaled (float32, 0-dim). Call backward on ``loss + 10 * penalty``, for example.
+            The unscaled penalty (float32, 0-dim). It can be added to a loss, as in ``loss + 10 * penalty``.
         """
         return penalty.gradient_penalty(outputs, inputs, scaler=self._scaler, **options)
 
 
 def endless_skips(step: StepResult, words: Words, growth: WeightGrowth) -> RuntimeError:
-    """Return the error for a run that skips all steps. It names parameters, a cure, and a command.
+    """Return the error for a run that skips all steps. It names parameters, a remedy, and a command.
 
-    If the weights have grown, the cure is a lower learning rate: a wider dtype would only delay the end.
+    If the weights have grown, the remedy is a lower learning rate. A wider dtype would only delay the
+    overflow.
     """
     if advice := growth.advice():
         return RuntimeError(f"{run_of_skips(step)} {advice}")
@@ -719,7 +738,7 @@ def endless_skips(step: StepResult, words: Words, growth: WeightGrowth) -> Runti
 
 
 def _is_torchs(given: Any) -> bool:
-    """Return whether an object is a scaler of torch's own class, and not one of ours by that name."""
+    """Return whether an object is a scaler of torch's own class, and not amp_plugin's stand-in for it."""
     theirs = isinstance(given, torch.amp.GradScaler) and type(given).__module__.startswith("torch.")
     return theirs and not isinstance(given, GradScaler)
 
@@ -738,10 +757,10 @@ def _refuse_stranger(given: Any, name: str) -> None:
 
 
 def _has_fp32_buffers(module: nn.Module) -> bool:
-    """Return True if a module has float32 buffers with which it may compute.
+    """Return True if a module has float32 buffers that may turn 16-bit activations into float32.
 
-    A 16-bit activation times such a buffer is float32. Running statistics of normalization layers do not
-    count: those layers accept 16-bit activations.
+    A product of a 16-bit activation and a float32 buffer is float32. Running statistics of normalization
+    layers do not count, because these layers accept 16-bit activations.
     """
     dtypes = {buffer.dtype for buffer in module.buffers(recurse=False)}
     return torch.float32 in dtypes and not isinstance(module, _NormBase)

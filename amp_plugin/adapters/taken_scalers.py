@@ -1,13 +1,14 @@
-"""Takes over the scalers of a program that is not edited. While it runs they are ours; in files, torch's.
+"""Replaces torch's GradScalers by amp_plugin's while a program runs under ``amp-plugin run``.
 
-``torch.amp.GradScaler``, and each of its other names, means a subclass of ours meanwhile. It has torch's name
-and signature. So ``type(scaler) is torch.amp.GradScaler`` holds, a subclass of the program is one of ours,
-and a method that the program assigns to the class is called. Scalers whose class was defined before, from
-torch's own class, become ours when they are made.
+During the run ``torch.amp.GradScaler``, like each of its aliases, names a subclass of
+``amp_plugin.GradScaler`` with torch's class name and signature. So ``type(scaler) is torch.amp.GradScaler``
+holds, subclasses in the program derive from amp_plugin's scaler, and a method that the program assigns to the
+class is called. If a program's subclass was defined before the takeover, from torch's own class, its
+instances are replaced when they are made.
 
-A scaler that was taken over is pickled as torch's class with torch's state. Therefore a file written under
-``amp-plugin run`` can be loaded without amp_plugin. When such a file is loaded under ``amp-plugin run``, the
-scaler becomes ours again.
+A replaced scaler is pickled as an instance of torch's class with torch's state. Therefore a file that was
+written under ``amp-plugin run`` can be loaded without amp_plugin. If it is loaded under ``amp-plugin run``,
+the scaler becomes an ``amp_plugin.GradScaler`` again.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ from amp_plugin.scaling.shared import OUR_KEY
 
 _TORCHS: Final[Any] = next(kind for kind in GradScaler.__mro__ if kind.__module__.startswith("torch."))
 _PRIVATE: Final = {name for name in vars(_TORCHS) if name.startswith("_") and not name.startswith("__")}
-_MODULES: Final = (  # modules that contain a scaler class; the module that defines the class is the first
+# The modules that export a scaler class. The first of each row defines the class.
+_MODULES: Final = (
     ("torch.amp.grad_scaler", "torch.amp", "torch"),
     ("torch.cuda.amp.grad_scaler", "torch.cuda.amp"),
     ("torch.cpu.amp.grad_scaler", "torch.cpu.amp"),
 )
-_OPTIONS: Final = {  # the option that each attribute of torch's scaler contains
+# Maps each attribute of torch's scaler to the option whose value it holds.
+_OPTIONS: Final = {
     "_init_scale": "init_scale",
     "_growth_factor": "growth_factor",
     "_backoff_factor": "backoff_factor",
@@ -50,19 +53,22 @@ _TORCHS_NAMES: Final = {
 
 
 def overrides_private(kind: type) -> bool:
-    """Return whether a subclass of torch's scaler overrides private methods of it."""
+    """Return whether a subclass of torch's scaler overrides any of the scaler's private methods."""
     return any(getattr(kind, name) is not getattr(_TORCHS, name) for name in _PRIVATE)
 
 
 class _StandsIn(ABCMeta):
-    """The metaclass of the classes that have the names of torch's scalers meanwhile.
+    """The metaclass of the stand-in classes, which carry the names of torch's scalers during the run.
 
-    ``isinstance`` and ``issubclass`` answer for torch's class. It is an ABCMeta, so that a program's class
-    may be abstract too.
+    With a stand-in class, ``isinstance`` and ``issubclass`` answer as with torch's class. The metaclass
+    derives from ABCMeta, so that a program's subclass may also be abstract.
     """
 
     def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> Any:
-        """Make a program's subclass; if it overrides private methods of torch's class, a subclass of that."""
+        """Make a subclass for the program.
+
+        If it overrides torch's private methods, derive it from torch's class.
+        """
         mixins = (kind for base in bases for kind in base.__mro__ if not issubclass(kind, _TORCHS))
         if any(_PRIVATE & names.keys() for names in (namespace, *map(vars, mixins))):
             bases = tuple(vars(base).get("_stands_for", base) for base in bases)
@@ -80,7 +86,7 @@ class _StandsIn(ABCMeta):
 
 
 class _Takes:
-    """What happens when a scaler of a program is made or loaded, and which scalers were."""
+    """Handles each scaler that the program makes or loads, and remembers which ones were replaced."""
 
     def __init__(
         self,
@@ -91,7 +97,7 @@ class _Takes:
         self._taken: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def note(self, scaler: Any) -> None:
-        """Note a scaler that is ours now."""
+        """Remember a scaler that was replaced by one of amp_plugin."""
         self._taken.add(scaler)
         self._made(scaler)
 
@@ -100,7 +106,7 @@ class _Takes:
         return scaler in self._taken
 
     def load(self, scaler: Any, state: Mapping[str, Any]) -> None:
-        """Begin an empty scaler of ours with the state of a pickled scaler of torch's."""
+        """Initialize an empty ``amp_plugin.GradScaler`` with the state of a pickled torch scaler."""
         options = {option: state[name] for name, option in _OPTIONS.items() if name in state}
         options |= {"device": state["_device"], "enabled": state["_enabled"]}
         GradScaler.__init__(scaler, **self.arguments((), options))
@@ -116,10 +122,10 @@ def scalers_taken(
     arguments: Callable[[Sequence[Any], dict[str, Any]], dict[str, Any]],
     made: Callable[[Any], object],
 ) -> Iterator[None]:
-    """Replace each torch scaler that a program creates or loads by one of ours.
+    """Replace each torch scaler that a program creates or loads by an ``amp_plugin.GradScaler``.
 
-    ``may_take`` says whether a class is taken over. ``arguments`` returns the arguments for our scaler.
-    ``made`` is called with each scaler.
+    ``may_take`` returns whether scalers of a class may be replaced. ``arguments`` returns the arguments for
+    the new scaler. ``made`` is called with each new scaler.
     """
     takes = _Takes(arguments, made)
     set_state, reduce = _TORCHS.__setstate__, GradScaler.__reduce_ex__
@@ -161,11 +167,12 @@ def scalers_taken(
 
 
 def _stand_in(takes: _Takes) -> type:
-    """Return the class that has the name torch.amp.GradScaler meanwhile."""
+    """Return the stand-in class, which is named ``torch.amp.GradScaler`` during the run."""
 
     @functools.wraps(_TORCHS.__init__)
     def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(scaler, GradScaler):  # a class that is left to torch calls its base by this name
+        # A subclass that stays torch's also reaches this function through ``super().__init__()``.
+        if not isinstance(scaler, GradScaler):
             _TORCHS.__init__(scaler, *args, **kwargs)
             return
         GradScaler.__init__(scaler, *args, **takes.arguments(args, kwargs))
@@ -184,7 +191,7 @@ def _stand_in(takes: _Takes) -> type:
 
 
 def _get_scale(scaler: Any, *name: str) -> float:
-    """Return the scale after an update that waits for another optimizer's step, as torch's."""
+    """Return the loss scale as torch does: a pending ``update()`` is applied first."""
     if not isinstance(scaler, GradScaler):
         return _TORCHS.get_scale(scaler)  # type: ignore[no-any-return]
     scaler.end_iteration()
@@ -192,7 +199,10 @@ def _get_scale(scaler: Any, *name: str) -> float:
 
 
 def _state_dict(scaler: Any) -> dict[str, Any]:
-    """Return the state with torch's keys, and ours if they hold more than the skip count."""
+    """Return the state with torch's keys.
+
+    The key of amp_plugin is included only if its state is more than the skip count.
+    """
     if not isinstance(scaler, GradScaler):
         return _TORCHS.state_dict(scaler)  # type: ignore[no-any-return]
     state = GradScaler.state_dict(scaler)
@@ -203,14 +213,14 @@ def _state_dict(scaler: Any) -> dict[str, Any]:
 
 
 def _made(theirs: type, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
-    """Return a class that stands in for one of torch's, with the name of that."""
+    """Return a class that stands in for a class of torch and has the name of that class."""
     named = {name: getattr(theirs, name) for name in ("__module__", "__qualname__", "__doc__")}
     everything = {**named, "_stands_for": theirs, **namespace}
     return ABCMeta.__new__(_StandsIn, theirs.__name__, bases, everything)
 
 
 def _state_of_torchs(scaler: Any) -> dict[str, Any]:
-    """Return the attributes of torch's scaler in this state, and the attributes that the program has set."""
+    """Return the attributes of a torch scaler in the same state, plus attributes that the program has set."""
     device = scaler.core.shared.device
     state: dict[str, Any] = {"_device": device, "_enabled": scaler.is_enabled()}
     if scaler.is_enabled():

@@ -1,9 +1,9 @@
-"""Runs a program on amp_plugin without editing it: torch.amp, Accelerate, Lightning and Fabric use ours.
+"""Makes torch.amp, Accelerate, Lightning and Fabric use amp_plugin in a program that is not edited.
 
-``amp-plugin run`` begins a :class:`Takeover`. It starts when the program imports torch, and ends with the
-process, because threads and ``atexit`` handlers run after the program's last line. Child processes
-learn of the takeover by the variable ``AMP_PLUGIN_TAKEOVER``. Each child process reads this variable when it
-imports torch (``amp_plugin_autoload``).
+``amp-plugin run`` begins a :class:`Takeover`. The takeover starts when the program imports torch. It lasts as
+long as the process, because threads and ``atexit`` handlers run after the program's last line. Child
+processes inherit the environment variable ``AMP_PLUGIN_TAKEOVER``. Importing torch in a child process reads
+this variable (``amp_plugin_autoload``), so the takeover starts there too.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _NAMES: Final = (
 
 
 class Takeover:
-    """Make a program use amp_plugin while the block is open, and print at the end what it used.
+    """Make a program use amp_plugin inside a ``with`` block, and print at the end what it used.
 
-    Blocks of ``torch.autocast`` run on our kernels, with the rules of a file if one is given. New scalers,
-    Accelerators, Trainers and Fabrics are ours. They use ``precision`` if the program chooses none. ``page``
-    is the path of the page of the run. ``options`` are the options of scalers and plugins, as text. They
-    apply if the program does not set them.
+    Blocks of ``torch.autocast`` run on amp_plugin's kernels, and follow the op rules of ``rules`` if that
+    file is given. New scalers, Accelerators, Trainers and Fabrics are replaced by those of amp_plugin.
+    ``precision`` applies if the program chooses none. ``page`` is the path of the run page, an HTML report.
+    ``options`` are options of scalers and plugins, as text. They apply if the program does not set them.
     """
 
     def __init__(
@@ -69,20 +69,22 @@ class Takeover:
         self._rules_file, self._page, self._options = rules, page, dict(options or {})
         ranks, local = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_RANK", "0")
         self._rank = f" [rank {os.environ.get('RANK', local)} of {ranks}]" if ranks != "1" else ""
-        # names of the objects of amp_plugin that the program made, in order
+        # The names of the amp_plugin objects that the program made, in order.
         self._made: dict[str, None] = {}
-        self._uses_ours = False  # True once a scaler of amp_plugin was made, by any name
-        self._scales = False  # True once an enabled scaler was made, or a framework that makes one if needed
+        # True once the program has made an amp_plugin scaler, under any class name.
+        self._uses_ours = False
+        # True once an enabled scaler exists, or a framework that makes one if needed.
+        self._scales = False
         self._uses_framework = False
         self._blocks: Counter[tuple[str, torch.dtype]] = Counter()
-        # The default rules; their entry says whether a region has read them.
+        # The default op rules. This entry also records whether an autocast region has read them.
         self._defaults: Pushed | None = None
         self._totals: StepTotals | None = None  # None before torch is imported
         self._failed = False
         self._begun, self._undo = ExitStack(), ExitStack()
 
     def begin(self) -> None:
-        """Take over from the import of torch until the process ends."""
+        """Start the takeover when torch is imported, and keep it until the process ends."""
         _BOUND.append(self)
         self._set_variables(self._begun)
         util.register_after_fork(self, Takeover._forked)
@@ -90,7 +92,7 @@ class Takeover:
         self._begun.enter_context(when_imported({"torch": lambda _: self}))
 
     def program_failed(self, error: BaseException | None) -> None:
-        """Note that the program ended with an error. If torch refused dtypes, print what helps."""
+        """Record that the program ended with an error. If torch rejected dtypes, print how to fix that."""
         self._failed = True
         if error is None or "torch" not in sys.modules:
             return
@@ -101,7 +103,11 @@ class Takeover:
                 self._say(str(finding), in_children=True)
 
     def _end_with_process(self) -> None:
-        """End after everything else. Children of multiprocessing do not run atexit handlers."""
+        """End the takeover after everything else.
+
+        A multiprocessing finalizer does it, because child processes of multiprocessing run no atexit
+        handlers.
+        """
         self.end = util.Finalize(None, self._ended, exitpriority=0)
 
     def _ended(self) -> None:
@@ -111,7 +117,7 @@ class Takeover:
             self._say_what_was_used()
 
     def __enter__(self) -> Self:
-        """Take over, and print a line that says so."""
+        """Start the takeover, and print a line that says so."""
         from amp_plugin.adapters.taken_scalers import scalers_taken  # noqa: PLC0415 - loads torch
         from amp_plugin.numerics.scaled_clips import ScaledClips  # noqa: PLC0415
         from amp_plugin.precision import DTYPES  # noqa: PLC0415
@@ -156,7 +162,7 @@ class Takeover:
         self._say_what_was_used()
 
     def _choose(self) -> None:
-        """Choose the precision for "auto", which needs torch; print the choice and its reason."""
+        """Choose the precision that "auto" means here, and print the reason. This needs torch."""
         if self._precision != "auto":
             return
         from amp_plugin.hardware import auto_precision  # noqa: PLC0415 - loads torch
@@ -166,7 +172,7 @@ class Takeover:
         self._say(f"--precision auto is {choice.precision}: {choice.reason}")
 
     def _rules(self) -> OpRules | None:
-        """Return the rules of the file. If they cannot be used, print why and end the process."""
+        """Return the op rules of the given file. If they cannot be used, print why and end the process."""
         if self._rules_file is None:
             return None
         from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
@@ -205,9 +211,9 @@ class Takeover:
         self._made.clear()
 
     def _told_of_steps(self) -> str:
-        """Return how many steps scalers took and skipped, and the last loss scale; empty without a step.
+        """Return a text with the counts of taken and skipped steps and the last loss scale; "" without steps.
 
-        If the program has failed, nothing waits for the device, which may never answer.
+        If the program has failed, this does not wait for the device, because the device may never respond.
         """
         told: tuple[int, int, float | None] = (0, 0, None)
         if self._totals is not None:
@@ -235,7 +241,7 @@ class Takeover:
         return self._defaults is not None and self._defaults.was_read
 
     def _opened_first(self, device_type: str, dtype: torch.dtype) -> None:
-        """Print a line at the first block on a device if its dtype is slow there."""
+        """Print a warning if the first autocast block on a device uses a dtype that is slow there."""
         from amp_plugin.hardware import speed_advice  # noqa: PLC0415 - loads torch
         from amp_plugin.precision import short_name  # noqa: PLC0415 - loads torch
 
@@ -244,7 +250,7 @@ class Takeover:
             self._say(f"{advice}; convolutions may take up to 100 times as long")
 
     def _forked(self) -> None:
-        """Make a forked child of multiprocessing print what it used itself."""
+        """Make a forked child process of multiprocessing report only what it used itself."""
         self._blocks.clear()
         self._made.clear()
         if self._totals is not None:
@@ -252,7 +258,7 @@ class Takeover:
         self._end_with_process()
 
     def _set_variables(self, undo: ExitStack) -> None:
-        """Set environment variables for the program and the processes that it starts."""
+        """Set environment variables for the program and for its child processes."""
         given: dict[str, str] = {VARIABLE: self._precision or _AS_WRITTEN}
         given |= {f"AMP_PLUGIN_{name.upper()}": value for name, value in self._options.items()}
         if self._rules_file is not None:
@@ -268,7 +274,7 @@ class Takeover:
         os.environ.update(given)
 
     def _scaling_noted(self, kind: Any) -> AbstractContextManager[object]:
-        """Note whether an enabled scaler of ours is made, by any name."""
+        """Record whether the program makes an amp_plugin scaler, and whether one is enabled."""
         original = kind.__init__
 
         @functools.wraps(original)
@@ -280,11 +286,11 @@ class Takeover:
         return replaced(kind, "__init__", init)
 
     def _arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return keyword arguments of a scaler. Those with torch's defaults come from the environment.
+        """Return the keyword arguments of a scaler. The environment sets those that have torch's default.
 
         Raises:
-            OptionError: an option of the loss scale is wrong. The text names the flag of ``amp-plugin run``
-                or the environment variable that sets it.
+            OptionError: an option of the loss scale is wrong. The error names the flag of ``amp-plugin run``
+                or the environment variable that sets the option.
         """
         from amp_plugin.adapters.option_sources import decided, outside_program  # noqa: PLC0415
         from amp_plugin.options import (  # noqa: PLC0415 - loads torch
@@ -306,7 +312,10 @@ class Takeover:
         return {**kwargs, **taken}
 
     def _may_take(self, kind: type) -> bool:
-        """Return whether a scaler class is taken over. One that overrides torch's private methods is not."""
+        """Return whether a scaler class may be replaced.
+
+        Classes that override torch's private methods may not.
+        """
         from amp_plugin.adapters.taken_scalers import overrides_private  # noqa: PLC0415 - loads torch
 
         if overrides_private(kind):
@@ -317,12 +326,13 @@ class Takeover:
         return True
 
     def _frameworks(self) -> dict[str, Callable[[ModuleType], AbstractContextManager[object]]]:
-        """Return a dict from module name to the context to enter once the module is imported."""
+        """Return a dict that maps a module's name to the context to enter once the module is imported."""
         from amp_plugin.adapters import lightning  # noqa: PLC0415
 
         ours = partial(lightning.plugin_in_place_of_stock, precision=self._precision, made=self._note)
         return {
-            # our adapter is loaded, unless it is what imports Accelerate: it is installed once it has run
+            # Importing Accelerate loads amp_plugin's adapter for it.
+            # If the adapter itself imports Accelerate, install() follows once the adapter is loaded.
             "accelerate": lambda _: nullcontext(importlib.import_module(_ADAPTER)),
             _ADAPTER: self._accelerate,
             **dict.fromkeys(lightning.CONNECTORS, ours),
@@ -341,19 +351,19 @@ class Takeover:
         return undo
 
     def _tell_of_clip(self, finding: Finding) -> None:
-        """Print the line that clips gradients of a scaled loss, and the cure."""
+        """Print which line of the program clips gradients of a scaled loss, and how to fix it."""
         self._say(f"{finding.headline}, at {finding.caller or finding.place}: {finding.advice}")
 
     def _note(self, made: str) -> None:
-        """Note an Accelerator, Trainer or Fabric, which makes a scaler if it needs one."""
+        """Record that an Accelerator, Trainer or Fabric was made. It makes a scaler if it needs one."""
         self._made[made], self._scales, self._uses_framework = None, True, True
 
     def _note_scaler(self, scaler: Any) -> None:
         self._made[type(scaler).__name__ + ("" if scaler.is_enabled() else " (disabled)")] = None
 
     def _say(self, text: str, *, in_children: bool = False) -> None:
-        """Print a line. Children of multiprocessing, such as a loader's workers, print only their summary."""
-        # a spawned one has no parent yet while it imports the main module
+        """Print a line. Child processes, such as DataLoader workers, print only their summary."""
+        # While a spawned child imports the main module, ``parent_process()`` is still None.
         is_importing = getattr(multiprocessing.current_process(), "_inheriting", False)
         if not in_children and (is_importing or multiprocessing.parent_process() is not None):
             return
@@ -364,7 +374,7 @@ class Takeover:
 def when_imported(
     actions: Mapping[str, Callable[[ModuleType], AbstractContextManager[object]]],
 ) -> Iterator[None]:
-    """Enter a context for each module when it is imported, or now if it already is; leave all at the end."""
+    """Enter a module's context when the module is imported, or now if it already is. Leave all at the end."""
     with ExitStack() as undo:
 
         def act(module: ModuleType) -> None:
@@ -373,13 +383,13 @@ def when_imported(
         finder = _finder(actions.keys(), act)
         sys.meta_path.insert(0, finder)
         undo.callback(sys.meta_path.remove, finder)
-        for name in [name for name in actions if name in sys.modules]:  # an action may import others
+        for name in [name for name in actions if name in sys.modules]:  # an action may import further modules
             act(sys.modules[name])
         yield
 
 
 def _finder(names: Collection[str], act: Callable[[ModuleType], None]) -> Any:
-    """Return an import finder that finds modules as Python does, and calls ``act`` after some have run."""
+    """Return an import finder that calls ``act`` with each module in ``names`` after its code has run."""
 
     def find_spec(name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in names:
@@ -406,19 +416,19 @@ _BOUND: Final[list[Takeover]] = []  # the takeover of the whole process
 
 
 def end_runs() -> None:
-    """End the takeover of the process now, instead of at the end of the process."""
+    """End the takeover of this process now, instead of when the process ends."""
     while _BOUND:
         _BOUND.pop().end()
 
 
 def bind_environment() -> None:
-    """Apply the environment's settings to the whole process. ``import torch`` calls this.
+    """Apply op rules and a takeover that environment variables ask for. ``import torch`` calls this.
 
-    ``AMP_PLUGIN_RULES`` names op rules. ``AMP_PLUGIN_TAKEOVER`` comes from ``amp-plugin run``, for the
-    processes that its program starts.
+    ``AMP_PLUGIN_RULES`` names op rules. ``amp-plugin run`` sets ``AMP_PLUGIN_TAKEOVER`` for the child
+    processes of its program.
 
     Raises:
-        OptionError: one of the two variables is wrong. The text names it.
+        OptionError: one of the two variables has a wrong value. The error names the variable.
     """
     if _BOUND or is_launcher():
         return

@@ -1,4 +1,4 @@
-"""Mixed precision for Accelerate: AmpAccelerator, or install() for code that makes its own Accelerator."""
+"""Mixed precision for Accelerate: AmpAccelerator, and install() for code that makes its own Accelerator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AmpAccelerator: Accelerate's Accelerator on amp_plugin's autocast and GradScaler."""
+"""AmpAccelerator is Accelerate's Accelerator with the autocast and the GradScaler of amp_plugin."""
 
 from __future__ import annotations
 
@@ -53,30 +53,31 @@ _SIGNATURE = inspect.signature(Accelerator.__init__)
 
 
 class AmpAccelerator(EntryPoint, Accelerator):
-    """A drop-in for ``accelerate.Accelerator``: change the import, nothing else.
+    """A drop-in replacement for ``accelerate.Accelerator``. Only the import changes.
 
-    ``mixed_precision="fp16"`` means float16 with a loss scale on every device, including the CPU. Names such
-    as ``"fp32"`` (for ``"no"``) and ``"16-mixed"`` are understood.
+    ``mixed_precision="fp16"`` means float16 with a loss scale on every device, including the CPU. Names of
+    precisions such as ``"fp32"`` (for ``"no"``) and ``"16-mixed"`` are accepted.
 
-    Clipping is right for any parameters and any number of calls. Within an accumulation window it does
-    nothing. Several optimizers, closures, and optimizers without gradients work. Processes that torchrun
-    starts without a GPU form a group on the CPU.
+    Clipping is correct for any set of parameters and any number of calls. Within an accumulation window
+    clipping does nothing. Several optimizers, closures, and optimizers without gradients are supported.
+    Without a GPU, the processes that torchrun starts form a process group on the CPU.
 
-    DeepSpeed gets our options in its own keys. These raise an error: Megatron-LM and XLA with a precision
-    other than ``"no"``, and fp8 by other means than torchao.
+    Under DeepSpeed the options are translated to the keys of DeepSpeed's config. Megatron-LM and XLA raise an
+    error if the precision is not ``"no"``. So do fp8 libraries other than torchao.
 
     Args:
         *args: the arguments of Accelerator.
-        **kwargs: the arguments of Accelerator. ``kwargs_handlers`` may contain AmpKwargs.
+        **kwargs: the keyword arguments of Accelerator. ``kwargs_handlers`` may contain an AmpKwargs.
 
     Attributes:
-        scaler: the ``amp_plugin.GradScaler``; None unless fp16. It can be replaced. If torch's scaler is
-            assigned, ours takes over its options and state. If None is assigned, no loss is scaled.
+        scaler: the ``amp_plugin.GradScaler`` in fp16, otherwise None. It can be replaced. If a
+            ``torch.amp.GradScaler`` is assigned, a new ``amp_plugin.GradScaler`` gets its options and state.
+            If None is assigned, no loss is scaled.
 
     Raises:
         TypeError: an argument is unknown.
-        ValueError: an option or ``mixed_precision`` has a bad value (the text names its source), or another
-            engine casts and scales itself.
+        ValueError: an option or ``mixed_precision`` has a bad value, whose source the error names. Or another
+            engine does the casting and the loss scaling.
 
     Example:
         >>> accelerator = AmpAccelerator(mixed_precision="fp16", cpu=True)
@@ -115,7 +116,8 @@ class AmpAccelerator(EntryPoint, Accelerator):
         self._format = format_asked(given.get("mixed_precision"), os.environ)
         options, sources, enabled = take_options(given, os.environ)
         self._open_session(options, sources=sources, enabled=enabled)
-        self._shown: Any = None  # the value of the public attribute ``scaler``
+        # What the public attribute ``scaler`` returns.
+        self._shown: Any = None
         super().__init__(**given)
         is_other = refuse_other_engine(
             self.distributed_type, self.mixed_precision, self.ao_recipe_handler, sources
@@ -135,7 +137,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
         self.register_save_state_pre_hook(self._save_spikes)
 
     def _engage(self) -> None:
-        """Replace Accelerate's scaler by ours, and put our op rules in force."""
+        """Replace Accelerate's scaler by an ``amp_plugin.GradScaler``, and apply the op rules of this run."""
         session, device, precision = self.session, self.device.type, self.mixed_precision
         asked, recipe = self._format or precision, self.ao_recipe_handler
         session.compute_in(
@@ -158,11 +160,14 @@ class AmpAccelerator(EntryPoint, Accelerator):
 
     @property
     def _engaged(self) -> bool:
-        """Whether we cast and step. False if another engine, such as DeepSpeed, does."""
+        """Whether amp_plugin casts and steps. False if another engine, such as DeepSpeed, does so."""
         return bool(self.session.device)
 
     def _show(self, scaler: Any) -> None:
-        """Set the public attribute ``scaler`` and the scaler of prepared optimizers. None scales no loss."""
+        """Set the public attribute ``scaler``, also of prepared optimizers.
+
+        None means that no loss is scaled.
+        """
         self._shown = scaler
         for optimizer in self._optimizers:
             optimizer.scaler = scaler
@@ -175,8 +180,9 @@ class AmpAccelerator(EntryPoint, Accelerator):
     def scaler(self) -> Any:
         """The scaler; None if no loss is scaled.
 
-        It can be replaced by another one, or by an object with all of its methods. If a
-        ``torch.amp.GradScaler`` is assigned, the accelerator's own scaler takes over its options and state.
+        The scaler can be replaced by another ``amp_plugin.GradScaler``, or by an object with all of its
+        methods. If a ``torch.amp.GradScaler`` is assigned, a new ``amp_plugin.GradScaler`` gets its options
+        and state.
 
         Raises:
             TypeError: the assigned value is something else.
@@ -199,7 +205,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
     # -- preparing -------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare as Accelerator does, and tell the scaler the names of the parameters."""
+        """Prepare objects as Accelerator does, and tell the scaler the names of the parameters."""
         if not self._engaged:
             return self._prepare_engine(*args, **kwargs)
         models, before = [module for module in args if isinstance(module, nn.Module)], len(self._models)
@@ -209,7 +215,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
             prepared = super().prepare(*args, **kwargs)
         for model in (
             self._models[before:] if self.is_fsdp2 else ()
-        ):  # Accelerate matches weights by their memory addresses
+        ):  # Accelerate matches weights by their memory addresses, so they are set up after prepare().
             self.session.set_up_weights(model, found_patterns(model, self._options.fp32_modules))
         if self.native_amp:
             for model in self._models[before:]:
@@ -219,9 +225,12 @@ class AmpAccelerator(EntryPoint, Accelerator):
         return prepared
 
     def _prepare_engine(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare with another engine. A scaler of ours then steps DeepSpeed's optimizer, or observes it."""
+        """Prepare with another engine.
+
+        Under DeepSpeed, add a scaler that the engine uses or that observes it.
+        """
         for optimizer in args:
-            # DeepSpeedOptimizerWrapper looks for the attribute when it is made.
+            # DeepSpeedOptimizerWrapper looks for the attribute "overflow" when it is made.
             if isinstance(optimizer, Optimizer):
                 optimizer.overflow = False  # type: ignore[attr-defined]
         prepared = super().prepare(*args, **kwargs)
@@ -235,7 +244,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
         return prepared
 
     def _follow_on_page(self) -> None:
-        """Write the page, from the first prepared model until ``end_training`` or the end of the process."""
+        """Write the run page (an HTML report) from the first prepared model until ``end_training()``."""
         path = self._options.report
         if path is not None and self._models:
             self.session.watch([self.unwrap_model(model) for model in self._models], path)
@@ -243,7 +252,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
     def _set_up(self, models: Sequence[nn.Module], *, trained: bool = True) -> None:
         """Store weights, make ``fp32_modules`` compute in fp32, and put forwards under autocast.
 
-        It may be called several times.
+        This method may be called several times for a model.
         """
         wanted = self._options.fp32_modules
         matched = {model: found_patterns(model, wanted) for model in models}
@@ -277,18 +286,18 @@ class AmpAccelerator(EntryPoint, Accelerator):
             self.session.set_up_weights(model, found_patterns(model, self._options.fp32_modules))
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Prepare a model: its forward runs under autocast and returns fp32."""
+        """Prepare a model, so that its forward runs under autocast and returns fp32."""
         if self._engaged and not getattr(model, "_is_accelerate_prepared", False):
             evaluated = kwargs.get("evaluation_mode", len(args) > 1 and args[1])
             self._set_up([model], trained=not evaluated)
-        # In Accelerator.prepare_model: "if self.native_amp:" it sets a forward that cannot be copied.
+        # If native_amp is on, Accelerator.prepare_model sets a forward that cannot be copied.
         with replaced(self, "native_amp", False):
             prepared: nn.Module = super().prepare_model(model, *args, **kwargs)
         reduce_in_fp32(prepared)
         return prepared
 
     def _region(self, precision: str, of_block: AutocastKwargs | None = None) -> RegionState:
-        """Return the autocast state for models, or for a block with its own handler, in a precision."""
+        """Return the autocast state of a precision, for models or for a block with its own AutocastKwargs."""
         handler = of_block or self.autocast_handler or AutocastKwargs()
         mixed = precision in {"fp16", "bf16", "fp8"}
         runs = of_block is not None or (mixed and not self.session.replaces_autocast)
@@ -305,12 +314,12 @@ class AmpAccelerator(EntryPoint, Accelerator):
         if not self._engaged or isinstance(prepared, AmpOptimizer) or steps_in_backward(prepared.optimizer):
             return prepared
         prepared.__class__, prepared.session = AmpOptimizer, self.session
-        if not self.is_fsdp2:  # under FSDP2 its parameters will still be replaced
+        if not self.is_fsdp2:  # FSDP2 replaces its parameters later
             self.session.add(self._models, [prepared.optimizer])
         return prepared
 
     def _register_optimizers(self) -> None:
-        """Tell the scaler which ranks step together and the names of the parameters."""
+        """Tell the scaler which ranks step together, and what the parameters are called."""
         groups = scaler_groups(*self._models)
         if groups:
             self.session.place(groups)
@@ -322,7 +331,8 @@ class AmpAccelerator(EntryPoint, Accelerator):
     ) -> nn.Module:
         """Return the model without its distributed wrapper.
 
-        With ``keep_fp32_wrapper=False`` it becomes an ordinary float32 model. That ends training under DDP.
+        With ``keep_fp32_wrapper=False`` the model becomes an ordinary float32 model. Under DDP it cannot be
+        trained any further.
         """
         inner: nn.Module = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
         if not keep_fp32_wrapper:
@@ -333,7 +343,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
 
     @contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
-        """Run a block in the region of prepared models; nothing happens with ``mixed_precision="no"``."""
+        """Run a block under the autocast of prepared models. ``mixed_precision="no"`` changes nothing."""
         region = self._region(self.mixed_precision, autocast_handler)
         with region.region() if self.native_amp else nullcontext():
             yield
@@ -341,8 +351,8 @@ class AmpAccelerator(EntryPoint, Accelerator):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Scale the loss and run backward, as Accelerator does.
 
-        If an optimizer of these models was not prepared, its step raises an error, because its gradients
-        carry the loss scale.
+        If an optimizer of prepared models was not prepared itself, its ``step()`` raises an error, because
+        its gradients are still multiplied by the loss scale.
         """
         if self._engaged and not self._scaler.is_enabled():
             self._scaler.core.note_loss(loss.detach() / self.gradient_accumulation_steps)
@@ -360,7 +370,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """Run one micro-batch. After the last one of an accumulation window the loss scale may change."""
+        """Run one micro-batch. The loss scale may change after the last micro-batch of a window."""
         with super().accumulate(*models):
             yield
         if self.sync_gradients:
@@ -370,7 +380,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
 
     @outside_graphs
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Unscale the gradients of the given optimizers, by default of all. A second call does nothing."""
+        """Unscale the gradients of the given optimizers, or of all. A second call does nothing."""
         given: Any = self._optimizers if optimizer is None else optimizer
         for prepared in given if isinstance(given, list | tuple) else [given]:
             if self._engaged:
@@ -378,16 +388,17 @@ class AmpAccelerator(EntryPoint, Accelerator):
 
     @outside_graphs
     def clip_grad_norm_(self, parameters: Parameters, max_norm: float, norm_type: float = 2) -> Tensor | None:
-        """Clip the norm of unscaled gradients, at the end of an accumulation window only.
+        """Clip the norm of the unscaled gradients. This happens only at the end of an accumulation window.
 
         Args:
-            parameters: the parameters of one or several optimizers, or a prepared optimizer.
+            parameters: the parameters of one or several optimizers. A prepared optimizer is accepted too.
             max_norm: the largest norm.
             norm_type: the p of the p-norm.
 
         Returns:
-            The norm before clipping (fp32, 0-dim). Within a window nothing is clipped, and it is the norm of
-            the gradients so far; under FSDP it is nan there, since gradients are not reduced yet.
+            The norm before clipping (fp32, 0-dim). Within a window nothing is clipped, and the result is the
+            norm of the gradients so far. Under FSDP the result is nan within a window, because gradients are
+            not reduced yet.
         """
         params = _parameters_of(parameters)
         if not self._engaged:
@@ -408,7 +419,7 @@ class AmpAccelerator(EntryPoint, Accelerator):
 
     @outside_graphs
     def clip_grad_value_(self, parameters: Parameters, clip_value: float) -> None:
-        """Clip each element of unscaled gradients, at the end of an accumulation window only.
+        """Clip each element of the unscaled gradients, but only at the end of an accumulation window.
 
         Args:
             parameters: as for :meth:`clip_grad_norm_`.
@@ -425,16 +436,16 @@ class AmpAccelerator(EntryPoint, Accelerator):
     def amp_metrics(self) -> dict[str, float | int]:
         """Return ``loss_scale`` and ``skipped_steps`` for ``accelerator.log``. The host waits for the device.
 
-        If no loss is scaled, they are 1.0 and 0.
+        If no loss is scaled, ``loss_scale`` is 1.0.
         """
         return {"loss_scale": self._scaler.get_scale(), "skipped_steps": self._scaler.skipped_steps()}
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Log to all trackers as Accelerator does. After optimizer steps, add loss scale, skips and norms.
+        """Log values to all trackers, and add the loss scale, skips and norms of new optimizer steps.
 
         Args:
-            values: the values to log. Values under ``loss_scale``, ``skipped_steps`` and ``grad_norm`` are
-                kept.
+            values: the values to log. If they contain ``loss_scale``, ``skipped_steps`` or ``grad_norm``,
+                these values are logged unchanged.
             *args: further arguments of Accelerator.
             **kwargs: further arguments of Accelerator.
         """
@@ -443,10 +454,10 @@ class AmpAccelerator(EntryPoint, Accelerator):
     def metrics_since_log(self) -> dict[str, float | int]:
         """Return :meth:`amp_metrics` and ``grad_norm`` if optimizers have stepped since the last call.
 
-        If no loss is scaled, ``loss_scale`` is left out. The norm is the norm of unscaled gradients before
-        clipping; after an overflow it is inf or nan. With several optimizers the keys are
-        ``grad_norm/0``, ``grad_norm/1`` and so on, in the order of preparation. The host waits for the
-        device. Without new steps the result is empty.
+        If no loss is scaled, ``loss_scale`` is left out. ``grad_norm`` is the norm of the unscaled gradients
+        before clipping. After an overflow it is inf or nan. If there are several optimizers, the keys are
+        ``grad_norm/0``, ``grad_norm/1`` and so on, in the order in which they were prepared. The host waits
+        for the device. If there are no new steps, the result is empty.
         """
         norms = self.session.new_norms(self._optimizers)
         if norms is None:
@@ -459,24 +470,24 @@ class AmpAccelerator(EntryPoint, Accelerator):
     # -- checkpoints and the end -----------------------------------------------------------------
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as Accelerator does. Steps that it takes to make optimizer state do not use the scaler."""
+        """Save as Accelerator does. The steps by which it creates optimizer state bypass the scaler."""
         with self.session.aside():
             return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Load as Accelerator does. If the checkpoint has no loss scale, warn and keep the present one."""
-        # Accelerate reads scaler.pt if the scaler is not None, even if the checkpoint has no such file.
+        """Load as Accelerator does. If the checkpoint has no loss scale, warn and keep the current one."""
+        # If the scaler is not None, Accelerate reads scaler.pt, even if that file is missing.
         with self.session.aside(), replaced(self, "_shown", None):
             super().load_state(*args, **kwargs)
 
     def _save_spikes(self, _: list[Any], __: list[Any], folder: str) -> None:
-        """Save the statistics of ``on_spike`` if no scaler is saved. Accelerate calls this hook."""
+        """Save the statistics of ``on_spike`` if no scaler is saved. This is a hook for Accelerate."""
         state = {} if self._scaler.is_enabled() or not self._engaged else self.session.state_dict()
         if state and self.is_main_process:
             Path(folder, _SPIKES_NAME).write_text(json.dumps(state))
 
     def _load_scale(self, _: list[Any], folder: str) -> None:
-        """Load the loss scale from the folder that ``load_state`` has chosen. Accelerate calls this hook."""
+        """Load the loss scale from the folder that ``load_state`` has chosen. Accelerate calls this."""
         file = Path(folder, SCALER_NAME)
         if self._scaler.is_enabled() and file.is_file():
             self._scaler.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
@@ -496,13 +507,14 @@ class AmpAccelerator(EntryPoint, Accelerator):
             )
 
     def end_training(self) -> None:
-        """End the run: models become float32, and torch.autocast blocks run on torch's kernels again.
+        """End the run. Models become float32, and ``torch.autocast`` uses torch's kernels again.
 
         Warns if all steps were skipped.
         """
         if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
-            # Its threads need the GIL to drop the last tensors. torch holds it while it waits for them, and a
-            # process that ends before them aborts.
+            # gloo's threads need the GIL to free their last tensors.
+            # torch holds the GIL while it waits for these threads.
+            # A process that ends before the threads do is aborted.
             time.sleep(0.1)
         super().end_training()
         self.session.end(warn=self.on_main_process(warn_user))

@@ -1,8 +1,8 @@
-"""DeepSpeed under Accelerate: translates our options to its keys, and logs its steps.
+"""Translates options to the keys of DeepSpeed's config under Accelerate, and logs the engine's steps.
 
-If the config has no ZeRO stage, no fp16 and no bf16, our GradScaler takes the place of torch's in the engine.
-Otherwise the engine scales and skips itself, and EngineScaler observes it. This module never imports
-DeepSpeed.
+If the config has no ZeRO stage, no fp16 and no bf16, the engine uses amp_plugin's GradScaler instead of
+torch's. Otherwise DeepSpeed's engine scales losses and skips steps itself, and EngineScaler observes it. This
+module never imports DeepSpeed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.overflows import OverflowReport
 from amp_plugin.scaling.step_log import StepResult
 
-# How each option is handled. A test compares these six tables with the options of AmpKwargs.
+# These six tables say how each option is handled.
+# A test compares them with the options of AmpKwargs.
 
 INSTEAD: Final = {
     "weights": "'fp16_master_weights_and_grads' of 'fp16' or 'bf16_master_weights_and_grads' of 'bf16'",
@@ -60,7 +61,7 @@ IN_OTHER_WAYS: Final = {
 BY_OUR_LOG: Final = ("log", "max_skips_in_a_row", "report")
 """Options that the log of the engine's steps acts on.
 
-EngineScaler gets those of a loss scale. The session and the accelerator read the others.
+EngineScaler gets the options of a loss scale. The session and the accelerator read the others.
 """
 
 _SCALED_IN_ZERO: Final = (
@@ -74,7 +75,10 @@ _CLIPPED_IN_UNFUSED: Final = (
 
 
 def translate(session: Session, config: dict[str, Any]) -> None:
-    """Write the given options into DeepSpeed's config; raise if it cannot follow one or contradicts it."""
+    """Write the options into DeepSpeed's config.
+
+    Raise if the config contradicts an option or has no key for it.
+    """
     options, autocast = session.options, _is_on(config, "torch_autocast")
     defaults = option_defaults(type(options))
     for name in session.sources:
@@ -100,7 +104,7 @@ def _translate_checks(session: Session, config: dict[str, Any]) -> None:
 
 
 def _translate_scale(session: Session, name: str, config: dict[str, Any]) -> None:
-    """Write an option of the loss scale into the section fp16. In bf16 it has no effect."""
+    """Write an option of the loss scale into the config's section "fp16". In bf16 it has no effect."""
     given = getattr(session.options, name)
     if not _is_on(config, "fp16"):
         if config.get("torch_autocast", {}).get("dtype") == "float16":
@@ -145,18 +149,18 @@ def _is_on(config: Mapping[str, Any], section: str) -> bool:
 
 
 def is_ours(config: Mapping[str, Any]) -> bool:
-    """Return whether the engine steps torch's optimizer, so that our scaler can take the place of torch's."""
+    """Return whether the engine steps torch's optimizer, so that amp_plugin's scaler can replace torch's."""
     stage = config.get("zero_optimization", {}).get("stage", 0)
     return not (stage or _is_on(config, "fp16") or _is_on(config, "bf16"))
 
 
 def scaler_for_engine(engine: Any, session: Session, config: Mapping[str, Any]) -> GradScaler:
-    """Return a scaler that the engine uses, or one that observes the engine."""
+    """Return a scaler for the engine to use, or an EngineScaler, which only observes the engine."""
     apply_fp32_modules(engine.module, found_patterns(engine.module, session.options.fp32_modules))
     if is_ours(config):
         scales = engine.torch_autocast_z0_gradscaler is not None
         scaler = session.new_scaler(enabled=scales, device=engine.device.type)
-        # The engine calls it before it clips, so the norm is measured on unclipped gradients.
+        # The engine calls ``unscale_`` before it clips, so this measures unclipped gradients.
         if not scaler.is_enabled():
             scaler.unscale_ = scaler.core.measure  # type: ignore[method-assign, assignment]
         engine.torch_autocast_z0_gradscaler = scaler
@@ -174,7 +178,7 @@ def _show_overflow(step: StepResult) -> None:
 
 
 class EngineScaler(GradScaler):
-    """Shows the loss scale, skips and norms of an engine that scales and steps itself."""
+    """Reports the loss scale, skips and norms of an engine that scales losses and steps by itself."""
 
     def __init__(self, engine: Any, options: LossScaleOptions) -> None:
         super().__init__("cpu", enabled=False, **loss_scale_options(options))
@@ -188,7 +192,7 @@ class EngineScaler(GradScaler):
         self._scale_now = self.get_scale()
 
     def get_scale(self, name: str | None = None) -> float:
-        """Return the engine's loss scale; 1.0 if it scales no loss."""
+        """Return the engine's loss scale, or 1.0 if the engine scales no loss."""
         del name
         optimizer = self._engine.optimizer
         if self._torchs is not None:
@@ -196,7 +200,7 @@ class EngineScaler(GradScaler):
         return float(getattr(getattr(optimizer, "loss_scale_config", optimizer), "cur_scale", None) or 1.0)
 
     def observe(self) -> None:
-        """Log the engine's newest step, if there is a new one."""
+        """Log the engine's last step, unless it was already logged."""
         engine, before = self._engine, self._scale_now
         self._scale_now = self.get_scale()
         steps, skips = self._seen
@@ -206,7 +210,8 @@ class EngineScaler(GradScaler):
         self._seen = engine.global_steps, engine.skipped_steps
         norm, tensor = engine.get_global_grad_norm(), partial(torch.tensor, dtype=torch.float32)
         if norm is not None and self._torchs is not None:
-            norm = norm / before  # here ZeRO's norm is measured on scaled gradients
+            # With torch's scaler, ZeRO measures the norm of scaled gradients.
+            norm = norm / before
         result = StepResult(
             norm=None if norm is None else tensor(float(norm)),
             found_inf=tensor(float(skipped)),

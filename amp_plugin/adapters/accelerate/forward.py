@@ -1,4 +1,4 @@
-"""The forward of a prepared model, under autocast and with fp32 outputs, and the dtypes passed to FSDP."""
+"""Runs the forward of prepared models under autocast with fp32 outputs, and passes dtypes to FSDP."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from amp_plugin.sharding.plan import DtypePlan
 
 @dataclass(kw_only=True, eq=False)
 class MixedForward:
-    """Takes the place of ``module.forward``. It is pickled, copied and compiled with its module."""
+    """Replaces ``module.forward``. This object is pickled, copied and compiled together with its module."""
 
     module: nn.Module
     training: RegionState
     evaluation: RegionState
     fp32_outputs: bool = True
-    inputs: torch.dtype | None = None  # dtype of floating-point inputs if all weights are stored in it
+    # The dtype to which inputs are cast if all weights are stored in it, else None.
+    inputs: torch.dtype | None = None
     own: Callable[..., Any] | None = field(init=False)  # a forward that was set on the instance
 
     def __post_init__(self) -> None:
@@ -39,13 +40,13 @@ class MixedForward:
     def put_on(self) -> None:
         """Set this as the module's forward, unless it has a MixedForward already."""
         if not isinstance(self.own, MixedForward):
-            # extract_model_from_parallel: "if original_forward is not None:" it follows __wrapped__ to it
+            # Accelerate's extract_model_from_parallel follows __wrapped__ up to _original_forward.
             self.module._original_forward = self.__wrapped__  # type: ignore[assignment]
             self.module.forward = self
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The module's own forward as a function of module and inputs, for Accelerate to bind."""
+        """The module's own forward, as an unbound function that Accelerate can bind to a module."""
         if self.own is None:
             return type(self.module).forward
         return getattr(self.own, "__func__", None) or partial(_without_module, self.own)
@@ -63,7 +64,8 @@ class MixedForward:
         with state.region():
             if self.own is not None:
                 output = self.own(*args, **kwargs)
-            else:  # called unbound, because Dynamo before torch 2.13 cannot trace a bound one
+            # The forward is called unbound, because Dynamo before torch 2.13 cannot trace a bound method.
+            else:
                 output = type(self.module).forward(self.module, *args, **kwargs)
         return convert_to_fp32(output) if self.fp32_outputs else output
 
@@ -76,7 +78,7 @@ def _without_module(forward: Callable[..., Any], _: nn.Module, *args: Any, **kwa
 
 
 def give_policy(plugin: FullyShardedDataParallelPlugin, plan: DtypePlan, *, fp32_outputs: bool) -> None:
-    """Replace Accelerate's own policy for FSDP, which reduces gradients in 16 bits. Keep a user's policy."""
+    """Replace Accelerate's default FSDP policy, which reduces gradients in 16 bits. A user's policy stays."""
     dtype = plan.compute_dtype
     if plugin.mixed_precision_policy == fsdp.MixedPrecision(dtype, dtype, dtype):  # FSDP1's
         plugin.mixed_precision_policy = fsdp1_policy(plan)
@@ -86,7 +88,7 @@ def give_policy(plugin: FullyShardedDataParallelPlugin, plan: DtypePlan, *, fp32
 
 @contextmanager
 def fp32_units_apart(models: Sequence[nn.Module], plan: DtypePlan) -> Iterator[None]:
-    """Make ``fully_shard`` wrap each fp32 module on its own, because it gathers each unit in one dtype."""
+    """Make ``fully_shard`` wrap fp32 modules separately, because it all-gathers each unit in one dtype."""
     own = fsdp.fully_shard
     in_fp32: set[nn.Module] = set()
     for model in models:

@@ -1,4 +1,4 @@
-"""``install()`` makes each new Accelerator of the process one of ours, whichever code creates it."""
+"""``install()`` turns each new Accelerator of the process into an AmpAccelerator."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _installed = ExitStack()
 def install(options: AmpKwargs | None = None, *, made: Callable[[AmpAccelerator], object] = id) -> None:
     """Make each new ``accelerate.Accelerator`` an AmpAccelerator.
 
-    Use it for code that makes its own Accelerator, such as ``transformers.Trainer``. Subclasses of
-    Accelerator keep their methods. Accelerators that exist already do not change. A warning names them. Call
-    this at the top level of the main module, because spawned child processes import that module again. It may
-    be called again. The last options apply.
+    Use ``install()`` for code that makes its own Accelerator, such as ``transformers.Trainer``. Subclasses of
+    Accelerator keep their methods. Accelerators that already exist do not change, and a warning names them.
+    Call ``install()`` at the top level of the main module, because spawned child processes import that module
+    again. If it is called several times, the last options apply.
 
     Args:
-        options: the options for Accelerators whose ``kwargs_handlers`` contain no AmpKwargs.
+        options: the options of every Accelerator whose ``kwargs_handlers`` contain no AmpKwargs.
         made: a function that is called with each new Accelerator.
 
     Example:
@@ -61,7 +61,7 @@ def uninstall() -> None:
 
 
 def _warn_of_earlier_ones() -> None:
-    """Warn if the process already has an Accelerator that is not ours, since it trains without amp_plugin."""
+    """Warn if an Accelerator without amp_plugin already exists, because it trains without amp_plugin."""
     kinds = {type(instance) for instance in gc.get_objects()} if AcceleratorState._shared_state else set()
     for kind in kinds:
         if issubclass(kind, Accelerator) and not issubclass(kind, AmpAccelerator):
@@ -73,7 +73,10 @@ def _warn_of_earlier_ones() -> None:
 
 
 def _set_weights_up_before_transformers_loads() -> None:
-    """Make transformers store weights before it loads a checkpoint, so that the checkpoint is not rounded."""
+    """Make ``transformers.Trainer`` set up weights before it loads a checkpoint.
+
+    In the other order the checkpoint would be rounded to 16 bits.
+    """
     trainer: Any = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     if trainer is None or hasattr(trainer._load_from_checkpoint, "sets_up_weights"):
         return

@@ -1,4 +1,4 @@
-"""Prepared optimizers, which step through the scaler."""
+"""The optimizers that ``prepare()`` returns. They step through the scaler."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ from amp_plugin.kernels.tracers import outside_graphs
 
 
 class AmpOptimizer(AcceleratedOptimizer):
-    """A prepared optimizer of ``AmpAccelerator``.
+    """The optimizer that ``AmpAccelerator.prepare()`` returns.
 
-    Within an accumulation window ``step`` does nothing. At its end ``step`` unscales, then steps or skips.
+    Within an accumulation window ``step`` does nothing. At the window's end ``step`` unscales the gradients,
+    then takes or skips the optimizer step.
     """
 
     session: Session
 
     @outside_graphs
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step or skip at the end of an accumulation window.
+        """Take or skip the optimizer step at the end of an accumulation window.
 
         Args:
-            closure: a function that runs forward and ``accelerator.backward`` and returns the loss. It may be
-                called several times (LBFGS). Its gradients are unscaled before the optimizer sees them.
+            closure: a function that runs forward and ``accelerator.backward`` and returns the loss. An
+                optimizer such as LBFGS calls the closure several times. Gradients are unscaled before the
+                optimizer sees them.
 
         Returns:
-            What the optimizer's ``step`` returns; None within a window or if the step was skipped.
+            The result of the wrapped optimizer's ``step``. It is None within a window, or if the step was
+            skipped.
         """
         arguments = [] if closure is None else [closure]
         if not (self.gradient_state.sync_gradients or self.session.is_aside):
@@ -41,19 +44,22 @@ class AmpOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether this optimizer's step was skipped in the present iteration.
+        """Whether this optimizer's step was skipped in the current iteration.
 
-        With a fused optimizer on a GPU the host learns it one step later, unless ``exact_schedulers`` is on.
-        As in Accelerate, other code that steps may set ``_is_overflow`` if its step was skipped.
+        With a fused optimizer on a GPU the host learns of a skipped step one step later, unless
+        ``exact_schedulers`` is on. As in Accelerate, other code that skips a step may set ``_is_overflow``.
         """
         return self.session.was_skipped(self.optimizer) or bool(self._is_overflow)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore with no steps taken, and register the optimizer with the scaler."""
+        """Restore the attributes, and register the optimizer with the scaler as one that has not stepped."""
         self.__dict__.update(state)
         self.session.scaler.register(self.optimizer)
 
 
 def steps_in_backward(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is LOMO, which steps in ``backward`` and whose ``step`` does nothing."""
+    """Return whether an optimizer is LOMO.
+
+    LOMO updates weights in ``backward``, and its ``step`` does nothing.
+    """
     return any(kind.__module__.partition(".")[0] == "lomo_optim" for kind in type(optimizer).__mro__)

@@ -1,6 +1,6 @@
-"""AmpKwargs: the options for Accelerate, and where each value comes from.
+"""AmpKwargs holds the options for Accelerate. This module finds where each value comes from.
 
-The first of these sources that sets an option wins::
+The first of the following sources that sets an option decides::
 
     AmpKwargs(...) in kwargs_handlers          the program
     GradScalerKwargs(...) in kwargs_handlers
@@ -43,11 +43,12 @@ PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 
 @lists_options(AccelerateOptions)
 class AmpKwargs(KwargsHandler, SimpleNamespace):
-    """The options of AmpAccelerator, for ``kwargs_handlers``. None leaves an option to the next source.
+    """The options of AmpAccelerator, to pass in ``kwargs_handlers``. An option that is None is not set.
 
     Each option is also an environment variable (``AMP_PLUGIN_INIT_SCALE=1024``), and a key of the YAML file
-    that ``AMP_PLUGIN_CONFIG`` names. Options of the loss scale are checked in each precision, but take effect
-    in fp16 only. In an environment variable ``fp32_modules`` is written ``"LayerNorm,head.*"``.
+    that ``AMP_PLUGIN_CONFIG`` names. Options of the loss scale are checked in every precision, but take
+    effect in fp16 only. In an environment variable the list ``fp32_modules`` is written as
+    ``"LayerNorm,head.*"``.
 
     Args:
         {options}
@@ -89,7 +90,7 @@ def accelerators_arguments(
     deepspeed_plugins: Any = None,
     parallelism_config: Any = None,
 ) -> None:
-    """State Accelerator's arguments for type checkers, because Accelerate has no ``py.typed`` file."""
+    """Declare the arguments of Accelerator for type checkers, because Accelerate has no ``py.typed`` file."""
 
 
 def refuse_misplaced(owner: str, names: Iterable[str]) -> None:
@@ -103,7 +104,11 @@ def refuse_misplaced(owner: str, names: Iterable[str]) -> None:
 def refuse_other_engine(
     kind: DistributedType, precision: str, float8_recipe: Any, sources: Mapping[str, str]
 ) -> bool:
-    """Return whether an engine other than ours or DeepSpeed trains; raise ValueError if we had to cast."""
+    """Return whether Megatron-LM, XLA or another fp8 library casts and trains instead of amp_plugin.
+
+    Raises:
+    ValueError: amp_plugin would have to cast or to scale losses for that engine.
+    """
     engine = {DistributedType.MEGATRON_LM: "Megatron-LM", DistributedType.XLA: "XLA"}.get(kind)
     if engine is None and precision == "fp8" and float8_recipe is None:
         engine = "fp8 training by TransformerEngine or MS-AMP"
@@ -124,10 +129,10 @@ def refuse_other_engine(
 def resolve(
     handlers: Sequence[KwargsHandler], environment: Mapping[str, str]
 ) -> tuple[AccelerateOptions, dict[str, str], bool]:
-    """Take each option from the first source that sets it; of several AmpKwargs, from the first one.
+    """Take each option from the first source that sets it. The first of several AmpKwargs wins.
 
     Returns:
-        The options, a dict from option to source, and whether a loss may be scaled at all.
+        The options, a dict that maps each option to its source, and whether a loss may be scaled at all.
     """
     layers = [
         ("AmpKwargs", read_all(given.to_kwargs())) for given in handlers if isinstance(given, AmpKwargs)
@@ -141,10 +146,10 @@ def resolve(
 def take_options(
     given: dict[str, Any], environment: Mapping[str, str]
 ) -> tuple[AccelerateOptions, dict[str, str], bool]:
-    """Return the same as :func:`resolve`; leave Accelerate's arguments, in its own words, in ``given``."""
+    """Return the result of :func:`resolve`, and turn ``given`` into arguments that Accelerator accepts."""
     handlers = list(given.get("kwargs_handlers") or ())
     given["kwargs_handlers"] = [other for other in handlers if not isinstance(other, AmpKwargs)]
-    # Without a GPU, Accelerate lets each process of a launcher train alone, unless it is told cpu=True.
+    # Without a GPU, launched processes form a group only if Accelerate gets cpu=True.
     launched = int(environment.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in environment
     given["cpu"] = given.get("cpu", False) or (launched and not torch.accelerator.is_available())
     uses_cpu = given["cpu"] or str_to_bool(environment.get("ACCELERATE_USE_CPU", "no"))
@@ -154,19 +159,19 @@ def take_options(
 
 
 def format_asked(argument: Any, environment: Mapping[str, str]) -> str:
-    """Return the format that we convert layers to; empty for ``"fp8"``, which Accelerate does itself."""
+    """Return the format to which amp_plugin converts layers, or "". Accelerate itself does ``"fp8"``."""
     given = environment.get(PRECISION_VARIABLE, "no").lower() if argument is None else argument
     return given if given in BELOW_16_BITS and given != "fp8" else ""
 
 
 def _precision_for_accelerate(argument: Any, environment: Mapping[str, str], device: str) -> Any:
-    """Return the checked ``mixed_precision`` in Accelerate's words; None leaves it to the environment."""
+    """Return the checked ``mixed_precision`` as Accelerate spells it. If it is None, Accelerate decides."""
     from_environment = argument is None and not AcceleratorState._shared_state
     given = environment.get(PRECISION_VARIABLE, "no").lower() if from_environment else argument
     if given is None or str(given) in (words := PrecisionType.list()):
         return given  # already in Accelerate's words
     if given in BELOW_16_BITS:
-        return "bf16"  # bf16 outside the layers that the session converts
+        return "bf16"  # All ops outside the converted layers compute in bf16.
     if given == "auto":
         chosen = auto_precision(device).precision
         return "no" if chosen == "fp32" else chosen

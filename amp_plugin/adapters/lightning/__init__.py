@@ -1,9 +1,9 @@
 """Precision plugins for Lightning's Trainer and Fabric.
 
-Lightning comes as two packages, each with its own classes: ``lightning`` (with ``lightning.pytorch`` and
-``lightning.fabric``) and ``pytorch_lightning`` (with ``lightning_fabric``). The names in this module belong
-to the package that the program has imported, or to ``lightning`` if it has imported both or none.
-:func:`classes_for` returns the classes for either one.
+Lightning is published as two packages with separate classes. One is ``lightning`` (with ``lightning.pytorch``
+and ``lightning.fabric``), the other is ``pytorch_lightning`` (with ``lightning_fabric``). The classes in this
+module fit the package that the program has imported, or ``lightning`` if it has imported both or none.
+:func:`classes_for` returns the classes for either package.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["AmpMonitor", "AmpPrecision", "FabricAmpPrecision", "classes_for"]
 
 
 def classes_for(package: str) -> ModuleType:
-    """Return the module with AmpPrecision, FabricAmpPrecision and AmpMonitor for a package.
+    """Return the module that has AmpPrecision, FabricAmpPrecision and AmpMonitor for a Lightning package.
 
     Args:
-        package: ``"lightning"``, ``"pytorch_lightning"``, or a part such as ``"lightning.fabric"``.
+        package: ``"lightning"``, ``"pytorch_lightning"``, or a subpackage such as ``"lightning.fabric"``.
 
     Raises:
         ValueError: the name is unknown.
@@ -50,7 +50,7 @@ def classes_for(package: str) -> ModuleType:
 
 
 def __getattr__(name: str) -> Any:
-    """Load a class for the Lightning package that the program uses."""
+    """Return a plugin class for the Lightning package that the program has imported."""
     if name not in __all__:
         msg = f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}"
         raise AttributeError(msg)
@@ -58,11 +58,11 @@ def __getattr__(name: str) -> Any:
     return getattr(classes_for("pytorch_lightning" if other else "lightning"), name)
 
 
-# -- in the place of Lightning's own, in a program that asks for precision="16-mixed" -----------------
+# -- plugins instead of Lightning's own, for precision="16-mixed" under amp-plugin run ----------------
 
 _TRAINER: Final = ("Trainer", "_AcceleratorConnector", "_precision_flag", "_precision_plugin_flag")
 _FABRIC: Final = ("Fabric", "_Connector", "_precision_input", "_precision_instance")
-# The modules of Lightning that choose the plugin of a Trainer or Fabric.
+# The modules of Lightning that choose the precision plugin of a Trainer or Fabric.
 CONNECTORS: Final = {
     "lightning.pytorch.trainer.connectors.accelerator_connector": _TRAINER,
     "lightning.fabric.connector": _FABRIC,
@@ -76,10 +76,10 @@ _MIXED: Final = ("16-mixed", "bf16-mixed")
 def plugin_in_place_of_stock(
     module: Any, precision: str | None, made: Callable[[str], object]
 ) -> Iterator[None]:
-    """Give each Trainer or Fabric that is made in the block our plugin for mixed precision.
+    """Make each Trainer or Fabric that is created in the block use amp_plugin for mixed precision.
 
-    ``precision`` replaces Lightning's default, 32. ``made`` is called with a text such as
-    ``"Trainer(precision=...)"``.
+    ``precision`` replaces Lightning's default precision, 32. ``made`` is called with a text such as
+    ``"Trainer(precision=...)"`` for each one.
     """
     from amp_plugin.adapters.lightning.precision_core import has_own_precision  # noqa: PLC0415 - loads torch
     from amp_plugin.precision import STOCK_NAMES  # noqa: PLC0415
@@ -102,7 +102,7 @@ def plugin_in_place_of_stock(
                 return take(asked)
         stock = decide(connector)
         is_stock = type(stock) in {module.MixedPrecision, module.FSDPPrecision}
-        if is_stock and stock.precision in _MIXED:  # the program made the stock plugin itself
+        if is_stock and stock.precision in _MIXED:  # the program passed the stock plugin itself
             options = {} if getattr(stock, "scaler", None) is None else {"scaler": stock.scaler}
             return take(stock.precision, **options)
         return stock

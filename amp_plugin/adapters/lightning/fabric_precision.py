@@ -1,7 +1,8 @@
 """FabricAmpPrecision translates the calls of Lightning's Fabric into calls of its session.
 
-Fabric tells a plugin neither its device nor the end of an iteration. So the device is taken from the strategy
-when a module is set up, and a requested update of the loss scale is applied at the next loss.
+Fabric does not tell a plugin its device, so the plugin takes the device from the strategy when a module is
+set up. Nor does Fabric tell a plugin when an iteration ends, so a pending update of the loss scale is applied
+when the next loss is scaled.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from amp_plugin.weights.formats import HALVES
 
 @lists_options(PluginOptions)
 class FabricPrecision(PrecisionCore):
-    """Mixed precision for ``lightning.fabric.Fabric(plugins=[...])``, under any of its strategies.
+    """Mixed precision for ``lightning.fabric.Fabric(plugins=[...])``, with most of its strategies.
 
-    Inputs keep their dtypes. Outputs in 16 bits are converted to fp32.
-    ``fabric.save(path, {..., "precision": plugin})`` saves the loss scale.
+    Model inputs keep their dtypes. Model outputs in 16 bits are converted to fp32. ``fabric.save(path, {...,
+    "precision": plugin})`` saves the loss scale.
 
     Args:
         {options}
 
     Raises:
         ValueError: an argument is not one of the allowed values.
-        TypeError: a module is set up under DeepSpeed or on an XLA device.
+        TypeError: a module is set up with a strategy for DeepSpeed or XLA.
 
     Example:
         >>> import torch
@@ -67,12 +68,12 @@ class FabricPrecision(PrecisionCore):
     # -- set-up -------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Make ``fp32_modules`` compute in fp32, and DataParallel's replicas run under autocast."""
+        """Make ``fp32_modules`` compute in fp32, and make replicas of DataParallel run under autocast."""
         self.session.set_up_weights(module, self.settings.fp32_modules)
         return autocast_module(super().convert_module(module))
 
     def note_wrapped(self, module: Any, strategy: Any) -> None:
-        """Read the device and wrapper of a module that was set up; raise if they are not supported."""
+        """Begin the run on the device of a module that was set up. Raise if its wrapper is not supported."""
         self._refuse_strategy(strategy)
         self._check_shards(module)
         self._groups = self._groups or scaler_groups(module)
@@ -81,13 +82,13 @@ class FabricPrecision(PrecisionCore):
         self.session.add([module], optimizers, list(self.session.models))
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Register an optimizer, so that its gradients follow the loss scale even before its first step."""
+        """Register an optimizer with the scaler, which must know its gradients before its first step."""
         self.session.add([], [optimizer], list(self.session.models))
 
     # -- forward ------------------------------------------------------------------------------
 
     def convert_output(self, data: Any) -> Any:
-        """Convert fp16 and bf16 outputs to fp32, for losses outside the module; keep others."""
+        """Convert fp16 and bf16 outputs to fp32, for losses outside the module. Other outputs stay."""
         if self.session.training_dtype is torch.float32:
             return data
         return apply_to_collection(data, Tensor, lambda t: t.float() if t.dtype in HALVES else t)
@@ -116,26 +117,29 @@ class FabricPrecision(PrecisionCore):
 
     @outside_graphs
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip unscaled gradients. An overflow gives an infinite norm, and the step is skipped.
+        """Clip the norm of unscaled gradients.
+
+        After an overflow the norm is infinite and the step is skipped.
 
         Args:
-            optimizer: the optimizer whose gradients are clipped: the one from ``fabric.setup``, or torch's.
+            optimizer: the optimizer whose gradients are clipped. It may be the wrapper from ``fabric.setup``
+                or torch's optimizer.
             max_norm: the largest total norm.
             norm_type: the p of the p-norm.
 
         Returns:
-            The norm before clipping (float32, 0-dim).
+            The total norm before clipping (float32, 0-dim).
         """
         return self._scaler.clip_grad_norm_(torch_optimizer(optimizer), max_norm, norm_type)
 
     @classmethod
     def backward_allowed(cls) -> AbstractContextManager[None]:
-        """Allow ``torch.autograd.grad``, which Fabric would report as a missing ``fabric.backward``."""
+        """Allow ``torch.autograd.grad``, which Fabric mistakes for a backward without ``fabric.backward``."""
         return replaced(cls.package.wrappers, "_in_fabric_backward", value=True)
 
 
 def join_fabric(plugin: type[FabricPrecision]) -> None:
-    """Make Fabric's wrappers report what they wrap to the plugin, and allow gradient penalties."""
+    """Make Fabric's wrappers report modules and optimizers to the plugin, and allow gradient penalties."""
     surround_backward(plugin.backward_allowed)
     wrappers = plugin.package.wrappers
     for wrapper in (wrappers._FabricOptimizer, wrappers._FabricModule):

@@ -1,4 +1,4 @@
-"""AmpPrecision, FabricAmpPrecision and AmpMonitor for ``lightning.pytorch`` and ``lightning.fabric``."""
+"""Defines AmpPrecision, FabricAmpPrecision and AmpMonitor for the package ``lightning``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AmpPrecision, FabricAmpPrecision and AmpMonitor for ``pytorch_lightning`` and ``lightning_fabric``."""
+"""Defines AmpPrecision, FabricAmpPrecision and AmpMonitor for the package ``pytorch_lightning``."""
 
 from __future__ import annotations
 

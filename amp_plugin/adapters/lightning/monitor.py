@@ -1,4 +1,4 @@
-"""AmpMonitor logs the loss scale, skipped steps and gradient norms, and ends a run that skips all steps."""
+"""AmpMonitor logs loss scale, skipped steps and gradient norms, and ends a run that skips all its steps."""
 
 from __future__ import annotations
 
@@ -19,26 +19,28 @@ if TYPE_CHECKING:
 
 
 class Monitor:
-    """Log loss scale, skipped steps and gradient norm; end a run that skips all steps.
+    """Log the loss scale, skipped steps and gradient norms, and end a run that skips all its steps.
 
     The progress bar and all loggers get ``loss_scale``, ``skipped_steps`` and ``grad_norm``, the norm of the
-    unscaled gradients before clipping. With several optimizers there is one norm for each, ``grad_norm/0``,
-    ``grad_norm/1`` and so on, in the order of ``configure_optimizers``. In bf16 and fp32 there is no loss
-    scale. Then they get ``grad_norm``, and from the first skipped step on ``skipped_steps``.
+    unscaled gradients before clipping. If there are several optimizers, each has its own norm:
+    ``grad_norm/0``, ``grad_norm/1`` and so on, in the order of ``configure_optimizers``. In bf16 and fp32
+    there is no loss scale. In these precisions ``grad_norm`` is logged, and from the first skipped step on
+    also ``skipped_steps``.
 
-    The error that ends a run names the parameters, and the command that finds the op and its line. On a GPU
-    the device is read only every few steps, so the error may come a few steps later.
+    The error that ends a run names the affected parameters. It also names the command that finds the failing
+    op and its line. Results are read from a GPU only every few steps, so the error may come a few steps late.
 
     Args:
         max_skips_in_a_row: The number of skipped steps in a row of one optimizer that ends the run.
-        every_n_steps: The number of optimizer steps between two reads of a GPU; None means the Trainer's
+        every_n_steps: The number of optimizer steps between two reads of the GPU. None means the Trainer's
             ``log_every_n_steps``.
-        report: The path of a page of the run, as by ``amp_plugin.report``. The page waits for each step.
+        report: The path of a run page (an HTML report, see ``amp_plugin.report``). It waits for the device at
+            each step.
 
     Raises:
         ValueError: an argument is not a whole number of at least 1.
-        TypeError: training starts and the Trainer has no AmpPrecision.
-        RuntimeError: ``max_skips_in_a_row`` steps in a row were skipped. The text names the parameters.
+        TypeError: training starts, but the Trainer has no AmpPrecision plugin.
+        RuntimeError: ``max_skips_in_a_row`` steps in a row were skipped. The error names the parameters.
 
     Example:
         >>> from amp_plugin import AmpMonitor
@@ -47,10 +49,13 @@ class Monitor:
     """
 
     skipped_steps: int = 0
-    """The number of skipped optimizer steps that were read so far."""
+    """The number of skipped optimizer steps that AmpMonitor has read so far."""
 
     weight_bytes: WeightBytes | None = None
-    """Bytes per parameter once each optimizer has taken a step, or at the end. They are also logged once."""
+    """Bytes per parameter, measured once each optimizer has stepped, or at the end.
+
+    They are also logged once.
+    """
 
     def __init__(
         self,
@@ -62,7 +67,8 @@ class Monitor:
         self.every_n_steps = None if every_n_steps is None else whole("every_n_steps", every_n_steps)
         self.report = report
         self._read: list[StepResult] = []
-        self._have_stepped: set[str] = set()  # the optimizers that have taken a step in this fit
+        # The names of the optimizers that have taken a step since training began.
+        self._have_stepped: set[str] = set()
         self._has_failed = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -86,7 +92,7 @@ class Monitor:
             plugin.step_log.unsubscribe(self._read.append)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Stop watching: after an exception the Trainer does not call ``teardown``."""
+        """Stop watching. The Trainer does not call ``teardown`` after an exception."""
         if isinstance(trainer.precision_plugin, TrainerPrecision):
             trainer.precision_plugin.session.end_watch(exception)
         self.teardown(trainer, pl_module, "")
@@ -107,14 +113,14 @@ class Monitor:
             plugin.package.utilities.rank_zero_info(f"the run is drawn in {path}")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Read the results of the last optimizer steps."""
+        """Read the results of the optimizer steps that were not read so far."""
         trainer.precision_plugin.step_log.read(wait=True)
         self._look(trainer)
         self._measure(trainer, pl_module, at_least=1)
         trainer.precision_plugin.session.end_watch()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Log the newest optimizer steps; read the device every few steps."""
+        """Log the latest optimizer steps. Read results from the device every few steps."""
         log = trainer.precision_plugin.step_log
         norms = self._new_norms(trainer)
         if norms is None:
@@ -128,11 +134,12 @@ class Monitor:
                 self._show(trainer, pl_module, norms)
 
     def _show(self, trainer: Any, pl_module: Any, norms: dict[str, Tensor]) -> None:
-        # A training_step(dataloader_iter) must name a batch size. Each of these is the number of one step.
+        # Lightning cannot infer a batch size from training_step(dataloader_iter).
+        # Each logged number belongs to one step, so the batch size is 1.
         log = partial(pl_module.log, prog_bar=True, batch_size=1)
         for name, norm in norms.items():
             log(name, norm)
-        # Reading a result's scale_after would wait for the device.
+        # Reading ``scale_after`` of a step's result would be a host sync.
         scale = trainer.precision_plugin.current_scale()
         if scale is not None:
             log("loss_scale", scale.clone())
@@ -148,7 +155,7 @@ class Monitor:
         return norms
 
     def _look(self, trainer: Any) -> None:
-        """Count the skipped steps that the host knows, and raise if too many in a row were skipped."""
+        """Count the skipped steps that the host knows of. Raise if too many in a row were skipped."""
         plugin = trainer.precision_plugin
         read, self._read[:] = list(self._read), []
         for step in read:
@@ -159,7 +166,7 @@ class Monitor:
                 raise endless_skips(step, plugin.words, plugin.session.growth)
 
     def _measure(self, trainer: Any, pl_module: Any, at_least: int) -> None:
-        """Count the bytes per parameter once ``at_least`` optimizers have taken a step and so have state."""
+        """Count the bytes per parameter once ``at_least`` optimizers have stepped and so have state."""
         if self.weight_bytes is not None or self._has_failed or len(self._have_stepped) < max(1, at_least):
             return
         with only_warning("AmpMonitor", self._fail):

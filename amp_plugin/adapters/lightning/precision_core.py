@@ -1,4 +1,4 @@
-"""Shared by the plugins for Trainer and Fabric: settings, strategies, regions, the loss scale."""
+"""The base class of the plugins for Trainer and Fabric, with their settings, regions and loss scale."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _OWN_PRECISION: Final = {"DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStr
 
 
 def has_own_precision(strategy: object) -> bool:
-    """Return whether a strategy does mixed precision itself. The package of the strategy may be missing."""
+    """Return whether a Lightning strategy, such as DeepSpeedStrategy, does mixed precision itself."""
     return any(kind.__name__ in _OWN_PRECISION for kind in type(strategy).__mro__)
 
 
 def _checked_options(owner: str, given: Mapping[str, Any]) -> PluginOptions:
-    """Return the checked options of a plugin. Arguments that were not given come from the environment."""
+    """Return the checked options of a plugin. Environment variables set options that were not given."""
     defaults = option_defaults(PluginOptions)  # LightningCLI also passes the defaults
     doubled = [
         name for name in option_names(LossScaleOptions) if given.get(name, defaults[name]) != defaults[name]
@@ -41,19 +41,19 @@ def _checked_options(owner: str, given: Mapping[str, Any]) -> PluginOptions:
             f"be used instead; give scaler=amp_plugin.GradScaler({listed}), or leave scaler= out"
         )
         raise TypeError(msg)
-    # A plugin reads AMP_PLUGIN_RULES later, when it learns its device.
+    # AMP_PLUGIN_RULES is left out here, because a plugin reads it once it knows its device.
     environment = {name: value for name, value in os.environ.items() if name != RULES_VARIABLE}
     stated = {name: value for name, value in given.items() if name != "scaler"}
     return resolved(PluginOptions, [("argument", stated)], environment, door="Lightning")[0]
 
 
 class PrecisionCore(EntryPoint):
-    """The parts of a plugin that Trainer and Fabric share."""
+    """The base class of the precision plugins for Trainer and Fabric."""
 
     package: Any
     """The framework's module, such as ``lightning.pytorch`` or ``lightning_fabric``."""
     shares_casts = True
-    """Whether all uses of a weight in a region share one cast; their gradients then add up in 16 bits."""
+    """Whether all uses of a weight in a region share one cast. Their gradients are then summed in 16 bits."""
 
     @takes(PluginOptions, by_position=1)
     def __init__(self, **given: Any) -> None:
@@ -72,12 +72,12 @@ class PrecisionCore(EntryPoint):
         return cast("PluginOptions", self.session.options)
 
     def __repr__(self) -> str:
-        """Show the precision, and how weights are stored if in 16 bits."""
+        """Show the precision, and the option ``weights`` if weights are stored in 16 bits."""
         weights = f", weights={self.settings.weights!r}" if self.settings.weights != "fp32" else ""
         return f"{type(self).__name__}({self.settings.precision!r}{weights})"
 
     def __format__(self, spec: str) -> str:
-        """Add advice, because Lightning's errors about precisions and plugins contain ``f"{plugin}"``."""
+        """Add advice for the user, because Lightning's errors about plugins contain ``f"{plugin}"``."""
         package = self.package.__name__
         other = "The Trainer takes " if "fabric" in package else "Fabric takes Fabric"
         text = (
@@ -89,14 +89,14 @@ class PrecisionCore(EntryPoint):
 
     @property
     def scaler(self) -> Any:
-        """The ``amp_plugin.GradScaler`` of this plugin; None unless fp16.
+        """The ``amp_plugin.GradScaler`` of this plugin in fp16, otherwise None.
 
-        Before or between runs it can be replaced by another one, or by an object with all of its methods. If
-        a ``torch.amp.GradScaler`` is assigned, the plugin's own scaler takes over its options and state. If
-        None is assigned, no loss is scaled.
+        Before or between runs the scaler can be replaced by another ``amp_plugin.GradScaler``, or by an
+        object with all of its methods. If a ``torch.amp.GradScaler`` is assigned, a new
+        ``amp_plugin.GradScaler`` gets its options and state. If None is assigned, no loss is scaled.
 
         Raises:
-            TypeError: the assigned value is something else, or this precision scales no loss.
+            TypeError: the assigned value has another type, or this precision scales no loss.
         """
         return self._scaler if self._scaler.is_enabled() else None
 
@@ -115,16 +115,19 @@ class PrecisionCore(EntryPoint):
 
     @property
     def device(self) -> str:
-        """The type of the device; empty until training starts."""
+        """The type of the device on which training runs. It is empty until training starts."""
         return self.session.device
 
     @property
     def mixed_precision_config(self) -> Any:
-        """The policy that Lightning's FSDPStrategy gives FSDP, unless the user gave it one."""
+        """The mixed-precision policy that FSDPStrategy passes to FSDP, unless the user gave another one."""
         return fsdp1_policy(self.session.dtype_plan)
 
     def _check_shards(self, model: nn.Module) -> None:
-        """Compare the dtypes of a sharded model with the plan; raise if it cannot store weights."""
+        """Check that a sharded model has the planned dtypes.
+
+        Raise if its weights cannot be stored in 16 bits.
+        """
         refuse_sharded(self.settings.weights, sharded_by(model))
         self.session.check_shards(model, warn=self._warn)
 
@@ -135,7 +138,7 @@ class PrecisionCore(EntryPoint):
     def current_scale(self) -> Tensor | None:
         """Return the loss scale on its device (float32, 0-dim), without a host sync.
 
-        It is None before the first loss, and if no loss is scaled.
+        The result is None before the first loss, and in precisions that scale no loss.
         """
         return self._scaler.loss_scale.value
 
@@ -152,22 +155,22 @@ class PrecisionCore(EntryPoint):
             raise TypeError(msg)
 
     def _start(self, device_type: str, groups: Mapping[str, Any]) -> None:
-        """Begin the run, once the device and FSDP's groups are known."""
+        """Begin the run, once the device and the process groups of FSDP are known."""
         is_first_rank = self.package.utilities.rank_zero_only.rank == 0
         self.session.begin(device_type, groups, is_first_rank=is_first_rank)
 
     def teardown(self) -> None:
-        """End the run: weights become float32, and earlier op rules apply again; the loss scale stays."""
+        """End the run. Weights become float32, earlier op rules apply again, and the loss scale stays."""
         self.session.end(warn=None)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Make ``fp32_modules`` compute in fp32, and convert Linear layers to their formats, in place."""
+        """Make ``fp32_modules`` compute in fp32 and convert Linear layers to their formats, in place."""
         return self.session.convert(module)
 
     def convert_input(self, data: Any) -> Any:
         """Return the batch unchanged, because autocast casts the arguments of each op.
 
-        If all weights are stored in 16 bits, floating-point tensors are converted to that dtype, as in
+        If all weights are stored in 16 bits, floating-point inputs are converted to that dtype, as in
         Lightning.
         """
         if not self.session.replaces_autocast:
@@ -180,7 +183,7 @@ class PrecisionCore(EntryPoint):
         return data
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Return a context that changes nothing: new weights are fp32."""
+        """Return a context that changes nothing, because new weights are fp32."""
         return nullcontext()
 
     module_init_context = tensor_init_context
@@ -192,7 +195,7 @@ class PrecisionCore(EntryPoint):
         return self.autocast_context_manager()
 
     def autocast_context_manager(self) -> torch.autocast:
-        """Return a new autocast region of the training precision; none if all weights are stored."""
+        """Return a new autocast region. It is disabled if all weights are stored in 16 bits."""
         if not self.device:
             msg = (
                 f"{self!r} does not know its device before trainer.fit (in Fabric, fabric.setup with a "
@@ -204,15 +207,15 @@ class PrecisionCore(EntryPoint):
     # -- steps --------------------------------------------------------------------------------
 
     def step_scheduler(self, scheduler: Any, *args: Any) -> bool:
-        """Step a scheduler unless its optimizer's step was skipped. For manual optimization and Fabric.
+        """Step a scheduler unless its optimizer's step was skipped.
 
-        Call it after each ``optimizer.step()`` that the scheduler counts. With a fused optimizer on a GPU the
-        host learns of a skipped step one step later. Then the scheduler misses the later step instead, unless
-        ``exact_schedulers`` is on.
+        This method is for manual optimization and for Fabric. Call it after each ``optimizer.step()`` that
+        the scheduler counts. With a fused optimizer on a GPU the host learns of a skipped step one step
+        later. The scheduler is then held back at the next step instead, unless ``exact_schedulers`` is on.
 
         Args:
-            scheduler: a scheduler with an attribute ``optimizer``, as torch's have.
-            *args: arguments for ``scheduler.step``, such as the metric of ReduceLROnPlateau.
+            scheduler: a scheduler with an attribute ``optimizer``, such as one of torch.
+            *args: arguments that are passed to ``scheduler.step``, such as the metric for ReduceLROnPlateau.
 
         Returns:
             True if the scheduler was stepped.
@@ -224,24 +227,25 @@ class PrecisionCore(EntryPoint):
 
     @property
     def skipped_steps(self) -> int:
-        """The number of skipped steps of all optimizers so far. The host waits for the device."""
+        """The number of skipped steps of all optimizers so far. Reading it is a host sync."""
         return self._scaler.skipped_steps()
 
     @property
     def optimizer_steps(self) -> int:
-        """The number of steps that all optimizers have taken so far. The host waits for the device.
+        """The number of steps that all optimizers have taken so far. Reading it is a host sync.
 
-        A resumed fp16 run continues the count. Without a loss scale the count is not saved.
+        Skipped steps do not count. A resumed fp16 run continues the count. If no loss is scaled, the count is
+        not saved.
         """
         return self.session.attempted_steps - self.skipped_steps
 
     # -- checkpoints --------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loss scale, with torch's keys; empty if no loss is scaled."""
+        """Return the state of the loss scale, with torch's keys. It is empty if no loss is scaled."""
         return self.session.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a loss scale: ours, torch's or a stock plugin's; warn if no loss is scaled."""
+        """Load a loss scale's state, as saved by amp_plugin, torch or Lightning. Warn if it is not used."""
         if told := self.session.load_state_dict(state_dict):
             self._warn(f"{self!r}: {told}")

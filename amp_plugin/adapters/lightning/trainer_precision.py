@@ -1,12 +1,12 @@
-"""AmpPrecision: what it does at each call of Lightning's Trainer.
+"""AmpPrecision translates calls of Lightning's Trainer into calls of autocast and GradScaler.
 
-It translates the Trainer's calls into calls of ``amp_plugin.autocast`` and ``amp_plugin.GradScaler``;
-all numbers are theirs. One optimizer step::
+All numerics are in ``amp_plugin.autocast`` and ``amp_plugin.GradScaler``. The hooks of an optimizer step do
+the following::
 
-    train_step_context: forward and loss under autocast
-    pre_backward:       on_before_backward sees the loss, then the loss is scaled
-    backward:           without autocast, in manual optimization too
-    optimizer_step:     unscale, on_before_optimizer_step, clip, step or skip, update
+    train_step_context: runs the forward and the loss under autocast
+    pre_backward:       calls on_before_backward with the loss, then scales the loss
+    backward:           runs without autocast, also in manual optimization
+    optimizer_step:     unscales, calls on_before_optimizer_step, clips, steps or skips, updates the scale
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from amp_plugin.weights.ddp import refuse_sharded, sharded_by
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 
-# The keys under which stock plugins save the loss scale; the last one is from Lightning before 1.6.
+# The keys under which Lightning's own plugins save the loss scale. The last key is older than Lightning 1.6.
 STOCK_KEYS = ("MixedPrecision", "FSDPPrecision", "native_amp_scaling_state")
 
 
 @lists_options(PluginOptions)
 class TrainerPrecision(PrecisionCore):
-    """Mixed precision for ``lightning.pytorch.Trainer(plugins=[...])``, under any of its strategies.
+    """Mixed precision for ``lightning.pytorch.Trainer(plugins=[...])``, with most of its strategies.
 
     Args:
         {options}
@@ -61,8 +61,8 @@ class TrainerPrecision(PrecisionCore):
     Raises:
         ValueError: an argument is not one of the allowed values.
         ImportError: ``"fp8"``, and torchao is not installed.
-        TypeError: an argument is unknown or of another type; or, when training starts, the strategy has a
-            separate precision (DeepSpeed, XLA).
+        TypeError: an argument is unknown or has the wrong type. Also if training starts under a strategy that
+            does mixed precision itself (DeepSpeed, XLA).
 
     Example:
         >>> from amp_plugin import AmpPrecision
@@ -75,9 +75,10 @@ class TrainerPrecision(PrecisionCore):
         __getattr__ = removed_attribute
 
     checkpoint_key: str = "MixedPrecision"
-    """The key under which a checkpoint holds the loss scale."""
+    """The key in checkpoints under which the loss scale is saved."""
     _after_closure: Callable[[Any, Optimizer], None]
-    shares_casts = False  # a whole training_step is one region, as with the stock plugin
+    # As with Lightning's own plugin, a whole training_step is one autocast region.
+    shares_casts = False
 
     words = Words(
         backward="self.manual_backward(loss)",
@@ -92,11 +93,13 @@ class TrainerPrecision(PrecisionCore):
     @takes(PluginOptions, by_position=1)
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self._schedulers: list[Scheduled] = []  # schedulers that do not step after skipped steps
-        # The number of steps that were taken. On a GPU the host learns of a skipped step one step later.
+        # The schedulers that must not step after a skipped optimizer step.
+        self._schedulers: list[Scheduled] = []
+        # The number of steps that were not skipped. On a GPU the host learns of a skip one step later.
         self._landed_steps = 0
-        self._trainer: Any = None  # the Trainer of the present run
-        self._loads_again = False  # True if weights that were loaded before the set-up were rounded
+        self._trainer: Any = None  # the Trainer of the current run
+        # True if the checkpoint must be loaded again, because loading it first rounded the weights.
+        self._loads_again = False
         self._users_methods: frozenset[str] = frozenset()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -105,7 +108,7 @@ class TrainerPrecision(PrecisionCore):
 
     @property
     def _fits(self) -> bool:
-        """Whether the run is ``trainer.fit``; also True before a run has begun."""
+        """Whether this is a ``trainer.fit`` run. It is also True before a run has begun."""
         return self._trainer is None or self._trainer.state.fn == "fit"
 
     @property
@@ -115,7 +118,7 @@ class TrainerPrecision(PrecisionCore):
     # -- set-up -------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Refuse strategies with their own precision; make ``fp32_modules`` compute in fp32."""
+        """Reject strategies that do mixed precision themselves. Make ``fp32_modules`` compute in fp32."""
         trainer: Any = getattr(module, "_trainer", None)
         if trainer is None:
             msg = (
@@ -141,7 +144,7 @@ class TrainerPrecision(PrecisionCore):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[LRSchedulerConfig]
     ) -> tuple[nn.Module, list[Optimizer], list[LRSchedulerConfig]]:
-        """Learn the device, register the optimizers, and control schedulers of interval "step"."""
+        """Begin the run on the model's device. Register optimizers, and take control of schedulers."""
         self._start(self._trainer.strategy.root_device.type, scaler_groups(model))
         is_fsdp1 = isinstance(model, FullyShardedDataParallel)
         self.checkpoint_key = "FSDPPrecision" if is_fsdp1 else "MixedPrecision"
@@ -155,26 +158,26 @@ class TrainerPrecision(PrecisionCore):
         return model, optimizers, lr_schedulers
 
     def _take_schedulers(self, configs: Sequence[LRSchedulerConfig]) -> None:
-        """Control the Trainer's schedulers and no others."""
+        """Take control of the schedulers in ``configs``, and release all others."""
         release_schedulers(self._schedulers)
         self._schedulers = scheduled_after_steps(configs, self.step_log)
 
     def teardown(self) -> None:
-        """End the run; warn if all of its steps were skipped."""
+        """End the run, with a warning if all of its steps were skipped."""
         has_failed = self._trainer is not None and self._trainer.state.status == "interrupted"
         self.session.end(warn=None if has_failed else self._warn)
         self._trainer = None
 
     @property
     def measures_norms(self) -> bool:
-        """Whether gradient norms are measured even without clipping."""
+        """Whether gradient norms are measured even if nothing is clipped."""
         return self.session.measures_norms
 
     # -- the autocast region ------------------------------------------------------------------
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        """Run ``training_step``; in manual optimization its end is the end of the iteration."""
+        """Run ``training_step`` under autocast. In manual optimization its end also ends the iteration."""
         with self.forward_context():
             yield
         self._scaler.end_iteration()
@@ -190,7 +193,7 @@ class TrainerPrecision(PrecisionCore):
     predict_step_context = val_step_context
 
     def _outside_region(self) -> AbstractContextManager[Any]:
-        """Leave the region of a manual ``training_step`` for backward, hooks and the step."""
+        """Turn autocast off for backward, hooks and the step inside a manual ``training_step``."""
         return self.session.no_region() if self._is_in_region() else nullcontext()
 
     def _is_in_region(self) -> bool:
@@ -200,7 +203,7 @@ class TrainerPrecision(PrecisionCore):
 
     @outside_graphs
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        """Call ``on_before_backward`` with the loss, then scale the loss."""
+        """Call ``on_before_backward`` with the unscaled loss, then scale the loss."""
         with self._outside_region():
             loss: Tensor = self._plain.pre_backward(self, tensor, module)
             return self._scaler.scale(loss)
@@ -223,8 +226,9 @@ class TrainerPrecision(PrecisionCore):
     def optimizer_step(
         self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run the closure, unscale, call hooks, clip, then step or skip; return the closure's result."""
-        if self._is_in_region():  # in a manual training_step; the step runs outside its region
+        """Run the closure, unscale, call hooks, clip, and step or skip. Return the closure's result."""
+        # A manual training_step has an autocast region. The optimizer steps outside of it.
+        if self._is_in_region():
             closure = self._in_region(closure)
         closure = partial(self._closure_and_hooks, optimizer, model, closure)
         with self._outside_region():
@@ -235,13 +239,13 @@ class TrainerPrecision(PrecisionCore):
             return output
 
     def _step(self, trainer: Any, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Call the closure before the step, unless the optimizer may call it several times itself."""
+        """Run the closure and then step, unless the optimizer may call the closure several times itself."""
         scaler = self._scaler
         if not scaler.is_enabled():
             return self._take(trainer, optimizer, closure, **kwargs)
         if calls_closure_again(optimizer):
             if scaler.core.state(optimizer).overflowed_before_closure(optimizer):
-                # The skipped step would not call the closure, but the Trainer expects a call for each batch.
+                # A skipped step does not call the closure, but the Trainer expects a call for each batch.
                 closure()
             output = self._take(trainer, optimizer, closure, **kwargs)
         else:
@@ -265,7 +269,7 @@ class TrainerPrecision(PrecisionCore):
     def _take(
         self, trainer: Any, optimizer: Optimizer, closure: Callable[[], Any] | None, **kwargs: Any
     ) -> Any:
-        """Step; clip in the same pass if the Trainer clips and no user code runs in between."""
+        """Take the step, and clip in the same pass if the Trainer clips and no user code runs in between."""
         max_norm = self._max_norm_of_step(trainer)
         if max_norm is None:
             return self._scaler.step(optimizer, **({} if closure is None else {"closure": closure}), **kwargs)
@@ -275,16 +279,17 @@ class TrainerPrecision(PrecisionCore):
         return outputs[-1] if outputs else None
 
     def _max_norm_of_step(self, trainer: Any) -> float | None:
-        """Return the largest norm, if the step itself clips; else None."""
+        """Return the largest gradient norm if the step itself clips, else None."""
         is_by_norm = trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value"
         if self._is_manual or not is_by_norm or not self._users_methods <= NOT_AFTER_CLIPPING:
             return None
-        if type(self._scaler) is not GradScaler:  # another scaler's own step and clip are called
+        # If the user replaced the scaler, its own step and clip are called.
+        if type(self._scaler) is not GradScaler:
             return None
         return float(trainer.gradient_clip_val)
 
     def _closure_and_hooks(self, optimizer: Optimizer, model: Any, closure: Callable[[], Any]) -> Any:
-        """Run forward and backward. Then run hooks and clipping on unscaled gradients."""
+        """Run forward and backward, then call hooks and clip on unscaled gradients."""
         result = closure()
         scaler, trainer, is_seen = self._scaler, model.trainer, bool(self._users_methods)
         if scaler.is_enabled():
@@ -302,18 +307,18 @@ class TrainerPrecision(PrecisionCore):
     # -- clipping -----------------------------------------------------------------------------
 
     def _clip_gradients(self, model: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        """Clip as Lightning does, unless the step clips."""
+        """Clip as Lightning does, unless the optimizer step itself clips."""
         if self._max_norm_of_step(model.trainer) is None:
             super()._clip_gradients(model, optimizer, *args, **kwargs)  # type: ignore[misc] # Lightning's
 
     def clip_gradients(
         self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
     ) -> None:
-        """Clip the unscaled gradients, by norm or by value; fused optimizers too."""
+        """Clip the unscaled gradients by norm or by value, also for fused optimizers."""
         self._plain.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip the unscaled gradients of an optimizer to a total norm."""
+        """Clip the total norm of an optimizer's unscaled gradients."""
         optimizer = torch_optimizer(optimizer)
         if self._clips_as_stock(optimizer):
             self._plain.clip_grad_by_norm(self, optimizer, clip_val)
@@ -321,7 +326,7 @@ class TrainerPrecision(PrecisionCore):
             self._scaler.clip_grad_norm_(optimizer, clip_val)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip each element of the unscaled gradients of an optimizer."""
+        """Clip each element of an optimizer's unscaled gradients."""
         optimizer = torch_optimizer(optimizer)
         if self._clips_as_stock(optimizer):
             self._plain.clip_grad_by_value(self, optimizer, clip_val)
@@ -329,7 +334,10 @@ class TrainerPrecision(PrecisionCore):
             self._scaler.clip_grad_value_(optimizer, clip_val)
 
     def _clips_as_stock(self, optimizer: Optimizer) -> bool:
-        """Return whether Lightning's own clip is used: no loss was scaled so far, or a subclass decides."""
+        """Return whether Lightning's own clipping is used.
+
+        It is used if no loss was scaled so far, or if the user overrides ``main_params``.
+        """
         core = self._scaler.core
         if self._scaler.is_enabled() and not core.has_scaled:
             return not core.awaits_first_loss(params_of(optimizer))  # torch's clip fails without gradients
@@ -340,21 +348,23 @@ class TrainerPrecision(PrecisionCore):
 
     @property
     def _plain(self) -> Any:
-        """The framework's plain Precision: its hooks without scaling."""
+        """The framework's base class Precision, whose hooks do not scale."""
         return self.package.plugins.Precision
 
-    # -- checkpoints, exchanged with the stock plugins --------------------------------------------
+    # -- checkpoints, which Lightning's own plugins can also read --------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Move the state to the stock plugin's key, so that the checkpoint has only stock keys."""
+        """Save the state under the key of Lightning's own plugin, which can then load the checkpoint."""
         payload = checkpoint.pop(type(self).__qualname__, None)
         if payload:
-            # Without a loss scale a stock plugin could not load the state, so it gets a separate key.
+            # Lightning's own plugin cannot load a state without a loss scale.
+            # So such a state is saved under a separate key.
             checkpoint[self.checkpoint_key if "scale" in payload else OUR_KEY] = payload
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load the loss scale of a checkpoint that any precision plugin has written, to resume training."""
-        if self._loads_again:  # by now the model is float32 or stored, so nothing is rounded
+        """To resume training, load the loss scale that any precision plugin has saved."""
+        # By now the model's weights are set up, so loading the checkpoint again rounds nothing.
+        if self._loads_again:
             trainer, self._loads_again = self._trainer, False
             module = trainer.lightning_module
             trainer.strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)

@@ -1,4 +1,4 @@
-"""Handles the user's code around a Trainer's step: hooks, backward calls, closures, averages, schedulers."""
+"""Handles hooks, backward calls, closures, weight averages and schedulers of a Trainer's user."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _OF_PLUGINS: Final = {
     *("main_params", "optimizer_step"),
 }
 NOT_AFTER_CLIPPING: Final = frozenset({"optimizer_step", _HOOK})
-"""Methods that run no user code between Lightning's clipping and the step."""
-_NEVER: Final = sys.maxsize  # a frequency so large that the Trainer never steps the scheduler
+"""Methods that may be overridden without user code running between Lightning's clipping and the step."""
+_NEVER: Final = sys.maxsize  # a scheduler frequency so large that the Trainer never steps it
 
 
 def users_methods(module: Any, plugin: object, is_overridden: Callable[[str, Any], bool]) -> frozenset[str]:
-    """Return the names of the methods around a step that the user has overridden. They may read gradients."""
+    """Return the names of overridden methods that run around an optimizer step and may read gradients."""
     kind = type(plugin)
     ours = next(base for base in kind.__mro__ if base.__module__.startswith("amp_plugin."))
     of_module = {method for method in _OF_MODULES if is_overridden(method, module)}
@@ -39,9 +39,9 @@ def users_methods(module: Any, plugin: object, is_overridden: Callable[[str, Any
 
 
 def refuse_strays(origins: GradientOrigins, optimizer: Optimizer, scaler: Any) -> None:
-    """Raise RuntimeError if gradients of an optimizer were not made by ``self.manual_backward()``.
+    """Raise RuntimeError if an optimizer has gradients that ``self.manual_backward()`` did not compute.
 
-    The loss of such gradients was not scaled.
+    The loss of these gradients was not scaled.
     """
     never_scaled = not scaler.core.has_scaled
 
@@ -68,9 +68,9 @@ def _needs_closure(kind: Any) -> bool:
 def calls_closure_again(optimizer: Optimizer) -> bool:
     """Return whether an optimizer may call its closure several times, or change weights before it.
 
-    An optimizer that cannot step without a closure does so (LBFGS), and one with the attribute
-    ``calls_closure_again = True`` (SAM). All others call it once, before anything else, so that the closure
-    can run before ``step()``.
+    These are optimizers that cannot step without a closure (such as LBFGS), and optimizers with the attribute
+    ``calls_closure_again = True`` (such as SAM). All other optimizers call the closure once and at the start
+    of ``step()``, so the closure can also run before ``step()``.
     """
     kind: Any = type(optimizer)
     declared = getattr(optimizer, "calls_closure_again", None)
@@ -78,9 +78,9 @@ def calls_closure_again(optimizer: Optimizer) -> bool:
 
 
 def averages_in_fp32(callbacks: Iterable[Any], package: Any, undo: ExitStack) -> None:
-    """Make averaging callbacks (EMA, SWA) see the model in float32, until ``undo`` is closed.
+    """Make callbacks that average weights (EMA, SWA) see a float32 model, until ``undo`` is closed.
 
-    Copies that they made before the model's set-up become float32 too.
+    Averages that were created before the model's weights were set up are also converted to float32.
     """
     kinds = (package.callbacks.WeightAveraging, package.callbacks.StochasticWeightAveraging)
     hooks = [name for name in dir(package.Callback) if name.startswith(("on_train_", "on_validation_"))]
@@ -100,18 +100,19 @@ def _with_model_in_fp32(hook: Callable[..., Any], trainer: Any, module: nn.Modul
 
 
 def _after_landed_steps(should_update: Callable[..., bool], landed: Callable[[], int]) -> Callable[..., bool]:
-    """Return a method that asks an averaging callback only if a step has landed since the last question.
+    """Return a ``should_update`` that is False unless an optimizer step has landed since the last call.
 
-    Lightning also counts skipped steps, and would average the same weights again.
+    A step lands if it was not skipped. Lightning also counts skipped steps, and would average unchanged
+    weights.
 
     Args:
-        should_update: The callback's own method.
-        landed: Returns how many optimizer steps have landed so far.
+        should_update: the callback's own method ``should_update``.
+        landed: a function that returns the number of landed optimizer steps so far.
     """
     seen = landed()
 
     def answer(step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Answer instead of the callback: after a step, or at the end of an epoch if ``step_idx`` is None."""
+        """Return whether to average now. ``step_idx`` is None at the end of an epoch."""
         nonlocal seen
         if step_idx is not None:
             before, seen = seen, landed()
@@ -125,7 +126,7 @@ def _after_landed_steps(should_update: Callable[..., bool], landed: Callable[[],
 def average_landed_steps(
     callbacks: Iterable[Any], package: Any, landed: Callable[[], int], undo: ExitStack
 ) -> None:
-    """Make Lightning's averages of weights, such as EMA, follow landed steps, until ``undo`` is closed."""
+    """Make Lightning's weight averages (EMA) ignore skipped steps, until ``undo`` is closed."""
     for callback in callbacks:
         if isinstance(callback, package.callbacks.WeightAveraging):
             callback.should_update = _after_landed_steps(callback.should_update, landed)
@@ -135,27 +136,28 @@ def average_landed_steps(
 Scheduled = tuple[Any, int]
 """An LRSchedulerConfig of the Trainer, and its own frequency.
 
-The Trainer steps a scheduler if ``(batch_idx + 1) % config.frequency == 0``. A frequency that no batch index
-reaches holds the scheduler back. Nothing is set on the scheduler itself, since its ``state_dict()`` is saved.
+The Trainer steps a scheduler if ``(batch_idx + 1) % config.frequency == 0``. A frequency that is larger than
+any batch index holds the scheduler back. The scheduler itself is not changed, because its ``state_dict()`` is
+saved in checkpoints.
 """
 
 
 def scheduled_after_steps(configs: Iterable[Any], log: StepLog) -> list[Scheduled]:
-    """Return the configs whose schedulers the Trainer steps after optimizer steps."""
+    """Return the configs of the schedulers that the Trainer steps after optimizer steps."""
     scheduled = [
         (config, config.frequency)
         for config in configs
         if config.interval == "step" and not config.reduce_on_plateau
     ]
     for config, frequency in scheduled:
-        # It steps after some steps only, and must know then whether that step was skipped.
+        # A scheduler with a frequency must know at its own step whether that step was skipped.
         if frequency != 1:
             log.wait_for(config.scheduler.optimizer)
     return scheduled
 
 
 def hold_schedulers(scheduled: Iterable[Scheduled], optimizer: Optimizer, log: StepLog) -> None:
-    """After an optimizer step, hold its schedulers back if the step was skipped, else release them."""
+    """Hold back the schedulers of an optimizer if its last step was skipped, else release them."""
     for config, frequency in scheduled:
         if config.scheduler.optimizer is optimizer:
             config.frequency = _NEVER if log.holds_schedulers(optimizer) else frequency
