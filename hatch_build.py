@@ -1,7 +1,7 @@
-"""Put the native cores of the folder that AMP_PLUGIN_BUNDLE names into the wheel; `make wheels` does.
+"""Put compiled native cores into the wheel, if AMP_PLUGIN_BUNDLE names their folder.
 
-An editable installation gets its own copy of amp_plugin_autoload.py. `import torch` loads this file in every
-program, so it must still be there after the checkout was moved or deleted.
+`make wheels` sets this variable. An editable installation gets its own copy of amp_plugin_autoload.py,
+because `import torch` loads that file in every program, even after the checkout was moved or deleted.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class BundleHook(BuildHookInterface):  # type: ignore[type-arg]
-    """Make the wheel one for this Python and platform."""
+    """Tag a wheel with this Python version and platform if it contains native cores."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Add the cores and the tag if a bundle is named, and the autoload file to an editable wheel."""
+        """Add native cores and the platform tag to the wheel, or the autoload file to an editable wheel."""
         if version == "editable":
             file = "amp_plugin_autoload.py"
             build_data["force_include_editable"][str(Path(self.root, file))] = file
@@ -30,7 +30,7 @@ class BundleHook(BuildHookInterface):  # type: ignore[type-arg]
 
 
 def wheel_tag(folder: Path) -> str:
-    """Return the tag that says what the shared objects in ``folder`` need: Python and the C library."""
+    """Return the wheel tag for the Python and glibc versions that the ``*.so`` files in ``folder`` need."""
     versions = {
         int(minor)
         for file in folder.rglob("*.so")

@@ -158,7 +158,7 @@ def core_loaded(setting: Setting) -> Iterator[Comparison]:
         }
         yield Comparison(
             name=f"linear, {name}",
-            table="Others' code, while our kernels are installed",
+            table="Ops outside amp_plugin's regions, with amp_plugin's kernels installed",
             samples=samples,
             rounds=setting.rounds(31),
             gates=(gate,) if setting.device == "cpu" else (),
@@ -170,7 +170,7 @@ def kept_casts(setting: Setting) -> Iterator[Comparison]:
     for name, calls in uses_of_one_weight(setting).items():
         yield Comparison(
             name=name,
-            table="A weight that is used 200 times in a block",
+            table="A block that uses one weight 200 times",
             samples={
                 label: setting.host_clock(call, repeat=1, prepare=call) for label, call in calls.items()
             },

@@ -114,7 +114,7 @@ def bandwidths(setting: Setting, name: str) -> Iterator[Comparison]:
             samples["torch"] = bandwidth(setting.device_clock(of_torch), times * flat.nbytes)
         yield Comparison(
             name=label,
-            table=f"GB a second over {name}, read and written",
+            table=f"GB read and written per second, over {name}",
             samples=samples,
             unit="GB/s",
             rounds=setting.rounds(61),

@@ -77,7 +77,7 @@ def armed(setting: Setting, name: str, step: Call) -> Comparison:
     }
     return Comparison(
         name=name,
-        table="Forward + backward of one batch, watched",
+        table="Forward + backward of one batch inside diagnose or shadow_run",
         samples={
             label: setting.host_clock(step, prepare=step, around=region)  # type: ignore[arg-type]
             for label, region in regions.items()
@@ -118,7 +118,7 @@ def drawn(setting: Setting, name: str, make: Callable[[Setting], GPT], folder: s
         repeat = setting.sized(20, 1)
         yield Comparison(
             name=name,
-            table="A training step of a run that is drawn",
+            table="A training step while a run page is open",
             samples={
                 OURS: setting.host_clock(drawn_step, repeat=repeat),
                 HOOKED: setting.host_clock(hooked_step, repeat=repeat),

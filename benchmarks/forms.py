@@ -22,8 +22,8 @@ STATES = {
     "bf16": (torch.bfloat16, 2.0),
     "8-bit": (torch.uint8, (BLOCK + 4) / BLOCK),
 }
-GRADIENTS = "Measuring and scaling 134 million elements, GB a second, read and written"
-ADAMW = "AdamW over 134 million elements, GB a second, read and written"
+GRADIENTS = "Norm, check and scaling of 134 million elements: GB read and written per second"
+ADAMW = "AdamW over 134 million elements: GB read and written per second"
 
 
 class Forms(Section):

@@ -76,7 +76,7 @@ class Depth(Section):
     """The time per op as the model grows."""
 
     key = "depth"
-    plots = (Plot(table="an op", x_label="layers", y_label="time an op, forward + backward, {unit}"),)
+    plots = (Plot(table="per op", x_label="layers", y_label="time per op, forward + backward, {unit}"),)
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
         """Yield the launch-bound GPT at several depths."""
@@ -86,7 +86,7 @@ class Depth(Section):
             calls = variants(setting, model)
             yield Comparison(
                 name=f"{layers} layers, {ops} ops",
-                table="Launch-bound GPT of width 64: time an op",
+                table="Launch-bound GPT of width 64: time per op",
                 samples={label: setting.host_clock(call) for label, call in calls.items()},
                 rounds=setting.rounds(max(9, min(51, 200 // layers))),
                 per=ops,

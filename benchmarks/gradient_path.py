@@ -120,7 +120,7 @@ def kernels(setting: Setting, name: str) -> Iterator[Comparison]:
     for label, (ours, limit, ratio) in calls.items():
         yield Comparison(
             name=label,
-            table=f"The ops over {name}, and torch's op over one tensor of as many bytes",
+            table=f"amp_plugin's ops over {name}, next to torch's op over one tensor of as many bytes",
             samples={OURS: setting.memory_clock(ours), LIMIT: setting.memory_clock(limit)},
             rounds=setting.rounds(31),
             gates=(Gate(limit=ratio, against=LIMIT),) if setting.device == "cpu" else (),
@@ -136,7 +136,7 @@ def per_tensor(setting: Setting) -> Iterator[Comparison]:
     for name, call in calls.items():
         yield Comparison(
             name=name,
-            table="1000 tensors of 1 KB, looked up and read: time a tensor",
+            table="1000 tensors of 1 KB, found and read: time per tensor",
             samples={
                 OURS: setting.memory_clock(
                     lambda call=call: call(bench.params, factor, 2.0), repeat=setting.sized(10, 1)
@@ -227,7 +227,7 @@ class Counts(Section):
     key = "tensors"
     threads = 0
     timing = "wall time"
-    plots = (Plot(table="in place", x_label="tensors of 1 KB", y_label="time a tensor, {unit}"),)
+    plots = (Plot(table="in place", x_label="tensors of 1 KB", y_label="time per tensor, {unit}"),)
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
         """Yield unscale + clip of 1 to 10 000 tensors of 1 KB, through the scaler."""
@@ -236,7 +236,7 @@ class Counts(Section):
             bench = Gradients([(256,)] * count, setting.device)
             yield Comparison(
                 name=str(count),
-                table="Unscale + check + clip of tensors of 1 KB, in place: time a tensor",
+                table="Unscale + check + clip of tensors of 1 KB, in place: time per tensor",
                 samples={
                     OURS: setting.memory_clock(bench.clip_ours, prepare=bench.scaled_again),
                     "torch": setting.memory_clock(bench.clip_theirs),

@@ -56,7 +56,7 @@ class HostTime(Section):
     """The time of the ops from C++ to the driver, for 1 to 10 000 tensors at unchanged addresses."""
 
     key = "host"
-    timing = "wall time of the host; the driver's own calls, some 2 µs a launch, are not in it"
+    timing = "wall time of the host, without the driver's own calls, about 2 µs per launch"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
         """Yield each op."""
@@ -67,7 +67,7 @@ class HostTime(Section):
                 limit, name = MOST.get((op, count)), NAMES.get(op, op)
                 yield Comparison(
                     name=f"{name}, {count} tensors" if count > 1 else name,
-                    table="Host time of an op on CUDA tensors, with a driver that does nothing",
+                    table="Host time of an op on CUDA tensors, with a CUDA driver that does nothing",
                     samples={OURS: lambda op=op, count=count: child().microseconds(op, count)},
                     rounds=setting.rounds(21),
                     gates=() if limit is None else (Gate(limit=limit, measure="ours", against=OURS),),

@@ -34,19 +34,25 @@ class Memory(Section):
         """Yield batches and the gradient path."""
         for name, make in list(MODELS.items())[: setting.sized(len(MODELS), 1)]:
             calls = variants(setting, make(setting))
-            yield _comparison(name, "Forward + backward: peak above model and batches", calls, setting)
+            yield _comparison(
+                name, "Forward + backward: peak memory above the model and the batches", calls, setting
+            )
         for name, calls in uses_of_one_weight(setting).items():
             gates = (Gate(limit=1.02),) if setting.device == "cpu" else ()
-            table = "A weight that is used 200 times in a block: peak above it"
+            table = "A block that uses one weight 200 times: peak memory above the weight"
             yield replace(_comparison(name, table, calls, setting), gates=gates)
         bench = Gradients(shapes_of("ResNet-50", setting), setting.device)
         bench.step_theirs()  # creates the optimizers' states before the measurement
         bench.step_ours()
         calls = {OURS: partial(clip_scaled, bench), "torch": bench.clip_theirs}
-        yield _comparison("clip, in place", "ResNet-50's gradients: peak above them", calls, setting)
+        yield _comparison(
+            "clip, in place", "ResNet-50's gradients: peak memory above the gradients", calls, setting
+        )
         bench.scaled_again()
         calls = {OURS: bench.step_ours, "torch": bench.step_theirs}
-        yield _comparison("clip + fused AdamW", "ResNet-50's gradients: peak above them", calls, setting)
+        yield _comparison(
+            "clip + fused AdamW", "ResNet-50's gradients: peak memory above the gradients", calls, setting
+        )
 
 
 def clip_scaled(bench: Gradients) -> None:

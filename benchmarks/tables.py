@@ -107,8 +107,9 @@ def caption(report: Report, record: SectionRecord) -> str:
     count = f"{record.threads} thread{'' if record.threads == 1 else 's'}"
     rounds = sorted({outcome.rounds for outcome in record.outcomes})
     span = str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
-    where = f"{report.machine} ({report.details}), {count}, torch {report.torch}, {record.date}"
-    return f"*{where}; {record.timing}, median of {span} round{'' if span == '1' else 's'}.*"
+    taken = f"Measured with {count} and torch {report.torch} on {record.date}"
+    figure = f"Each figure is the median of {span} round{'' if span == '1' else 's'} ({record.timing})"
+    return f"*{taken}. Machine: {report.machine} ({report.details}). {figure}.*"
 
 
 def section(report: Report, key: str, figures: Sequence[str] = ()) -> str:

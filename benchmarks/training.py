@@ -20,10 +20,10 @@ from benchmarks.setting import Section, Setting
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FP32 = "torch, fp32"
 STEP = "A training step: forward, backward, clip, fused AdamW"
-STORED = "The same step of GPT-2 124M, weights and states stored in fewer bits"
+STORED = "A training step of GPT-2 124M with weights and states stored in fewer bits"
 HELD = "Memory of a training step, held between steps"
-PEAK = "Memory of a training step, at most"
-LOSS = "The loss after five steps: its distance from that in fp32"
+PEAK = "Peak memory of a training step"
+LOSS = "The loss after five steps: distance from the loss in fp32"
 COUNTED = 5  # the number of steps before the timing
 # Precision, weights and state. They are compared with torch's step in the same precision.
 WAYS = (

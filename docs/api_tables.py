@@ -1,8 +1,8 @@
 """Write the tables of docs/reference/api.md and docs/reference/options.md.
 
-The tables come from the first sentences of the docstrings and from the dataclasses of options. mkdocs adds
-the signatures and the whole docstrings when it builds the site. After a change of a first sentence or of an
-option, run ``python -m docs.api_tables``.
+The tables are made from the first sentence of each docstring and from the dataclasses of options. mkdocs adds
+the signatures and the full docstrings when it builds the site. Run ``python -m docs.api_tables`` after you
+change an option or the first sentence of a public docstring.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from amp_plugin.options import (
 REFERENCE = Path(__file__).parent / "reference"
 PAGE = REFERENCE / "api.md"
 OPTIONS_PAGE = REFERENCE / "options.md"
-# Maps the name of a table to the class of its options. Options inherited from the second class are left out,
-# because that class has a table of its own.
+# Maps the name of a table to the class whose options it lists, and to a base class (or None).
+# Options inherited from the base class are left out, because that class has its own table.
 OPTION_TABLES: dict[str, tuple[type, type | None]] = {
     "loss scale": (LossScaleOptions, None),
     "precision": (PrecisionOptions, LossScaleOptions),
@@ -44,12 +44,12 @@ _IS_MARKUP = re.compile(r":\w+:`~?([^`]+)`")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Return a page of the site with the entries that the page on disk hides in comments; mkdocs calls it."""
+    """Turn the HTML comments that name API entries into mkdocstrings directives; called by mkdocs."""
     return _ENTRY.sub(r"\n::: \1\n", markdown)
 
 
 def with_tables(page: str) -> str:
-    """Return the page with a table of names under each heading, in place of the one that is there."""
+    """Return the API page with the table of names under each heading made again."""
     first, *parts = _SECTION.split(page)
     sections = zip(parts[::2], parts[1::2], strict=True)
     return first + "".join(f"{heading}\n\n{_table(text)}\n\n{text}" for heading, text in sections)
@@ -61,20 +61,20 @@ def _table(section: str) -> str:
 
 
 def _imported_as(entry: str) -> str:
-    """Return the shortest name by which users reach an entry."""
+    """Return the shortest name under which users can import an entry."""
     name = entry.rpartition(".")[2]
     return f"amp_plugin.{name}" if name in dir(amp_plugin) else entry
 
 
 def _meaning(entry: str) -> str:
-    """Return the first sentence of an entry's docstring, as Markdown in a table."""
+    """Return the first paragraph of an entry's docstring, as the cell of a Markdown table."""
     module, _, name = entry.rpartition(".")
     paragraph = (inspect.getdoc(getattr(importlib.import_module(module), name)) or "").partition("\n\n")[0]
     return _IS_MARKUP.sub(r"`\1`", _as_cell(paragraph))
 
 
 def with_options(page: str) -> str:
-    """Return the page of options with each table between its marks, ``begin NAME`` and ``end NAME``."""
+    """Return the page of options with each table between ``begin NAME`` and ``end NAME`` made again."""
     for name, (options, without) in OPTION_TABLES.items():
         before, rest = page.split(f"<!-- begin {name} -->")
         after = rest.split(f"<!-- end {name} -->")[1]

@@ -1,4 +1,4 @@
-"""Document what a class gets at runtime: the docstring of its base class, and the options that it takes."""
+"""Tell Griffe about docstrings and options that classes get only at runtime."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class InheritedDocstrings(griffe.Extension):
     """Resolve ``__doc__ = Base.__doc__``, ``{options}`` and ``@takes(...)``, which Griffe does not run."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Complete the docstrings of the classes of a package and of its modules."""
+        """Complete the docstrings and signatures of all classes in a package."""
         for member in pkg.members.values():
             if member.is_alias:
                 continue

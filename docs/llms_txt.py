@@ -1,7 +1,7 @@
-"""Write llms.txt, the list of the documentation's pages for language models, from mkdocs.yml and the pages.
+"""Write llms.txt, which lists the pages of the documentation for language models.
 
-Each page is a link and the first sentence of the page. Run it after a change of the menu or of a first
-sentence: ``python -m docs.llms_txt``.
+Each entry has a link to a page and the first sentence of the page. Run ``python -m docs.llms_txt`` after you
+change the first sentence of a page, or the menu in mkdocs.yml.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def llms_txt() -> str:
     """Return the text that llms.txt should have.
 
     Returns:
-        The name and a summary of the project, where agents begin, and a section for each part of the menu.
+        The project's name and summary, links to AGENTS.md and ARCHITECTURE.md, and a section for each part of
+        the menu.
     """
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     parts: dict[str, list[str]] = {
@@ -44,17 +45,17 @@ def llms_txt() -> str:
 
 
 def _lines(title: str, below: str | list[dict[str, Any]]) -> list[str]:
-    """Return the lines of a page, or of all pages below an entry of the menu."""
+    """Return one line of llms.txt for a page, or for each page below a menu entry."""
     if isinstance(below, list):
         return [line for entry in below for named in entry.items() for line in _lines(*named)]
     path = ROOT / "docs" / below
-    if not path.exists():  # a page that the build of the site makes of a notebook
+    if not path.exists():  # mkdocs makes this page from a notebook
         return []
     return [f"- [{title}](docs/{below}): {_summary(path)}"]
 
 
 def _summary(page: Path) -> str:
-    """Return the first sentence of a page, without its links."""
+    """Return the first sentence of a page, with links replaced by their text."""
     prose = _CODE_BLOCK.sub("", page.read_text(encoding="utf-8"))
     found = _FIRST_PROSE.search(prose)
     if found is None:

@@ -1,4 +1,4 @@
-"""Make a page of each notebook: its text, its code, and the outputs it was saved with."""
+"""Make a page from the text, the code and the saved outputs of each notebook."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def on_files(files: Files, *, config: Any) -> Files:
-    """Add a page and its pictures for each notebook. The notebook itself stays, to be downloaded."""
+    """Add a page and its pictures for each notebook. The site also keeps the notebook, for downloads."""
     for notebook in sorted(DOCS.rglob("*.ipynb")):
         folder = notebook.parent.relative_to(DOCS)
         text, pictures = page(json.loads(notebook.read_text(encoding="utf-8")), notebook.stem)
@@ -28,16 +28,16 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Let links to a notebook lead to its page."""
+    """Change links to a notebook into links to the page made from it."""
     return LINK.sub(r"](\1.md)", markdown)
 
 
 def page(notebook: dict[str, Any], name: str) -> tuple[str, dict[str, bytes]]:
-    """Return a notebook's page, and a dict from path to content of its pictures.
+    """Return the page of a notebook as Markdown, and a dict from the path of each picture to its PNG bytes.
 
     Args:
         notebook: The content of a notebook of format 4.
-        name: The name of the notebook's file, without the ending.
+        name: The file name of the notebook, without ``.ipynb``.
     """
     parts: list[str] = []
     pictures: dict[str, bytes] = {}
@@ -58,7 +58,7 @@ def page(notebook: dict[str, Any], name: str) -> tuple[str, dict[str, bytes]]:
 
 
 def outputs(cell: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield ``("text", what was printed)`` and ``("png", base64)`` of a code cell, in order."""
+    """Yield each output of a code cell, as ``("text", printed text)`` or ``("png", base64 string)``."""
     for output in cell["outputs"]:
         data = output.get("data", {})
         if "image/png" in data:

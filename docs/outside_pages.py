@@ -1,4 +1,4 @@
-"""Put files from outside the docs folder into the site: the recipes' programs and ARCHITECTURE.md."""
+"""Add the recipes' programs and ARCHITECTURE.md, which are outside the docs folder, to the site."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TO_DOCS = re.compile(r"\]\(docs/")
 
 
 def on_files(files: Files, *, config: Any) -> Files:
-    """Add a page with the source of each recipe, and one for ARCHITECTURE.md."""
+    """Add a page with the source code of each recipe, and a page for ARCHITECTURE.md."""
     for program in sorted(RECIPES.glob("*.py")):
         text = f"# recipes/{program.name}\n\n```python\n{program.read_text()}```\n"
         files.append(File.generated(config, f"recipes/{program.stem}.md", content=text))
@@ -27,5 +27,5 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Let links to these files lead to their pages."""
+    """Change links to recipes and to ARCHITECTURE.md into links to their pages."""
     return _TO_ARCHITECTURE.sub(r"](\1architecture.md)", _TO_RECIPE.sub(r"](\1recipes/\2.md)", markdown))

@@ -23,7 +23,7 @@ def record(*outcomes, plots=()):
 @pytest.fixture(scope="session")
 def report():
     """Return sections with a faster result, a slower result and a plot."""
-    plot = Plot(table="in place", x_label="tensors", y_label="time a tensor, {unit}")
+    plot = Plot(table="in place", x_label="tensors", y_label="time per tensor, {unit}")
     growth = [outcome(str(n), "clip in place", 2.0 / n, 4.0, x=n, per=2) for n in (10, 100, 1000)]
     return Report(
         device="cpu",

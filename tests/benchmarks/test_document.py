@@ -37,7 +37,7 @@ def test_figures_are_drawn_with_units_and_the_same_each_time(report, tmp_path):
     assert first == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     for content in first.values():
         ET.fromstring(content)
-        assert "time a tensor, µs".encode() in content or b"time of amp_plugin" in content
+        assert "time per tensor, µs".encode() in content or b"time of amp_plugin" in content
 
 
 def test_the_pages_show_the_kept_figures_and_no_others(tmp_path):
