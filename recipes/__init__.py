@@ -1,1 +1,1 @@
-"""Runnable training programs, one idea each."""
+"""Runnable training programs. Each one shows a single feature of amp_plugin."""

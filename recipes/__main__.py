@@ -1,4 +1,4 @@
-"""``python -m recipes list`` and ``python -m recipes run NAME [--config FILE] [key=value ...]``."""
+"""Commands: ``python -m recipes list``, ``python -m recipes run NAME [--config FILE] [key=value ...]``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def show() -> None:
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def run(context: typer.Context, name: str) -> None:
-    """Run the recipe NAME. More arguments are --config FILE, and key=value for its config."""
+    """Run the recipe NAME. --config FILE chooses its config, and key=value sets a single config key."""
     if name in {"-h", "--help"}:
         typer.echo(context.get_help())
         return

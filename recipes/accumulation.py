@@ -1,10 +1,10 @@
-"""Accumulation: several micro-batches per step, with one scale per window.
+"""Accumulation: each optimizer step uses several micro-batches, all with the same loss scale.
 
     python -m recipes run accumulation [precision=bf16] [key=value ...]
 
-The scale must not change until the step. So ``step`` and ``update`` are called once per window, after the
-last micro-batch. Each loss is divided by the number of micro-batches. The gradients then equal the gradients
-of one large batch.
+The loss scale must not change between the micro-batches of a step. So ``scaler.step`` and ``scaler.update``
+are called once per accumulation window, after the last micro-batch. The loss of each micro-batch is divided
+by the number of micro-batches. The accumulated gradients then equal the gradients of one large batch.
 """
 
 from __future__ import annotations

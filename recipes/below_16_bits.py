@@ -1,10 +1,11 @@
-"""Digits and characters learnt in formats below 16 bits, emulated on any machine, and in bf16.
+"""Train two models in emulated formats below 16 bits, on any machine, and compare with bf16.
 
     python -m recipes run below_16_bits [key=value ...]
 
-A classifier of handwritten digits and a character GPT train in ``precision``. They also train in fp8,
-fp8-rowwise, mxfp8 and nvfp4, with bf16 for everything else. Each run has the same initial weights and the
-same batches. Emulation rounds as the formats do, so the losses are meaningful. The times are not.
+A classifier of handwritten digits and a character GPT train in the configured ``precision``. Both models also
+train with Linear layers in fp8, fp8-rowwise, mxfp8 and nvfp4, and with all other ops under bf16 autocast. All
+runs of a model have the same initial weights and the same batches. Emulation rounds numbers as the formats
+do, so the losses are meaningful. The times of emulated runs are not.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def train(config: Config) -> TrainingRecord:
         config: A config that was checked.
 
     Raises:
-        ConfigError: The width is not a multiple of the number of heads, or rows do not fit the formats.
+        ConfigError: The width is not a multiple of the number of heads, or the rows of a matrix do not fit
+            the block sizes of the formats.
     """
     if config.width % config.heads:
         msg = f"width={config.width} is not allowed; it must be a multiple of heads={config.heads}"

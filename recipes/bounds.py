@@ -10,10 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """What a number must satisfy, besides being finite.
+    """The conditions that a number in a config must satisfy, besides being finite.
 
     Attributes:
-        least, most: The smallest and the largest number allowed.
+        least, most: The smallest and the largest value that is allowed.
         above, below: The number must be larger than ``above`` and smaller than ``below``.
         multiple_of: The number must be a multiple of this.
         length: For a list, the count of its numbers. Each of them must satisfy the bounds.
@@ -27,7 +27,7 @@ class Bounds:
     length: int | None = None
 
     def hold(self, value: Any) -> bool:
-        """Return whether ``value``, a number or a list of numbers, satisfies the bounds."""
+        """Return True if ``value``, a number or a list of numbers, satisfies the bounds."""
         if isinstance(value, list):
             return len(value) == self.length and all(map(self.hold, value))
         return (
@@ -52,11 +52,11 @@ class Bounds:
 
 
 def out_of_bounds(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Bounds]]:
-    """Yield key, value and bounds of each number in a config that is out of bounds.
+    """Yield the key, the value and the bounds of each number in a config that is out of bounds.
 
     Args:
         config: A dataclass. Its sections are dataclasses too.
-        prefix: A text before each key, for the keys of a section.
+        prefix: The text that is put before each key, such as the name of the section that the key is in.
     """
     for key in (entry.name for entry in fields(config)):
         value = getattr(config, key)
@@ -68,7 +68,7 @@ def out_of_bounds(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Bou
 
 
 def bounds_of(schema: type, key: str) -> Bounds | None:
-    """Return the bounds of a key, from the nearest class in the MRO that has any."""
+    """Return the bounds of a config key, from the first class in the MRO that declares any for it."""
     for base in schema.__mro__:
         found = base.__dict__.get("__dataclass_fields__", {}).get(key)
         if found is not None and "bounds" in found.metadata:

@@ -40,7 +40,7 @@ NAMES = (
     "below_16_bits",
     "inference",
 )  # fmt: skip
-FRAMEWORKS = ("_lightning", "_accelerate")  # endings of the names of recipes that use a framework
+FRAMEWORKS = ("_lightning", "_accelerate")  # suffixes of recipes that use a framework
 
 
 def plain_name(name: str) -> str:
@@ -61,7 +61,7 @@ def about(name: str) -> str:
 
 
 def load(name: str) -> ModuleType:
-    """Import a recipe: a module with a ``Config`` and a ``train(config)``.
+    """Import the module of a recipe, which defines ``Config`` and ``train(config)``.
 
     Args:
         name: One of ``NAMES``.
@@ -77,16 +77,16 @@ def load(name: str) -> ModuleType:
 
 
 def run(name: str, arguments: Sequence[str] | None = None) -> None:
-    """Run a recipe as a program. This makes its table, ``result.json`` and pictures.
+    """Run a recipe as a program. It prints a table of results, and writes ``result.json`` and plots.
 
     Args:
         name: One of ``NAMES``.
-        arguments: ``[--config FILE] [key=value ...]``. None means the arguments of this process.
+        arguments: ``[--config FILE] [key=value ...]``. None means the command-line arguments of this process.
 
     Raises:
         SystemExit: The config is not valid, or this machine lacks something that the recipe needs.
     """
-    # Imported here, because listing the names must also work without omegaconf.
+    # Imported here, because listing the recipes must also work if omegaconf is not installed.
     from recipes.config import config_errors, config_from_command_line, make_folder  # noqa: PLC0415
 
     recipe = load(name)
@@ -101,6 +101,6 @@ def run(name: str, arguments: Sequence[str] | None = None) -> None:
     with config_errors(program):
         folder = make_folder(config.output, f"{name}_{config.precision.value}")
         record = recipe.train(config)
-    if int(os.environ.get("RANK", "0")):  # under torchrun only the first process reports
+    if int(os.environ.get("RANK", "0")):  # under torchrun only rank 0 prints results
         return
     record.show(folder)

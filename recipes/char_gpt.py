@@ -1,10 +1,10 @@
-"""A character GPT on Python's own manual: accumulation, clipping, and optional compilation.
+"""A character GPT on Python's manual trains with accumulation, clipping, and optional compilation.
 
     python -m recipes run char_gpt [compile=true] [precision=bf16] [key=value ...]
 
-The text is what ``help()`` shows about Python's keywords and types: 465,000 characters. It is in
-``pydoc_data.topics``, which every Python installs. Each step takes a window of micro-batches. The clip uses
-the norm of the whole window.
+The training text is what ``help()`` shows about Python's keywords and types. It has 465,000 characters. The
+text comes from ``pydoc_data.topics``, which is part of every Python installation. Each optimizer step
+accumulates the gradients of several micro-batches. Clipping uses the norm of the accumulated gradients.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ class Config(RecipeConfig):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train on nine tenths of the text, measure on the rest, write some text. Return the record of the run.
+    """Train on 90 % of the text, validate on the other 10 %, and generate text. Return the record of the run.
 
     Args:
         config: A config that was checked.
 
     Raises:
-        ConfigError: The width is not a multiple of the number of heads, or the text is shorter than a window.
+        ConfigError: The width is not a multiple of the number of heads, or the text is shorter than the
+            model's context.
     """
     if config.width % config.heads:
         msg = f"width={config.width} is not allowed; it must be a multiple of heads={config.heads}"
@@ -100,7 +101,7 @@ def train(config: Config) -> TrainingRecord:
 
 
 def write(net: CharGPT, text: Tensor, region: torch.autocast, length: int = 100) -> list[int]:
-    """Return the codes of ``length`` characters that continue ``text``."""
+    """Return the codes of ``length`` characters that the model generates after ``text``."""
     for _ in range(length):
         with region:
             logits = net(text[None, -net.context :])[0, -1].float()

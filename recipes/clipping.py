@@ -1,10 +1,11 @@
-"""Clipping: bound the norm of the unscaled gradients, or each of their elements.
+"""Clipping: limit the norm of the unscaled gradients, or limit each element of a gradient.
 
     python -m recipes run clipping [precision=bf16] [key=value ...]
 
-``scaler.clip_grad_norm_`` can be called anywhere between ``backward()`` and ``step()``. It unscales gradients
-that are not unscaled yet, also with a fused optimizer, and returns the norm before clipping. torch's own
-``clip_grad_norm_`` would bound gradients that are still multiplied by the loss scale.
+``scaler.clip_grad_norm_`` can be called anywhere between ``backward()`` and ``step()``. ``clip_grad_norm_``
+first unscales all gradients that are still scaled, even if the optimizer is fused. The function returns the
+norm of the unscaled gradients before clipping. torch's own ``clip_grad_norm_`` would clip gradients that are
+still multiplied by the loss scale.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Does FSDP2 compute what one process computes? Record both, compare, and plant a bug to find.
+"""Does FSDP2 compute what one process computes? Record both runs and compare them, also with a bug in FSDP2.
 
     python -m recipes.compare_layouts FOLDER
 
-A classifier trains for three steps on one process with the whole batch. Then it trains on two processes with
-FSDP2, each with half of the batch. Finally it trains with a planted bug: an entry in ``ignored_params``
-leaves the last layer out of FSDP2. Nobody averages the gradients of that layer, so its copies drift apart.
-The loss still falls.
+A classifier trains for three steps on one process with the whole batch. Then the classifier trains on two
+processes with FSDP2, each with half of the batch. Finally the classifier trains with a deliberate bug, in
+which ``ignored_params`` excludes the last layer from FSDP2. The gradients of the excluded layer are not
+averaged, so the weights of this layer drift apart between the ranks. The loss still falls.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Classifier(nn.Module):
 
 
 def train(run: Run) -> float:
-    """Train as one of the processes and record it. Return the last loss."""
+    """Train one rank of a run and record it. Return the last loss."""
     with process_group("cpu") as (rank, ranks):
         torch.manual_seed(0)
         model = Classifier()
@@ -68,7 +68,7 @@ def train(run: Run) -> float:
 
 
 def compare(folder: Path) -> dict[str, RunComparison]:
-    """Record all runs in a folder. Compare the runs of two processes with the run of one process."""
+    """Record all runs in a folder. Compare each run on two processes with the run on one process."""
     on_ranks(train, Run(folder / "one.amp", is_sharded=False), 1)
     runs = {
         "FSDP2": Run(folder / "fsdp2.amp"),

@@ -1,11 +1,12 @@
-"""torch.compile: the region and the scaler stay outside the compiled model.
+"""torch.compile: the model is compiled; the autocast region and the scaler stay in eager code.
 
     python -m recipes run compiled [precision=bf16] [key=value ...]
 
-Inductor traces the model inside the region and fuses the casts into its kernels. The compiled code is
-specific to the region's dtype: for another dtype, another graph is compiled. The first step compiles, which
-takes a minute on a slow machine; ``backend=aot_eager`` only traces. At the end the recipe prints how often
-the graph broke, and the time of forward and backward relative to eager code.
+torch.compile traces the model inside the autocast region, and Inductor fuses the casts into its kernels. The
+compiled code is specific to the dtype of the region. A region in another dtype makes torch compile another
+graph. The first step compiles the model, which takes a minute on a slow machine. With ``backend=aot_eager``
+the model is only traced, which is faster. At the end the recipe prints the number of graph breaks, and the
+time of forward and backward relative to eager code.
 """
 
 from __future__ import annotations
@@ -97,9 +98,9 @@ def train(config: Config) -> TrainingRecord:
 def ratio_of_times(
     call: Callable[[torch.nn.Module], None], *models: torch.nn.Module, rounds: int = 20
 ) -> float:
-    """Return the median time of ``call`` with the first model, divided by that with the second.
+    """Return the median time of ``call`` with the first model, divided by the median with the second one.
 
-    The two take turns.
+    The calls with the two models alternate.
     """
     seconds: list[list[float]] = [[] for _ in models]
     for _ in range(rounds):

@@ -1,11 +1,11 @@
-"""Adam's moments in 16 and 8 bits: the same losses with fewer bytes.
+"""Compare training losses with Adam's moments stored in 32, 16 and 8 bits.
 
     python -m recipes run compressed_state [precision=fp16] [key=value ...]
 
 ``store_weights(..., state=...)`` stores an optimizer's moments in fewer bits between its steps. The weights
-stay exact. For each seed, the same classifier trains with each kind of state on the same batches, so only the
-state can change the losses. Bands, and the numbers after ±, are 95 % intervals of the mean over the seeds
-(Student's t). In bf16, the weights are also stored in 16 bits.
+stay exact. For each seed, the same classifier trains with each state format on the same batches, so only the
+format can change the losses. The bands in the plots and the numbers after ± are 95 % confidence intervals of
+the mean over the seeds (Student's t). If ``precision`` is bf16, the weights are also stored in 16 bits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from recipes.shared import (
 )
 
 STATES = ("fp32", "bf16", "8bit")
-FINAL_STEPS = 20  # the final loss is the mean over this many last steps
+FINAL_STEPS = 20  # the final loss is the mean loss of the last 20 steps
 
 
 @dataclass
@@ -47,10 +47,11 @@ class Config(RecipeConfig):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train a classifier with each kind of state from each seed. Return the losses and their differences.
+    """Train a classifier with each state format and each seed. Return the losses and their differences.
 
     Args:
-        config: A config that was checked. The record shows the steps of the first seed in 8 bits.
+        config: A config that was checked. The returned record shows the steps of the run with the first seed
+            and 8-bit state.
     """
     config.start()
     record = TrainingRecord(title=f"compressed state, {config.precision.value}")
@@ -94,7 +95,7 @@ def _train(config: Config, state: str, seed: int, record: TrainingRecord) -> flo
 
 
 def _compare(losses: dict[str, Tensor], record: TrainingRecord) -> None:
-    """Add to the record how the losses ``[seeds, steps]`` of each kind of state differ from fp32 state."""
+    """Record how the losses ``[seeds, steps]`` of each state format differ from those with fp32 state."""
     exact = losses["fp32"]
     record.results["final loss, state=fp32"] = exact[:, -FINAL_STEPS:].mean().item()
     record.results["its standard deviation"] = exact[:, -FINAL_STEPS:].mean(1).std().item()
@@ -107,7 +108,7 @@ def _compare(losses: dict[str, Tensor], record: TrainingRecord) -> None:
 
 
 def _mean_and_interval(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean over the first dimension, and half the width of its 95 % interval."""
+    """Return the mean over the first dimension, and half the width of the mean's 95 % confidence interval."""
     count = len(values)
     return values.mean(0), values.std(0) * float(student_t.ppf(0.975, count - 1)) / count**0.5
 

@@ -1,4 +1,4 @@
-"""Reads configs: a YAML file and ``key=value`` overrides, checked against a schema."""
+"""Read a config from a YAML file and ``key=value`` overrides, and check it against a schema."""
 
 from __future__ import annotations
 
@@ -35,10 +35,12 @@ def config_from_command_line(
 
     Args:
         schema: A dataclass with a type and a default for each key.
-        default: The YAML file that is used without ``--config``, relative to the repository.
-        about: A text on what the program does, for ``--help``.
-        arguments: The command line. None means the command line of this process.
-        program: The name of the program in ``--help`` and errors. None means the script of this process.
+        default: The YAML file that is used if ``--config`` is not given, relative to the root of the
+            repository.
+        about: The description of the program that ``--help`` shows.
+        arguments: The command-line arguments. None means the arguments of this process.
+        program: The name of the program in ``--help`` and errors. None means the name of the script that this
+            process runs.
 
     Raises:
         SystemExit: The config is wrong. The reason is printed.
@@ -67,7 +69,7 @@ def config_errors(program: str) -> Iterator[None]:
     """Turn a ConfigError into one line on standard error and exit code 2.
 
     Args:
-        program: The name of the program, which begins the line.
+        program: The name of the program, with which the printed line begins.
 
     Raises:
         SystemExit: A ``ConfigError`` was raised.
@@ -80,10 +82,10 @@ def config_errors(program: str) -> Iterator[None]:
 
 
 def make_folder(output: str, name: str) -> Path:
-    """Create the folder for the results before the run, and return it.
+    """Create a folder for the results of a run before it starts. Return the path of the folder.
 
     Args:
-        output: The folder of all results, from the config.
+        output: The folder for the results of all runs, as set in the config.
         name: The name of the new folder in it.
 
     Raises:

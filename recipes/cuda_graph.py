@@ -1,11 +1,11 @@
-"""CUDA graph: forward, backward, check, step and update in one launch (GPU only).
+"""CUDA graph: one graph launch runs forward, backward, optimizer step and scale update (GPU only).
 
     python -m recipes run cuda_graph [precision=bf16] [key=value ...]
 
-Nothing in the step waits for the device. The fused optimizer takes the scale and the overflow flag as
-tensors, and the scale is updated on the device. So a captured step that overflows is skipped on replay.
-Before the capture, a few steps on a side stream create the gradients and the optimizer state that the graph
-will use.
+No part of a training step makes the host wait for the GPU. The fused optimizer takes the loss scale and the
+overflow flag as tensors, and the loss scale is updated on the GPU. So a replayed step is skipped if its
+gradients overflow. Before the graph is captured, a few steps on a side stream create the gradients and the
+optimizer state that the graph will use.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def train(config: Config) -> TrainingRecord:
 def _captured(
     step: Callable[[], Tensor], load: Callable[[Sequence[Tensor]], None], batches: Iterable[Sequence[Tensor]]
 ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Take a few steps on a side stream, then capture one step. Return its graph and its loss."""
+    """Run a few training steps on a side stream, then capture one step. Return its graph and its loss."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -1,12 +1,12 @@
-"""Custom autograd Functions that follow autocast: custom_fwd, custom_bwd, cast_inputs.
+"""Use custom_fwd, custom_bwd and cast_inputs to make custom autograd Functions follow autocast.
 
     python -m recipes run custom_functions [precision=bf16] [key=value ...]
 
 ``custom_fwd`` records the autocast state of the forward pass, and ``custom_bwd`` runs the backward pass in
-that state. Without them, a matrix product in ``backward`` would run in whatever dtypes arrive.
-``cast_inputs`` instead casts the arguments and turns autocast off, for code that needs one dtype. The state
-that counts is the region of the arguments' device. The recipe shows both forms of Function, with and without
-``setup_context``.
+that state. If a Function has neither decorator, a matrix product in its ``backward`` runs in the dtypes of
+its arguments. ``cast_inputs`` casts the arguments to one dtype and turns autocast off while the Function
+runs. Without ``device_type``, both decorators use the autocast state of the arguments' device. The recipe
+shows Functions with and without ``setup_context``.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Config(RecipeConfig):
 
 
 class LinearReLU(torch.autograd.Function):
-    """``relu(x @ weight.T)``, which runs in the region's dtype.
+    """``relu(x @ weight.T)``, computed in the dtype of the autocast region.
 
-    The only activation that it keeps is its output.
+    For the backward pass, the Function saves its arguments and its output, and no other activation.
     """
 
     @staticmethod
@@ -65,7 +65,7 @@ class LinearReLU(torch.autograd.Function):
 
 
 class LogSumExp(torch.autograd.Function):
-    """``log(sum(exp(x)))`` without a shift, so only fp32 has the range. Arguments are cast to fp32."""
+    """``log(sum(exp(x)))`` in fp32. It would overflow in fp16, because the maximum of x is not subtracted."""
 
     @staticmethod
     @custom_fwd(cast_inputs=torch.float32)

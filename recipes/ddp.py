@@ -3,9 +3,10 @@
     python -m recipes run ddp [precision=bf16] [key=value ...]
     torchrun --nproc-per-node 2 -m recipes run ddp [key=value ...]
 
-Without torchrun the recipe starts its processes itself. Gradients are averaged while they are scaled. So an
-overflow on one process becomes an overflow on all of them: all skip the step, and their scales stay equal. A
-batch is divided between the processes, and the losses equal those of one process with the whole batch.
+If the recipe is not started by torchrun, it starts its processes itself. DDP averages gradients that are
+still multiplied by the loss scale. So an overflow on one rank becomes an overflow on all ranks. Then all
+ranks skip the optimizer step, and their loss scales stay equal. Each batch is divided between the ranks, and
+the losses equal those of a single process that trains on the whole batch.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def train(config: Config) -> TrainingRecord:
 
 
 def train_rank(config: Config) -> TrainingRecord:
-    """Train as one of the processes. All of them return the same losses."""
+    """Train one rank. All ranks return the same losses."""
     config.start()
     with process_group(config.device) as (rank, ranks):
         record = TrainingRecord(title=f"DDP, {ranks} processes, {config.precision.value}")

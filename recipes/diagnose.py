@@ -1,10 +1,11 @@
-"""An op overflows in fp16: diagnose finds it before the training, and the rule it names cures it.
+"""An op overflows in fp16. ``diagnose`` finds the op before training, and an op rule fixes it.
 
     python -m recipes run diagnose [precision=bf16] [key=value ...]
 
-The attention divides its scores after the product instead of before it. In fp16 the product is infinite, and
-the loss is nan. One step under ``diagnose`` names op, module and line. ``finding.rule_names`` lists the ops
-that need the rule fp32.
+The attention layer scales its scores after the matrix product instead of scaling the queries before it. In
+fp16 the matrix product overflows to inf, and the loss becomes nan. One training step under ``diagnose`` names
+the op that overflowed, its module and its line of code. ``finding.rule_names`` lists the ops that must run in
+fp32 to avoid the overflow.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from recipes.shared import (
     number,
 )
 
-SIZE = 150.0  # the size of queries and keys; their products are about 1e5
+SIZE = 150.0  # magnitude of queries and keys; products of a query and a key are about 1e5
 ROWS = 8  # rows of an image; each row is a token
 
 
@@ -45,7 +46,7 @@ class Config(RecipeConfig):
 
 
 class Attention(nn.Module):
-    """Attention whose scores are divided too late."""
+    """Attention that scales its scores only after the matrix product, which is too late for fp16."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ class Attention(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Classifies a digit from its rows of pixels."""
+    """Classifies a digit; each row of pixels is a token."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -73,7 +74,7 @@ class Classifier(nn.Module):
 
 
 def rules_for(model: nn.Module, images: Tensor, labels: Tensor, config: Config) -> tuple[OpRules, str]:
-    """Run one step under diagnose. Return rules that cure the finding, and the op (or ``"none"``)."""
+    """Run one step under diagnose. Return rules that avoid the overflow, and the op (or ``"none"``)."""
     rules = OpRules.default(config.device.partition(":")[0])
     with amp_plugin.diagnose(model, keep_going=True) as diagnosis, region_of(config, rules):
         cross_entropy(model(images), labels).backward()
@@ -88,13 +89,13 @@ def rules_for(model: nn.Module, images: Tensor, labels: Tensor, config: Config) 
 
 
 def region_of(config: Config, rules: OpRules) -> AbstractContextManager[object]:
-    """Return a region in the config's precision, with these rules."""
+    """Return an autocast region in the config's precision, with the op rules ``rules``."""
     device, precision = config.device.partition(":")[0], config.precision
     return autocast(device, precision.dtype, enabled=precision.mixed, rules=rules)
 
 
 def train(config: Config) -> TrainingRecord:
-    """Look for an overflow and cure it, then train a digits classifier. Return the record of the run.
+    """Find an overflow and avoid it with op rules, then train a classifier. Return the record of the run.
 
     Args:
         config: A config that was checked.

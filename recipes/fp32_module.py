@@ -1,10 +1,11 @@
-"""An imported module runs in fp32 inside a region, and one of its arguments is never cast.
+"""An imported module runs in fp32 inside an autocast region, and one of its arguments is never cast.
 
     python -m recipes run fp32_module [precision=bf16] [key=value ...]
 
-``run_in(torch.float32)`` turns autocast off inside the module and casts its arguments. The module's code is
-not edited. ``keep`` names arguments that are passed on unchanged. Here that is a buffer that the module
-writes to. Otherwise the module would write to a cast copy.
+``run_in(torch.float32)`` turns autocast off while the module runs, and casts its arguments to float32. The
+module's code is not edited. ``keep`` names the arguments that ``run_in`` must not cast. In this recipe the
+kept argument is a buffer that the module writes to. If the buffer were cast, the module would write to a
+copy, and the result would be lost.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from recipes.shared import (
     number,
 )
 
-SIZE = 30.0  # the size of the vectors' elements; squared distances are about 1e5
+SIZE = 30.0  # magnitude of the elements; squared distances are about 1e5
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Config(RecipeConfig):
 
 
 class NearestCentres(nn.Module):
-    """Stands for an imported module. Its squared distances are too large for fp16."""
+    """An example of an imported module. It computes squared distances that are too large for fp16."""
 
     def __init__(self, width: int, centres: int) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class NearestCentres(nn.Module):
     def forward(self, features: Tensor, used: Tensor) -> Tensor:
         """Return similarities ``[B, centres]``.
 
-        Count in ``used [centres]`` how often each center was nearest.
+        The buffer ``used [centres]`` counts how often each center was the nearest one.
         """
         products = features @ self.centres.T
         distances = features.square().sum(1, keepdim=True) - 2 * products + self.centres.square().sum(1)
@@ -63,9 +64,9 @@ class NearestCentres(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Linear layers around the imported module.
+    """A classifier with Linear layers before and after the imported module.
 
-    ``used`` is in half precision, which the module must not change.
+    The buffer ``used`` is in half precision, and the module must keep that dtype.
     """
 
     def __init__(self, config: Config) -> None:

@@ -1,11 +1,11 @@
-"""FSDP2: parameters and gradients are sharded, and all ranks take the same decision on every step.
+"""FSDP2 shards parameters and gradients, and all ranks take or skip each step together.
 
     python -m recipes run fsdp2 [precision=bf16] [key=value ...]
     torchrun --nproc-per-node 2 -m recipes run fsdp2 [key=value ...]
 
-Without torchrun the recipe starts its processes itself. The parameters are DTensors and stay in fp32; the
-region casts the gathered weights. The clip uses the norm over all shards. An overflow in one shard counts on
-all ranks, because the scaler reads the mesh from the gradients.
+If the recipe is not started by torchrun, it starts its processes itself. The parameters are DTensors and stay
+in fp32. Autocast casts the weights after they are gathered. Clipping uses the norm over all shards. The
+scaler finds the device mesh in the gradients, so an overflow in one shard makes all ranks skip the step.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def train(config: Config) -> TrainingRecord:
 
 
 def train_rank(config: Config) -> TrainingRecord:
-    """Train as one of the processes. All of them return the same losses."""
+    """Train one rank. All ranks return the same losses."""
     config.start()
     with process_group(config.device) as (rank, ranks):
         record = TrainingRecord(title=f"FSDP2, {ranks} processes, {config.precision.value}")
         loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)
         net = DigitsNet(config.width).to(config.device)
         mesh = init_device_mesh(config.device, (ranks,))
-        fully_shard(net.classifier, mesh=mesh)  # a separate FSDP unit, like one block of a large model
+        fully_shard(net.classifier, mesh=mesh)  # sharded separately, like one block of a large model
         model = fully_shard(net, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate)
 

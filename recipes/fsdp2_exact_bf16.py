@@ -1,12 +1,13 @@
-"""FSDP2 with bfloat16 shards that train like float32: next to float32 and plain bfloat16 shards.
+"""FSDP2: compare exact bfloat16 shards with float32 shards and with plain bfloat16 shards.
 
     python -m recipes run fsdp2_exact_bf16 [precision=fp16] [key=value ...]
     torchrun --nproc-per-node 2 -m recipes run fsdp2_exact_bf16 [key=value ...]
 
-A model that is sharded in bfloat16 loses small updates. Float32 shards keep small updates, but FSDP2 must
-cast each shard before the all-gather. With ``weights="bf16"``, a shard consists of two parts: the bfloat16
-that is communicated, and the 16 bits that are missing from float32. So nothing is lost, and nothing is cast.
-With ``state="8bit"``, the optimizer's moments take a quarter of the memory, and are rounded.
+A model that is sharded in bfloat16 loses small weight updates. Float32 shards keep small updates, but FSDP2
+must cast each shard before the all-gather. With ``weights="bf16"``, each weight is split into a bfloat16
+number and the 16 bits that complete it to float32. Only the bfloat16 part is communicated. So no update is
+lost, and no shard is cast before the all-gather. With ``state="8bit"``, the optimizer's moments are rounded
+and take a quarter of the memory.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from recipes.shared import (
 
 IN_16_BITS, IN_FP32, EXACT = "16-bit shards", "float32 shards", "exact 16-bit shards"
 COMPRESSED = f"{EXACT}, 8-bit moments"
-WAYS = {  # the run's record shows the losses and loss scale of the last one
+WAYS = {  # the record shows the losses and the loss scale of the last way listed
     Precision.bf16: (IN_16_BITS, IN_FP32, EXACT, COMPRESSED),
     Precision.fp16: (
         IN_FP32,
         EXACT,
         COMPRESSED,
-    ),  # plain fp16 shards have fp16 gradients, which a scaler refuses
+    ),  # plain fp16 shards have fp16 gradients, which GradScaler refuses
     Precision.fp32: (IN_FP32,),
 }
 
@@ -63,7 +64,7 @@ class Config(RecipeConfig):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train a digits classifier on several processes, once for each way to store its shards.
+    """Train a digits classifier on several processes, once for each way to store the shards.
 
     Args:
         config: A config that was checked.
@@ -72,7 +73,7 @@ def train(config: Config) -> TrainingRecord:
 
 
 def train_rank(config: Config) -> TrainingRecord:
-    """Train as one of the processes. All of them return the same losses."""
+    """Train one rank. All ranks return the same losses."""
     config.start()
     with process_group(config.device) as (_, ranks):
         record = TrainingRecord(title=f"exact shards, {ranks} processes, {config.precision.value}")
@@ -92,7 +93,7 @@ def _train(way: str, config: Config, record: TrainingRecord, *, is_last: bool) -
         net.to(config.precision.dtype)
     mesh = init_device_mesh(config.device, (ranks,))
     plan = DtypePlan(compute=config.precision.value)
-    fully_shard(net, plan, units=[net.classifier], mesh=mesh)  # an FSDP unit, like one block of a large model
+    fully_shard(net, plan, units=[net.classifier], mesh=mesh)  # sharded separately, like one block
     optimizer = torch.optim.AdamW(net.parameters(), config.learning_rate)
     if way.startswith(EXACT):
         state: StateName = "8bit" if way == COMPRESSED else "fp32"
@@ -116,7 +117,7 @@ def _train(way: str, config: Config, record: TrainingRecord, *, is_last: bool) -
         mean = loss.detach() / ranks
         dist.all_reduce(mean)
         losses.append(mean)
-        mean.item()  # waits for the device, so that the whole step is timed
+        mean.item()  # wait for the device, so that the time of the whole step is measured
         seconds.append(time.perf_counter() - start)
         if is_last:
             record.add_scaled_step(mean, scaler, optimizer)

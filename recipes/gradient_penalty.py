@@ -1,11 +1,11 @@
-"""Gradient penalty: add the squared norm of the unscaled gradients to the loss.
+"""Gradient penalty: add the squared norm of the images' gradients to the loss.
 
     python -m recipes run gradient_penalty [precision=bf16] [key=value ...]
 
-``gradient_penalty`` differentiates the scaled loss, so that small gradients do not underflow. It divides by
-the scale before it squares. The sum of loss and penalty is then scaled like any other loss. Here the
-gradients are those with respect to the images (Drucker and LeCun 1992): the answer should not depend on a
-single pixel.
+``gradient_penalty`` differentiates the scaled loss, so that small gradients do not underflow. The function
+divides the gradients by the loss scale before it squares them. The sum of loss and penalty is then scaled
+like any other loss. The recipe penalizes the gradients with respect to the images (Drucker and LeCun 1992).
+The penalty makes the classifier less sensitive to single pixels.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Gradient penalty in a LightningModule: the precision plugin computes it from the scaled loss.
+"""Gradient penalty in Lightning: the precision plugin computes the penalty from the scaled loss.
 
     python -m recipes run gradient_penalty_lightning [precision=bf16] [key=value ...]
 
 This is ``gradient_penalty.py`` in Lightning, with the same losses. Lightning runs ``training_step`` in an
-autocast region. ``precision_plugin.gradient_penalty`` leaves that region and returns the unscaled penalty,
-which is added to the loss like any other term.
+autocast region. ``precision_plugin.gradient_penalty`` turns autocast off while it computes the penalty. The
+returned penalty is not scaled, and is added to the loss like any other term.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Penalised(LightningModule):
         self.net = DigitsNet(config.width)
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Return the loss to minimize and its two parts."""
+        """Return the loss to minimize and the two terms that it is the sum of."""
         images, labels = batch
         images.requires_grad_()
         naming = cross_entropy(self.net(images), labels)

@@ -1,10 +1,10 @@
-"""Inference: a trained model answers in lower precision, compared with its answers in fp32.
+"""Inference: compare the predictions of a trained model in lower precision with those in fp32.
 
     python -m recipes run inference [precision=bf16] [key=value ...]
 
-There are no gradients, so no scaler is needed. One region surrounds the whole evaluation, so each weight is
-cast once and not once per batch. ``torch.inference_mode`` can be inside or outside. By autocast's rules,
-softmax and the ops after it run in fp32.
+Inference computes no gradients, so it needs no GradScaler. One autocast region surrounds the whole
+evaluation, so each weight is cast once and not once per batch. ``torch.inference_mode`` can be opened inside
+or outside of the region. Autocast runs softmax and the ops after it in fp32.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def answers(
     region: AbstractContextManager[object],
     device: str,
 ) -> tuple[Tensor, float]:
-    """Return the probabilities, fp32 ``[images, 10]`` on the CPU, and the time in seconds."""
+    """Return the predicted probabilities, fp32 ``[images, 10]`` on the CPU, and the time in seconds."""
     start = time.perf_counter()
     with torch.inference_mode(), region:
         parts = [model(images.to(device)).softmax(dim=1).cpu() for images, _ in loader]

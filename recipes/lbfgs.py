@@ -1,10 +1,11 @@
-"""LBFGS with a loss scale: the closure runs backward on the scaled loss, returns the unscaled one.
+"""LBFGS with a loss scale: the closure calls backward on the scaled loss, and returns the unscaled loss.
 
     python -m recipes run lbfgs [precision=bf16] [key=value ...]
 
 LBFGS calls its closure many times per step. ``scaler.step(optimizer, closure)`` unscales the gradients of
-each call before the optimizer sees them. If one call overflows, the step is abandoned, and everything that it
-has changed is restored. The closure returns the unscaled loss, because the line search compares its values.
+each closure call before the optimizer uses them. If the gradients of one closure call overflow, the step is
+abandoned, and the weights and the optimizer state are restored. The closure returns the unscaled loss,
+because the line search of LBFGS compares loss values.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Several losses over a shared trunk: one scale for their sum, or one scale for each loss.
+"""Compare one loss scale for the sum of two losses with a separate loss scale for each loss.
 
     python -m recipes run several_losses [scales=per_loss] [key=value ...]
 
-Losses of different sizes need different scales. At a scale that suits the large loss, the gradients of the
-small loss underflow. The scaler converts gradients to one common scale before it adds them. Both losses have
-gradients in the trunk. If one overflows there, the scaler cannot know which loss it came from, so it lowers
-both scales.
+Losses of different sizes need different loss scales. At a loss scale that suits the large loss, the gradients
+of the small loss underflow. The scaler converts gradients to one common loss scale before it adds them. Both
+losses have gradients in the layers that they share. If a shared gradient overflows, the scaler cannot know
+which loss caused the overflow, so it lowers both loss scales.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from recipes.shared import (
 
 
 class Scales(Enum):
-    """How the losses are scaled."""
+    """The ways to scale the two losses."""
 
     one = "one"
     per_loss = "per_loss"
@@ -51,7 +51,7 @@ class Config(RecipeConfig):
 
 
 class TwoHeads(nn.Module):
-    """Classify a digit, and draw it again, from the same features."""
+    """A network with two heads on shared features: one classifies a digit, and one reconstructs its image."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class TwoHeads(nn.Module):
         self.draw = nn.Linear(width, 64)
 
     def both(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits, ``[B, 10]``, and the drawings, ``[B, 64]``."""
+        """Return the logits, ``[B, 10]``, and the reconstructed images, ``[B, 64]``."""
         features = self.trunk(images)
         return self.name(features), self.draw(features)
 

@@ -1,11 +1,12 @@
-"""Several models and optimizers with joint losses and one scaler.
+"""Train two models, each with its own optimizer, on joint losses with one GradScaler.
 
     python -m recipes run several_models [precision=bf16] [key=value ...]
 
-Two classifiers teach each other (Zhang et al. 2018). Each learns from the labels and from the other's
-answers, through one joint loss. Every optimizer steps, and then ``update`` is called once. If ``update`` came
-between the steps, torch's scaler would divide the second model's gradients by the wrong scale. Our scaler
-remembers the scale of each gradient. It may skip the step of one model and take the step of the other.
+Two classifiers teach each other, as in "Deep Mutual Learning" (Zhang and others, 2018). Through one joint
+loss, each classifier learns from the labels and from the predictions of the other classifier. Every optimizer
+steps, and then ``scaler.update`` is called once. If ``update`` ran between the two steps, torch's GradScaler
+would divide the gradients of the second model by the wrong scale. amp_plugin's GradScaler remembers the loss
+scale of each gradient. If the gradients of only one model overflow, only the step of that model is skipped.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Config(RecipeConfig):
 
 
 def joint_loss(first: Tensor, second: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the joint loss for logits ``[B, 10]``, and the part of it that measures disagreement."""
+    """Return the joint loss for two models' logits ``[B, 10]``, and the loss term for their disagreement."""
     first, second = (logits.float().log_softmax(dim=1) for logits in (first, second))
     disagreement = kl_div(first, second, log_target=True, reduction="batchmean")
     return nll_loss(first, labels) + nll_loss(second, labels) + disagreement, disagreement

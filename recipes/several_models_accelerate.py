@@ -1,10 +1,10 @@
-"""Several models and optimizers with joint losses, with Accelerate.
+"""Train two models, each with its own optimizer, on joint losses in Accelerate.
 
     python -m recipes run several_models_accelerate [precision=bf16] [key=value ...]
 
-This is ``several_models.py`` with Accelerate, with the same losses. Accelerate updates the scale inside every
-``optimizer.step()``. With AmpAccelerator this is only a request: the update waits until no optimizer has
-gradients that carry the old scale.
+The recipe does the same as ``several_models.py``, with the same losses, in Accelerate. Accelerate updates the
+loss scale inside every ``optimizer.step()``. AmpAccelerator postpones the update until all optimizers have
+used their gradients that are multiplied by the old scale.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Config(RecipeConfig):
 
 
 def joint_loss(first: Tensor, second: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the joint loss for logits ``[B, 10]``, and the part of it that measures disagreement."""
+    """Return the joint loss for two models' logits ``[B, 10]``, and the loss term for their disagreement."""
     first, second = (logits.float().log_softmax(dim=1) for logits in (first, second))
     disagreement = kl_div(first, second, log_target=True, reduction="batchmean")
     return nll_loss(first, labels) + nll_loss(second, labels) + disagreement, disagreement

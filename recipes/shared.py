@@ -1,7 +1,7 @@
-"""Code that recipes share: settings, digits, models, and the record of a run with its plots.
+"""Code that the recipes share: config keys, data, models, and the record of a run with its plots.
 
-A recipe needs this file and no other file of this folder. To use a recipe elsewhere, copy both files into one
-folder, and replace ``from recipes.shared import`` by ``from shared import``.
+A recipe needs this file and no other file of this folder. To use a recipe elsewhere, copy the recipe and this
+file into one folder, and replace ``from recipes.shared import`` by ``from shared import``.
 """
 
 from __future__ import annotations
@@ -47,20 +47,21 @@ if TYPE_CHECKING:
 Config = TypeVar("Config", bound="RecipeConfig")
 Result = TypeVar("Result")
 
-# -- settings: the config keys that recipes share --------------------------------------------------
+# -- config keys that recipes share ----------------------------------------------------------------
 
 
 class ConfigError(ValueError):
-    """A config is not valid. The text names the key and what is allowed."""
+    """A config is not valid. The error message names the key and says which values are allowed."""
 
 
 def number(default: float, **bounds: Any) -> Any:
-    """Return a dataclass field with a default, and bounds that ``python -m recipes`` checks.
+    """Return a dataclass field with a default value, and with bounds that ``python -m recipes`` checks.
 
     Args:
         default: An int or a float.
-        **bounds: ``least``, ``most``, ``above``, ``below`` and ``multiple_of``; see ``recipes/bounds.py``. A
-            subclass that changes the default keeps the bounds.
+        **bounds: Bounds named ``least``, ``most``, ``above``, ``below`` or ``multiple_of``, as in
+            ``recipes/bounds.py``. If a subclass changes the default value, the bounds of the base class still
+            apply.
     """
     return field(default=default, metadata={"bounds": bounds})
 
@@ -84,7 +85,7 @@ class Precision(Enum):
 
     @property
     def scaled(self) -> bool:
-        """Whether the loss is scaled. It is in fp16, where many gradients would underflow."""
+        """Whether the loss is scaled. Only fp16 needs this, because many fp16 gradients would underflow."""
         return self is Precision.fp16
 
 
@@ -134,7 +135,7 @@ class RecipeConfig:
     def start(self) -> None:
         """Set the number of threads and the seed, and load the native core.
 
-        It is called before the training is timed, because the core may have to be compiled first.
+        Call this before the training is timed, because the native core may have to be compiled first.
 
         Raises:
             ConfigError: This machine does not have the device.
@@ -151,7 +152,7 @@ class RecipeConfig:
         torch.manual_seed(self.seed)
 
 
-# -- the digits, and a classifier for them ----------------------------------------------------------
+# -- the dataset of digits, and a classifier for it -------------------------------------------------
 
 CLASSES = 10
 TRAINING_IMAGES = 1257  # the data set has 1797 images
@@ -159,9 +160,9 @@ TRAINING_IMAGES = 1257  # the data set has 1797 images
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DigitsLoaders:
-    """The 1797 8x8 images of scikit-learn, split 70/10/20 with each class in proportion.
+    """The 1797 8x8 images of digits in scikit-learn, split 70/10/20 with equal class proportions.
 
-    Batches are ``(images, labels)``: fp32 ``[B, 1, 8, 8]`` in ``[0, 1]`` and int64 ``[B]``.
+    A batch is ``(images, labels)``, with fp32 images ``[B, 1, 8, 8]`` in ``[0, 1]`` and int64 labels ``[B]``.
     """
 
     train: DataLoader[tuple[Tensor, ...]]
@@ -176,9 +177,9 @@ def digits_loaders(
 
     Args:
         batch_size: The images per batch. The last batch of an epoch may be smaller.
-        seed: The seed of the split and of the shuffling.
+        seed: The seed of the split and of the order of the training images.
         shift: Move each training image by up to one pixel.
-        drop_last: Leave out the last training batch of an epoch if it is smaller.
+        drop_last: Leave out the last training batch of an epoch if it is smaller than the other batches.
     """
     digits = load_digits()
     images = torch.from_numpy(digits.images).float().div_(16).unsqueeze_(1)
@@ -208,7 +209,7 @@ def digits_loaders(
 def digits_batches(
     loaders: DigitsLoaders, *, steps: int, device: str = "cpu"
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield ``steps`` training batches, over as many epochs as needed.
+    """Yield ``steps`` training batches, and start a new epoch as often as needed.
 
     Args:
         loaders: The data.
@@ -228,7 +229,7 @@ def accuracy(
     region: AbstractContextManager[object] | None = None,
     device: str = "cpu",
 ) -> float:
-    """Return the fraction of right answers, in [0, 1].
+    """Return the accuracy, which is the fraction of images that are classified correctly, in [0, 1].
 
     Args:
         model: A model that returns logits, ``[B, 10]``, for images ``[B, 1, 8, 8]``.
@@ -244,7 +245,7 @@ def accuracy(
 
 
 class ShiftImages:
-    """Collates a batch, and moves each image by up to one pixel in both directions.
+    """Collates a batch, and shifts each image by up to one pixel horizontally and vertically.
 
     Args:
         seed: The seed of the moves.
@@ -254,7 +255,7 @@ class ShiftImages:
         self.generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, examples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return the moved images, ``[B, 1, 8, 8]``, and their labels, ``[B]``."""
+        """Return the shifted images, ``[B, 1, 8, 8]``, and their labels, ``[B]``."""
         images, labels = (torch.stack(column) for column in zip(*examples, strict=True))
         size = images.shape[-1]
         top, left = torch.randint(0, 3, (2, len(images), 1), generator=self.generator)
@@ -265,7 +266,7 @@ class ShiftImages:
 
 
 class DigitsNet(nn.Module):
-    """Classifies 8x8 images: three convolutions, a global mean, and one linear layer.
+    """Classifies 8x8 images with three convolutions, a global average pool, and one Linear layer.
 
     Args:
         width: The channels of the first convolution. The later ones have twice as many.
@@ -296,7 +297,7 @@ class DigitsNet(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal self-attention and a two-layer network, each after a LayerNorm."""
+    """A transformer block with causal self-attention and a two-layer MLP, each after a LayerNorm."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -315,7 +316,7 @@ class Block(nn.Module):
 
 
 class CharGPT(nn.Module):
-    """Predicts the next character. ``config`` has ``context``, ``width``, ``heads`` and ``layers``."""
+    """Predicts the next character. ``config`` sets ``context``, ``width``, ``heads`` and ``layers``."""
 
     def __init__(self, characters: int, config: Any) -> None:
         super().__init__()
@@ -331,13 +332,13 @@ class CharGPT(nn.Module):
         return self.head(self.blocks(self.character(text) + self.position(places)))
 
 
-# -- a generator and a critic for digits --------------------------------------------------------------
+# -- GAN: a generator and a critic for images of digits ------------------------------------------------
 
 PIXELS = 64
 
 
 class Conditioned(nn.Module):
-    """Three linear layers on a vector ``[B, inputs]`` and a label ``[B]``."""
+    """Three Linear layers that take a vector ``[B, inputs]`` and a class label ``[B]``."""
 
     def __init__(self, inputs: int, width: int, outputs: int) -> None:
         super().__init__()
@@ -354,41 +355,41 @@ class Conditioned(nn.Module):
 
 
 class Critic(Conditioned):
-    """Scores images, given as vectors ``[B, 64]``. Real images get high scores ``[B, 1]``."""
+    """Scores images that are given as vectors ``[B, 64]``. Real images get high scores ``[B, 1]``."""
 
     def __init__(self, width: int) -> None:
         super().__init__(PIXELS, width, 1)
 
 
 class Generator(Conditioned):
-    """Draws the digits given by ``labels [B]``, from noise."""
+    """Generates images of the digits ``labels [B]`` from random noise."""
 
     def __init__(self, latent: int, width: int) -> None:
         super().__init__(latent, width, PIXELS)
 
     def forward(self, labels: Tensor) -> Tensor:  # type: ignore[override]
-        """Return images as vectors, fp32 ``[B, 64]`` in ``[0, 1]``."""
+        """Return generated images as vectors, fp32 ``[B, 64]`` in ``[0, 1]``."""
         noise = torch.randn(len(labels), self.inputs, device=labels.device)
         return super().forward(noise, labels).sigmoid()
 
 
 def between(real: Tensor, made: Tensor) -> Tensor:
-    """Return a random point between each pair of images. The points require grad."""
+    """Return a random interpolation between each real and each made image. The results require grad."""
     mix = torch.rand(len(real), 1, device=real.device)
     return (mix * real + (1 - mix) * made).requires_grad_()
 
 
 def average_of(generator: Generator) -> AveragedModel:
-    """Return a running mean of the weights, which draws better digits than the latest weights."""
+    """Return a running average of the generator, which draws better digits than its latest weights."""
     return AveragedModel(generator, multi_avg_fn=get_ema_multi_avg_fn(0.99))
 
 
 def draw_samples(
     generator: nn.Module, region: torch.autocast, loaders: DigitsLoaders, record: TrainingRecord
 ) -> None:
-    """Draw ten samples of each digit.
+    """Generate ten images of each digit.
 
-    Count those that a nearest-neighbor classifier recognizes as that digit.
+    Count the images that a nearest-neighbor classifier recognizes as the requested digit.
     """
     asked = torch.arange(CLASSES).repeat(CLASSES)
     with torch.no_grad(), region:
@@ -408,27 +409,28 @@ class Share(float):
 
 @dataclass(kw_only=True, slots=True)
 class TrainingRecord:
-    """The history of one run. Step ``i`` is entry ``i`` of each list.
+    """The history of one run. Entry ``i`` of each list belongs to optimizer step ``i``.
 
     Attributes:
         title: The heading of the table and of the plot.
         losses: The training loss of each optimizer step.
         loss_scales: The loss scale of each step. Empty if nothing is scaled.
         final_loss_scale: The loss scale after the last update. None if nothing is scaled.
-        skipped: The numbers (from 0) of the steps that overflowed and changed nothing.
-        skips: How often an optimizer has skipped a step so far, as the scaler counts.
-        accuracies: ``(steps done, validation accuracy in [0, 1])``.
+        skipped: The indices (from 0) of the optimizer steps that were skipped because gradients overflowed.
+        skips: The number of optimizer steps that the scaler has skipped so far.
+        accuracies: A pair ``(number of steps done, validation accuracy in [0, 1])`` for each validation.
         test_accuracy: The accuracy on the test images, in [0, 1]. None if nothing is classified.
-        seconds: The wall time of training and validation.
+        seconds: The wall time of training and validation, in seconds.
         loss_label: The name of the loss, with its unit.
         log_loss: Draw the loss on a logarithmic axis.
         results: Further rows of the table, ``{name: value}``.
-        curves: Further plots, ``{name with its unit: one value per step}``.
-        compared: Further plots with one line for each of several runs, ``{name with its unit: {run:
-            values}}``.
-        half_widths: Intervals around these lines, drawn as bands, ``{name with its unit: {run: values}}``.
-        pictures: Gray images, ``{file name: [rows, columns, height, width] in [0, 1]}``.
-        histograms: Further plots on a logarithmic axis, ``{file name: (name of the numbers, numbers)}``.
+        curves: Maps the name of a further plot, with its unit, to one value per step.
+        compared: Maps the name of a plot that compares runs, with its unit, to ``{name of a run: values}``.
+        half_widths: Half-widths of the bands that ``compared`` plots draw around lines, in a mapping like
+            ``compared``.
+        pictures: Maps a file name to a grid of gray images, ``[rows, columns, height, width]`` in [0, 1].
+        histograms: Maps the file name of a histogram with a logarithmic axis to the axis label and the
+            numbers.
     """
 
     title: str
@@ -462,9 +464,9 @@ class TrainingRecord:
 
         Args:
             loss: The unscaled loss, 0-dim.
-            scaler: The scaler. If it is None or disabled, no loss scale is recorded.
-            optimizer: The optimizer whose loss scale is drawn. The step counts as skipped if any optimizer
-                has skipped a step since the last call.
+            scaler: The scaler. If the scaler is None or disabled, no loss scale is recorded.
+            optimizer: The optimizer whose loss scale is plotted. The step counts as skipped if the scaler has
+                skipped any optimizer's step since the last call.
         """
         if scaler is None or not scaler.is_enabled():
             self.add_step(loss=loss.item(), loss_scale=None, skipped=False)
@@ -475,22 +477,22 @@ class TrainingRecord:
         self.final_loss_scale = scaler.get_scale()
 
     def add_to_curve(self, name: str, value: float | Tensor) -> None:
-        """Add the value of a step to a further plot."""
+        """Append the value of one step to the plot ``name``."""
         self.curves.setdefault(name, []).append(value if isinstance(value, float) else value.item())
 
     def compare(
         self, name: str, run: str, values: list[float], half_widths: list[float] | None = None
     ) -> None:
-        """Add a run's values, one per step, to a plot that compares runs.
+        """Add the values of a run, one per step, to a plot that compares several runs.
 
-        They may have a band around them.
+        A band can be drawn around the line of a run.
         """
         self.compared.setdefault(name, {})[run] = values
         if half_widths is not None:
             self.half_widths.setdefault(name, {})[run] = half_widths
 
     def add_accuracy(self, accuracy: float) -> None:
-        """Record a validation after the steps done so far."""
+        """Record the accuracy of a validation that follows the steps recorded so far."""
         self.accuracies.append((len(self.losses), accuracy))
 
     def print_table(self) -> None:
@@ -508,7 +510,7 @@ class TrainingRecord:
         Console().print(table)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the numbers of the run for JSON. inf and nan become None, because JSON lacks them."""
+        """Return the numbers of the run for JSON. inf and nan become None, because JSON has neither."""
         return {
             "title": self.title,
             "test_accuracy": self.test_accuracy,
@@ -532,7 +534,7 @@ class TrainingRecord:
             print(path)
 
     def save(self, folder: Path) -> list[Path]:
-        """Write ``result.json``, ``training.png`` and the pictures. Return their paths.
+        """Write ``result.json``, ``training.png`` and the other images. Return the paths of the files.
 
         Args:
             folder: The folder, which is created if needed.
@@ -550,7 +552,7 @@ class TrainingRecord:
         ]
 
     def save_plot(self, path: Path) -> None:
-        """Draw loss, accuracy, loss scale and further curves over the optimizer steps.
+        """Plot loss, accuracy, loss scale and further curves against the optimizer steps.
 
         Args:
             path: The PNG file. Its folder is created if needed.
@@ -567,7 +569,7 @@ class TrainingRecord:
         for axis, draw in zip(axes[:, 0], panels, strict=True):
             draw(axis)
             axis.grid(visible=True, alpha=0.3)
-            # place the legend above the panel, where it covers nothing
+            # place the legend above the panel, where it does not hide curves
             if axis.get_legend_handles_labels()[0]:
                 axis.legend(loc="lower right", bbox_to_anchor=(1, 0.98), ncols=2, fontsize=9, frameon=False)
         axes[-1, 0].set_xlabel("optimizer steps")
@@ -588,7 +590,7 @@ class TrainingRecord:
         axis.set_ylabel("validation accuracy (%)")
 
     def _draw_scale(self, axis: Axes) -> None:
-        # so that the last step is drawn with its full width
+        # Repeat the last loss scale, so that the last step is drawn with its full width.
         scales = [*self.loss_scales, self.loss_scales[-1]]
         axis.step(range(len(scales)), scales, where="post", color="tab:orange", zorder=3)
         axis.set_yscale("log", base=2)
@@ -603,7 +605,7 @@ class TrainingRecord:
         self._mark_skips(axis)
 
     def _draw_compared(self, name: str, axis: Axes) -> None:
-        widths = range(len(self.compared[name]), 0, -1)  # so that lines on top of each other are all visible
+        widths = range(len(self.compared[name]), 0, -1)  # widest line first, so that every line stays visible
         for (run, values), width in zip(self.compared[name].items(), widths, strict=True):
             (line,) = axis.plot(values, linewidth=width, alpha=0.8, label=run)
             if half_widths := self.half_widths.get(name, {}).get(run):
@@ -646,7 +648,7 @@ def _save_grid(images: Tensor, path: Path) -> None:
 def _save_histogram(name: str, values: list[float], path: Path) -> None:
     figure, axes = _figure(1, 1, figsize=(8, 3), dpi=100, layout="constrained")
     axis = axes[0, 0]
-    smallest = 1e-8  # a decade below fp32's resolution near 1; smaller values are drawn here
+    smallest = 1e-8  # a tenth of fp32's resolution near 1; smaller values are drawn at 1e-8
     decades = [smallest * 10 ** (tenth / 5) for tenth in range(41)]
     axis.hist([max(value, smallest) for value in values], bins=decades, color="tab:purple")
     axis.set_xscale("log")
@@ -696,20 +698,20 @@ def _write(figure: Figure, path: Path) -> None:
 
 
 def on_ranks(function: Callable[[Config], Result], config: Config, processes: int) -> Result:
-    """Call a function on several processes, and return the result of rank 0.
+    """Call a function in several processes, and return the result of rank 0.
 
-    Under torchrun the processes exist already. Then the function is called in this process, and its result is
-    returned.
+    Under torchrun, no new processes are started. The function is then called once in each existing process,
+    and returns its own result there.
 
     Args:
-        function: The function that each process calls. It must be defined at module level, so that processes
-            can import it.
+        function: The function that each process calls. The function must be defined at module level, so that
+            other processes can import it.
         config: The argument of the function.
-        processes: The number of processes to start. With 1, the function runs in this process. Not used under
-            torchrun.
+        processes: The number of processes to start. If it is 1, the function runs in the current process. Not
+            used under torchrun.
 
     Raises:
-        ConfigError: The processes need more GPUs than there are.
+        ConfigError: The number of processes is larger than the number of GPUs.
     """
     if "RANK" in os.environ or processes == 1:
         return function(config)
@@ -731,7 +733,7 @@ def on_ranks(function: Callable[[Config], Result], config: Config, processes: in
 
 @contextmanager
 def process_group(device: str) -> Iterator[tuple[int, int]]:
-    """Join the process group: gloo on the CPU, nccl on GPUs. Yield the rank and the number of ranks.
+    """Join a process group (gloo on the CPU, nccl on GPUs). Yield the rank and the number of ranks.
 
     Args:
         device: The device type of the tensors.
@@ -745,8 +747,8 @@ def process_group(device: str) -> Iterator[tuple[int, int]]:
         yield dist.get_rank(), dist.get_world_size()
         if backend == "gloo":
             dist.barrier()
-            # gloo's threads need the GIL to finish. destroy_process_group holds the GIL while it waits for
-            # them. So give them time first.
+            # The threads of gloo need the GIL to finish, so give them time to finish here.
+            # destroy_process_group waits for gloo's threads while it holds the GIL.
             time.sleep(0.1)
     finally:
         dist.destroy_process_group()
@@ -754,7 +756,7 @@ def process_group(device: str) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Silence Lightning's messages on devices, data loader workers and deprecated calls."""
+    """Silence Lightning's messages about devices, data loader workers and deprecated calls."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,11 +1,11 @@
-"""A transformer is loaded in 16 bits and fine-tuned at 1e-5, once for each way to store its weights.
+"""Fine-tune a 16-bit transformer at a learning rate of 1e-5, once for each way to store its weights.
 
     python -m recipes run stored_weights [precision=fp16] [key=value ...]
 
-transformers loads a checkpoint in the dtype in which it was saved. If it is trained in that dtype with
-torch's own autocast, most weights do not change: an update of 1e-5 is less than half the distance between two
-bfloat16 numbers. With ``store_weights`` no update is lost to rounding. The model, the data and the optimizer
-are the same in each case.
+transformers loads a checkpoint in the dtype in which it was saved. If a bfloat16 model is trained under
+torch's own autocast, most of its weights never change. An update of 1e-5 is less than half the distance
+between two adjacent bfloat16 numbers, so it is rounded away. With ``store_weights`` no update is lost to
+rounding. All ways to store the weights use the same initial model, data and optimizer.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from amp_plugin.weights.store import in_fp32
 from recipes.shared import ConfigError, Precision, RecipeConfig, Share, TrainingRecord, number
 
 AS_LOADED = "as loaded"
-WAYS = {  # the run's record shows the losses and loss scale of the last one
+WAYS = {  # the record shows the losses and the loss scale of the last way listed
     Precision.bf16: (AS_LOADED, "fp32", "bf16-stochastic", "bf16"),
-    Precision.fp16: ("fp32", "fp16"),  # without the loaded dtype, because a scaler refuses fp16 gradients
+    Precision.fp16: ("fp32", "fp16"),  # not AS_LOADED, because GradScaler refuses fp16 gradients
     Precision.fp32: (AS_LOADED, "fp32"),
 }
 MOVED = "weights moved"
@@ -58,7 +58,8 @@ def train(config: Config) -> TrainingRecord:
         config: A config that was checked.
 
     Raises:
-        ConfigError: The width is not a multiple of the number of heads, or the text is shorter than a window.
+        ConfigError: The width is not a multiple of the number of heads, or the text is shorter than the
+            model's context.
     """
     if config.width % config.heads:
         msg = f"width={config.width} is not allowed; it must be a multiple of heads={config.heads}"
@@ -83,7 +84,7 @@ def train(config: Config) -> TrainingRecord:
 
 
 def _save_in_16_bits(config: Config, folder: str) -> None:
-    """Write the checkpoint: a small GPT-2 with random weights, in a 16-bit dtype, as model hubs have."""
+    """Save a checkpoint of a small GPT-2 with random weights, in a 16-bit dtype as on model hubs."""
     gpt = GPT2Config(
         vocab_size=128,
         n_positions=config.context,
@@ -135,7 +136,7 @@ def _fine_tune(
 
 
 def _windows(codes: Tensor, config: Config) -> Iterator[Tensor]:
-    """Yield the batches, int64 ``[B, context]``. They are the same for each way to store weights."""
+    """Yield the batches, int64 ``[B, context]``. All ways to store weights get the same batches."""
     draws = torch.Generator().manual_seed(config.seed)
     for _ in range(config.steps):
         starts = torch.randint(len(codes) - config.context, (config.batch_size, 1), generator=draws)

@@ -1,11 +1,11 @@
-"""Threads and DataParallel: worker threads run in the region of the thread that owns the model.
+"""Worker threads, such as those of DataParallel, run in the autocast region of the main thread.
 
     python -m recipes run threads [precision=bf16] [key=value ...]
 
-A new thread starts with autocast off. ``autocast_module`` gives the module the autocast state of the thread
-that calls it. Every thread that runs the module gets that state: the workers of a pool, as here, or the
-replicas of ``nn.DataParallel``. DataParallel itself passes on the enabled flag, but neither the dtype nor the
-rules.
+A new thread starts with autocast off. ``autocast_module`` records the autocast state of the thread that calls
+it. Then every thread that runs the module uses the recorded autocast state. This holds for the worker threads
+of a pool, as in this recipe, and for the replicas of ``nn.DataParallel``. Without ``autocast_module``,
+DataParallel passes only the enabled flag to its threads, and neither the dtype nor the op rules.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Config(RecipeConfig):
 
 
 class InThreads(nn.Module):
-    """Runs a module on parts of a batch, each in its own thread, as DataParallel does on GPUs."""
+    """Splits a batch and runs the module on each part in a separate thread, as DataParallel does on GPUs."""
 
     def __init__(self, module: nn.Module, workers: int) -> None:
         super().__init__()
@@ -50,8 +50,8 @@ class InThreads(nn.Module):
         self.pool = ThreadPoolExecutor(workers)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the module's outputs for all ``images``, in their order."""
-        grad_enabled = torch.is_grad_enabled()  # threads do not inherit this state either
+        """Return the outputs of the module for all ``images``, in the order of the images."""
+        grad_enabled = torch.is_grad_enabled()  # new threads do not inherit the grad mode either
 
         def run_part(part: Tensor) -> Tensor:
             with torch.set_grad_enabled(grad_enabled):

@@ -2,7 +2,7 @@
 
     python recipes/train_digits.py [precision=bf16] [key=value ...]
 
-The only line about precision is ``plugins=[AmpPrecision(...)]``.
+The only line of the program that deals with precision is ``plugins=[AmpPrecision(...)]``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-if __package__ in (None, ""):  # if this file runs as a script, the package `recipes` must be found
+if __package__ in (None, ""):  # make `recipes` importable if this file runs as a script
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
@@ -48,7 +48,7 @@ class DigitsConfig(DigitsProgramConfig):
 
 
 class DigitsModule(LightningModule):
-    """DigitsNet with its loss, its accuracy and a one-cycle learning rate."""
+    """A LightningModule of DigitsNet with its loss, its accuracy and a one-cycle learning rate schedule."""
 
     def __init__(self, config: DigitsConfig) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class DigitsModule(LightningModule):
     test_step = validation_step
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Return AdamW and a one-cycle schedule over all optimizer steps."""
+        """Return AdamW and a one-cycle learning rate schedule over all optimizer steps."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=self.config.weight_decay)
         steps = int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -82,13 +82,13 @@ class DigitsModule(LightningModule):
 
 
 class Recorder(Callback):
-    """Copies each optimizer step and each validation into a TrainingRecord."""
+    """Records each optimizer step and each validation in a TrainingRecord."""
 
     def __init__(self, record: TrainingRecord) -> None:
         self.record = record
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
-        """Record the loss, the scale and whether the step was skipped."""
+        """Record the loss, the loss scale, and whether the step was skipped."""
         if trainer.fit_loop._should_accumulate():
             return
         plugin, loss = trainer.precision_plugin, float(outputs["loss"])
@@ -109,7 +109,7 @@ def train(config: DigitsConfig, page: Path | None = None) -> TrainingRecord:
 
     Args:
         config: A config that was checked.
-        page: The path of the page about the run. None writes no page.
+        page: The path of the HTML report of the run. If it is None, no report is written.
     """
     torch.set_num_threads(config.threads)
     seed_everything(config.seed, verbose=False)
@@ -117,7 +117,7 @@ def train(config: DigitsConfig, page: Path | None = None) -> TrainingRecord:
     record = TrainingRecord(title=f"digits, {config.precision.value}")
     module = DigitsModule(config)
     trainer = new_trainer(config, record, page)
-    native_core()  # compile the core now, so that this time is not part of the training time
+    native_core()  # compile the native core now, so that its compilation is not timed
     start = time.perf_counter()
     trainer.fit(module, loaders.train, loaders.validation)
     record.seconds = time.perf_counter() - start
@@ -131,7 +131,7 @@ def new_trainer(config: DigitsConfig, record: TrainingRecord, page: Path | None 
     Args:
         config: A config that was checked.
         record: The record to fill during training.
-        page: The path of the page about the run. None writes no page.
+        page: The path of the HTML report of the run. If it is None, no report is written.
 
     Raises:
         ConfigError: This machine lacks the accelerator.
@@ -164,7 +164,7 @@ def main() -> None:
     config = config_from_command_line(
         DigitsConfig, default="configs/train_digits.yaml", about=str(__doc__).splitlines()[0]
     )
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # messages about missing devices, and tips
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # no messages about missing devices
     # 2000 images in memory need no workers
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")  # calls from Lightning to torch

@@ -3,8 +3,8 @@
     accelerate launch --config_file configs/accelerate/cpu_fp16.yaml recipes/train_digits_accelerate.py
     python recipes/train_digits_accelerate.py precision=fp16
 
-The same model, data and losses as ``train_digits.py``. The only lines about precision are the
-import and the construction of AmpAccelerator.
+The recipe has the same model, data and losses as ``train_digits.py``. The only lines that deal with precision
+import and construct AmpAccelerator.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-if __package__ in (None, ""):  # if this file runs as a script, the package `recipes` must be found
+if __package__ in (None, ""):  # make `recipes` importable if this file runs as a script
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
@@ -34,7 +34,7 @@ class DigitsConfig(DigitsProgramConfig):
     """The config keys of this recipe, in addition to the keys that every recipe has."""
 
     name: str = "digits_accelerate"
-    precision: str | None = None  # in Accelerate's spelling; None means the precision of the launch file
+    precision: str | None = None  # one of Accelerate's names; None: use the launch file's precision
 
 
 def train(config: DigitsConfig) -> TrainingRecord:
@@ -55,7 +55,7 @@ def train(config: DigitsConfig) -> TrainingRecord:
         model, optimizer, schedule, loaders.train, loaders.validation, loaders.test
     )
     record = TrainingRecord(title=f"digits, {accelerator.mixed_precision} x {accelerator.num_processes}")
-    native_core()  # compile the core now, so that this time is not part of the training time
+    native_core()  # compile the native core now, so that its compilation is not timed
     start = time.perf_counter()
     for _ in range(config.epochs):
         model.train()
@@ -83,7 +83,7 @@ def train(config: DigitsConfig) -> TrainingRecord:
 
 
 def new_accelerator(config: DigitsConfig) -> AmpAccelerator:
-    """Return an Accelerator in the precision of the config, or of the launch file.
+    """Return an Accelerator with the precision that the config or the launch file sets.
 
     Args:
         config: A config that was checked.
@@ -104,12 +104,12 @@ def new_accelerator(config: DigitsConfig) -> AmpAccelerator:
 
 @torch.no_grad()
 def accuracy(accelerator: AmpAccelerator, model: nn.Module, loader: DataLoader[tuple[Tensor, ...]]) -> float:
-    """Return the fraction of right answers over all processes, in [0, 1].
+    """Return the accuracy over all processes, in [0, 1].
 
     Args:
         accelerator: The accelerator that prepared the model.
         model: A model that returns logits, ``[B, 10]``.
-        loader: A prepared loader of images ``[B, 1, 8, 8]`` and labels ``[B]``.
+        loader: A prepared DataLoader of images ``[B, 1, 8, 8]`` and labels ``[B]``.
     """
     model.eval()
     right = [

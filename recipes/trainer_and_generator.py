@@ -1,8 +1,8 @@
-"""A generator keeps keys and values in fp8, and its trainer does not: gap, cause and cure.
+"""Find and fix the gap between a generator with an fp8 key-value cache and its trainer, which has none.
 
 ``python -m recipes.trainer_and_generator FOLDER`` samples from a small Llama with transformers' cache, writes
-``rollouts.jsonl``, and compares it with the trainer. Then it applies the setting that the report names, and
-compares again.
+``rollouts.jsonl``, and compares the log-probabilities of the generator with those of the trainer. Then the
+recipe applies the setting that the report recommends, and repeats the comparison.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WORDS, PROMPTS, LENGTH = 64, 16, 24
 
 
 def policy() -> Any:
-    """Return a small Llama with random weights, which are the same in each call."""
+    """Return a small Llama with random weights. Every call returns the same weights."""
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 -- of an extra
 
     torch.manual_seed(0)
@@ -43,7 +43,7 @@ def policy() -> Any:
 
 
 def cache(*, in_fp8: bool) -> Any:
-    """Return a cache that keeps keys and values in fp8, or in bf16."""
+    """Return a key-value cache that rounds keys and values to fp8 or to bf16."""
     from transformers import DynamicCache  # noqa: PLC0415 -- of an extra
 
     class Cache(DynamicCache):  # type: ignore[misc] # untyped
@@ -58,7 +58,7 @@ def cache(*, in_fp8: bool) -> Any:
 
 @torch.no_grad()
 def record(generator: Any, file: Path, *, in_fp8: bool) -> None:
-    """Sample from a generator in bf16, and write the rollout."""
+    """Sample sequences from a generator in bf16, and write them to a rollout file."""
     torch.manual_seed(1)
     prompts = torch.randint(1, WORDS, (PROMPTS, 4))
     with autocast("cpu", torch.bfloat16):

@@ -1,12 +1,12 @@
-"""TRL's SFT, DPO and GRPO, unmodified: how different are sampling and training in fp16 and in bf16?
+"""Measure the gap between sampling and training with TRL's SFT, DPO and GRPO, in fp16 and bf16.
 
-A policy samples with a cache of keys and values, but is trained on all tokens at once. The two give the same
-numbers except for rounding. So each token's log-probability differs between them. fp16 has three bits more
-than bf16, so its gap is smaller. ``Gap(rollout).measure(step)`` measures the gap. ``amp-plugin gap`` also
-says where it comes from.
-
-``python -m recipes.trl_rollouts FOLDER`` runs each trainer, stops it and resumes it half-way, and draws the
+A policy samples tokens one by one with a key-value cache, but is trained on all tokens at once. Sampling and
+training compute the same log-probabilities except for rounding. This difference between sampling and training
+is called the gap. fp16 has three more mantissa bits than bf16, so its gap is smaller.
+``Gap(rollout).measure(step)`` measures the gap. The command ``amp-plugin gap`` also names the cause of the
 gap.
+
+``python -m recipes.trl_rollouts FOLDER`` runs each trainer, stops and resumes it half-way, and plots the gap.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KINDS = ("sft", "dpo", "grpo")
 
 
 def tokenizer() -> Any:
-    """Return a tokenizer for sixty words, made here."""
+    """Return a new tokenizer with a vocabulary of sixty words."""
     from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415 -- of an extra
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
@@ -61,7 +61,7 @@ def policy() -> Any:
 
 
 def data(kind: str) -> Any:
-    """Return data about counting: texts, pairs of a right and a wrong continuation, or prompts only."""
+    """Return a dataset of counting texts, of prompts with a right and a wrong answer, or of prompts only."""
     from datasets import Dataset  # noqa: PLC0415 -- of an extra
 
     prompts = [f"w{i % WORDS} w{(i + 1) % WORDS} w{(i + 2) % WORDS}" for i in range(64)]
@@ -75,13 +75,13 @@ def data(kind: str) -> Any:
 
 
 def even_words(completions: list[str], **_: Any) -> list[float]:
-    """Reward the fraction of words with an even number."""
+    """Reward each completion with the fraction of its words that are even numbers, such as ``w4``."""
     words = [[int(word[1:]) for word in text.split() if word[1:].isdigit()] for text in completions]
     return [sum(number % 2 == 0 for number in line) / 8 for line in words]
 
 
 def trainer_of(kind: str, precision: str, folder: Path) -> Any:
-    """Return TRL's trainer with usual arguments. ``install()`` replaces its Accelerator by ours."""
+    """Return a TRL trainer with the usual arguments. ``install()`` makes the trainer use AmpAccelerator."""
     import trl  # noqa: PLC0415 -- of an extra
 
     options: dict[str, Any] = {
@@ -109,7 +109,7 @@ def trainer_of(kind: str, precision: str, folder: Path) -> Any:
 
 
 def train(kind: str, precision: str, folder: Path, *, stop: int = STEPS, resume: bool = False) -> Any:
-    """Train in a precision up to a step, from the newest checkpoint if asked to. Return the trainer."""
+    """Train up to step ``stop``; if ``resume``, start from the newest checkpoint. Return the trainer."""
     from transformers import TrainerCallback  # noqa: PLC0415 -- of an extra
 
     class Stop(TrainerCallback):  # type: ignore[misc] # untyped
@@ -117,7 +117,7 @@ def train(kind: str, precision: str, folder: Path, *, stop: int = STEPS, resume:
             control.should_training_stop |= state.global_step >= stop
 
     weights = "bf16-true" if precision == "bf16-true" else "fp32"
-    install(AmpKwargs(init_scale=2.0**12, weights=weights))  # type: ignore[arg-type] # names of weights
+    install(AmpKwargs(init_scale=2.0**12, weights=weights))  # type: ignore[arg-type] # a str
     try:
         trainer = trainer_of(kind, precision, folder)
         trainer.add_callback(Stop())
@@ -128,14 +128,14 @@ def train(kind: str, precision: str, folder: Path, *, stop: int = STEPS, resume:
 
 
 def gap(model: Any, dtype: torch.dtype, *, weights_too: bool, samples: int = 64, length: int = 24) -> float:
-    """Return the KL between rollout and training of a policy that computes in a dtype.
+    """Return the KL divergence between sampling and training for a policy that computes in ``dtype``.
 
     Args:
         model: The policy, in float32.
         dtype: The dtype in which it computes.
-        weights_too: Cast the weights, instead of using autocast.
+        weights_too: Cast the weights to ``dtype`` instead of using autocast.
         samples: The number of sequences to sample.
-        length: The number of tokens in each.
+        length: The number of tokens in each sequence.
     """
     model = model.to(dtype) if weights_too else model
     torch.manual_seed(1)
@@ -162,7 +162,7 @@ def gap(model: Any, dtype: torch.dtype, *, weights_too: bool, samples: int = 64,
 
 
 def main(folder: str, tell: Callable[[str], Any] = print) -> dict[str, list[float]]:
-    """Run each trainer in each precision, and draw the gap between rollout and training. Return the gaps."""
+    """Run each trainer in each precision. Plot and return the gaps between sampling and training."""
     gaps: dict[str, list[float]] = {precision: [] for precision in PRECISIONS}
     for precision in PRECISIONS:
         for kind in KINDS:
@@ -181,7 +181,7 @@ def main(folder: str, tell: Callable[[str], Any] = print) -> dict[str, list[floa
 
 
 def draw(gaps: dict[str, list[float]], path: Path) -> None:
-    """Draw the KL for each precision and each kind of training."""
+    """Plot the KL divergence for each precision and each TRL trainer."""
     from matplotlib.figure import Figure  # noqa: PLC0415 -- of an extra
 
     axes = Figure(figsize=(6, 3.5), layout="constrained").subplots()
@@ -190,7 +190,7 @@ def draw(gaps: dict[str, list[float]], path: Path) -> None:
     axes.set_yscale("log")
     axes.set_xticks(range(len(KINDS)), [kind.upper() for kind in KINDS])
     axes.set_ylabel("KL, rollout from training (nats per token)")
-    axes.set_ylim(bottom=min(map(min, gaps.values())) / 4)  # bars on a logarithmic axis cannot start at zero
+    axes.set_ylim(bottom=min(map(min, gaps.values())) / 4)  # a logarithmic axis cannot start at zero
     axes.figure.legend(title="computed in", loc="outside right upper")
     axes.figure.savefig(path, dpi=150)
 

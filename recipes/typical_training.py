@@ -1,9 +1,10 @@
-"""Typical training: a region around the forward pass, a scaler around the step.
+"""Typical training: autocast surrounds the forward pass, and GradScaler takes the optimizer step.
 
     python -m recipes run typical_training [precision=bf16] [key=value ...]
 
-The backward pass stays outside the region: its ops run in the dtypes of their forward ops. ``scaler.step``
-skips a step whose gradients contain inf or nan. Then ``scaler.update`` lowers the scale.
+The backward pass runs outside the autocast region, and its ops use the dtypes of their forward ops.
+``scaler.step`` skips an optimizer step if a gradient contains inf or nan. After a skipped step,
+``scaler.update`` lowers the loss scale.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""WGAN-GP: a generator and a critic with a gradient penalty learn to draw digits.
+"""WGAN-GP: train a generator of digits and a critic with a gradient penalty.
 
     python -m recipes run wgan_gp [precision=bf16] [key=value ...]
 
-Two optimizers that step at different times share one scaler. ``register`` tells the scaler about both
-optimizers, so that ``update`` waits while either still has scaled gradients. The generator's backward pass
-names its inputs. Otherwise it would leave gradients in the critic. The method is from Gulrajani et al.
-2017, conditional on the digit.
+Two optimizers that step at different times share one GradScaler. ``scaler.register`` tells the scaler about
+both optimizers, so that ``scaler.update`` waits while either still has scaled gradients. The generator's
+backward pass is called with ``inputs=``, so that no gradients are left in the critic. The method is from
+"Improved Training of Wasserstein GANs" (Gulrajani and others, 2017). Generator and critic also get the class
+of the digit as an input.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ DISTANCE = "from real to made (L2 norm)"
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe. ``steps`` counts steps of the generator."""
+    """The config keys of this recipe. ``steps`` is the number of optimizer steps of the generator."""
 
     steps: int = 400
     batch_size: int = 64
@@ -51,7 +52,7 @@ class Config(RecipeConfig):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train both models and draw ten samples of each digit. Return the record of the run.
+    """Train both models and generate ten images of each digit. Return the record of the run.
 
     Args:
         config: A config that was checked.
@@ -103,7 +104,7 @@ def train(config: Config) -> TrainingRecord:
 
 
 def new_record(title: str, config: Config) -> TrainingRecord:
-    """Return an empty record with the labels of this recipe."""
+    """Return an empty TrainingRecord with the title and labels of this recipe."""
     return TrainingRecord(
         title=f"{title}, {config.precision.value}", loss_label="critic's loss (L2 norm)", log_loss=False
     )

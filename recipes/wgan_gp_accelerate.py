@@ -1,10 +1,11 @@
-"""WGAN-GP with Accelerate: two optimizers and a gradient penalty under one loss scale.
+"""WGAN-GP with Accelerate uses two optimizers, a gradient penalty and one loss scale.
 
     python -m recipes run wgan_gp_accelerate [precision=bf16] [key=value ...]
 
-This is ``wgan_gp.py`` with Accelerate. AmpAccelerator computes the penalty, and passes on the ``inputs`` of
-the generator's backward pass. Prepared models need no ``with``, because each call is a region of its own. So
-the gradients of the critic's three calls are added in fp32, and differ from the plain recipe by rounding.
+The recipe does the same as ``wgan_gp.py``, in Accelerate. AmpAccelerator computes the gradient penalty, and
+accepts ``inputs=`` in the generator's backward pass. Models prepared by the accelerator need no ``with
+autocast``, because every call runs in its own autocast region. So the gradients of the critic's three calls
+are added in fp32, and differ from those in ``wgan_gp.py`` by rounding.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ DISTANCE = "from real to made (L2 norm)"
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe. ``steps`` counts steps of the generator."""
+    """The config keys of this recipe. ``steps`` is the number of optimizer steps of the generator."""
 
     steps: int = 400
     batch_size: int = 64
@@ -50,14 +51,14 @@ class Config(RecipeConfig):
 
 
 def new_record(title: str, config: Config) -> TrainingRecord:
-    """Return an empty record with the labels of this recipe."""
+    """Return an empty TrainingRecord with the title and labels of this recipe."""
     return TrainingRecord(
         title=f"{title}, {config.precision.value}", loss_label="critic's loss (L2 norm)", log_loss=False
     )
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train both models and draw ten samples of each digit. Return the record of the run.
+    """Train both models and generate ten images of each digit. Return the record of the run.
 
     Args:
         config: A config that was checked.

@@ -1,9 +1,10 @@
-"""WGAN-GP in a LightningModule: manual optimization, two optimizers, one loss scale.
+"""WGAN-GP in a LightningModule uses manual optimization with two optimizers and one loss scale.
 
     python -m recipes run wgan_gp_lightning [precision=bf16] [key=value ...]
 
-This is ``wgan_gp.py`` in Lightning. The Trainer's plugin computes the penalty. No other code concerns
-precision. ``toggle_optimizer`` prevents the generator's backward pass from leaving gradients in the critic.
+The recipe does the same as ``wgan_gp.py``, in Lightning. The Trainer's precision plugin computes the gradient
+penalty. No other code deals with precision. ``toggle_optimizer`` prevents the generator's backward pass from
+leaving gradients in the critic.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ DISTANCE = "from real to made (L2 norm)"
 
 @dataclass
 class Config(RecipeConfig):
-    """The config keys of this recipe. ``steps`` counts steps of the generator."""
+    """The config keys of this recipe. ``steps`` is the number of optimizer steps of the generator."""
 
     steps: int = 400
     batch_size: int = 64
@@ -50,14 +51,14 @@ class Config(RecipeConfig):
 
 
 def new_record(title: str, config: Config) -> TrainingRecord:
-    """Return an empty record with the labels of this recipe."""
+    """Return an empty TrainingRecord with the title and labels of this recipe."""
     return TrainingRecord(
         title=f"{title}, {config.precision.value}", loss_label="critic's loss (L2 norm)", log_loss=False
     )
 
 
 class DigitsGAN(LightningModule):
-    """A generator, its running mean and a critic."""
+    """A LightningModule with a generator, a running average of it, and a critic."""
 
     def __init__(self, config: Config, record: TrainingRecord) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class DigitsGAN(LightningModule):
         self.critic_steps = 0
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> None:
-        """Step the critic. After every ``critic_steps`` of its steps, step the generator."""
+        """Step the critic. After every ``critic_steps`` steps of the critic, step the generator."""
         images, labels = batch
         critic_loss, distance = self.critic_step(images.flatten(1), labels)
         self.critic_steps += 1
@@ -87,7 +88,7 @@ class DigitsGAN(LightningModule):
         self.record.add_to_curve(DISTANCE, distance)
 
     def critic_step(self, real: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Step the critic. Return its loss and the distance that it measured."""
+        """Step the critic. Return the critic's loss and its estimate of the Wasserstein distance."""
         _, optimizer = self.optimizers()
         made = self.generator(labels).detach()
         distance = self.critic(real, labels).mean() - self.critic(made, labels).mean()
@@ -101,7 +102,7 @@ class DigitsGAN(LightningModule):
         return loss, distance
 
     def configure_optimizers(self) -> list[Adam]:
-        """Return the generator's optimizer and the critic's."""
+        """Return the optimizer of the generator and the optimizer of the critic."""
         rate = self.config.learning_rate
         return [
             Adam(net.parameters(), rate, betas=(0.5, 0.9), fused=True)
@@ -110,7 +111,7 @@ class DigitsGAN(LightningModule):
 
 
 def train(config: Config) -> TrainingRecord:
-    """Train both models and draw ten samples of each digit. Return the record of the run.
+    """Train both models and generate ten images of each digit. Return the record of the run.
 
     Args:
         config: A config that was checked.
@@ -124,7 +125,7 @@ def train(config: Config) -> TrainingRecord:
             plugins=[AmpPrecision(config.precision.value, **asdict(config.loss_scale))],
             accelerator=config.device,
             devices=1,
-            # Lightning counts the steps of each optimizer
+            # Lightning's max_steps counts the steps of all optimizers.
             max_steps=config.steps * (config.critic_steps + 1),
             callbacks=[RichProgressBar()],
             logger=False,
