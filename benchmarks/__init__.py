@@ -1,1 +1,1 @@
-"""Side-by-side benchmarks: ours, torch's and the machine's limit, in turns, in one process."""
+"""Benchmarks that run amp_plugin, torch and a hardware limit alternately in one process."""

@@ -1,13 +1,15 @@
-"""Measure everything side by side, keep the figures, and put them into the documentation.
+"""Measure amp_plugin next to torch, save the figures, and write them into the documentation.
 
-python -m benchmarks                      all sections on the CPU: results/, pages and plots of docs/
-python -m benchmarks cuda                 on a GPU
-python -m benchmarks --only ops clipping  some sections; the others keep the figures they have
-python -m benchmarks --check              only promised figures; exit 1 if one is missed by more than 10 %
-python -m benchmarks --draw               write the documentation again from the figures kept for this machine
-python -m benchmarks --keep               keep the figures, write no page
-python -m benchmarks cuda --draw --figures FILE      the same from figures that were kept on another machine
-python -m benchmarks cuda --promises --figures FILE  whether each promise is kept; exit 1 if one is missed
+``python -m benchmarks`` measures all sections on the CPU, and writes results/ and the figures in docs/.
+``python -m benchmarks cuda`` measures all sections on a GPU.
+``python -m benchmarks --only ops clipping`` measures two sections, and keeps the saved figures of all others.
+``python -m benchmarks --check`` measures only figures that have a promised limit, and writes no file.
+With ``--check``, the exit code is 1 if a promised limit is missed by more than 10 %.
+``python -m benchmarks --keep`` measures and saves figures, but does not write the documentation.
+``python -m benchmarks --draw`` writes the documentation from the figures saved for this machine.
+``python -m benchmarks cuda --draw --figures FILE`` writes the documentation from figures of another machine.
+``python -m benchmarks cuda --promises --figures FILE`` shows whether each promised limit is kept.
+With ``--promises``, the exit code is 1 if a promised limit is missed by more than 10 %.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ CONSOLE = Console(width=160)
 
 
 def run(section: Section, setting: Setting, *, gated: bool = False) -> SectionRecord:
-    """Measure a section. With ``gated``, measure only comparisons that have a promise."""
+    """Measure a section. If ``gated``, measure only comparisons that have a promised limit."""
     begin = time.perf_counter()
     with threads(section.threads), older_objects_frozen():
         outcomes = [
@@ -58,7 +60,7 @@ def run(section: Section, setting: Setting, *, gated: bool = False) -> SectionRe
 
 @contextmanager
 def older_objects_frozen() -> Iterator[None]:
-    """Leave the existing objects out of garbage collection, so that it is quick between comparisons."""
+    """Freeze existing objects, so that garbage collection between comparisons is fast."""
     gc.collect()
     gc.freeze()
     try:
@@ -90,20 +92,20 @@ def write(report: Report) -> None:
 
 
 def save(report: Report) -> None:
-    """Save the figures, with the sections in the order of the report."""
+    """Save the figures as JSON, with the sections in the order of the report."""
     ordered = {key: report.sections[key] for key in keys(report.device) if key in report.sections}
     report.path.parent.mkdir(exist_ok=True)
     report.path.write_text(replace(report, sections=ordered).to_json(), encoding="utf-8")
 
 
 def kept_report(device: str) -> Report:
-    """Return the saved figures for this machine and torch, or an empty report."""
+    """Return the saved report for this machine and torch version, or an empty report."""
     here = Report.here(device)
     return Report.from_json(here.path.read_text(encoding="utf-8")) if here.path.exists() else here
 
 
 def figures(options: argparse.Namespace) -> Report:
-    """Return the figures that the command line asks for. Exit if there are none."""
+    """Return the saved report that the command line selects. Exit if there is none."""
     if options.figures:
         return Report.from_json(options.figures.read_text(encoding="utf-8"))
     report = kept_report(options.device)
@@ -113,7 +115,7 @@ def figures(options: argparse.Namespace) -> Report:
 
 
 def show_promises(report: Report) -> int:
-    """Print whether each promise is kept. Return 1 if one is missed by more than the tolerance."""
+    """Print whether each promised limit is kept. Return 1 if a limit is missed by more than the tolerance."""
     outcomes = [outcome for record in report.sections.values() for outcome in record.outcomes]
     for outcome in outcomes:
         for verdict in outcome.verdicts:
@@ -123,7 +125,7 @@ def show_promises(report: Report) -> int:
 
 
 def missed(outcomes: Sequence[Outcome]) -> list[str]:
-    """Name the promised limits that are missed by more than the tolerance."""
+    """Return the promised limits that are missed by more than the tolerance, as text."""
     return [
         f"{outcome.table}: {outcome.name}: {verdict.text}"
         for outcome in outcomes
@@ -133,7 +135,7 @@ def missed(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def arguments(device: str, words: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line. The sections that can be chosen depend on ``device``."""
+    """Parse the command line. ``--only`` accepts the sections that exist for ``device``."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -162,7 +164,7 @@ def arguments(device: str, words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def prepare(device: str) -> None:
-    """Load the kernels. If that fails, print the reason and exit."""
+    """Load the kernels. If loading the kernels fails, print the reason and exit."""
     try:
         require_native("the benchmarks")
         if device == "cuda":
@@ -175,7 +177,7 @@ def prepare(device: str) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Measure, save and write the documentation. Return 1 if a promise was checked and missed."""
+    """Measure, save figures and write the documentation. Return 1 if a promised limit was missed."""
     device = "cuda" if "cuda" in (sys.argv[1:] if words is None else words) else "cpu"
     options = arguments(device, words)
     if options.draw or options.promises:
@@ -199,7 +201,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.check:
         return int(bool(found))
     if not options.keep:
-        write(kept_report(options.device))  # write the pages from the saved, rounded figures, as --draw does
+        write(kept_report(options.device))  # write the saved, rounded figures
     return 0
 
 

@@ -1,6 +1,7 @@
-"""Training steps under AmpAccelerator and under stock Accelerate.
+"""Compare the time of training steps with AmpAccelerator and with stock Accelerate.
 
-Stock Accelerate does not support fp16 on the CPU, so there it gets torch's own scaler and autocast.
+Stock Accelerate does not support fp16 on the CPU. On the CPU it is therefore given torch's GradScaler and
+torch.autocast.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from benchmarks.training_cases import CASES, NO_SLOWER, STOCK, Case, step_clock
 
 
 class Accelerate(Section):
-    """Whole training steps. Each sample is the median step time of a separate run."""
+    """Compare whole training steps. Each sample is the median step time of a separate training run."""
 
     key = "accelerate"
     timing = "CPU time of the process with one thread, median step of a run"
@@ -61,7 +62,7 @@ def make_accelerator(label: str, case: Case, device: str) -> Accelerator:
 
 
 def step_time(label: str, case: Case, setting: Setting) -> float:
-    """Train once. Return the median time of an optimizer step with its micro-batches, in microseconds."""
+    """Train once. Return the median time of an optimizer step and its micro-batches, in microseconds."""
     torch.manual_seed(0)
     accelerator = make_accelerator(label, case, setting.device)
     gpt = launch_bound_gpt(setting)

@@ -1,4 +1,4 @@
-"""Compare our autocast with torch.autocast: the time that a region adds to an op, and to open a region."""
+"""Compare the overhead of amp_plugin.autocast and torch.autocast, per op and per region."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MICRO_BATCHES = 8
 
 
 class Ops(Section):
-    """Single ops in a region, opening a region, and ops outside regions while the core is loaded."""
+    """Time single ops in a region, opening a region, and ops outside regions once the core is loaded."""
 
     key = "ops"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield ops with and without casts, regions, and ops outside regions while the core is loaded."""
+        """Yield comparisons of ops with and without casts, of regions, and of ops outside regions."""
         yield from nothing_to_cast(setting)
         yield from something_to_cast(setting)
         yield from regions(setting)
@@ -40,12 +40,12 @@ class Ops(Section):
 
 
 def torch_region(device: str) -> AbstractContextManager[object]:
-    """Open torch's region."""
+    """Open a torch.autocast region."""
     return torch.autocast(device, BF16)
 
 
 def our_region(device: str) -> AbstractContextManager[object]:
-    """Open ours."""
+    """Open an amp_plugin.autocast region."""
     return autocast(device, BF16)
 
 
@@ -67,7 +67,7 @@ def _calls(setting: Setting, dtype: torch.dtype) -> dict[str, Call]:
 
 
 def nothing_to_cast(setting: Setting) -> Iterator[Comparison]:
-    """Yield ops whose inputs need no cast. The limit is the op without autocast."""
+    """Compare ops whose inputs need no cast. The lower limit is the time of the op without autocast."""
     single = torch.randn(4, 4, device=setting.device)
     calls = _calls(setting, BF16)
     calls["mse_loss, fp32"] = lambda: functional.mse_loss(single, single)
@@ -83,7 +83,7 @@ def nothing_to_cast(setting: Setting) -> Iterator[Comparison]:
 
 
 def something_to_cast(setting: Setting) -> Iterator[Comparison]:
-    """Yield ops with fp32 inputs, which a region casts at each call. Without weights no cast is cached."""
+    """Compare ops with fp32 inputs, which are cast at each call. Autocast caches only casts of weights."""
     calls = _calls(setting, torch.float32)
     for name in ("linear", "mm", "conv2d"):
         yield Comparison(
@@ -109,7 +109,7 @@ def _plainly(setting: Setting, call: Call, repeat: int) -> dict[str, Callable[[]
 
 
 def regions(setting: Setting) -> Iterator[Comparison]:
-    """Yield the time to open and close a region, alone and inside another one."""
+    """Compare the time to open and close a region, both alone and inside another region."""
 
     def opening(region: Callable[[str], AbstractContextManager[object]]) -> Call:
         def call() -> None:
@@ -137,7 +137,7 @@ def regions(setting: Setting) -> Iterator[Comparison]:
 
 
 def core_loaded(setting: Setting) -> Iterator[Comparison]:
-    """Yield a small op outside a region and in torch's region, with our kernels installed and without."""
+    """Compare a small op with and without our kernels installed, outside of regions and in torch.autocast."""
     call = _calls(setting, BF16)["linear"]
     repeat = setting.sized(10_000, 2)
     cases = {
@@ -166,7 +166,7 @@ def core_loaded(setting: Setting) -> Iterator[Comparison]:
 
 
 def kept_casts(setting: Setting) -> Iterator[Comparison]:
-    """Yield a block that uses one weight 200 times: in our region, and in torch's region with our rules."""
+    """Compare regions that use one weight 200 times, where only the first use casts the weight."""
     for name, calls in uses_of_one_weight(setting).items():
         yield Comparison(
             name=name,
@@ -182,7 +182,8 @@ def kept_casts(setting: Setting) -> Iterator[Comparison]:
 def uses_of_one_weight(setting: Setting) -> dict[str, dict[str, Call]]:
     """Return functions, each of which uses one weight 200 times.
 
-    One runs in our region. The others run in torch's region, with our kernels or with torch's.
+    One function opens amp_plugin.autocast. The other functions open torch.autocast, one with the kernels of
+    amp_plugin and one with those of torch.
     """
     weight = torch.nn.Parameter(torch.randn(512, 512, device=setting.device))
     inputs = torch.randn(4, 512, device=setting.device)
@@ -203,7 +204,7 @@ def uses_of_one_weight(setting: Setting) -> dict[str, dict[str, Call]]:
 
 @contextmanager
 def uninstalled(setting: Setting) -> Iterator[None]:
-    """Use torch's own autocast kernels in a block."""
+    """Use torch's own autocast kernels inside this ``with`` block."""
     uninstall_kernels()
     try:
         _settle(setting)
@@ -214,7 +215,7 @@ def uninstalled(setting: Setting) -> Iterator[None]:
 
 @contextmanager
 def installed(setting: Setting) -> Iterator[None]:
-    """Use our kernels in a block, after the same changes to the dispatcher as in ``uninstalled``."""
+    """Remove and reinstall our kernels, so that the dispatcher is changed as often as in ``uninstalled``."""
     uninstall_kernels()
     KERNELS.install()
     _settle(setting)
@@ -222,7 +223,7 @@ def installed(setting: Setting) -> Iterator[None]:
 
 
 def _settle(setting: Setting) -> None:
-    """Run other ops first, so that the new kernels of the dispatcher are not cold in the timed calls."""
+    """Run untimed ops after a change of kernels, so that the timed calls find warm CPU caches."""
     x = torch.ones(4, 4, device=setting.device)
     for _ in range(setting.sized(5000, 2)):
         x.mm(x)

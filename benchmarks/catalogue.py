@@ -1,4 +1,4 @@
-"""The sections of the report, in order. The module of a section is imported when the section is needed."""
+"""The sections of the benchmark report, in order. The module of a section is imported only when needed."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ CUDA = {"bandwidth": "cuda", "launches": "cuda", "forms": "forms", "training": "
 
 
 def keys(device: str) -> list[str]:
-    """Return the keys of the sections for a device, in the order of the report."""
+    """Return the keys of a device's benchmark sections, in the order of the report."""
     return list(CUDA if device == "cuda" else CPU)
 
 
 def section(key: str) -> Section:
-    """Return the section with a key of either device."""
+    """Return the section with this key, which may belong to the CPU or to a GPU."""
     module = import_module(f"benchmarks.{CUDA[key]}")
     return next(section for section in module.SECTIONS if section.key == key)

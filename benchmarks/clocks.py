@@ -1,4 +1,4 @@
-"""Ways to time a call. Each returns a sample: a function that runs the call and gives microseconds."""
+"""Clocks that time a call. Each clock returns a function that runs the call and returns microseconds."""
 
 from __future__ import annotations
 
@@ -15,34 +15,36 @@ Around = Callable[[], AbstractContextManager[object]]
 Sample = Callable[[], float]
 
 FLUSH_BYTES = 512 * 2**20  # several times the L2 cache of any GPU
-HEAD_START = 4_000_000  # the cycles (about 2 ms) that a GPU is kept busy while the host launches the call
+HEAD_START = 4_000_000  # keeps the GPU busy for about 2 ms, until the host has launched all
 
 
 def nothing() -> None:
-    """Do nothing. This is the preparation for calls that need none."""
+    """Do nothing. This is the default for ``prepare``."""
 
 
 class Clock(Protocol):
-    """Make a sample of a call. The preparation of the call and the context around it are not timed."""
+    """Makes a function that times a call. The time of ``prepare`` and ``around`` is not included."""
 
     def __call__(
         self, call: Call, *, repeat: int = 1, prepare: Call = nothing, around: Around = nullcontext
     ) -> Sample:
-        """Return a function that runs ``call`` ``repeat`` times and gives the microseconds of one.
+        """Return a function that runs ``call`` ``repeat`` times and returns its average time in microseconds.
 
         Args:
             call: The function to time.
-            repeat: The number of calls in a sample, for calls that are too short for the clock's resolution.
+            repeat: The number of calls per sample. Use several calls if a single call is too short for the
+                clock's resolution.
             prepare: A function that runs once before each sample.
-            around: Makes the context in which each sample is taken.
+            around: A function that returns the context manager in which each sample is taken.
         """
         ...
 
 
 def waited() -> float:
-    """Return the seconds that this process's threads have waited for a processor used by other programs.
+    """Return how many seconds the threads of this process have waited for a CPU that was busy.
 
-    Linux counts them for all threads. It is 0 if the kernel does not count.
+    Linux counts the waiting time of each thread. The result is 0 if the Linux kernel does not count waiting
+    times.
     """
     nanoseconds = 0
     for task in Path("/proc/self/task").glob("*/schedstat"):
@@ -80,9 +82,9 @@ wall_time = _timed(time.perf_counter, nothing, 1)
 
 
 def synchronised_time(call: Call, **options: object) -> Sample:
-    """Measure the wall time until an idle GPU is idle again.
+    """Measure the wall time from the start of the call until the GPU has finished its work.
 
-    This is the time of the host's or of the device's work, whichever is longer.
+    The result is the time of the host's work or of the device's work, whichever is longer.
     """
     return _timed(time.perf_counter, torch.cuda.synchronize, 1)(call, **options)  # type: ignore[arg-type]
 
@@ -90,9 +92,9 @@ def synchronised_time(call: Call, **options: object) -> Sample:
 def event_time(
     call: Call, *, repeat: int = 1, prepare: Call = nothing, around: Around = nullcontext
 ) -> Sample:
-    """Time on an idle GPU with a flushed L2 cache, from the first launch to the end of the last kernel.
+    """Measure the GPU time from the first launch to the end of the last kernel, with a flushed L2 cache.
 
-    If the device waits for the host, the host's time counts too.
+    The GPU is idle at first, so the result includes the time in which the GPU waits for launches.
     """
     return _events(call, repeat, prepare, around, torch.cuda.synchronize)
 
@@ -100,9 +102,9 @@ def event_time(
 def device_time(
     call: Call, *, repeat: int = 1, prepare: Call = nothing, around: Around = nullcontext
 ) -> Sample:
-    """Time on a GPU with a flushed L2 cache that is kept busy until the host has launched everything.
+    """Measure the GPU time of kernels that the host has launched in advance, with a flushed L2 cache.
 
-    This is the time of the kernels in a training step whose host is ahead of the device.
+    The result is the time that the kernels take in a training step if the host is ahead of the GPU.
     """
     return _events(call, repeat, prepare, around, lambda: torch.cuda._sleep(HEAD_START))  # type: ignore[no-untyped-call]
 
@@ -113,7 +115,7 @@ def _events(call: Call, repeat: int, prepare: Call, around: Around, settle: Call
     def sample() -> float:
         prepare()
         with around():
-            # Read instead of write: otherwise the L2 cache would be written to memory during the timing.
+            # Flush the L2 cache by reading. Data written here would be copied to memory during the timing.
             elsewhere.sum()
             settle()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

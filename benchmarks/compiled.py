@@ -1,4 +1,4 @@
-"""Compiled code: the time of our region inside and around it, and a whole compiled training step."""
+"""Compare amp_plugin with torch under torch.compile, for autocast regions and for a training step."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ MAX_NORM = 0.1
 
 
 class Compiled(Section):
-    """A compiled GPT under our regions and torch's, and its compiled training step."""
+    """Time a compiled GPT under amp_plugin.autocast and torch.autocast, and a compiled training step."""
 
     key = "compiled"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield regions around and inside the compiled model, with default and other rules, then the step."""
+        """Yield comparisons with regions around and inside the compiled model, then the compiled step."""
         own = OpRules.default(setting.device).with_rule("aten::softmax.int", "fp32")
         regions: dict[str, Region] = {
             "default rules": lambda: autocast(setting.device, BF16),
@@ -40,7 +40,7 @@ class Compiled(Section):
 
 
 def forward_backward(setting: Setting, name: str, ours: Region, *, inside: bool) -> Comparison:
-    """Compare one forward and backward pass, with the region inside the compiled code or around its call."""
+    """Compare a forward and backward pass, with the region inside or around the compiled function."""
     calls = {
         OURS: _one_batch(setting, ours, inside=inside),
         "torch": _one_batch(setting, lambda: torch_region(setting.device), inside=inside),
@@ -81,7 +81,7 @@ def _one_batch(setting: Setting, region: Region, *, inside: bool) -> Callable[[]
 
 
 def training_step(setting: Setting) -> Comparison:
-    """Compare a training step that is compiled as a whole: forward, backward, clip, step and update."""
+    """Compare a training step, from forward pass to scale update, that is compiled as one function."""
     ours = GradScaler(setting.device, init_scale=2.0**10)
     theirs = torch.amp.GradScaler(setting.device, init_scale=2.0**10)
 
@@ -100,7 +100,7 @@ def training_step(setting: Setting) -> Comparison:
         name="GPT 6 x 64, fused AdamW",
         table="A training step, compiled as a whole",
         samples={
-            # The first step makes the optimizer's state, and torch.compile guards on it from then on.
+            # The first step creates the optimizer state. Later, torch.compile guards on this state.
             label: setting.host_clock(
                 call, repeat=setting.sized(5, 1), prepare=lambda call=call: [call(), call()]
             )

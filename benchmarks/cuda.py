@@ -1,4 +1,4 @@
-"""Measurements on a GPU only: compile and check the kernels, and count kernel launches and host syncs."""
+"""Benchmarks that need a GPU, for kernel correctness, bandwidth, kernel launches and host syncs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SCALE = 2.0**10
 
 
 def prepare() -> None:
-    """Compile the kernels for this GPU and check their results.
+    """Compile the CUDA kernels for this GPU and check their results.
 
     Raises:
-        RuntimeError: There is no GPU, or the kernels cannot run on it.
+        RuntimeError: There is no GPU, or the kernels cannot run on this GPU.
         ArithmeticError: A kernel computes a wrong result.
     """
     core = cuda_core()
@@ -41,7 +41,7 @@ def prepare() -> None:
 
 
 def check(grads: Sequence[Tensor]) -> None:
-    """Run the kernels on fp32 gradients, and compare the results with float64 and with plain torch.
+    """Run the kernels on fp32 gradients, and compare the results with float64 and with torch's own ops.
 
     Raises:
         ArithmeticError: The results differ.
@@ -61,7 +61,7 @@ def check(grads: Sequence[Tensor]) -> None:
 
 
 def launches(call: Call) -> int:
-    """Count the launches of one call: kernels, copies and memsets."""
+    """Count the kernels, copies and memsets that one call launches."""
     call()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -69,12 +69,12 @@ def launches(call: Call) -> int:
         call()
         torch.cuda.synchronize()
     on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    # torch annotates an optimizer step. The annotation is not a launch.
+    # The profiler also reports torch's annotation of an optimizer step, which is not a launch.
     return sum(not event.is_user_annotation for event in on_device)
 
 
 def waits(call: Call) -> int:
-    """Count how often one call waits for the device."""
+    """Count how often one call makes the host wait for the device."""
     call()
     torch.cuda.set_sync_debug_mode("warn")
     try:
@@ -87,14 +87,14 @@ def waits(call: Call) -> int:
 
 
 class Bandwidth(Section):
-    """The bytes that the device reads and writes per second, without the host's time."""
+    """Measure how many bytes per second each op reads and writes, without the host's time."""
 
     key = "bandwidth"
     threads = 0
     timing = "wall time"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield each op for several sets of gradients, next to ``copy_`` of one tensor with as many bytes."""
+        """Compare each op on several sets of gradients with ``copy_`` of one tensor of the same size."""
         for name in ("1 x 100 MB", "ResNet-50", "GPT-2 124M", "1 x 1 GB"):
             yield from bandwidths(setting, name)
 
@@ -127,7 +127,7 @@ Calls = dict[str, tuple[Call, Call | None, float]]
 
 
 def gradient_calls(grads: list[Tensor]) -> Calls:
-    """Return the ops on gradients, and the rounding of float32 weights."""
+    """Return calls of our ops on gradients, and of the op that rounds float32 weights."""
     half = [torch.empty_like(grad, dtype=torch.bfloat16) for grad in grads]
     low = [torch.empty_like(grad, dtype=torch.int16) for grad in grads]
     factor = torch.tensor(1.0000001, device=grads[0].device)
@@ -141,7 +141,7 @@ def gradient_calls(grads: list[Tensor]) -> Calls:
 
 
 def step_calls(grads: list[Tensor]) -> Calls:
-    """Return steps of AdamW and SGD that divide and write the gradients, and torch's fused steps."""
+    """Return our AdamW and SGD steps, which also unscale the gradients, and torch's fused steps."""
     device = grads[0].device
     params, first, second = ([torch.rand_like(grad) for grad in grads] for _ in range(3))
     steps = [torch.ones((), device=device) for _ in grads]
@@ -167,7 +167,7 @@ def step_calls(grads: list[Tensor]) -> Calls:
 
 
 def shares(setting: Setting, name: str) -> dict[str, dict[str, float]]:
-    """Return the GB/s of each op for a set of gradients, and its fraction of ``copy_``: ours and torch's."""
+    """Return the bandwidths of our op and torch's op, in GB/s and as a fraction of that of ``copy_``."""
     found = {}
     for comparison in bandwidths(setting, name):
         rates = {
@@ -182,18 +182,18 @@ def shares(setting: Setting, name: str) -> dict[str, dict[str, float]]:
 
 
 def bandwidth(sample: Sample, moved: float) -> Sample:
-    """Convert a sample in microseconds to GB/s. ``moved`` is the number of bytes."""
+    """Convert a time in microseconds to GB/s. ``moved`` is the number of bytes read and written."""
     return lambda: moved / max(sample(), 1e-9) / 1e3
 
 
 class Launches(Section):
-    """The launches and host syncs of clipping and of the whole step."""
+    """Count the kernel launches and host syncs of clipping and of a whole optimizer step."""
 
     key = "launches"
     timing = "counted by torch's profiler and its sync debug mode"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield both counts for several sets of gradients."""
+        """Yield the counts of launches and of host syncs for several sets of gradients."""
         for name in ("ResNet-50", "GPT-2 124M", "1000 x 1 KB"):
             bench = Gradients(shapes_of(name, setting), setting.device)
             for what, ours, theirs, most in (
@@ -217,7 +217,7 @@ class Launches(Section):
 
 
 def clip_after_update(bench: Gradients) -> None:
-    """Unscale and clip with a scale that has changed, as it may at each update."""
+    """Unscale and clip after a change of the loss scale, as it may happen at each update."""
     bench.ours.loss_scale.generation += 1
     bench.scaled_again()
     bench.clip_ours()

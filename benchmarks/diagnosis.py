@@ -1,4 +1,4 @@
-"""The time that diagnose takes inside a region and outside of one, and the time of a run's page."""
+"""Measure the time that diagnose adds to ops, and the time that a run report adds to training steps."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ HOOKED = "hooks on modules"
 
 
 class Diagnosis(Section):
-    """Ops after a region of diagnose was closed, and training steps inside one."""
+    """Time an op after a diagnose block, batches inside a block, and training steps with a run report."""
 
     key = "diagnosis"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield an op while no region is open, and forward and backward passes inside regions."""
+        """Yield comparisons of an op outside of diagnose, batches inside it, and steps with a report."""
         yield not_armed(setting)
         for name, make in (
             ("GPT 6 x 64, launch-bound", launch_bound_gpt),
@@ -48,7 +48,7 @@ class Diagnosis(Section):
 
 
 def not_armed(setting: Setting) -> Comparison:
-    """Compare an op before a region was opened with the same op after the region was closed."""
+    """Compare the time of an op before and after a ``with diagnose()`` block."""
     x = torch.randn(4, 4, device=setting.device)
 
     def opened_and_closed() -> None:
@@ -69,7 +69,7 @@ def not_armed(setting: Setting) -> Comparison:
 
 
 def armed(setting: Setting, name: str, step: Call) -> Comparison:
-    """Compare forward and backward passes inside each kind of region with those outside."""
+    """Compare forward and backward passes inside diagnose, inside shadow_run, and outside of both."""
     regions: dict[str, type[AbstractContextManager[object]] | object] = {
         "diagnose": diagnose,
         "shadow_run": shadow_run,
@@ -87,7 +87,7 @@ def armed(setting: Setting, name: str, step: Call) -> Comparison:
 
 
 def drawn(setting: Setting, name: str, make: Callable[[Setting], GPT], folder: str) -> Iterator[Comparison]:
-    """Compare the training steps of a run with a page and of a run without one."""
+    """Compare the training steps of a run that writes an HTML report with those of a run that does not."""
 
     def step_of(model: GPT, scaler: GradScaler) -> Call:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
@@ -111,10 +111,10 @@ def drawn(setting: Setting, name: str, make: Callable[[Setting], GPT], folder: s
         ModuleWatch(hooked_scaler.core.log, [hooked]),
     ):
         hooked_step = step_of(hooked, hooked_scaler)
-        hooked_step(math.nan)  # the first skipped step places the hooks
+        hooked_step(math.nan)  # the first skipped step registers the hooks
         drawn_step = step_of(model, scaler)
         for _ in range(setting.sized(20, 1)):
-            drawn_step()  # not timed, because the first step reads the dtypes and is outside the time budget
+            drawn_step()  # not timed, because the report inspects dtypes at the first step
         repeat = setting.sized(20, 1)
         yield Comparison(
             name=name,

@@ -1,4 +1,4 @@
-"""Write a report into pages of the documentation, between markers. The text around the markers stays."""
+"""Write a benchmark report between markers in the documentation. Other text is not changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGES = tuple(LAB / name for name in ("performance.md", "measurements.md", "cuda
 
 
 def blocks(report: Report, figures: Mapping[str, list[str]]) -> dict[str, str]:
-    """Return the text to write between each marker and its end marker.
+    """Return a dict from the name of each marker to the text that is written after this marker.
 
     Args:
         report: The measurements.
@@ -41,15 +41,15 @@ def blocks(report: Report, figures: Mapping[str, list[str]]) -> dict[str, str]:
 
 
 def read_pages() -> dict[Path, str]:
-    """Return the text of each page that shows figures."""
+    """Return the text of each documentation page that shows benchmark figures."""
     return {page: page.read_text(encoding="utf-8") for page in PAGES}
 
 
 def filled(pages: Mapping[Path, str], blocks: Mapping[str, str]) -> dict[Path, str]:
-    """Return the pages with each block written between its markers.
+    """Return the documentation pages, with the text of each block between the markers of that block.
 
     Raises:
-        ValueError: No page has the markers of a block.
+        ValueError: The markers of a block are missing on all pages.
     """
     texts = dict(pages)
     for key, block in blocks.items():

@@ -1,4 +1,4 @@
-"""Figures that other projects have published. We have not measured them."""
+"""Benchmark figures that other projects have published. They were not measured for this report."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedClipping:
-    """The microseconds to clip a norm on a GPU, from the description of pytorch/pytorch#91846 (January 2023).
+    """The time to clip a norm on a GPU in microseconds, from pytorch/pytorch#91846 (January 2023).
 
-    The tensors have 256 elements. The numbers come from its table "(tensors, scalar)".
+    The tensors have 256 elements. The numbers are in the table "(tensors, scalar)" of the pull request.
     """
 
     tensors: int

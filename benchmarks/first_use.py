@@ -1,4 +1,4 @@
-"""The time of the first use of the native core, which is either compiled or loaded from the cache."""
+"""Measure the first use of the native core, which compiles the core or loads it from the cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ print(time.perf_counter() - start)
 
 
 def seconds(**environment: str) -> float:
-    """Return the seconds that a new process takes to compile or load the core, without importing torch."""
+    """Return the time in which a new process compiles or loads the native core, without importing torch."""
     answer = subprocess.run(
         [sys.executable, "-c", LOAD],
         env={**os.environ, **environment},
@@ -34,19 +34,19 @@ def seconds(**environment: str) -> float:
 
 
 def compiled() -> float:
-    """Compile the core into an empty cache."""
+    """Compile the native core into an empty cache."""
     with tempfile.TemporaryDirectory() as folder:
         return seconds(AMP_PLUGIN_CACHE_DIR=folder)
 
 
 class FirstUse(Section):
-    """The time to compile the native core with the host's compiler on all cores, and to load it."""
+    """Time the compilation of the native core on all CPU cores, and the loading of the compiled core."""
 
     key = "first_use"
     timing = "wall time in a process of its own"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield the first use on a machine (left out of a smoke test) and the first use in a process."""
+        """Yield the first use on a machine, which a smoke test omits, and the first use in a process."""
         if not setting.tiny:
             limit = (Gate(limit=40.0, measure="ours", against=OURS),)
             yield _comparison("compiled, with an empty cache", compiled, rounds=3, gates=limit)

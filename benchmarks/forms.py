@@ -1,4 +1,4 @@
-"""Each variant of the kernels on a GPU (dtypes of gradients, weights and states), compared with ``copy_``."""
+"""Compare the bandwidth of the GPU kernels with ``copy_``, for dtypes of gradients, weights and states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.setting import Section, Setting
 
 NUMEL = 2**27
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-BLOCK = 128  # the number of elements whose 8-bit codes share a scale, which is a float32 number
+BLOCK = 128  # number of 8-bit elements that share a float32 scale
 # Maps a format of optimizer states to its dtype and its bytes per element.
 STATES = {
     "fp32": (torch.float32, 4.0),
@@ -27,14 +27,14 @@ ADAMW = "AdamW over 134 million elements: GB read and written per second"
 
 
 class Forms(Section):
-    """The variants that are compiled for each dtype: 15 of ops on gradients, 18 of AdamW."""
+    """Compare 15 kernel variants of ops on gradients and 18 of AdamW, one for each combination of dtypes."""
 
     key = "forms"
     threads = 0
     timing = "wall time"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield the variants, each next to ``copy_`` of one float32 tensor with as many elements."""
+        """Compare each variant with ``copy_`` of one float32 tensor that has the same number of elements."""
         source = torch.randn(setting.sized(NUMEL, 2**10), device=setting.device)
         copied = torch.empty_like(source)
         copy = setting.device_clock(lambda: copied.copy_(source))
@@ -64,7 +64,7 @@ class Forms(Section):
 
 
 def on_gradients(grads: list[Tensor]) -> Iterator[tuple[str, Call, int]]:
-    """Yield the name, the call, and the bytes that it moves divided by the gradients' bytes."""
+    """Yield the name of each op, its call, and the bytes it reads and writes per byte of the gradients."""
     factor = torch.tensor(1.0000001, device=grads[0].device)
     for p in (2.0, float("inf"), 3.0):
         yield f"norm_check, {{}}, p = {p:g}", lambda p=p: OP.norm_check(grads, factor, p), 1
@@ -73,7 +73,7 @@ def on_gradients(grads: list[Tensor]) -> Iterator[tuple[str, Call, int]]:
 
 
 def adamw(source: Tensor, grad: torch.dtype, state: str, *, stored: bool) -> tuple[Call, float]:
-    """Return a step of AdamW that divides and writes the gradients, and the bytes that it moves."""
+    """Return an AdamW step that also unscales the gradients, and the number of bytes it reads and writes."""
     device, numel = source.device, source.numel()
     kind, size = STATES[state]
     params = [source.bfloat16() if stored else source.clone()]

@@ -1,4 +1,4 @@
-"""Forward and backward passes under autocast: single batches, and the growth of the time with depth."""
+"""Compare forward and backward passes under autocast, for single batches and for growing depth."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODELS: dict[str, Callable[[Setting], Model]] = {
 
 
 def window(model: Model, batches: Sequence[Tensor], region: Region) -> None:
-    """Accumulate the gradients of several micro-batches, then drop them."""
+    """Accumulate the gradients of several micro-batches, then zero the gradients."""
     for batch in batches:
         with region():
             loss = model(batch) / len(batches)
@@ -36,7 +36,7 @@ def window(model: Model, batches: Sequence[Tensor], region: Region) -> None:
 
 
 def variants(setting: Setting, model: Model) -> dict[str, Call]:
-    """Return the calls of ours, of torch's, and of the limit, which is a bf16 copy without autocast."""
+    """Return calls under amp_plugin.autocast, under torch.autocast, and of a bf16 model without autocast."""
     batches = model.batches(1, setting.device)
     half = copy.deepcopy(model).bfloat16()
     half_batches = [batch.bfloat16() if batch.is_floating_point() else batch for batch in batches]
@@ -49,12 +49,12 @@ def variants(setting: Setting, model: Model) -> dict[str, Call]:
 
 
 class Models(Section):
-    """The forward and backward pass of one batch."""
+    """Time the forward and backward pass of one batch."""
 
     key = "models"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield each model, and next to it the same model in fp32."""
+        """Yield comparisons of autocast for each model, and of the same model in fp32."""
         for name, make in MODELS.items():
             model = make(setting)
             calls = variants(setting, model)
@@ -79,7 +79,7 @@ class Depth(Section):
     plots = (Plot(table="per op", x_label="layers", y_label="time per op, forward + backward, {unit}"),)
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield the launch-bound GPT at several depths."""
+        """Yield comparisons for a launch-bound GPT with different numbers of layers."""
         for layers in setting.sized((1, 3, 6, 12, 24, 48, 96), (1, 2)):
             model = launch_bound_gpt(setting, layers)
             ops = count_ops(model)
@@ -105,7 +105,7 @@ class _Counter(TorchDispatchMode):
 
 
 def count_ops(model: Model) -> int:
-    """Count the ops of a forward and backward pass under torch.autocast, casts included."""
+    """Count the ops of a forward and backward pass under torch.autocast, including casts."""
     copied = copy.deepcopy(model).cpu()
     batches = copied.batches(1, "cpu")
     with _Counter() as counter:

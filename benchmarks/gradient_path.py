@@ -1,4 +1,4 @@
-"""The path from backward to step. Kernels are compared with memory bandwidth, clipping with torch's."""
+"""Time the ops between backward and step, compared with memory bandwidth and with torch's clipping."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.setting import Plot, Section, Setting
 
 OP = torch.ops.amp_plugin
 LIMIT = "limit"
-SCALE = 1.0000001  # nearly 1, so that gradients hardly change when they are unscaled many times
+SCALE = 1.0000001  # about 1, so that repeated unscaling hardly changes gradients
 MAX_NORM = 1e9
 PROMISED_ON_CUDA = {"GPT-2 124M, fused AdamW": 1.3}
 LARGE_ON_CUDA: dict[str, float | None] = {"GPT-2 774M": None, "GPT-2 1.5B": None}
@@ -35,12 +35,12 @@ SETS: dict[str, Callable[[], Shapes]] = {
 
 
 def shapes_of(name: str, setting: Setting) -> Shapes:
-    """Return the shapes of a set. In the smoke test these are three small tensors."""
+    """Return the shapes of a named set of tensors. A smoke test uses three small tensors."""
     return setting.sized(SETS[name](), [(3, 4), (5,), ()])
 
 
 class Gradients:
-    """Parameters with gradients, an optimizer, and one scaler of each kind."""
+    """Parameters with gradients, an optimizer, a GradScaler of amp_plugin, and one of torch."""
 
     def __init__(self, shapes: Shapes, device: str) -> None:
         generator = torch.Generator(device).manual_seed(0)
@@ -59,7 +59,7 @@ class Gradients:
         self.theirs.scale(self.loss)
 
     def scaled_again(self) -> None:
-        """Let our scaler treat the gradients as scaled, as they are after a backward pass."""
+        """Make our GradScaler treat the gradients as scaled, as they are after a backward pass."""
         self.ours.core.note_step(self.optimizer)
         self.ours.update()
 
@@ -74,26 +74,26 @@ class Gradients:
         torch.nn.utils.clip_grad_norm_(self.params, MAX_NORM)
 
     def step_ours(self) -> None:
-        """Take the whole step after a backward pass."""
+        """Unscale, clip, step and update with our GradScaler, as after a backward pass."""
         self.ours.clip_and_step(self.optimizer, MAX_NORM)
         self.ours.update()
 
     def step_theirs(self) -> None:
-        """Take the whole step after a backward pass."""
+        """Unscale, clip, step and update with torch's GradScaler, as after a backward pass."""
         self.clip_theirs()
         self.theirs.step(self.their_optimizer)
         self.theirs.update()
 
 
 class Kernels(Section):
-    """Our ops compared with the fastest op that reads or writes the same bytes."""
+    """Compare our ops with the fastest torch op that reads or writes the same number of bytes."""
 
     key = "kernels"
     threads = 0
     timing = "wall time"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield the ops for one large tensor, then for many small ones."""
+        """Yield comparisons of the ops on one large tensor, then on many small tensors."""
         for name in ("1 x 100 MB",) if setting.device == "cpu" else ("1 x 1 GB", "ResNet-50", "GPT-2 124M"):
             yield from kernels(setting, name)
         yield from per_tensor(setting)
@@ -101,7 +101,7 @@ class Kernels(Section):
 
 
 def kernels(setting: Setting, name: str) -> Iterator[Comparison]:
-    """Yield each op for the gradients of a set, next to torch's op for one tensor with as many bytes."""
+    """Compare each op on a set of gradients with torch's op on one tensor of the same size."""
     grads = [torch.randn(shape, device=setting.device) for shape in shapes_of(name, setting)]
     numel = sum(grad.numel() for grad in grads)
     flat = grads[0] if len(grads) == 1 else torch.randn(numel, device=setting.device)
@@ -128,7 +128,7 @@ def kernels(setting: Setting, name: str) -> Iterator[Comparison]:
 
 
 def per_tensor(setting: Setting) -> Iterator[Comparison]:
-    """Yield the time of one more small tensor, whose gradient the native core reads."""
+    """Yield the time per tensor if the native core looks up and reads the gradients of 1000 small tensors."""
     bench = Gradients(shapes_of("1000 x 1 KB", setting), setting.device)
     native: Any = native_core().extension
     ledger, factor = native.GradientLedger, torch.tensor(SCALE, device=setting.device)
@@ -149,7 +149,7 @@ def per_tensor(setting: Setting) -> Iterator[Comparison]:
 
 
 def norm_error(setting: Setting) -> Comparison:
-    """Compare the norm of many elements with the norm in float64."""
+    """Measure the error of our norm and torch's norm of many elements, relative to the norm in float64."""
     numel = setting.sized(100_000_000, 1000)
     grad = torch.rand(numel, device=setting.device).add_(0.5)
     right = math.sqrt(sum(part.double().square().sum().item() for part in grad.split(1_000_000)))
@@ -169,14 +169,14 @@ def norm_error(setting: Setting) -> Comparison:
 
 
 class Clipping(Section):
-    """Unscale, check and clip, compared with ``unscale_`` and ``clip_grad_norm_`` of torch."""
+    """Compare unscaling, checking and clipping with torch's ``unscale_`` and ``clip_grad_norm_``."""
 
     key = "clipping"
     threads = 0
     timing = "wall time"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield each set of gradients, clipped in place."""
+        """Yield a comparison of in-place clipping for each set of gradients."""
         names = ["ResNet-50", "GPT-2 124M", "1000 x 100 KB", "1000 x 1 KB"]
         for name in names if setting.device == "cpu" else [*names, *LARGE_ON_CUDA]:
             bench = Gradients(shapes_of(name, setting), setting.device)
@@ -195,7 +195,7 @@ class Clipping(Section):
 
 
 def clip_in_the_ops(setting: Setting) -> Comparison:
-    """Compare the ops themselves on many small tensors, without the scaler's Python."""
+    """Compare the ops on many small tensors, without the Python code of the scaler."""
     bench = Gradients(shapes_of("1000 x 1 KB", setting), setting.device)
     native: Any = native_core().extension
     check, factor = native.GradientLedger.norm_check, torch.tensor(SCALE)
@@ -222,7 +222,7 @@ def _promised(setting: Setting, name: str, on_cpu: float | None) -> tuple[Gate, 
 
 
 class Counts(Section):
-    """The time per tensor as the number of tensors grows."""
+    """Time unscaling and clipping per tensor, for a growing number of tensors."""
 
     key = "tensors"
     threads = 0
@@ -230,7 +230,7 @@ class Counts(Section):
     plots = (Plot(table="in place", x_label="tensors of 1 KB", y_label="time per tensor, {unit}"),)
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield unscale + clip of 1 to 10 000 tensors of 1 KB, through the scaler."""
+        """Compare how our scaler and torch's scaler unscale and clip 1 to 10 000 tensors of 1 KB."""
         counts = setting.sized((1, 10, 100, 1000, 10_000), (1, 3))
         for count in counts:
             bench = Gradients([(256,)] * count, setting.device)

@@ -1,9 +1,9 @@
-"""Compare variants that run in turns: samples, medians, ratios with their spread, and gates.
+"""Time several variants of a computation alternately, and compare their medians with promised limits.
 
-One round takes one sample of each variant, in random order. Ratios are taken within a round, so slow changes
-of the machine affect both numbers of a ratio. The result is the median over the rounds. The spread is the
-interquartile range over the rounds. Rounds in which this process had to wait for a processor are repeated:
-up to half as many more rounds are run, and the rounds with the least waiting count.
+A round takes one sample of each variant, in random order. Ratios are computed within a round, so slow changes
+of the machine affect both numbers of a ratio. The reported value is the median over the rounds. The reported
+spread is the interquartile range over the rounds. If the process had to wait for a CPU in some rounds, up to
+half as many rounds are added. Of all rounds, only those in which the process waited least are used.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import Any
 from benchmarks.clocks import Sample, waited
 
 OURS = "amp_plugin"
-TOLERANCE = 1.1  # a gate fails when it is missed by more than 10 %
-CALM = 0.02  # the share of the time that a process may wait in a round that counts as undisturbed
+TOLERANCE = 1.1  # a comparison fails if it misses its limit by more than 10 %
+CALM = 0.02  # a round is undisturbed if the process waits at most 2 % of its time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measure:
-    """The number that a gate compares with a limit.
+    """A number that is computed from two samples and compared with a promised limit.
 
     Attributes:
-        of: A function of our sample and theirs in one round that returns the number.
+        of: Computes the number from our sample and the rival's sample in one round.
         at_least: Whether the limit is a lower limit.
         text: The format of the number.
-        limit_text: The format of the limit, if it differs from the format of the number.
+        limit_text: The format string of the limit, if it differs from that of the number.
         promise: The format of the limit on the page.
     """
 
@@ -57,7 +57,7 @@ MEASURES = {
         of=lambda ours, theirs: ours - theirs, text="{:+.3f} µs", promise="at most {:.3f} µs more"
     ),
     "ours": Measure(of=lambda ours, _: ours, text="{:.3g}", promise="at most {:.3g}"),
-    # (ours - theirs) / max(5 % of theirs, 0.1 us): up to 1 is allowed
+    # ours may be slower than theirs by 5 % or 0.1 us, whichever is more
     "share of max(5 %, 0.1 us)": Measure(
         of=lambda ours, theirs: (ours - theirs) / max(0.05 * theirs, 0.1),
         text="{:.2f}",
@@ -69,7 +69,7 @@ MEASURES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """A median and the interquartile range."""
+    """The median and the quartiles of a list of samples."""
 
     median: float
     low: float
@@ -86,12 +86,13 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
-    """A limit that a comparison promises to keep.
+    """A promised limit for the result of a comparison.
 
     Attributes:
         limit: The limit of the measure.
         measure: The measure, a key of ``MEASURES``.
-        against: The variant that ours is compared with. For the measure ``"ours"`` it is ours itself.
+        against: The label of the variant that ours is compared with. The measure ``"ours"`` uses no other
+            variant, so here the label is that of ours.
     """
 
     limit: float
@@ -106,7 +107,7 @@ class Gate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The result of a gate: ``value``, ``limit``, and whether the limit is kept within the tolerance."""
+    """The result of a gate. ``holds`` says if ``value`` keeps ``limit`` within the tolerance of 10 %."""
 
     measure: str
     against: str
@@ -116,7 +117,7 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """The value and its limit, as ``1.03x, at most 1.15x``."""
+        """The measured value and its limit as text, such as ``1.03x, at most 1.15x``."""
         measure = MEASURES[self.measure]
         bound = "at least" if measure.at_least else "at most"
         limit_text = measure.limit_text or measure.text
@@ -124,30 +125,31 @@ class Verdict:
 
     @property
     def kept(self) -> bool:
-        """Whether the promise is kept exactly, without the tolerance."""
+        """Whether the measured value keeps the limit even without the tolerance."""
         at_least = MEASURES[self.measure].at_least
         return self.value >= self.limit if at_least else self.value <= self.limit
 
     @property
     def promise(self) -> str:
-        """The promise and whether it is kept, as ``at most 1.15: kept``."""
+        """The promised limit as text, followed by ``kept``, ``just missed`` or ``missed``."""
         became = "kept" if self.kept else "just missed" if self.holds else "missed"
         return f"{MEASURES[self.measure].promise.format(self.limit)}: {became}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """Variants that are run in turns and compared.
+    """Variants of a computation that are run alternately and compared.
 
     Attributes:
         name: The row of the table.
-        samples: Maps a label to a function that takes one sample in ``unit``. The first label is ours.
+        samples: Maps the label of each variant to a function that measures one sample, in ``unit``. The first
+            variant is ours.
         table: The name of the table. Comparisons of the same table must have the same labels.
         unit: The unit of a sample: ``"us"``, ``"bytes"`` or another one.
-        rounds: The number of rounds that count.
-        warm_up: The number of rounds before them, which do not count.
-        per: The number of items in one sample (ops, tensors, micro-batches). Samples are divided by it.
-        x: The position on the axis of a plot, if the table has a plot.
+        rounds: The number of rounds whose samples are used.
+        warm_up: The number of earlier rounds, whose samples are not used.
+        per: The number of ops, tensors or micro-batches in one sample. Samples are divided by this number.
+        x: The position on the horizontal axis, if the table has a plot.
         remark: A text that is shown next to the row.
     """
 
@@ -171,12 +173,12 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The result of a comparison. It has the fields of its ``Comparison``, with summaries for samples.
+    """The result of a comparison, with the fields of ``Comparison`` and summaries of the samples.
 
     Attributes:
-        times: Maps a label to a summary of the samples of this variant, divided by ``per``.
-        ratios: Maps a label to a summary of ours / this variant within a round. A variant that measured 0 is
-            left out.
+        times: Maps the label of each variant to a summary of its samples, divided by ``per``.
+        ratios: Maps the label of each other variant to a summary of the ratio of our sample to the variant's
+            sample. Variants with a sample of 0 are left out.
     """
 
     name: str
@@ -191,7 +193,7 @@ class Outcome:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Outcome:
-        """Make an outcome from the result of ``dataclasses.asdict``."""
+        """Convert the result of ``dataclasses.asdict`` back to an Outcome."""
         summaries = {
             key: {label: Spread(**kept) for label, kept in data[key].items()} for key in ("times", "ratios")
         }
@@ -200,7 +202,7 @@ class Outcome:
 
 
 def judge(gate: Gate, ours: Sequence[float], theirs: Sequence[float]) -> Verdict:
-    """Compare the median of a gate's measure with the limit."""
+    """Compare the median of the gate's measure with the promised limit."""
     measure = MEASURES[gate.measure]
     value = statistics.median(measure.of(a, b) for a, b in zip(ours, theirs, strict=True))
     holds = value >= gate.limit / TOLERANCE if measure.at_least else value <= gate.limit * TOLERANCE
@@ -210,7 +212,7 @@ def judge(gate: Gate, ours: Sequence[float], theirs: Sequence[float]) -> Verdict
 
 
 def measure(comparison: Comparison) -> Outcome:
-    """Run the variants of a comparison in turns and summarise them."""
+    """Run the variants of a comparison alternately, and summarise the samples."""
     taken = _rounds(comparison)
     first = next(iter(taken))
     return Outcome(
@@ -251,7 +253,7 @@ def _rounds(comparison: Comparison) -> dict[str, list[float]]:
 
 
 def _round(comparison: Comparison, labels: Sequence[str]) -> tuple[float, dict[str, float]]:
-    """Take one sample of each variant. Also return the share of the time that the process has waited."""
+    """Take one sample of each variant. Also return the fraction of time that the process waited for a CPU."""
     start, before = time.perf_counter(), waited()
     values = {label: comparison.samples[label]() / comparison.per for label in labels}
     return (waited() - before) / (time.perf_counter() - start), values

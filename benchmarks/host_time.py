@@ -1,6 +1,6 @@
-"""The host's time for ops on a GPU, measured without a GPU.
+"""Measure the host's time to launch ops on CUDA tensors, on a machine without a GPU.
 
-The CUDA tensors are in host memory, and the driver does nothing.
+The CUDA tensors are emulated in host memory, and the emulated CUDA driver runs no kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAMES = {"survey": "each gradient looked at once, nothing launched"}
 
 
 class Child:
-    """The child process that has the device in host memory."""
+    """The child process, in which a CUDA device is emulated in host memory."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -48,19 +48,19 @@ class Child:
 
 @cache
 def child() -> Child:
-    """Return the child process. It ends with this process."""
+    """Return the child process, which ends when this process ends."""
     return Child()
 
 
 class HostTime(Section):
-    """The time of the ops from C++ to the driver, for 1 to 10 000 tensors at unchanged addresses."""
+    """Time ops from the C++ call to the driver call, for 1 to 10 000 tensors at unchanged addresses."""
 
     key = "host"
     timing = "wall time of the host, without the driver's own calls, about 2 µs per launch"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
         """Yield each op."""
-        if host_device.cannot():  # there is no g++, or torch is a build with CUDA's own kernels
+        if host_device.cannot():  # no g++, or torch has its own CUDA kernels
             return
         for op in ("norm_check", "survey", "unscale_", "multiply_", "clip_factor"):
             for count in (1,) if op == "clip_factor" else setting.sized((1, 400, 10_000), (1, 3)):

@@ -1,7 +1,7 @@
-"""Time ops on CUDA tensors without a GPU, in a child process with a driver that does nothing.
+"""A child process that times ops on CUDA tensors without a GPU, with an emulated CUDA driver.
 
-The parent sends lines such as ``norm_check 400``. The answer is the time of one call with 400 tensors, in
-microseconds.
+The parent process sends lines such as ``norm_check 400``. The child answers with the time of one
+``norm_check`` of 400 tensors, in microseconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEDGER = native_core().extension.GradientLedger
 
 @cache
 def call_of(op: str, count: int) -> Callable[[], object]:
-    """Return the call to time. The gradients keep their addresses, as in most steps."""
+    """Return the call to time. The addresses of its gradients do not change, as in most training steps."""
     params = [torch.nn.Parameter(torch.zeros(64, device="cuda")) for _ in range(count)]
     for param in params:
         param.grad = torch.ones_like(param)
@@ -53,7 +53,7 @@ def microseconds(op: str, count: int) -> float:
 
 
 def main() -> None:
-    """Answer requests until the parent closes the pipe."""
+    """Answer requests until the parent process closes the pipe."""
     if not cuda_core(0).loaded:
         sys.exit(cuda_core(0).reason)
     for op in ("norm_check", "unscale_", "multiply_", "survey", "clip_factor"):

@@ -1,4 +1,4 @@
-"""Training steps of Lightning's Trainer under AmpPrecision and under the stock plugin."""
+"""Compare the time of Lightning's training steps with AmpPrecision and with Lightning's own plugin."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INIT_SCALE = 1024.0
 
 
 class Lightning(Section):
-    """Whole training steps. Each sample is the median step time of a separate run."""
+    """Compare whole training steps. Each sample is the median step time of a separate training run."""
 
     key = "lightning"
     timing = "CPU time of the process with one thread, median step of a run"
@@ -46,7 +46,7 @@ class Lightning(Section):
 
 
 class Learner(LightningModule):
-    """The GPT with the optimizers of a case. With two optimizers it uses manual optimization."""
+    """A LightningModule that trains a GPT. Manual optimization is used if there are two optimizers."""
 
     def __init__(self, case: Case, setting: Setting) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Learner(LightningModule):
         self.automatic_optimization = case.optimizers == 1
 
     def training_step(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Return the loss, or step both optimizers."""
+        """Return the loss, or, in manual optimization, step both optimizers."""
         loss = self.gpt(tokens)
         if self.automatic_optimization:
             return loss
@@ -72,7 +72,7 @@ class Learner(LightningModule):
 
 
 class StepTimes(Callback):
-    """Records the seconds of each optimizer step with its micro-batches."""
+    """Records the time of each optimizer step and its micro-batches, in seconds."""
 
     def __init__(self, window: int, device: str) -> None:
         self.window, self.clock = window, step_clock(device)
@@ -80,7 +80,7 @@ class StepTimes(Callback):
         self.start = 0.0
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: object, index: int) -> None:
-        """Start the clock at the first micro-batch of a step."""
+        """Start the clock at the first micro-batch of an optimizer step."""
         if index % self.window == 0:
             self.start = self.clock()
 
@@ -93,7 +93,7 @@ class StepTimes(Callback):
 
 
 def plugin_of(label: str, precision: str, device: str) -> MixedPrecision:
-    """Return our plugin, or the stock plugin with fp16 allowed on the CPU."""
+    """Return AmpPrecision, or Lightning's own precision plugin with fp16 allowed on the CPU."""
     if label == OURS:
         return AmpPrecision(precision, init_scale=INIT_SCALE)
     if precision == "bf16":
@@ -102,7 +102,7 @@ def plugin_of(label: str, precision: str, device: str) -> MixedPrecision:
 
 
 def step_time(label: str, case: Case, setting: Setting) -> float:
-    """Train once. Return the median time of an optimizer step with its micro-batches, in microseconds."""
+    """Train once. Return the median time of an optimizer step and its micro-batches, in microseconds."""
     torch.manual_seed(0)
     warm_up, _ = case.sized(setting)
     times = StepTimes(case.window, setting.device)

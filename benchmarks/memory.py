@@ -1,4 +1,4 @@
-"""Peak memory: the bytes that a batch and a clipped step allocate in addition."""
+"""Measure the peak memory that a forward and backward pass and a clipped step allocate."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from benchmarks.gradient_path import Gradients, shapes_of
 from benchmarks.harness import OURS, Comparison, Gate
 from benchmarks.setting import Section, Setting
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler prints two lines per sample
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silence the profiler's log
 
 
 class Memory(Section):
-    """The bytes that torch's allocator allocates, counted by torch's profiler."""
+    """Count the bytes that torch's allocator allocates, with torch's profiler."""
 
     key = "memory"
     timing = "allocations counted by torch's profiler"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield batches and the gradient path."""
+        """Yield comparisons for batches and for clipped steps."""
         for name, make in list(MODELS.items())[: setting.sized(len(MODELS), 1)]:
             calls = variants(setting, make(setting))
             yield _comparison(
@@ -42,7 +42,7 @@ class Memory(Section):
             table = "A block that uses one weight 200 times: peak memory above the weight"
             yield replace(_comparison(name, table, calls, setting), gates=gates)
         bench = Gradients(shapes_of("ResNet-50", setting), setting.device)
-        bench.step_theirs()  # creates the optimizers' states before the measurement
+        bench.step_theirs()  # create the optimizer state before memory is measured
         bench.step_ours()
         calls = {OURS: partial(clip_scaled, bench), "torch": bench.clip_theirs}
         yield _comparison(
@@ -72,7 +72,7 @@ def _comparison(name: str, table: str, calls: dict[str, Call], setting: Setting)
 
 
 def peak(call: Call, device: str) -> Sample:
-    """Return a sample of the peak memory of a call, without the memory that was allocated before it."""
+    """Return a function that measures the peak memory of a call, minus the memory allocated before it."""
 
     def on_cuda() -> float:
         torch.cuda.synchronize()

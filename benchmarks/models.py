@@ -1,4 +1,4 @@
-"""The models that are trained, and the parameter shapes of larger models."""
+"""The models that the benchmarks train, and the parameter shapes of larger models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Shapes = list[tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPTSize:
-    """Size of a GPT and of its micro-batch."""
+    """The size of a GPT and of its micro-batches."""
 
     layers: int
     width: int
@@ -26,7 +26,7 @@ class GPTSize:
 
 
 class Block(nn.Module):
-    """Causal attention and a feed-forward part."""
+    """A transformer block with causal attention and a feed-forward network."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x of (batch, length, width) after the block."""
+        """Return the output of the block, with the shape (batch, length, width) of ``x``."""
         heads = self.qkv(self.norm_a(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(*heads.unbind(), is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(-2))
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer that returns its own loss."""
+    """A decoder-only transformer whose ``forward`` returns the loss."""
 
     def __init__(self, size: GPTSize) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(size.width, size.words, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the loss of predicting each token, int64 (batch, length), from the tokens before it."""
+        """Return the loss of predicting each token, int64 (batch, length), from earlier tokens."""
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
@@ -69,7 +69,7 @@ class GPT(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions with batch norm, and a shortcut, as in ResNet-18 (He et al. 2015)."""
+    """A residual block of two 3x3 convolutions with batch norm, as in ResNet-18 (arXiv 1512.03385)."""
 
     def __init__(self, before: int, width: int) -> None:
         super().__init__()
@@ -88,12 +88,12 @@ class ResidualBlock(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x of (batch, channels, height, width) after the block."""
+        """Return the output of the block, as (batch, channels, height, width)."""
         return functional.relu(self.body(x) + self.shortcut(x))
 
 
 class ResidualNet(nn.Module):
-    """A ResNet for small images that returns its own loss."""
+    """A ResNet for small images whose ``forward`` returns the loss."""
 
     def __init__(self, *, width: int, pixels: int, batch: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class ResidualNet(nn.Module):
         self.head = nn.Linear(stages[-1], 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the loss of images (batch, 3, pixels, pixels). The labels are the index modulo 10."""
+        """Return the loss for images (batch, 3, pixels, pixels). The label of image i is i modulo 10."""
         features = self.blocks(self.stem(images)).mean((2, 3))
         labels = torch.arange(len(images), device=images.device) % 10
         return functional.cross_entropy(self.head(features).float(), labels)
@@ -120,7 +120,7 @@ class ResidualNet(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions with batch norm, and a shortcut, as in ResNet-50 (He et al. 2015)."""
+    """A residual block of 1x1, 3x3 and 1x1 convolutions, as in ResNet-50 (arXiv 1512.03385)."""
 
     def __init__(self, before: int, inner: int, stride: int) -> None:
         super().__init__()
@@ -141,12 +141,12 @@ class Bottleneck(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x of (batch, channels, height, width) after the block."""
+        """Return the output of the block, as (batch, channels, height, width)."""
         return functional.relu(self.body(x) + self.shortcut(x))
 
 
 class ResNet50(nn.Module):
-    """ResNet-50 that returns its own loss. With width 64 it has the parameters of ``resnet50_shapes``."""
+    """A ResNet-50 whose ``forward`` returns the loss. Width 64 gives the shapes of ``resnet50_shapes``."""
 
     def __init__(self, *, width: int, pixels: int, batch: int) -> None:
         super().__init__()
@@ -167,31 +167,31 @@ class ResNet50(nn.Module):
         self.head = nn.Linear(before, 1000)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the loss of images (batch, 3, pixels, pixels). The label of an image is its index."""
+        """Return the loss for images (batch, 3, pixels, pixels). The label of an image is its index."""
         features = self.blocks(self.stem(images)).mean((2, 3))
         labels = torch.arange(len(images), device=images.device) % 1000
         return functional.cross_entropy(self.head(features).float(), labels)
 
     def batches(self, count: int, device: str) -> list[Tensor]:
-        """Return ``count`` batches in channels_last."""
+        """Return ``count`` batches of images in the memory format channels_last."""
         images = torch.randn(count, self.batch, 3, self.pixels, self.pixels)
         return [batch.to(device, memory_format=torch.channels_last) for batch in images]
 
 
 def launch_bound_size(setting: Setting, layers: int = 6) -> GPTSize:
-    """Return the size of a GPT so narrow that launching its ops takes longer than the arithmetic."""
+    """Return the size of a GPT so narrow that launching its ops takes longer than computing them."""
     batch, length = (2, 16) if setting.device == "cpu" else (4, 64)
     return GPTSize(layers=layers, width=64, heads=4, batch=batch, length=length)
 
 
 def launch_bound_gpt(setting: Setting, layers: int = 6) -> GPT:
-    """Make a GPT of that size on the device of the setting."""
+    """Make a launch-bound GPT on the device of the setting."""
     torch.manual_seed(0)
     return GPT(launch_bound_size(setting, setting.sized(layers, min(layers, 2)))).to(setting.device)
 
 
 def compute_bound_gpt(setting: Setting) -> GPT:
-    """Make a GPT in which the arithmetic takes most of the time."""
+    """Make a GPT large enough that arithmetic takes most of the time."""
     size = GPTSize(layers=4, width=256, heads=8, batch=2, length=128, words=1024)
     if setting.device == "cuda":
         size = GPTSize(layers=12, width=768, heads=12, batch=8, length=512, words=8192)
@@ -200,7 +200,7 @@ def compute_bound_gpt(setting: Setting) -> GPT:
 
 
 def residual_net(setting: Setting) -> ResidualNet:
-    """Make a ResNet-18 for 32 x 32 pixels. On the CPU it has a quarter of the width."""
+    """Make a ResNet-18 for 32 x 32 pixels. On the CPU the ResNet has a quarter of the usual width."""
     width, batch = (16, 16) if setting.device == "cpu" else (64, 256)
     torch.manual_seed(0)
     return ResidualNet(
@@ -209,7 +209,7 @@ def residual_net(setting: Setting) -> ResidualNet:
 
 
 def resnet50_shapes() -> Shapes:
-    """Return the shapes of the 161 parameters of ResNet-50 (He et al. 2015), 25.6 million elements."""
+    """Return the shapes of the 161 parameters of ResNet-50, which have 25.6 million elements."""
     shapes: Shapes = [(64, 3, 7, 7), (64,), (64,)]
     before = 64
     for stage, blocks in enumerate((3, 4, 6, 3)):
@@ -225,7 +225,7 @@ def resnet50_shapes() -> Shapes:
 
 
 def gpt2_shapes(d: int = 768, blocks: int = 12) -> Shapes:
-    """Return the shapes of GPT-2's parameters (Radford et al. 2019): by default the 148 of 124M."""
+    """Return the shapes of GPT-2's parameters. The default is the model with 124M elements in 148 tensors."""
     attention: Shapes = [(d,), (d,), (3 * d, d), (3 * d,), (d, d), (d,)]
     feed_forward: Shapes = [(d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,)]
     return [(50257, d), (1024, d), *[*attention, *feed_forward] * blocks, (d,), (d,)]

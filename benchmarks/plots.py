@@ -1,4 +1,4 @@
-"""Draw the report's figures: SVG without a background, readable on light and on dark pages."""
+"""Draw benchmark figures as SVG files without a background, for light and dark web pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.report import Report
 from benchmarks.setting import Plot
 from benchmarks.tables import RIVALS, grouped, loses, unit_of
 
-INK = "#808080"  # a contrast of 4:1 on white and on the dark page
+INK = "#808080"  # a gray with a contrast of 4:1 on white and on dark pages
 COLOURS = ("#d9591c", "#4a8fe0", "#2f9e6e", "#a874d1")
 MARKERS = ("o", "s", "^", "D")
 OVERVIEW = ("training", "models", "clipping", "steps", "lightning", "accelerate")
@@ -42,8 +42,8 @@ def draw(report: Report, folder: Path) -> dict[str, list[str]]:
     """Draw all figures of a report into a folder.
 
     Returns:
-        Markdown for each section's figures (and for ``"overview"``). Paths are relative to the parent of
-        ``folder``.
+        A dict from the key of each section (and ``"overview"``) to the Markdown that shows its figures. Image
+        paths are relative to the parent of ``folder``.
     """
     figures: dict[str, list[str]] = {}
     with mpl.rc_context(STYLE):
@@ -72,7 +72,7 @@ def _figures(report: Report) -> Iterator[tuple[str, str, str, Figure]]:
 
 
 def growth(plot: Plot, title: str, rows: Sequence[Outcome]) -> Figure:
-    """Plot each variant against the size of the problem, with the interquartile range."""
+    """Plot the median and interquartile range of each variant against the size of the problem."""
     figure = Figure(figsize=(6.4, 3.6))
     axes = figure.subplots()
     largest = max(spread.median for row in rows for spread in row.times.values())
@@ -106,7 +106,7 @@ def growth(plot: Plot, title: str, rows: Sequence[Outcome]) -> Figure:
 
 
 def overview(rows: Sequence[Outcome]) -> Figure:
-    """Plot ours / theirs of each comparison as a dot with the interquartile range. Losses are orange."""
+    """Plot the ratio of our time to torch's time for each comparison. Ratios are orange if ours is slower."""
     lines: list[tuple[str, tuple[Outcome, str] | None]] = []
     for table, members in grouped(rows).items():
         lines.append((table, None))

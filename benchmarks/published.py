@@ -1,6 +1,7 @@
-"""Publish the figures of a run on a GPU: save them in results/, and write tables and plots into the docs.
+"""Save the figures of a GPU run in results/, and write them as tables and plots into the documentation.
 
-python -m benchmarks.published gpu.json    the file that ``python -m tests.on_gpu --results FOLDER`` writes
+Run ``python -m benchmarks.published gpu.json``. The file gpu.json is written by ``python -m tests.on_gpu
+--results FOLDER``.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from benchmarks.report import Report
 
 
 def publish(file: Path) -> Report:
-    """Save the figures of a file, and write tables and plots from them.
+    """Save the figures of a GPU run, and write their tables and plots into the documentation.
 
     Args:
-        file: A report as JSON, with the outcomes of its parts.
+        file: A JSON file with the benchmark report of a GPU run and the results of the other GPU checks.
 
     Raises:
-        ValueError: No figure was measured.
+        ValueError: The file contains no measured figure.
     """
     text = file.read_text(encoding="utf-8")
     if not json.loads(text).get("sections"):
@@ -34,7 +35,7 @@ def publish(file: Path) -> Report:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Publish one file. Return 1 if that fails."""
+    """Publish the figures of one file. Return 1 if that fails."""
     asked = sys.argv[1:] if words is None else words
     if len(asked) != 1:
         print(__doc__, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The figures of a run as data: the measurements, the machine and the date. They are saved as JSON."""
+"""A benchmark report with measurements, machine and date, which is saved as JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SectionRecord:
         date: The day of the run, ISO, UTC.
         seconds: The wall time of the whole section.
         threads: The number of torch's threads.
-        timing: A text on how times were taken.
+        timing: A text that says which clock was used.
     """
 
     date: str
@@ -40,7 +40,7 @@ class SectionRecord:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SectionRecord:
-        """Make a record from the result of ``dataclasses.asdict``."""
+        """Convert the result of ``dataclasses.asdict`` back to a SectionRecord."""
         outcomes = tuple(Outcome.from_dict(outcome) for outcome in data["outcomes"])
         plots = tuple(Plot(**plot) for plot in data["plots"])
         return cls(**{**data, "outcomes": outcomes, "plots": plots})
@@ -48,14 +48,15 @@ class SectionRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """All sections that were measured on one machine with one release of torch.
+    """All benchmark sections that were measured on one machine with one release of torch.
 
     Attributes:
         device: ``"cpu"`` or ``"cuda"``.
-        machine: The model of the processor or GPU, without a host name.
-        details: Other facts that the figures depend on: the instruction set, the CUDA version of the driver.
+        machine: The model name of the CPU or GPU. Host names are not recorded.
+        details: Other facts that the figures depend on, such as the instruction set or the driver's CUDA
+            version.
         sections: The measurements of each section, in the order of the report.
-        parts: The other parts of a GPU run: name, verdict and seconds of each.
+        parts: The name, result and duration in seconds of each other part of a GPU run.
     """
 
     device: str
@@ -68,7 +69,7 @@ class Report:
 
     @classmethod
     def here(cls, device: str) -> Report:
-        """Return a report of this machine that has no section yet."""
+        """Return a new report for this machine, without any sections."""
         return cls(
             device=device,
             machine=torch.cuda.get_device_name() if device == "cuda" else processor(),
@@ -79,17 +80,17 @@ class Report:
 
     @property
     def path(self) -> Path:
-        """The file in which it is saved: ``<machine>-<torch>.json``."""
+        """The file of the report, named ``<machine>-<torch>.json``."""
         machine = re.sub(r"[^a-z0-9]+", "-", self.machine.lower()).strip("-")
         return RESULTS / f"{machine}-{self.torch}.json"
 
     def to_json(self) -> str:
-        """Return it as JSON text, with numbers of six significant digits."""
+        """Return the report as JSON text, with numbers rounded to six significant digits."""
         return json.dumps(_rounded(asdict(self)), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Read the text that ``to_json`` has written."""
+        """Parse the JSON text that ``to_json`` has written."""
         data = json.loads(text)
         sections = {key: SectionRecord.from_dict(section) for key, section in data["sections"].items()}
         return cls(**{**data, "sections": sections})
@@ -101,7 +102,7 @@ def today() -> str:
 
 
 def processor() -> str:
-    """Return the processor's model and the number of cores, as ``AMD EPYC, 2 cores``."""
+    """Return the CPU model and the number of cores, such as ``AMD EPYC, 2 cores``."""
     name = platform.processor() or platform.machine()
     known = Path("/proc/cpuinfo")
     if known.exists():

@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """The device of a run, and whether the sizes of the smoke test are used.
+    """The device of a benchmark run, and whether the run is only a smoke test with tiny sizes.
 
     Attributes:
         device: ``"cpu"`` or ``"cuda"``.
-        tiny: Whether sizes and rounds are so small that they only show that a comparison runs.
+        tiny: Use sizes and rounds so small that they only show that the benchmarks run.
     """
 
     device: str = "cpu"
@@ -34,36 +34,37 @@ class Setting:
 
     @property
     def host_clock(self) -> Clock:
-        """The clock for work whose time is spent in launching ops."""
+        """The clock for work that spends most of its time launching ops."""
         return thread_time if self.device == "cpu" else synchronised_time
 
     @property
     def memory_clock(self) -> Clock:
-        """The clock for work that is limited by memory bandwidth."""
+        """The clock for work whose speed is limited by memory bandwidth."""
         return wall_time if self.device == "cpu" else event_time
 
     @property
     def device_clock(self) -> Clock:
-        """The clock for the device's work alone, without the time to launch it."""
+        """The clock for the time that the device computes, without the time to launch kernels."""
         return wall_time if self.device == "cpu" else device_time
 
     def sized(self, usual: T, tiny: T) -> T:
-        """Return the usual value, or in a smoke test the tiny one."""
+        """Return ``usual``, or ``tiny`` if the run is a smoke test."""
         return tiny if self.tiny else usual
 
     def rounds(self, usual: int) -> int:
-        """Return the number of rounds of a comparison. On a GPU there are fewer, because times vary less."""
+        """Return the number of rounds of a comparison. GPU times vary less, so a GPU run has fewer rounds."""
         return self.sized(usual if self.device == "cpu" else max(3, usual // 3), 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plot:
-    """A plot of a table: each label is a curve over ``x``.
+    """A plot of a table, with one curve over ``x`` for each label.
 
     Attributes:
         table: The name of the table.
-        x_label: The label of the axis, with its unit.
-        y_label: The label of the axis. ``{unit}`` in it is replaced by a unit that suits the values.
+        x_label: The label of the horizontal axis, with its unit.
+        y_label: The label of the vertical axis. ``{unit}`` in the label is replaced by a unit that suits the
+            values.
     """
 
     table: str
@@ -72,12 +73,12 @@ class Plot:
 
 
 class Section:
-    """Comparisons that belong together in the report. Subclasses make them.
+    """A group of related comparisons in the report. Each subclass defines one group.
 
     Attributes:
-        key: The name of the section in commands, files and markers.
-        threads: The number of torch's threads on the CPU. 0 lets torch choose.
-        timing: A text on how times are taken on the CPU.
+        key: The name of the section in commands, files and documentation markers.
+        threads: The number of threads that torch uses on the CPU. 0 lets torch choose.
+        timing: A text that says which clock is used on the CPU.
     """
 
     key: str = ""
@@ -86,13 +87,13 @@ class Section:
     plots: tuple[Plot, ...] = ()
 
     def comparisons(self, setting: Setting) -> Iterable[Comparison]:
-        """Yield the comparisons one at a time, because each may need much memory."""
+        """Yield the comparisons one at a time, because a comparison may need much memory."""
         raise NotImplementedError
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Give torch ``count`` threads. With 0 torch chooses."""
+    """Set torch's number of threads to ``count`` in a block. If it is 0, torch chooses."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:

@@ -1,12 +1,12 @@
-"""Add gradient spikes to small training runs: their effect on the loss, and which sizes are detected.
+"""Measure the effect of gradient spikes on the loss, and the size of spikes that are detected.
 
-    python -m benchmarks.spike_curves            the plot, and the table of detection
-    python -m benchmarks.spike_curves --quick    one short run of each kind, as a test
+``python -m benchmarks.spike_curves`` draws the plot, and prints the table of detection rates.
+``python -m benchmarks.spike_curves --quick`` makes one short run of each kind, as a test.
 
-A character model learns the source code of this package in bf16. In one of fifty steps all gradients are
-multiplied by a factor, as if the data had a broken record. The detection of each factor is computed from the
-runs without spikes: for a factor k, a step with gradient norm n is detected if k * n is above the limit of
-that step.
+A character model is trained on the source code of this package in bf16. In one of fifty steps all gradients
+are multiplied by a factor, as a corrupt training example would do. The detection rate of a factor k is
+computed from runs without spikes. A step with gradient norm n counts as detected if k * n is above the spike
+limit of that step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONTEXT, BATCH = 32, 16
 
 
 class Characters(nn.Module):
-    """A small character model: an embedding, two causal convolutions and a head."""
+    """A small character model with an embedding, two causal convolutions and an output layer."""
 
     def __init__(self, symbols: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Characters(nn.Module):
 
 @functools.cache
 def corpus() -> tuple[Tensor, int]:
-    """Return the text as numbers, and the number of different symbols."""
+    """Return the text as an array of character codes, and the number of distinct characters."""
     text = "".join(path.read_text() for path in sorted((ROOT / "amp_plugin" / "scaling").glob("*.py")))
     symbols = sorted(set(text))
     place = {symbol: number for number, symbol in enumerate(symbols)}
@@ -51,7 +51,7 @@ def corpus() -> tuple[Tensor, int]:
 
 
 def train(seed: int, *, factor: float, on_spike: Spike | None) -> tuple[list[float], list[StepRecord]]:
-    """Train with gradients multiplied by ``factor`` in one of fifty steps. Return losses and records."""
+    """Train, and multiply gradients by ``factor`` in one of fifty steps. Return losses and step records."""
     text, symbols = corpus()
     torch.manual_seed(seed)
     model = Characters(symbols)
@@ -74,7 +74,7 @@ def train(seed: int, *, factor: float, on_spike: Spike | None) -> tuple[list[flo
 
 
 def detection(records: list[StepRecord]) -> str:
-    """Return a table of the share of steps that would be detected, for each factor."""
+    """Return a table of the fraction of steps that would be detected as spikes, for each factor."""
     judged = [(record.norm, record.limit) for record in records if record.norm and record.limit]
     alarms = sum(record.verdict == "spike" for record in records)
     rows = [f"| times its norm | caught of {len(judged)} steps |", "|---|---|"]
@@ -85,7 +85,7 @@ def detection(records: list[StepRecord]) -> str:
 
 
 def curves(seeds: int, path: Path) -> list[StepRecord]:
-    """Plot losses of runs without spikes, with spikes, and with spikes that are skipped or clipped.
+    """Plot the losses of runs without spikes, with spikes, and with spikes that are skipped or clipped.
 
     Returns:
         The records of the runs without spikes.
@@ -122,7 +122,7 @@ def curves(seeds: int, path: Path) -> list[StepRecord]:
 
 
 def main() -> None:
-    """Measure and plot."""
+    """Measure the effect of spikes, and plot the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "images" / "spikes.svg")

@@ -1,11 +1,12 @@
-"""Train models with each format of optimizer states from several seeds, and compare the final losses.
+"""Train models with each format of optimizer state from several seeds, and compare the final losses.
 
-    python -m benchmarks.state_losses FILE [--seconds 100]   train runs that FILE lacks, for 100 seconds
-    python -m benchmarks.state_losses FILE --draw PLOT       plot the runs in FILE
+``python -m benchmarks.state_losses FILE --seconds 100`` trains runs that FILE lacks, for 100 seconds.
+``python -m benchmarks.state_losses FILE --draw PLOT`` plots the runs in FILE.
 
-The models are a GPT on characters, a ViT and a ResNet on digits, each with about 65,000 parameters, and a GPT
-with 10 million. Each step is taken in one pass. Weights are stored in bfloat16 with their remainders. The
-runs of docs/lab/stored_weights.md are in benchmarks/results/state_losses.jsonl, one line per run.
+A character GPT, a ViT and a ResNet for digits have about 65,000 parameters each. A second GPT has 10 million
+parameters. A single op computes each optimizer step. Weights are stored in bfloat16 with the 16 bits that
+complete them to float32. The runs shown in docs/lab/stored_weights.md are saved in
+benchmarks/results/state_losses.jsonl, one line per run.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from recipes.shared import digits_batches, digits_loaders
 STATES = ("fp32", "bf16", "8bit")
 RATES = (1.0, 0.1, 10.0)
 WARM_UP = 50
-FINAL_STEPS = 20  # the final loss is the mean over so many last steps
+FINAL_STEPS = 20  # the final loss is the mean loss of the last 20 steps
 DIVERGED = 10.0
-T_95 = 2.776  # Student's t for a 95 % interval of five runs
+T_95 = 2.776  # Student's t for the 95 % confidence interval of five runs
 Batches = Iterator[tuple[Tensor, Tensor]]
 
 
 class DigitsTransformer(nn.Module):
-    """A ViT for 8x8 images, with patches of 2x2."""
+    """A vision transformer for 8x8 images, with 2x2 patches."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ def residual_net(width: int) -> nn.Module:
 
 
 def gpt(**size: int) -> tuple[nn.Module, Batches]:
-    """Make a GPT, and batches of text from random positions."""
+    """Make a GPT, and training batches from random positions of a text."""
     config = Config(**size)
     text = "".join(topics[key] for key in sorted(topics))
     characters = {character: code for code, character in enumerate(sorted(set(text)))}
@@ -81,12 +82,12 @@ def gpt(**size: int) -> tuple[nn.Module, Batches]:
 
 
 def digits(model: nn.Module, seed: int) -> tuple[nn.Module, Batches]:
-    """Return a classifier with its batches of digits."""
+    """Return a classifier and its training batches of digits."""
     return model, digits_batches(digits_loaders(batch_size=32, seed=seed), steps=10**6)
 
 
-# A function of the seed that makes the model and its batches; the number of steps; the learning rate of AdamW
-# and Adam; the learning rate of SGD.
+# A case is a function that makes the model and its batches from a seed, the number of steps,
+# the learning rate of AdamW and Adam, and the learning rate of SGD.
 Case = tuple[Callable[[int], tuple[nn.Module, Batches]], int, float, float]
 CASES: dict[str, Case] = {
     "GPT": (lambda _: gpt(batch_size=8), 300, 3e-3, 0.1),
@@ -102,7 +103,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def train(case: str, optimizer_name: str, rate: float, state: str, seed: int) -> list[float]:
-    """Return the losses of one run."""
+    """Train one model. Return the loss of each step."""
     make, steps, adam_rate, sgd_rate = CASES[case]
     torch.manual_seed(seed)
     model, batches = make(seed)
@@ -126,9 +127,9 @@ def train(case: str, optimizer_name: str, rate: float, state: str, seed: int) ->
 
 
 def draw(runs: list[dict[str, Any]], file: Path) -> None:
-    """Plot how much each state format changes the final loss, in units of the spread of the float32 runs.
+    """Plot how much each state format changes the final loss, relative to the spread between float32 runs.
 
-    The bars are 95 % intervals.
+    The bars are 95 % confidence intervals.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415
 
@@ -160,7 +161,7 @@ def draw(runs: list[dict[str, Any]], file: Path) -> None:
 def difference(
     runs: list[dict[str, Any]], case: str, optimizer: str, rate: float, state: str
 ) -> tuple[float, float] | None:
-    """Return the mean and half the 95 % interval of five seeds. None if float32 state diverges too."""
+    """Return the mean over seeds and half its 95 % interval, or None if runs with float32 state diverge."""
     by_seed: dict[int, dict[str, float]] = {}
     for run in runs:
         if (run["case"], run["optimizer"], run["rate"]) == (case, optimizer, rate):
@@ -174,7 +175,7 @@ def difference(
 
 
 def main() -> None:
-    """Train the runs that the file lacks, or plot the runs in it."""
+    """Train the runs that are missing in the file, or plot the runs in the file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.state_losses")
     parser.add_argument("file", type=Path, help="of JSON lines, a run each")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no run after so many")
@@ -191,7 +192,7 @@ def main() -> None:
     end = time.monotonic() + options.seconds
     torch.set_num_threads(1)
     asked = list(product(CASES, OPTIMIZERS, RATES, range(options.seeds), STATES))
-    # The base rate first, then the small models.
+    # Start with the base learning rate and, within each rate, with the small models.
     for key in sorted(asked, key=lambda key: (key[2] != 1, "M" in key[0])):
         if key in there:
             continue

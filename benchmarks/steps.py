@@ -1,4 +1,4 @@
-"""Whole steps after a backward pass: unscale, clip, step and update, compared with torch and a bare step."""
+"""Compare unscale, clip, step and update with torch's GradScaler and with a plain optimizer step."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ TABLE_JUDGED = "The same step with on_spike= or log=, next to a step without the
 TABLE_FUSED = "The same step for optimizers that torch has fused, next to torch's fused and foreach steps"
 TABLE_FOREACH = "The same step for optimizers that torch has not fused, next to their own step"
 JUDGED: dict[str, Any] = {"on_spike": Spike(), "log": lambda _: None}
-"""Options of the scaler that look at each step, and what they are set to."""
+"""The options of the scaler that examine each step, and their values."""
 FUSED = {"Adam": 2, "AdamW": 2, "SGD with momentum": 1, "Adagrad": 1}
-"""Optimizers, and the number of states of each parameter."""
+"""Optimizers, and the number of state tensors per parameter."""
 NOT_FUSED = {
     "RMSprop with momentum": 2,
     "Adadelta": 2,
@@ -46,7 +46,7 @@ NOT_FUSED = {
     "AdamWScheduleFree": 2,
 }
 ON_THE_CPU = ("AdamWScheduleFree", "Adagrad")  # torch 2.11 has no fused Adagrad for CUDA
-MATRICES = [(512, 2048)] * 4  # used for Muon, whose matrix products take nearly all of the time
+MATRICES = [(512, 2048)] * 4  # for Muon, whose matrix products take nearly all of its time
 FOREACH = "torch, foreach"
 LIMIT = "copying as many bytes"
 MAX_NORM = 0.1
@@ -60,7 +60,7 @@ PROMISED = {
 
 
 class MadeGradients(torch.autograd.Function):
-    """A loss whose backward pass only makes a new gradient for each parameter."""
+    """A loss whose backward pass only creates a gradient for each parameter."""
 
     @staticmethod
     def forward(ctx: Any, *params: Tensor) -> Tensor:
@@ -70,20 +70,20 @@ class MadeGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        """Return the loss's gradient times 1e-3 for each element."""
+        """Return a gradient for each parameter, whose elements are the loss's gradient times 1e-3."""
         value = grads[0].item() * 1e-3
         return tuple(torch.full_like(param, value, dtype=torch.float32) for param in ctx.params)
 
 
 class Steps(Section):
-    """Unscale, clip, step and update, compared with torch's and with the optimizer alone."""
+    """Compare unscale, clip, step and update with torch's scaler and with the optimizer alone."""
 
     key = "steps"
     threads = 0
     timing = "wall time"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield fused AdamW for each set of gradients, other optimizers for ResNet-50, and 16-bit weights."""
+        """Yield comparisons for fused AdamW on all parameter sets, other optimizers, and 16-bit weights."""
         names = ("ResNet-50", "GPT-2 124M", "1000 x 100 KB", "1000 x 1 KB")
         for name in names:
             yield whole_step(setting, name, "fused AdamW")
@@ -102,7 +102,7 @@ class Steps(Section):
 
 
 def whole_step(setting: Setting, name: str, optimizer: str) -> Comparison:
-    """Compare steps with the gradients of a set, each after a backward that is not timed."""
+    """Compare optimizer steps on one set of parameters. The backward pass before each step is not timed."""
     trained = Trained(shapes_of(name, setting), setting.device, optimizer)
     calls: dict[str, tuple[Callable[[], object], Any]] = {
         OURS: (trained.step_ours, trained.ours),
@@ -122,7 +122,7 @@ def whole_step(setting: Setting, name: str, optimizer: str) -> Comparison:
 
 
 def looked_at(setting: Setting, name: str, option: str) -> Comparison:
-    """Compare a step with and without an option of the scaler that examines each step."""
+    """Compare steps with and without a scaler option that examines each step, such as ``on_spike``."""
     shapes, options = shapes_of(name, setting), {option: JUDGED[option]}
     runs = {
         OURS: Trained(shapes, setting.device, "fused AdamW", options=options),
@@ -140,10 +140,10 @@ def looked_at(setting: Setting, name: str, option: str) -> Comparison:
 
 
 def beside_its_limit(setting: Setting, name: str, shapes: Shapes, optimizer: str) -> Comparison:
-    """Compare a whole step with torch's, and with a copy of the fewest bytes that a step must move.
+    """Compare a whole step with torch's step, and with a copy of the fewest bytes that a step must move.
 
-    Per element these are 4 bytes to measure the gradient, and 8 bytes each for the gradient, the parameter
-    and each state.
+    A step must move 4 bytes per element to measure the gradient norm, and 8 bytes per element to read and
+    write each of gradient, parameter and optimizer states.
     """
     best = f"fused {optimizer}" if optimizer in FUSED else optimizer
     trained = Trained(shapes, setting.device, best)
@@ -170,7 +170,7 @@ def beside_its_limit(setting: Setting, name: str, shapes: Shapes, optimizer: str
 
 
 def copy_of(moved: int, setting: Setting) -> Sample:
-    """Return a sample of the time in which ``copy_`` reads and writes ``moved`` bytes."""
+    """Return a function that times a ``copy_`` which reads and writes ``moved`` bytes in total."""
     source = torch.zeros(setting.sized(2**26, 2**10), device=setting.device)
     target = torch.zeros_like(source)
     copy = setting.memory_clock(lambda: target.copy_(source))
@@ -178,7 +178,7 @@ def copy_of(moved: int, setting: Setting) -> Sample:
 
 
 def gates_of(name: str, optimizer: str, setting: Setting) -> tuple[Gate, ...]:
-    """Return the promises of a row."""
+    """Return the promised limits of a row."""
     row = f"{name}, {optimizer}"
     limit = (PROMISED if setting.device == "cpu" else PROMISED_ON_CUDA).get(row)
     gates = () if limit is None else (Gate(limit=limit, measure="theirs / ours"),)
@@ -186,7 +186,7 @@ def gates_of(name: str, optimizer: str, setting: Setting) -> tuple[Gate, ...]:
 
 
 def in_16_bits(setting: Setting) -> Comparison:
-    """Compare a step of weights stored in bf16 with one of float32 weights."""
+    """Compare the step of weights stored in bf16 with the step of float32 weights."""
     stored, wide = (
         Trained(shapes_of("ResNet-50", setting), setting.device, "fused AdamW", weights=weights)
         for weights in ("bf16-true", None)
@@ -204,7 +204,7 @@ def in_16_bits(setting: Setting) -> Comparison:
 
 
 def in_8_bits(setting: Setting) -> Comparison:
-    """Compare a step with compressed states with an uncompressed one and with torch's, in one thread."""
+    """Compare a step with 8-bit state with steps with float32 state, ours and torch's, in one thread."""
     steps: dict[str, Sample] = {}
     for label, weights, state in (
         (OURS, "bf16-true", "8bit"),
@@ -229,7 +229,7 @@ def in_8_bits(setting: Setting) -> Comparison:
 
 
 def in_one_thread(call: Callable[[], object]) -> Callable[[], object]:
-    """Return a call that runs with one torch thread."""
+    """Return a function that runs ``call`` with a single torch thread."""
 
     def run() -> None:
         with threads(1):
@@ -239,7 +239,7 @@ def in_one_thread(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def without_scale(setting: Setting, name: str, optimizer: str) -> Comparison:
-    """Compare clip and step without a loss scale (bf16, fp32). The backward pass before is not timed."""
+    """Compare clip and step without a loss scale, as in bf16 or fp32. The backward pass is not timed."""
     trained = Trained(shapes_of(name, setting), setting.device, optimizer, scaled=False)
     calls: dict[str, Callable[[], object]] = {
         OURS: trained.step_ours,
@@ -258,9 +258,9 @@ def without_scale(setting: Setting, name: str, optimizer: str) -> Comparison:
 
 
 def optimizer_of(description: str, params: list[Tensor]) -> Any:
-    """Return the optimizer of a row: ``"fused AdamW"``, ``"RMSprop with momentum"``, ``"Lion"``, ...
+    """Return the optimizer that a text such as ``"fused AdamW"`` or ``"RMSprop with momentum"`` describes.
 
-    On a GPU the step count is kept on the GPU, which a step in one pass needs.
+    On a GPU the step count is a GPU tensor, because the op that computes a whole step needs it there.
     """
     *kind, name = description.removesuffix(" with momentum").split()
     if name == "Lion":
@@ -276,7 +276,7 @@ def optimizer_of(description: str, params: list[Tensor]) -> Any:
 
 
 class Trained:
-    """Parameters, an optimizer that has stepped, and one scaler of each kind."""
+    """Parameters, an optimizer that has stepped once, a GradScaler of amp_plugin, and one of torch."""
 
     def __init__(
         self,
@@ -297,7 +297,7 @@ class Trained:
         self.ours = GradScaler(device, init_scale=SCALE, dynamic=False, enabled=scaled, **(options or {}))
         self.theirs = torch.amp.GradScaler(device, init_scale=SCALE, growth_interval=10**9)
         self.backward(self.ours)
-        self.step_ours()  # the first step makes the optimizer's state
+        self.step_ours()  # the first step creates the optimizer state
 
     def backward(self, scaler: Any) -> None:
         """Make new scaled gradients."""
@@ -305,7 +305,7 @@ class Trained:
         scaler.scale(MadeGradients.apply(*self.params)).backward()  # type: ignore[no-untyped-call]
 
     def step_ours(self) -> None:
-        """The whole step after a backward."""
+        """Unscale, clip, step and update with our GradScaler."""
         self.ours.clip_and_step(self.optimizer, MAX_NORM)
         self.ours.update()
 
@@ -315,7 +315,7 @@ class Trained:
         self.optimizer.step()
 
     def step_theirs(self) -> None:
-        """The whole step after a backward."""
+        """Unscale, clip, step and update with torch's GradScaler."""
         self.theirs.unscale_(self.optimizer)
         torch.nn.utils.clip_grad_norm_(self.params, MAX_NORM)
         self.theirs.step(self.optimizer)

@@ -1,4 +1,4 @@
-"""Format figures as cells and Markdown tables."""
+"""Format benchmark figures as table cells and Markdown tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.harness import Outcome, Spread
 from benchmarks.report import Report, SectionRecord
 
 RIVALS = ("torch", "stock")
-"""The variants that ours must not be slower than. The other variants are limits."""
+"""The variants that ours must not be slower than. All other variants are hardware limits."""
 
 RATE = "GB/s"
 """The unit in which more is better."""
@@ -28,13 +28,13 @@ UNITS: Mapping[str, Sequence[tuple[float, str]]] = {
 
 
 def unit_of(largest: float, unit: str) -> tuple[float, str]:
-    """Return the divisor and the name of the unit that suits the largest value."""
+    """Choose a unit that suits the largest value of a table. Return its divisor and its name."""
     steps = UNITS.get(unit, ((1.0, "" if unit == "relative error" else unit),))
     return next((step for step in steps if largest >= step[0]), steps[-1])
 
 
 def quantity(value: float, unit: str) -> str:
-    """Write a value with three digits and its unit, as ``3.78 ms``."""
+    """Format a value with three digits and its unit, such as ``3.78 ms``."""
     divisor, name = unit_of(abs(value), unit)
     scaled = value / divisor
     digits = 0 if name == "bytes" else 2 if abs(scaled) < 10 else 1 if abs(scaled) < 100 else 0
@@ -43,7 +43,7 @@ def quantity(value: float, unit: str) -> str:
 
 
 def ratio(spread: Spread) -> str:
-    """Write a ratio and its interquartile range, as ``0.94 (0.93 to 0.96)``."""
+    """Format a ratio and its interquartile range, such as ``0.94 (0.93 to 0.96)``."""
     digits = 3 if spread.median < 0.1 else 2
     middle = f"{spread.low:.{digits}f} to {spread.high:.{digits}f}"
     exact = spread.low == spread.high
@@ -51,7 +51,7 @@ def ratio(spread: Spread) -> str:
 
 
 def loses(row: Outcome, label: str) -> bool:
-    """Return whether ours is at least 1 % slower than a rival, in at least three quarters of the rounds."""
+    """Return True if ours is slower by 1 % in the median, and slower in three quarters of the rounds."""
     spread = row.ratios.get(label)
     if label not in RIVALS or spread is None:
         return False
@@ -61,7 +61,7 @@ def loses(row: Outcome, label: str) -> bool:
 
 
 def grouped(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
-    """Return a dict from the name of each table to its rows, in order."""
+    """Return a dict from the name of each table to its list of rows, in order."""
     tables: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         tables.setdefault(outcome.table, []).append(outcome)
@@ -69,7 +69,7 @@ def grouped(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
 
 
 def cells(rows: Sequence[Outcome], mark: str = "**") -> list[list[str]]:
-    """Return the header and the rows of a table. Lost comparisons and missed promises get ``mark``."""
+    """Return the header and the rows of a table. ``mark`` surrounds lost comparisons and missed promises."""
     labels, compared = list(rows[0].times), list(rows[0].ratios)
     gated = any(row.verdicts for row in rows)
     header = ["", *labels, *(f"ours / {label}" for label in compared), *(["promised"] if gated else [])]
@@ -91,19 +91,19 @@ def cells(rows: Sequence[Outcome], mark: str = "**") -> list[list[str]]:
 
 
 def markdown(table: Sequence[Sequence[str]]) -> str:
-    """Write cells as a Markdown table, with text to the left and numbers to the right."""
+    """Format cells as a Markdown table, with text aligned left and numbers aligned right."""
     header, *rows = table
     rule = ["---", *("---:" for _ in header[1:])]
     return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *rows))
 
 
 def with_note(text: str) -> str:
-    """Add a note below a table if some of its rows measure a removed feature."""
+    """Add a note below a table if some rows of the table measure a feature that was removed."""
     return f"{text}\n\n{OLD_WAY_NOTE}" if f", {OLD_WAY}" in text else text
 
 
 def caption(report: Report, record: SectionRecord) -> str:
-    """Return a text on how, when and on which machine a section was measured."""
+    """Return a text that says how, when and on which machine a section was measured."""
     count = f"{record.threads} thread{'' if record.threads == 1 else 's'}"
     rounds = sorted({outcome.rounds for outcome in record.outcomes})
     span = str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
@@ -113,7 +113,7 @@ def caption(report: Report, record: SectionRecord) -> str:
 
 
 def section(report: Report, key: str, figures: Sequence[str] = ()) -> str:
-    """Write all tables and plots of a section, and on which machine it was measured."""
+    """Return all tables and plots of a section as Markdown, with the machine that measured them."""
     record = report.sections[key]
     parts = []
     for name, rows in grouped(record.outcomes).items():
@@ -122,7 +122,7 @@ def section(report: Report, key: str, figures: Sequence[str] = ()) -> str:
 
 
 def losses(report: Report) -> str:
-    """List every comparison in which ours is slower than torch's or the stock plugin."""
+    """List every comparison in which ours is slower than torch or the framework's own plugin."""
     rows = [["", "against", "ours / theirs"]]
     for record in report.sections.values():
         for outcome in record.outcomes:
@@ -137,7 +137,7 @@ def losses(report: Report) -> str:
 
 
 def missed(report: Report) -> str:
-    """List every promise that is missed, including promises against a limit."""
+    """List every missed promise, including promises that compare with a hardware limit."""
     rows = [["", "against", "ours / theirs", "promised"]]
     for record in report.sections.values():
         for outcome in record.outcomes:
@@ -149,7 +149,7 @@ def missed(report: Report) -> str:
 
 
 def parts(report: Report) -> str:
-    """List the other parts of a GPU run, with their results."""
+    """List the parts of a GPU run that are not benchmarks, with their results."""
     rows = [["", "outcome", "seconds"]]
     rows += [
         [part["name"], part["verdict"].replace("|", "/"), f"{part['seconds']:.0f}"] for part in report.parts
@@ -160,8 +160,8 @@ def parts(report: Report) -> str:
 def summary(report: Report, most: int = 10) -> str:
     """List at most ``most`` of the comparisons for which a ratio to another library is promised.
 
-    The first comparison of each section is chosen, then the second of each, and so on. The chosen comparisons
-    are listed in the order of the report.
+    The first comparison of each section is chosen, then the second of each section, and so on. The chosen
+    comparisons are listed in the order of the report.
     """
     ranked = [
         (rank, place, row)
@@ -187,7 +187,7 @@ def _promised(record: SectionRecord) -> list[list[str]]:
 
 
 def published(report: Report) -> str:
-    """List published figures of clipping next to ours, each relative to torch's on the same machine."""
+    """List published clipping times next to ours, each relative to torch on the machine that was used."""
     here = {
         outcome.x: outcome for outcome in report.sections["tensors"].outcomes if "in place" in outcome.table
     }

@@ -1,6 +1,6 @@
-"""Whole training steps of real models on a GPU, compared with torch.amp.
+"""Compare whole training steps of GPT-2 and ResNet-50 on a GPU with torch.amp.
 
-A step is forward, backward, clip and fused AdamW.
+A training step consists of forward, backward, clipping and fused AdamW.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ STORED = "A training step of GPT-2 124M with weights and states stored in fewer 
 HELD = "Memory of a training step, held between steps"
 PEAK = "Peak memory of a training step"
 LOSS = "The loss after five steps: distance from the loss in fp32"
-COUNTED = 5  # the number of steps before the timing
-# Precision, weights and state. They are compared with torch's step in the same precision.
+COUNTED = 5  # the number of steps before steps are timed
+# Each way is a precision, a weight format and a state format.
+# Each way is compared with torch's step in the same precision.
 WAYS = (
     ("bf16", "bf16", "fp32"),
     ("bf16", "bf16", "bf16"),
@@ -38,7 +39,7 @@ WAYS = (
 
 
 def gpt(setting: Setting) -> nn.Module:
-    """Make a GPT of GPT-2's size with an untied embedding and head, for 16 x 1024 tokens."""
+    """Make a model of GPT-2's size with untied embedding and output layer, for 16 x 1024 tokens."""
     size = GPTSize(layers=12, width=768, heads=12, batch=16, length=1024, words=50_304)
     torch.manual_seed(0)
     model = GPT(setting.sized(size, launch_bound_size(setting, 1)))
@@ -49,7 +50,7 @@ def gpt(setting: Setting) -> nn.Module:
 
 
 def resnet(setting: Setting) -> nn.Module:
-    """Make a ResNet-50 in channels_last, for 256 images of 224 x 224 pixels."""
+    """Make a ResNet-50 in the memory format channels_last, for 256 images of 224 x 224 pixels."""
     torch.manual_seed(0)
     model = ResNet50(width=setting.sized(64, 4), pixels=setting.sized(224, 32), batch=setting.sized(256, 2))
     return model.to(setting.device, memory_format=torch.channels_last)
@@ -59,11 +60,11 @@ MODELS: dict[str, Callable[[Setting], nn.Module]] = {"GPT-2 124M": gpt, "ResNet-
 
 
 class Training:
-    """A model that is trained in one of the ways. Its first steps measure memory and losses.
+    """A model that is trained in one of the compared ways. The first steps measure memory and losses.
 
     Attributes:
-        held: The device's bytes in use between steps: model, optimizer and batches.
-        peak: The largest number of the device's bytes in use during a step.
+        held: The bytes of device memory in use between steps, for model, optimizer and batches.
+        peak: The largest number of bytes of device memory in use during a step.
         loss: The loss after ``COUNTED`` steps.
     """
 
@@ -96,7 +97,7 @@ class Training:
             self.peak = torch.cuda.max_memory_allocated() - before
 
     def step(self) -> torch.Tensor:
-        """Take a step, and return the loss before it."""
+        """Take a step, and return the loss before the weights change."""
         with self.region():
             loss: torch.Tensor = self.model(self.batches[self.steps % 2])
         self.scaler.scale(loss).backward()
@@ -113,14 +114,14 @@ class Training:
 
 
 class TrainingSteps(Section):
-    """Time, memory and losses of whole steps in 16 bits, for each way to store weights and states."""
+    """Compare time, memory and losses of training steps for each way to store weights and states."""
 
     key = "training"
     threads = 0
     timing = "wall time"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield both models compared with torch, then the ways to store the weights of the first model."""
+        """Yield comparisons of both models with torch, then of the ways to store GPT-2's weights."""
         for name, make in MODELS.items():
             fp32 = Training(setting, make, "fp32", ours=False)
             for precision in DTYPES:
@@ -143,13 +144,13 @@ class TrainingSteps(Section):
 
 
 def timed(setting: Setting, name: str, table: str, runs: dict[str, Training]) -> Comparison:
-    """Compare the time of a step: the host's or the device's, whichever is longer."""
+    """Compare step times. A step takes the time of the host or the device, whichever is longer."""
     samples = {label: setting.host_clock(run.step) for label, run in runs.items()}
     return Comparison(name=name, table=table, samples=samples, rounds=setting.rounds(21))
 
 
 def counted(name: str, runs: dict[str, Training], exact: float) -> Iterator[Comparison]:
-    """Yield memory and losses, which were measured before."""
+    """Yield comparisons of memory and losses, which ``Training`` has already measured."""
     pair = {label: runs[label] for label in (OURS, "torch")}
     for table, unit, counts in (
         (HELD, "bytes", {label: run.held for label, run in pair.items()}),

@@ -1,4 +1,4 @@
-"""The cases of whole training steps that are compared in Lightning and Accelerate."""
+"""The training setups whose steps are timed in Lightning and Accelerate."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ STOCK = "stock"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One way to train.
+    """One training setup.
 
     Attributes:
         precision: ``"fp16"`` or ``"bf16"``.
         window: The number of micro-batches per optimizer step.
-        clip: The largest gradient norm. None does not clip.
-        optimizers: The number of optimizers. 2 means one for the blocks and one for the other parameters.
-        steps: The number of timed optimizer steps in a run. A third as many warm up before.
+        clip: The gradient norm to which gradients are clipped, or None.
+        optimizers: The number of optimizers. If there are two, one steps the transformer blocks and the other
+            one steps all other parameters.
+        steps: The number of timed optimizer steps in a run. Before the timed steps, a third as many warm-up
+            steps are taken.
     """
 
     name: str
@@ -37,7 +39,7 @@ class Case:
     steps: int = 24
 
     def sized(self, setting: Setting) -> tuple[int, int]:
-        """Return the number of warm-up steps and of timed steps."""
+        """Return the number of warm-up steps and the number of timed steps."""
         return setting.sized((self.steps // 3, self.steps), (1, 1))
 
     def micro_batches(self, setting: Setting) -> list[torch.Tensor]:
@@ -46,7 +48,7 @@ class Case:
         return launch_bound_gpt(setting).batches((warm_up + steps) * self.window, setting.device)
 
     def make_optimizers(self, model: GPT) -> list[Optimizer]:
-        """Make AdamW for the parameters, or for two parts of them."""
+        """Make one AdamW for all parameters, or two AdamW optimizers for two parts of the model."""
         everything = list(model.parameters())
         inner = list(model.blocks.parameters())
         within = {id(param) for param in inner}
@@ -70,7 +72,7 @@ CASES = (
 
 
 def step_clock(device: str) -> Callable[[], float]:
-    """Return a clock in seconds: the CPU time of the process, or on a GPU the wall time of an idle device."""
+    """Return a clock in seconds, which is the process's CPU time, or on a GPU the synchronized wall time."""
     if device == "cpu":
         return time.process_time
 

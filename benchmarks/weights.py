@@ -1,4 +1,4 @@
-"""Weights stored in 16 bits: the time of forward and backward passes, and the bytes of each format."""
+"""Measure the time of forward and backward passes with 16-bit weights, and the memory of each format."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from benchmarks.models import compute_bound_gpt, launch_bound_gpt
 from benchmarks.setting import Section, Setting
 
 IN_A_REGION = "weights='bf16', in our autocast"
-# torch's own param.grad_dtype: the time of float32 gradients without amp_plugin.
+# This variant uses torch's own param.grad_dtype for float32 gradients, without amp_plugin.
 FP32_GRADIENTS = "bf16 model, fp32 gradients"
 WAYS = ("fp32", "bf16", "bf16-stochastic", "fp16")
-# Maps a model to the allowed ratio of its time to the time of a bf16 model with bf16 gradients.
+# The number is the largest allowed ratio of our time to that of a bf16 model with bf16 gradients.
 MODELS = {
     "GPT 6 x 64, launch-bound": (launch_bound_gpt, 1.05),
     "GPT, compute-bound": (compute_bound_gpt, 1.03),
@@ -30,12 +30,12 @@ MODELS = {
 
 
 class StoredWeights(Section):
-    """Forward and backward passes with bf16 weights and float32 gradients, and the memory of all formats."""
+    """Time passes with bf16 weights and float32 gradients, and measure the memory of all weight formats."""
 
     key = "weights"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield the models, then the ways to store weights."""
+        """Yield the times of the models, then the memory of each way to store weights."""
         for name, (make, limit) in MODELS.items():
             model = make(setting)
             batches = model.batches(1, setting.device)
@@ -100,7 +100,7 @@ class _Training:
         self.optimizer.step()
 
     def held(self) -> float:
-        """Return the bytes that are held when gradients exist."""
+        """Return the number of bytes of weights, gradients and optimizer state."""
         return float(weight_bytes(self.model, self.optimizer).total)
 
 
