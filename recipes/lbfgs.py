@@ -1,4 +1,4 @@
-"""LBFGS with a loss scale: the closure calls backward on the scaled loss, and returns the unscaled loss.
+"""LBFGS with a loss scale: its closure calls backward on the scaled loss and returns the plain loss.
 
     python -m recipes run lbfgs [precision=bf16] [key=value ...]
 
