@@ -1,15 +1,20 @@
-"""Compare two recorded runs: find the first result that differs by more than rounding explains.
+"""Compare two recorded runs, and find the first result that differs by more than rounding explains.
 
 for each result that both runs have:
-    apart = difference of the results without rounding; the same for each input
-    allowed = 3 * apart of the inputs + 2 * eps of the coarsest dtype
-    if apart is more than allowed, the programs differ here; they also do if only one run has an op and its
-        result differs
-    if the op's own error is beyond rounding in only one run, the op's kernel differs
 
-Recordings of several ranks are compared rank by rank. The rank that differs at the earliest result comes
-first, because the others may only have received its results. compare_layouts.py compares one process with
-several ranks.
+    difference = the relative difference between the two results, both computed without rounding
+
+    allowed = 3 * the largest difference between the op's inputs + 2 * eps of the coarsest dtype
+
+    if the difference is more than allowed, the programs differ at this op
+
+    if an input comes from an op that only one run has, and this input differs, the programs differ there
+
+    if only one run's op has an error that rounding does not explain, the kernels of the op differ
+
+Recordings of several ranks are compared rank by rank. The report names the rank on which the earliest result
+differs, because the other ranks may only have received wrong results from it. compare_layouts.py compares a
+run of a single process with a run on several ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ from amp_plugin.numerics.values import as_json
 __all__ = ["RunComparison", "RunRecorder", "compare_runs", "record_run"]
 
 _MOST_REPLICAS = 5  # a report lists at most this many gradients that differ between ranks
-_GROWTH = 3.0  # an op may amplify the difference of its inputs by this factor
+_GROWTH = 3.0  # an op may amplify the difference between its inputs by this factor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +50,7 @@ class AbsentRanks:
     """The ranks whose recording is missing or incomplete.
 
     Attributes:
-        missing: Ranks that have no file.
+        missing: Ranks that wrote no file.
         stopped: Ranks that ended with an error or were killed. Their earlier steps are recorded.
     """
 
@@ -53,10 +58,10 @@ class AbsentRanks:
     stopped: tuple[int, ...] = ()
 
     def told(self, run: str) -> Iterator[str]:
-        """Yield sentences about the missing ranks of a run."""
+        """Yield a sentence about the ranks that left no file, and one about ranks that were cut off."""
         for ranks, what in (
-            (self.missing, "missing: no file"),
-            (self.stopped, "cut off: the region did not end"),
+            (self.missing, "missing (no file was written)"),
+            (self.stopped, "cut off (the program was killed or raised an error while it was recorded)"),
         ):
             if ranks:
                 yield f"{named_ranks(ranks)} of the {run} run {'is' if len(ranks) == 1 else 'are'} {what}"
@@ -64,26 +69,32 @@ class AbsentRanks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunComparison:
-    """The comparison of two runs, all ranks together.
+    """The result of comparing two recorded runs, for all their ranks together.
 
     Attributes:
-        compared: The number of results that both runs have.
-        only_first, only_second: The number of results that only one of them has, such as casts.
+        compared: The number of op results that both runs have.
+        only_first, only_second: The number of op results that only one of the two runs has, such as the
+            results of casts.
         differing: The number of compared results that differ in at least one bit.
-        first: The first result that differs, on the rank where it comes earliest. None if no result differs.
+        first: The first result that differs in at least one bit, on the rank where it comes earliest. None if
+            no result differs.
         unexplained: The first difference that rounding does not explain, or None.
-        unseen: The median difference that rounding explains. A smaller error could not be seen.
-        unmeasured: The ops that did not run in fp64, with their count. Their results are taken as exact.
-        ranks: The ranks that both recordings have. Empty if each is the file of one process.
-        absent_first, absent_second: The ranks that are missing in a recording, or were cut off.
-        replicas_first, replicas_second: Gradients that differ between the ranks of a recording, although
-            their weights started with the same bits. Only the differences of the first such step are listed.
-        dropouts_first, dropouts_second: Dropouts that are the same on ranks of a recording where they must
-            differ, or differ where they must be the same.
-        mesh: The sizes of the mesh dimensions by name, including the micro-batches, if one process was
-            compared with several ranks; else empty. Then ``differing`` counts the results that rounding does
-            not explain, and ``first`` equals ``unexplained``.
-        random: The number of results that depend on different random numbers and are not compared.
+        unseen: The median, over all results, of the relative difference that rounding explains. A smaller
+            error would not be noticed.
+        unmeasured: The ops that could not run in fp64, with the number of their calls. Their results are
+            taken as exact.
+        ranks: The ranks that both recordings have. Empty if each recording is the file of a single process.
+        absent_first, absent_second: The ranks of each recording that left no file, or whose recording was cut
+            off.
+        replicas_first, replicas_second: Gradients that differ between the ranks of one recording, although
+            their weights started with the same bits. Only the first step with such gradients is listed.
+        dropouts_first, dropouts_second: Dropouts that drop the same elements on two ranks of one recording
+            where they must differ, or different elements where they must be the same.
+        mesh: The sizes of the mesh dimensions by name, including the micro-batches. It is empty unless a
+            single process was compared with several ranks or micro-batches. If it is not empty, ``differing``
+            counts the results that rounding does not explain, and ``first`` equals ``unexplained``.
+        random: The number of results that are not compared because the two runs drew different random numbers
+            for them.
     """
 
     compared: int
@@ -117,7 +128,7 @@ class RunComparison:
 
     def report(self) -> str:
         """Return all findings as text."""
-        alone = f"; {self.only_first} are in the first run alone, {self.only_second} in the second alone"
+        alone = f"; {self.only_first} more are only in the first run, {self.only_second} only in the second"
         counts = f"{self.compared} results compared"
         counts += f" on {named_ranks(self.ranks)}" if self.ranks else ""
         if self.mesh:
@@ -127,9 +138,9 @@ class RunComparison:
             )
         else:
             counts += f", {self.differing} differ"
-        counts += alone if self.only_first or self.only_second else ""
         is_equal = self.first is None and not self.mesh
-        counts += ": what both runs have is equal, bit for bit" if is_equal else ""
+        counts += " (all results that both runs have are equal, bit for bit)" if is_equal else ""
+        counts += alone if self.only_first or self.only_second else ""
         return "\n\n".join(filter(None, [counts, *self._about_ranks(), *self._about_differences()]))
 
     def _about_ranks(self) -> Iterator[str]:
@@ -139,25 +150,27 @@ class RunComparison:
             for difference in replicas[:_MOST_REPLICAS]:
                 yield f"ranks of the {run} run differ where they must agree: {difference}"
             if hidden := len(replicas) - _MOST_REPLICAS:
-                yield f"and {hidden} gradients more" if hidden > 0 else ""
+                yield f"and {hidden} more gradients" if hidden > 0 else ""
         for run, dropouts in (("first", self.dropouts_first), ("second", self.dropouts_second)):
             for difference in dropouts[:1]:
                 yield f"dropout on ranks of the {run} run is wrong: {difference}"
 
     def _about_differences(self) -> Iterator[str]:
         if self.random:
-            yield f"{self.random} results follow from other random numbers, and are not compared"
+            yield f"{self.random} results are not compared, because the runs drew different random numbers"
         if self.first is None and not self.mesh:
             return
         if self.first is not None and not self.mesh:
             yield f"first difference: {self.first}"
-        unexplained = f"first that rounding does not explain: {self.unexplained}"
+        unexplained = f"first difference that rounding does not explain: {self.unexplained}"
         yield unexplained if self.unexplained else "rounding explains every difference"
-        yield f"not to be told from rounding: differences below {self.unseen:.1g} of a result"
-        yield f"taken as exact, not measured: {listed(self.unmeasured)}" if self.unmeasured else ""
+        yield f"relative differences below {self.unseen:.1g} cannot be told from rounding"
+        if self.unmeasured:
+            ops = listed(self.unmeasured)
+            yield f"taken as exact, because these ops do not run in fp64: {ops}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON's values."""
+        """Return the whole comparison as values that JSON can hold."""
         return as_json(self)  # type: ignore[no-any-return]
 
 
@@ -168,33 +181,37 @@ def compare_runs(
     names: Mapping[str, str] | ModuleNames | None = None,
     layouts: bool = False,
 ) -> RunComparison:
-    """Compare two recordings of ``record_run``: files, or the folders of several ranks.
+    """Compare two recordings of ``record_run``, which are files, or folders if there were several ranks.
 
     Results are matched by rank, step, direction, module, op and their order. So a run in bf16 can be compared
-    with one in fp32, which has no casts. Each result is compared as it would be without rounding. It may
-    differ if the inputs differ, and by twice the eps of the coarsest dtype.
+    with a run in fp32, although only the first has casts. The values that are compared are those that each op
+    would have computed without rounding. They may differ by three times as much as the op's inputs differ,
+    and by twice the eps of the coarsest dtype.
 
-    If one recording has one process and the other has several ranks, the ranks' shards, partial sums and
-    replicas are first combined. The one process must get the whole batch of each step.
+    If only one of the recordings has several ranks, its shards, partial sums and replicas are combined before
+    they are compared. The single process of the other recording must get the whole batch of each step.
 
     Args:
         first: A recording.
-        second: Another recording. It has as many ranks, or one of the two has a single process. It may be the
-            same recording. Then only its replicas are compared.
-        names: Maps modules of the first run to the same modules of the second run, for two implementations of
-            a model. A name includes everything below it, and ``*`` stands for one part of a name.
-        layouts: Combine results even if both sides have one process. The recording with more micro-batches
-            must be the second.
+        second: Another recording. The two must have equally many ranks, or one of them must have a single
+            process. If ``second`` is the same recording as ``first``, only its replicas are compared with
+            each other.
+        names: Maps the names of modules in the first run to their names in the second run, if these are two
+            implementations of one model. A name includes all submodules, and ``*`` stands for one part of a
+            name.
+        layouts: Combine the results of micro-batches, even if both recordings have a single process. The
+            recording with more micro-batches must be the second.
 
     Raises:
-        ValueError: A file does not contain a recorded run, the two runs share no rank or no result, the
-            numbers of ranks differ and neither is 1, or the file of a rank is missing whose part is needed.
+        ValueError: A file does not contain a recorded run. Or the two runs share no rank or no result, or
+            their numbers of ranks differ and neither number is 1. Or a rank has no file, and its part of the
+            results is needed.
     """
     ours, theirs = RecordedFiles.find(Path(first)), RecordedFiles.find(Path(second))
     known = names if isinstance(names, ModuleNames) else ModuleNames(names)
     if ours.ranks != 1 and theirs.ranks != 1 and (ours.ranks != theirs.ranks or layouts):
         counts = f"{first} has {ours.ranks} ranks, and {second} has {theirs.ranks}"
-        msg = f"{counts}; record both with as many processes, or one of them with one process"
+        msg = f"{counts}; record both with the same number of processes, or one of them with a single process"
         raise ValueError(msg)
     runs = _loaded(ours), _loaded(theirs)
     are_layouts = layouts or ours.ranks != theirs.ranks
@@ -214,13 +231,16 @@ def _compared_layouts(
     runs: tuple[dict[int, Run], dict[int, Run]],
     names: ModuleNames,
 ) -> Compared:
-    """Compare one process with several ranks, or with micro-batches."""
+    """Compare a run of a single process with a run on several ranks or in micro-batches."""
     for recording in files:
         if recording.missing:
-            msg = f"{named_ranks(recording.missing)} left no file; the parts of all ranks are needed"
+            msg = (
+                f"{named_ranks(recording.missing)} left no file, but the results of all ranks are needed to "
+                "combine them; record the run again"
+            )
             raise ValueError(msg)
     if not all(run.parts for side in runs for run in side.values()):
-        msg = "a recording is empty, or is of an earlier release; record it again"
+        msg = "a recording is empty or was made by an earlier release of amp_plugin; record it again"
         raise ValueError(msg)
     if files[1].ranks == 1 < files[0].ranks:
         found = compare_layouts(runs[1][0], runs[0], names.inverted())
@@ -235,7 +255,10 @@ def _comparison(
     *,
     are_layouts: bool,
 ) -> RunComparison:
-    """Return all findings as one comparison. If layouts are compared, there is one entry for all ranks."""
+    """Return all findings as one comparison.
+
+    ``found`` has one entry per rank, or a single entry for all ranks if layouts are compared.
+    """
     is_by_rank = files[0].ranks > 1 and not are_layouts
     differing = {rank: result.differing for rank, result in found.items()}
     unexplained = {
@@ -278,7 +301,7 @@ def _absent(files: RecordedFiles, runs: Mapping[int, Run]) -> AbsentRanks:
 def _earliest(
     found: Mapping[int, Sequence[tuple[int, Difference]]], *, is_by_rank: bool
 ) -> Difference | None:
-    """Return the difference that comes first in the program, with the ranks that have it there."""
+    """Return the difference that comes first in the program, with the ranks that differ at this result."""
     firsts = {rank: differences[0] for rank, differences in found.items() if differences}
     if not firsts:
         return None
@@ -288,7 +311,7 @@ def _earliest(
 
 
 def _unlike_replicas(runs: Mapping[int, Run]) -> tuple[Difference, ...]:
-    """Return gradients that differ between ranks but must not, from the first step that has any."""
+    """Return the gradients that must be equal on all ranks but differ, from the first step that has any."""
     replicas = replicas_of([run.weights for run in runs.values()])
     gradients = {rank: run.gradient_records() for rank, run in runs.items()}
     shared = set.intersection(*map(set, gradients.values())) if len(runs) > 1 else set()
@@ -306,7 +329,10 @@ def _unlike_replicas(runs: Mapping[int, Run]) -> tuple[Difference, ...]:
 
 
 def _unlike(records: Mapping[int, OpRecord]) -> Difference | None:
-    """Compare the gradients of one weight on all ranks. Return None if rounding explains the differences."""
+    """Compare the gradients of one weight on all ranks, and return their difference.
+
+    Return None if rounding explains the difference.
+    """
     ranks = unlike_the_others({rank: record.checksum for rank, record in records.items()})
     if not ranks:
         return None
@@ -334,10 +360,11 @@ def _compared(ours: Run, theirs: Run, names: ModuleNames) -> Compared:
         {number: record for number, record in enumerate(run.records) if number not in numbers}
         for run, numbers in matched
     ]
-    allowed, differing, largest = [], [], 0.0  # largest: the largest difference so far that rounding explains
+    allowed, differing = [], []
+    largest = 0.0  # the largest difference so far that rounding explains
     for number, other in shared.items():
         mine, its = ours.records[number], theirs.records[other]
-        # A gradient may be the sum of several results, and may differ as much as any of them.
+        # A gradient may be the sum of several earlier results, and may differ as much as any of them.
         known = largest if number in ours.gradients else 0.0
         judged = _judged(mine, its, alone, largest, known)
         allowed.append(judged.allowed)
@@ -351,12 +378,13 @@ def _compared(ours: Run, theirs: Run, names: ModuleNames) -> Compared:
 def _judged(
     mine: OpRecord, its: OpRecord, alone: Sequence[Mapping[int, OpRecord]], largest: float, inputs: float
 ) -> Difference:
-    """Compare a result, or one of its inputs.
+    """Compare the two runs' values of a result, or of one of its inputs.
 
-    If an input comes from an op that only one run has, and differs too much, the input is compared instead.
+    If an input comes from an op that only one run has, and this input differs too much, the difference of the
+    input is returned.
 
-    ``largest`` is the largest difference so far that is explained. ``inputs`` is the difference of the
-    inputs, as far as it is known without their fingerprints.
+    ``largest`` is the largest difference so far that rounding explains. ``inputs`` is a lower limit for the
+    difference between the inputs; the fingerprints of the inputs may raise it.
     """
     slack, reason = 2 * max(mine.eps, its.eps), ""
     relative = mine.held.difference(its.held)
@@ -364,7 +392,7 @@ def _judged(
         apart, allowed = read.difference(other), _GROWTH * largest + slack
         maker = alone[0].get(read.made_by) or alone[1].get(other.made_by)
         if maker is not None and apart > allowed:
-            relative, reason = apart, f"an input comes from {maker}, which one run alone has"
+            relative, reason = apart, f"an input comes from {maker}, which only one of the runs has"
             break
         inputs = max(inputs, apart)
     else:
@@ -373,7 +401,7 @@ def _judged(
             allowed += math.sqrt(4 / max(math.prod(mine.shape), 1))  # one element may always change
         low, high = sorted((mine.excess, its.excess))
         if high > 1 >= low:
-            reason = f"the op's own error is {high:.2g} times what rounding allows, in one run alone"
+            reason = f"in only one of the runs, the op's own error is {high:.2g} times what rounding allows"
     return Difference(
         result=f"{mine}" + ("" if mine.dtype == its.dtype else f" against {its.dtype}"),
         op=mine.op,

@@ -1,12 +1,13 @@
-"""Compare a run of one process with a run on several ranks, or in micro-batches, that does the same.
+"""Compare a run of a single process with a run of the same training on several ranks or in micro-batches.
 
 1. layout_matches.py finds the results of the two runs that belong together.
-2. layout_rounding.py decides whether rounding explains their difference.
-3. layout_causes.py explains the first difference that rounding does not.
+2. layout_rounding.py decides whether rounding explains the differences between these results.
+3. layout_causes.py explains the first difference that rounding does not explain.
 
-An intermediate result of a rank may have no counterpart in the run of one process. For example, an embedding
-with sharded rows also looks up other rows and masks them afterwards. So a result counts as wrong only if a
-wrong result is computed from it, or if nothing that both runs have is computed from it.
+A correct program may have intermediate results on a rank that differ from the run of a single process. For
+example, an embedding with sharded rows looks up wrong rows for some tokens and masks them afterwards. So a
+result counts as wrong only if one of the results computed from it is wrong, or if no result that both runs
+have is computed from it.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ _EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16
 
 
 def compare_layouts(whole: Run, runs: Mapping[int, Run], names: ModuleNames) -> Compared:
-    """Compare a run of one process with one of several ranks or micro-batches.
+    """Compare a run of a single process with a run on several ranks or in micro-batches.
 
     Args:
-        whole: The run of one process.
-        runs: The runs of all ranks.
-        names: Converts the ranks' module names into the names of the one process.
+        whole: The run of the single process.
+        runs: Maps each rank to its run.
+        names: Converts the ranks' module names into the module names of the single process.
 
     Returns:
-        The results that differ by more than rounding, in the order of the one process. The first one is
-            explained.
+        The results that differ by more than rounding explains, in the order in which the single process
+            computed them. The first one has an explanation.
     """
     matches = Matches(whole, runs, names)
     judged = verdicts(matches)
@@ -63,11 +64,14 @@ def compare_layouts(whole: Run, runs: Mapping[int, Run], names: ModuleNames) -> 
 
 
 def _arrival(matches: Matches, judged: Mapping[int, Verdict]) -> Callable[[Match], bool]:
-    """Return a function that says whether a wrong shared result is computed from a result, or none at all."""
+    """Return a function that tells whether a result counts as wrong, by the results computed from it.
+
+    It returns True if one of the results that both runs compute from it is wrong, or if there are none.
+    """
     readers = _readers(matches.runs)
 
     def next_shared(rank: int, number: int) -> Iterator[int]:
-        """Yield the next results of the same pass that the one process also has."""
+        """Yield the next results in the same forward or backward pass that the single process also has."""
         seen, left = {number}, [number]
         records = matches.runs[rank].records
         while left:
@@ -89,7 +93,7 @@ def _arrival(matches: Matches, judged: Mapping[int, Verdict]) -> Callable[[Match
 
 
 def _readers(runs: Mapping[int, Run]) -> dict[tuple[int, int], list[int]]:
-    """Return the records that read each result, by its rank and number."""
+    """Map the rank and number of each result to the numbers of the records that read it."""
     readers: dict[tuple[int, int], list[int]] = {}
     for rank, run in runs.items():
         for number, record in enumerate(run.records):
@@ -99,7 +103,7 @@ def _readers(runs: Mapping[int, Run]) -> dict[tuple[int, int], list[int]]:
 
 
 def _begun(matches: Matches, names: ModuleNames) -> Iterator[Difference]:
-    """Yield the weights that are different at the start of the two runs."""
+    """Yield the weights that differ between the two runs before the first step."""
     for name, weight in matches.whole.weights.items():
         weights = {
             matches.mesh.place(rank): run.weights[other]
@@ -127,7 +131,7 @@ def _begun(matches: Matches, names: ModuleNames) -> Iterator[Difference]:
             module=module,
             relative=best.relative,
             allowed=slack,
-            reason=cause.text or "the runs begin with other weights",
+            reason=cause.text or "the two runs begin with different weights",
             ranks=wrong_ranks(layout, best, slack, matches.mesh),
             mesh=tuple(axis.name for axis in cause.axes),
         )
@@ -144,7 +148,7 @@ def _difference(match: Match, verdict: Verdict) -> Difference:
         line=theirs[0].line or mine.line,
         relative=verdict.best.relative,
         allowed=verdict.allowed * verdict.best.condition,
-        reason=f"the op's own error is {high:.2g} times what rounding allows, in one run alone"
+        reason=f"in only one of the runs, the op's own error is {high:.2g} times what rounding allows"
         if is_of_kernel
         else "",
         is_rounding=verdict.is_rounding and not is_of_kernel,

@@ -69,9 +69,9 @@ def _wrong_dropout(drops: Mapping[Coordinates, _Dropout], mesh: ProcessMesh) -> 
             if is_replica == (apart == 0):
                 continue
             what = (
-                "its input is the same on these ranks, and dropout differs"
+                "these ranks have the same input, so dropout must drop the same elements, but it does not"
                 if is_replica
-                else "its input differs between these ranks, and dropout is the same"
+                else "these ranks have different inputs, but dropout drops the same elements on them"
             )
             ranks = sorted(mesh.ranks[at] for at in (place, (*place[:number], 0, *place[number + 1 :])))
             return Difference(

@@ -1,8 +1,8 @@
-"""Explain a wrong result on several ranks: a missing sum, one sum too many, or a wrong order.
+"""Explain a wrong result on several ranks, such as a missing sum, a superfluous sum or a wrong order.
 
-A cause is first searched in the numbers: a factor, a sum or an order that would make the result right. If
-there is none, the explanation names the mesh dimensions that may be responsible: those along which inputs
-differ, or along which anything was exchanged before.
+First, a factor, a sum over ranks or an order of the elements is searched that would make the result right. If
+none of them does, the explanation names the mesh dimensions that may be responsible. These are the dimensions
+along which inputs differ, or along which ranks exchanged data before.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from amp_plugin.numerics.parts import Axis, Part
 from amp_plugin.numerics.process_mesh import ProcessMesh
 from amp_plugin.numerics.recorded import Difference, OpRecord
 
-_UNKNOWN = Part(shape=(), sums={})  # the part of an input of which only the fingerprint is known
-_GROWTH = 3.0  # an op may enlarge the difference of its inputs by this factor
+_UNKNOWN = Part(shape=(), sums={})  # stands for the part of an input, of which only the fingerprint is known
+_GROWTH = 3.0  # an op may amplify the difference between its inputs by this factor
 
 
 class Cause(NamedTuple):
-    """The explanation of a difference, and the mesh dimensions that it concerns.
+    """The explanation of a difference, with the mesh dimensions along which it arises.
 
     Attributes:
-        text: The explanation; empty if there is none.
-        axes: The mesh dimensions along which the difference may arise.
-        is_known: Whether the difference is explained. Otherwise ``axes`` are all dimensions that are
-            possible.
-        is_coarse: Whether an exchange in a coarse dtype explains it.
+        text: The explanation in words; empty if there is none.
+        axes: The mesh dimensions along which the difference arises or may arise.
+        is_known: Whether the difference is explained. If it is not, ``axes`` contains all dimensions that may
+            be responsible.
+        is_coarse: Whether a collective in a coarser dtype explains the difference.
     """
 
     text: str
@@ -40,7 +40,10 @@ class Cause(NamedTuple):
     is_coarse: bool = False
 
     def within(self, clues: Iterable[Collection[Axis]]) -> Cause:
-        """Return the cause limited to the dimensions of one clue: the first clue that shares some with it."""
+        """Return the cause with only those mesh dimensions that are also in a clue.
+
+        The first clue is used that has a dimension in common with the cause.
+        """
         for clue in clues:
             axes = tuple(axis for axis in self.axes if axis in clue)
             if axes:
@@ -53,9 +56,10 @@ def cause_in_gradient(layout: Layout, best: Combined, allowed: float, coarsest: 
 
     Args:
         layout: The gradient on all ranks.
-        best: The best way to combine it.
+        best: The best way to combine the pieces of the gradient.
         allowed: The relative difference that rounding explains.
-        coarsest: The eps of the dtype in which it was exchanged, if that is coarser than its own; else 0.
+        coarsest: The eps of the dtype of the collectives, if this dtype is coarser than the gradient's; else
+            0.
     """
     for size, axes in _sizes(layout.axes):
         for factor, word in ((1 / size, "large"), (size, "small")):
@@ -71,23 +75,23 @@ def cause_in_gradient(layout: Layout, best: Combined, allowed: float, coarsest: 
     if layout.cut and layout.is_located:
         moved = layout.combined(best.added, 1.0, layout.cut)
         if layout.cut in layout.whole.part.sums and moved.relative <= allowed * moved.condition:
-            return Cause("its parts are in another order", best.added)
+            return Cause("its parts are in the wrong order", best.added)
     if coarsest and best.relative <= (_GROWTH * coarsest + allowed) * best.condition:
-        text = "the exchange between the ranks rounds more than the passes do: it is in a coarser dtype"
+        text = "the collective between the ranks uses a coarser dtype than the passes, and rounds more"
         return Cause(text, layout.axes, is_coarse=True)
     return Cause("", layout.differing_axes(allowed) or best.added or layout.axes, is_known=False)
 
 
 def _times(size: int, word: str, axes: tuple[Axis, ...]) -> Cause:
     causes = {
-        "large": "reduced twice, or summed where a mean is due",
-        "small": "divided once more than is due",
+        "large": "it was reduced twice, or summed instead of averaged",
+        "small": "it was divided once too often",
     }
     return Cause(f"it is {size} times too {word}: {causes[word]}", axes)
 
 
 def _missing_sum(layout: Layout, best: Combined, allowed: float) -> Cause | None:
-    """Return the sum or mean over ranks that is missing, if one is."""
+    """Return a missing sum or mean over ranks as the cause, or None if none would make the result right."""
     for axes in _other_subsets(layout.axes, best.added):
         added = tuple(axis for axis in layout.axes if axis in best.added or axis in axes)
         size = math.prod(axis.size for axis in axes)
@@ -108,7 +112,7 @@ def _other_subsets(axes: tuple[Axis, ...], added: tuple[Axis, ...]) -> Iterator[
 
 
 def _sizes(axes: tuple[Axis, ...]) -> Iterator[tuple[int, tuple[Axis, ...]]]:
-    """Yield products of dimension sizes, each with the dimensions that it may belong to."""
+    """Yield the sizes of mesh dimensions, and products of sizes, each with its mesh dimensions."""
     found: dict[int, list[Axis]] = {}
     for subset in _other_subsets(tuple(axis for axis in axes if axis.size > 1), ()):
         size = math.prod(axis.size for axis in subset)
@@ -126,7 +130,7 @@ def cause_in_result(layout: Layout, best: Combined, allowed: float) -> Cause | N
             continue
         along = layout.combined(best.added, 1.0, dims)
         if along.relative <= allowed * along.condition:
-            text = f"the same numbers in another order along dimension {dim}"
+            text = f"the numbers are right, but in another order along dimension {dim}"
             return Cause(text, tuple(axis for axis in layout.axes if axis not in best.added) or differing)
     if not layout.cut:
         for size, axes in _sizes(layout.axes):
@@ -140,7 +144,7 @@ def cause_in_result(layout: Layout, best: Combined, allowed: float) -> Cause | N
 def explained(
     found: Difference, match: Match, matches: Matches, verdicts: Mapping[int, Verdict]
 ) -> Difference:
-    """Return a difference with its reason, its ranks, and the dimensions of the mesh where it arises."""
+    """Return a difference with its reason, its ranks and the mesh dimensions along which it arises."""
     verdict, layout = verdicts[match.number], match.layout
     best, allowed = verdict.best, verdict.allowed
     if match.is_gradient:
@@ -165,7 +169,7 @@ def explained(
 
 
 def wrong_ranks(layout: Layout, best: Combined, allowed: float, mesh: ProcessMesh) -> tuple[int, ...]:
-    """Return the ranks whose replicas are wrong, or all ranks if the pieces are added."""
+    """Return the ranks whose replicas are wrong, or all ranks if the pieces are added up."""
     number = len(mesh.axes)
     wrong = {place for place, apart in best.unlike.items() if apart > allowed * best.condition}
     places = wrong if not best.added and wrong else set(layout.pieces)
@@ -175,12 +179,12 @@ def wrong_ranks(layout: Layout, best: Combined, allowed: float, mesh: ProcessMes
 def _exchanged_since_right(
     results: Iterable[tuple[int, int]], matches: Matches, verdicts: Mapping[int, Verdict]
 ) -> list[tuple[OpRecord, tuple[int, ...]]]:
-    """Return the collectives that results went through since they were last right, with the ranks of each.
+    """Return the collectives between the last right results and the given ones, with the ranks of each.
 
     Args:
-        results: Rank and number of each result.
-        matches: The results that the runs share.
-        verdicts: The verdicts on them.
+        results: The rank of each given result, and its index in the run of this rank.
+        matches: The results that both runs have.
+        verdicts: Maps the index of a match to its verdict.
     """
     exchanges = []
     seen, left = set[tuple[int, int]](), list(results)
@@ -199,7 +203,10 @@ def _exchanged_since_right(
 
 
 def _cause_in_inputs(match: Match, matches: Matches, verdicts: Mapping[int, Verdict]) -> Cause | None:
-    """Explain an input that is wrong although all ranks should have the same. None if nothing is known."""
+    """Explain an input that is wrong although all ranks should have the same one.
+
+    Return None if no input is wrong in a known way.
+    """
     limit = verdicts[match.number].usual
     for index, read in enumerate(match.mine.reads):
         inputs = _inputs_of(match, matches, index)
@@ -219,7 +226,7 @@ def _cause_in_inputs(match: Match, matches: Matches, verdicts: Mapping[int, Verd
 
 
 def _inputs_of(match: Match, matches: Matches, index: int) -> dict[tuple[int, ...], Piece] | None:
-    """Return one input of a result on all ranks; None if a rank has fewer inputs."""
+    """Return the input ``index`` of a result on all ranks, or None if the op of a rank has fewer inputs."""
     if any(len(record.reads) <= index for record in match.theirs):
         return None
     return {
@@ -229,7 +236,7 @@ def _inputs_of(match: Match, matches: Matches, index: int) -> dict[tuple[int, ..
 
 
 def _unknown_cause(match: Match, matches: Matches, verdicts: Mapping[int, Verdict]) -> Cause:
-    """Return the mesh dimensions that may be responsible. The first clue that exists counts."""
+    """Return the mesh dimensions that may be responsible, by the first clue that there is."""
     axes = match.layout.differing_axes(verdicts[match.number].allowed) or match.layout.axes
     clues = [
         _partial_inputs(match, matches, verdicts),
@@ -240,11 +247,14 @@ def _unknown_cause(match: Match, matches: Matches, verdicts: Mapping[int, Verdic
 
 
 def _partial_inputs(match: Match, matches: Matches, verdicts: Mapping[int, Verdict]) -> tuple[Axis, ...]:
-    """Return the dimensions over which inputs are partial sums, if the op is not linear in them."""
+    """Return the mesh dimensions over which an input is a partial sum.
+
+    Inputs in which the op is linear are left out, because partial sums are allowed there.
+    """
     found: set[Axis] = set()
     for rank, number in match.pieces.values():
         record = matches.runs[rank].records[number]
-        # The dividend of a division may be a partial sum.
+        # A division is linear in its first input, which may be a partial sum.
         for read in record.reads[-1:] if record.base == "div" else record.reads:
             made_by = matches.theirs.get((rank, read.made_by))
             if made_by is not None and not matches.by_number[made_by].layout.cut:
@@ -253,7 +263,7 @@ def _partial_inputs(match: Match, matches: Matches, verdicts: Mapping[int, Verdi
 
 
 def _newly_differing(match: Match, matches: Matches) -> tuple[Axis, ...]:
-    """Return the dimensions along which an input differs now, but did not in the previous step."""
+    """Return the mesh dimensions along which an input differs now, but did not differ one step earlier."""
     step, direction, module, op = match.place
     before = matches.at.get(((step - 1, direction, module, op), match.nth))
     if before is None:
@@ -263,7 +273,7 @@ def _newly_differing(match: Match, matches: Matches) -> tuple[Axis, ...]:
 
 
 def _differing_inputs(match: Match, matches: Matches) -> list[set[Axis]]:
-    """Return, for each input, the dimensions along which it differs."""
+    """Return one set per input, with the mesh dimensions along which this input differs."""
     found: list[set[Axis]] = []
     while (inputs := _inputs_of(match, matches, len(found))) is not None:
         layout = Layout(whole=next(iter(inputs.values())), pieces=inputs, axes=match.layout.axes)
@@ -272,7 +282,7 @@ def _differing_inputs(match: Match, matches: Matches) -> list[set[Axis]]:
 
 
 def _exchanged_before(match: Match, matches: Matches) -> tuple[Axis, ...]:
-    """Return the dimensions over which anything was exchanged before the result."""
+    """Return the mesh dimensions along which ranks exchanged data before the result was computed."""
     groups = {
         matches.runs[rank].parts[earlier].group
         for rank, number in match.pieces.values()
@@ -282,10 +292,12 @@ def _exchanged_before(match: Match, matches: Matches) -> tuple[Axis, ...]:
 
 
 def _made_alone(match: Match, matches: Matches) -> str:
-    """Describe the op that made an input and that only the ranks have. Empty if there is none."""
+    """Describe an op that computed an input and that only the ranks have; empty if there is none."""
     for rank, number in match.pieces.values():
         records = matches.runs[rank].records
         for read in records[number].reads:
             if read.made_by >= 0 and (rank, read.made_by) not in matches.theirs:
-                return f"an input comes from {records[read.made_by]}, which the ranks alone have"
+                return (
+                    f"an input comes from {records[read.made_by]}, which the run of one process does not have"
+                )
     return ""

@@ -1,9 +1,14 @@
-"""Find the results of one process and of several ranks, or micro-batches, that belong together.
+"""Match the results of a single process with the results of several ranks or micro-batches.
 
-for each step, direction, module and op: take the results of the one process, and those of each rank, in order
-    if each rank has as many as the one process, they belong together
-    if it has as many for each micro-batch, each rank runs its batch in micro-batches
-    else leave out results whose shape cannot be a part of the other side's, and count again
+for each step, direction, module and op:
+
+    list the results of the single process and the results of each rank, in the order of execution
+
+    if each rank has as many results as the single process, match the results one by one
+
+    if each rank has as many results for each of its micro-batches, match them for each micro-batch
+
+    else leave out results whose shapes do not fit those of the other run, and count the results again
 """
 
 from __future__ import annotations
@@ -23,17 +28,17 @@ Place = tuple[int, str, str, str]  # step, direction, module, op
 
 
 class Match(NamedTuple):
-    """A result of the run of one process, with the corresponding results of the ranks.
+    """A result of the single process, with the corresponding results of the ranks.
 
     Attributes:
-        number: The number of the record in the one process.
-        place: Step, direction, module and op.
-        nth: The number of the result among the results of the same place.
-        pieces: Rank and record number, by the coordinates on the mesh.
-        mine: The record of the one process.
+        number: The index of the result in the run of the single process.
+        place: The step, direction, module and op of the result.
+        nth: The position of the result among all results with the same ``place``.
+        pieces: Maps coordinates on the mesh to a rank and the index of the result in this rank's run.
+        mine: The record of the single process.
         theirs: The records of the ranks.
-        layout: The result, and the ranks' pieces of it.
-        is_gradient: Whether the result is a gradient in the form that reaches the optimizer.
+        layout: The result of the single process, and the pieces of it on the ranks.
+        is_gradient: Whether the result is a gradient as the optimizer receives it.
     """
 
     number: int
@@ -47,18 +52,18 @@ class Match(NamedTuple):
 
 
 class Matches:
-    """The results that a run of one process shares with the runs of all ranks.
+    """All results that both a run of a single process and the runs of all ranks have.
 
     Args:
-        whole: The run of one process.
-        runs: The runs of all ranks.
-        names: Converts the ranks' module names into the names of the one process.
+        whole: The run of the single process.
+        runs: Maps each rank to its run.
+        names: Converts the ranks' module names into the module names of the single process.
 
     Attributes:
         whole, runs: The arguments.
         mesh: The ranks as a mesh.
-        micro_batches: The number of micro-batches of each rank that make one batch of the one process.
-        all: The results that belong together, in the order of the one process.
+        micro_batches: The number of micro-batches that each rank runs per batch of the single process.
+        all: The matched results, in the order in which the single process computed them.
     """
 
     def __init__(self, whole: Run, runs: Mapping[int, Run], names: ModuleNames) -> None:
@@ -76,22 +81,22 @@ class Matches:
         self.all = sorted(found, key=lambda match: match.number)
 
     def axes(self, repeats: int) -> tuple[Axis, ...]:
-        """Return the dimensions of the mesh, with one more dimension if there are several micro-batches."""
+        """Return the dimensions of the mesh, and one for the micro-batches if ``repeats`` is above 1."""
         return (*self.mesh.axes, *([Axis(MICRO_BATCHES, repeats)] if repeats > 1 else []))
 
     @cached_property
     def at(self) -> dict[tuple[Place, int], Match]:
-        """The results by their place, and their number at that place."""
+        """Maps the ``place`` and ``nth`` of a match to the match."""
         return {(match.place, match.nth): match for match in self.all}
 
     @cached_property
     def by_number(self) -> dict[int, Match]:
-        """The results by their number in the one process."""
+        """Maps the index of a result in the run of the single process to its match."""
         return {match.number: match for match in self.all}
 
     @cached_property
     def theirs(self) -> dict[tuple[int, int], int]:
-        """Maps (rank, index of a result) to the index of the same result in the run of one process."""
+        """Maps (rank, index of a result) to the index of the same result in the run of the single process."""
         return {entry: match.number for match in self.all for entry in match.pieces.values()}
 
     def _at_place(
@@ -142,7 +147,10 @@ class Matches:
     def _alike(
         self, mine: Sequence[int], theirs: Mapping[int, Sequence[int]], repeats: int
     ) -> tuple[Sequence[int], Mapping[int, Sequence[int]]] | None:
-        """Return results of which each rank has the right count. If necessary, leave out other shapes."""
+        """Return the results that can be matched one by one, or None if the ranks have too many or too few.
+
+        If the counts do not agree, results with shapes that do not fit the other run are left out.
+        """
 
         def counts_agree(mine: Sequence[int], theirs: Mapping[int, Sequence[int]]) -> bool:
             return bool(mine and theirs) and all(
@@ -177,7 +185,10 @@ def _by_place(run: Run, names: ModuleNames) -> dict[Place, list[int]]:
 def _micro_batches(
     mine: Mapping[Place, Sequence[int]], theirs: Mapping[int, Mapping[Place, Sequence[int]]]
 ) -> int:
-    """Return how many times more often most forward ops of modules run on a rank."""
+    """Return how often a rank runs an op that the single process runs once.
+
+    This is the number of micro-batches. It is taken from most of the forward ops inside modules.
+    """
     ratios: Counter[int] = Counter()
     for place, numbers in mine.items():
         if place[1] == "forward" and place[2]:

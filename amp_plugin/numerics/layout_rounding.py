@@ -1,29 +1,37 @@
 """Decide whether rounding explains the difference between the results of two layouts.
 
-A recording has two facts about each result: its value without rounding, and how far rounding has moved it.
-The values without rounding are compared. Between two healthy runs they differ only by rounding that they
-contain nevertheless: results from other ranks, and results of ops that did not run in float64, are taken as
-they are. That is a part of all rounding, and both runs round about as much. An op may amplify small
-differences of its inputs. It amplified the measured rounding in the same way, so no limit depends on the op
-(except for steps by sign)::
+A recording contains the value of each result without rounding, and a measurement of how far rounding moved
+the result. The values without rounding are compared. In two correct runs they still differ a little, because
+data from other ranks and results of ops that did not run in float64 contain rounding. This difference should
+not exceed the measured rounding, which is about equal in both runs. An op may amplify a small difference
+between its inputs, but it amplifies the measured rounding as well. So the limit is the same for all ops,
+except for optimizer steps that use the signs of the gradients.
 
-    for each result of the one process, and those of all ranks that belong to it:
-        combine the ranks' pieces in the ways that their shapes allow: shards, partial sums, replicas
-        apart   = difference of the best way
-        usual   = 4 * rounding of the result in both runs + 2 * eps of the coarsest dtype
-        allowed = usual + 4 * apart of the inputs
-        if apart is more than allowed in every way, the layouts differ here
+::
 
-The factor 4 has two parts. Two independent errors of one size are up to twice that size apart, and another
-order of sums may double an error. With it, 69 healthy runs in fp32 and bf16 were silent. Of these, 11 were
-recorded after the limits had been set. All of 14 planted bugs were named (docs/lab/numerics.md).
+    for each result of the single process, and the matching results of the ranks:
 
-Gradients that reach the optimizer have only one right way: shards add up, and everything else is
-equal on all ranks. The ranks' exchange must not round more than the one process does. So for gradients only
-the rounding in the one process counts.
+        combine the ranks' pieces as shards, partial sums or replicas, in all ways that their shapes allow
 
-If a result depends on different random numbers in the two runs, nothing can be said about it, nor about
-results that follow from it.
+        apart = the relative difference between the combined pieces and the result of the single process
+
+        usual = 4 * measured rounding of the result in both runs + 2 * eps of the coarsest dtype
+
+        allowed = usual + 4 * the value of ``apart`` for the inputs
+
+        if ``apart`` is more than ``allowed`` for every way to combine the pieces, the layouts differ here
+
+The factor 4 is 2 * 2. Two independent errors of the same size differ by up to twice that size, and summing in
+another order may double an error. With this factor, no difference was reported between 69 correct runs in
+fp32 and bf16. Of these runs, 11 were recorded after the limits had been set. All 14 planted bugs were found
+(docs/lab/numerics.md).
+
+There is only one right way to combine gradients that reach the optimizer. Their shards make up the whole
+gradient, and along all other mesh dimensions the ranks must have equal gradients. A gradient that was reduced
+in a coarser dtype should be reported. So for gradients, only the rounding in the single process is allowed.
+
+If the two runs drew different random numbers for a result, it is not judged. Neither are the results that are
+computed from it.
 """
 
 from __future__ import annotations
@@ -39,19 +47,21 @@ from amp_plugin.numerics.recorded import OpRecord, Run
 
 _GROWTH = 4.0
 _GOES_BY_SIGNS = re.compile("addcdiv|_fused_adam")
-_EXCHANGED = 4  # times eps: the rounding of data that ranks exchange, perhaps more than once
-_ONE = -1  # stands for the one process, in place of a rank
+_EXCHANGED = 4  # data from other ranks may be rounded several times, in all by this many eps
+_ONE = -1  # stands for the single process in keys that otherwise contain a rank
 
 
 class Verdict(NamedTuple):
-    """The verdict on one result.
+    """Whether rounding explains the difference between one result of the two runs.
 
     Attributes:
-        best: The best way to combine the pieces.
-        usual: The relative difference that rounding explains if the inputs are equal.
-        allowed: The relative difference that rounding explains for the actual inputs.
+        best: The way to combine the pieces that is closest to the single process, or the simplest one that is
+            close enough.
+        usual: The relative difference that rounding would explain if the inputs of the two runs were equal.
+        allowed: The relative difference that rounding explains, given how far the inputs differ.
         is_rounding: Whether rounding explains the difference.
-        is_random: Whether the result depends on different random numbers, so that nothing can be said.
+        is_random: Whether the result is not judged, because the two runs drew different random numbers for
+            it.
     """
 
     best: Combined
@@ -62,31 +72,32 @@ class Verdict(NamedTuple):
 
     @property
     def is_equal(self) -> bool:
-        """Whether the result is as close as if all its inputs were equal."""
+        """Whether the difference is at most ``usual``, as it would be with equal inputs."""
         return self.best.relative <= self.usual * self.best.condition
 
 
 def verdicts(matches: Matches) -> dict[int, Verdict]:
-    """Return the verdicts on the results that the two runs share, by their numbers in the one process."""
+    """Map the index of each matched result, in the run of the single process, to its verdict."""
     judge = _Judge(matches)
     return {match.number: judge.judged(match) for match in matches.all}
 
 
 class _Judge:
-    """Judges the results in the order of the one process, and keeps the difference of each."""
+    """Judges the results in the order of the single process, and keeps the difference of each result."""
 
     def __init__(self, matches: Matches) -> None:
         self._runs: dict[int, Run] = {**matches.runs, _ONE: matches.whole}
-        # Maps (rank, number of a result) to the difference of this result. inf if nothing is known of it.
+        # Maps (rank, index of a result) to the relative difference of this result. inf if it is not known.
         self._apart: dict[tuple[int, int], float] = {}
-        # Maps a rank to the differences of results that only this rank has.
+        # Maps a rank to the estimated differences of its results. These are used for results that only
+        # this rank has.
         self._swept: dict[int, list[float]] = {}
         self._follows_random = False
-        # Numbers, in the run of one process, of the norms of tensors that the ranks share out.
+        # The indices of norms, in the run of the single process, of tensors that are split over the ranks.
         self._numbers_of_norms: set[int] = set()
 
     def judged(self, match: Match) -> Verdict:
-        """Compare one result."""
+        """Compare one result of the two runs."""
         usual, inputs = self._usual(match), self._inputs(match)
         follows_random = math.isinf(inputs)
         allowed = usual if follows_random else usual + _GROWTH * inputs + _of_signs(match.mine, inputs)
@@ -111,7 +122,7 @@ class _Judge:
         return _GROWTH * rounding + slack
 
     def _inputs(self, match: Match) -> float:
-        """Return the difference of the inputs."""
+        """Return the largest difference among the inputs of a result."""
         if match.is_gradient:
             if self._follows_random:
                 return math.inf
@@ -125,7 +136,10 @@ class _Judge:
         return max((self._apart_of(rank, read.made_by) for read in reads), default=0.0)
 
     def _apart_of(self, rank: int, number: int) -> float:
-        """Return the difference of a result. If only this run has the result, use the inputs' difference."""
+        """Return the difference of a result.
+
+        If only this run has the result, estimate the difference from the differences of its inputs.
+        """
         if (rank, number) in self._apart:
             return self._apart[rank, number]
         run, swept = self._runs[rank], self._swept.setdefault(rank, [])
@@ -139,7 +153,10 @@ class _Judge:
         return swept[number] if number >= 0 else 0.0
 
     def _best(self, match: Match, usual: float, allowed: float) -> Combined:
-        """Return the simplest way to combine the pieces that is as close as usual, else the closest way."""
+        """Return the first way to combine the pieces whose difference is at most ``usual``.
+
+        If there is none, return the way with the smallest difference.
+        """
         layout = match.layout
         if match.is_gradient:
             ways = list(layout.strict_ways())
@@ -152,7 +169,7 @@ class _Judge:
         return next(near, None) or min(ways, key=lambda way: way.relative)
 
     def _norms(self, match: Match) -> Iterator[Combined]:
-        """Yield norms and extremes of tensors that the ranks share. Each rank has the number for its part."""
+        """Yield the norm, maximum or minimum of a split tensor, combined from those of its parts."""
         record, layout = match.mine, match.layout
         follows = any(read.made_by in self._numbers_of_norms for read in record.reads)
         if "norm" in record.op or follows:
@@ -169,12 +186,12 @@ def _of_signs(record: OpRecord, inputs: float) -> float:
     """Return how much rounding can change an optimizer step that uses only the signs of the gradients.
 
     Adam and similar optimizers divide each element of a gradient by its own size. An element that is smaller
-    than the gradient's rounding may have another sign in the other run. Then its step differs by twice its
-    size. If a share of about ``inputs`` of the elements is that small, the whole step differs by twice the
-    square root of that share.
+    than the gradient's rounding may have another sign in the other run. Then the step of this element differs
+    by twice its own size. If the fraction ``inputs`` of all elements is that small, the norm of the whole
+    step differs by twice the square root of this fraction.
     """
     if not _GOES_BY_SIGNS.search(record.op) or not record.held.norm or math.isinf(inputs):
         return 0.0
-    # Among the inputs, the weight before the step is closest to the weight after it.
+    # The input that is closest to the result is the weight before the step.
     step = min(math.dist(read.sketch, record.held.sketch) for read in record.reads)
     return _GROWTH * 2 * math.sqrt(inputs) * step / record.held.norm

@@ -1,9 +1,10 @@
-"""How the pieces on several ranks combine to the tensor that one process computes.
+"""Combine the pieces of a tensor on several ranks to the tensor that a single process computes.
 
-The ranks form a mesh. Along each dimension of the mesh, the pieces either add up (shards of the tensor, or
-partial sums) or are equal (replicas). Shapes show whether a tensor is split. If it is not,
-its values show whether the pieces are replicas or partial sums.
-If a rank runs several micro-batches one after another, these are a dimension of the mesh, too.
+The ranks form a mesh. Along each dimension of the mesh, the pieces of a tensor are shards, partial sums or
+replicas. Shards and partial sums are added up, and replicas must be equal. The shapes of the pieces show
+whether the tensor is sharded. If it is not sharded, its values show whether the pieces are replicas or
+partial sums. If each rank runs several micro-batches one after another, the micro-batches count as one more
+dimension of the mesh.
 """
 
 from __future__ import annotations
@@ -23,22 +24,24 @@ MICRO_BATCHES = "micro-batches"
 
 
 class Piece(NamedTuple):
-    """A result of one rank, or the result of one process."""
+    """A tensor as one rank or the single process recorded it."""
 
     held: Fingerprint
     part: Part
 
 
 class Combined(NamedTuple):
-    """One way to combine pieces, and the difference of the result from the tensor of one process.
+    """One way to combine the pieces, and how far its result is from the tensor of the single process.
 
     Attributes:
-        relative: The difference, relative to the tensor.
-        added: The dimensions of the mesh along which pieces are added. Along the others they are equal.
-        scale: The factor that the sum is multiplied by.
-        condition: How much larger the pieces are than their sum. Their rounding counts this much more.
-        unlike: The coordinates of the replicas that differ most from the tensor. If pieces are added, all
-            coordinates.
+        relative: The norm of the difference, divided by the norm of the tensor.
+        added: The dimensions of the mesh along which pieces are added. Along the other dimensions, pieces
+            must be equal.
+        scale: The factor by which the sum of the pieces is multiplied.
+        condition: How many times larger the pieces are than their sum, but at least 1. The rounding that is
+            allowed is multiplied by it.
+        unlike: Maps the coordinates of each replica on the mesh to its difference from the tensor. If pieces
+            are added, each sum has one entry.
     """
 
     relative: float
@@ -49,17 +52,18 @@ class Combined(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the pieces are replicas without any change."""
+        """Whether the pieces are replicas, neither added nor scaled."""
         return not self.added and self.scale == 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A tensor of one process, and the ranks' pieces of it.
+    """A tensor of the single process, and the pieces of it on the ranks.
 
     Attributes:
-        whole: The tensor of one process.
-        pieces: The pieces by their coordinates on the mesh. Ranks without any element have none.
+        whole: The tensor as the single process recorded it.
+        pieces: Maps coordinates on the mesh to the piece at these coordinates. Ranks that hold no element of
+            the tensor have no piece.
         axes: The dimensions of the mesh.
     """
 
@@ -69,14 +73,14 @@ class Layout:
 
     @property
     def cut(self) -> Dims:
-        """The dimensions of the tensor along which some rank has only a part."""
+        """The dimensions of the tensor along which at least one rank has only a part."""
         shape = self.whole.part.shape
         shapes = [piece.part.shape for piece in self.pieces.values()]
         return tuple(dim for dim, size in enumerate(shape) if any(other[dim] != size for other in shapes))
 
     @property
     def is_comparable(self) -> bool:
-        """Whether the pieces can be parts of the tensor, and enough is known about them."""
+        """Whether the shapes of the pieces fit the tensor, and enough was recorded to compare them."""
         shape = self.whole.part.shape
         for piece in self.pieces.values():
             other = piece.part.shape
@@ -91,17 +95,20 @@ class Layout:
 
     @property
     def is_located(self) -> bool:
-        """Whether DTensors give the positions of the pieces."""
+        """Whether the pieces come from DTensors, which give the position of each piece in the tensor."""
         shape = self.whole.part.shape
         return all(piece.part.whole_shape == shape and piece.part.whole for piece in self.pieces.values())
 
     def ways(self, *, are_means: bool = False, are_backward: bool = False) -> Iterator[Combined]:
-        """Yield the ways to combine the pieces that their shapes allow, the simplest first.
+        """Yield all ways to combine the pieces that their shapes allow.
+
+        Ways that add pieces along fewer dimensions come first.
 
         Args:
-            are_means: The pieces may be means over a rank's part of the batch. Then their mean is needed.
-            are_backward: The pieces may be gradients of a mean over a rank's part of the batch. Each of
-                these is larger than the gradient of the mean over the whole batch, even on replicas.
+            are_means: The pieces may be means over a rank's part of the batch. Then their mean is tried, too.
+            are_backward: The pieces may be gradients of a mean over a rank's part of the batch. Such a
+                gradient is larger than the gradient of the mean over the whole batch, so smaller multiples
+                are tried, too.
         """
         cut = self.cut
         for added in _subsets(self.axes):
@@ -111,10 +118,10 @@ class Layout:
                 yield self.combined(added, scale, cut)
 
     def strict_ways(self) -> Iterator[Combined]:
-        """Yield the ways to combine a gradient or a weight.
+        """Yield the ways to combine the pieces of a gradient or a weight.
 
-        Shards of the tensor make up the whole tensor. Along all other dimensions of the mesh, the pieces must
-        be equal.
+        The shards of a gradient or weight are put together to the whole tensor. Along mesh dimensions without
+        shards, the pieces must be equal.
         """
         if self.is_located:
             names = next(iter(self.pieces.values())).part.added
@@ -127,18 +134,18 @@ class Layout:
                 yield self.combined(added, 1.0, cut)
 
     def _parts_in(self, cut: Dims) -> int:
-        """Return the number of parts into which the tensor is split."""
+        """Return the number of shards into which the tensor is split."""
         whole = self.whole.part.shape
         largest = [max(piece.part.shape[dim] for piece in self.pieces.values()) for dim in cut]
         return math.prod(-(-whole[dim] // size) for dim, size in zip(cut, largest, strict=True))
 
     def located(self, added: tuple[Axis, ...], factor: float = 1.0) -> Combined:
-        """Combine pieces by their positions in the whole tensor, and multiply the result by a factor."""
+        """Combine pieces whose positions in the tensor are known, and multiply the result by a factor."""
         scale = factor / next(iter(self.pieces.values())).part.divided
         return self._sum(added, scale, lambda piece: piece.part.whole, self.whole.held.sketch)
 
     def combined(self, added: tuple[Axis, ...], scale: float, cut: Dims) -> Combined:
-        """Combine pieces of a tensor that is split along some dimensions, in any order."""
+        """Combine pieces whose order along the dimensions ``cut`` is not known."""
         if not cut:
             if not added and scale == 1:
                 return self._same()
@@ -181,7 +188,10 @@ class Layout:
     def _groups(
         self, added: tuple[Axis, ...], vector_of: Callable[[Piece], Sequence[float]]
     ) -> dict[Coordinates, list[float]]:
-        """Add vectors along some dimensions of the mesh. Their coordinate in the keys is then 0."""
+        """Add a vector of each piece along some dimensions of the mesh.
+
+        The keys of the result are coordinates on the mesh, which are 0 along these dimensions.
+        """
         keeps = [axis not in added for axis in self.axes]
         totals: dict[Coordinates, list[float]] = {}
         for place, piece in self.pieces.items():
@@ -192,7 +202,10 @@ class Layout:
         return totals
 
     def reduced(self, reduce: Callable[[Sequence[float]], float]) -> Combined | None:
-        """Combine a few numbers element by element, as a norm or a maximum over the ranks does."""
+        """Combine small tensors element by element, as an all-reduce of a norm or of a maximum does.
+
+        Return None if the tensor is split or not small.
+        """
         values = [piece.part.values for piece in self.pieces.values()]
         whole = self.whole.part.values
         if self.cut or not whole:
@@ -202,7 +215,7 @@ class Layout:
         return Combined(apart, self.axes, 1.0, 1.0, dict.fromkeys(self.pieces, apart))
 
     def differing_axes(self, allowed: float) -> tuple[Axis, ...]:
-        """Return the dimensions of the mesh along which pieces differ by more than is allowed."""
+        """Return the dimensions of the mesh along which pieces differ by more than ``allowed``."""
         found = []
         for number, axis in enumerate(self.axes):
             lines: dict[Coordinates, list[Piece]] = {}
@@ -231,6 +244,9 @@ def _subsets(axes: tuple[Axis, ...]) -> Iterator[tuple[Axis, ...]]:
 
 
 def _scales(axes: tuple[Axis, ...]) -> tuple[float, ...]:
-    """Return the factors for a sum over ranks, if a mean over some of them is needed. 1 comes first."""
+    """Return the factors by which a sum over ranks may be multiplied to make it a mean over some ranks.
+
+    The first factor is 1.
+    """
     sizes = [math.prod(axis.size for axis in subset) for subset in _subsets(axes)]
     return tuple(1 / size for size in dict.fromkeys(sizes))

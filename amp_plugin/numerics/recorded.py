@@ -37,7 +37,7 @@ class Difference:
 
     def __str__(self) -> str:
         explains = "explains it" if self.is_rounding else "does not explain it"
-        difference = f"{self.relative:.2g}, relative; rounding {explains}: {self.allowed:.2g}"
+        difference = f"{self.relative:.2g}, relative; rounding {explains} (limit: {self.allowed:.2g})"
         known = [
             ("rank" if len(self.ranks) == 1 else "ranks", listed_ranks(self.ranks)),
             ("mesh", " or ".join(self.mesh)),

@@ -3,19 +3,29 @@
 ::
 
     sampling = the temperature and top-p with which the recorded log-probabilities were computed
-        (log_probs.py)
-    exact    = the trainer's log-probabilities without rounding                            (the shadow run)
-    F        = mean |trainer - exact|, with only matrix products, except the head, in 16 bits
-    G        = mean |recorded - exact|
-    floor    = sqrt(F^2 + min(F, G)^2)     the expected distance of two independent roundings of this size
-    repeat: of all roundings that the generator may have and the trainer does not have,
-            add the one that brings the trainer closest to the record        (emulated_rounding.py)
-    run the trainer's head in fp32, and search for the fewest fp32 rules     (search.py)
-    a cause counts if the gap without it is below 0.9 of the gap with it, and by more than chance
-    if no cause counts and mean |trainer - recorded| <= 1.2 floor: it is rounding, and nothing can be gained
+               (log_probs.py finds them)
 
-Two programs that round at the same places are closer to each other than the floor. So causes are also
-searched below the floor. A gap below a twentieth of the floor is not examined.
+    exact = the trainer's log-probabilities without rounding (computed by a float64 shadow of the run)
+
+    F = mean |trainer - exact|, if of all ops only the matrix products, except the head, run in 16 bits
+
+    G = mean |recorded - exact|
+
+    floor = sqrt(F^2 + min(F, G)^2), the expected distance of two independent roundings of this size
+
+    repeat the next step as long as it reduces the gap:
+        emulate in the trainer the one rounding of the generator that brings it closest to the record
+
+    run the trainer's head in fp32, and search for the smallest set of fp32 rules that reduces the gap
+
+    a cause counts if the gap without it is below 0.9 times the gap with it, and by more than chance
+
+    if no cause counts and mean |trainer - recorded| <= 1.2 floor, rounding alone explains the gap
+
+emulated_rounding.py emulates roundings, and search.py searches for the rules.
+
+The gap can be smaller than the floor if trainer and generator round at the same places. So the search for
+causes goes on below the floor. It stops when the gap is below a twentieth of the floor.
 """
 
 from __future__ import annotations
@@ -44,25 +54,28 @@ from amp_plugin.tuning.trainer import Step, Trainer
 from amp_plugin.tuning.workload import used_ops
 
 _WORTH: Final = 0.9  # a cause must reduce the gap below this fraction
-_NEGLIGIBLE: Final = 0.05  # a gap below this fraction of the floor is not examined
-_NEAR: Final = 1.05  # a suspect with fewer places is chosen if its gap is within this factor of the best one
+_NEGLIGIBLE: Final = 0.05  # the search stops when the gap is below this fraction of the floor
+# Among suspects whose gaps are within this factor of the smallest gap, the one with the fewest places wins.
+_NEAR: Final = 1.05
 _MOST_CAUSES: Final = 6
 _SEARCHED: Final = 4  # the number of batches on which suspects and rules are tried
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The goal of making trainer and generator agree: ``tune(step, goal=Gap(rollout))``.
+    """The goal that a trainer's log-probabilities agree with a generator's.
+
+    Pass it as ``tune(step, goal=Gap(rollout))``.
 
     Args:
-        rollout: The generator's recording, or the path of a rollout file.
+        rollout: The tokens and log-probabilities that the generator recorded, or the path of a rollout file.
         temperature: The temperature by which the trainer divides its logits.
-        top_p: The top-p with which the trainer computes log-probabilities; 1 if it uses none.
+        top_p: The top-p with which the trainer computes log-probabilities. 1 means that it uses no top-p.
         dtype: The 16-bit dtype in which the generator computes.
         batch_size: The number of sequences per batch.
 
     Raises:
-        ValueError: A value is not allowed, or the file does not have the right form.
+        ValueError: An option has a value that is not allowed, or the file is not a valid rollout file.
 
     Example:
         >>> Gap(Rollout.of([[1, 15]], [[4, 27]], [[-0.71, -2.05]])).temperature
@@ -97,7 +110,9 @@ class Gap:
         return self.rollout.batches(self.batch_size)
 
     def measure(self, step: Step) -> GapNumbers:
-        """Return the gap of a trainer's step without a search. The step runs once per batch.
+        """Return the gap between a trainer's step and the rollout, without a search for causes.
+
+        The step runs once per batch.
 
         Args:
             step: A function that takes token ids and returns logits; see :func:`amp_plugin.tune`.
@@ -110,7 +125,7 @@ class Gap:
 
 
 def _trainer_of(step: Step, goal: Gap, *, model: nn.Module | None, device_type: str) -> Trainer:
-    """Return a step as a trainer on the rollout."""
+    """Wrap the user's step as a trainer that runs on the rollout."""
     return Trainer(
         step=step,
         model=model,
@@ -124,14 +139,20 @@ def _trainer_of(step: Step, goal: Gap, *, model: nn.Module | None, device_type: 
 def close_gap(
     step: Step, goal: Gap, *, model: nn.Module | None, device_type: str, progress: bool = False
 ) -> GapTuning:
-    """Measure the gap of a step to a rollout, and search what closes it; see :func:`amp_plugin.tune`."""
+    """Measure the gap between a step and a rollout, and search for changes that close it.
+
+    See :func:`amp_plugin.tune`.
+    """
     asked = _trainer_of(step, goal, model=model, device_type=device_type)
     with Console(file=sys.stderr, quiet=not progress).status("") as status:
         return _closed(asked, status.update)
 
 
 def _closed(asked: Trainer, tell: Callable[[str], object]) -> GapTuning:
-    """Measure, search and measure again. ``tell`` is called with a text on the present activity."""
+    """Measure the gap, search for its causes, and measure the gap again with the changes.
+
+    ``tell`` is called with a text that says what is being done.
+    """
     tried = 0
 
     def on_try(what: str) -> None:
@@ -185,15 +206,15 @@ def _closed(asked: Trainer, tell: Callable[[str], object]) -> GapTuning:
 
 
 def _causes_of_record(asked: Trainer, sampling: Sampling) -> Iterator[Cause]:
-    """Yield temperature and top-p of the record if they differ from the trainer's."""
+    """Yield the recorded temperature or top-p as a cause if it differs from the trainer's."""
     for name, words in (("temperature", "temperature"), ("top_p", "top-p")):
         theirs, ours = getattr(sampling, name), getattr(asked.sampling, name)
         if theirs is ours:
             continue
         alone = replace(asked, sampling=replace(asked.sampling, **{name: theirs}))
         text = (
-            f"{words}: the recorded log-probabilities are of {words} {told(theirs)}, those of the "
-            f"trainer of {told(ours)}; let the trainer compute with it, or record without it"
+            f"{words}: the recorded log-probabilities were computed with {words} {told(theirs)}, those of "
+            f"the trainer with {told(ours)}; use the same {words} in the trainer, or change the generator"
         )
         setting = (f"{words} of the log-probabilities", f"{told(ours)}")
         yield Cause(name=text, side="record", gap=alone.gap().mean, setting=setting)
@@ -205,7 +226,7 @@ def _search_generator(
     """Add, one after another, the roundings that bring the trainer closest to the record.
 
     Returns:
-        The trainer that emulates them, and the causes.
+        The trainer that emulates these roundings, and the causes that were found.
     """
     causes: list[Cause] = []
     left = trainer.distances()
@@ -236,10 +257,10 @@ def _search_trainer(
     head: nn.Linear | None,
     ops: Sequence[str],
 ) -> tuple[Trainer, list[Cause]]:
-    """Run the head in fp32 if that helps, and search for the fewest fp32 rules that help.
+    """Run the head in fp32 if that reduces the gap, and search for the smallest set of fp32 rules.
 
     Returns:
-        The trainer with these changes, and the causes.
+        The trainer with the head and the rules changed in this way, and the causes that were found.
     """
     causes: list[Cause] = []
     left = trainer.distances()
@@ -267,9 +288,9 @@ def _search_trainer(
 
 
 def _is_nearer(distances: Tensor, than: Tensor) -> bool:
-    """Return whether a gap is lower by enough, and by more than chance.
+    """Return True if the gap fell by at least a tenth, and by more than chance.
 
-    More than chance means at least four standard errors of the difference.
+    "More than chance" means that the mean difference is at least four of its standard errors.
     """
     gain = than - distances
     if not bool(gain.isfinite().all()) or float(distances.mean()) > _WORTH * float(than.mean()):
@@ -278,7 +299,7 @@ def _is_nearer(distances: Tensor, than: Tensor) -> bool:
 
 
 def _path_of(module: nn.Module, tracker: Tracker) -> str:
-    """Return the path of a module in its model, in the form that ``fp32_modules`` takes."""
+    """Return the path of a module in its model, in the form that the option ``fp32_modules`` takes."""
     return tracker.address(tracker.name_of(module))[1]
 
 

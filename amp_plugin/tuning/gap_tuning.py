@@ -1,4 +1,4 @@
-"""The report on a gap between trainer and generator: its floor, its causes, and what closes it."""
+"""The report on a gap between trainer and generator, with its causes and the changes that close it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ _NOT_CLOSED: Final = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
-    """One difference between trainer and generator.
+    """One cause of the gap between trainer and generator, such as an op that only one of them rounds.
 
     Attributes:
-        name: A description.
-        side: Who rounds there: ``"generator"`` or ``"trainer"``. For temperature and top-p it is
-            ``"record"``.
-        gap: The mean gap if only this cause is removed.
-        setting: The setting of the generator that removes it, and its value. Empty for the trainer.
+        name: A description of the cause in words.
+        side: The program that rounds there, ``"generator"`` or ``"trainer"``. If the temperature or top-p
+            differs, ``side`` is ``"record"``.
+        gap: The mean gap that remains if only this cause is removed.
+        setting: The name and the value of the generator's setting that removes the cause. Both are empty if
+            the cause lies in the trainer.
     """
 
     name: str
@@ -41,23 +42,28 @@ class Cause:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GapTuning:
-    """The gap, its floor, its causes, and what closes it.
+    """The gap between trainer and generator, its causes, and the changes that close it.
 
     Attributes:
         gap: The gap of the program without changes.
         floor: The mean gap that rounding alone explains.
-        trainer_error: The mean distance of the trainer's log-probabilities from those without rounding.
-        generator_error: The mean distance of the recorded log-probabilities from those without rounding.
-        sampling: How the recorded log-probabilities were computed from logits.
+        trainer_error: The mean distance of the trainer's log-probabilities from log-probabilities without
+            rounding.
+        generator_error: The mean distance of the recorded log-probabilities from log-probabilities without
+            rounding.
+        sampling: The temperature and top-p with which the recorded log-probabilities were computed.
         causes: The causes, the largest first.
-        explained: The mean gap if the trainer rounds where the generator does, and uses ``rules``.
+        explained: The mean gap if the trainer uses ``rules`` and emulates the roundings of the generator.
         rules: The op rules for the trainer.
-        changes: The rules that differ from the default ones.
-        fp32_modules: The modules of the trainer that must run in fp32: its head, or none.
-        after: The gap of the trainer with ``rules`` and ``fp32_modules``.
-        seconds: The time of a forward and a backward pass of a batch without the rules, and with them.
-        tried: The number of roundings and of rule sets that were tried.
-        is_followed: False if op rules have no effect, because autocast is off.
+        changes: The op rules that differ from the default rules.
+        fp32_modules: The modules of the trainer that must run in fp32 to close the gap. Only the head can be
+            among them.
+        after: The gap if the trainer uses ``rules`` and ``fp32_modules``.
+        seconds: Two times in seconds of a forward and backward pass of one batch, first without the changes
+            and then with them.
+        tried: The number of trials, each with another rounding or another set of rules.
+        is_followed: False if op rules have no effect on the step, for example because it uses no autocast
+            block.
     """
 
     gap: GapNumbers
@@ -77,20 +83,20 @@ class GapTuning:
 
     @property
     def generator(self) -> dict[str, str]:
-        """The settings of the generator that remove the causes on its side, with their values."""
+        """The names and values of the generator's settings that remove the causes in the generator."""
         return dict(cause.setting for cause in self.causes if cause.setting[0])
 
     @property
     def is_rounding(self) -> bool:
         """Whether rounding alone explains the gap.
 
-        It does if no cause was found and the gap is near or below the floor.
+        It does if no cause was found and the gap is at most 1.2 times the floor.
         """
         return not self.causes and self.gap.mean <= CLOSE * self.floor
 
     @property
     def is_closed(self) -> bool:
-        """Whether the causes explain the gap down to the floor."""
+        """Whether removing the causes brings the gap down to at most 1.2 times the floor."""
         return self.explained <= CLOSE * self.floor
 
     @property
@@ -98,7 +104,8 @@ class GapTuning:
         """One line that says what was found."""
         if self.is_rounding:
             return (
-                f"rounding: nothing to gain; the gap is {self.gap.mean:.2e}, and the floor {self.floor:.2e}"
+                f"rounding alone explains the gap of {self.gap.mean:.2e} (the floor is {self.floor:.2e}), "
+                "so there is nothing to gain"
             )
         if not self.causes:
             return (
@@ -112,7 +119,7 @@ class GapTuning:
         return f"{first.name}{others}: {down}, the floor is {self.floor:.2e}{rest}"
 
     def report(self) -> str:
-        """Return everything as text."""
+        """Return all measurements, causes and changes as text."""
         errors = f"trainer {self.trainer_error:.2e}, generator {self.generator_error:.2e}"
         lines = [
             self.headline,
@@ -133,13 +140,16 @@ class GapTuning:
             price = f"{before * 1e3:.1f} ms -> {after * 1e3:.1f} ms ({(after / before - 1) * 100:+.1f} %)"
             lines += [f"after      {self.after}", f"price      {price} per batch, forward and backward"]
         if not self.is_followed:
-            lines.append("note       no autocast block follows op rules, so none were searched")
+            lines.append(
+                "note       op rules have no effect on this step, because it uses no autocast block; "
+                "rules were not searched"
+            )
         return "\n".join(lines)
 
     __str__ = report
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON's values."""
+        """Return all measurements, causes and changes as values that JSON can hold."""
         names = ("gap", "floor", "trainer_error", "generator_error", "causes", "explained")
         more = ("fp32_modules", "after", "generator", "seconds", "tried", "is_followed", "is_rounding")
         values = {name: getattr(self, name) for name in (*names, *more, "is_closed", "headline")}
@@ -158,7 +168,7 @@ class GapTuning:
 
 
 def told(setting: Setting) -> float | str:
-    """Return a setting as one number, or a text if the file gives it for each sequence."""
+    """Return a temperature or top-p as one number, or as a text if the sequences have different ones."""
     if not isinstance(setting, Tensor):
         return setting
     values = sorted(set(setting.tolist()))

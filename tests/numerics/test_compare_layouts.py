@@ -323,7 +323,7 @@ def test_what_cannot_be_put_together_is_refused(tmp_path: Path, monkeypatch: pyt
     assert compare_runs(tmp_path / "one", tmp_path / "of 2").is_clean
     with pytest.raises(ValueError, match="rank 2 left no file"):
         compare_runs(tmp_path / "one", tmp_path / "of 3")
-    with pytest.raises(ValueError, match="one of them with one process"):
+    with pytest.raises(ValueError, match="one of them with a single process"):
         compare_runs(tmp_path / "of 2", tmp_path / "of 3")
 
 
@@ -341,7 +341,7 @@ def test_other_weights_at_the_beginning_are_named_first(tmp_path: Path) -> None:
             optimizer.step()
     found = compare_runs(tmp_path / "one", tmp_path / "micro", layouts=True).unexplained
     assert (found.op, found.module) == ("weight weight", "Linear")
-    assert "begin with other weights" in found.reason
+    assert "begin with different weights" in found.reason
 
 
 def test_a_case_has_a_name_of_its_own() -> None:

@@ -221,14 +221,15 @@ NAMED = {
     "residual in bf16": r"the residual stream is kept in bfloat16",
     "scale after the cast": r"multiplies the query by the scale after its cast",
     "cache in fp8": r"keys and values of the attention are kept in fp8",
-    "top-p": r"top-p: the recorded log-probabilities are of top-p 0.9",
-    "temperature": r"temperature: the recorded log-probabilities are of temperature 0.7",
+    "top-p": r"top-p: the recorded log-probabilities were computed with top-p 0.9",
+    "temperature": r"temperature: the recorded log-probabilities were computed with temperature 0.7",
 }
 QUICK = ("cache in fp8", "temperature")
 
 
 def is_rounding(found: GapTuning) -> bool:
-    return found.headline.startswith("rounding: nothing to gain") and not (found.causes or found.changes)
+    is_of_rounding = found.headline.startswith("rounding alone explains the gap")
+    return is_of_rounding and not (found.causes or found.changes)
 
 
 class TestAPlantedCause:
@@ -508,7 +509,7 @@ class TestTheCommand:
         self.record(head_in_fp32=False)
         done = amp("gap", "--rollout", "rollouts.jsonl", "train.py")
         assert done.exit_code == 0, done.output
-        assert done.stdout.startswith("rounding: nothing to gain")
+        assert done.stdout.startswith("rounding alone explains the gap")
         assert sorted(path.name for path in folder.iterdir()) == ["rollouts.jsonl", "train.py"]
 
     def test_a_cause_is_exit_code_1_and_json_and_a_file_hold_it(self, folder):
