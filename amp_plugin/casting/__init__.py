@@ -1,1 +1,1 @@
-"""The autocast core: it decides the dtype in which each op runs."""
+"""The autocast core, which decides the dtype in which each op runs."""

@@ -1,7 +1,7 @@
-"""Gives op rules and a dtype to torch's autocast blocks, in programs that do not know this package.
+"""Applies op rules and a dtype to ``torch.autocast`` blocks of programs that do not use amp_plugin.
 
-``amp-plugin run`` does so for one run. ``AMP_PLUGIN_RULES`` does so in each process that imports torch
-(``amp_plugin_autoload``).
+``amp-plugin run`` applies them for one run of a program. ``AMP_PLUGIN_RULES`` applies rules in each process
+that imports torch (see ``amp_plugin_autoload``).
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def bound_autocast(
     dtype: torch.dtype | None = None,
     on_first: Callable[[str, torch.dtype], object] | None = None,
 ) -> Iterator[Counter[tuple[str, torch.dtype]]]:
-    """Make ``torch.autocast`` follow ``rules``, and use ``dtype`` if a block names none; yield a count.
+    """Make ``torch.autocast`` follow ``rules``, and use ``dtype`` in blocks without a dtype.
 
-    The enabled blocks are counted, by device and dtype. ``on_first`` is called at the first block of
-    each device and dtype. ``name`` is the name of the rules file. If no block or region has read the rules by
-    the end, a warning in the main process says so.
+    The context yields a Counter of enabled blocks by device type and dtype. ``on_first`` is called at the
+    first block of each device type and dtype. ``name`` is the name of the rules file. If no block or region
+    has read the rules by the end, the main process prints a warning.
     """
-    import torch  # noqa: PLC0415 - this module is loaded while torch is
+    import torch  # noqa: PLC0415 - torch may be loading this module
 
     from amp_plugin.casting.rules import warn_of_device  # noqa: PLC0415
     from amp_plugin.casting.rules_in_force import following, note_read  # noqa: PLC0415
@@ -56,7 +56,7 @@ def bound_autocast(
     entered = torch.autocast.__enter__
     blocks: Counter[tuple[str, torch.dtype]] = Counter()
 
-    @functools.wraps(entered)  # TorchScript finds the method by its name
+    @functools.wraps(entered)  # TorchScript looks the method up by name
     def enter(block: Any) -> Any:
         if block._enabled:
             if on_first is not None and (block.device, block.fast_dtype) not in blocks:
@@ -84,10 +84,10 @@ def bound_autocast(
 
 @contextmanager
 def _dtype_left_open(dtype: torch.dtype) -> Iterator[None]:
-    """Give this dtype to blocks that name none, in all threads. Torch's own setting covers one thread only.
+    """Use this dtype in autocast blocks without a dtype, in all threads.
 
-    The dtype becomes part of the keys of torch's compile caches, since a graph holds such a block without
-    its dtype.
+    Torch's own setting covers only one thread. The dtype becomes part of the keys of torch's compile caches,
+    because a graph records these blocks without their dtype.
     """
     import torch  # noqa: PLC0415
 
@@ -98,7 +98,7 @@ def _dtype_left_open(dtype: torch.dtype) -> Iterator[None]:
         for kind in (
             torch.cuda.amp.autocast,  # amp: ignore[AMP013]
             torch.cpu.amp.autocast_mode.autocast,  # amp: ignore[AMP013]
-        ):  # the classes whose dtype has a default
+        ):  # classes with a default dtype
             for function in {inspect.unwrap(kind.__init__), inspect.unwrap(kind.__new__)}:
                 if dtype_names := getattr(function, "__defaults__", None):
                     chosen = tuple(dtype if isinstance(d, torch.dtype) else d for d in dtype_names)
@@ -116,7 +116,7 @@ def _dtype_left_open(dtype: torch.dtype) -> Iterator[None]:
 
 
 def ours_by_default() -> AbstractContextManager[Pushed]:
-    """Make torch's autocast blocks follow the environment's rules, else the default ones, on our kernels."""
+    """Run ``torch.autocast`` blocks on amp_plugin's kernels, with the rules of AMP_PLUGIN_RULES if set."""
     import torch  # noqa: PLC0415 - takes seconds
 
     from amp_plugin.casting.rules import TABLES, OpRules, environment_rules  # noqa: PLC0415
@@ -128,16 +128,16 @@ def ours_by_default() -> AbstractContextManager[Pushed]:
 
 @cache
 def bind_environment() -> None:
-    """Put the rules that ``AMP_PLUGIN_RULES`` names in force for the whole process.
+    """Apply the rules of the file that ``AMP_PLUGIN_RULES`` names to the whole process.
 
     Raises:
-        OptionError: the variable names no rules.
+        OptionError: the variable does not name a valid rules file.
     """
     variable = "AMP_PLUGIN_RULES"
     given = os.environ.get(variable, "")
     if not given or is_launcher():
         return
-    from amp_plugin.casting.rules import environment_rules  # noqa: PLC0415 - most processes stop above
+    from amp_plugin.casting.rules import environment_rules  # noqa: PLC0415 - most processes return above
 
     try:
         rules = environment_rules()
@@ -149,7 +149,7 @@ def bind_environment() -> None:
 
 
 def is_launcher() -> bool:
-    """Return whether this process only starts others, or is a command that sets rules itself."""
+    """Return whether this process is a launcher such as torchrun, or an ``amp-plugin`` command."""
     main = getattr(sys.modules.get("__main__"), "__spec__", None)
     names = {Path(sys.argv[0] if sys.argv else "").name, getattr(main, "name", "")}
     return bool(names & _LAUNCHERS)

@@ -1,4 +1,4 @@
-"""Records each cast that autocast makes: the argument, the op, the module, and the cost."""
+"""Records the argument, the op, the module and the bytes of each cast that autocast makes."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cast:
-    """One cast of one tensor.
+    """A cast of a tensor that autocast made.
 
     Attributes:
-        module: the path of the module that ran the op. It begins with the class of the outermost module, and
-            is empty outside modules.
-        op: the full name of the op, such as ``"aten::linear.default"``.
-        argument: the name of the op's argument.
-        kind: ``"weight"`` for a parameter or buffer, ``"input"`` for an argument of the outermost module,
-            else ``"activation"``.
-        parameter: the path of the parameter or buffer in the outermost module; empty for other tensors.
+        module: the path of the module that ran the op. The path begins with the class name of the outermost
+            module. It is empty for ops outside of modules.
+        op: the full name of the op for which the cast was made, such as ``"aten::linear.default"``.
+        argument: the name of the argument that was cast.
+        kind: ``"weight"`` for a parameter or buffer, ``"input"`` for an argument of the outermost module, and
+            ``"activation"`` for any other tensor.
+        parameter: the path of the parameter or buffer in the outermost module. It is empty for other tensors.
         device: the device type, such as ``"cpu"``.
-        before, after: the dtypes before and after the cast.
-        elements: the number of elements.
-        bytes: the bytes that the cast reads and writes; 0 if it was cached.
-        cached: True if the result of an earlier cast was used again.
+        before, after: the dtypes of the tensor before and after the cast.
+        elements: the number of elements of the tensor.
+        bytes: the number of bytes that the cast reads and writes. It is 0 for a cached cast.
+        cached: True if the result of an earlier cast was reused.
     """
 
     module: str
@@ -63,12 +63,12 @@ class Cast:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CastTotals:
-    """Sums over casts.
+    """Totals over several casts.
 
     Attributes:
         casts: the number of casts made.
-        cached: how often the result of an earlier cast was used again.
-        elements: the number of elements that were cast, without the cached ones.
+        cached: how often the result of an earlier cast was reused.
+        elements: the number of elements that were cast. Cached casts are not counted.
         bytes: the bytes that the casts read and wrote.
     """
 
@@ -79,7 +79,7 @@ class CastTotals:
 
     @staticmethod
     def of(casts: Iterable[Cast]) -> CastTotals:
-        """Return the sums over some casts."""
+        """Return the totals over the given casts."""
         listed = list(casts)
         made = [cast for cast in listed if not cast.cached]
         elements, size = sum(cast.elements for cast in made), sum(cast.bytes for cast in made)
@@ -87,7 +87,7 @@ class CastTotals:
 
 
 def grouped(casts: Iterable[Cast], key: Callable[[Cast], Key]) -> dict[Key, CastTotals]:
-    """Return a dict from each key to the totals of the casts with this key, largest number of bytes first."""
+    """Group casts by a key. Return a dict from each key to the totals of its casts, most bytes first."""
     groups: dict[Key, list[Cast]] = defaultdict(list)
     for cast in casts:
         groups[key(cast)].append(cast)
@@ -99,7 +99,7 @@ _COLUMNS = {"cast": ("module", "op", "argument", "dtypes"), "module": ("module",
 
 
 def cast_table(casts: list[Cast], by: Literal["cast", "module", "op"]) -> Table:
-    """Return a rich table with one row per cast, module or op. The most bytes come first."""
+    """Return a rich table with one row per cast, module or op. Rows with the most bytes come first."""
     if by not in _COLUMNS:
         msg = f"table(by={by!r}): allowed are {', '.join(_COLUMNS)}"
         raise ValueError(msg)
@@ -128,11 +128,11 @@ def _counts(totals: CastTotals) -> tuple[str, ...]:
     return f"{totals.casts:,}", f"{totals.cached:,}", filesize.decimal(totals.bytes)
 
 
-_OUTSIDE = -1  # the scope of ops that run outside modules
+_OUTSIDE = -1  # the scope of ops that run outside of any module
 
 
 class CastLog:
-    """The casts that were made while the log was open; see ``log_casts``."""
+    """The casts that autocast made while the log was open. ``log_casts`` returns this object."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
         require_native("log_casts")
@@ -142,16 +142,17 @@ class CastLog:
         self._is_open = False
         self._watching = ExitStack()
         self._lock = threading.RLock()
-        self._paths: list[str] = []  # paths of modules; the native log refers to them by index
-        # Maps a module to its index. Modules are compared by identity, because the hash of some modules
-        # changes.
+        self._paths: list[str] = []  # module paths, to which the native log refers by index
+        # Maps each module to the index of its path.
+        # Modules are compared by identity, because the hashes of some modules change.
         self._numbers = WeakIdKeyDictionary()
-        self._parameters: dict[int, str] = {}  # maps the address of a TensorImpl to a parameter's path
-        # Maps the address of a TensorImpl to the number of open calls that have this tensor as an argument.
+        # Maps the address of a parameter's TensorImpl to the parameter's path.
+        self._parameters: dict[int, str] = {}
+        # Maps the address of a TensorImpl to the number of active calls with this tensor as an argument.
         self._inputs: Counter[int] = Counter()
 
     def __enter__(self) -> Self:
-        """Start logging. Only one log can be open in a process.
+        """Start logging. Only one log can be open in a process at a time.
 
         Raises:
             RuntimeError: another log is open.
@@ -173,7 +174,7 @@ class CastLog:
 
     def _following(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling():  # Dynamo would trace what follows
+            if is_compiling():  # Dynamo would trace the logging
                 return original(module, *args, **kwargs)
             with self._running(module, (args, kwargs)):
                 return original(module, *args, **kwargs)
@@ -192,7 +193,7 @@ class CastLog:
             self._inputs += inputs
             if is_outermost:
                 root = module if self._model is None else self._model
-                # Looked up each time, since modules may replace them.
+                # Names are read at each call, because modules may replace their parameters.
                 weights = [*root.named_parameters(), *root.named_buffers()]
                 self._parameters.update((tensor._cdata, name) for name, tensor in weights)
         try:
@@ -205,14 +206,14 @@ class CastLog:
                     self._inputs -= inputs
 
     def _name(self, root: nn.Module) -> None:
-        """Give an index to a module and the modules inside it, unless they have one."""
+        """Assign an index to a module and to each of its submodules, unless they have one."""
         for name, module in root.named_modules():
             if module not in self._numbers:
                 self._numbers[module] = len(self._paths)
                 self._paths.append(f"{type(root).__name__}.{name}".rstrip("."))
 
     def _collect(self) -> None:
-        """Move records out of the native log, while the tensors that they name are alive."""
+        """Take records out of the native log, while the tensors to which they refer are alive."""
         self._collected.extend(map(self._cast, KERNELS.native.take_cast_log()))
 
     def _cast(self, logged: Any) -> Cast:
@@ -235,17 +236,17 @@ class CastLog:
         )
 
     def records(self) -> list[Cast]:
-        """Return the casts in the order in which they happened."""
+        """Return the casts in the order in which autocast made them."""
         if self._is_open:
             self._collect()
         return list(self._collected)
 
     def __len__(self) -> int:
-        """Return the number of records; cached casts count too."""
+        """Return the number of recorded casts, including cached casts."""
         return len(self.records())
 
     def totals(self) -> CastTotals:
-        """Return the sums over all casts."""
+        """Return the totals over all casts."""
         return CastTotals.of(self.records())
 
     def by_module(self) -> dict[str, CastTotals]:
@@ -257,18 +258,19 @@ class CastLog:
         return grouped(self.records(), lambda cast: cast.op)
 
     def table(self, by: Literal["cast", "module", "op"] = "cast") -> Table:
-        """Return a rich table. Equal casts share a row. The most bytes come first.
+        """Return a rich table of the casts. Equal casts share a row. Rows with the most bytes come first.
 
         Args:
-            by: ``"cast"`` for a row per module, op, argument and dtypes; ``"module"``; ``"op"``.
+            by: ``"cast"`` gives a row for each combination of module, op, argument and dtypes. ``"module"``
+                and ``"op"`` give a row for each module or op.
 
         Raises:
-            ValueError: ``by`` is something else.
+            ValueError: ``by`` has any other value.
         """
         return cast_table(self.records(), by)
 
     def to_pandas(self) -> Any:
-        """Return a ``pandas.DataFrame`` with one column per field of ``Cast``; dtypes are strings."""
+        """Return a ``pandas.DataFrame`` with a column for each field of ``Cast``. Dtypes are strings."""
         import pandas as pd  # noqa: PLC0415 - optional
 
         frame = pd.DataFrame(map(asdict, self.records()), columns=[field.name for field in fields(Cast)])
@@ -282,23 +284,24 @@ class CastLog:
 def log_casts(model: nn.Module | None = None) -> CastLog:
     """Record each cast of inputs, weights and activations that autocast makes.
 
-    The log covers the regions of this package. It covers ``torch.autocast`` blocks only while
-    ``set_default_rules`` is in force, because otherwise they run on torch's own kernels.
+    The log covers ``amp_plugin.autocast`` regions. It covers ``torch.autocast`` blocks only while rules of
+    ``set_default_rules`` are in force, because these blocks otherwise run on torch's kernels.
 
-    The log does not see casts in compiled code, which are part of its graph. It does not see conversions
-    inside a kernel, such as ``softmax`` with ``dtype=``. While no log is open, logging costs nothing; an open
-    log puts hooks on modules.
+    The log does not include casts in compiled code, which are part of the compiled graph, nor conversions
+    inside a kernel, such as ``softmax`` with ``dtype=``. An open log wraps the calls of modules. If no log is
+    open, there is no cost.
 
     Args:
-        model: the model whose modules and parameters are named. By default each module that is called
-            outside another module counts as one.
+        model: the model whose module and parameter names are recorded. By default, every module that is
+            called outside of another module is treated as a model.
 
     Returns:
-        A context manager. Read it with ``records()``, ``table()``, ``to_pandas()``, ``by_module()`` and
-        ``by_op()``.
+        A context manager that records casts. Its methods ``records()``, ``table()``, ``to_pandas()``,
+        ``by_module()`` and ``by_op()`` return them.
 
     Raises:
-        RuntimeError: the native core is missing, or (on entry) another log is open.
+        RuntimeError: the native core is missing. Entering the log also raises it if another log is already
+            open.
         TypeError: ``model`` is not a module.
 
     Example:

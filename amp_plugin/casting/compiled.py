@@ -1,9 +1,8 @@
-"""Regions inside compiled code and exported programs, where torch's tracers must see the op rules.
+"""Makes op rules of regions visible to torch's tracers, for torch.compile and torch.export.
 
-A region is traced as torch's own autocast blocks plus one op that states which rules are in force. The op
-names the rules by their content, so that graphs and the keys of torch's compile caches mean the same in each
-process.
-``csrc/rules_in_force.h`` explains the encoding.
+A region is traced as ``torch.autocast`` blocks plus an op that states which rules are in force. The op names
+the rules by their content, so that graphs and the keys of torch's compile caches mean the same in every
+process. ``csrc/rules_in_force.h`` explains the encoding.
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ from amp_plugin.casting.rules import OpRules, rules_with_content
 from amp_plugin.casting.rules_in_force import number_on
 from amp_plugin.kernels.build import require_native
 
-# The devices of the two digits, the dtypes that stand for 0, and the device whose dtype says that the blocks
-# are open.
+# The autocast dtypes of two unused device types encode the number of the rules in two digits.
+# ZEROS are the dtypes that stand for 0.
+# The dtype of the device type _GATE shows whether these blocks are open.
 DIGITS = ("maia", "mtia")
 ZEROS = (torch.bfloat16, torch.float16)
 _GATE, _OPEN = "ipu", torch.bfloat16
@@ -47,13 +47,13 @@ def _use_rules(device_type: str, content: str) -> None:
 
 _LIBRARY: Any = Library("amp_plugin", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("use_rules(str device_type, str content) -> ()")
-_LIBRARY.impl("use_rules", _use_rules, "CompositeImplicitAutograd")  # It runs while a graph is traced.
+_LIBRARY.impl("use_rules", _use_rules, "CompositeImplicitAutograd")  # runs during tracing
 _USE_RULES = torch.ops.amp_plugin.use_rules.default
 has_side_effect(_USE_RULES)
 
 
 def are_rules_in_force() -> bool:
-    """Return whether rules other than the default ones are in force in this thread.
+    """Return whether op rules other than the default ones are in force in this thread.
 
     Tracers treat the result as a constant.
     """
@@ -61,7 +61,7 @@ def are_rules_in_force() -> bool:
 
 
 def content_of(rules: OpRules | None) -> str:
-    """Return the name of rules in a graph, which is their content; ``""`` for the default rules."""
+    """Return the text by which a graph names rules, or ``""`` for the default rules."""
     return "" if rules is None else rules.content
 
 
@@ -69,7 +69,8 @@ def content_of(rules: OpRules | None) -> str:
 def _blocks(
     device_type: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None, content: str
 ) -> Iterator[None]:
-    # Dynamo records the dtype in the graph, and another process may number its rule sets differently.
+    # Dynamo would record these dtypes in the graph.
+    # But another process may number its rule sets differently.
     low, high = (None, None) if is_dynamo_compiling() else ZEROS
     with (
         torchs_autocast(_GATE, _OPEN, False),
@@ -82,9 +83,9 @@ def _blocks(
 
 
 class TracedRegion:
-    """A region as tracers see it. ``content`` is the content of its rules, empty for the default rules."""
+    """An autocast region for tracers. ``content`` names its rules, or is "" for the default rules."""
 
-    def __init__(self, *made_with: Any) -> None:  # the arguments of ``_blocks``
+    def __init__(self, *made_with: Any) -> None:  # arguments of ``_blocks``
         self._made_with = made_with
         self._open: list[Any] = []
 
@@ -96,7 +97,7 @@ class TracedRegion:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Close the blocks that ``__enter__`` opened last."""
+        """Close the blocks that the last ``__enter__`` opened."""
         self._open.pop().__exit__(*exc_info)
 
 
@@ -105,13 +106,14 @@ def _traced(*made_with: Any) -> TracedRegion:
 
 
 def teach_dynamo(kind: type[torch.autocast]) -> None:
-    """Teach Dynamo to trace regions that were made outside compiled code, and restart its trace of the frame.
+    """Make Dynamo trace regions that were created outside of compiled code, and restart its trace.
 
-    Dynamo treats each ``torch.autocast`` as torch's own class, and would drop the rules of a region. It looks
-    at a table of types first, and this function adds our class to that table.
+    Dynamo treats instances of subclasses of ``torch.autocast`` like torch's own blocks, so it would drop the
+    rules of a region. Before that, Dynamo looks at a table of types. This function adds ``kind`` to that
+    table.
 
     Raises:
-        RestartAnalysis: always; Dynamo itself raises it to trace a frame again.
+        RestartAnalysis: always. Dynamo handles it by tracing the frame again.
     """
     from torch._dynamo.exc import RestartAnalysis  # noqa: PLC0415 - Dynamo runs
     from torch._dynamo.guards import GuardBuilder  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""Custom autograd Functions under autocast: custom_fwd and custom_bwd."""
+"""custom_fwd and custom_bwd make custom autograd Functions follow autocast."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from amp_plugin.casting.region import autocast, is_autocast_available
 from amp_plugin.casting.run_in import cast_tensors
 
 _CARRIER = "_amp_plugin_setup_context"
-_forward_state = threading.local()  # what forward passes on to setup_context
+_forward_state = threading.local()  # the state that forward passes to setup_context
 
 
 def custom_fwd(
@@ -27,26 +27,26 @@ def custom_fwd(
 ) -> Any:
     """Make the ``forward`` of an autograd Function follow autocast.
 
-    It works for both forms of Function: ``forward(ctx, ...)``, and ``forward(...)`` with
-    ``setup_context(ctx, inputs, output)``. In the second form torch's decorator fails, because it writes its
-    attributes on the first input instead of the context (pytorch issue 132388).
+    The decorator supports both forms of Function: ``forward(ctx, ...)``, and ``forward(...)`` with
+    ``setup_context(ctx, inputs, output)``. Torch's own decorator fails for Functions with ``setup_context``,
+    because it sets its attributes on the first input instead of the context (pytorch issue 132388).
 
     Args:
-        fwd: the ``forward`` method. Leave it out to use this as a decorator with options.
-        device_type: the device type whose autocast state is used, such as ``"cuda"``. By default it is the
-            device type of the call's tensors; if some are on the CPU and some are not, the one that is not.
-            Torch's decorator has no such default.
-        cast_inputs: a dtype. If it is given and autocast is on, floating-point inputs on that device, except
-            fp64, are cast to it, and ``forward`` runs with autocast off. Tensors inside mappings, lists,
-            tuples and other containers that torch.utils._pytree knows are cast too. Iterators are cast
-            element by element as they are consumed.
+        fwd: the ``forward`` method. It is left out if the decorator is used with options.
+        device_type: the device type whose autocast state is used, such as ``"cuda"``. The default is the
+            device type of the tensor arguments. If some of them are on the CPU and some are not, the CPU is
+            ignored. Torch's decorator has no default.
+        cast_inputs: a dtype. If it is given and autocast is on, ``forward`` runs with autocast off, and
+            floating-point inputs on the device are cast to this dtype, except those in fp64. Tensors inside
+            mappings, lists, tuples and other containers that are registered with torch.utils._pytree are cast
+            too. Elements of iterators are cast when they are consumed.
 
     Returns:
         The decorated method.
 
     Raises:
-        ValueError: ``device_type`` is not a string. The decorated method raises it if ``device_type`` was
-            left out and no argument is a tensor.
+        ValueError: ``device_type`` is not a string. The decorated method raises ValueError if ``device_type``
+            is not given and no argument is a tensor.
 
     Example:
         >>> class Twice(torch.autograd.Function):
@@ -65,8 +65,8 @@ def custom_fwd(
     """
     _check_device_type(device_type)
     scope = sys._getframe(1)
-    if "__qualname__" in scope.f_locals and scope.f_locals is not scope.f_globals:  # we are in a class body
-        scope.f_locals[_CARRIER] = _SetupContextCarrier()  # In this form forward never sees the context.
+    if "__qualname__" in scope.f_locals and scope.f_locals is not scope.f_globals:  # in a class body
+        scope.f_locals[_CARRIER] = _SetupContextCarrier()  # With setup_context, forward has no ctx.
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
     method = fwd
@@ -77,7 +77,7 @@ def custom_fwd(
         enabled = torch.is_autocast_enabled(device)
         state = (enabled and cast_inputs is None, torch.get_autocast_dtype(device), device)
         first = args[0] if args else None
-        # Functorch has its own context.
+        # Functorch has its own class of context.
         given_ctx = isinstance(first, FunctionCtx) or hasattr(first, "save_for_backward")
         if given_ctx:
             _write(state, first)
@@ -99,16 +99,17 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
     """Make the ``backward`` of an autograd Function run in the autocast state of its ``forward``.
 
     Args:
-        bwd: the ``backward`` method. Leave it out to use this as a decorator with options.
-        device_type: the device type whose autocast state is restored, such as ``"cuda"``; by default the
-            one that ``custom_fwd`` used.
+        bwd: the ``backward`` method. It is left out if the decorator is used with options.
+        device_type: the device type whose autocast state is restored, such as ``"cuda"``. The default is the
+            device type that ``custom_fwd`` used.
 
     Returns:
         The decorated method.
 
     Raises:
         ValueError: ``device_type`` is not a string.
-        RuntimeError: raised by the decorated method if ``forward`` was not decorated with ``custom_fwd``.
+        RuntimeError: ``forward`` was not decorated with ``custom_fwd``. The decorated method raises this
+            error.
     """
     _check_device_type(device_type)
     if bwd is None:
@@ -132,7 +133,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
 
 
 def _cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
-    """Cast the tensors of a device inside a value; the elements of an iterator as they are consumed."""
+    """Cast the tensors of a device type in a nested value. Iterators are cast lazily."""
     if isinstance(value, Mapping):  # pytree knows few kinds of mappings
         return {name: _cast(item, dtype, device_type) for name, item in value.items()}
     if isinstance(value, Iterator):
@@ -141,7 +142,7 @@ def _cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
 
 
 class _SetupContextCarrier:
-    """An attribute of the Function's class. It passes forward's autocast state to setup_context."""
+    """A class attribute of the Function that passes the autocast state of forward to setup_context."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         delattr(owner, name)
@@ -159,7 +160,7 @@ class _SetupContextCarrier:
 
 
 def _write(state: tuple[bool, torch.dtype, str], ctx: Any) -> None:
-    ctx._fwd_used_autocast, ctx._dtype, ctx._device_type = state  # torch's decorators use the first two names
+    ctx._fwd_used_autocast, ctx._dtype, ctx._device_type = state  # first two: torch's names
 
 
 def _device_type_of(method: Callable[..., Any], given: Any) -> str:

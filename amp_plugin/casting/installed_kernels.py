@@ -1,8 +1,8 @@
-"""Installs our autocast kernels in torch's dispatcher, and tells them the rule sets of the process.
+"""Installs amp_plugin's autocast kernels in torch's dispatcher, and passes them the op rules.
 
-``rules.py`` states the dtype that each op runs in. ``csrc/autocast_kernel.cpp`` applies it, in functors on
-torch's autocast dispatch keys. Without the native core, regions are torch's own blocks with the default rules
-and without the cache of casts.
+``rules.py`` states the dtype in which each op runs. ``csrc/autocast_kernel.cpp`` applies these rules in
+functors on torch's autocast dispatch keys. If the native core is missing, regions are ``torch.autocast``
+blocks with the default rules and without the cache of casts.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from amp_plugin.kernels.tracers import outside_tracers
 
 DEFAULT = 0  # the number of the default rules
 NO_RULES = -1
-MOST_KEPT = 56  # a rule can keep an argument only if it is among the first 56
+MOST_KEPT = 56  # a rule can exclude only the first 56 arguments from casts
 
-# 0 says that a rule set does not name the op: it runs as if no autocast kernel were registered.
+# The code 0 means no rule: the op runs as if it had no autocast kernel.
 RULE_CODES = {rule: number for number, rule in enumerate(OpRule, start=1)}
 
-# c10::DeviceType of the devices that have op tables.
+# The c10::DeviceType of each device type that has an op table.
 DEVICE_NUMBERS = {"cpu": 0, "cuda": 1, "xpu": 12, "mps": 13}
 
 Opening = tuple[int | None, torch.dtype, bool, bool, int, str]
-"""What a region is opened with.
+"""The arguments with which the kernels open a region.
 
-The number of its device, or None if our kernels are not installed on it; the dtype; whether autocast is on;
-whether casts are kept; the number of its rules; and the device type.
+The items are the device number (or None if amp_plugin's kernels are not installed on the device), the dtype,
+whether autocast is on, whether casts are kept, the number of the rule set, and the device type.
 """
 
 
 class AutocastKernels:
-    """The native kernels that the regions of this process run on, and the numbers of its rule sets.
+    """The native autocast kernels of this process, and the numbers of its rule sets.
 
     Attributes:
-        native: the native core while our kernels are installed, else None. If it is None, regions are blocks
-            of torch's own.
-        leave: a function that closes a native region, counted from the innermost. It stays when the kernels
-            are uninstalled, because regions may still be open.
+        native: the native core while amp_plugin's kernels are installed, else None. If it is None, regions
+            are ``torch.autocast`` blocks.
+        leave: a function that closes a native region, given its position counted from the innermost region.
+            It stays set after the kernels are uninstalled, because regions may still be open.
         checked: maps a device type, a dtype and ``enabled``, which torch has accepted, to two openings for
-            regions with these settings. The first opening keeps no casts, the second one keeps casts. For
-            the dtype None, an opening holds the dtype that torch had when it checked.
+            regions with these settings. The first opening keeps no casts, and the second opening keeps casts.
+            For the dtype None, an opening holds torch's autocast dtype at the time of the check.
     """
 
     def __init__(self) -> None:
@@ -63,18 +63,18 @@ class AutocastKernels:
         self.leave: Any = None
         self.checked: dict[tuple[str, torch.dtype | None, bool], tuple[Opening, Opening]] = {}
         self._lock = threading.Lock()
-        # Maps a rule set to its number: 1, 2, ... in order. The default rules are not in this dict.
+        # Maps each rule set to its number 1, 2, ... in order. The default rules are not in this dict.
         self._numbers: dict[OpRules, int] = {}
-        # Maps the number of a rule set to the fingerprint of its rules that torch's compile caches know.
+        # Maps the number of a rule set to its fingerprint, which is a key of torch's compile caches.
         self._tagged: dict[int, str] = {}
         self._step_hook: RemovableHandle | None = None
-        # Maps (device type, number of a rule set) to the ops for which this number has ever had a rule.
+        # Maps (device type, number) to the ops for which a rule set with this number had rules.
         self._named: dict[tuple[str, int], set[str]] = defaultdict(set)
 
     def install(self) -> NativeCore:
-        """Install the default rules of all devices, once per process; return the native core.
+        """Install the default rules of all device types once per process, and return the native core.
 
-        Nothing is installed if the native core is missing.
+        If the native core is missing, nothing is installed.
         """
         core = native_core()
         with self._lock, outside_tracers():
@@ -87,7 +87,7 @@ class AutocastKernels:
         return core
 
     def uninstall(self) -> None:
-        """Put torch's own autocast kernels back. The next new region installs ours again."""
+        """Restore torch's autocast kernels. The next new region installs amp_plugin's kernels again."""
         if self._step_hook is not None:
             self._step_hook.remove()
             self.native.uninstall()
@@ -98,11 +98,11 @@ class AutocastKernels:
         self.checked.clear()
 
     def rules_numbered(self, number: int) -> OpRules | None:
-        """Return the rule set with this number; None for the default rules."""
+        """Return the rule set that has this number, or None for the default rules."""
         return None if number == DEFAULT else list(self._numbers)[number - 1]
 
     def assigned_number(self, rules: OpRules) -> int:
-        """Return the number of a rule set other than the default ones."""
+        """Return the number of a rule set that differs from the default rules."""
         with self._lock, outside_tracers():
             if rules in self._numbers:
                 return self._numbers[rules]
@@ -116,7 +116,7 @@ class AutocastKernels:
             return number
 
     def tag_caches(self, rules: OpRules) -> None:
-        """Tell torch's compile caches which rule set this process's number stands for."""
+        """Make the rule set behind a number part of the keys of torch's compile caches."""
         if (number := self._numbers[rules]) not in self._tagged:
             self._tagged[number] = rules.fingerprint()
             meant = ",".join(
@@ -125,18 +125,18 @@ class AutocastKernels:
             tag_compile_caches("amp_plugin rules ", meant)
 
     def put_default(self, rules: OpRules) -> None:
-        """Make the number of the default rules stand for these rules, also in regions that exist already."""
+        """Make the number of the default rules stand for these rules, also in existing regions."""
         with self._lock, outside_tracers():
             self._define(rules, DEFAULT)
 
     def _define(self, rules: OpRules, number: int) -> None:
-        """Tell the dispatcher's functors which rules a number stands for on a device."""
+        """Tell the autocast kernels which rules a number stands for on the rules' device type."""
         default = OpRules.default(rules.device_type).rules
         named = self._named[rules.device_type, number]
         named.update(rules.rules, rules.keep)
         ops, entries = sorted(named), []
         for op in ops:
-            is_ours = op in rules.rules or op in rules.keep  # False: the op no longer has a rule
+            is_ours = op in rules.rules or op in rules.keep  # False if the op no longer has a rule
             written = frozenset() if op in default else written_arguments(op)
             never_cast = rules.keep.get(op, frozenset()) | written if is_ours else frozenset()
             places = enumerate(argument_names(op)) if never_cast else ()
@@ -145,20 +145,20 @@ class AutocastKernels:
         self.native.set_rules(rules.device_type, number, list(map(dispatcher_name, ops)), entries)
 
     def follow_by_default(self, device_type: str, number: int) -> None:
-        """Make blocks of ``torch.autocast`` follow a rule set. With ``NO_RULES`` they run torch's kernels."""
+        """Make ``torch.autocast`` blocks follow a rule set, or run torch's kernels (``NO_RULES``)."""
         if self.native is not None:
             self.native.set_default_rules(DEVICE_NUMBERS[device_type], number)
-            self.checked.clear()  # regions that are made from now on check again
+            self.checked.clear()  # new regions check their arguments again
 
 
 KERNELS = AutocastKernels()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Drop kept casts of weights after an optimizer step, because some steps move no version counter.
+    """Drop kept casts of weights after an optimizer step, since some steps change no version counter.
 
-    In a compiled step an op of the graph does this, and only for fused steps. Other steps move the version
-    counters of the weights that they write.
+    In a compiled step an op in the graph drops the casts, but only if the optimizer is fused. Compiled steps
+    of other optimizers change the version counters of the weights.
     """
     if not is_compiling():
         _forget_casts()
@@ -180,20 +180,20 @@ has_side_effect(_FORGET_CASTS)
 
 
 def _is_managed_by_fsdp(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a parameter under FSDP2, which writes it but moves no version counter."""
+    """Return whether FSDP2 manages a parameter. FSDP2 writes parameters without changing version counters."""
     if not isinstance(tensor, torch.nn.Parameter):
         return False
     from torch.distributed._composable_state import _module_state_mapping  # noqa: PLC0415 - loads torch.distributed
     from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415
 
     sharded = [module for module in list(_module_state_mapping) if isinstance(module, FSDPModule)]
-    seen: set[torch.nn.Module] = set()  # the root module contains the others
+    seen: set[torch.nn.Module] = set()  # skips submodules already seen
     modules = (module for outer in sharded for _, module in outer.named_modules(memo=seen))
     return any(parameter is tensor for module in modules for parameter in module._parameters.values())
 
 
 def number_of(rules: OpRules, device_type: str) -> int:
-    """Return the number of a rule set for regions on a device. A new rule set is installed first."""
+    """Return the number of a rule set for regions on a device type. New rule sets are installed first."""
     check_rules(rules, device_type)
     KERNELS.install()
     if rules == OpRules.default(device_type):
@@ -205,7 +205,7 @@ def number_of(rules: OpRules, device_type: str) -> int:
 
 
 def check_rules(rules: OpRules, device_type: str | None = None) -> None:
-    """Raise if ``rules`` are not OpRules, or are for another device."""
+    """Raise an error if ``rules`` are not OpRules, or are for another device type."""
     if not isinstance(rules, OpRules):
         msg = f"rules={rules!r}: give an amp_plugin.OpRules, for example OpRules.from_yaml('rules.yaml')"
         raise TypeError(msg)
@@ -218,8 +218,8 @@ def check_rules(rules: OpRules, device_type: str | None = None) -> None:
 
 
 def tag_compile_caches(name: str, value: str) -> None:
-    """Add a value that graphs depend on to the keys of torch.compile's disk caches; ``""`` removes it."""
-    from torch.compiler import config  # noqa: PLC0415 - read when rules differ from torch's
+    """Add a value to the keys of torch.compile's disk caches, because graphs depend on it. "" removes it."""
+    from torch.compiler import config  # noqa: PLC0415 - only for rules unlike torch's
 
     others = [part for part in config.cache_key_tag.split("|") if part and not part.startswith(name)]
     config.cache_key_tag = "|".join([*others, *([name + value] if value else [])])

@@ -1,4 +1,4 @@
-"""Names, overloads and arguments of ops, as torch has registered them."""
+"""Looks up the names, overloads and arguments of torch's registered ops."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 from amp_plugin.messages import did_you_mean
 
-# Statistics that batch norms write into, though most of their schemas do not say so.
+# Statistics that batch norms write to, although most of their schemas do not say so.
 _WRITTEN_UNSAID = frozenset({"running_mean", "running_var"})
 
 
 def _registered() -> dict[str, list[str]]:
-    """Return a dict from the name of an op or overload to the full names of the overloads it stands for."""
+    """Return a dict from each name of an op or overload to the full names of its overloads."""
     names: dict[str, list[str]] = defaultdict(list)
     for full in map(full_name, torch._C._dispatch_get_all_op_names()):
         names[full].append(full)
@@ -24,7 +24,7 @@ def _registered() -> dict[str, list[str]]:
 
 
 def overloads_of(op: object) -> list[str]:
-    """Return the full names of the overloads that a rule for ``op`` applies to."""
+    """Return the full names of the overloads to which a rule for ``op`` applies."""
     name, registered = _name_of(op), _registered()
     overloads = registered.get(name, [])
     if not overloads:
@@ -59,9 +59,9 @@ def _name_of(op: object) -> str:
 
 
 def _is_written_form(full: str) -> bool:
-    """Return whether the op is the in-place or ``out=`` form of one of torch's ops.
+    """Return whether an overload is the in-place or ``out=`` form of one of torch's ops.
 
-    Custom ops are not. Neither are ops that write statistics into arguments, such as fake quantization.
+    Custom ops do not count, nor do ops that write statistics to arguments, such as fake quantization.
     """
     if not (full.startswith("aten::") and schema_of(full).is_mutable):
         return False
@@ -71,28 +71,28 @@ def _is_written_form(full: str) -> bool:
 
 
 def full_name(dispatcher_name: str) -> str:
-    """Return ``aten::mm.default`` for the dispatcher's ``aten::mm``."""
+    """Return an op's full name: ``aten::mm.default`` for the dispatcher's ``aten::mm``."""
     return dispatcher_name if "." in dispatcher_name else f"{dispatcher_name}.default"
 
 
 def dispatcher_name(full: str) -> str:
-    """Return the dispatcher's ``aten::mm`` for ``aten::mm.default``."""
+    """Return the dispatcher's name of an op, such as ``aten::mm`` for ``aten::mm.default``."""
     return full.removesuffix(".default")
 
 
 def schema_of(full: str) -> torch._C.FunctionSchema:
-    """Return the schema of the op with a full name."""
+    """Return the schema of the op that has this full name."""
     name, overload = full.split(".", 1)
     return torch._C._get_schema(name, "" if overload == "default" else overload)
 
 
 def names_an_op(name: str) -> bool:
-    """Return whether the installed torch has an op or overloads with a name that ``overloads_of`` takes."""
+    """Return whether the installed torch has an op or overload with this name."""
     return name in _registered()
 
 
 def is_registered(full: str) -> bool:
-    """Return whether this build of torch has the op. For example, a CPU build lacks cuDNN's ops."""
+    """Return whether this build of torch has an op. For example, CPU builds lack cuDNN's ops."""
     return "." in full and torch._C._dispatch_has_kernel(dispatcher_name(full))
 
 
@@ -102,14 +102,14 @@ def argument_names(full: str) -> list[str]:
 
 
 def written_arguments(full: str) -> frozenset[str]:
-    """Return the names of the arguments that an op writes into. Casting them would lose the result."""
+    """Return the names of the arguments to which an op writes. A cast of them would lose the result."""
     arguments = schema_of(full).arguments
     written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
     return frozenset(written | (_WRITTEN_UNSAID & {a.name for a in arguments}))
 
 
 def check_arguments(full: str, wanted: Iterable[str]) -> None:
-    """Raise ValueError if the op lacks an argument with one of these names."""
+    """Raise ValueError if an op has no argument with one of these names."""
     names = argument_names(full)
     for name in sorted(set(wanted) - set(names)):
         msg = f"{full} has no argument {name!r}{nearest(name, names)}; it has {', '.join(names)}"
@@ -117,12 +117,12 @@ def check_arguments(full: str, wanted: Iterable[str]) -> None:
 
 
 def dtype_overload(full: str) -> str | None:
-    """Return the overload that takes the same arguments followed by a dtype; None if there is none."""
+    """Return the overload with the same arguments plus a final dtype, or None if there is none."""
     arguments, packet = argument_names(full), full.partition(".")[0]
     candidates = [name for name in _registered()[packet] if name.endswith("dtype")]
     return next((name for name in candidates if argument_names(name) == [*arguments, "dtype"]), None)
 
 
 def nearest(word: str, among: Iterable[str]) -> str:
-    """Return ``", did you mean X or Y?"`` for an unknown word, ``""`` if no known one is near."""
+    """Return ``", did you mean X or Y?"`` for an unknown word, or ``""`` if no known word is similar."""
     return did_you_mean(word, among, at_most=3, separator=", ")

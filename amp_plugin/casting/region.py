@@ -1,4 +1,4 @@
-"""The autocast region: a context manager and decorator over torch's autocast state."""
+"""``amp_plugin.autocast`` is a context manager and decorator that sets torch's autocast state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import compiler, is_autocast_cache_enabled
 from torch._guards import TracingContext
 
-# Bound now: a program may later replace torch's name by ours.
+# Imported here, because a program may later replace torch.autocast by amp_plugin's class.
 from torch.amp.autocast_mode import autocast as torchs_autocast
 from torch.amp.autocast_mode import is_autocast_available as torchs_is_autocast_available
 from typing_extensions import Self
@@ -37,8 +37,8 @@ new_object = object.__new__
 
 
 _OPEN = threading.local()
-# In `regions`, what this thread has open, innermost last: a region that runs on our kernels, or a region and
-# the block of torch's own that it runs as.
+# ``_OPEN.regions`` lists the open regions of this thread, innermost last.
+# An entry is a region on amp_plugin's kernels, or a pair of a region and a torch.autocast block.
 
 
 def _entries() -> list[Any]:
@@ -50,12 +50,12 @@ def _entries() -> list[Any]:
 
 
 def open_regions() -> list[autocast]:
-    """Return the regions that are open in this thread, the innermost last."""
+    """Return the regions that are open in this thread, with the innermost region last."""
     return [entry[0] if isinstance(entry, tuple) else entry for entry in _entries()]
 
 
 def _leave(region: autocast) -> None:
-    """Close a region that runs as a block of torch's own, or inside which other regions are open."""
+    """Close a region that runs as a ``torch.autocast`` block, or that contains other open regions."""
     entries = _entries()
     place = max((place for place, open_ in enumerate(open_regions()) if open_ is region), default=None)
     if place is None:
@@ -69,7 +69,7 @@ def _leave(region: autocast) -> None:
 
 
 def enter_block(region: autocast) -> None:
-    """Open a region in this thread as a block of torch's own."""
+    """Open a region in this thread as a ``torch.autocast`` block."""
     device, dtype, enabled, cache_enabled, rules = region.made_with()
     block: Any = torchs_autocast(device, dtype, enabled, cache_enabled=False)
     if rules is not None or (are_rules_in_force() and KERNELS.native is not None):
@@ -81,7 +81,7 @@ def enter_block(region: autocast) -> None:
 
 
 def blocks_are_recorded() -> bool:
-    """Return whether torch.export or ``make_fx(pre_dispatch=True)`` records this thread's autocast blocks."""
+    """Return whether torch.export or ``make_fx(pre_dispatch=True)`` is recording autocast blocks now."""
     tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return tracing is not None and any(
         isinstance(mode, tracing.PreDispatchTorchFunctionMode)
@@ -89,10 +89,10 @@ def blocks_are_recorded() -> bool:
     )
 
 
-# What a region is opened with is one tuple; torch's attributes are read from it when asked for.
+# Maps attributes of torch.autocast to positions in the tuple Opening, from which they are read.
 _POSITIONS = {"fast_dtype": 1, "_enabled": 2, "_cache_enabled": 3, "device": 5}
 
-# What it finds when it is entered: whether a torch function mode is on, then what torch's blocks keep.
+# Maps attributes of torch.autocast to positions in the state that a region found when it was entered.
 _FOUND = {"prev": 1, "prev_fastdtype": 2, "prev_cache_enabled": 3}
 
 
@@ -108,30 +108,31 @@ def is_autocast_available(device_type: str) -> bool:
 class autocast(torchs_autocast):  # noqa: N801 - torch's name
     """Run a region of a program in mixed precision.
 
-    The autocast state is torch's own. Therefore ``torch.is_autocast_enabled()``, nested ``torch.autocast``
-    blocks, checkpointing and ``torch.compile`` see it. The ops in the region follow ``rules`` through
-    amp_plugin's kernels.
+    The region sets torch's own autocast state. Therefore ``torch.is_autocast_enabled()``, nested
+    ``torch.autocast`` blocks, checkpointing and ``torch.compile`` see the state. Ops inside the region run on
+    amp_plugin's autocast kernels, which follow ``rules``.
 
-    One instance can be nested, entered again, and used by several threads. As a decorator it works for
-    functions, generators and coroutines. TorchScript runs a decorated ``forward`` in Python if it belongs to
-    the module that is scripted, and fails if it belongs to a module inside that one.
+    An instance can be nested, entered again, and used by several threads. As a decorator it works for
+    functions, generators and coroutines. TorchScript runs a decorated ``forward`` of the scripted module in
+    Python, but fails on a decorated ``forward`` of its submodules.
 
-    The region may stand around a whole training loop: it does not change the dtypes of a backward pass that
-    runs inside it.
+    A region may contain a whole training loop, because it does not change the dtypes of a backward pass
+    inside it.
 
     Args:
         device_type: ``"cuda"``, ``"cpu"``, ``"xpu"`` or ``"mps"``.
-        dtype: ``torch.float16`` or ``torch.bfloat16``; by default ``torch.get_autocast_dtype(device_type)``.
+        dtype: ``torch.float16`` or ``torch.bfloat16``. The default is
+            ``torch.get_autocast_dtype(device_type)``.
         enabled: False turns autocast off inside the region.
-        cache_enabled: True keeps the cast of an fp32 weight for its next use in the region. By default the
-            setting of the enclosing block stays.
-        rules: op rules other than the default ones. They need the native core. By default the rules of the
-            file that ``AMP_PLUGIN_RULES`` names apply, if it is set.
+        cache_enabled: True keeps the cast of an fp32 weight for its next use in the region. The default is
+            the setting of the enclosing block.
+        rules: op rules for this region, which need the native core. By default the rules that are in force
+            apply, such as those of the file that ``AMP_PLUGIN_RULES`` names.
 
     Raises:
         ValueError: ``device_type`` is not a string, or ``rules`` are for another device.
         TypeError: ``dtype`` is not a dtype, or ``rules`` are not OpRules.
-        RuntimeError: the device has no autocast, or ``rules`` need the native core and it is missing.
+        RuntimeError: the device has no autocast, or ``rules`` are given but the native core is missing.
 
     Example:
         >>> a = torch.ones(2, 2)
@@ -153,11 +154,11 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         *,
         rules: OpRules | None = None,
     ) -> Self:
-        """Return a region; while torch.compile or torch.export trace, return a block of torch's own.
+        """Return a region. While torch.compile or torch.export trace, return a ``torch.autocast`` block.
 
-        Dynamo knows only torch's class. A subclass would cause a graph break.
+        Dynamo can trace only torch's class, and a subclass would cause a graph break.
         """
-        # The same as is_compiling(), but faster.
+        # A faster equivalent of torch.compiler.is_compiling().
         if compiler.is_dynamo_compiling() or compiler._is_compiling_flag:
             if rules is None and not are_rules_in_force():
                 return torchs_autocast(device_type, dtype, enabled, cache_enabled)  # type: ignore[return-value]
@@ -180,7 +181,7 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         __init__ = object.__init__  # __new__ has done everything
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse a subclass with its own ``__init__``, because ``__new__`` would ignore it."""
+        """Reject subclasses with their own ``__init__``, because ``__new__`` would ignore it."""
         super().__init_subclass__(**kwargs)
         init: object = cls.__init__
         if init is not object.__init__:
@@ -205,7 +206,7 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         raise AttributeError(msg)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the region's arguments. The number of a rule set is valid in this process only."""
+        """Copy and pickle the region's arguments. Numbers of rule sets are valid in one process only."""
         attributes = dict(vars(self))
         attributes.pop("_opening")
         attributes.pop("_found", None)
@@ -213,12 +214,12 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         return functools.partial(_remade, type(self), rules=rules), tuple(arguments), attributes
 
     def made_with(self) -> tuple[str, torch.dtype, bool, bool, OpRules | None]:
-        """Return the region's arguments: device, dtype, enabled, cache flag, rules."""
+        """Return the region's arguments: device type, dtype, enabled, cache_enabled and rules."""
         _, dtype, enabled, cache_enabled, number, device_type = self._opening
         return device_type, dtype, enabled, cache_enabled, KERNELS.rules_numbered(number)
 
     def note_found(self, enabled: bool, dtype: torch.dtype, keeps_casts: bool) -> None:
-        """Store the autocast state from before the region, in the attributes that torch's blocks have."""
+        """Store the autocast state that the region found, for the attributes of ``torch.autocast``."""
         self._found = False, enabled, dtype, keeps_casts
 
     def __repr__(self) -> str:
@@ -245,7 +246,7 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
         try:
             entries = _OPEN.regions
             is_innermost = entries[-1] is self
-        except (AttributeError, IndexError):  # this thread has no region open
+        except (AttributeError, IndexError):  # no region is open in this thread
             is_innermost = False
         if is_innermost:
             del entries[-1]
@@ -256,7 +257,7 @@ class autocast(torchs_autocast):  # noqa: N801 - torch's name
 
     def __call__(self, func: Function) -> Function:
         """Decorate a function, generator or coroutine function."""
-        # The second one raises TypeError.
+        # If func is not callable, torch's __call__ raises TypeError.
         covered: Any = covers_each_step(func, self) if callable(func) else super().__call__(func)
         return covered  # type: ignore[no-any-return]
 
@@ -268,7 +269,7 @@ def _remade(cls: type[autocast], *arguments: Any, rules: OpRules | None) -> auto
 
 
 def _hides_flag(device_type: str) -> bool:
-    """Return whether a region keeps casts although torch's flag is off, which only graph captures need."""
+    """Return whether regions keep casts although torch's cache flag is off, which graph captures need."""
     regions = open_regions()
     if not regions:
         return device_type != "cpu"
@@ -277,7 +278,7 @@ def _hides_flag(device_type: str) -> bool:
 
 
 def call_in(regions: Sequence[torch.autocast], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function inside several regions. It is recursive because tracers cannot follow an ExitStack."""
+    """Call a function inside several regions, by recursion, because tracers do not support ExitStack."""
     if not regions:
         return function(*args, **kwargs)
     with regions[0]:
@@ -285,7 +286,7 @@ def call_in(regions: Sequence[torch.autocast], function: Callable[..., Any], arg
 
 
 def _completed(opening: Opening, dtype: torch.dtype | None, rules: OpRules | None) -> Opening:
-    """Return an opening with torch's present dtype if none was given, and with the rules if they were."""
+    """Return an Opening that is completed with torch's current dtype and with the given rules."""
     number, _, enabled, cache_enabled, rules_number, device_type = opening
     return (
         number,
@@ -299,7 +300,7 @@ def _completed(opening: Opening, dtype: torch.dtype | None, rules: OpRules | Non
 
 @untraced
 def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[Opening, Opening]:
-    """Let torch check the arguments, with its own errors and warnings; return a value of KERNELS.checked."""
+    """Check the arguments by torch's own constructor. Return the openings for KERNELS.checked."""
     if dtype is not None and not isinstance(dtype, torch.dtype):
         name = known_precision(dtype)
         near = str(DTYPES[name]) if name in {"bf16", "fp16"} else "torch.float16 or torch.bfloat16"
@@ -314,13 +315,13 @@ def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[
         (number, lower, bool(theirs._enabled), False, rules_number, device_type),
         (number, lower, bool(theirs._enabled), True, rules_number, device_type),
     )
-    if theirs._enabled == enabled:  # if torch turned it off, it warned, and should warn again next time
+    if theirs._enabled == enabled:  # not cached if torch disabled autocast, so that its warning is repeated
         KERNELS.checked[device_type, dtype, enabled] = openings
     return openings
 
 
 def covers_each_step(func: Callable[..., Any], context: AbstractContextManager[Any]) -> Callable[..., Any]:
-    """Return a function whose body runs inside a context. A generator enters it again at each step."""
+    """Return a function that runs inside a context. A generator enters the context again at each step."""
     covered: Any
     if inspect.isasyncgenfunction(func):
         msg = f"autocast: {func.__name__} is an asynchronous generator; open the region between its yields"
@@ -341,13 +342,14 @@ def covers_each_step(func: Callable[..., Any], context: AbstractContextManager[A
 
     functools.update_wrapper(covered, func)
     covered.__script_unsupported = "@autocast() decorator is not supported in script mode"
-    torch.jit.ignore(covered)  # type: ignore[no-untyped-call] # else torch compiles a forward without its region
+    # Otherwise torch would script the forward without the region.
+    torch.jit.ignore(covered)  # type: ignore[no-untyped-call]
     return covered  # type: ignore[no-any-return]
 
 
 @types.coroutine
 def _each_step(inner: Any, context: AbstractContextManager[Any]) -> Generator[Any, Any, Any]:
-    """Run a generator or coroutine. Each time it is resumed, the context is open."""
+    """Run a generator or coroutine, with the context open each time that it is resumed."""
     resume = functools.partial(inner.send, None)
     while True:
         try:
@@ -357,5 +359,5 @@ def _each_step(inner: Any, context: AbstractContextManager[Any]) -> Generator[An
             return done.value
         try:
             resume = functools.partial(inner.send, (yield value))
-        except BaseException as error:  # noqa: BLE001 - handed to the body, as GeneratorExit is
+        except BaseException as error:  # noqa: BLE001 - passed on to the generator
             resume = functools.partial(inner.throw, error)

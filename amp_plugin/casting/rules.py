@@ -1,4 +1,4 @@
-"""Op rules: for each op and device, the dtype that the op runs in."""
+"""Op rules state, for each op and device type, the dtype in which autocast runs the op."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from amp_plugin.precision import known_precision
 TABLES: Final = ("cpu", "cuda", "mps", "xpu")
 
 RELEASES: Final = ("2.11", "2.12", "2.13", "2.14", "2.15")
-"""The torch releases whose op lists are in the tables."""
+"""The torch releases whose autocast op lists are in the tables."""
 
 
 def listed_rules(device_type: str, release: str) -> dict[str, str]:
-    """Return a dict from op to rule, as a torch release registers them.
+    """Return the autocast rules of a torch release, as a dict from op name to rule.
 
-    Ops that the installed torch lacks are included. A release after the last one in ``RELEASES`` gets the
-    lists of the last one.
+    Ops that the installed torch lacks are included. Releases after the last one in ``RELEASES`` get the rules
+    of the last one.
     """
     table = _table(device_type)
     since, until = table.get("since", {}), table.get("until", {})
@@ -61,21 +61,21 @@ def _table(device_type: str) -> dict[str, Any]:
 
 
 def is_older(release: str, than: str) -> bool:
-    """Return whether a release comes before another, as ``"2.9"`` comes before ``"2.12"``."""
+    """Return whether one torch release is older than another, as ``"2.9"`` is older than ``"2.12"``."""
     first, second = ([int(number) for number in name.split(".")[:2]] for name in (release, than))
     return first < second
 
 
 def torch_release() -> str:
-    """Return the release of the installed torch, ``"2.13"`` for example."""
+    """Return the release of the installed torch, such as ``"2.13"``."""
     return ".".join(torch.__version__.split(".")[:2])
 
 
-_KEYS = {"device_type": "", "rules": {}, "torch": "", "base": ""}  # the keys of a file, with their defaults
+_KEYS = {"device_type": "", "rules": {}, "torch": "", "base": ""}  # keys of a rules file
 
 
 def read_rules_file(path: str | Path) -> dict[str, Any]:
-    """Return the four keys of a rules file, without looking up its ops. A ValueError says what is wrong."""
+    """Return the contents of a rules file without looking up its ops. Raise ValueError if a key is wrong."""
     return _checked_keys(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
 
 
@@ -101,16 +101,15 @@ def _checked_keys(data: Any) -> dict[str, Any]:
 
 
 class OpRule(str, Enum):
-    """How autocast treats the floating-point tensor arguments of an op.
+    """What autocast does with the floating-point tensor arguments of an op.
 
     Values:
         LOWER_PRECISION: cast to the region's dtype (fp16 or bf16).
         FP32: cast to fp32.
-        FP32_SET_OPT_DTYPE: pass ``dtype=torch.float32`` if the caller gave no dtype.
-        FP32_APPEND_DTYPE: call the overload that takes a dtype, with fp32.
-        PROMOTE: cast to the widest dtype among the arguments.
-        BANNED: raise an error that names the safe alternative.
-        UNCHANGED: run in the dtypes of the arguments.
+        FP32_SET_OPT_DTYPE: pass ``dtype=torch.float32`` to the op if the caller gave no dtype.
+        FP32_APPEND_DTYPE: call the op's overload that takes a dtype, with ``dtype=torch.float32``. PROMOTE:
+        cast all arguments to the widest dtype among them. BANNED: raise an error that names a safe
+        alternative to the op. UNCHANGED: run the op in the dtypes that its arguments have.
 
     Source: the op lists of torch.amp, pytorch/aten/src/ATen/autocast_mode.h.
     """
@@ -126,7 +125,7 @@ class OpRule(str, Enum):
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:
         allowed = [rule.value for rule in cls]
-        word = known_precision(str(value).lower()) or str(value)  # a dtype's own name is allowed too
+        word = known_precision(str(value).lower()) or str(value)  # dtype names are allowed too
         near = nearest({"fp16": "lower_precision", "bf16": "lower_precision"}.get(word, word), allowed)
         msg = f"unknown rule {value!r}{near}; allowed: {', '.join(allowed)}"
         raise ValueError(msg)
@@ -134,21 +133,22 @@ class OpRule(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpRules:
-    """The rules of one device: the rule of each op, and the arguments that are never cast.
+    """The autocast rules of one device type, and the op arguments that are never cast.
 
-    Immutable: ``with_rule`` returns another set. Equal sets have equal hashes and contents.
+    An OpRules object is immutable, and ``with_rule`` returns a changed copy. Equal objects have equal hashes
+    and equal ``content``.
 
     Args:
         device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``.
-        rules: maps a full op name (``"aten::softmax.int"``, ``"aten::mm.default"``) to its rule.
-        keep: maps a full op name to the names of its arguments that are never cast.
+        rules: maps the full name of an op (``"aten::softmax.int"``, ``"aten::mm.default"``) to its rule.
+        keep: maps the full name of an op to the names of arguments that are never cast.
 
     Raises:
-        ValueError: the device, an op or a rule is unknown, or an op's name is not the full one.
+        ValueError: the device, an op or a rule is unknown, or the name of an op is not its full name.
 
     Attributes:
-        content: the differences from the rules of the installed torch, as JSON. Compiled graphs name rules
-            by it.
+        content: the differences from the rules of the installed torch, as JSON. Compiled graphs refer to
+            rules by this text.
 
     Example:
         >>> rules = OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
@@ -178,7 +178,7 @@ class OpRules:
         content = {
             "device_type": self.device_type,
             "torch": torch_release(),
-            # Null: the op has no rule.
+            # None means that the op has no rule.
             "rules": {op: rules.get(op) for op in ops if rules.get(op) != base.get(op)},
             "keep": {op: sorted(arguments) for op, arguments in keep.items()},
         }
@@ -188,22 +188,22 @@ class OpRules:
 
     @staticmethod
     def default(device_type: str) -> OpRules:
-        """Return the rules of the installed torch for a device."""
+        """Return the default autocast rules of the installed torch for a device type."""
         return _listed(device_type, torch_release())
 
     @staticmethod
     def named(policy: str, device_type: str) -> OpRules:
-        """Return the rules of a torch release, independent of the torch that is installed.
+        """Return the autocast rules of a given torch release, whichever release is installed.
 
-        Torch changes its op lists: since 2.12, ``rms_norm`` on CUDA runs in fp32. A named policy does not
-        change. Ops that the installed torch lacks are left out.
+        Torch's op lists change between releases. For example, ``rms_norm`` on CUDA runs in fp32 since torch
+        2.12. The rules of a named policy never change. Ops that the installed torch lacks are left out.
 
         Args:
             policy: ``"torch-2.11"`` to ``"torch-2.15"``.
             device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``.
 
         Raises:
-            ValueError: there is no such policy or device. The text names the nearest.
+            ValueError: the policy or the device is unknown. The error names the most similar one.
 
         Example:
             >>> OpRules.named("torch-2.11", "cuda").diff(OpRules.named("torch-2.12", "cuda"))
@@ -218,15 +218,16 @@ class OpRules:
 
     @staticmethod
     def from_yaml(path: str | Path) -> OpRules:
-        """Read rules from a file that states their differences from the default rules of a device.
+        """Read op rules from a YAML file, which states how they differ from the default rules.
 
-        If the file was written for another torch, it warns of default rules that have changed since, and of
-        ops that the installed torch lacks. Rules of these ops are left out.
+        If the file was written for another torch release, a warning lists default rules that have changed
+        since then, and ops that the installed torch lacks. Rules for missing ops are left out.
 
         Args:
-            path: a YAML file with ``device_type`` and ``rules``. Each rule is ``op: rule`` or
-                ``op: {rule: ..., keep: [argument, ...]}``. Two keys are optional: ``torch``, the version that
-                the file was written for, and ``base``, a policy for ``named`` that replaces the default.
+            path: a YAML file with the keys ``device_type`` and ``rules``. Each rule is ``op: rule`` or ``op:
+                {rule: ..., keep: [argument, ...]}``. The optional key ``torch`` is the torch release for
+                which the file was written. The optional key ``base`` is a policy for ``named``, whose rules
+                replace the default ones.
 
         Raises:
             ValueError: a key, op, rule or argument is unknown. The text names the nearest.
@@ -239,10 +240,10 @@ class OpRules:
 
     @staticmethod
     def from_mapping(given: Mapping[str, Any]) -> OpRules:
-        """Return rules from a mapping that states their differences from the default rules of a device.
+        """Return op rules from a mapping, which states how they differ from the default rules.
 
         Args:
-            given: the keys of the file that ``from_yaml`` reads.
+            given: a mapping with the keys of a file for ``from_yaml``.
 
         Raises:
             ValueError: a key, op, rule or argument is unknown. The text names the nearest.
@@ -273,7 +274,7 @@ class OpRules:
         return rules
 
     def to_yaml(self) -> str:
-        """Return the differences from the default rules as YAML that ``from_yaml`` reads."""
+        """Return the differences from the default rules as YAML text for ``from_yaml``."""
         base = OpRules.default(self.device_type)
         changed = {op: self[op].value for op in self.diff(base) if self.keep.get(op) == base.keep.get(op)}
         kept = {op: {"rule": self[op].value, "keep": sorted(args)} for op, args in self.keep.items()}
@@ -281,18 +282,19 @@ class OpRules:
         return str(yaml.safe_dump({**head, "rules": {**changed, **kept}}, sort_keys=False))
 
     def with_rule(self, op: object, rule: str | OpRule | None = None, *, keep: Iterable[str] = ()) -> OpRules:
-        """Return a copy of these rules with another rule for one op.
+        """Return a copy of these rules with a changed rule for one op.
 
         Args:
-            op: one overload, ``"aten::softmax.int"`` or ``torch.ops.aten.softmax.int``; or an op with all its
-                overloads that return a new tensor, ``"aten::softmax"`` or ``torch.ops.aten.softmax``; or a
-                custom op, ``"mylib::op"``. Arguments that a custom op writes into are never cast.
-            rule: a value of OpRule; None keeps the op's present rule.
+            op: an overload (``"aten::softmax.int"`` or ``torch.ops.aten.softmax.int``), an op
+                (``"aten::softmax"`` or ``torch.ops.aten.softmax``) or a custom op (``"mylib::op"``). An op
+                stands for all its overloads that return a new tensor. Arguments that a custom op writes into
+                are never cast.
+            rule: a value of OpRule. None keeps the op's current rule.
             keep: the names of arguments that are never cast.
 
         Raises:
-            ValueError: the op, rule or argument is unknown (the text names the nearest), or the op is an
-                in-place or ``out=`` form.
+            ValueError: the op, rule or argument is unknown, or the op is an in-place or ``out=`` form. The
+                error names the most similar known name.
         """
         names = overloads_of(op)
         given = None if rule is None else OpRule(rule)
@@ -308,29 +310,29 @@ class OpRules:
         return OpRules(device_type=self.device_type, rules=rules, keep=kept)
 
     def as_policy_of(self, device_type: str) -> OpRules:
-        """Return the same policy for another device, for example CUDA's rules on the CPU."""
+        """Return the same rules for another device type, such as CUDA's rules for the CPU."""
         return OpRules(device_type=device_type, rules=self.rules, keep=self.keep)
 
     def diff(self, other: OpRules) -> dict[str, tuple[str, str]]:
-        """Return a dict from each op whose rules differ to (rule here, rule in ``other``)."""
+        """Return a dict from each op that has different rules to (rule in self, rule in ``other``)."""
         ops = sorted({*self.rules, *other.rules, *self.keep, *other.keep})
         described = {op: (self.described(op), other.described(op)) for op in ops}
         return {op: pair for op, pair in described.items() if pair[0] != pair[1]}
 
     def fingerprint(self) -> str:
-        """Return a hash of the content, the same in all processes (16 hexadecimal digits)."""
+        """Return a hash of the content (16 hexadecimal digits), which is the same in all processes."""
         return hashlib.sha256(self.content.encode()).hexdigest()[:16]
 
     def described(self, op: str) -> str:
-        """Return an op's rule and its kept arguments in words, such as ``"fp32, keep weight"``."""
+        """Return a text with the rule of an op and the arguments never cast, as ``"fp32, keep weight"``."""
         kept = sorted(self.keep.get(op, ()))
         return self[op].value + (f", keep {', '.join(kept)}" if kept else "")
 
     def __getitem__(self, op: object) -> OpRule:
-        """Return the rule of an op; :meth:`with_rule` says how ops are named.
+        """Return the rule of an op. For the names of ops see :meth:`with_rule`.
 
         Raises:
-            ValueError: the op is unknown, or its overloads have several rules.
+            ValueError: the op is unknown, or its overloads have different rules.
         """
         if isinstance(op, str) and (op in self.rules or is_registered(op)):
             return self.rules.get(op, OpRule.UNCHANGED)
@@ -358,14 +360,14 @@ def _listed(device_type: str, release: str) -> OpRules:
 
 @cache
 def _listed_ops(device_type: str, release: str) -> dict[str, OpRule]:
-    """Return a dict from op to rule of a torch release, without the ops that the installed torch lacks."""
+    """Return the rules of a torch release for the ops of the installed torch, as a dict from op to rule."""
     listed = listed_rules(device_type, release)
     return {op: OpRule(rule) for op, rule in listed.items() if is_registered(op)}
 
 
 @cache
 def rules_with_content(content: str) -> OpRules:
-    """Return the rules with this ``content``, whichever process made it."""
+    """Return the rules that have this ``content``, which another process may have made."""
     read = json.loads(content)
     rules = {**_listed_ops(read["device_type"], read["torch"]), **read["rules"]}
     named = {op: rule for op, rule in rules.items() if rule is not None}
@@ -373,7 +375,7 @@ def rules_with_content(content: str) -> OpRules:
 
 
 def _changes(release: str, then: OpRules, now: OpRules) -> list[str]:
-    """Describe the changes in the default rules since a release, as one text; empty if there are none."""
+    """Describe how the default rules have changed since a torch release. Return [] if they have not."""
     changed = [f"{op} is {new} and was {old}" for op, (old, new) in then.diff(now).items()]
     remedy = f" (base: torch-{release} in the file keeps the old ones)" if release in RELEASES else ""
     return [f"the default of {', of '.join(changed)}{remedy}"] if changed else []
@@ -393,10 +395,10 @@ def _read(path: str) -> OpRules:
 
 
 def environment_rules() -> OpRules | None:
-    """Return the rules that ``AMP_PLUGIN_RULES`` names; None if it is not set.
+    """Return the rules in the file that ``AMP_PLUGIN_RULES`` names, or None if the variable is not set.
 
     Raises:
-        ValueError: the rules cannot be read. The text names the variable.
+        ValueError: the rules cannot be read. The error names the variable.
     """
     path = os.environ.get(RULES_VARIABLE, "")
     return _read(path) if path else None
@@ -404,7 +406,7 @@ def environment_rules() -> OpRules | None:
 
 @cache
 def warn_of_device(source: str, theirs: str, device_type: str) -> None:
-    """Warn once per process if autocast runs on a device for which a rules file has no rules."""
+    """Warn once per process that autocast runs on another device type than the one of a rules file."""
     warn_user(
         f"{source}: the rules are for {theirs}, so autocast on {device_type} follows the default ones. "
         f"To use the same policy on {device_type}, write device_type: {device_type} into a copy of the "

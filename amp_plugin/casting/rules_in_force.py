@@ -1,12 +1,11 @@
-"""The op rules in force in this process. They are one stack, and only this module writes it.
+"""Keeps the op rules that are in force in this process on a stack, which only this module changes.
 
-A region with ``rules=`` follows its own rules. Each other region, and each block of ``torch.autocast``,
-follows the topmost rules on the stack for its device. If the stack has none, regions follow the default rules
-on our kernels, and torch's blocks run on torch's kernels.
-
-Rules are pushed and popped by ``set_default_rules``, by ``AMP_PLUGIN_RULES``, by ``amp-plugin run``, by the
-trials of ``amp-plugin tune`` and by the adapters. ``csrc/rules_in_force.h`` explains how compiled code sees
-which rules are in force.
+A region with ``rules=`` follows its own rules. All other regions, and all blocks of ``torch.autocast``,
+follow the topmost rules on the stack for their device. If the stack has no rules for the device, amp_plugin's
+regions follow the default rules on amp_plugin's kernels, and blocks of ``torch.autocast`` run on torch's
+kernels. ``set_default_rules``, ``AMP_PLUGIN_RULES``, ``amp-plugin run``, the trials of ``amp-plugin tune``
+and the adapters push rules on the stack, and pop them. ``csrc/rules_in_force.h`` explains how compiled code
+sees which rules are in force.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from amp_plugin.kernels.build import require_native
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class Pushed:
-    """Rules on the stack.
+    """An entry of the stack of op rules.
 
     Attributes:
-        numbers: maps a device type to the number of its rules.
-        file: the file that the rules come from, as the user named it; ``""`` if a program made the rules.
+        numbers: maps each device type to the number of its rule set.
+        file: the path of the rules file, as the user gave it, or ``""`` if the rules come from code.
         was_read: True if a region or block on the rules' device has looked up the rules in force and got this
             set.
     """
@@ -41,12 +40,12 @@ class Pushed:
 
 
 _stack: Final[list[Pushed]] = []
-# Maps a device type to the rules that set_default_rules has pushed for it.
+# Maps each device type to the stack entry that set_default_rules has pushed for it.
 _set_by_program: Final[dict[str, Pushed]] = {}
 
 
 def push(*rules: OpRules, file: str = "") -> Pushed:
-    """Push rules; return the entry that ``pop`` takes."""
+    """Push rules on the stack. Return their entry, which can be passed to ``pop``."""
     numbers = {chosen.device_type: number_of(chosen, chosen.device_type) for chosen in rules}
     return _put(Pushed(numbers=numbers, file=file), at=len(_stack))
 
@@ -55,34 +54,35 @@ def _put(pushed: Pushed, *, at: int) -> Pushed:
     _stack.insert(at, pushed)
     try:
         _show()
-    except RuntimeError:  # these rules cannot be in force together with another device's rules
+    except RuntimeError:  # these rules conflict with those of another device
         pop(pushed)
         raise
     return pushed
 
 
 def pop(*pushed: Pushed) -> None:
-    """Remove entries from the stack, wherever they are. An entry that is already removed does no harm."""
+    """Remove entries from any place in the stack. Entries that are already removed are ignored."""
     _stack[:] = [other for other in _stack if other not in pushed]
     _show()
 
 
 def _show() -> None:
-    """Tell the dispatcher's kernels which rules apply to blocks without their own rules."""
+    """Tell the autocast kernels which rules apply to blocks that have no rules of their own."""
     for device_type in TABLES:
         KERNELS.follow_by_default(device_type, number_on(device_type))
 
 
 def number_on(device_type: str) -> int:
-    """Return the number of the topmost rules for a device; ``NO_RULES`` if there are none."""
+    """Return the number of the topmost rules for a device type, or ``NO_RULES`` if there are none."""
     found = [pushed.numbers[device_type] for pushed in _stack if device_type in pushed.numbers]
     return found[-1] if found else NO_RULES
 
 
 def number_for_region(device_type: str) -> int:
-    """Return the number of the rules that a region without its own rules follows.
+    """Return the number of the rules for a region that has no rules of its own.
 
-    The first call also puts the rules of ``AMP_PLUGIN_RULES`` in force, for ``torch.autocast`` blocks too.
+    The first call also pushes the rules of ``AMP_PLUGIN_RULES``, which then apply to ``torch.autocast``
+    blocks too.
     """
     if number_on(device_type) == NO_RULES:
         _push_environment(device_type)
@@ -91,7 +91,7 @@ def number_for_region(device_type: str) -> int:
 
 
 def _push_environment(device_type: str) -> None:
-    """Put the rules of ``AMP_PLUGIN_RULES`` at the bottom of the stack, if they are for this device."""
+    """Push the rules of ``AMP_PLUGIN_RULES`` to the bottom of the stack, if they are for this device type."""
     rules = environment_rules()
     if rules is None:
         return
@@ -102,7 +102,7 @@ def _push_environment(device_type: str) -> None:
 
 
 def note_read(device_type: str) -> None:
-    """Note that a region or block has looked for rules: the topmost rules of its device were read."""
+    """Record that a region or block has read the topmost rules of its device type."""
     here = [pushed for pushed in reversed(_stack) if device_type in pushed.numbers]
     from_file = next((pushed.numbers[device_type] for pushed in here if pushed.file), None)
     for pushed in here:
@@ -110,21 +110,21 @@ def note_read(device_type: str) -> None:
 
 
 def set_default_rules(rules: OpRules | None) -> None:
-    """Make all autocast blocks of the process follow these rules, blocks of ``torch.autocast`` included.
+    """Make all autocast blocks of the process follow these rules, including ``torch.autocast`` blocks.
 
-    A region with ``rules=`` keeps its rules, and so does a region that was made before this call. The rules
-    also apply to recomputation by checkpoint, to DataParallel's threads, and to ``torch.autocast`` blocks
-    inside models. Call this before other threads compile with ``torch.compile``: rules that differ from
-    torch's are guarded in the calling thread only.
+    Regions with ``rules=``, and regions that were made before this call, keep their rules. The new rules also
+    apply to recomputation by activation checkpointing, to DataParallel's threads, and to ``torch.autocast``
+    blocks inside models. If other threads use ``torch.compile``, call this function before they compile.
+    Compiled code checks for rules other than torch's only in the thread that called this function.
 
     Args:
-        rules: the new rules for their device. None removes the rules that this function has set, on all
-            devices. After that, blocks follow the rules of ``AMP_PLUGIN_RULES``, ``amp-plugin run`` or a
-            framework's run if there are any, and torch's own otherwise.
+        rules: the new rules, which apply to their own device type. None removes the rules that this function
+            has set, on all device types. Blocks then follow the rules of ``AMP_PLUGIN_RULES``, ``amp-plugin
+            run`` or a framework plugin if there are any, and otherwise torch's rules.
 
     Raises:
         TypeError: ``rules`` are not OpRules.
-        RuntimeError: the rules differ from torch's and the native core is missing.
+        RuntimeError: the rules differ from torch's, but the native core is missing.
     """
     if rules is None:
         pop(*_set_by_program.values())
@@ -144,7 +144,7 @@ def clear() -> None:
 
 @contextmanager
 def following(*rules: OpRules, file: str = "") -> Iterator[Pushed]:
-    """Push rules for a block. Afterwards remove them, and everything that the block left above them."""
+    """Push rules for the duration of a block. Afterwards pop them, and all entries above them."""
     pushed = push(*rules, file=file)
     try:
         yield pushed
@@ -155,14 +155,14 @@ def following(*rules: OpRules, file: str = "") -> Iterator[Pushed]:
 
 @contextmanager
 def rules_on_trial(rules: OpRules) -> Iterator[None]:
-    """Make torch's blocks, and regions without their own rules, follow these rules for one block.
+    """Inside the block, try rules on ``torch.autocast`` and on regions without rules of their own.
 
-    A process has numbers for a limited count of rule sets. A trial does not use up a number, because the
-    number of the default rules stands for the rules on trial. So any number of rule sets can be tried. During
-    a trial, compiled functions run eagerly.
+    A process can number only a limited count of rule sets. A trial uses up no number, because the rules on
+    trial take the number of the default rules. So there is no limit on the rule sets to try. During a trial,
+    compiled functions run eagerly.
 
     Raises:
-        ValueError: ``AMP_PLUGIN_RULES`` is set, so that regions would follow its rules.
+        ValueError: ``AMP_PLUGIN_RULES`` is set, so regions would follow the rules of that file.
     """
     require_native("a trial of rules")
     if os.environ.get(RULES_VARIABLE):
@@ -179,6 +179,9 @@ def rules_on_trial(rules: OpRules) -> Iterator[None]:
 
 
 def uninstall_kernels() -> None:
-    """Put torch's own autocast kernels back and empty the stack. The next region installs ours again."""
+    """Restore torch's autocast kernels and empty the stack.
+
+    The next region installs amp_plugin's kernels again.
+    """
     clear()
     KERNELS.uninstall()

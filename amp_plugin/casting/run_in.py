@@ -1,4 +1,4 @@
-"""Runs functions, modules and parts of models in their own dtype."""
+"""Runs functions, modules and submodules in a chosen dtype, with autocast off."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from amp_plugin.casting.region import autocast, call_in
 from amp_plugin.casting.rules import is_older, torch_release
 from amp_plugin.patterns import matched_modules, require_matches
 
-# A function of the original class and settings. It returns the methods that replace the class's own. It must
-# be importable, because pickles name it.
+# A function of a class and settings, which returns the methods that override those of the class.
+# The function must be importable, because pickles refer to it by name.
 Methods = Callable[[type[nn.Module], Any], dict[str, Any]]
 ClassChange = tuple[Methods, Any]
 
 
 @functools.cache
 def made_class(original: type[nn.Module], methods: Methods, settings: Any) -> type[nn.Module]:
-    """Return a subclass with other methods and the original's name; the same class at each call."""
+    """Return a subclass with the original's name and overridden methods. The result is cached."""
     namespace: dict[str, Any] = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -41,13 +41,13 @@ def made_class(original: type[nn.Module], methods: Methods, settings: Any) -> ty
     if hasattr(original, "__deepcopy__"):
         namespace["__deepcopy__"] = _deepcopy
     becomes = getattr(original, "cls_to_become", None)
-    if becomes is not None:  # a lazy module changes its class itself
+    if becomes is not None:  # a lazy module later changes its class
         namespace["cls_to_become"] = made_class(becomes, methods, settings)
     return type(original.__name__, (original,), namespace)
 
 
 def change_class(module: nn.Module, methods: Methods, settings: Any) -> nn.Module:
-    """Set a module's class to a subclass with these methods. If it already has them, they are replaced."""
+    """Change a module's class to a subclass with these methods. A second change replaces the first."""
     if isinstance(module, torch.jit.ScriptModule):
         msg = f"{type(module).__name__} is TorchScript and cannot be changed; apply this before scripting"
         raise TypeError(msg)
@@ -64,7 +64,7 @@ def _set_class(module: nn.Module, kind: Any, changes: Iterable[ClassChange]) -> 
 
 
 def _changes_of(kind: Any) -> tuple[Any, list[ClassChange]]:
-    """Return the original class, and the changes that ``change_class`` made to it, innermost first."""
+    """Return the original class, and the changes that ``change_class`` has made to it, oldest first."""
     changes: list[ClassChange] = []
     while "_made_from" in vars(kind):
         changes.insert(0, (kind._made_by, kind._made_with))
@@ -73,7 +73,7 @@ def _changes_of(kind: Any) -> tuple[Any, list[ClassChange]]:
 
 
 def _reduce(self: nn.Module, protocol: Any) -> Any:
-    """Pickle as the original class does, and add how to change the class again."""
+    """Pickle as the original class does, together with the changes of the class."""
     kind = type(self)
     original, changes = _changes_of(kind)
     build, arguments, *rest = original.__reduce_ex__(self, protocol)
@@ -98,28 +98,28 @@ Target = TypeVar("Target")
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
-# Devices that have autocast, without those whose state says which rules are in force.
+# Device types with autocast, except those whose autocast state encodes the rules in force.
 _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "xla")
 
 
 def run_in(dtype: torch.dtype, *, keep: Iterable[str] = (), cast_back: bool = False) -> RunIn:
-    """Run a module or function in one dtype with autocast off, whatever region it is called in.
+    """Make a module or function run in one dtype with autocast off, even if it is called in a region.
 
-    Floating-point tensors among the arguments are cast to ``dtype``, except fp64. This includes tensors in
-    lists, tuples, dicts and other containers that are registered with ``torch.utils._pytree``. Weights are
-    not converted. They should have ``dtype`` already, as fp32 weights do under autocast. If the function
-    writes to a tensor that was cast, it writes to the copy. TorchScript calls the module in Python, and
+    Floating-point tensor arguments are cast to ``dtype``, except those in fp64. Tensors in lists, tuples,
+    dicts and other containers that are registered with ``torch.utils._pytree`` are cast too. Weights are not
+    converted. They should already have ``dtype``, as fp32 weights have under autocast. If the function writes
+    to an argument that was cast, it writes to the copy. TorchScript runs a changed module in Python, and
     cannot save a model that contains it.
 
     Args:
         dtype: a floating-point dtype, usually ``torch.float32``.
         keep: the names of arguments that are not cast.
-        cast_back: True casts floating-point outputs to the original dtype of the first argument that was
-            cast. If no argument was cast, outputs stay as they are.
+        cast_back: True casts floating-point outputs to the original dtype of the first argument that can be
+            cast. Without such an argument, outputs are not cast.
 
     Returns:
-        A decorator for a module instance, a class statement or a function. A module or class is changed in
-        place and returned. See ``RunIn.__call__``.
+        A decorator for a function, a class statement or a module instance. Modules and classes are changed in
+        place. See ``RunIn.__call__``.
 
     Raises:
         ValueError: ``dtype`` is not a floating-point dtype.
@@ -138,7 +138,7 @@ def run_in(dtype: torch.dtype, *, keep: Iterable[str] = (), cast_back: bool = Fa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunIn:
-    """The settings of ``run_in``. Call it on a module or function that should run in that dtype."""
+    """The decorator that ``run_in`` returns. Calling it on a module or function applies it."""
 
     dtype: torch.dtype
     keep: frozenset[str] = frozenset()
@@ -151,17 +151,17 @@ class RunIn:
             raise ValueError(msg)
 
     def __call__(self, target: Target) -> Target:
-        """Apply the settings.
+        """Make a module or function run in the chosen dtype.
 
         Args:
-            target: a module instance, a module class where it is defined, or a function.
+            target: a module instance, a function, or a module class at its definition.
 
         Raises:
-            TypeError: ``target`` is something else, such as a class that exists already, a bound method, a
-                generator or coroutine function, a module that is never called (``ModuleList``), or
+            TypeError: ``target`` is anything else. Examples are an existing class, a bound method, a
+                generator or coroutine function, a module that is never called (``ModuleList``), and
                 TorchScript.
-            ValueError: a name in ``keep`` is not an argument of ``target``, or the instance has a ``forward``
-                of its own.
+            ValueError: a name in ``keep`` is not an argument of ``target``, or ``forward`` was replaced on
+                the module instance.
         """
         return self._applied(target)  # type: ignore[no-any-return]
 
@@ -190,7 +190,7 @@ class RunIn:
 
 
 def _is_bound(kind: type) -> bool:
-    """Return whether a class is already bound to its name; while it is being decorated, it is not."""
+    """Return whether a class is already bound to its name. During its decoration it is not."""
     found: Any = sys.modules.get(kind.__module__)
     for part in kind.__qualname__.split("."):
         found = getattr(found, part, None)
@@ -199,7 +199,7 @@ def _is_bound(kind: type) -> bool:
 
 def _apply_to_instance(module: nn.Module, settings: RunIn) -> nn.Module:
     compiled = vars(module).get("_modules", {}).get("_orig_mod")
-    if compiled is not None:  # module.compile() was called; it compiles again after its class changes
+    if compiled is not None:  # the module is compiled, and will compile again
         _apply_to_instance(compiled, settings)
         return module
     _check_is_called(type(module))
@@ -211,7 +211,7 @@ def _apply_to_instance(module: nn.Module, settings: RunIn) -> nn.Module:
         raise ValueError(msg)
     changed = change_class(module, _methods_in, settings)
     if "torch._dynamo" in sys.modules and is_older(torch_release(), "2.12"):
-        torch.compiler.reset()  # Its guards do not see that a module's class has changed.
+        torch.compiler.reset()  # Guards miss a change of the class.
     return changed
 
 
@@ -239,7 +239,7 @@ def _function_in(function: Callable[..., Any], settings: RunIn) -> Callable[...,
         return output if back is None else cast_tensors(output, back)
 
     run.__script_unsupported = "run_in is not supported in script mode"  # type: ignore[attr-defined]
-    torch.jit.ignore(run)  # type: ignore[no-untyped-call] # else torch compiles the function inside, without this
+    torch.jit.ignore(run)  # type: ignore[no-untyped-call] # else torch scripts the wrapped function
     return run
 
 
@@ -261,7 +261,7 @@ def cast_tensors(value: Any, dtype: torch.dtype, device_type: str | None = None)
 
 
 def _names_by_position(function: Callable[..., Any], keep: frozenset[str]) -> tuple[list[str], str]:
-    """Return the argument names by position, and the name of ``*args``; empty if ``keep`` is empty."""
+    """Return the names of positional arguments, and the name of ``*args``. Skipped if ``keep`` is empty."""
     if not keep:
         return [], ""
     name = getattr(function, "__qualname__", repr(function))
@@ -288,21 +288,21 @@ def _check_is_called(kind: type[nn.Module]) -> None:
 def apply_fp32_modules(
     model: nn.Module, patterns: Iterable[str], *, keep: Iterable[str] = (), cast_back: bool = False
 ) -> list[str]:
-    """Run the submodules that match a pattern in fp32.
+    """Make the submodules that match a pattern run in fp32.
 
     Args:
-        model: the model. It is changed in place.
-        patterns: shell patterns for names of ``model.named_modules()``, such as ``"*.roi_pool"``, or names
+        model: the model, which is changed in place.
+        patterns: shell patterns for names in ``model.named_modules()``, such as ``"*.roi_pool"``, and names
             of classes, such as ``"LayerNorm"``.
         keep: the names of arguments that are not cast, as in ``run_in``.
-        cast_back: True casts outputs back to the dtype of the input, as in ``run_in``.
+        cast_back: True casts outputs back to the dtype of the inputs, as in ``run_in``.
 
     Returns:
         The names of the matching modules, in the order of ``named_modules``.
 
     Raises:
-        ValueError: a pattern matches nothing. The text names the nearest.
-        TypeError: a matching module can never be called (``ModuleList``); match its children instead.
+        ValueError: a pattern matches no module. The error names the most similar name.
+        TypeError: a matching module is never called itself (``ModuleList``). Match its children instead.
     """
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     require_matches([model], patterns)

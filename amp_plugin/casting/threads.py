@@ -1,4 +1,4 @@
-"""Carries the autocast state of a thread into other threads, processes and recomputations."""
+"""Passes the autocast state of a thread on to other threads, processes and recomputations."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from amp_plugin.casting.run_in import change_class
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionState:
-    """The autocast state of one device. It can be pickled and sent to another process.
+    """The autocast state of one device type. It can be pickled and sent to other processes.
 
     Attributes:
         device_type: the device type, such as ``"cpu"``.
-        dtype: the dtype that autocast casts to.
+        dtype: the dtype to which autocast casts.
         enabled: False if autocast is off.
-        cache_enabled: True keeps the casts of weights inside the region; None keeps the setting of the
+        cache_enabled: True reuses the casts of weights inside the region. None uses the setting of the
             enclosing block.
-        rules: the op rules; None for the default rules.
+        rules: the op rules, or None for the default rules.
     """
 
     device_type: str
@@ -38,12 +38,12 @@ class RegionState:
     rules: OpRules | None = None
 
     def region(self) -> torch.autocast:
-        """Return a region with this state."""
+        """Return an autocast region with this state."""
         return autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled, rules=self.rules)
 
 
 def current_state() -> tuple[RegionState, ...]:
-    """Return this thread's autocast state: one entry per device on which autocast is on or has a region."""
+    """Return this thread's autocast state, one entry per device type with autocast or a region."""
     if KERNELS.native is None:
         KERNELS.install()
     opened = {region.device: region for region in open_regions()}
@@ -65,7 +65,7 @@ def _state_on(device_type: str, region: autocast | None) -> RegionState:
 
 
 def has_region() -> bool:
-    """Return whether this thread has a region of ours open."""
+    """Return whether an ``amp_plugin.autocast`` region is open in this thread."""
     return bool(open_regions())
 
 
@@ -75,26 +75,26 @@ _CARRIED = "_amp_plugin_carried"
 
 
 def autocast_module(module: Module, *states: RegionState) -> Module:
-    """Make a module run under autocast in each thread that calls it.
+    """Make a module run under autocast in every thread that calls it.
 
-    The autocast state is ``states``, or else the state of the thread that calls this function inside a
-    region. A thread with its own autocast block keeps its own state.
+    The autocast state is ``states``, or by default the state of the thread that calls this function inside a
+    region. A thread that has its own autocast block keeps its state.
 
-    Replicas made by ``nn.DataParallel`` run in the state that the calling thread has at each call, with its
-    dtype, cache flag and rules. (Torch passes only the enabled flag to them.)
+    Replicas of ``nn.DataParallel`` run in the autocast state of the thread that calls DataParallel, with the
+    same dtype, cache flag and rules. (Torch passes only the enabled flag to replicas.)
 
-    Inside compiled code the state is opened only on devices on which autocast is off.
+    In compiled code the state is applied only if autocast is off on the devices of ``states``.
 
     Args:
-        module: the module, or the ``nn.DataParallel`` around it. It is changed in place.
-        states: one ``RegionState`` per device; by default the state of this thread, if autocast is on.
+        module: the module or its ``nn.DataParallel`` wrapper. The module is changed in place.
+        states: one ``RegionState`` for each device type. The default is the autocast state of this thread.
 
     Returns:
         The module.
 
     Raises:
-        TypeError: the module is TorchScript. Scripting the module later raises it too, because the script
-            would run without the state.
+        TypeError: the module is TorchScript. Scripting the module later raises TypeError too, because the
+            script would run without the autocast state.
 
     Example:
         >>> net = torch.nn.Linear(2, 2)
@@ -130,7 +130,7 @@ def _methods_of_threads(original: type[nn.Module], states: tuple[RegionState, ..
 
 
 def _refuse_script(module: nn.Module) -> nn.Module:
-    """Raise when TorchScript begins to compile the module, because it would take ``forward`` alone."""
+    """Raise TypeError if the module is scripted, because TorchScript would compile only ``forward``."""
     msg = (
         f"autocast_module: TorchScript would compile {type(module).__name__} without its autocast state; "
         "script the module before, and open autocast around its calls"
@@ -139,12 +139,12 @@ def _refuse_script(module: nn.Module) -> nn.Module:
 
 
 def _missing_states(module: nn.Module, states: tuple[RegionState, ...]) -> tuple[RegionState, ...]:
-    """Return the states that this thread still has to open before it runs the module."""
+    """Return the autocast states that this thread must still open before it runs the module."""
     if is_compiling():
         on = any(torch.is_autocast_enabled(state.device_type) for state in states)
         return () if on else states
     maker, carried = vars(module).get(_CARRIED, (None, ()))
-    if carried:  # a replica: the block around it was opened by DataParallel, not by the user
+    if carried:  # a replica, around which DataParallel has opened a block
         return () if maker == threading.get_ident() or has_region() else carried
     torch.autocast_increment_nesting()
     return states if torch.autocast_decrement_nesting() == 0 else ()
@@ -153,14 +153,14 @@ def _missing_states(module: nn.Module, states: tuple[RegionState, ...]) -> tuple
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[object]]:
     """Return the contexts that ``torch.utils.checkpoint`` enters in forward and in recomputation.
 
-    Checkpoint itself restores whether autocast is on, and its dtype. Pass this function as ``context_fn`` if
-    a region has ``rules=`` and the checkpoint is non-reentrant. Rules set by ``set_default_rules`` need
-    nothing. A reentrant checkpoint takes no contexts and recomputes with the default rules. For that form,
-    open the region with your rules inside the checkpointed function.
+    Torch's checkpoint restores only the autocast dtype and whether autocast is on. Pass this function as
+    ``context_fn`` if a region has ``rules=`` and the checkpoint is non-reentrant. It is not needed for rules
+    that were set by ``set_default_rules``. A reentrant checkpoint accepts no contexts, and recomputes with
+    the default rules. In this case, open the region with ``rules=`` inside the checkpointed function.
 
     Returns:
-        Two contexts. The one for the forward pass does nothing. The one for the recomputation opens the
-        innermost region of each device again.
+        A pair of contexts. The context for the forward pass does nothing. The context for the recomputation
+        reopens the innermost region of each device type.
 
     Example:
         >>> import torch

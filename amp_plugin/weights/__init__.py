@@ -1,1 +1,1 @@
-"""Weights stored in 16 bits and trained exactly, with any optimizer."""
+"""Stores weights in 16 bits and trains them exactly, with any optimizer."""

@@ -1,13 +1,13 @@
-"""An optimizer's moments in 16 or 8 bits between its steps.
+"""Keeps the moments of an optimizer in 16 or 8 bits between its steps.
 
 ::
 
-    state[param]["exp_avg"]      a CompressedState, which code can read and write like a float32 tensor
-    state_dict()                 bfloat16, or {"8bit": codes, ...}; float32 for a sharded parameter
+    state[param]["exp_avg"]      is a CompressedState, which code can read and write like a float32 tensor
+    state_dict()                 has bfloat16 or {"8bit": codes, ...}, and float32 for a sharded parameter
     a step in one pass           reads and writes the compressed state
     any other step, or a load    the states are float32 until it ends
 
-The format is recorded on each parameter (:func:`ask_for`), so that optimizers that are made later find it.
+:func:`ask_for` records the format on each parameter, where optimizers that are created later find it.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ _ATTRIBUTE: Final = "_amp_plugin_state"
 _KEY: Final = "8bit"
 _SIGNED: Final = ("exp_avg", "momentum_buffer", "grad_avg")
 _SQUARES: Final = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "exp_inf", "sum", "variance")
-# The argument ``state`` of kernels.state_codes.draws, for each name.
+# Maps names of states to the argument ``state`` of kernels.state_codes.draws.
 _NUMBERS: Final = {name: 2 if name.startswith("max") else 1 for name in _SQUARES}
 MOMENTS: Final = (*_SIGNED, *_SQUARES)
-"""The names of the states that are compressed. Other states may be weights, and stay as they are."""
+"""The names of the optimizer states that are compressed. Other states may be weights, and stay unchanged."""
 
 
 class CompressedState(DecodedTensor):
-    """An optimizer state that every op sees as float32, and that is stored in fewer bits.
+    """An optimizer state that every op sees as float32, but that is stored in fewer bits.
 
-    A value that is written to it is rounded to nearest. A value that is written to a view of it is lost.
+    Values that are written to the state are rounded to nearest. Values that are written to a view of it are
+    lost.
     """
 
-    # A bfloat16 tensor of the same shape and strides, or 8-bit codes (uint8) in the order of memory.
+    # A bfloat16 tensor of the same shape and strides, or 8-bit codes (uint8) in memory order.
     kept: Tensor
-    signed: bool  # whether it is a first moment, which can be negative
+    signed: bool  # True for a first moment, which can be negative
 
     @staticmethod
     def __new__(cls, kept: Tensor, like: Tensor, *, signed: bool) -> Self:
-        """Make a state of the shape and strides of ``like``."""
+        """Make a compressed state with the shape and strides of ``like``."""
         made: Self = Tensor._make_wrapper_subclass(
             cls, like.size(), strides=like.stride(), dtype=torch.float32, device=kept.device
         )
@@ -58,15 +59,16 @@ class CompressedState(DecodedTensor):
     def of(
         value: Tensor, form: str, name: str, *, step: Tensor | float | None = None, loaded: bool = False
     ) -> CompressedState:
-        """Compress a float32 tensor of any layout.
+        """Compress a float32 tensor of any memory layout.
 
         Args:
             value: The state.
             form: ``"bf16"`` or ``"8bit"``.
-            name: The name of the state in the optimizer, for example ``"exp_avg"``.
-            step: The step count. Second moments are rounded at random, and the random numbers depend on it.
-                If it is None, they are rounded to nearest.
-            loaded: Whether ``value`` may have been decoded from codes. It then gets these codes again.
+            name: The name of the state in the optimizer, such as ``"exp_avg"``.
+            step: The step count, from which the random numbers for stochastic rounding of second moments
+                follow. If it is None, they are rounded to nearest.
+            loaded: True if ``value`` may have been decoded from 8-bit codes. Encoding then yields the same
+                codes again.
         """
         dense = torch.empty_like(value).copy_(value)
         flat, signed, drawn = in_memory_order(dense), name in _SIGNED, None
@@ -83,11 +85,11 @@ class CompressedState(DecodedTensor):
 
     @property
     def form(self) -> str:
-        """The format in which it is stored: ``"bf16"`` or ``"8bit"``."""
+        """The format in which the state is stored, ``"bf16"`` or ``"8bit"``."""
         return _KEY if self.kept.dtype is torch.uint8 else "bf16"
 
     def decoded(self) -> Tensor:
-        """Return a float32 copy."""
+        """Return a float32 copy of the state."""
         if self.form == "bf16":
             return self.kept.float()
         value = torch.empty_strided(self.size(), self.stride(), dtype=torch.float32, device=self.kept.device)
@@ -95,7 +97,7 @@ class CompressedState(DecodedTensor):
         return value
 
     def as_kept(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Copy the compressed state, also to another device."""
+        """Copy the compressed state without decoding it, also to another device."""
         is_copy = func in _COPIES and kwargs.get("memory_format") in {None, torch.preserve_format}
         if not is_copy or kwargs.get("dtype") not in {None, torch.float32}:
             return NotImplemented
@@ -103,7 +105,7 @@ class CompressedState(DecodedTensor):
         return CompressedState(func(self.kept, **options), self, signed=self.signed)
 
     def rewrite_(self, value: Tensor) -> None:
-        """Store new values, rounded to nearest."""
+        """Store new float32 values, rounded to nearest."""
         name = _SIGNED[0] if self.signed else _SQUARES[0]
         self.kept.copy_(CompressedState.of(value, self.form, name).kept)
 
@@ -115,13 +117,16 @@ _COPIES: Final = {getattr(torch.ops.aten, op).default for op in ("detach", "clon
 
 
 def ask_for(params: Iterable[Tensor], form: str) -> None:
-    """Record the format in which the states of parameters are to be stored. ``"fp32"`` compresses none."""
+    """Record the format in which optimizers must store the states of parameters.
+
+    ``"fp32"`` means uncompressed.
+    """
     for param in params:
         vars(param).pop(_ATTRIBUTE, None) if form == "fp32" else setattr(param, _ATTRIBUTE, form)
 
 
 def asked_for(param: Tensor) -> str | None:
-    """Return the format in which a parameter's states are to be stored. None means uncompressed."""
+    """Return the format in which optimizers must store a parameter's states. None means uncompressed."""
     return vars(param).get(_ATTRIBUTE)
 
 
@@ -129,22 +134,22 @@ def asked_for(param: Tensor) -> str | None:
 
 
 def bytes_of(values: Any) -> int:
-    """Return the bytes that this rank holds of all tensors in nested lists and dicts."""
+    """Return the number of bytes that this rank holds of all tensors in nested lists and dicts."""
     parts = [local_of(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
     return sum(_bytes_of(held) for part in parts for held in _held_by(part))
 
 
 def _held_by(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors in which a tensor is stored."""
+    """Return the ordinary tensors in which a tensor's values are stored."""
     if isinstance(tensor, StoredShard):
         return tensor.parts()
     return [tensor.kept] if isinstance(tensor, CompressedState) else [tensor]
 
 
 def _bytes_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor.
+    """Return the number of bytes of a tensor.
 
-    For a sparse tensor these are the bytes of its values and indices. A lazy parameter has 0.
+    For sparse tensors it includes values and indices. For lazy parameters it is 0.
     """
     if tensor.layout is torch.strided:
         return 0 if is_lazy(tensor) else tensor.nbytes
@@ -160,7 +165,7 @@ def _bytes_of(tensor: Tensor) -> int:
 
 
 def _decoded(value: Any) -> Any:
-    """Return a state in float32 if it is compressed. Return any other value unchanged."""
+    """Decode a state to float32 if it is compressed. Return any other value unchanged."""
     local = local_of(value)
     return with_local(value, local.decoded()) if isinstance(local, CompressedState) else value
 
@@ -169,11 +174,11 @@ def compress(state: Mapping[Any, Any], *, loaded: bool = False) -> list[str]:
     """Compress the moments of parameters for which :func:`ask_for` was called.
 
     Args:
-        state: ``optimizer.state``. It is changed in place.
-        loaded: Whether the states come from a checkpoint, so that they may have been decoded from codes.
+        state: ``optimizer.state``, which is changed in place.
+        loaded: True if the states come from a checkpoint, and may have been decoded from 8-bit codes.
 
     Returns:
-        The names of the states that stay float32 because they are not moments.
+        The names of states that stay float32, because they are not known moments.
     """
     left: dict[str, None] = {}
     for param, entry in state.items():
@@ -205,13 +210,13 @@ def decompress(state: Mapping[Any, Any]) -> None:
 
 
 def packed(state: Mapping[Any, Any]) -> Any:
-    """Return the state of an optimizer's state dict with compressed states as ordinary tensors."""
+    """Convert the compressed states in an optimizer's state dict to ordinary tensors."""
     return tree_map(_packed, state)
 
 
 def _packed(value: Any) -> Any:
     if not isinstance(value, CompressedState):
-        # The state of a sharded parameter becomes float32, because it may be sharded otherwise when loaded.
+        # A sharded parameter's state becomes float32, because it may be resharded when it is loaded.
         return _decoded(value)
     if value.form == "bf16":
         return value.kept
@@ -219,9 +224,9 @@ def _packed(value: Any) -> Any:
 
 
 def unpacked(state: Mapping[Any, Any]) -> Any:
-    """Return the state of a state dict with 8-bit codes as a CompressedState.
+    """Convert 8-bit codes in an optimizer's state dict to CompressedState tensors.
 
-    torch itself converts bfloat16 states to float32 when it loads them.
+    Bfloat16 states need no conversion here, because torch converts them to float32 when it loads them.
     """
     return tree_map(_unpacked, state, is_leaf=_is_packed)
 
@@ -238,11 +243,11 @@ def _unpacked(value: Any) -> Any:
 
 
 def fp32_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state dict with float32 states, which loads without amp_plugin.
+    """Return an optimizer's state dict with float32 states, which can be loaded without amp_plugin.
 
     Args:
-        optimizer: An optimizer of any class, with or without compressed states. Its moments are decoded into
-            new tensors, each of 4 bytes per element.
+        optimizer: An optimizer of any class, with or without compressed states. Compressed moments are
+            decoded to new tensors of 4 bytes per element.
 
     Example:
         >>> import torch

@@ -1,13 +1,14 @@
-"""Stored weights in wrapped models: DDP reduces their gradients in float32; FSDP1 and DeepSpeed are refused.
+"""Makes DDP reduce the gradients of stored weights in float32, and rejects FSDP1 and DeepSpeed.
 
-torch's DDP expects gradients in the dtype of the parameters, and reduces in that dtype. The gradients of
-stored weights are float32. So a communication hook reads ``.grad`` itself, which holds the sum over all
-micro-batches of the step, and reduces it in float32. DDP then writes the result into ``.grad``. DDP still
-decides the buckets, their order and their overlap with backward. The memory of the buckets, 2 bytes per
+By default, DDP expects gradients in the dtype of the parameters, and reduces in that dtype. The gradients of
+stored weights are float32. So a communication hook reads ``.grad`` itself, which is the sum over all
+micro-batches of the step, and reduces it in float32. DDP then writes the result to ``.grad``. DDP still
+chooses the buckets, their order and their overlap with backward. The memory of DDP's buckets, 2 bytes per
 element, is not used.
 """
 
-# This file does not import annotations from __future__: DDP compares a hook's annotations with its classes.
+# This file has no "from __future__ import annotations".
+# DDP compares the annotations of a hook with its own classes.
 from functools import partial
 from typing import Any
 
@@ -24,18 +25,18 @@ _DONE = "_amp_plugin_reduces_in_fp32"
 
 
 def reduce_in_fp32(model: nn.Module) -> None:
-    """Let each DistributedDataParallel in a model reduce the gradients of stored weights in float32.
+    """Make each DistributedDataParallel in a model reduce the gradients of stored weights in float32.
 
-    It also copies the exact float32 weights of rank 0 to all ranks, as DDP does with ordinary parameters. It
-    is a collective, so every rank must call it. It does nothing without DDP, without stored weights, and at a
-    second call.
+    This function also copies the exact float32 weights of rank 0 to all ranks, as DDP does with ordinary
+    parameters. It runs collectives, so every rank must call it. It changes nothing if there is no DDP or no
+    stored weight, or at a second call.
 
     Args:
         model: The model with its DDP wrapper.
 
     Raises:
-        ValueError: DDP was made with ``gradient_as_bucket_view=True``, so gradients would be in 16 bits.
-        RuntimeError: The ranks store their weights in different formats. All ranks raise it.
+        ValueError: DDP was created with ``gradient_as_bucket_view=True``, so gradients would be in 16 bits.
+        RuntimeError: The ranks store their weights in different formats. All ranks raise this error.
     """
     for ddp in model.modules():
         if not isinstance(ddp, DistributedDataParallel) or vars(ddp).get(_DONE, False):
@@ -80,7 +81,7 @@ def _refuse_different_ranks(ddp: DistributedDataParallel) -> None:
 
 
 def _refuse_shown(ddp: nn.Module, _args: object) -> None:
-    """Raise if stored weights are float32 now: DDP would not reduce the gradients of these tensors."""
+    """Raise if stored weights are float32 now, because DDP would not reduce their gradients."""
     weights = filter(None, map(stored_weight, ddp.parameters()))
     if torch.is_grad_enabled() and any(weight.shows for weight in weights):
         msg = (
@@ -95,14 +96,14 @@ def _all_reduce_in_fp32(
     group: dist.ProcessGroup,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> Future[Tensor]:
-    """Average the float32 gradients of a bucket over a group. The result has the layout that DDP expects.
+    """Average a bucket's float32 gradients over a process group, in the layout that DDP expects.
 
-    A rank that has already run out of batches (``DDP.join``) adds zeros.
+    A rank that has run out of batches (see ``DDP.join``) contributes zeros.
     """
     params = bucket.parameters()
     sizes = [param.numel() for param in params]
     flat = torch.zeros(sum(sizes), dtype=torch.float32, device=params[0].device)
-    has_joined = torch._C._current_graph_task_id() == -1  # DDP.join calls the hook outside backward
+    has_joined = torch._C._current_graph_task_id() == -1  # DDP.join calls the hook outside of backward
     for param, part in zip(params, torch.split(flat, sizes), strict=True):
         if param.grad is not None and not has_joined:
             dense = torch.empty_like(param, device="meta").stride() == param.stride()
@@ -114,16 +115,16 @@ def _all_reduce_in_fp32(
 
 
 def _join_hook(ddp: DistributedDataParallel, **kwargs: Any) -> Any:
-    """Return DDP's join hook, changed so that the last rank broadcasts its exact float32 weights."""
+    """Return DDP's join hook, changed to make the last rank broadcast its exact float32 weights."""
     hook: Any = DistributedDataParallel.join_hook(ddp, **kwargs)  # type: ignore[no-untyped-call]
     hook.post_hook = fp32_shown(list(ddp.parameters()))(hook.post_hook)
     return hook
 
 
 def refuse_sharded(weights: str, setting: str | None) -> None:
-    """Raise TypeError if FSDP1 or DeepSpeed shards a model whose weights are to be stored.
+    """Raise TypeError if weights are to be stored, but FSDP1 or DeepSpeed shards the model.
 
-    ``setting`` is the setting of FSDP1 or DeepSpeed that casts the weights. None means that neither is used.
+    ``setting`` is the setting by which FSDP1 or DeepSpeed casts weights. It is None if neither is used.
     """
     if weights != "fp32" and setting is not None:
         msg = (
@@ -141,11 +142,11 @@ _CASTS_BY = {
 
 
 def sharded_by(model: nn.Module) -> str | None:
-    """Return the setting by which FSDP1 or DeepSpeed casts a model's weights. None if neither shards it."""
+    """Return the setting by which FSDP1 or DeepSpeed casts a model's weights, or None without either."""
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     return next((setting for kind, setting in _CASTS_BY.items() if kind in kinds), None)
 
 
 def is_sharded_model(model: nn.Module) -> bool:
-    """Return whether a model is sharded: by FSDP1, FSDP2, DeepSpeed or tensor parallelism."""
+    """Return whether FSDP1, FSDP2, DeepSpeed or tensor parallelism shards a model."""
     return sharded_by(model) is not None or any(map(is_sharded, model.parameters()))

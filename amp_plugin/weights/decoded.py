@@ -1,6 +1,6 @@
-"""A tensor that every op sees as float32, although it is stored in fewer bits.
+"""A tensor class that every op sees as float32, although its memory holds fewer bits per element.
 
-Compressed optimizer states and stored shards are such tensors.
+Compressed optimizer states and shards of stored weights are subclasses of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 
 class DecodedTensor(Tensor):
-    """A tensor that ops read and write in float32, while its memory holds another format.
+    """A tensor that ops read and write as float32, while its memory holds a compressed format.
 
     ::
 
@@ -22,19 +22,19 @@ class DecodedTensor(Tensor):
     """
 
     def decoded(self) -> Tensor:
-        """Return a float32 copy."""
+        """Return a decoded float32 copy."""
         raise NotImplementedError
 
     def rewrite_(self, value: Tensor) -> None:
         """Store new values.
 
         Args:
-            value: float32, of the same shape and on the same device.
+            value: A float32 tensor of the same shape and on the same device.
         """
         raise NotImplementedError
 
     def as_kept(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an op on the stored format. Return NotImplemented if the op needs float32 values.
+        """Run an op directly on the stored format. Return NotImplemented if the op needs float32 values.
 
         Args:
             func: An overload of ``torch.ops.aten`` whose first argument is this tensor.
@@ -48,14 +48,14 @@ class DecodedTensor(Tensor):
         return memo.setdefault(id(self), self.decoded())  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a float32 tensor, which loads without this package."""
+        """Pickle as an ordinary float32 tensor, which can be loaded without amp_plugin."""
         return self.decoded().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an op on float32 copies, and store the copies that it wrote to."""
+        """Run an op on float32 copies. Afterwards, store the copies to which the op has written."""
         kwargs = kwargs or {}
         if args and isinstance(args[0], DecodedTensor):
             result = args[0].as_kept(func, args, kwargs)

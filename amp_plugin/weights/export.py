@@ -1,4 +1,4 @@
-"""Writes the model of a checkpoint of Lightning, Accelerate or a plain loop as safetensors."""
+"""Exports the model in a checkpoint of Lightning, Accelerate or a plain training loop as safetensors."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from amp_plugin.precision import DTYPES
 from amp_plugin.weights.formats import FORMATS, HALVES
 
 _ENTRY_OF_0_2: Final = "amp_plugin_weights"
-_KEYS: Final = ("state_dict", "model", "model_state_dict")  # Lightning's key, and those of plain loops
+_KEYS: Final = ("state_dict", "model", "model_state_dict")  # the key of Lightning, and keys of plain loops
 _SHARD: Final = re.compile(r"(?P<model>.+)-(?P<number>\d+)-of-(?P<count>\d+)")
 _ADDED_BY_COMPILE: Final = re.compile(r"(^|\.)_orig_mod\.")
-_NAMED_AT_MOST: Final = 3  # at most this many weights are named in an error
+_NAMED_AT_MOST: Final = 3  # the largest number of weights that an error names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """What an export has written."""
+    """Counts of what an export has written."""
 
     tensors: int
-    elements: int  # numbers in these tensors
+    elements: int  # the number of elements in these tensors
     size: int  # the bytes of all files
-    restored: int  # the number of weights whose remainders were in the optimizer's state, as 0.2 saved them
-    left_out: tuple[str, ...]  # names of the entries that are not tensors
+    # The number of weights whose remainders were in the optimizer's state, where release 0.2 saved them.
+    restored: int
+    left_out: tuple[str, ...]  # names of entries that are not tensors
 
 
 def export(
@@ -46,30 +47,32 @@ def export(
     trust: bool = False,
     max_shard_size: str = "",
 ) -> Exported:
-    """Write the weights of a checkpoint to a safetensors file, each weight once and under its name.
+    """Write the weights of a checkpoint to a safetensors file.
 
     ::
 
         read     a Lightning file, a folder of Accelerate or transformers, or a file of torch.save
-        widen    join 16-bit weights with the remainders that 0.2 kept in the optimizer's state
-        name     drop the prefix, and the names that torch.compile adds
-        check    all shards are there, no two weights get the same name, no number becomes infinite
-        write    floating-point tensors in the dtype; other tensors, and float64 with fp32, unchanged
+        widen    join 16-bit weights with remainders that release 0.2 saved in the optimizer's state
+        name     remove the prefix, and the names that torch.compile adds
+        check    all shards exist, no two weights get the same name, no finite number becomes infinite
+        write    floating-point tensors in ``dtype``; other tensors, and float64 with "fp32", unchanged
 
     The target is written only if all checks pass.
 
     Args:
         source: The checkpoint, a file or a folder.
-        target: The file to write. With ``max_shard_size`` it is a new folder for the shards and their index.
+        target: The file to write. If ``max_shard_size`` is given, it is a new folder for the shards and their
+            index.
         dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        prefix: Write only the weights whose names begin with this text, and remove it from the names.
-        key: The key under which a file of ``torch.save`` holds the state dict.
-        trust: True unpickles any object. Python code in the file can then run.
-        max_shard_size: The largest size of a shard, such as ``"5GB"``. If empty, one file is written.
+        prefix: Only weights whose names begin with this text are written. It is removed from their names.
+        key: The key of the state dict in a file of ``torch.save``.
+        trust: True unpickles arbitrary objects, so that Python code in the file can run.
+        max_shard_size: The largest size of a shard, such as ``"5GB"``. If it is empty, a single file is
+            written.
 
     Raises:
         FileNotFoundError, ValueError: The checkpoint is damaged or of an unknown kind.
-        ImportError: ``max_shard_size`` is given and huggingface_hub is missing.
+        ImportError: ``max_shard_size`` is given, but huggingface_hub is not installed.
     """
     weights, optimizers = _read(source, key, trust=trust)
     named = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
@@ -94,7 +97,7 @@ def export(
 
 
 def _read(source: Path, key: str, *, trust: bool) -> tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]:
-    """Return a state dict, and the state dicts of the optimizers next to it."""
+    """Return the state dict of a checkpoint's model, and the state dicts of its optimizers."""
     if source.is_dir():
         return _read_folder(source, trust=trust)
     if not source.is_file():
@@ -132,7 +135,7 @@ def _read_folder(folder: Path, *, trust: bool) -> tuple[Mapping[str, Any], Seque
 
 
 def _files_of_one_model(folder: Path) -> list[Path]:
-    """Return the one file of a model, or all of its shards."""
+    """Return the file of a model, or the files of all its shards."""
     files = sorted([*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")])
     if not files:
         msg = f"{folder} holds no model.safetensors and no pytorch_model.bin; give the file itself"
@@ -158,7 +161,7 @@ def _require_files(folder: Path, names: Sequence[str]) -> None:
 
 
 def _require_all_of_index(folder: Path, files: Sequence[Path], weights: Mapping[str, Any]) -> None:
-    """Compare the weights with the index that transformers and Accelerate write next to shards."""
+    """Check that no weight in the index is missing. Transformers and Accelerate write an index of shards."""
     shard = _SHARD.fullmatch(files[0].stem)
     index = folder / f"{shard['model']}{files[0].suffix}.index.json" if shard else None
     if index is None or not index.is_file():
@@ -201,10 +204,10 @@ def _is_state_dict(value: object) -> bool:
 
 
 def _restore(named: dict[str, Tensor], optimizers: Sequence[Mapping[str, Any]]) -> int:
-    """Join 16-bit weights with the remainders that 0.2 kept in the optimizers' state; return their number.
+    """Join 16-bit weights with remainders that release 0.2 saved in optimizer states. Return their number.
 
-    0.2 numbered the remainders like the optimizer's parameters. The first remainder belongs to the model's
-    first 16-bit weight, and so on. The shapes are compared to confirm it.
+    Release 0.2 numbered the remainders in the order of the optimizer's parameters. The first remainder
+    belongs to the model's first 16-bit weight, and so on. A comparison of the shapes confirms it.
     """
     kept = [optimizer.get(_ENTRY_OF_0_2, {}).get("rests", {}) for optimizer in optimizers]
     rests = [rest for numbered in kept for _, rest in sorted(numbered.items())]
@@ -224,7 +227,7 @@ def _restore(named: dict[str, Tensor], optimizers: Sequence[Mapping[str, Any]]) 
 
 @torch.no_grad()
 def load_entry_of_0_2(params: list[Tensor], state_dict: Mapping[str, Any]) -> None:
-    """Join loaded weights with the remainders in an optimizer's checkpoint of 0.2, if the weights match."""
+    """Join loaded weights with matching remainders in an optimizer's state dict from release 0.2."""
     for number, saved in state_dict.get(_ENTRY_OF_0_2, {}).get("rests", {}).items():
         param = params[number]
         if param.dtype is torch.float32 and saved.shape == param.shape:
@@ -239,7 +242,7 @@ def _named(named: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     if not chosen:
         msg = f"no weight's name begins with {prefix!r}; the names are {', '.join(list(named)[:3])}, ..."
         raise ValueError(msg)
-    made: dict[str, str] = {}  # maps a written name to the name in the checkpoint
+    made: dict[str, str] = {}  # maps each written name to the one in the checkpoint
     for name in chosen:
         short = _ADDED_BY_COMPILE.sub(r"\1", name.removeprefix(prefix))
         other = made.setdefault(short, name)
@@ -253,7 +256,7 @@ def _named(named: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _write_file(made: Mapping[str, Tensor], target: Path) -> None:
-    """Write one file. It has a temporary name until it is complete."""
+    """Write one safetensors file. It has a temporary name until it is complete."""
     from safetensors.torch import save_file  # noqa: PLC0415 - for this command only
 
     unfinished = target.with_name(f"{target.name}.tmp")
@@ -265,9 +268,9 @@ def _write_file(made: Mapping[str, Tensor], target: Path) -> None:
 
 
 def _write_shards(made: Mapping[str, Tensor], folder: Path, max_shard_size: str) -> None:
-    """Write shards and their index in the layout of transformers.
+    """Write shards and their index in the file layout of transformers.
 
-    The folder has a temporary name until it is complete.
+    The folder has a temporary name until all files are complete.
     """
     from huggingface_hub import split_torch_state_dict_into_shards  # noqa: PLC0415 - of an extra
 
@@ -292,7 +295,7 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _require_finite(chosen: Mapping[str, Tensor], made: Mapping[str, Tensor], dtype: str) -> None:
-    """Raise ValueError if a finite number would become infinite in the dtype."""
+    """Raise ValueError if a finite number would become infinite in ``dtype``."""
     beyond = [
         f"{name} (up to {chosen[name].abs().max():.3g})"
         for name, value in made.items()
@@ -310,7 +313,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _in_dtype(value: Tensor, dtype: str) -> Tensor:
-    """Return a copy in the dtype. Tied weights are copied once for each of their names."""
+    """Return a copy of a tensor in ``dtype``. Tied weights are copied once for each name."""
     keeps = not value.is_floating_point() or (dtype == "fp32" and value.dtype is torch.float64)
     wanted = value if keeps else value.to(DTYPES[dtype])
     return wanted.detach().clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""The formats of a stored weight: a 16-bit weight, with which the model computes, and its remainder."""
+"""The formats that store a float32 weight as a 16-bit weight, used by the model, and a remainder."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _Tensors = Sequence[Tensor]
 
 
 class SplitBf16:
-    """A bfloat16 weight and an int16 remainder, which together hold all bits of float32.
+    """A bfloat16 weight and an int16 remainder, which together hold all bits of a float32 weight.
 
-    It is also the base class of the other formats. Any weight and any remainder join to a float32 number that
-    rounds to the weight. So code that writes the 16-bit weight needs no knowledge of the remainder.
+    This class is also the base class of the other formats. Any weight and any remainder join to a float32
+    number that rounds to the weight. So other code may write the 16-bit weight without knowing about the
+    remainder.
     """
 
     dtype = torch.bfloat16  # the dtype of the 16-bit weights
@@ -31,18 +32,18 @@ class SplitBf16:
         return high, low
 
     def join(self, weights: _Tensors, kept: _Tensors) -> list[Tensor]:
-        """Return the float32 values, with the strides of the weights."""
+        """Return the float32 weights, with the strides of the 16-bit weights."""
         masters = [torch.empty_like(weight, dtype=torch.float32) for weight in weights]
         torch.ops.amp_plugin.unpack_weights_(weights, kept, masters)
         return masters
 
     def store(self, masters: _Tensors, weights: _Tensors, kept: _Tensors, seed: int, step: int) -> None:
-        """Split the float32 values ``masters`` into existing weights and remainders."""
+        """Split the float32 weights ``masters``, and write them to existing 16-bit weights and remainders."""
         torch.ops.amp_plugin.pack_weights_(masters, weights, kept)
 
 
 class Fp16WithMaster(SplitBf16):
-    """A float16 weight and a float32 copy. A weight beyond 65504, float16's largest number, is infinite."""
+    """A float16 weight and a float32 copy. Weights beyond 65504, float16's largest number, become inf."""
 
     dtype = torch.float16
     kept_bytes = 4
@@ -52,7 +53,7 @@ class Fp16WithMaster(SplitBf16):
         return value.half(), value.clone(memory_format=torch.preserve_format)
 
     def join(self, weights: _Tensors, kept: _Tensors) -> list[Tensor]:
-        """Return the float32 copies. Elements whose weight was changed by other code are updated first."""
+        """Return the float32 copies. If other code has changed a 16-bit weight, its copy is updated first."""
         for weight, master in zip(weights, kept, strict=True):
             torch.where(master.half() == weight, master, weight.float(), out=master)
         return list(kept)
@@ -62,13 +63,13 @@ class Fp16WithMaster(SplitBf16):
         torch._foreach_copy_(list(weights), list(masters))
         for master, own in zip(masters, kept, strict=True):
             if (master.data_ptr(), master.stride()) != (own.data_ptr(), own.stride()):
-                own.copy_(master.clone())  # a clone, because both may be the same memory, transposed
+                own.copy_(master.clone())  # clone: the same memory may be transposed
 
 
 class StochasticBf16(SplitBf16):
-    """A bfloat16 weight without a remainder. Each step rounds the result up or down at random.
+    """A bfloat16 weight without a remainder. Each step stores its result with stochastic rounding.
 
-    The nearer of the two neighbours is the likelier one (stochastic rounding).
+    Stochastic rounding rounds up or down at random, and the nearer bfloat16 number is more likely.
     """
 
     kept_bytes = 0

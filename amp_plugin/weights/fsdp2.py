@@ -1,4 +1,4 @@
-"""Read and change the private records that torch's FSDP2 keeps of each sharded weight."""
+"""Reads and changes torch's private records (``FSDPParam``) of weights that FSDP2 shards."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ def is_unit(module: nn.Module) -> bool:
 
 
 def weights_of_unit(unit: Any) -> list[Any]:
-    """Return torch's records (``FSDPParam``) of the weights that one unit gathers."""
+    """Return torch's records (``FSDPParam``) of the weights that one FSDP2 unit gathers."""
     state = unit._get_fsdp_state()
-    # Before torch 2.12 a unit has one group. Later it can have several.
+    # Before torch 2.12 an FSDP2 unit has one parameter group. Later it can have several.
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     return [weight for group in groups if group is not None for weight in group.fsdp_params]
 
 
 def policy_of_weight(unit: Any, weight: Any) -> Any:
-    """Return the policy of one weight. Before torch 2.15 it is the policy of the unit."""
+    """Return the mixed-precision policy of one weight. Before torch 2.15 only units have a policy."""
     return getattr(weight, "mp_policy", unit._get_fsdp_state()._mp_policy)
 
 
 def gathered_dtypes(model: nn.Module) -> dict[Tensor, torch.dtype]:
-    """Return the dtype in which each sharded parameter is gathered.
+    """Return a dict from each sharded parameter to the dtype in which FSDP2 gathers it.
 
-    Units whose weights are gathered now are resharded first, so that their parameters are the sharded ones.
+    FSDP2 units whose weights are currently gathered are resharded first, so that their parameters are the
+    shards.
     """
     return {
         weight.sharded_param: policy_of_weight(unit, weight).param_dtype or weight.sharded_param.dtype
@@ -48,19 +49,19 @@ def gathered_dtypes(model: nn.Module) -> dict[Tensor, torch.dtype]:
 
 
 def notice_new_shards(model: nn.Module) -> None:
-    """Let FSDP2 read the local shards of its weights again, after some of them were replaced."""
+    """Make FSDP2 read the local shards of its weights again, after some shards were replaced."""
     for unit in _units(model):
         for weight in weights_of_unit(unit):
             weight.reset_sharded_param()
-            weight._init_extensions()  # noqa: SLF001 - torch itself does both before the first forward pass
+            weight._init_extensions()  # noqa: SLF001 - torch does both before the first forward
 
 
 @cache
 def carry_into_shards() -> None:
-    """Let ``fully_shard`` keep the remainders of stored weights. More calls have no effect.
+    """Make ``fully_shard`` keep the remainders of stored weights. Further calls have no effect.
 
-    ``fully_shard`` makes a new parameter from each weight. Without this change it would take only the 16-bit
-    weight, and the remainder would be lost.
+    ``fully_shard`` makes a new parameter from each weight. Without this change, it would use only the 16-bit
+    weight and lose the remainder.
     """
     if not torch.distributed.is_available():
         return
@@ -71,13 +72,13 @@ def carry_into_shards() -> None:
 
 
 def _carrying(shard: Callable[..., None]) -> Callable[..., None]:
-    """Return torch's method that shards one parameter, extended to stored parameters."""
+    """Return torch's method that shards one parameter, with support for stored parameters added."""
 
     @wraps(shard)
     def shard_stored(record: Any, param: Any, *args: Any, **kwargs: Any) -> None:
         weight, form = stored_weight(param), asked_for(param)
         if weight is not None and record.mp_policy.param_dtype is not FORMATS[weight.name].dtype:
-            widen_(param)  # FSDP2 gathers it in another dtype than it is stored in
+            widen_(param)  # FSDP2 does not gather it in the dtype in which it is stored
             weight = None
         given = param
         if weight is not None and not is_sharded(param):
@@ -85,7 +86,7 @@ def _carrying(shard: Callable[..., None]) -> Callable[..., None]:
             given = nn.Parameter(both, param.requires_grad)
         shard(record, given, *args, **kwargs)
         if given is not param:
-            vars(param).update(vars(given))  # torch recognizes a shared parameter by an attribute
+            vars(param).update(vars(given))  # torch marks shared parameters by an attribute
         ask_for([record.sharded_param], form or "fp32")
 
     return shard_stored

@@ -1,13 +1,13 @@
-"""A step of torch's Muon: torch's own matrix products, with one op of ours before them and one after.
+"""Takes a step of torch's Muon with torch's matrix products, and one amp_plugin op before and after them.
 
 ::
 
-    muon_momentum   divides the gradient, updates momentum_buffer, writes the input of the products
+    muon_momentum   unscales the gradient, updates momentum_buffer, writes the input of the products
     products        torch's Newton-Schulz iteration, in bfloat16
     muon_update     decays the parameter, and subtracts the result of the products from it
 
-Each gradient is read once. The matrices are stepped one after the other, so temporary memory is needed for
-one matrix only.
+Each gradient is read once. The matrices are stepped one after another, so the temporary memory is that of a
+single matrix.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _adjust_lr: Final = getattr(_muon, "_adjust_lr", None)
 
 
 class MuonStep:
-    """The step of one parameter group."""
+    """Takes Muon's step for one parameter group."""
 
     def __init__(self, tensors: Any, group: dict[str, Any]) -> None:
         """Prepare the step of a group.
 
         Args:
-            tensors: The tensors of the group, a ``StepTensors`` of the native extension.
+            tensors: The tensors of the group, as a ``StepTensors`` of the native extension.
             group: The parameter group.
 
         Raises:
-            ValueError: The matrices are sharded. The products need whole matrices.
+            ValueError: The matrices are sharded, but Muon's products need whole matrices.
         """
         if any(local_of(param) is not param for param in group["params"]):
             msg = "its matrix products need whole matrices, but its parameters are sharded"
@@ -47,7 +47,7 @@ class MuonStep:
     def step_(
         self, numbers: list[float], lr: Tensor | None, grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        """Take the step. It replaces ``StepTensors.step_``; ``numbers`` are those of muon_momentum."""
+        """Take the step, in place of ``StepTensors.step_``. ``numbers`` are the numbers of muon_momentum."""
         tensors, skipped = self._tensors, found_inf is not None and found_inf.is_cpu and found_inf.item() > 0
         for i, (param, grad, buffer) in enumerate(
             zip(tensors.params, tensors.grads, tensors.states, strict=True)
@@ -67,7 +67,7 @@ class MuonStep:
         lr: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        """Compute the matrix products for one parameter, and update the parameter."""
+        """Compute the matrix products of one parameter, and update this parameter."""
         group = self._group
         products = _products(made, group["ns_coefficients"], group["ns_steps"], group["eps"])  # type: ignore[misc]
         ratio = _adjust_lr(1.0, group["adjust_lr_fn"], param.shape)  # type: ignore[misc]
@@ -77,7 +77,7 @@ class MuonStep:
 
 
 def why_not() -> str:
-    """Return why Muon's steps cannot be taken in one pass, or ``""`` if they can."""
+    """Return the reason why Muon cannot step in one pass with this torch release, or ``""`` if it can."""
     known = _products is not None and _adjust_lr is not None
     return (
         "" if known else "torch.optim.Muon of this torch release computes its matrix products in another way"

@@ -1,8 +1,9 @@
-"""Take a whole optimizer step with one op, instead of calling ``optimizer.step``.
+"""Takes a whole optimizer step with one op, instead of calling ``optimizer.step``.
 
-The op reads each gradient once. It divides the gradient by the loss scale, clips it, writes it back, updates
-the parameter and stores it. After an overflow it writes gradients only. It uses torch's own parameter groups,
-states, step counters and hooks, so a run may switch between this op and ``optimizer.step`` at any time.
+The op reads each gradient once. It divides the gradient by the loss scale, clips the gradient and writes it
+back. Then it updates the parameter and stores it. After an overflow the op only writes gradients. The step
+uses torch's own parameter groups, states, step counters and hooks, so a run may switch between this op and
+``optimizer.step`` at any time.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from amp_plugin.weights.weight import (
 )
 
 _Group = dict[str, Any]
-# One call: the function that steps, the numbers of its rule, and the learning rate if it is on a GPU.
+# One op call of a step: a function, the numbers of its rule, and the learning rate if it is on a GPU.
 _Part = tuple[Callable[..., None], list[float], Tensor | None]
 
 
 def why_not(optimizer: Optimizer) -> str:
-    """Return why no step of an optimizer can be taken in one pass, or ``""`` if they can."""
+    """Return the reason why an optimizer cannot step in one pass, or ``""`` if it can."""
     if _class_of(optimizer) not in RULES:
         return f"there is no rule for the class {_class_of(optimizer)}"
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
@@ -63,7 +64,7 @@ def why_not(optimizer: Optimizer) -> str:
 
 
 def unavailable(device_type: str) -> str:
-    """Return why no step can be taken in one pass on a type of device, or ``""`` if the ops run there."""
+    """Return the reason why ops for steps in one pass do not run on a device type, or ``""`` if they do."""
     if not native_core().loaded:
         return f"the native core is not loaded: {native_core().reason}"
     if device_type == "cuda":
@@ -73,10 +74,10 @@ def unavailable(device_type: str) -> str:
 
 
 def collect(optimizer: Optimizer) -> OnePassStep:
-    """Collect the tensors and numbers of the next step. Call it only if :func:`why_not` returns ``""``.
+    """Collect the tensors and numbers of the next step. Requires that :func:`why_not` returns ``""``.
 
     Raises:
-        ValueError: This step cannot be taken in one pass. The message says why.
+        ValueError: This step cannot be taken in one pass. The message gives the reason.
     """
     row = RULES[_class_of(optimizer)]
     if sum(len(group["params"]) for group in optimizer.param_groups) > len(optimizer.state):
@@ -108,14 +109,14 @@ def collect(optimizer: Optimizer) -> OnePassStep:
 
 @dataclass
 class OnePassStep:
-    """One step of an optimizer, ready to be taken. Take it before the optimizer or its gradients change."""
+    """A step of an optimizer that is ready to be taken, before the optimizer or its gradients change."""
 
     _optimizer: Optimizer
     _parts: list[_Part]
-    _changed: list[tuple[_Group, _Group]]  # each group whose options a step changes, and their new values
+    _changed: list[tuple[_Group, _Group]]  # groups whose options a step changes, with new values
 
     def run(self, divisor: Tensor | None, found_inf: Tensor | None, *, skipped: bool | None) -> None:
-        """Divide the gradients by ``divisor``, and step unless ``found_inf`` is 1."""
+        """Divide the gradients by ``divisor``, and take the step unless ``found_inf`` is 1."""
         for call, numbers, lr in self._parts:
             call(numbers, lr, divisor, found_inf)
         if not skipped:
@@ -123,7 +124,7 @@ class OnePassStep:
                 group.update(changes)
 
     def take(self, divisor: Tensor | None, found_inf: Tensor, *, skipped: bool | None) -> None:
-        """Do the same as :meth:`run`, and then call the optimizer's step hooks unless the step is skipped."""
+        """Call :meth:`run`, and then the optimizer's post-step hooks, unless the step is skipped."""
         optimizer = self._optimizer
         with torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
             self.run(divisor, found_inf, skipped=skipped)
@@ -137,7 +138,7 @@ class OnePassStep:
 
 @contextmanager
 def own_step(optimizer: Optimizer) -> Iterator[None]:
-    """Let an optimizer with compressed states take its own steps in a block, not steps in one pass."""
+    """Inside the block, let an optimizer with compressed states take its own steps, not steps in one pass."""
     key = id(optimizer)
     _own.add(key)
     try:
@@ -147,7 +148,7 @@ def own_step(optimizer: Optimizer) -> Iterator[None]:
 
 
 def takes_own_step(optimizer: Optimizer) -> bool:
-    """Return whether a block of :func:`own_step` is open for an optimizer."""
+    """Return whether a block of :func:`own_step` is active for an optimizer."""
     return id(optimizer) in _own
 
 
@@ -157,12 +158,12 @@ _own: set[int] = set()
 def take_bare_step(optimizer: Optimizer) -> list[Tensor]:
     """Take a step without a loss scale in one pass, when the user calls ``optimizer.step()``.
 
-    It runs before the optimizer's own step, which would need the states of all parameters decompressed at
-    the same time.
+    This function runs before the optimizer's own step. The own step would need the decompressed states of all
+    parameters at the same time.
 
     Returns:
         The parameters that were stepped. The caller hides their gradients, so that the optimizer's own step
-        has nothing to do. Empty if the step cannot be taken in one pass.
+        does nothing. The list is empty if the step cannot be taken in one pass.
     """
     if takes_own_step(optimizer) or why_not(optimizer):
         return []
@@ -179,24 +180,26 @@ take_steps_by(take_bare_step)
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """How the parameter groups of an optimizer class become calls of the op ``step_``.
+    """Describes how the parameter groups of an optimizer class become calls of the op ``step_``.
 
     Attributes:
-        rule: A function of a group. It returns the name of the rule, a key of ``kernels.reference.RULES``,
-            and the names that the states of the rule have in the optimizer's state.
-        numbers: The options of the group that are the numbers of the rule, in the rule's order. ``"betas.0"``
-            is the first item of ``betas``.
-        counters: The names of the rule's counters in the optimizer's state.
-        fixed: Options that the rule does not support, and the one value that each may have. A name with a
-            leading dot is an attribute of the optimizer. None for a class of torch, whose options are known.
+        rule: A function of a parameter group. It returns the name of the rule, which is a key of
+            ``kernels.reference.RULES``, and the names of the rule's states in the optimizer's state.
+        numbers: The options of a parameter group that are passed to the rule as numbers, in order.
+            ``"betas.0"`` is the first item of ``betas``.
+        counters: The names of step counters in the optimizer's state that the rule updates.
+        fixed: Maps options that the rule does not support to the only value that they may have. A name with a
+            leading dot is an attribute of the optimizer. None stands for a class of torch, whose options are
+            all known.
         ignored: Options that do not change the result of a step.
-        schedule: A function of a group. It returns the options of the group that a step changes, and numbers
-            that depend on them. The CPU must know at once whether a step was skipped, so these steps are
-            taken on the CPU only. It raises ValueError if a step cannot be taken.
-        call: A function of the tensors and the group. It returns the function that steps them: one op, or
-            several ops with torch's own computations between them.
-        why_not: Returns why no step of the class can be taken in one pass with this release of torch, or
-            ``""`` if they can.
+        schedule: A function of a parameter group. It returns options of the group that a step changes, and
+            numbers that depend on these options. Steps with a schedule are taken in one pass only on the CPU,
+            because the host must know at once whether a step was skipped. The function raises ValueError if
+            no step can be taken.
+        call: A function of the tensors and the parameter group. It returns the function that takes the step
+            by one op, or by several ops with torch's own computations between them.
+        why_not: A function that returns the reason why this torch release does not support the class, or
+            ``""`` if it does.
     """
 
     rule: Callable[[_Group], tuple[str, tuple[str, ...]]]
@@ -209,9 +212,9 @@ class _Row:
     why_not: Callable[[], str] = str
 
     def unfit(self, optimizer: Optimizer) -> str:
-        """Return which option of an optimizer the rule does not support, or ``""`` if it supports all.
+        """Return the option of an optimizer that the rule does not support, or ``""`` if it supports all.
 
-        Unknown options are not supported either: a later release of a package may add options that change
+        Unknown options are not supported, because a later release of a package may add options that change
         the step.
         """
         if self.why_not() or self.fixed is None:
@@ -228,7 +231,7 @@ class _Row:
         return ""
 
 
-# As a value in ``fixed``: the function of the same name in the module of the class.
+# As a value in ``fixed``, _OWN stands for the function of that name in the optimizer's module.
 _OWN: Final = object()
 _COUNTS: Final = ("step",)
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
@@ -253,7 +256,7 @@ def _named(rule: str, *states: str) -> Callable[[_Group], tuple[str, tuple[str, 
 
 
 def _count(group: _Group) -> _Group:
-    """Return the step count of a group after the step."""
+    """Return the step count of a parameter group after the step."""
     if "step" not in group:
         msg = "a parameter group has no step count before the first step"
         raise ValueError(msg)
@@ -261,7 +264,7 @@ def _count(group: _Group) -> _Group:
 
 
 def _schedule(group: _Group) -> _Group:
-    """Return the options of a group after a step of AdamWScheduleFree, and the numbers of its rule."""
+    """Return a group's options after a step of AdamWScheduleFree, and the numbers for its rule."""
     if not group["train_mode"]:
         msg = "it is not in train mode"
         raise ValueError(msg)
@@ -351,12 +354,12 @@ RULES: Final = {
         ignored=("foreach", "step"),
     ),
 }
-"""The optimizer classes whose steps are taken in one pass, by module and name."""
+"""Maps each optimizer class that can step in one pass (module and name) to its row."""
 OPTIMIZERS: Final = tuple(
     ("" if name.startswith("torch.") else f"{name.partition('.')[0]}.") + name.rpartition(".")[2]
     for name in RULES
 )
-"""The names of these classes: those of torch alone, and others behind their package."""
+"""The names of the classes in RULES. Classes outside of torch have their package as a prefix."""
 
 
 def _class_of(optimizer: Optimizer) -> str:
@@ -364,14 +367,14 @@ def _class_of(optimizer: Optimizer) -> str:
 
 
 def _module_of(kind: type) -> str:
-    """Return the module in which a class is defined. ``__module__`` is another one for torch's Muon."""
+    """Return the module that defines a class. For torch's Muon, ``__module__`` names a different module."""
     return "torch.optim._muon" if kind is torch.optim.Muon else kind.__module__
 
 
 def _number(group: _Group, option: str) -> float:
-    """Return an option of a group as a number. A learning rate on a GPU gives 0. The op reads it there."""
+    """Return an option of a parameter group as a number, or 0 for a learning rate that is on a GPU."""
     name, _, item = option.partition(".")
-    if not name:  # the rule has a number for which the class has no option
+    if not name:  # a number of the rule without an option in the class
         return 0.0
     value = group[name][int(item)] if item else group[name]
     return 0.0 if _is_on_device(value) else float(value or 0.0)
@@ -384,22 +387,22 @@ def _is_on_device(number: Any) -> bool:
 def _lr_on_device(group: _Group) -> Tensor | None:
     """Return the learning rate if it is a tensor on a GPU, or None if the CPU knows it.
 
-    The op reads it on the GPU, without a host sync.
+    The op reads a learning rate on the GPU there, without a host sync.
     """
     lr = group["lr"]
     return lr if _is_on_device(lr) else None
 
 
 def _begin(optimizer: Optimizer, row: _Row) -> None:
-    """Make compressed moments of parameters that have no state yet. They are zeros, as in the own first step.
+    """Create compressed zero moments for parameters without state, as the optimizer's first step would.
 
-    Other states may begin with another number, for example with a copy of the weight. If a rule has such a
-    state, nothing is made here, and the optimizer's own first step makes all of them.
+    States that are not moments may begin with other values, such as a copy of the weight. If a rule has a
+    state of that kind, no state is created here, and the optimizer's own first step creates all of them.
     """
     for group in optimizer.param_groups:
         names = row.rule(group)[1]
         if group.get("dampening") or not {*names} <= {*MOMENTS}:
-            # torch does not dampen the first gradient, so zeros would give another result.
+            # torch does not dampen the first gradient, so starting from zeros would be wrong.
             continue
         for param in group["params"]:
             form = asked_for(param)
@@ -417,10 +420,10 @@ def _begin(optimizer: Optimizer, row: _Row) -> None:
 
 
 def _by_storage(params: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield groups of parameters that are stored alike, with their remainders.
+    """Yield groups of parameters with the same storage format, together with their remainders.
 
-    The order is: float32 parameters, 16-bit pairs by the dtype of the remainder, and then parameters without
-    a remainder, with float32 copies in place of remainders.
+    Float32 parameters come first. Parameters with remainders follow, grouped by the remainder's dtype.
+    Parameters without a remainder come last, with float32 copies instead of remainders.
     """
     stored = stored_params(params)
     alone = [param for param in stored if param.grad is not None and is_kept_alone(param)]
@@ -428,7 +431,7 @@ def _by_storage(params: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tenso
     pairs = {param: remainder for param, remainder in zip(stored, kept, strict=True) if remainder is not None}
     in_16_bits = {*pairs, *filter(is_kept_alone, stored)}
     yield [param for param in params if param not in in_16_bits] if in_16_bits else list(params), []
-    # The remainder of a bfloat16 weight is an integer. The remainder of a float16 weight is a float32 copy.
+    # A bfloat16 weight has an int16 remainder. A float16 weight has a float32 copy as remainder.
     for dtype in {remainder.dtype for remainder in pairs.values()}:
         yield [p for p in pairs if pairs[p].dtype is dtype], [r for r in pairs.values() if r.dtype is dtype]
     if alone:
@@ -438,30 +441,31 @@ def _by_storage(params: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tenso
 def _and_rounded(
     call: Callable[..., None], optimizer: Optimizer, params: list[Tensor], masters: list[Tensor]
 ) -> Callable[..., None]:
-    """Return a call that steps the float32 copies, and then stores them with stochastic rounding."""
+    """Return a function that steps the float32 copies, and then stores them with stochastic rounding."""
 
     def run(
         numbers: list[float], lr: Tensor | None, divisor: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        count_steps(optimizer, params)  # before the step increases the optimizer's own count
+        count_steps(optimizer, params)  # before the step increases the count
         call(numbers, lr, divisor, found_inf)
         if found_inf is None or not found_inf.is_cpu or found_inf.item() == 0:
-            # If the CPU knows that the step was skipped, the weights are not rounded again.
+            # After a step that the CPU knows was skipped, weights are not rounded again.
             store_masters_(params, masters)
 
     return run
 
 
 def _is_step_replaced(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer.step`` is another function than the one that its class defines.
+    """Return whether ``optimizer.step`` was replaced by another function than the one its class defines.
 
-    Wrappers of a learning rate scheduler (it counts steps) and of torch (hooks, ``no_grad``) are allowed.
+    Wrappers by torch (for hooks and ``no_grad``) and by learning rate schedulers (to count steps) are
+    allowed.
     """
     on_class: Any = type(optimizer).step
     on_instance = vars(optimizer).get("step", on_class)
     if getattr(on_instance, "_wrapped_by_lr_sched", False) is True:  # `is True`: a mock has every attribute
         on_instance = on_instance.__wrapped__
-    # torch wraps the step to run hooks, and sets the result on the class, even if a base class defines step.
+    # torch wraps step() to run hooks, and sets the wrapper on the class, even if a base class defines step().
     kinds = type(optimizer).__mro__
     layer, modules = on_class, {_CONTEXTS, *map(_module_of, kinds)}
     names = {f"{_module_of(kind)}.{kind.__qualname__}.step" for kind in kinds}
@@ -473,5 +477,5 @@ def _is_step_replaced(optimizer: Optimizer) -> bool:
     return f"{module}.{getattr(layer, '__qualname__', '')}" not in names or on_instance is not on_class
 
 
-# The module of torch in which the wrapper of torch.no_grad is defined.
+# The module of torch that defines the wrapper of torch.no_grad.
 _CONTEXTS: Final = "torch.utils._contextlib"

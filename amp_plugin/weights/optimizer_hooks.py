@@ -1,13 +1,13 @@
-"""Make stored parameters float32 while an optimizer steps or loads a state dict.
+"""Makes stored parameters float32 while an optimizer steps or loads a state dict.
 
 ::
 
     step(), load_state_dict():  parameters and states are float32
-    a closure within step():    parameters are in 16 bits again, with the values that the step has set so far
-    a step that raises:         parameters stay float32, with the values that it has set, until the next step
+    a closure within step():    parameters are in 16 bits again, with the values of the step so far
+    a step that raises:         parameters stay float32 until the next step, with the values written so far
 
-This is done by torch's own optimizer hooks, so optimizers of any class work unchanged. Nothing is added to
-their state.
+Torch's own optimizer hooks do this, so that optimizers of any class work unchanged. Nothing is added to the
+state of an optimizer.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ _takes_steps: list[Callable[[Optimizer], list[Tensor]]] = []
 def take_steps_by(take: Callable[[Optimizer], list[Tensor]]) -> None:
     """Register a function that steps optimizers with compressed states in one pass.
 
-    The function returns the parameters that it has stepped. one_pass.py registers it, because that module
-    imports this one.
+    The function returns the parameters that it has stepped. The module one_pass.py registers its function
+    here, because it imports this module.
     """
     _takes_steps.append(take)
 
 
 def add_optimizer(optimizer: Optimizer, state: str | None = None) -> None:
-    """Let an optimizer step stored parameters in float32. A second call has no effect.
+    """Make an optimizer step stored parameters in float32. A second call has no effect.
 
-    An optimizer without stored parameters and without compressed states gets no hooks for its steps.
+    If an optimizer has no stored parameters and no compressed states, its steps get no hooks.
 
     Args:
         optimizer: The optimizer.
-        state: The format in which the states of its parameters are to be stored. None leaves the format that
-            was chosen earlier.
+        state: The format in which the optimizer's moments are stored between steps. None keeps the format
+            that was chosen earlier.
 
     Raises:
-        TypeError: This class of optimizer cannot step stored parameters.
+        TypeError: Optimizers of this class cannot step stored parameters.
         ValueError: The optimizer already has states in 16 bits.
     """
     if state is not None:
@@ -86,42 +86,45 @@ def _hooks_of(optimizer: Optimizer) -> OptimizerHooks:
 
 @cache
 def add_late_optimizers() -> None:
-    """Add optimizers that are made later, when they first step a stored parameter.
+    """Add optimizers that are created later, as soon as they first step a stored parameter.
 
-    A second call has no effect.
+    A second call of this function has no effect.
     """
     hook: Any = torch.compiler.disable(lambda optimizer, *_: add_if_late(optimizer))  # type: ignore[no-untyped-call]
     register_quiet_hook(None, hook)
 
 
 def add_if_late(optimizer: Optimizer) -> None:
-    """Add an optimizer that has stored parameters, unless it was added before."""
+    """Add an optimizer if it has stored parameters and was not added before."""
     has_them = getattr(getattr(optimizer, _ATTRIBUTE, None), "sees_steps", False)
     if not has_them and _are_kept(_params(optimizer)):
         add_optimizer(optimizer)
 
 
 class OptimizerHooks:
-    """The hooks of one optimizer, and which of its parameters and states are float32 now."""
+    """The hooks of one optimizer. Records which of its parameters and states are float32 now."""
 
     def __init__(self) -> None:
         self.sees_steps = False
         self._shown: list[Tensor] = []
-        # Parameters that were already stepped in one pass, and their gradients, hidden from the own step.
+        # Parameters that were already stepped in one pass, with their gradients.
+        # The gradients are hidden from the optimizer's own step.
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
-        self._inner = 0  # the number of base-class steps that the current step has called
-        self._is_widened = False  # whether the states are float32 until the step ends
-        self._asked = False  # whether the states are compressed; restore_weights ends it
-        self._told: set[str] = set()  # the states for which the user was warned
-        self._halves = 0  # the most 16-bit parameters seen that store_weights has not stored
+        self._inner = 0  # the number of super().step() calls in the current step
+        self._is_widened = False  # True while the states are float32
+        # True if the states are compressed between steps, until restore_weights is called.
+        self._asked = False
+        self._told: set[str] = set()  # the names of states that a warning has named
+        # The largest number of trainable 16-bit parameters without a remainder that was seen.
+        self._halves = 0
 
     def attach_to_steps(self, optimizer: Optimizer) -> None:
-        """Register the hooks for steps and state dicts. A second call has no effect."""
+        """Register the hooks for steps and state dicts with torch. A second call has no effect."""
         if self.sees_steps:
             return
         self.sees_steps = True
         before, after = map(torch.compiler.disable, (self.before_step, self.after_step))
-        register_quiet_hook(optimizer, before)  # quiet: a step in one pass may leave this hook out
+        register_quiet_hook(optimizer, before)  # steps in one pass skip this hook
         optimizer.register_step_post_hook(after)
         optimizer.register_state_dict_post_hook(self.after_state_dict)
         if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
@@ -129,7 +132,7 @@ class OptimizerHooks:
             optimizer.load_state_dict = load  # type: ignore[method-assign]
 
     def close(self, optimizer: Optimizer, *, steps: int = 0) -> None:
-        """Store the parameters that are still float32, and compress the states."""
+        """Store the parameters that are still float32, and compress the optimizer's states."""
         self._hide(steps=steps)
         if self._is_widened or (self._asked and not any(map(compressed_state.asked_for, _params(optimizer)))):
             self._is_widened = False
@@ -143,7 +146,7 @@ class OptimizerHooks:
         hide_fp32(shown, steps=steps)
 
     def compress(self, optimizer: Optimizer, *, loaded: bool = False) -> None:
-        """Compress the states, and warn once of each state that stays float32."""
+        """Compress the optimizer's states, and warn once about each state that stays float32."""
         self._asked = any(map(compressed_state.asked_for, _params(optimizer)))
         left = set(compressed_state.compress(optimizer.state, loaded=loaded)) - self._told
         self._told |= left
@@ -157,11 +160,11 @@ class OptimizerHooks:
     def warn_of_halves(self, optimizer: Optimizer) -> None:
         """Warn if the optimizer steps 16-bit parameters without a remainder, which lose small updates.
 
-        It warns again only if there are more of them than before.
+        The warning is repeated only if the number of these parameters has grown.
         """
         halves = sum(param.requires_grad and is_unstored_half(param) for param in _params(optimizer))
         if halves > self._halves:
-            self._halves = halves  # the maximum, so that layers that are frozen again give one warning
+            self._halves = halves  # not reset if layers are frozen again
             warn_user(
                 f"{type(optimizer).__name__} steps {halves} parameters in 16 bits, so updates below "
                 "1/256 of a parameter (1/2048 in float16) are lost. Make them before the model is set "
@@ -170,7 +173,7 @@ class OptimizerHooks:
             )
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Make the parameters float32. If there is a closure, let it run on the 16-bit parameters."""
+        """Make the parameters float32 for a step. A closure still runs on the 16-bit parameters."""
         if (self._shown or self._is_widened) and _is_within_its_step(optimizer):
             self._inner += 1
             return None
@@ -200,7 +203,7 @@ class OptimizerHooks:
         return None
 
     def _take_in_one_pass(self, optimizer: Optimizer) -> bool:
-        """Step in one pass, and hide the gradients so that the optimizer's own step does nothing."""
+        """Step in one pass. Then hide the gradients, so that the optimizer's own step does nothing."""
         stepped = [param for take in _takes_steps for param in take(optimizer)]
         self._hidden = [(param, param.grad) for param in stepped]
         for param in stepped:
@@ -209,7 +212,7 @@ class OptimizerHooks:
         return bool(stepped)
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
-        """Store the parameters, and give hidden gradients back."""
+        """Store the parameters in 16 bits, and restore hidden gradients."""
         while self._hidden:
             param, grad = self._hidden.pop()
             param.grad = grad
@@ -220,34 +223,34 @@ class OptimizerHooks:
     def after_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Replace compressed states in a state dict by ordinary tensors.
 
-        After ``restore_weights`` these are float32 tensors.
+        After ``restore_weights`` the ordinary tensors are float32.
         """
         if not self._is_widened:
             self.compress(optimizer, loaded=True)
         state_dict["state"] = compressed_state.packed(state_dict["state"])
 
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Make the parameters float32 until the load ends, because torch casts states to their dtypes."""
+        """Make the parameters float32 for the load, because torch casts states to the parameters' dtype."""
         self.close(optimizer)
-        # The state dict is a copy that torch makes for the hooks, so it may be changed.
+        # torch passes hooks a copy of the state dict, so it may be changed here.
         state = state_dict["state"] = compressed_state.unpacked(state_dict["state"])
         params = list(dict.fromkeys(_params(optimizer)))
         for number, param in enumerate(params):
             values = tree_leaves(state.get(number)) if isinstance(param, FrozenParameter) else []
             if any(isinstance(value, Tensor) and value.dim() > 0 for value in values):
-                # The frozen parameter was trained before. Making it trainable once stores it, so that it can
-                # be float32 while its state is loaded.
+                # The frozen parameter has state, so it was trained before.
+                # Making it trainable stores it, so that it can be float32 while its state is loaded.
                 param.requires_grad_().requires_grad_(False)
         self._shown = show_fp32(params)
         load_entry_of_0_2(params, state_dict)
 
     def after_load(self, optimizer: Optimizer) -> None:
-        """Store the parameters, and compress the states."""
+        """Store the parameters in 16 bits, and compress the optimizer's states."""
         self.close(optimizer)
         self.compress(optimizer, loaded=True)
 
     def _run_as_kept(self, optimizer: Optimizer, params: list[Tensor], closure: Callable[[], Any]) -> Any:
-        """Run a closure on the 16-bit parameters. When it starts, the states are still compressed."""
+        """Run a closure on the 16-bit parameters. During its first call the states are still compressed."""
         self._hide()
         value = closure()
         self._show(params)
@@ -256,7 +259,7 @@ class OptimizerHooks:
 
 
 def _load_shown(load: Callable[..., Any], state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Run the ``load_state_dict`` of a class that overrides it, and so may not call torch's hooks."""
+    """Run an overridden ``load_state_dict``, which may not call torch's hooks, between our hooks."""
     optimizer: Any = load.__self__  # type: ignore[attr-defined]
     hooks, state_dict = OptimizerHooks(), dict(state_dict)
     hooks.before_load(optimizer, state_dict)
@@ -267,7 +270,7 @@ def _load_shown(load: Callable[..., Any], state_dict: dict[str, Any], *args: Any
 
 
 def count_steps(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
-    """Set the step count of stochastic rounding to the optimizer's count, which checkpoints contain."""
+    """Take the step counts for stochastic rounding from the optimizer's state, which checkpoints contain."""
     for param in params:
         weight = stored_weight(param)
         if weight is not None and not weight.format.kept_bytes:
@@ -276,14 +279,14 @@ def count_steps(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
 
 
 def _is_within_its_step(optimizer: Optimizer) -> bool:
-    """Return whether the current step was called by a step of a subclass. torch runs hooks for both."""
+    """Return whether a subclass's step called the current step. Torch runs the hooks of both steps."""
     frames = (f for f, _ in walk_stack(None) if f.f_globals.get("__name__") == Optimizer.__module__)
     steps = sum("wrapper" in f.f_code.co_name and f.f_locals.get("self") is optimizer for f in frames)
     return steps > 1
 
 
 def _has_hooks(optimizer: Optimizer) -> bool:
-    """Return whether torch runs hooks of an optimizer. It does not without ``Optimizer.__init__``."""
+    """Return whether torch can run hooks of an optimizer, which needs a call of ``Optimizer.__init__``."""
     return all(hasattr(optimizer, f"_optimizer_{name}_pre_hooks") for name in ("step", "load_state_dict"))
 
 
@@ -292,7 +295,7 @@ def _params(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _are_kept(params: Iterable[Tensor]) -> bool:
-    """Return whether any parameter, or any of its states, is stored in fewer bits between steps."""
+    """Return whether any parameter, or its optimizer state, is stored in fewer bits between steps."""
     return any(stored_weight(param) is not None or compressed_state.asked_for(param) for param in params)
 
 
@@ -313,12 +316,13 @@ def _refuse(optimizer: Optimizer) -> None:
 
 
 def _widen_fresh_state(optimizer: Optimizer) -> None:
-    """Convert the 16-bit state that a constructor has just made to float32.
+    """Convert 16-bit state that the optimizer's constructor has just made to float32.
 
-    A constructor fills a state with one number.
+    A constructor fills each state tensor with a single number.
 
     Raises:
-        ValueError: A 16-bit state holds different numbers, so the optimizer has stepped or loaded a state.
+        ValueError: A 16-bit state tensor contains different numbers, so the optimizer has stepped or loaded a
+            state.
     """
     for param in stored_params(_params(optimizer)):
         state = optimizer.state.get(param, {})

@@ -1,4 +1,4 @@
-"""A shard of a stored parameter: FSDP2 gathers its 16-bit weight, and optimizers see it as float32.
+"""The shard of a stored parameter. FSDP2 gathers its 16-bit weight, and optimizers see it as float32.
 
 ::
 
@@ -22,41 +22,39 @@ from amp_plugin.weights.formats import FORMATS, SplitBf16
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor: the local shard of a DTensor, or any other tensor itself."""
+    """Return the local shard of a DTensor. Any other tensor is returned itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def with_local(value: Any, local: Tensor) -> Tensor:
-    """Return ``local``, or a DTensor laid out like ``value`` with ``local`` as its shard.
-
-    The second holds if ``value`` is a DTensor.
-    """
+    """Return ``local``. If ``value`` is a DTensor, wrap ``local`` as a shard of a similar DTensor."""
     is_whole = local_of(value) is value
     return local if is_whole else type(value)(local, value._spec, requires_grad=False)
 
 
 def set_local_(param: Any, local: Tensor) -> None:
-    """Replace the local shard of a DTensor. The DTensor stays the same object."""
+    """Replace the local shard of a DTensor in place, so that the DTensor stays the same object."""
     param._local_tensor = local
 
 
 class StoredShard(DecodedTensor):
     """The part of a stored parameter that one rank holds. Every op sees it as a float32 tensor.
 
-    A read returns the exact float32 values, and a write stores them exactly. Views share its memory, so torch
-    can pad, split and move it.
+    Reads return the exact float32 values, and writes store them exactly. Views share the shard's memory, so
+    torch can pad, split and move the shard.
     """
 
-    weight_16: Tensor  # the 16-bit weight, with which the model computes
-    kept: Tensor  # the remainder, of the same shape; empty for stochastic rounding
+    weight_16: Tensor  # the 16-bit weight that the model uses
+    kept: Tensor  # the remainder, of the same shape (empty for stochastic rounding)
     form: str  # a key of FORMATS
     seed: int  # the seed of stochastic rounding
 
     @staticmethod
     def __new__(cls, half: Tensor, kept: Tensor, form: str, seed: int = 0) -> Self:
-        """Make a shard of a 16-bit weight and its remainder, without a copy."""
+        """Make a shard from a 16-bit weight and its remainder, without copying them."""
         options: dict[str, Any] = {"strides": half.stride(), "dtype": torch.float32, "device": half.device}
-        # FSDP2 reads the data pointer. torch raises an error for it unless the storage has size 0.
+        # FSDP2 reads the data pointer.
+        # torch raises an error for this unless the storage has size 0.
         made: Self = Tensor._make_wrapper_subclass(cls, half.size(), storage_size=0, **options)
         made.weight_16, made.kept, made.form, made.seed = half, kept, form, seed
         return made
@@ -68,11 +66,11 @@ class StoredShard(DecodedTensor):
 
     @property
     def format(self) -> SplitBf16:
-        """The format in which it is stored."""
+        """The format in which the shard is stored."""
         return FORMATS[self.form]
 
     def decoded(self) -> Tensor:
-        """Return a float32 copy."""
+        """Return a float32 copy of the shard."""
         (value,) = self.format.join([self.weight_16], [self.kept])
         return value.clone() if value.data_ptr() == self.kept.data_ptr() else value
 
@@ -81,9 +79,9 @@ class StoredShard(DecodedTensor):
         self._copy_from(StoredShard.of(value, self.form))
 
     def as_kept(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Copy, move, pad or split the weight and the remainder alike.
+        """Copy, move, pad or split the weight and the remainder in the same way.
 
-        A cast to the 16-bit dtype returns a copy of the weight.
+        A cast to the dtype of the 16-bit weight returns a copy of that weight.
         """
         dtype = kwargs.get("dtype")
         if func is torch.ops.aten._to_copy.default and dtype is self.weight_16.dtype:
@@ -102,7 +100,7 @@ class StoredShard(DecodedTensor):
         return self._of_parts(*made)
 
     def parts(self) -> list[Tensor]:
-        """Return the tensors that hold the shard: the 16-bit weight, and the remainder if there is one."""
+        """Return the shard's tensors: the 16-bit weight, and the remainder if there is one."""
         return [self.weight_16, self.kept] if self.format.kept_bytes else [self.weight_16]
 
     def _copy_from(self, other: StoredShard) -> None:
@@ -112,28 +110,30 @@ class StoredShard(DecodedTensor):
     def _of_parts(self, half: Tensor, kept: Tensor | None = None) -> StoredShard:
         return StoredShard(half, half.new_empty(0) if kept is None else kept, self.form, self.seed)
 
-    # -- the hooks that FSDP2 calls around an all-gather (torchao's float8 weights have them too) --------
+    # -- hooks that FSDP2 calls around an all-gather, as for torchao's float8 weights --------
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:
-        """Return the tensor that this rank sends: the 16-bit weight, or float32 if the policy gathers that.
+        """Return what this rank sends: the 16-bit weight, or another dtype if the policy says so.
 
         Args:
-            mesh: The mesh of the ranks that hold the shards.
+            mesh: The device mesh of the ranks that hold shards of the weight.
             outer_size: The size of the whole weight.
             outer_stride: The stride of the whole weight. Not used.
             module: The module that holds the weight. Not used.
-            mp_policy: The policy. Its ``param_dtype`` is the dtype in which the weight is gathered.
+            mp_policy: The policy, whose ``param_dtype`` is the dtype in which the weight is gathered.
 
         Returns:
-            One tensor, padded to the size of the first rank's shard, and None as metadata.
+            A tuple of one tensor, which is padded to the size of the first rank's shard, and None as
+            metadata.
         """
         del outer_stride, module
         dtype = mp_policy.param_dtype or torch.float32
         sent = self.weight_16 if dtype is self.weight_16.dtype else self.decoded().to(dtype)
         if self.size()[1:] != outer_size[1:]:
-            # The weight is sharded along another dimension than the first. There torch wants equal shards.
+            # The weight is not sharded along its first dimension.
+            # torch requires equal shards along other dimensions.
             return (sent,), None
         rows = -(-outer_size[0] // mesh.size())
         if sent.size(0) == rows:
@@ -145,17 +145,17 @@ class StoredShard(DecodedTensor):
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: None, param_dtype: Any, *, out: Any = None
     ) -> tuple[Tensor, tuple[()]] | None:
-        """Return the gathered weight, in the memory that the all-gather has filled.
+        """Return the gathered weight, which uses the memory that the all-gather has filled.
 
         Args:
-            all_gather_outputs: One tensor: the shards of all ranks, one after the other.
+            all_gather_outputs: A single tensor with the shards of all ranks, one after another.
             metadata: Always None.
             param_dtype: The dtype of the weight. Not used.
-            out: None at the first all-gather. Later it is the weight that the first one returned, which has
+            out: None at the first all-gather. Later it is the weight that the first call returned, which has
                 the same memory.
 
         Returns:
-            The weight and an empty tuple, or None if ``out`` is given.
+            A tuple of the weight and an empty tuple, or None if ``out`` is given.
         """
         del metadata, param_dtype
         return None if out is not None else (all_gather_outputs[0], ())

@@ -1,4 +1,4 @@
-"""``store_weights`` stores a model's weights in 16 bits; ``restore_weights`` makes them float32 again."""
+"""``store_weights`` stores a model's weights in 16 bits, and ``restore_weights`` makes them float32 again."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class WeightStore:
         return len(stored_params(self._model.parameters()))
 
     def add(self, *optimizers: Optimizer) -> None:
-        """Add optimizers, before they load a state dict; see :func:`store_weights`."""
+        """Add optimizers that were created later, before they load a state dict."""
         for optimizer in optimizers:
             add_optimizer(optimizer, self._state)
 
     def in_fp32(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which a model's weights are float32; see :func:`in_fp32`."""
+        """Return a context manager in which a model's weights are float32. See :func:`in_fp32`."""
         return in_fp32(model)
 
     def fp32_state_dict(self, model: nn.Module) -> dict[str, Any]:
@@ -76,48 +76,48 @@ def store_weights(
 ) -> WeightStore:
     """Store a model's weights in 16 bits and let any optimizer train them exactly.
 
-    The model computes with the 16 bits. While an optimizer steps or loads a state dict, its parameters,
-    gradients and state are float32, so that each update counts::
+    The model computes with the 16-bit weights. While an optimizer steps or loads a state dict, its
+    parameters, gradients and state are float32, so that small updates are not lost::
 
         step:  parameters = join(16-bit weights, remainders)
                the optimizer's own step
                16-bit weights, remainders = split(parameters)
 
     The parameters stay the same objects. State dicts, copies and pickles are the same as for a float32 model.
-    Call it before the first step and before DistributedDataParallel. If an optimizer is made later, pass it
-    to ``add`` of the result before it loads a state dict. Otherwise it is found at its first step.
+    Call ``store_weights`` before the first step and before DistributedDataParallel. If an optimizer is
+    created later, pass it to ``add`` of the returned store before the optimizer loads a state dict. If it
+    loads none, it is added automatically at its first step.
 
     Args:
-        model: A model in float32, bfloat16 or float16, on any device. If FSDP2 shards it, it must be in
-            float32. Then all weights that FSDP2 gathers in 16 bits are stored, norms and embeddings too.
-        *optimizers: The optimizers that exist already, of any class.
+        model: A model in float32, bfloat16 or float16, on any device. If FSDP2 shards the model, the model
+            must be in float32. In this case all weights that FSDP2 gathers in 16 bits are stored, including
+            those of norms and embeddings.
+        *optimizers: Optimizers of the model's parameters, of any class.
         weights: Which weights are stored, and how.
-            ``"bf16"``: the weights that autocast would cast (Linear, convolutions, attention projections),
-            each as a bfloat16 number and a 16-bit remainder, which together hold all bits of float32. Norms,
-            embeddings and other weights stay float32.
-            ``"fp16"``: the same weights as float16, with a float32 copy.
-            ``"bf16-true"``, ``"fp16-true"``: all weights, for a model that computes in 16 bits without
-            autocast.
-            ``"bf16-stochastic"``: as ``"bf16"`` without remainders. The result of a step is rounded up or
-            down at random.
-            ``"fp32"``: none. Weights in 16 bits become float32, frozen ones as soon as they are trained.
-        state: The format of the optimizers' moments between steps: ``"fp32"``, ``"bf16"``, or ``"8bit"``,
-            which are codes with one scale for each 128 elements. Optimizers with a rule step them in one
-            pass. Other optimizers have them in float32 while they step. States that are not moments stay
-            float32.
+            ``"bf16"``: each weight that autocast would cast (Linear, convolutions, attention projections)
+            becomes a bfloat16 weight and a 16-bit remainder, which together hold all bits of float32. Norms,
+            embeddings and other weights stay float32. ``"fp16"``: the same weights as float16, with a float32
+            copy. ``"bf16-true"``, ``"fp16-true"``: all weights, for a model that computes in 16 bits without
+            autocast. ``"bf16-stochastic"``: the same weights as with ``"bf16"``, but without remainders. Each
+            step stores its result with stochastic rounding. ``"fp32"``: no weight is stored in 16 bits.
+            Weights that are in 16 bits become float32. Frozen weights do so once they become trainable.
+        state: The format of the optimizers' moments between steps: ``"fp32"``, ``"bf16"``, or ``"8bit"``
+            (8-bit codes with one scale for each 128 elements). If amp_plugin has a rule for the optimizer's
+            class, one op steps with the compressed moments. For other optimizers the moments are float32
+            during a step. States that are not moments stay float32.
         fp32_modules: Names of modules (``"head"``, ``"blocks.*.norm"``) or classes (``"LayerNorm"``) whose
-            weights stay in float32.
-        seed: The seed of stochastic rounding; the same on all ranks.
+            weights must stay in float32.
+        seed: The seed of stochastic rounding. It must be the same on all ranks.
 
     Returns:
-        The store, with ``add(optimizer)``, ``in_fp32(model)`` and ``fp32_state_dict(model)``. ``len(store)``
-        is the number of stored weights.
+        A WeightStore with the methods ``add(optimizer)``, ``in_fp32(model)`` and ``fp32_state_dict(model)``.
+        ``len(store)`` is the number of stored weights.
 
     Raises:
         ValueError: ``weights`` or ``state`` is unknown, a pattern matches no module, a weight is on the
-            meta device, an optimizer has state in 16 bits, or a sharded model does not gather its weights in
-            16 bits.
-        TypeError: FSDP1 or DeepSpeed shards the model, or an optimizer steps in backward or was made without
+            meta device, an optimizer has state in 16 bits, or FSDP2 does not gather the weights of a sharded
+            model in 16 bits.
+        TypeError: FSDP1 or DeepSpeed shards the model. Or an optimizer steps in backward, or did not call
             ``Optimizer.__init__``.
         RuntimeError: A stored weight was converted to another dtype.
 
@@ -140,10 +140,11 @@ def store_weights(
         restore_weights(model)
     else:
         carry_into_shards()
-        # Load the core now: a step takes 1.5 times as long as with float32 weights, without the core 9 times.
+        # Compile and load the native core now.
+        # A step takes 1.5 times as long as with float32 weights, or 9 times without the native core.
         native_core()
         _store(model, name, tuple(fp32_modules), seed)
-    # Sharded 16-bit weights are not converted. Their optimizer warns of them.
+    # Sharded 16-bit weights are not converted. Their optimizer warns about them.
     if not any(map(is_sharded, model.parameters())):
         convert_to_fp32(model)
     if name != "fp32" or state != "fp32":
@@ -157,8 +158,8 @@ def store_weights(
 def restore_weights(model: nn.Module) -> None:
     """Make the stored weights of a model ordinary float32 weights, in place and exactly.
 
-    A model without stored weights does not change. Its optimizers can continue. A DistributedDataParallel
-    around it cannot.
+    A model without stored weights does not change. The model's optimizers can continue. A
+    DistributedDataParallel wrapper around the model cannot be used any longer.
 
     Args:
         model: The model.
@@ -183,10 +184,11 @@ def restore_weights(model: nn.Module) -> None:
 
 
 def in_fp32(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which a model's stored weights are float32, to average, export or edit them.
+    """Return a context manager that makes a model's stored weights float32, to average, export or edit them.
 
-    Inside, the parameters themselves are float32. At the end, values that were written to them are stored.
-    Contexts may be nested, and optimizers may step inside. Do not train under DistributedDataParallel inside.
+    Inside the context the model's parameters are float32. At its end they are stored in 16 bits again, with
+    the values that were written to them. Contexts may be nested, and optimizers may step inside. Do not train
+    with DistributedDataParallel inside the context.
 
     Args:
         model: The model, or a wrapper around it.
@@ -195,14 +197,14 @@ def in_fp32(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def is_stored(model: nn.Module) -> bool:
-    """Return whether a model, or the model inside a wrapper, has weights that are stored in 16 bits."""
+    """Return whether ``store_weights`` has stored weights of a model (or wrapped model) in 16 bits."""
     return bool(stored_params(model.parameters()))
 
 
 # -- which weights -----------------------------------------------------------------------------------
 
 _PROJECTIONS: Final = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
-# Modules whose weights autocast casts wherever they are used, on all devices, and the names of those weights.
+# Maps module classes to the names of weights that autocast always casts, on every device.
 _CAST: Final[dict[type[nn.Module], tuple[str, ...]]] = {
     nn.Linear: ("weight", "bias"),
     _ConvNd: ("weight", "bias"),
@@ -213,10 +215,10 @@ _CAST_BY_NAME: Final = {"transformers.pytorch_utils.Conv1D": ("weight", "bias")}
 
 
 def _cast_names(module: nn.Module) -> Iterable[str]:
-    """Return the names of a module's own parameters that autocast casts wherever it runs."""
+    """Return the names of a module's direct parameters that autocast always casts."""
     kind = type(module)
     names: Iterable[str] = next((names for known, names in _CAST.items() if isinstance(module, known)), ())
-    # On a GPU cuDNN's RNNs take float16 only, so their weights are not stored there.
+    # cuDNN's RNNs accept only float16, so RNN weights are not stored on a GPU.
     if isinstance(module, nn.RNNBase) and not torch.accelerator.is_available():
         names = module._flat_weights_names
     torchs: Any = next(base for base in kind.__mro__ if base.__module__.startswith("torch.nn."))
@@ -226,9 +228,9 @@ def _cast_names(module: nn.Module) -> Iterable[str]:
 
 
 def _store(model: nn.Module, name: str, patterns: tuple[str, ...], seed: int) -> None:
-    """Store the chosen parameters of a model. A frozen 16-bit weight is stored once it becomes trainable."""
+    """Store the chosen parameters of a model. Frozen 16-bit weights are stored once they become trainable."""
     require_matches([model], patterns)
-    # to_empty() of a meta tensor would make a 16-bit weight without a remainder.
+    # If a stored weight were on meta, to_empty() would create a 16-bit weight without remainder.
     if any(param.is_meta for param in model.parameters()):
         msg = f"weights={name!r} for a model on the meta device: give the model memory and values first"
         raise ValueError(msg)
@@ -252,12 +254,12 @@ def _computed_in_16_bits(model: nn.Module, name: str, patterns: tuple[str, ...])
     for module in model.modules():
         own = module._parameters
         names = own if stores_all(name) else _cast_names(module)
-        if isinstance(module, _NormBase):  # its statistics are float32, and torch wants one dtype
+        if isinstance(module, _NormBase):  # torch requires one dtype for weights and float32 statistics
             names = ()
         for key, param in own.items():
             if param is not None:
                 (found if key in names else others).add(param)
-    found -= others  # a tied weight is stored only if autocast casts it in every module that uses it
+    found -= others  # a tied weight is stored only if autocast casts it in all modules that use it
     gathered = gathered_dtypes(model)
     found -= gathered.keys()
     found |= {param for param, dtype in gathered.items() if dtype is FORMATS[name].dtype}
@@ -277,7 +279,7 @@ def _can_be_stored(param: Tensor) -> bool:
 def _refuse_unfit_shards(
     model: nn.Module, name: str, chosen: set[Tensor], gathered: Mapping[Tensor, torch.dtype]
 ) -> None:
-    """Raise ValueError if a sharded model cannot compute with weights in this format."""
+    """Raise ValueError if a sharded model cannot compute with weights in the format ``name``."""
     sharded = [param for param in model.parameters() if is_sharded(param)]
     dtype, msg = FORMATS[name].dtype, ""
     halves = [param for param in sharded if param.requires_grad and is_unstored_half(param)]
@@ -305,17 +307,18 @@ def _refuse_unfit_shards(
 
 
 def convert_to_fp32(model: nn.Module) -> str:
-    """Convert a model's trainable 16-bit parameters to float32. Frozen ones follow once they are trainable.
+    """Convert a model's trainable 16-bit parameters to float32.
 
-    The buffers of their modules are converted too.
+    Frozen parameters are converted once they become trainable. Buffers of modules with converted parameters
+    are converted too.
 
     Returns:
-        One line that says what was converted; empty if nothing was.
+        A sentence that says what was converted, or "" if nothing was.
     """
     found: dict[nn.Parameter, torch.dtype] = {}
     for module in model.modules():
         halves = [param for param in module.parameters(recurse=False) if is_unstored_half(param)]
-        is_norm = isinstance(module, _NormBase)  # torch wants one dtype of its weights and statistics
+        is_norm = isinstance(module, _NormBase)  # torch requires one dtype for weights and statistics
         trained = {param: param.dtype for param in halves if param.requires_grad or is_norm}
         for name, buffer in module.named_buffers(recurse=False):
             if trained and buffer.dtype in HALVES:
@@ -337,13 +340,13 @@ def convert_to_fp32(model: nn.Module) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightBytes:
-    """Bytes held between two optimizer steps, by this process.
+    """The bytes that this process holds between two optimizer steps.
 
     Attributes:
-        parameters: The number of elements of all parameters. Tied parameters count once; for sharded ones,
-            only this rank's elements count.
-        weights, gradients, optimizer_state: The bytes of these tensors.
-        masters: The bytes of remainders and of float32 copies.
+        parameters: The number of elements of all parameters. Tied parameters are counted once. Of sharded
+            parameters, only this rank's elements are counted.
+        weights, gradients, optimizer_state: The bytes of the tensors of each kind.
+        masters: The bytes of the remainders and float32 copies of stored weights.
     """
 
     parameters: int
@@ -354,11 +357,11 @@ class WeightBytes:
 
     @property
     def total(self) -> int:
-        """The sum of all four."""
+        """The sum of the four byte counts."""
         return self.weights + self.masters + self.gradients + self.optimizer_state
 
     def per_parameter(self) -> dict[str, float]:
-        """Return a dict from each kind to bytes per parameter, with the total: ``{"weights": 2.0, ...}``."""
+        """Return the bytes per parameter of each kind, and the total, as ``{"weights": 2.0, ...}``."""
         kinds = ("weights", "masters", "gradients", "optimizer_state", "total")
         return {kind: getattr(self, kind) / max(1, self.parameters) for kind in kinds}
 
@@ -370,15 +373,15 @@ class WeightBytes:
 
 
 def weight_bytes(model: nn.Module, *optimizers: Optimizer) -> WeightBytes:
-    """Count the bytes that training holds for a model's parameters, without a host sync.
+    """Count the bytes of a model's weights, gradients and optimizer states, without a host sync.
 
     Args:
         model: The model, or a wrapper around it.
-        *optimizers: The optimizers that step it, torch's or a framework's.
+        *optimizers: The optimizers of the model, from torch or a framework.
 
     Returns:
-        The bytes held now. Call it after ``backward`` of the second step, when gradients and optimizer
-        states exist.
+        The bytes that are held at the time of the call. Call this function after the ``backward`` of the
+        second step, when gradients and optimizer states exist.
 
     Example:
         >>> import torch

@@ -1,16 +1,17 @@
-"""A parameter that is stored in 16 bits, and that becomes float32 while an optimizer uses it.
+"""Parameters that are stored in 16 bits, and become float32 while an optimizer uses them.
 
 ::
 
-    stored:   param is a 16-bit tensor; record.kept is its remainder
-    shown:    param is a float32 tensor. It is the same Python object; only its data was exchanged
-    nested:   the first of several nested requests shows it; it is stored when the last one ends
+    stored:   param is a 16-bit tensor, and record.kept is its remainder
+    shown:    param is a float32 tensor. The Python object is the same, only its data was exchanged
+    nested:   the first of several nested requests shows param, and the end of the last one stores it
     sharded:  param is a float32 DTensor. Its local shard is a StoredShard when stored, and an ordinary
               tensor when shown
 
-Optimizers refer to the parameter in their groups and states, and it is float32 whenever they use it. Autograd
-and DDP see the 16-bit tensor. The record is an attribute of the parameter. Copies and pickles of a parameter
-are float32 parameters. A frozen 16-bit parameter is stored as soon as it becomes trainable.
+Optimizers hold the parameter in their groups and states, and see it as float32 whenever they use it. Autograd
+and DDP see the 16-bit tensor. The record (StoredWeight) is an attribute of the parameter. Copies and pickles
+of a stored parameter are float32 parameters. A frozen 16-bit parameter is stored as soon as it becomes
+trainable.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from amp_plugin.weights.formats import FORMATS, HALVES, SplitBf16
 from amp_plugin.weights.shard import StoredShard, local_of, set_local_, with_local
 
 _ATTRIBUTE: Final = "_amp_plugin_stored"
-# The descriptors of torch's attributes.
+# The descriptors of the attributes of torch.Tensor.
 _GRAD: Final[Any] = Tensor.grad
 _DATA: Final[Any] = Tensor.data
 _REQUIRES_GRAD: Final[Any] = Tensor.requires_grad
@@ -39,23 +40,25 @@ _REQUIRES_GRAD: Final[Any] = Tensor.requires_grad
 
 @dataclass(eq=False, slots=True)
 class StoredWeight:
-    """The record of a stored parameter."""
+    """Holds the remainder of a stored parameter, and whether the parameter is float32 now."""
 
-    name: str  # the format as users write it, a key of FORMATS
+    name: str  # the name of the format, a key of FORMATS
     format: SplitBf16
-    kept: Tensor  # the remainder; it follows the parameter to another device at its next use
+    # The remainder. If the parameter is moved to another device, the remainder follows at its next use.
+    kept: Tensor
     seed: int  # the seed of stochastic rounding
-    owner: (
-        ref[Tensor] | None
-    )  # torch.utils.swap_tensors, which would remove the record, refuses tensors that have such a reference
+    # A weak reference to the parameter. torch.utils.swap_tensors would remove the record,
+    # but it raises an error for tensors that have weak references.
+    owner: ref[Tensor] | None
     steps: int = 0  # number of optimizer steps taken
-    shows: int = 0  # number of open requests for float32
-    hidden: Tensor | None = None  # while float32 is shown: the 16-bit tensor, or the StoredShard
-    # The weight's name in the last state dict, and a reference to the tensor there.
+    shows: int = 0  # the number of open show_fp32() requests
+    # The 16-bit tensor or StoredShard while the parameter is float32, else None.
+    hidden: Tensor | None = None
+    # The key of the weight in the last state dict, and a reference to its tensor there.
     exported: tuple[str, Callable[[], Any]] = "", bool
 
     def show(self, param: Tensor, master: Tensor) -> None:
-        """Exchange the 16-bit data of the parameter for its float32 value."""
+        """Replace the 16-bit data of the parameter by its float32 value."""
         if is_sharded(param):
             self.hidden = local_of(param)
             set_local_(param, master)
@@ -64,7 +67,7 @@ class StoredWeight:
             _exchange(param, self.hidden, nn.Parameter)
 
     def half_like(self, master: Tensor) -> Tensor:
-        """Return the hidden 16-bit tensor, adapted if the float32 tensor has moved or changed its shape."""
+        """Return the hidden 16-bit tensor, with the device and shape that the float32 tensor has now."""
         hidden = cast("Tensor", self.hidden)
         if hidden.device != master.device or hidden.shape != master.shape:
             if isinstance(hidden, StoredShard):
@@ -75,7 +78,7 @@ class StoredWeight:
         return half_of(hidden)
 
     def hide(self, param: Tensor) -> None:
-        """Put the 16-bit data of a parameter back."""
+        """Put the 16-bit data of a parameter back in place of the float32 data."""
         hidden, self.hidden = cast("Tensor", self.hidden), None
         if is_sharded(param):
             set_local_(param, hidden)
@@ -84,17 +87,17 @@ class StoredWeight:
             _exchange(param, hidden, StoredParameter)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave the record out of pickles: a pickled parameter is an ordinary float32 one."""
+        """Leave the record out of pickles, because a pickled parameter is an ordinary float32 parameter."""
         return bool, ()
 
 
 def _set_grad(param: Tensor, given: Tensor | None) -> None:
-    """Set the gradient; one in the weight's 16-bit dtype is converted to float32."""
+    """Set the gradient. A gradient in the weight's 16-bit dtype is converted to float32."""
     _GRAD.__set__(param, given.float() if given is not None and given.dtype is param.dtype else given)
 
 
 def _set_data(param: Tensor, given: Tensor) -> None:
-    """Set the data. float32 data is stored with all its bits, unless it equals the present 16 bits."""
+    """Set the data. Float32 data is stored exactly, unless it equals the current 16-bit weight."""
     if given.dtype is torch.float32 and given.shape == param.shape and given.device == param.device:
         present = _DATA.__get__(param).float()
         if not torch.equal(given, present) or torch.equal(present, exact_value(param)):
@@ -104,53 +107,53 @@ def _set_data(param: Tensor, given: Tensor) -> None:
 
 
 class StoredParameter(nn.Parameter):
-    """The class of a stored parameter while it is in 16 bits."""
+    """The class that a stored parameter has while it is in 16 bits."""
 
     grad: Any = property(_GRAD.__get__, _set_grad, _GRAD.__delete__)
     data: Any = property(_DATA.__get__, _set_data)
 
     def share_memory_(self) -> Any:
-        """Move the parameter and its remainder to shared memory, for forked processes."""
+        """Move the parameter and its remainder to shared memory, for other processes."""
         _settled(self).kept.share_memory_()  # type: ignore[no-untyped-call]
         return super().share_memory_()  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Return a float32 parameter."""
+        """Return an ordinary float32 parameter."""
         return nn.Parameter(exact_value(self), self.requires_grad)
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        """Pickle as a float32 parameter, which loads without this package."""
+        """Pickle as an ordinary float32 parameter, which can be loaded without amp_plugin."""
         made: Any = nn.Parameter(exact_value(self), self.requires_grad)
         vars(made).update({name: value for name, value in vars(self).items() if name != _ATTRIBUTE})
         return made.__reduce_ex__(protocol)  # type: ignore[no-any-return]
 
 
 def _set_requires_grad(param: nn.Parameter, wanted: bool) -> None:
-    """Store a frozen parameter in the format that was chosen for it.
+    """Set ``requires_grad``. A frozen parameter that becomes trainable is stored in its chosen format.
 
-    A copy of a parameter has no chosen format. It becomes float32.
+    A copy of a frozen parameter has no chosen format, so it becomes float32.
     """
     if wanted:
         name, seed = vars(param).get("once_trained", ("fp32", 0))
         forget_way_(param)
-        if param.untyped_storage().nbytes() == param.nbytes:  # a view of FSDP's flat tensor keeps its memory
+        if param.untyped_storage().nbytes() == param.nbytes:  # not for views of FSDP's flat tensor
             store_(param, name, seed=seed)
     _REQUIRES_GRAD.__set__(param, wanted)
 
 
 class FrozenParameter(nn.Parameter):
-    """The class of a frozen 16-bit parameter, which is stored when it becomes trainable."""
+    """The class of a frozen 16-bit parameter that is stored when it becomes trainable."""
 
     requires_grad: Any = property(_REQUIRES_GRAD.__get__, _set_requires_grad)
 
     def requires_grad_(self, requires_grad: bool = True) -> FrozenParameter:
-        """Freeze the parameter. If it becomes trainable, store it."""
+        """Freeze the parameter, or make it trainable. A trainable parameter is stored."""
         self.requires_grad = requires_grad
         return self
 
 
 def stored_weight(param: Tensor) -> StoredWeight | None:
-    """Return the record of a stored parameter. For an ordinary parameter it is None."""
+    """Return the record of a stored parameter. For an ordinary parameter, return None."""
     known: StoredWeight | None = param.__dict__.get(_ATTRIBUTE) or None
     if (
         known is None
@@ -162,26 +165,26 @@ def stored_weight(param: Tensor) -> StoredWeight | None:
 
 
 def stored_params(params: Iterable[Tensor]) -> list[Tensor]:
-    """Return the parameters that are stored in 16 bits, each once."""
-    # Most are ordinary parameters. Each step looks at all of them, and a call for each would take as long as
-    # the step of a small one.
+    """Return the parameters that are stored in 16 bits, without duplicates."""
+    # Most parameters are ordinary ones.
+    # A call for each of them would take as long as the optimizer step of a small parameter.
     likely = [p for p in params if type(p) is not nn.Parameter or _ATTRIBUTE in p.__dict__]
     return list(dict.fromkeys(param for param in likely if stored_weight(param) is not None))
 
 
 def is_sharded(param: Tensor) -> bool:
-    """Return whether a parameter is a DTensor, so that this rank may hold only a part of it."""
+    """Return whether a parameter is a DTensor, so that this rank may hold only a shard of it."""
     return local_of(param) is not param
 
 
 def half_of(param: Tensor) -> Tensor:
-    """Return the 16-bit tensor of a stored parameter. Of a sharded parameter it is this rank's part."""
+    """Return the 16-bit tensor of a stored parameter, or of this rank's shard of the parameter."""
     local = local_of(param)
     return local.weight_16 if isinstance(local, StoredShard) else local.detach()
 
 
 def is_unstored_half(param: Tensor) -> bool:
-    """Return whether a parameter is in 16 bits but not stored by store_weights, so it has no remainder."""
+    """Return whether a 16-bit parameter was not stored by store_weights, and so has no remainder."""
     return param.dtype in HALVES and stored_weight(param) is None
 
 
@@ -190,7 +193,7 @@ def is_unstored_half(param: Tensor) -> bool:
 
 @torch.no_grad()
 def store_(param: nn.Parameter, name: str, *, seed: int = 0) -> None:
-    """Store a parameter in the format ``FORMATS[name]``, in place and exactly. ``"fp32"`` undoes it."""
+    """Store a parameter in place and exactly, in the format ``FORMATS[name]`` or as float32 (``"fp32"``)."""
     known = stored_weight(param)
     if known is not None and known.name == name:
         return
@@ -214,16 +217,16 @@ def store_(param: nn.Parameter, name: str, *, seed: int = 0) -> None:
 
 
 def record_shard_(param: Tensor, shard: StoredShard) -> StoredWeight:
-    """Make the record of a sharded parameter that is stored, and return it."""
-    # The record has no owner, because Module.to() exchanges DTensors. A new record is then made from the
-    # shard of the new DTensor.
+    """Create and return the record of a stored parameter that is sharded."""
+    # Module.to() replaces DTensors by swapping tensors, so no weak reference may exist.
+    # The new DTensor gets a new record, which is made from its shard.
     weight = StoredWeight(shard.form, shard.format, shard.kept, shard.seed, None)
     setattr(param, _ATTRIBUTE, weight)
     return weight
 
 
 def store_once_trained_(param: Tensor, name: str, *, seed: int = 0) -> None:
-    """Leave a frozen 16-bit parameter as it is, and store it as soon as it becomes trainable."""
+    """Store a frozen 16-bit parameter later, as soon as it becomes trainable."""
     if type(param) in {nn.Parameter, FrozenParameter}:
         param.__class__ = FrozenParameter
         vars(param)["once_trained"] = name, seed
@@ -238,7 +241,7 @@ def forget_way_(param: Tensor) -> None:
 
 @torch.no_grad()
 def widen_(param: Tensor) -> None:
-    """Make a 16-bit parameter an ordinary float32 one, in place. A stored parameter keeps its exact value."""
+    """Turn a 16-bit parameter into an ordinary float32 parameter, in place. Stored values stay exact."""
     value, grad = exact_value(param), param.grad
     if is_sharded(param):
         set_local_(param, local_of(value))
@@ -259,7 +262,7 @@ def widen_(param: Tensor) -> None:
 def exact_value(param: Tensor) -> Tensor:
     """Return the exact value of a parameter as a new float32 tensor.
 
-    The tensor is on the CPU if the GPU is nearly full.
+    If the GPU is nearly full, the new tensor is on the CPU.
     """
     weight = stored_weight(param)
     if weight is None or _settled(param).shows:
@@ -273,7 +276,7 @@ def exact_value(param: Tensor) -> Tensor:
 
 
 def has_room(param: Tensor) -> bool:
-    """Return whether a float32 copy of a parameter would leave an eighth of the GPU's memory free."""
+    """Return whether an eighth of the GPU's memory stays free after a float32 copy of a parameter."""
     if param.device.type != "cuda":
         return True
     free, total = torch.cuda.mem_get_info(param.device)
@@ -286,30 +289,30 @@ def remainder_of(param: Tensor) -> Tensor | None:
     weight = stored_weight(param)
     if weight is None or weight.shows or not weight.format.kept_bytes:
         return None
-    with torch.no_grad():  # not a decorator, because most parameters have returned above
+    with torch.no_grad():  # no decorator, since most calls return above
         kept = _settled(param).kept
         if kept.dtype is torch.float32:
-            # The user's code may have written the float16 weight. This updates the float32 copy.
+            # User code may have changed the float16 weight. join() updates the float32 copy.
             weight.format.join([half_of(param)], [kept])
     return kept
 
 
 def is_kept_alone(param: Tensor) -> bool:
-    """Return whether a parameter is stored without a remainder, and so is rounded stochastically."""
+    """Return whether a parameter is stored without a remainder, for stochastic rounding."""
     weight = stored_weight(param)
     return weight is not None and not weight.shows and not weight.format.kept_bytes
 
 
 @torch.no_grad()
 def masters_of(params: list[Tensor]) -> list[Tensor]:
-    """Return float32 copies of parameters without a remainder; :func:`store_masters_` stores them."""
+    """Return float32 copies of parameters without a remainder, for :func:`store_masters_`."""
     records = [_settled(param) for param in params]
     return records[0].format.join([half_of(param) for param in params], [record.kept for record in records])
 
 
 @torch.no_grad()
 def store_masters_(params: list[Tensor], masters: list[Tensor]) -> None:
-    """Store the float32 copies from :func:`masters_of` after an optimizer step has changed them."""
+    """Store the float32 copies of :func:`masters_of` after an optimizer step has changed them."""
     made = dict(zip(params, masters, strict=True))
     records = {param: _settled(param) for param in params}
     for record in records.values():
@@ -320,7 +323,7 @@ def store_masters_(params: list[Tensor], masters: list[Tensor]) -> None:
 
 
 def _settled(param: Tensor) -> StoredWeight:
-    """Return the record of a stored parameter, adapted if the parameter has moved or has new data."""
+    """Return the record of a stored parameter. If the parameter was moved or resized, update the record."""
     weight = cast("StoredWeight", stored_weight(param))
     if is_sharded(param):
         return weight if weight.shows else _settled_shard(param, weight)
@@ -340,7 +343,7 @@ def _settled(param: Tensor) -> StoredWeight:
 
 
 def _settled_shard(param: Tensor, weight: StoredWeight) -> StoredWeight:
-    """Return the record of a sharded parameter, adapted if torch has padded or replaced its shard."""
+    """Return the record of a sharded parameter. If torch has replaced its shard, update the record."""
     shard = local_of(param)
     if not isinstance(shard, StoredShard):
         shard = StoredShard.of(shard.float(), weight.name, weight.seed)
@@ -355,7 +358,7 @@ def _settled_shard(param: Tensor, weight: StoredWeight) -> StoredWeight:
 @torch.inference_mode(mode=False)
 @torch.no_grad()
 def show_fp32(params: Iterable[Tensor]) -> list[Tensor]:
-    """Make stored parameters float32 until :func:`hide_fp32` has been called as often. Return them."""
+    """Make stored parameters float32 until a matching call of :func:`hide_fp32`, and return them."""
     stored = {param: _settled(param) for param in stored_params(params)}
     for alike, weights in _alike({p: weight for p, weight in stored.items() if not weight.shows}):
         halves = [half_of(param) for param in alike]
@@ -370,9 +373,9 @@ def show_fp32(params: Iterable[Tensor]) -> list[Tensor]:
 @torch.inference_mode(mode=False)
 @torch.no_grad()
 def hide_fp32(params: Iterable[Tensor], *, steps: int = 0) -> None:
-    """Store the parameters that :func:`show_fp32` returned, unless another request is still open.
+    """Store the parameters that :func:`show_fp32` returned, unless another request for float32 is open.
 
-    ``steps`` is the number of optimizer steps that were taken in between.
+    ``steps`` is the number of optimizer steps that were taken since :func:`show_fp32`.
     """
     ended = {param: weight for param in stored_params(params) if (weight := _settled(param)).shows}
     for weight in ended.values():
@@ -398,10 +401,10 @@ def fp32_shown(params: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _alike(stored: dict[Tensor, StoredWeight]) -> Iterator[tuple[list[Tensor], list[StoredWeight]]]:
-    """Yield groups of parameters that one call of an op can handle, and their records.
+    """Yield groups of parameters that one op call can process, together with their records.
 
-    The parameters of a group have the same format and device and, for stochastic rounding, the same seed and
-    step.
+    All parameters of a group have the same format and device. For stochastic rounding they also have the same
+    seed and step.
     """
     groups: dict[Any, list[Tensor]] = {}
     for param, weight in stored.items():
@@ -411,23 +414,23 @@ def _alike(stored: dict[Tensor, StoredWeight]) -> Iterator[tuple[list[Tensor], l
 
 
 def _exchange(param: Tensor, other: Tensor, kind: type) -> None:
-    """Exchange the data of two Python objects. Gradients and hooks stay with the parameter."""
+    """Exchange the data of two tensors. Gradients and hooks stay with the parameter."""
     grad, param.grad = param.grad, None
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(param, name) is not getattr(other, name):
-            # The assignment also registers the hooks with the tensor, so that torch runs them.
+            # The assignment also registers the hooks with the C++ tensor, so that torch runs them.
             setattr(other, name, getattr(param, name))
     torch._C._swap_tensor_impl(param, other)
     param.__class__ = kind
-    if grad is not None:  # a gradient may have been made meanwhile
+    if grad is not None:  # param.grad may have been set meanwhile
         param.grad = grad.float() if param.grad is None else param.grad + grad.float()
 
 
-# -- state dicts: float32 copies, both when saving and when loading ------------------------------------
+# -- float32 copies in state dicts, for saving and loading --------------------------------------
 
 
 def export_fp32(model: nn.Module) -> None:
-    """Make the modules of a model save and load stored parameters in float32."""
+    """Make the modules of a model save and load stored parameters as float32."""
     _export_from_later_modules()
     for module in model.modules():
         if _after_state_dict not in module._state_dict_hooks.values():
@@ -437,7 +440,7 @@ def export_fp32(model: nn.Module) -> None:
 
 @cache
 def _export_from_later_modules() -> None:
-    """Do the same for modules that get a stored parameter later: by tied weights or a parametrization."""
+    """Call export_fp32 for modules that get a stored parameter later, by weight tying or parametrization."""
 
     def hook(module: nn.Module, _: str, param: nn.Parameter) -> None:
         if stored_weight(param) is not None:
@@ -456,9 +459,9 @@ def export_as_is(model: nn.Module) -> None:
 
 
 def _at_rest(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the name of each stored parameter of a module that is in 16 bits now, and the parameter.
+    """Yield the names and parameters of a module's stored parameters that are in 16 bits now.
 
-    The module's children are left out.
+    Parameters of child modules are left out.
     """
     for name, param in module._parameters.items():
         weight = None if param is None else stored_weight(param)
@@ -467,13 +470,13 @@ def _at_rest(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) -> None:
-    """Replace 16-bit entries by float32 copies. With ``keep_vars=True`` the entries stay the parameters."""
+    """Replace 16-bit entries by float32 copies. With ``keep_vars=True`` entries stay unchanged."""
     for name, param in _at_rest(module):
         key = prefix + name
         if not isinstance(state_dict.get(key, param), nn.Parameter):
             weight = _settled(param)
             copy = state_dict.get(weight.exported[0])
-            # If the condition is false, the same copy is already in the state dict under another name.
+            # Otherwise the state dict already has this copy under another name (tied weights).
             if copy is None or copy is not weight.exported[1]():
                 copy = exact_value(param)
                 weight.exported = key, ref(copy)
@@ -490,7 +493,7 @@ def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) -
 def _before_load(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
 ) -> None:
-    """Split the values that a module will load into 16-bit weight and remainder."""
+    """Split the values that a module is about to load into 16-bit weights and remainders."""
     for name, param in _at_rest(module):
         value = state_dict.get(prefix + name)
         if not isinstance(value, Tensor) or value.is_meta:
@@ -500,7 +503,7 @@ def _before_load(
             continue
         weight, exact = _settled(param), value.detach().float()
         if is_sharded(param) and not metadata.get("assign_to_params_buffers", False):
-            continue  # a StoredShard splits by itself the values that are copied to it
+            continue  # a StoredShard splits copied values itself
         if metadata.get("assign_to_params_buffers", False):
             made = state_dict[prefix + name] = nn.Parameter(exact, param.requires_grad)
             store_(made, weight.name, seed=weight.seed)
