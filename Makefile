@@ -170,6 +170,9 @@ ifneq ($(origin PYTHON),file)
 		echo ".venv has Python $$has, PYTHON=$(PYTHON) is $$asked; run make clean to make .venv anew" >&2; exit 1; }
 endif
 
+# fastai with what its training loop imports and .venv does not have.
+FASTAI := fastai beartype fastcore fastdownload fastprogress fasttransform plum-dispatch
+
 $(READY): pyproject.toml constraints.txt | asked-python
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 		echo "amp_plugin needs Python 3.10 or newer, $(PYTHON) is older or missing; use make PYTHON=..." >&2; exit 1; }
@@ -181,8 +184,9 @@ $(READY): pyproject.toml constraints.txt | asked-python
 	@echo "installing torch $(TORCH) and the pinned tools into .venv (a few minutes the first time)"
 	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --disable-pip-version-check \
 		$(ASKED_TORCH) --editable ".[dev]"
-	@# timm needs a torchvision that loads beside a CPU build of torch. Tests read only its optimizers, so it lies
-	@# where nothing imports it: accelerate's command imports a timm that is installed, and would fail.
+	@# timm and fastai depend on a torchvision that loads beside a CPU build of torch. Tests use timm's optimizers
+	@# and fastai's training loop, which do not import it. They are installed where other programs do not find
+	@# them: accelerate's command imports a timm that is installed, and would fail.
 	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --disable-pip-version-check -q --no-deps \
-		--upgrade --target .venv/apart timm
+		--upgrade --target .venv/apart timm $(FASTAI)
 	@touch $@
